@@ -1,0 +1,1 @@
+"""Decisions: pure, synchronous, without I/O or clock (STYLE.md, 2)."""

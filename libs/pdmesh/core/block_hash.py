@@ -1,0 +1,64 @@
+"""The name of a KV block: a keyed, chained 128-bit hash of the tokens up to its end (S80).
+
+Equal hashes mean equal KV, so the hash must not collide even on purpose: two tenants with one hash would
+share each other's cache. Hence a keyed cryptographic chain (BLAKE2b) whose root binds everything that
+changes the bytes: tenant, salt, and the model fingerprint (model, adapter, dtype, block size, layout).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+
+HASH_BYTES = 16
+
+
+def token_array(token_ids: Iterable[int]) -> array[int]:
+    """Token ids as an array of uint32, the form in which they travel inside the mesh."""
+    return array("I", token_ids)
+
+
+def tokens_to_bytes(token_ids: Sequence[int]) -> bytes:
+    """Little-endian uint32 each, as in `Prefill.prompt_token_ids`."""
+    values = token_ids if isinstance(token_ids, array) else array("I", token_ids)
+    if sys.byteorder == "big":
+        values = array("I", values)
+        values.byteswap()
+    return values.tobytes()
+
+
+def tokens_from_bytes(data: bytes) -> array[int]:
+    """The inverse of `tokens_to_bytes`. Raises ValueError if the length is not a multiple of 4."""
+    values = array("I")
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def tenant_root(secret: bytes, tenant: str, salt: str, model_fingerprint: str) -> bytes:
+    """The key of one tenant's chain under one model. `secret` is the deployment's own."""
+    parts = (tenant, salt, model_fingerprint)
+    message = b"".join(len(p.encode()).to_bytes(4, "little") + p.encode() for p in parts)
+    return hmac.digest(secret, message, "sha256")[:HASH_BYTES]
+
+
+def block_hashes(
+    root: bytes, token_ids: Sequence[int], block_size: int, parent: bytes = b""
+) -> list[bytes]:
+    """Hashes of the full blocks of `token_ids`, in order; a partial tail has none.
+
+    `parent` continues a chain whose earlier blocks are hashed already.
+    """
+    data = memoryview(tokens_to_bytes(token_ids))
+    step = 4 * block_size
+    hashes: list[bytes] = []
+    for start in range(0, len(data) - step + 1, step):
+        digest = hashlib.blake2b(parent, digest_size=HASH_BYTES, key=root)
+        digest.update(data[start : start + step])
+        parent = digest.digest()
+        hashes.append(parent)
+    return hashes

@@ -1,0 +1,1 @@
+"""Engines: the Protocol (base), vLLM, and the simulated engine."""

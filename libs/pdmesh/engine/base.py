@@ -1,0 +1,235 @@
+"""What an engine is to the mesh: it takes jobs, and yields what happened in batches, one per step.
+
+An engine never queues: the instance's admission core has reserved a slot and the bytes before a job
+arrives, so a job starts at the engine's next step. Jobs are named by the host's `leg` number. For every
+job the engine emits exactly one terminal output (`Finished`, `Failed`, or a `Prefilled` that carries a
+ticket or a finish reason) unless the host aborted it; after `abort` returns nothing more is emitted
+for that leg.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. `temperature` 0 is greedy; `num_logprobs` None means none."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log probability), likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaRange:
+    """Bytes reserved in a KV arena, per rank: the same range in each rank's arena."""
+
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The right to pull one prompt's staged KV (DESIGN 7). Mirrors `pdmesh.v1.Ticket`."""
+
+    ticket_id: str
+    request_id: str
+    attempt: int
+    instance_id: str
+    incarnation: int
+    model_fingerprint: str
+    num_tokens: int
+    kv_bytes: int  # per rank
+    addresses: tuple[str, ...]  # one per rank
+    lease_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillJob:
+    """Compute a prompt, draw token 1, and stage the KV in `staging` under `ticket_id`.
+
+    `staging` is None when the job is local (fusion): the engine goes on decoding it and emits `Tokens`.
+    A job that ends with its first token (max_tokens 1, or a stop token) stages nothing.
+    """
+
+    leg: int
+    request_id: str
+    attempt: int
+    prompt: array[int]
+    sampling: Sampling
+    ticket_id: str = ""
+    staging: ArenaRange | None = None
+    cache_salt: str = ""
+    block_hashes: tuple[bytes, ...] = ()
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeJob:
+    """Pull the KV named by `ticket` into `landing`, scatter it into blocks, and go on from `first_token`.
+
+    `sampling.max_tokens` counts the tokens after `first_token`. `deadline_s` bounds the pull, from now.
+    """
+
+    leg: int
+    request_id: str
+    attempt: int
+    prompt: array[int]
+    first_token: int
+    ticket: Ticket
+    landing: ArenaRange
+    sampling: Sampling
+    deadline_s: float
+    cache_salt: str = ""
+    block_hashes: tuple[bytes, ...] = ()
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Prefill is done. Terminal when `finish_reason` is set or `ticket` is."""
+
+    leg: int
+    token: int
+    ticket: Ticket | None
+    num_cached_tokens: int
+    finish_reason: FinishReason | None = None
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvReceived:
+    """The job's KV is in its blocks, verified. `num_computed_tokens` were computed here instead of pulled."""
+
+    leg: int
+    kv_bytes: int
+    duration_s: float
+    num_computed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens one job drew in this step, usually one."""
+
+    leg: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    leg: int
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The job failed and holds nothing any more. `reason` as in errors.py; retryable means elsewhere."""
+
+    leg: int
+    reason: str
+    message: str
+    is_retryable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TicketClosed:
+    """A staged KV was taken, released, or its lease ended: its slot and arena range are free."""
+
+    ticket_id: str
+    reason: str  # taken, released, expired, failed
+
+
+@dataclass(frozen=True, slots=True)
+class LandingFreed:
+    """No late write can reach the job's landing range any more; the host may reserve it again."""
+
+    leg: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksChanged:
+    """Prefix-cache blocks the engine stored and evicted, as mesh hashes, in this order: clear, remove, store."""
+
+    stored: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+    is_cleared: bool = False
+
+
+Output = (
+    Prefilled | KvReceived | Tokens | Finished | Failed | TicketClosed | LandingFreed | BlocksChanged
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the engine turned out to be once loaded; published in the instance's registry record."""
+
+    engine: str  # vllm or sim
+    model: str
+    model_fingerprint: str
+    block_size: int  # tokens
+    num_kv_blocks: int
+    kv_bytes_per_token: int  # all ranks together
+    max_model_len: int
+    num_ranks: int = 1
+    supports_logprobs: bool = False
+    kv_addresses: tuple[str, ...] = ()  # KV transport address of each rank
+
+
+@dataclass(slots=True)
+class EngineStats:
+    num_running: int = 0
+    num_kv_blocks_free: int = 0
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """An engine hosted by one instance. All methods are called on the host's event loop."""
+
+    async def start(self) -> EngineInfo:
+        """Load the model and open the KV transport. Raises EngineFailed with a cause a person can act on."""
+        ...
+
+    async def stop(self) -> None:
+        """Free everything; idempotent; bounded in time."""
+        ...
+
+    def prefill(self, job: PrefillJob) -> None: ...
+
+    def decode(self, job: DecodeJob) -> None: ...
+
+    def abort(self, leg: int) -> None:
+        """Stop a job in any state, its ticket included. Unknown legs are ignored."""
+        ...
+
+    def release(self, ticket_id: str) -> None:
+        """Free a staged KV that nobody will pull. Answered by TicketClosed. Unknown tickets are ignored."""
+        ...
+
+    def outputs(self) -> AsyncIterator[list[Output]]:
+        """Batches of outputs, one per engine step, in order. Raises EngineFailed if the engine dies."""
+        ...
+
+    def stats(self) -> EngineStats: ...

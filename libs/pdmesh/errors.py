@@ -1,0 +1,96 @@
+"""The errors that cross an edge, and what a caller should do about each (STYLE.md, 8).
+
+Raise one where the fact is known; each edge translates it once (`net.rpc` for gRPC, the gateway for
+HTTP). `reason` is stable and meant for programs, the message is for people and never holds a prompt.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class MeshError(Exception):
+    """Base of all expected failures. Codes are those of `grpc.StatusCode` and HTTP."""
+
+    grpc_code: ClassVar[str] = "INTERNAL"
+    http_status: ClassVar[int] = 500
+    default_reason: ClassVar[str] = "INTERNAL"
+    is_retryable: ClassVar[bool] = False  # by calling again, unchanged
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str | None = None,
+        field: str | None = None,
+        retry_after_ms: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason or self.default_reason
+        self.field = field
+        self.retry_after_ms = retry_after_ms
+
+
+class InvalidRequest(MeshError):
+    """The request is wrong; `field` names where."""
+
+    grpc_code, http_status, default_reason = "INVALID_ARGUMENT", 400, "INVALID_REQUEST"
+
+
+class ModelNotFound(MeshError):
+    grpc_code, http_status, default_reason = "NOT_FOUND", 404, "MODEL_NOT_FOUND"
+
+
+class Overloaded(MeshError):
+    """No capacity before the deadline; back off for `retry_after_ms`."""
+
+    grpc_code, http_status, default_reason = "RESOURCE_EXHAUSTED", 429, "OVERLOADED"
+    is_retryable = True
+
+
+class NoInstance(MeshError):
+    """Nothing alive could serve it."""
+
+    grpc_code, http_status, default_reason = "UNAVAILABLE", 503, "NO_INSTANCE"
+    is_retryable = True
+
+
+class InstanceLost(MeshError):
+    """A leg's instance went away."""
+
+    grpc_code, http_status, default_reason = "UNAVAILABLE", 503, "INSTANCE_LOST"
+    is_retryable = True
+
+
+class KvTransferFailed(MeshError):
+    grpc_code, http_status, default_reason = "ABORTED", 503, "KV_TRANSFER_FAILED"
+    is_retryable = True
+
+
+class StalePlan(MeshError):
+    grpc_code, http_status, default_reason = "ABORTED", 503, "STALE_PLAN"
+    is_retryable = True
+
+
+class Draining(MeshError):
+    grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "DRAINING"
+    is_retryable = True
+
+
+class DeadlineExceeded(MeshError):
+    grpc_code, http_status, default_reason = "DEADLINE_EXCEEDED", 504, "DEADLINE_EXCEEDED"
+
+
+class Unavailable(MeshError):
+    """A server this process depends on (NATS, Redis, another service) does not answer."""
+
+    grpc_code, http_status, default_reason = "UNAVAILABLE", 503, "UNAVAILABLE"
+    is_retryable = True
+
+
+class EngineFailed(MeshError):
+    """The engine refused or lost a request through no fault of the client's."""
+
+    grpc_code, http_status, default_reason = "UNAVAILABLE", 503, "ENGINE_FAILED"
+    is_retryable = True

@@ -1,0 +1,1 @@
+"""KV bytes and where they are: transport, transfer agent, index."""

@@ -1,0 +1,64 @@
+"""Who is there: one record per service process, under a lease its owner renews (DESIGN 3).
+
+The adapter is JetStream key-value (`nats_registry.py`). A record that is not renewed vanishes when its
+lease ends; the store's revision fences a replaced owner. When the store is gone, a view keeps what it last
+knew and says so (`is_connected`), since silence of the store is not death of the instances (F18).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdmesh.v1.common_pb2 import InstanceRecord
+
+
+@dataclass(frozen=True, slots=True)
+class RecordChanged:
+    """A record appeared, changed, or vanished (`record` None). `is_lease_end` tells expiry from a goodbye."""
+
+    instance_id: str
+    record: InstanceRecord | None
+    is_lease_end: bool = False
+
+
+class Lease(Protocol):
+    """Held by a record's owner; renewed in the background until `release`."""
+
+    @property
+    def is_held(self) -> bool:
+        """False once another incarnation took the id, or the lease could not be renewed for its whole time."""
+        ...
+
+    async def update(self, record: InstanceRecord) -> None:
+        """Replace the record, e.g. when draining. Applied at the next renewal if the store is away."""
+        ...
+
+    async def release(self) -> None:
+        """Say goodbye: the record vanishes at once."""
+        ...
+
+
+class RegistryView(Protocol):
+    """A live copy of all records."""
+
+    @property
+    def is_connected(self) -> bool: ...
+
+    @property
+    def records(self) -> Mapping[str, InstanceRecord]: ...
+
+    def on_change(self, callback: Callable[[RecordChanged], None]) -> None:
+        """Called on the event loop for each change after the initial load."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Registry(Protocol):
+    async def register(self, record: InstanceRecord) -> Lease: ...
+
+    async def watch(self) -> RegistryView:
+        """A view that already holds what the store knows now."""
+        ...

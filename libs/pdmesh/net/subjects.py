@@ -1,0 +1,47 @@
+"""Every NATS subject, in one place: mesh.v1.<domain>.<message>.<id> (STYLE.md, 6)."""
+
+from __future__ import annotations
+
+import re
+
+_ID = re.compile(r"[a-z0-9-]+")
+
+ALL = "mesh.v1.>"
+
+
+def _subject(domain: str, message: str, about: str) -> str:
+    if about != "*" and not _ID.fullmatch(about):
+        raise ValueError(f"id {about!r} does not match [a-z0-9-]+")
+    return f"mesh.v1.{domain}.{message}.{about}"
+
+
+def health_instance(instance_id: str = "*") -> str:
+    return _subject("health", "instance", instance_id)
+
+
+def health_changed(instance_id: str = "*") -> str:
+    return _subject("health", "changed", instance_id)
+
+
+def instance_load(instance_id: str = "*") -> str:
+    return _subject("load", "instance", instance_id)
+
+
+def kv_blocks(instance_id: str = "*") -> str:
+    return _subject("kv", "blocks", instance_id)
+
+
+def group_changed(group_id: str = "*") -> str:
+    return _subject("group", "changed", group_id)
+
+
+def request_finished(gateway_id: str = "*") -> str:
+    return _subject("request", "finished", gateway_id)
+
+
+def error_reported(publisher_id: str = "*") -> str:
+    return _subject("error", "reported", publisher_id)
+
+
+def leader_changed(leader_id: str = "*") -> str:
+    return _subject("control", "leader", leader_id)
