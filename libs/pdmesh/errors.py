@@ -78,6 +78,13 @@ class Draining(MeshError):
     is_retryable = True
 
 
+class WrongIncarnation(MeshError):
+    """The caller means an instance that was here before; look at the registry again."""
+
+    grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "WRONG_INCARNATION"
+    is_retryable = True
+
+
 class DeadlineExceeded(MeshError):
     grpc_code, http_status, default_reason = "DEADLINE_EXCEEDED", 504, "DEADLINE_EXCEEDED"
 

@@ -4,7 +4,7 @@ An engine never queues: the instance's admission core has reserved a slot and th
 arrives, so a job starts at the engine's next step. Jobs are named by the host's `leg` number. For every
 job the engine emits exactly one terminal output (`Finished`, `Failed`, or a `Prefilled` that carries a
 ticket or a finish reason) unless the host aborted it; after `abort` returns nothing more is emitted
-for that leg.
+for that leg, save that its ranges are given back (`TicketClosed`, `LandingFreed`).
 """
 
 from __future__ import annotations
@@ -138,6 +138,17 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """One token of each of many jobs: what `Tokens` says for each, in parallel sequences of equal length.
+
+    For engines that draw thousands of tokens per second; the same `legs` object may serve many steps.
+    """
+
+    legs: Sequence[int]
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     leg: int
     finish_reason: FinishReason
@@ -155,7 +166,11 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class TicketClosed:
-    """A staged KV was taken, released, or its lease ended: its slot and arena range are free."""
+    """A staged KV was taken, released, or its lease ended: its slot and arena range are free.
+
+    Emitted exactly once for each job that was given a `staging` range, aborted ones included (then the
+    only output after `abort`), unless the job ended by `Failed` or with its first token.
+    """
 
     ticket_id: str
     reason: str  # taken, released, expired, failed
@@ -163,7 +178,10 @@ class TicketClosed:
 
 @dataclass(frozen=True, slots=True)
 class LandingFreed:
-    """No late write can reach the job's landing range any more; the host may reserve it again."""
+    """No late write can reach the job's landing range any more; the host may reserve it again.
+
+    Emitted exactly once for each DecodeJob, aborted and failed ones included (it may then come last).
+    """
 
     leg: int
 
@@ -178,7 +196,15 @@ class BlocksChanged:
 
 
 Output = (
-    Prefilled | KvReceived | Tokens | Finished | Failed | TicketClosed | LandingFreed | BlocksChanged
+    Prefilled
+    | KvReceived
+    | Tokens
+    | TokenBatch
+    | Finished
+    | Failed
+    | TicketClosed
+    | LandingFreed
+    | BlocksChanged
 )
 
 
