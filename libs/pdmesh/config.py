@@ -1,0 +1,220 @@
+"""Settings from the environment: one frozen class per service, read once in `main()`.
+
+Each service has its own prefix (`PDMESH_GATEWAY_GRPC_PORT`). A field marked `shared` also answers to the
+plain name (`PDMESH_NATS_URL`), so that one line configures the whole mesh; the service's own name wins.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+SHARED_PREFIX: Final = "PDMESH_"
+_SHARED_MARK: Final = "is_shared"
+_REQUIRED: Final = ...
+
+
+class BadSetting(Exception):
+    """The environment holds a value that cannot be used; the message is one line and names the variable."""
+
+
+def settings_config(prefix: str) -> SettingsConfigDict:
+    """The `model_config` of a service's Settings; `prefix` is `PDMESH_<SERVICE>_`."""
+    return SettingsConfigDict(
+        env_prefix=prefix,
+        env_nested_delimiter="__",
+        env_ignore_empty=True,
+        frozen=True,
+        extra="ignore",
+        hide_input_in_errors=True,
+        validate_default=True,
+    )
+
+
+# Any: pydantic's Field() is typed so too, to stand for a value of the annotated type.
+def shared(default: Any = _REQUIRED, *, description: str, **constraints: Any) -> Any:
+    """A field that every service may also read from `PDMESH_<FIELD>`."""
+    return Field(
+        default,
+        description=description,
+        json_schema_extra={_SHARED_MARK: True},
+        **constraints,
+    )
+
+
+class ServiceSettings(BaseSettings):
+    """What every service reads. Subclass it and set `model_config = settings_config("PDMESH_X_")`."""
+
+    model_config = settings_config(SHARED_PREFIX)
+
+    instance_id: str = Field(
+        "",
+        description="Name of this process in the mesh; default: the service and four random hex digits",
+        pattern=r"^[a-z0-9-]+$",
+    )
+    host: str = shared("127.0.0.1", description="Address to listen on")
+    advertise_host: str | None = shared(
+        None, description="Host name that other processes reach this one by; default: host"
+    )
+    grpc_port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 picks a free one")
+    ops_port: int = Field(
+        0, ge=0, le=65535, description="Port of /metrics and /health; 0 picks a free one"
+    )
+    nats_url: str = shared("nats://127.0.0.1:4222", description="NATS server")
+    lease_s: float = shared(
+        3.0, gt=0, description="Lease in the registry; renewed every third of it"
+    )
+    log_format: Literal["auto", "json", "pretty"] = shared(
+        "auto", description="Log lines: json, pretty, or pretty on a terminal only (auto)"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = shared(
+        "info", description="Least severe level that is logged"
+    )
+    otlp_endpoint: str | None = shared(
+        None, description="OTLP/HTTP collector, e.g. http://127.0.0.1:4318; none: no export"
+    )
+    state_dir: Path = shared(Path(".pdmesh"), description="Directory for sockets, logs and state")
+    uvloop: bool = shared(True, description="Use uvloop when it is installed")
+
+    @property
+    def reachable_host(self) -> str:
+        """The host that goes into the addresses this process publishes."""
+        return self.advertise_host or self.host
+
+    @classmethod
+    def service(cls) -> str:
+        """`master-scheduler` for the prefix `PDMESH_MASTER_SCHEDULER_`."""
+        prefix = str(cls.model_config.get("env_prefix", ""))
+        return prefix.removeprefix(SHARED_PREFIX).strip("_").lower().replace("_", "-")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_process(cls, data: dict[str, Any]) -> dict[str, Any]:
+        if not data.get("instance_id"):
+            return {**data, "instance_id": f"{cls.service() or 'pdmesh'}-{secrets.token_hex(2)}"}
+        return data
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, _SharedEnv(settings_cls, env_prefix=SHARED_PREFIX)
+
+    @classmethod
+    def load(cls) -> Self:
+        """Read the environment; raises `BadSetting` with one line that names the variable."""
+        try:
+            return cls()
+        except ValidationError as exc:
+            raise BadSetting(_one_line(cls, exc)) from None
+        except SettingsError as exc:
+            raise BadSetting(str(exc)) from None
+
+
+class _SharedEnv(EnvSettingsSource):
+    """`PDMESH_<FIELD>` for the fields marked shared, and for no other."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        if not is_shared(field):
+            return None, field_name, False
+        return super().get_field_value(field, field_name)
+
+
+def is_shared(field: FieldInfo) -> bool:
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and extra.get(_SHARED_MARK) is True
+
+
+@dataclass(frozen=True, slots=True)
+class SettingLine:
+    """One setting as an operator sees it."""
+
+    variable: str
+    shared_variable: str | None
+    type_name: str
+    default: str
+    value: str
+    help: str
+
+
+def describe(
+    settings_type: type[ServiceSettings], settings: ServiceSettings | None = None
+) -> Iterator[SettingLine]:
+    """Every setting with its variable, default and help; secrets are hidden in the value."""
+    prefix = str(settings_type.model_config.get("env_prefix", ""))
+    for name, field in settings_type.model_fields.items():
+        value = getattr(settings, name) if settings is not None else None
+        yield SettingLine(
+            variable=f"{prefix}{name.upper()}",
+            shared_variable=f"{SHARED_PREFIX}{name.upper()}" if is_shared(field) else None,
+            type_name=_type_name(field),
+            default=_default_text(name, field),
+            value=_text(value),
+            help=field.description or "",
+        )
+
+
+def _type_name(field: FieldInfo) -> str:
+    annotation = field.annotation
+    if isinstance(annotation, type):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "").replace("pathlib.", "")
+
+
+def _default_text(name: str, field: FieldInfo) -> str:
+    if name == "instance_id":
+        return "<service>-<hex>"
+    if field.default_factory is not None:
+        return "computed"
+    if field.default is PydanticUndefined:
+        return "required"
+    return _text(field.default)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, SecretStr):
+        return "********" if value.get_secret_value() else ""
+    return "" if value is None else _without_password(str(value))
+
+
+def _without_password(text: str) -> str:
+    """`redis://user:secret@host` -> `redis://***@host`."""
+    scheme, found, rest = text.partition("://")
+    credentials, at, host = rest.rpartition("@")
+    return f"{scheme}://***@{host}" if found and at and credentials else text
+
+
+def _one_line(settings_type: type[ServiceSettings], exc: ValidationError) -> str:
+    """What is wrong with the first bad variable, and how many more there are."""
+    errors = exc.errors(include_url=False, include_context=False, include_input=False)
+    name = str(errors[0]["loc"][0]) if errors[0]["loc"] else ""
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    return f"{_variable_of(settings_type, name, os.environ)}: {errors[0]['msg']}{more}"
+
+
+def _variable_of(
+    settings_type: type[ServiceSettings], name: str, environment: Mapping[str, str]
+) -> str:
+    own = f"{settings_type.model_config.get('env_prefix', '')}{name.upper()}"
+    plain = f"{SHARED_PREFIX}{name.upper()}"
+    return plain if own not in environment and plain in environment else own

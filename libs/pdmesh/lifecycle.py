@@ -1,0 +1,202 @@
+"""The life of one service process: settings, telemetry, signals, ops endpoint, then its `main`.
+
+Exit codes: 0 stopped as asked, 1 failed (the last line says why), 2 a bad setting. SIGTERM or SIGINT asks for an
+orderly stop (`App.stopping`); a second one ends the process at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+import structlog
+from opentelemetry.sdk.resources import Resource
+
+from pdmesh import __version__
+from pdmesh.config import BadSetting, ServiceSettings, SettingLine, describe
+from pdmesh.errors import MeshError
+from pdmesh.telemetry import logs, metrics, names, traces
+from pdmesh.telemetry.ops_server import OpsServer
+
+S = TypeVar("S", bound=ServiceSettings)
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+log = structlog.get_logger(__name__)
+
+_LAG_EVERY_S: Final = 0.5
+_FLUSH_MS: Final = 2000
+
+
+class StartupError(Exception):
+    """The process cannot start or go on for a reason an operator can mend: one line, exit code 1."""
+
+
+@dataclass
+class App:
+    """What a service knows of its own process."""
+
+    service: str
+    instance_id: str
+    incarnation: int  # random, 63 bits, never 0
+    stopping: asyncio.Event
+    ops_address: str = ""  # host:port of /metrics, /health/live, /health/ready
+    _checks: dict[str, Callable[[], bool]] = field(default_factory=dict)
+
+    def add_readiness(self, name: str, is_ready: Callable[[], bool]) -> None:
+        """/health/ready answers 200 while all of these hold."""
+        self._checks[name] = is_ready
+
+    def not_ready(self) -> list[str]:
+        missing = [name for name, is_ready in self._checks.items() if not is_ready()]
+        if not self._checks:
+            missing.append("started")  # main has not yet said what it needs
+        return ["stopping", *missing] if self.stopping.is_set() else missing
+
+
+def new_incarnation() -> int:
+    return secrets.randbelow(2**63 - 1) + 1
+
+
+def run(service: str, settings_type: type[S], main: Callable[[S, App], Awaitable[None]]) -> None:
+    """Run `main` until it returns, then exit the process. It should return soon after `app.stopping`."""
+    _parse_arguments(service, settings_type)
+    settings = _load(service, settings_type)
+    logs.configure(service, settings.instance_id, settings.log_format, settings.log_level)
+    with asyncio.Runner(loop_factory=_loop_factory(settings.uvloop)) as runner:
+        code = runner.run(_serve(service, settings, main))
+    sys.exit(code)
+
+
+async def _serve(service: str, settings: S, main: Callable[[S, App], Awaitable[None]]) -> int:
+    app = App(service, settings.instance_id, new_incarnation(), asyncio.Event())
+    _stop_on_signals(app.stopping)
+    try:
+        async with _observed(settings, app):
+            await main(settings, app)
+    except (StartupError, MeshError) as exc:
+        log.error("service.failed", reason=str(exc))
+        return 1
+    except Exception:
+        log.exception("service.crashed")
+        return 1
+    log.info("service.stopped")
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
+    """Telemetry and the ops endpoint, for as long as `main` runs."""
+    resource = Resource.create(
+        {
+            "service.name": app.service,
+            "service.instance.id": app.instance_id,
+            "service.version": __version__,
+        }
+    )
+    meters = metrics.configure(resource, settings.otlp_endpoint)
+    tracers = traces.configure(resource, settings.otlp_endpoint)
+    ops = _open_ops(settings, app)
+    ops.start()
+    app.ops_address = f"{settings.reachable_host}:{ops.port}"
+    log.info("service.started", version=__version__, pid=os.getpid(), ops_address=app.ops_address)
+    lag = asyncio.create_task(_watch_loop_lag(app), name="loop-lag")
+    try:
+        yield
+    finally:
+        lag.cancel()
+        await ops.close()
+        # They block while a collector is away, for a bounded time.
+        await asyncio.to_thread(tracers.shutdown)
+        await asyncio.to_thread(meters.shutdown, _FLUSH_MS)
+
+
+def _open_ops(settings: ServiceSettings, app: App) -> OpsServer:
+    try:
+        return OpsServer(settings.host, settings.ops_port, app.not_ready)
+    except OSError as exc:
+        variable = f"{type(settings).model_config.get('env_prefix', '')}OPS_PORT"
+        raise StartupError(
+            f"cannot listen on {settings.host}:{settings.ops_port} ({exc.strerror}); set {variable}"
+        ) from exc
+
+
+async def _watch_loop_lag(app: App) -> None:
+    """How late the event loop runs a timer: the first number to look at when latency is bad."""
+    worst = [0.0]
+
+    def read_worst() -> float:
+        lag, worst[0] = worst[0], 0.0
+        return lag
+
+    metrics.gauge(names.LOOP_LAG, "Worst delay of a timer since the last scrape", read_worst, "s")
+    metrics.gauge(names.READY, "1 if /health/ready answers 200", lambda: not app.not_ready())
+    while True:
+        asked = time.monotonic()
+        await asyncio.sleep(_LAG_EVERY_S)
+        worst[0] = max(worst[0], time.monotonic() - asked - _LAG_EVERY_S)
+
+
+def _stop_on_signals(stopping: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stopping.is_set():
+            os._exit(128 + number)
+        log.info("service.stopping", signal=number.name)
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+
+
+def _loop_factory(use_uvloop: bool) -> LoopFactory:
+    if use_uvloop:
+        try:
+            import uvloop
+        except ImportError:
+            return asyncio.new_event_loop
+        return uvloop.new_event_loop
+    return asyncio.new_event_loop
+
+
+def _parse_arguments(service: str, settings_type: type[ServiceSettings]) -> None:
+    """`--help` and `--print-config` answer and exit; there are no other arguments."""
+    parser = argparse.ArgumentParser(
+        prog=f"pdmesh-{service}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=f"The {service} of a pdmesh. It is configured by its environment.",
+        epilog="\n".join(["settings:", *map(_help_line, describe(settings_type))]),
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument(
+        "--print-config", action="store_true", help="show the settings in effect and exit"
+    )
+    if parser.parse_args().print_config:
+        _print_config(service, settings_type)
+        sys.exit(0)
+
+
+def _print_config(service: str, settings_type: type[ServiceSettings]) -> None:
+    for line in describe(settings_type, _load(service, settings_type)):
+        print(f"{line.variable}={line.value}")
+
+
+def _load(service: str, settings_type: type[S]) -> S:
+    try:
+        return settings_type.load()
+    except BadSetting as exc:
+        print(f"pdmesh-{service}: bad setting {exc}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _help_line(line: SettingLine) -> str:
+    also = f" (or {line.shared_variable})" if line.shared_variable else ""
+    return f"  {line.variable}{also}\n      {line.help}; {line.type_name}, default: {line.default or 'none'}"

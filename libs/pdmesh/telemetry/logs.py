@@ -1,0 +1,102 @@
+"""Structured logs: JSON for machines, pretty lines on a terminal.
+
+`event` is a fixed lowercase dotted name, everything else is data. `request_id` and `trace_id` come from context
+variables. Tracebacks never show local variables: those hold prompts.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import MutableMapping
+from typing import Any, Final, Literal
+
+import orjson
+import structlog
+from opentelemetry import trace
+
+LogFormat = Literal["auto", "json", "pretty"]
+_CHATTY: Final = ("nats", "httpx", "httpcore", "urllib3", "uvicorn", "asyncio")
+
+
+def configure(service: str, instance_id: str, log_format: LogFormat, level: str) -> None:
+    """Send structlog and the standard library's loggers to stderr, in one format."""
+    is_pretty = log_format == "pretty" or (log_format == "auto" and sys.stderr.isatty())
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    shared = _shared_processors(service, instance_id)
+    structlog.configure(
+        processors=[*shared, *_renderers(is_pretty)],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    _configure_stdlib(shared, is_pretty, threshold)
+
+
+def bind_request(request_id: str, trace_id: str = "") -> None:
+    """Put these ids on every later line of this task and of the tasks it starts."""
+    structlog.contextvars.bind_contextvars(request_id=request_id)
+    if trace_id:
+        structlog.contextvars.bind_contextvars(trace_id=trace_id)
+
+
+def unbind_request() -> None:
+    structlog.contextvars.unbind_contextvars("request_id", "trace_id")
+
+
+def _shared_processors(service: str, instance_id: str) -> list[structlog.types.Processor]:
+    def name_the_process(
+        _logger: object, _method: str, event: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
+        event["service"] = service
+        event["instance"] = instance_id
+        return event
+
+    return [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        name_the_process,
+        _add_trace_id,
+    ]
+
+
+def _add_trace_id(
+    _logger: object, _method: str, event: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    if "trace_id" not in event:
+        span = trace.get_current_span().get_span_context()
+        if span.is_valid:
+            event["trace_id"] = f"{span.trace_id:032x}"
+    return event
+
+
+def _renderers(is_pretty: bool) -> list[structlog.types.Processor]:
+    if is_pretty:
+        plain = structlog.dev.plain_traceback
+        return [structlog.dev.ConsoleRenderer(exception_formatter=plain, pad_event_to=28)]
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_to_json)]
+
+
+# Any: structlog calls the serializer with whatever keyword arguments the renderer was given.
+def _to_json(event: object, **_: Any) -> str:
+    return orjson.dumps(event, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
+def _configure_stdlib(
+    shared: list[structlog.types.Processor], is_pretty: bool, threshold: int
+) -> None:
+    """Libraries log text through `logging`; give it the same shape, and less of it."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                *_renderers(is_pretty),
+            ],
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=max(threshold, logging.INFO), force=True)
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(max(threshold, logging.WARNING))

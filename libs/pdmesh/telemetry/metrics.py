@@ -1,0 +1,88 @@
+"""Counters, histograms and gauges, visible at /metrics and exported by OTLP when configured.
+
+Make instruments at import time with names from `names.py`: until `configure` runs they do nothing, afterwards the same
+objects count. Labels are bounded sets; a request id is never a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+from opentelemetry import metrics
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.metrics import CallbackOptions, Counter, Histogram, Observation, UpDownCounter
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from opentelemetry.sdk.resources import Resource
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+
+Labels = Mapping[str, str]
+# From a batched token's time to a long prompt's: 1 ms to 2 min.
+SECONDS: Final = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
+BYTES: Final = tuple(float(4**power) for power in range(5, 18))  # 1 KiB to 16 GiB
+CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+_EXPORT_EVERY_MS: Final = 15_000
+
+_meter = metrics.get_meter("pdmesh")
+
+
+def configure(resource: Resource, otlp_endpoint: str | None) -> MeterProvider:
+    """Give the instruments a place to count. Call `shutdown()` on the result at the end."""
+    readers: list[MetricReader] = [PrometheusMetricReader(scope_info_enabled=False)]
+    if otlp_endpoint:
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import (  # optional and slow
+            OTLPMetricExporter,
+        )
+
+        exporter = OTLPMetricExporter(endpoint=f"{otlp_endpoint.rstrip('/')}/v1/metrics")
+        readers.append(PeriodicExportingMetricReader(exporter, _EXPORT_EVERY_MS))
+    provider = MeterProvider(metric_readers=readers, resource=resource, shutdown_on_exit=False)
+    metrics.set_meter_provider(provider)
+    return provider
+
+
+def counter(name: str, help: str, unit: str = "1") -> Counter:
+    """Something that only grows: `.add(1, {label: value})`."""
+    return _meter.create_counter(name, unit, help)
+
+
+def up_down(name: str, help: str, unit: str = "1") -> UpDownCounter:
+    """Something that is entered and left: `.add(+1)`, `.add(-1)`."""
+    return _meter.create_up_down_counter(name, unit, help)
+
+
+def histogram(
+    name: str, help: str, unit: str = "s", buckets: Sequence[float] = SECONDS
+) -> Histogram:
+    """A distribution: `.record(value, {label: value})`."""
+    return _meter.create_histogram(
+        name, unit, help, explicit_bucket_boundaries_advisory=list(buckets)
+    )
+
+
+def gauge(
+    name: str,
+    help: str,
+    read: Callable[[], float | Iterable[tuple[float, Labels]]],
+    unit: str = "1",
+) -> None:
+    """A value read when somebody looks: `read()` gives one number, or numbers with labels.
+
+    It runs on the event loop for /metrics and on the exporter's thread for OTLP, so it only reads.
+    """
+
+    def observe(_: CallbackOptions) -> Iterable[Observation]:
+        value = read()
+        if isinstance(value, int | float):
+            return [Observation(value)]
+        return [Observation(number, dict(labels)) for number, labels in value]
+
+    _meter.create_observable_gauge(name, [observe], unit, help)
+
+
+def render() -> bytes:
+    """All metrics of this process as Prometheus text, libraries' own ones included."""
+    return generate_latest(REGISTRY)

@@ -1,0 +1,78 @@
+"""Every name of a metric, span and attribute, in one place (listed in docs/telemetry.md).
+
+OpenTelemetry's names come first (semantic conventions 0.66, `gen_ai` and `messaging` still in development); ours begin
+with `pdmesh.`. Metric labels are bounded: role, model, reason, outcome. Request ids belong in traces and logs.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Attributes by OpenTelemetry.
+ATTR_OPERATION: Final = "gen_ai.operation.name"  # chat, text_completion
+ATTR_REQUEST_MODEL: Final = "gen_ai.request.model"
+ATTR_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+ATTR_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+ATTR_ERROR_TYPE: Final = "error.type"
+ATTR_RPC_SYSTEM: Final = "rpc.system.name"
+ATTR_RPC_METHOD: Final = "rpc.method"
+ATTR_RPC_STATUS: Final = "rpc.response.status_code"
+ATTR_MESSAGING_SYSTEM: Final = "messaging.system"
+ATTR_MESSAGING_TEMPLATE: Final = "messaging.destination.template"
+
+# Attributes of ours.
+ATTR_REQUEST_ID: Final = "pdmesh.request.id"
+ATTR_ATTEMPT: Final = "pdmesh.request.attempt"
+ATTR_INSTANCE_ID: Final = "pdmesh.instance.id"
+ATTR_GROUP_ID: Final = "pdmesh.group.id"
+ATTR_ROLE: Final = "pdmesh.role"
+ATTR_REASON: Final = "pdmesh.reason"
+ATTR_OUTCOME: Final = "pdmesh.outcome"
+ATTR_QUEUE: Final = "pdmesh.queue"
+ATTR_KV_BYTES: Final = "pdmesh.kv.bytes"
+ATTR_CACHED_TOKENS: Final = "pdmesh.usage.cached_tokens"
+
+# Spans of one request, outermost first (STYLE.md, 10).
+SPAN_REQUEST: Final = "gateway"
+SPAN_PLAN: Final = "plan"
+SPAN_PREFILL: Final = "prefill"
+SPAN_KV_TRANSFER: Final = "kv.transfer"
+SPAN_DECODE: Final = "decode"
+
+# Metrics by OpenTelemetry; seconds.
+REQUEST_DURATION: Final = "gen_ai.server.request.duration"
+TIME_TO_FIRST_TOKEN: Final = "gen_ai.server.time_to_first_token"
+TIME_PER_OUTPUT_TOKEN: Final = "gen_ai.server.time_per_output_token"
+TOKEN_USAGE: Final = "gen_ai.client.token.usage"
+
+# Metrics of ours: every process.
+BUILD_INFO: Final = "pdmesh.build.info"
+LOOP_LAG: Final = "pdmesh.process.loop_lag"
+READY: Final = "pdmesh.process.ready"
+
+# Metrics of ours: gateway.
+REQUESTS: Final = "pdmesh.requests"
+REQUESTS_IN_FLIGHT: Final = "pdmesh.requests.in_flight"
+REQUEST_REJECTIONS: Final = "pdmesh.request.rejections"
+REQUEST_MIGRATIONS: Final = "pdmesh.request.migrations"
+WAITING_REQUESTS: Final = "pdmesh.gateway.waiting"
+
+# Metrics of ours: instances.
+SLOTS: Final = "pdmesh.slots"
+SLOTS_USED: Final = "pdmesh.slots.used"
+ADMISSIONS: Final = "pdmesh.admissions"
+KV_BLOCKS_FREE: Final = "pdmesh.kv.blocks.free"
+KV_TRANSFER_DURATION: Final = "pdmesh.kv.transfer.duration"
+KV_TRANSFER_BYTES: Final = "pdmesh.kv.transfer.bytes"
+KV_TRANSFER_FAILURES: Final = "pdmesh.kv.transfer.failures"
+KV_TICKETS: Final = "pdmesh.kv.tickets"
+STAGING_BYTES_USED: Final = "pdmesh.kv.staging.bytes_used"
+
+# Metrics of ours: bus, registry, index, master.
+BUS_DROPPED: Final = "pdmesh.bus.dropped"
+BUS_RECONNECTS: Final = "pdmesh.bus.reconnects"
+REGISTRY_RECORDS: Final = "pdmesh.registry.records"
+INDEX_BLOCKS: Final = "pdmesh.index.blocks"
+INDEX_GAPS: Final = "pdmesh.index.gaps"
+PLAN_DURATION: Final = "pdmesh.plan.duration"
+PLANS: Final = "pdmesh.plans"

@@ -1,0 +1,85 @@
+"""One trace per request, carried between processes as a W3C `traceparent` string.
+
+Without an exporter no span is recorded, but ids are still made and passed on, so that `trace_id` joins the
+log lines of one request over all services at almost no cost.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler
+from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags, Tracer
+
+_TRACEPARENT: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+_tracer = trace.get_tracer("pdmesh")
+
+
+def configure(
+    resource: Resource, otlp_endpoint: str | None, processor: SpanProcessor | None = None
+) -> TracerProvider:
+    """Record spans if somebody takes them: the collector at `otlp_endpoint`, or `processor` (tests)."""
+    is_recorded = bool(otlp_endpoint) or processor is not None
+    provider = TracerProvider(
+        resource=resource,
+        sampler=None if is_recorded else _ids_only(),
+        shutdown_on_exit=False,
+    )
+    if otlp_endpoint:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # optional and slow
+            OTLPSpanExporter,
+        )
+
+        exporter = OTLPSpanExporter(endpoint=f"{otlp_endpoint.rstrip('/')}/v1/traces")
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+    if processor is not None:
+        provider.add_span_processor(processor)
+    trace.set_tracer_provider(provider)
+    return provider
+
+
+def _ids_only() -> Sampler:
+    """A parent sampled elsewhere has no taker here either."""
+    return ParentBased(ALWAYS_OFF, remote_parent_sampled=ALWAYS_OFF)
+
+
+def tracer() -> Tracer:
+    return _tracer
+
+
+def traceparent(span: Span) -> str:
+    """The span as a `traceparent` header; empty if there is no trace."""
+    context = span.get_span_context()
+    if not context.is_valid:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+
+def current_traceparent() -> str:
+    return traceparent(trace.get_current_span())
+
+
+def current_trace_id() -> str:
+    """32 hex digits; empty if there is no trace."""
+    context = trace.get_current_span().get_span_context()
+    return f"{context.trace_id:032x}" if context.is_valid else ""
+
+
+def context_from(parent: str) -> Context | None:
+    """A context to start spans in. None (start a new trace) if `parent` is not a valid traceparent."""
+    found = _TRACEPARENT.fullmatch(parent)
+    if not found:
+        return None
+    span = SpanContext(
+        trace_id=int(found[1], 16),
+        span_id=int(found[2], 16),
+        is_remote=True,
+        trace_flags=TraceFlags(int(found[3], 16)),
+    )
+    return trace.set_span_in_context(NonRecordingSpan(span)) if span.is_valid else None
