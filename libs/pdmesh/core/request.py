@@ -1,0 +1,623 @@
+"""The life of one request (one choice of it): candidates, rejections, legs, migration, deadlines.
+
+At most one leg is active at a time, and at most one ticket is open beside it. Every leg has a key of its own
+that is never used again, so whatever an abandoned leg still says finds no owner and is dropped: that is the
+fence against two decoders. A rejection is a normal answer and never counts as a failure (S40-S44).
+A request that lost a leg is planned again with the tokens emitted so far appended to its prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from pdmesh.core.request_types import (
+    AbortLeg,
+    AskPlan,
+    Cancelled,
+    Candidate,
+    ClientGone,
+    Complete,
+    DecodeTokens,
+    Effect,
+    EmitTokens,
+    Event,
+    Fail,
+    FirstToken,
+    ForgetLeg,
+    KvReceived,
+    LegAccepted,
+    LegFailed,
+    LegFinished,
+    LegLost,
+    LegRejected,
+    PlanFailed,
+    PlanReceived,
+    ReleaseTicket,
+    RequestLimits,
+    SendPrefill,
+    SendStart,
+    SlotFreed,
+    StopMatched,
+    Submitted,
+    Tick,
+    TicketHeld,
+    WaitForSlot,
+    WaitRefused,
+)
+from pdmesh.core.retry_budget import RetryBudget
+from pdmesh.engine.base import FinishReason
+from pdmesh.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    InstanceLost,
+    InvalidRequest,
+    MeshError,
+    NoInstance,
+    Overloaded,
+)
+
+_MAX_RETRY_S: Final = 2.0
+_MIN_RETRY_S: Final = 0.01
+
+
+class Phase(Enum):
+    NEW = "new"
+    PLANNING = "planning"
+    WAITING_PLAN = "waiting_plan"  # lost a leg, and nothing could take over yet
+    PREFILL_OFFERED = "prefill_offered"
+    WAITING_PREFILL = "waiting_prefill"  # in the waiting room
+    PREFILLING = "prefilling"
+    DECODE_OFFERED = "decode_offered"
+    WAITING_DECODE = "waiting_decode"  # in the waiting room, holding a ticket
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+WAITING: Final = frozenset({Phase.WAITING_PREFILL, Phase.WAITING_DECODE})
+
+
+@dataclass(frozen=True, slots=True)
+class _Leg:
+    key: int
+    to: Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    key: int  # of the prefill leg
+    holder: Candidate
+    held: TicketHeld
+    until: float
+
+
+class Request:
+    """`handle` is the only way to change state, but for `push_token`, which is its short cut for one token."""
+
+    __slots__ = (
+        "_answer_by",
+        "_budget",
+        "_candidates",
+        "_deadline",
+        "_decodes",
+        "_decoding_key",
+        "_excluded",
+        "_last_error",
+        "_leg",
+        "_limits",
+        "_max_tokens",
+        "_next_key",
+        "_plan",
+        "_progress_at",
+        "_retry_at",
+        "_retry_s",
+        "_stop_token_ids",
+        "_ticket",
+        "_tried",
+        "_ttft_by",
+        "attempt",
+        "decode_id",
+        "emitted",
+        "num_cached_tokens",
+        "num_migrations",
+        "num_rejections",
+        "outcome",
+        "phase",
+        "prefill_id",
+    )
+
+    def __init__(
+        self,
+        max_tokens: int,
+        *,
+        limits: RequestLimits,
+        budget: RetryBudget,
+        next_key: Callable[[], int],
+        stop_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        assert max_tokens >= 1
+        self.phase = Phase.NEW
+        self.emitted: list[int] = []
+        self.attempt = 0
+        self.num_rejections = 0
+        self.num_migrations = 0
+        self.num_cached_tokens = 0
+        self.prefill_id = ""
+        self.decode_id = ""
+        self.outcome: Complete | Fail | Cancelled | None = None
+        self._max_tokens = max_tokens
+        self._stop_token_ids = stop_token_ids
+        self._limits = limits
+        self._budget = budget
+        self._next_key = next_key
+        self._plan = 0
+        self._excluded: dict[str, None] = {}
+        self._candidates: list[Candidate] = []
+        self._decodes: list[Candidate] = []
+        self._tried = 0
+        self._leg: _Leg | None = None
+        self._ticket: _Ticket | None = None
+        self._decoding_key = 0
+        self._last_error: MeshError | None = None
+        self._deadline = self._ttft_by = self._answer_by = self._retry_at = math.inf
+        self._retry_s = limits.retry_s
+        self._progress_at = 0.0
+
+    # --- the public door -------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """What must be done about `event`. Events that no longer mean anything give nothing."""
+        kind = type(event)
+        action = _ALWAYS.get(kind)
+        if action is None:
+            if isinstance(event, _LEG_EVENTS) and (self._leg is None or event.key != self._leg.key):
+                return self._on_foreign_leg(event, now)
+            action = _TABLE[self.phase].get(kind)
+        if action is None or self.phase is Phase.ENDED:
+            return []
+        return action(self, event, now)
+
+    def push_token(self, key: int, token_id: int, now: float) -> bool:
+        """`DecodeTokens(key, (token_id,))` without the ceremony. False: use `handle` instead."""
+        if key != self._decoding_key:
+            return False
+        if len(self.emitted) < self._max_tokens:
+            self.emitted.append(token_id)
+        self._progress_at = now
+        return True
+
+    @property
+    def wake_at(self) -> float:
+        """When a Tick is due."""
+        match self.phase:
+            case Phase.ENDED:
+                return math.inf
+            case Phase.PLANNING:
+                due = self._ttft_by
+            case Phase.PREFILL_OFFERED | Phase.DECODE_OFFERED:
+                due = self._answer_by
+            case Phase.WAITING_PREFILL | Phase.WAITING_PLAN:
+                due = min(self._retry_at, self._ttft_by)
+            case Phase.WAITING_DECODE:
+                assert self._ticket is not None
+                due = min(self._retry_at, self._ticket.until)
+            case Phase.DECODING:
+                due = self._progress_at + self._limits.stall_s
+            case _:
+                due = math.inf
+        return min(due, self._deadline)
+
+    @property
+    def num_remaining(self) -> int:
+        return self._max_tokens - len(self.emitted)
+
+    def is_current(self, key: int) -> bool:
+        """Whether `key` names the active leg; the output of any other is to be dropped."""
+        return self._leg is not None and self._leg.key == key
+
+    def check_invariants(self) -> None:
+        has_leg = self._leg is not None
+        needs_leg = {
+            Phase.PREFILL_OFFERED,
+            Phase.PREFILLING,
+            Phase.DECODE_OFFERED,
+            Phase.DECODING,
+        }
+        assert has_leg == (self.phase in needs_leg), self.phase
+        if self._ticket is not None:
+            assert self.phase in {Phase.DECODE_OFFERED, Phase.WAITING_DECODE, Phase.DECODING}
+        if self.phase in {Phase.DECODE_OFFERED, Phase.WAITING_DECODE}:
+            assert self._ticket is not None, self.phase
+        assert len(self.emitted) <= self._max_tokens
+        assert (self.outcome is not None) == (self.phase is Phase.ENDED)
+        assert self.num_migrations <= self._limits.max_migrations
+        assert not self._decoding_key or (self._ticket is None and self.is_current(self._decoding_key))
+
+    # --- planning --------------------------------------------------------------------------------
+
+    def _on_submitted(self, event: Event, now: float) -> list[Effect]:
+        self._deadline = now + self._limits.deadline_s
+        self._ttft_by = now + self._limits.ttft_s
+        self._budget.earn()
+        return self._ask_plan()
+
+    def _ask_plan(self) -> list[Effect]:
+        self.phase = Phase.PLANNING
+        self._plan += 1
+        return [AskPlan(self._plan, self.attempt, tuple(self._excluded))]
+
+    def _on_plan(self, event: Event, now: float) -> list[Effect]:
+        assert isinstance(event, PlanReceived)
+        if event.plan != self._plan:
+            return []
+        self._decodes = list(event.decodes[: self._limits.max_candidates])
+        pairs = {c.pair for c in self._decodes}
+        usable = [c for c in event.prefills if c.is_local or c.pair in pairs]
+        self._candidates = usable[: self._limits.max_candidates]
+        if not self._candidates:
+            return self._no_plan(NoInstance("no prefill and decode that can serve this"), now)
+        self._tried = 0
+        return self._offer_prefill(now)
+
+    def _on_plan_failed(self, event: Event, now: float) -> list[Effect]:
+        assert isinstance(event, PlanFailed)
+        return self._no_plan(event.error, now) if event.plan == self._plan else []
+
+    def _no_plan(self, error: MeshError, now: float) -> list[Effect]:
+        """Nothing to ask now. A request that has been under way waits for something to come back."""
+        if self._last_error is None or not error.is_retryable:
+            return self._end(Fail(error))
+        self._excluded.clear()
+        self.phase = Phase.WAITING_PLAN
+        return self._schedule_retry(now, 0.0)
+
+    def _schedule_retry(self, now: float, hint_s: float) -> list[Effect]:
+        self._retry_at = now + max(_MIN_RETRY_S, hint_s, self._retry_s)
+        self._retry_s = min(_MAX_RETRY_S, self._retry_s * 2)
+        return []
+
+    # --- prefill ---------------------------------------------------------------------------------
+
+    def _offer_prefill(self, now: float) -> list[Effect]:
+        """Ask the next candidate (S43), or wait for one to come free."""
+        if self._tried < len(self._candidates):
+            return self._send_prefill(self._candidates[self._tried], now)
+        if not self._candidates:
+            return self._no_plan(NoInstance("no instance takes new work"), now)
+        return self._wait(Phase.WAITING_PREFILL, self._candidates, self._ttft_by, now)
+
+    def _send_prefill(self, to: Candidate, now: float) -> list[Effect]:
+        if now >= self._ttft_by:
+            return self._end(Fail(self._overloaded()))
+        leg = self._open_leg(to, now)
+        self.phase = Phase.PREFILL_OFFERED
+        return [SendPrefill(leg.key, to, self.attempt, len(self.emitted), self.num_remaining)]
+
+    def _open_leg(self, to: Candidate, now: float) -> _Leg:
+        self._leg = leg = _Leg(self._next_key(), to)
+        self._answer_by = now + self._limits.answer_s
+        return leg
+
+    def _on_prefill_accepted(self, event: Event, now: float) -> list[Effect]:
+        self.phase = Phase.PREFILLING
+        self._retry_s = self._limits.retry_s
+        return []
+
+    def _on_prefill_rejected(self, event: Event, now: float) -> list[Effect]:
+        assert isinstance(event, LegRejected)
+        effects, to = self._close_leg()
+        self.num_rejections += 1
+        if event.is_too_long:
+            error = InvalidRequest("prompt and max_tokens do not fit the model", field="max_tokens")
+            return effects + self._end(Fail(error))
+        self._last_error = self._overloaded(event.retry_after_s)
+        if event.is_final:
+            self._candidates = [c for c in self._candidates if c is not to]
+        else:
+            self._tried += 1
+        return effects + self._offer_prefill(now)
+
+    def _on_first_token(self, event: Event, now: float) -> list[Effect]:
+        assert isinstance(event, FirstToken)
+        leg = self._leg
+        assert leg is not None
+        self.prefill_id = leg.to.instance_id
+        if not self.attempt:
+            self.num_cached_tokens = event.num_cached_tokens
+        effects: list[Effect] = [EmitTokens(self._append((event.token_id,)))]
+        if leg.to.is_local and event.finish_reason is None:
+            self.decode_id = leg.to.instance_id
+            self._start_decoding(now)
+            return effects
+        effects += self._close_leg()[0] if event.ticket is None else []
+        if event.ticket is not None:
+            until = now + event.ticket.lease_s
+            self._ticket = _Ticket(leg.key, leg.to, event.ticket, until)
+            self._leg = None
+        if event.finish_reason is not None:
+            return effects + self._end(Complete(event.finish_reason))
+        if self._ticket is None:
+            error = EngineFailed("prefill ended with neither a ticket nor a finish reason")
+            return effects + self._lose(error, (leg.to.instance_id,), now)
+        if self.num_remaining == 0:
+            return effects + self._end(Complete(FinishReason.LENGTH))
+        self._decodes = [c for c in self._decodes if c.pair == leg.to.pair]
+        self._tried = 0
+        return effects + self._offer_decode(now)
+
+    # --- decode ----------------------------------------------------------------------------------
+
+    def _offer_decode(self, now: float) -> list[Effect]:
+        assert self._ticket is not None
+        if self._tried < len(self._decodes):
+            return self._send_start(self._decodes[self._tried], now)
+        if not self._decodes:
+            return self._lose(NoInstance("no decode takes new work"), (), now)
+        return self._wait(Phase.WAITING_DECODE, self._decodes, self._ticket.until, now)
+
+    def _send_start(self, to: Candidate, now: float) -> list[Effect]:
+        assert self._ticket is not None
+        leg = self._open_leg(to, now)
+        self.phase = Phase.DECODE_OFFERED
+        ticket_id = self._ticket.held.ticket_id
+        return [
+            SendStart(leg.key, to, self.attempt, ticket_id, len(self.emitted), self.num_remaining)
+        ]
+
+    def _on_decode_accepted(self, event: Event, now: float) -> list[Effect]:
+        assert self._leg is not None
+        self.decode_id = self._leg.to.instance_id
+        self._start_decoding(now)
+        return []
+
+    def _start_decoding(self, now: float) -> None:
+        assert self._leg is not None
+        self.phase = Phase.DECODING
+        self._progress_at = now
+        self._retry_s = self._limits.retry_s
+        self._decoding_key = self._leg.key if self._ticket is None else 0
+
+    def _on_decode_rejected(self, event: Event, now: float) -> list[Effect]:
+        assert isinstance(event, LegRejected)
+        effects, to = self._close_leg()
+        self.num_rejections += 1
+        self._last_error = self._overloaded(event.retry_after_s)
+        if event.is_final or event.is_too_long:
+            self._decodes = [c for c in self._decodes if c is not to]
+        else:
+            self._tried += 1
+        return effects + self._offer_decode(now)
+
+    def _on_kv_received(self, event: Event, now: float) -> list[Effect]:
+        assert isinstance(event, KvReceived)
+        effects = [] if self.phase is Phase.DECODING else self._on_decode_accepted(event, now)
+        self._progress_at = now
+        return effects + self._ticket_taken()
+
+    def _ticket_taken(self) -> list[Effect]:
+        if self._ticket is None:
+            return []
+        assert self._leg is not None
+        key, self._ticket = self._ticket.key, None
+        self._decoding_key = self._leg.key
+        return [ForgetLeg(key)]
+
+    def _on_tokens(self, event: Event, now: float) -> list[Effect]:
+        """Tokens prove that decode accepted and has the KV, should they overtake the news of it."""
+        assert isinstance(event, DecodeTokens)
+        effects = [] if self.phase is Phase.DECODING else self._on_decode_accepted(event, now)
+        effects += self._ticket_taken()
+        self._progress_at = now
+        return [*effects, EmitTokens(self._append(event.token_ids))]
+
+    def _append(self, token_ids: Sequence[int]) -> Sequence[int]:
+        taken = token_ids[: self.num_remaining]
+        self.emitted.extend(taken)
+        return taken
+
+    def _on_finished(self, event: Event, now: float) -> list[Effect]:
+        assert isinstance(event, LegFinished)
+        effects, _ = self._close_leg()
+        return effects + self._end(Complete(event.finish_reason))
+
+    # --- waiting ---------------------------------------------------------------------------------
+
+    def _wait(
+        self, phase: Phase, on: Sequence[Candidate], until: float, now: float
+    ) -> list[Effect]:
+        self.phase = phase
+        if now >= self._retry_at or self._retry_at == math.inf:
+            self._schedule_retry(now, 0.0)
+        return [WaitForSlot(tuple(c.instance_id for c in on), until)]
+
+    def _on_slot_freed(self, event: Event, now: float) -> list[Effect]:
+        """Forward on demand to the one that came free; a second rejection brings us back here."""
+        assert isinstance(event, SlotFreed)
+        is_prefill = self.phase is Phase.WAITING_PREFILL
+        on = self._candidates if is_prefill else self._decodes
+        for candidate in on:
+            if candidate.instance_id == event.instance_id:
+                self._tried = len(on)
+                send = self._send_prefill if is_prefill else self._send_start
+                return send(candidate, now)
+        return []
+
+    def _on_wait_refused(self, event: Event, now: float) -> list[Effect]:
+        return self._end(Fail(self._overloaded()))
+
+    def _overloaded(self, retry_after_s: float = 0.0) -> Overloaded:
+        retry_after_ms = max(1000, math.ceil(retry_after_s * 1000))
+        return Overloaded("all instances are busy", retry_after_ms=retry_after_ms)
+
+    # --- losing and ending -----------------------------------------------------------------------
+
+    def _on_leg_lost(self, event: Event, now: float) -> list[Effect]:
+        effects, to = self._close_leg()
+        error = InstanceLost("the instance went away", reason="UPSTREAM_FAILED")
+        return effects + self._lose(error, (to.instance_id,), now)
+
+    def _on_leg_failed(self, event: Event, now: float) -> list[Effect]:
+        assert isinstance(event, LegFailed)
+        effects, to = self._close_leg()
+        if not event.is_retryable:
+            return effects + self._end(Fail(event.error))
+        # A transfer that failed may be the fault of either side (F23).
+        holder = (self._ticket.holder.instance_id,) if self._ticket else ()
+        return effects + self._lose(event.error, (to.instance_id, *holder), now)
+
+    def _on_foreign_leg(self, event: Event, now: float) -> list[Effect]:
+        """Not the active leg: the holder of the open ticket, or a leg given up long ago (the fence)."""
+        ticket = self._ticket
+        if ticket is None or not isinstance(event, LegLost | LegFailed) or event.key != ticket.key:
+            return []
+        self._ticket = None
+        error = InstanceLost("the prefill with the KV went away", reason="UPSTREAM_FAILED")
+        lost: list[Effect] = [ForgetLeg(ticket.key)]
+        return lost + self._lose(error, (ticket.holder.instance_id,), now)
+
+    def _lose(self, error: MeshError, excluded: Sequence[str], now: float) -> list[Effect]:
+        """Go on elsewhere with what was emitted, within the bounds, or end with a clear error."""
+        effects = self._drop_all()
+        done = self._reason_if_complete()
+        if done is not None:
+            return effects + self._end(Complete(done))
+        if self.num_migrations >= self._limits.max_migrations or not self._budget.spend():
+            return effects + self._end(Fail(error))
+        self.num_migrations += 1
+        self.attempt += 1
+        self._last_error = error
+        self._excluded.update(dict.fromkeys(excluded))
+        self._ttft_by = min(self._deadline, now + self._limits.ttft_s)
+        self._retry_s, self._retry_at = self._limits.retry_s, math.inf
+        return effects + self._ask_plan()
+
+    def _reason_if_complete(self) -> FinishReason | None:
+        """A leg lost between its last token and the news that it was the last has lost nothing."""
+        if self.emitted and self.emitted[-1] in self._stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_remaining == 0 else None
+
+    def _on_client_gone(self, event: Event, now: float) -> list[Effect]:
+        return self._end(Cancelled())
+
+    def _on_stop_matched(self, event: Event, now: float) -> list[Effect]:
+        return self._end(Complete(FinishReason.STOP))
+
+    def _on_tick(self, event: Event, now: float) -> list[Effect]:
+        if now < self.wake_at:
+            return []
+        if now >= self._deadline:
+            return self._end(Fail(DeadlineExceeded("the request took too long")))
+        match self.phase:
+            case Phase.PLANNING:
+                return self._end(Fail(self._last_error or self._overloaded()))
+            case Phase.PREFILL_OFFERED | Phase.DECODE_OFFERED | Phase.DECODING:
+                return self._on_silence(now)
+            case Phase.WAITING_PREFILL | Phase.WAITING_PLAN:
+                return self._on_waited(now)
+            case Phase.WAITING_DECODE:
+                return self._on_waited_decode(now)
+        return []
+
+    def _on_silence(self, now: float) -> list[Effect]:
+        assert self._leg is not None
+        error = InstanceLost("the instance fell silent", reason="UPSTREAM_FAILED")
+        return self._lose(error, (self._leg.to.instance_id,), now)
+
+    def _on_waited(self, now: float) -> list[Effect]:
+        if now >= self._ttft_by:
+            return self._end(Fail(self._last_error or self._overloaded()))
+        self._retry_at = math.inf
+        return self._ask_plan()
+
+    def _on_waited_decode(self, now: float) -> list[Effect]:
+        assert self._ticket is not None
+        if now >= self._ticket.until:
+            return self._lose(self._overloaded(), (), now)
+        self._tried, self._retry_at = 0, math.inf
+        return self._offer_decode(now)
+
+    def _close_leg(self) -> tuple[list[Effect], Candidate]:
+        """The active leg ended by itself."""
+        assert self._leg is not None
+        leg, self._leg = self._leg, None
+        self._decoding_key = 0
+        return [ForgetLeg(leg.key)], leg.to
+
+    def _drop_all(self) -> list[Effect]:
+        """Abort the active leg and release the open ticket."""
+        effects: list[Effect] = []
+        if self._leg is not None:
+            effects.append(AbortLeg(self._leg.key))
+        if self._ticket is not None:
+            effects.append(ReleaseTicket(self._ticket.key, self._ticket.held.ticket_id))
+        self._leg, self._ticket, self._decoding_key = None, None, 0
+        return effects
+
+    def _end(self, outcome: Complete | Fail | Cancelled) -> list[Effect]:
+        effects = self._drop_all()
+        self.phase = Phase.ENDED
+        self.outcome = outcome
+        return [*effects, outcome]
+
+
+_LEG_EVENTS: Final = (
+    LegAccepted,
+    LegRejected,
+    FirstToken,
+    KvReceived,
+    DecodeTokens,
+    LegFinished,
+    LegFailed,
+    LegLost,
+)
+
+_Action = Callable[[Request, Event, float], list[Effect]]
+
+_ALWAYS: Final[dict[type, _Action]] = {
+    ClientGone: Request._on_client_gone,
+    StopMatched: Request._on_stop_matched,
+    Tick: Request._on_tick,
+}
+
+_LOSSES: Final[dict[type, _Action]] = {
+    LegFailed: Request._on_leg_failed,
+    LegLost: Request._on_leg_lost,
+}
+
+_DECODE: Final[dict[type, _Action]] = {
+    KvReceived: Request._on_kv_received,
+    DecodeTokens: Request._on_tokens,
+    LegFinished: Request._on_finished,
+    **_LOSSES,
+}
+
+_WAIT: Final[dict[type, _Action]] = {
+    SlotFreed: Request._on_slot_freed,
+    WaitRefused: Request._on_wait_refused,
+}
+
+_TABLE: Final[dict[Phase, dict[type, _Action]]] = {
+    Phase.NEW: {Submitted: Request._on_submitted},
+    Phase.PLANNING: {PlanReceived: Request._on_plan, PlanFailed: Request._on_plan_failed},
+    Phase.WAITING_PLAN: {},
+    Phase.PREFILL_OFFERED: {
+        LegAccepted: Request._on_prefill_accepted,
+        LegRejected: Request._on_prefill_rejected,
+        FirstToken: Request._on_first_token,
+        **_LOSSES,
+    },
+    Phase.WAITING_PREFILL: _WAIT,
+    Phase.PREFILLING: {FirstToken: Request._on_first_token, **_LOSSES},
+    Phase.DECODE_OFFERED: {
+        LegAccepted: Request._on_decode_accepted,
+        LegRejected: Request._on_decode_rejected,
+        **_DECODE,
+    },
+    Phase.WAITING_DECODE: _WAIT,
+    Phase.DECODING: _DECODE,
+    Phase.ENDED: {},
+}
