@@ -1,0 +1,250 @@
+"""A run of overhead.py as Markdown: the bars first, then what was measured, then peers for the eye."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from loadtests.peers import PEERS
+from loadtests.results import Cell, Run, Spread
+from loadtests.scenarios import Kind, Scenario
+
+_TTFT_BAR_MS: Final = 2.0
+_REQUESTS_BAR: Final = 2000.0
+_TOKENS_BAR: Final = 100_000.0
+_STALL_BAR: Final = 0.001
+_BEST_CONCURRENCIES: Final = (64, 256)
+_ABOUT_PEERS: Final = (
+    "Peers were **measured elsewhere, on a like 2-core machine, in other minutes**, with instant"
+    " backends; routers pass bytes through, Dynamo and pdmesh tokenize and detokenize."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A promise and what was measured for it: median over the rounds."""
+
+    name: str
+    wanted: str
+    measured: str
+    is_met: bool
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def added_ttft_ms(run: Run) -> tuple[Spread, Spread, Spread] | None:
+    """Mesh minus bare engine at one stream, p50, p90, p99, each round against its own bare run."""
+    alone = run.cells(Scenario(Kind.STREAM, 1).name)
+    if not alone or len(alone) != len(run.bare):
+        return None
+    pairs = list(zip(alone, run.bare, strict=True))
+    spreads = [
+        Spread.of([cell.ttft_ms[i] - bare.ttft_ms[i] for cell, bare in pairs]) for i in range(3)
+    ]
+    return spreads[0], spreads[1], spreads[2]
+
+
+def added_per_token_us(run: Run) -> Spread | None:
+    """Time a streamed token takes at one stream beyond what the bare engine takes for it."""
+    alone = run.cells(Scenario(Kind.STREAM, 1).name)
+    if not alone or len(alone) != len(run.bare):
+        return None
+    tokens_after_first = Kind.STREAM.num_tokens - 1
+    return Spread.of(
+        [
+            (cell.latency_ms[0] - cell.ttft_ms[0]) * 1e3 / tokens_after_first - bare.per_token_us
+            for cell, bare in zip(alone, run.bare, strict=True)
+        ]
+    )
+
+
+def bars(run: Run) -> list[Bar]:
+    """The bars of the 2-core machine that this run measured."""
+    found: list[Bar] = []
+    ttft = added_ttft_ms(run)
+    if ttft is not None:
+        text = f"{ttft[0].text('.2f')} ms"
+        found.append(
+            Bar("added TTFT p50, one stream", "<= 2 ms", text, ttft[0].median <= _TTFT_BAR_MS)
+        )
+    for kind in (Kind.ONE_TOKEN, Kind.HANDOVER):
+        best = _best(run, kind, lambda cell: cell.requests_per_s)
+        if best is not None:
+            name = f"requests/s, {kind.value}"
+            found.append(Bar(name, ">= 2,000", best.text(",.0f"), best.median >= _REQUESTS_BAR))
+    tokens = [cell.tokens_per_s for cell in run.cells(Scenario(Kind.STREAM, 64).name)]
+    if tokens:
+        spread = Spread.of(tokens)
+        found.append(
+            Bar(
+                "streamed tokens/s, 64 x 128",
+                ">= 100,000",
+                spread.text(",.0f"),
+                spread.median >= _TOKENS_BAR,
+            )
+        )
+    alone = run.cells(Scenario(Kind.STREAM, 1).name)
+    if alone:
+        worst = max(cell.stall_share for cell in alone)
+        found.append(
+            Bar("stalls of 35-60 ms, one stream", "none", f"{worst:.3%}", worst <= _STALL_BAR)
+        )
+    return found
+
+
+def _best(run: Run, kind: Kind, value: Callable[[Cell], float]) -> Spread | None:
+    """The concurrency among the high ones with the best median, because nobody tunes it per round."""
+    spreads = [
+        Spread.of([value(cell) for cell in cells])
+        for c in _BEST_CONCURRENCIES
+        if (cells := run.cells(Scenario(kind, c).name))
+    ]
+    return max(spreads, key=lambda spread: spread.median, default=None)
+
+
+def markdown(run: Run) -> str:
+    parts = [
+        f"# Overhead of the mesh, {run.began[:10]}, engine {run.engine}",
+        _how(run),
+        "## Bars",
+        table(
+            ("what", "bar", "measured: median (low..high of rounds)", "met"),
+            [(b.name, b.wanted, b.measured, "yes" if b.is_met else "**no**") for b in bars(run)],
+        ),
+        *_bare(run),
+        "## Throughput",
+        _throughput(run),
+        "## CPU seconds by process",
+        _by_process(run),
+        *_ceiling(run),
+        *_peers(run),
+        *(f"- {note}" for note in run.notes),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _how(run: Run) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    return "\n".join(
+        (
+            f"- Command: `{run.command}`",
+            f"- Mesh: {run.mesh}. Prompts: {run.prompt}. {len(run.rounds)} rounds.",
+            f"- Machine: {run.machine}; load average before: {run.load_before[0]:.2f}.",
+            "- Mesh and generator share the cores.",
+            f"- Versions: {versions}.",
+        )
+    )
+
+
+def _bare(run: Run) -> list[str]:
+    added, per_token = added_ttft_ms(run), added_per_token_us(run)
+    if added is None or per_token is None:
+        return []
+    alone = run.cells(Scenario(Kind.STREAM, 1).name)
+    rows = []
+    for i, name in enumerate(("p50", "p90", "p99")):
+        bare = Spread.of([bare.ttft_ms[i] for bare in run.bare])
+        mesh = Spread.of([cell.ttft_ms[i] for cell in alone])
+        rows.append((f"TTFT {name}, ms", *(s.text(".2f") for s in (bare, mesh, added[i]))))
+    bare_token = Spread.of([bare.per_token_us for bare in run.bare])
+    rows.append(
+        ("per token after the first, us", bare_token.text(".1f"), "", per_token.text(".1f"))
+    )
+    return [
+        "## Added at low load (one stream at a time)",
+        table(("", "bare engine", "mesh", "added"), rows),
+    ]
+
+
+def _throughput(run: Run) -> str:
+    head = (
+        "answer x connections", "requests/s", "tokens/s", "TTFT p50 / p99 ms", "latency p50 / p99 ms",
+        "mesh CPU-s per 1k requests", "per 1M tokens", "35-60 ms", "errors",
+    )  # fmt: skip
+    return table(head, [_throughput_row(run.cells(name)) for name in run.scenarios()])
+
+
+def _throughput_row(cells: list[Cell]) -> tuple[str, ...]:
+    def middle(value: Callable[[Cell], float]) -> float:
+        return statistics.median([value(cell) for cell in cells])
+
+    return (
+        cells[0].scenario,
+        Spread.of([cell.requests_per_s for cell in cells]).text(",.0f"),
+        Spread.of([cell.tokens_per_s for cell in cells]).text(",.0f"),
+        f"{middle(lambda c: c.ttft_ms[0]):.2f} / {middle(lambda c: c.ttft_ms[2]):.2f}",
+        f"{middle(lambda c: c.latency_ms[0]):.2f} / {middle(lambda c: c.latency_ms[2]):.2f}",
+        f"{middle(lambda c: c.mesh_cpu_s_per_1k_requests):.3f}",
+        f"{middle(lambda c: c.mesh_cpu_s_per_1m_tokens):.1f}",
+        f"{middle(lambda c: c.stall_share):.2%}",
+        str(sum(sum(cell.errors.values()) + cell.num_stuck for cell in cells)),
+    )
+
+
+def _by_process(run: Run) -> str:
+    """Share of one core each process used, in percent of the window."""
+    names = list(dict.fromkeys(name for cells in run.rounds for c in cells for name in c.cpu_s))
+    rows = []
+    for scenario in run.scenarios():
+        cells = run.cells(scenario)
+        shares = [
+            statistics.median([c.cpu_s.get(n, 0.0) / c.window_s for c in cells]) for n in names
+        ]
+        rows.append((scenario, *(f"{share:.2f}" for share in shares), f"{sum(shares):.2f}"))
+    return "Cores used by each process.\n\n" + table(("", *names, "all"), rows)
+
+
+def _ceiling(run: Run) -> list[str]:
+    if not run.ceiling:
+        return []
+    rows = [
+        (
+            cell.scenario,
+            f"{cell.requests_per_s:,.0f}",
+            f"{cell.tokens_per_s:,.0f}",
+            f"{cell.cpu_s['generator'] / cell.num_requests * 1e3:.3f}" if cell.num_requests else "",
+        )
+        for cell in run.ceiling
+    ]
+    head = ("answer x connections", "requests/s", "tokens/s", "generator CPU-s per 1k requests")
+    return [
+        "## The generator's own ceiling (a server of canned answers, same run)",
+        table(head, rows),
+    ]
+
+
+def _peers(run: Run) -> list[str]:
+    def middle(scenario: Scenario, value: Callable[[Cell], float], form: str) -> str:
+        cells = run.cells(scenario.name)
+        return format(statistics.median([value(c) for c in cells]), form) if cells else ""
+
+    one = Scenario(Kind.ONE_TOKEN, 1)
+    busy, streams = Scenario(Kind.ONE_TOKEN, 64), Scenario(Kind.STREAM, 64)
+    ours = (
+        "**pdmesh, this run**",
+        middle(busy, lambda c: c.requests_per_s, ",.0f"),
+        middle(busy, lambda c: c.mesh_cpu_s_per_1k_requests, ".3f"),
+        f"{middle(one, lambda c: c.latency_ms[0], '.2f')}/{middle(one, lambda c: c.latency_ms[2], '.2f')}",
+        middle(Scenario(Kind.STREAM, 1), lambda c: c.ttft_ms[0], ".2f"),
+        middle(streams, lambda c: c.tokens_per_s, ",.0f"),
+        middle(streams, lambda c: c.mesh_cpu_s_per_1m_tokens, ".1f"),
+    )
+    rows = [ours]
+    rows += [
+        (p.name, p.requests_per_s, p.cpu_s_per_1k_requests, p.latency_ms, p.stream_ttft_ms,
+         p.tokens_per_s, p.cpu_s_per_1m_tokens)
+        for p in PEERS
+    ]  # fmt: skip
+    head = ("", "requests/s (all cores / one core)", "CPU-s per 1k requests", "one connection p50/p99 ms",
+            "stream TTFT ms", "tokens/s at 64 x 128", "CPU-s per 1M tokens")  # fmt: skip
+    return [
+        "## Beside the peers",
+        _ABOUT_PEERS,
+        table(head, rows),
+    ]

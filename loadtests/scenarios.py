@@ -1,0 +1,85 @@
+"""What overhead.py measures: which load, at which concurrency, and the prompts it sends."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from loadtests.client import LoadSpec, chat_body
+
+CHAT_PATH: Final = "/v1/chat/completions"
+CONCURRENCIES: Final = (1, 8, 64, 256)
+STREAM_TOKENS: Final = 128
+HANDOVER_TOKENS: Final = 8
+_WORDS: Final = (
+    "time year people way day man thing woman life child world school state family student group "
+    "country problem hand part place case week company system program question work government number "
+    "night point home water room mother area money story fact month lot right study book eye job word"
+)
+
+
+class Kind(Enum):
+    """`ONE_TOKEN` ends at prefill; `HANDOVER` and `STREAM` move KV to a decode (unless fusion)."""
+
+    ONE_TOKEN = "1 token, plain"
+    HANDOVER = f"{HANDOVER_TOKENS} tokens, plain"
+    STREAM = f"{STREAM_TOKENS} tokens, streamed"
+    SHORT_STREAM = f"{HANDOVER_TOKENS} tokens, streamed"
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.value.split()[0])
+
+    @property
+    def is_stream(self) -> bool:
+        return self.value.endswith("streamed")
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    kind: Kind
+    concurrency: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.value} x {self.concurrency}"
+
+    def spec(
+        self,
+        host: str,
+        port: int,
+        prompts: tuple[str, ...],
+        *,
+        warmup_s: float,
+        duration_s: float,
+        max_requests: int | None = None,
+    ) -> LoadSpec:
+        kind = self.kind
+        bodies = tuple(chat_body(p, kind.num_tokens, is_stream=kind.is_stream) for p in prompts)
+        return LoadSpec(
+            host=host,
+            port=port,
+            path=CHAT_PATH,
+            bodies=bodies,
+            concurrency=self.concurrency,
+            warmup_s=warmup_s,
+            duration_s=duration_s,
+            max_requests=max_requests,
+        )
+
+
+SCENARIOS: Final = tuple(
+    Scenario(kind, concurrency)
+    for kind in (Kind.ONE_TOKEN, Kind.HANDOVER, Kind.STREAM)
+    for concurrency in CONCURRENCIES
+)
+
+
+def make_prompts(num_prompts: int, num_words: int, seed: int = 1) -> tuple[str, ...]:
+    """Distinct prompts from the first word on, about a token a word."""
+    rng, words = random.Random(seed), _WORDS.split()
+    return tuple(
+        f"{number} {' '.join(rng.choices(words, k=num_words))}" for number in range(num_prompts)
+    )
