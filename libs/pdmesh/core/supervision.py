@@ -1,0 +1,182 @@
+"""When to start a process again after it died.
+
+The first restart is immediate, later ones wait longer each time up to a limit; a process that stayed up for a while starts
+over. One that keeps dying is given up, with its last exit code; one that exits with a bad setting (code 2) at
+once, since another start cannot help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+BAD_SETTING: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """Delays in seconds. The n-th death in a row waits 0, base, 2*base, ... up to max."""
+
+    base_delay_s: float = 0.25
+    max_delay_s: float = 5.0
+    stable_after_s: float = 10.0  # up this long: the next death counts as the first
+    max_deaths: int = 10  # in a row, then it is given up
+
+    def delay_s(self, deaths: int) -> float:
+        """Before the restart that follows the `deaths`-th death in a row (1 is the first)."""
+        if deaths <= 1:
+            return 0.0
+        return min(self.max_delay_s, self.base_delay_s * 2.0 ** min(deaths - 2, 30))
+
+
+class Phase(Enum):
+    STOPPED = "stopped"
+    RUNNING = "running"
+    WAITING = "waiting"  # for its next start
+    STOPPING = "stopping"
+    FAILED = "failed"  # given up
+
+
+@dataclass(frozen=True, slots=True)
+class StartAsked:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """The process ended; `code` as of the operating system, negative for a signal."""
+
+    name: str
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    pass
+
+
+Event = StartAsked | StopAsked | Exited | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class StartProcess:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SignalStop:
+    """Ask the process to end (and make it, after its grace)."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestartScheduled:
+    name: str
+    code: int
+    deaths: int
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    name: str
+    code: int
+    deaths: int
+
+
+Effect = StartProcess | SignalStop | RestartScheduled | GiveUp
+
+
+@dataclass(slots=True)
+class _Child:
+    phase: Phase = Phase.STOPPED
+    deaths: int = 0
+    started_at: float = 0.0
+    start_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Supervision:
+    """The only way to change state is `handle`."""
+
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
+    _children: dict[str, _Child] = field(default_factory=dict)
+
+    def handle(self, event: Event, now: float) -> Sequence[Effect]:
+        match event:
+            case StartAsked(name):
+                return self._on_start_asked(name, now)
+            case StopAsked(name):
+                return self._on_stop_asked(name)
+            case Exited(name, code):
+                return self._on_exited(name, code, now)
+            case Tick():
+                return self._on_tick(now)
+
+    def phase(self, name: str) -> Phase:
+        child = self._children.get(name)
+        return child.phase if child else Phase.STOPPED
+
+    def deaths(self, name: str) -> int:
+        """In a row, up to now."""
+        child = self._children.get(name)
+        return child.deaths if child else 0
+
+    def next_start_at(self) -> float | None:
+        """When the next `Tick` has something to do; None if nothing waits."""
+        waiting = [c.start_at for c in self._children.values() if c.phase is Phase.WAITING]
+        return min(waiting, default=None)
+
+    def _on_start_asked(self, name: str, now: float) -> list[Effect]:
+        child = self._children.setdefault(name, _Child())
+        if child.phase in (Phase.RUNNING, Phase.STOPPING):
+            return []
+        child.deaths = 0
+        return [self._start(name, child, now)]
+
+    def _on_stop_asked(self, name: str) -> list[Effect]:
+        child = self._children.get(name)
+        if child is None or child.phase is Phase.STOPPING:
+            return []
+        if child.phase is Phase.RUNNING:
+            child.phase = Phase.STOPPING
+            return [SignalStop(name)]
+        child.phase = Phase.STOPPED
+        return []
+
+    def _on_exited(self, name: str, code: int, now: float) -> list[Effect]:
+        child = self._children.get(name)
+        if child is None or child.phase not in (Phase.RUNNING, Phase.STOPPING):
+            return []
+        if child.phase is Phase.STOPPING:
+            child.phase = Phase.STOPPED
+            return []
+        was_stable = now - child.started_at >= self.policy.stable_after_s
+        child.deaths = 1 if was_stable else child.deaths + 1
+        if code == BAD_SETTING or child.deaths >= self.policy.max_deaths:
+            child.phase = Phase.FAILED
+            return [GiveUp(name, code, child.deaths)]
+        delay_s = self.policy.delay_s(child.deaths)
+        child.phase, child.start_at = Phase.WAITING, now + delay_s
+        scheduled = RestartScheduled(name, code, child.deaths, delay_s)
+        return [scheduled] if delay_s else [scheduled, self._start(name, child, now)]
+
+    def _on_tick(self, now: float) -> list[Effect]:
+        due = [
+            (name, child)
+            for name, child in self._children.items()
+            if child.phase is Phase.WAITING and child.start_at <= now
+        ]
+        return [self._start(name, child, now) for name, child in due]
+
+    def _start(self, name: str, child: _Child, now: float) -> StartProcess:
+        child.phase, child.started_at = Phase.RUNNING, now
+        return StartProcess(name)

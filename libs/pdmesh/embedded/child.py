@@ -1,0 +1,60 @@
+"""Start a child process that cannot outlive us.
+
+The child runs in its own session (Ctrl-C reaches only the launcher, which stops children in order) and asks the kernel to be
+killed when its parent dies, also by SIGKILL. A few lines of Python do that between fork and exec: a `preexec_fn`
+would run in a fork of a process that may have threads, and may deadlock there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+# PR_SET_PDEATHSIG is 1. The parent may have died before the call: then getppid() is another process.
+_SHIM: Final = """
+import os, sys
+parent, program = int(sys.argv[1]), sys.argv[2:]
+if sys.platform == "linux":
+    import ctypes, signal
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+try:
+    os.execvpe(program[0], program, os.environ)
+except OSError as exc:
+    sys.exit(f"cannot run {program[0]}: {exc.strerror}")
+"""
+
+
+def start(
+    command: Sequence[str], env: Mapping[str, str], log_file: Path, cwd: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Run `command` with its output appended to `log_file`. Call it from the main thread only.
+
+    The kernel's parent-death signal fires when the starting *thread* ends.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("children must be started from the main thread")
+    with log_file.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *command],
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=cwd,
+            start_new_session=True,
+        )
+
+
+def signal_group(pid: int, number: signal.Signals) -> None:
+    """Signal a child with all processes it started; nothing happens if they are gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)

@@ -1,0 +1,89 @@
+"""Keep a TCP port for a child process, so that it comes back on the same one after a crash.
+
+The launcher holds the port bound but not listening. With SO_REUSEADDR (and SO_REUSEPORT, for several gateways on one port)
+the child may bind and listen beside it, while nobody else is given the port by chance.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from pathlib import Path
+from typing import Final
+
+_LISTEN: Final = "0A"  # state in /proc/net/tcp
+
+
+class PortTaken(Exception):
+    """Somebody else listens there; the message is one line that says who, if that can be known."""
+
+
+class PortReservation:
+    """Holds `port` (0: a free one) on `host` until `close`."""
+
+    def __init__(self, host: str, port: int, variable: str = "") -> None:
+        self.host = host
+        if port:
+            _refuse_if_taken(host, port, variable)
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._socket.bind((host, port))
+        self.port: int = self._socket.getsockname()[1]
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _refuse_if_taken(host: str, port: int, variable: str) -> None:
+    """Bind once without SO_REUSEPORT: with it, another mesh's port would be shared silently."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as exc:
+            remedy = f"; choose another with {variable}" if variable else ""
+            if exc.errno == errno.EADDRINUSE:
+                holder = listener_of(port) or "another process"
+                raise PortTaken(f"port {port} on {host} is taken by {holder}{remedy}") from None
+            raise PortTaken(f"cannot use port {port} on {host}: {exc.strerror}{remedy}") from None
+
+
+def listener_of(port: int) -> str | None:
+    """`name (pid N)` of who listens on a TCP port; None where /proc does not tell."""
+    inodes = {inode for table in ("tcp", "tcp6") for inode in _listening_inodes(table, port)}
+    if not inodes:
+        return None
+    for process in Path("/proc").glob("[0-9]*"):
+        if _holds_socket(process, inodes):
+            return f"{_command_of(process)} (pid {process.name})"
+    return None
+
+
+def _listening_inodes(table: str, port: int) -> list[str]:
+    try:
+        lines = Path("/proc/net", table).read_text().splitlines()[1:]
+    except OSError:
+        return []
+    fields = [line.split() for line in lines]
+    return [f[9] for f in fields if f[3] == _LISTEN and f[1].endswith(f":{port:04X}")]
+
+
+def _holds_socket(process: Path, inodes: set[str]) -> bool:
+    wanted = {f"socket:[{inode}]" for inode in inodes}
+    try:
+        return any(str(fd.readlink()) in wanted for fd in (process / "fd").iterdir())
+    except OSError:
+        return False  # gone, or somebody else's
+
+
+def _command_of(process: Path) -> str:
+    try:
+        return (process / "comm").read_text().strip()
+    except OSError:
+        return "a process"

@@ -1,0 +1,169 @@
+"""How to run NATS and Valkey for one mesh, and how to know that they serve.
+
+Each keeps its address over restarts: NATS on a reserved port of 127.0.0.1, Valkey on a unix socket that only this user can
+open (no TCP port, so no password is needed).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import Final, Protocol
+
+from pdmesh.embedded import child
+from pdmesh.embedded.binaries import NATS, VALKEY, find
+from pdmesh.embedded.ports import PortReservation
+
+_SOCKET_PATH_MAX: Final = 100  # sun_path holds 108 bytes on Linux, 104 on macOS
+_PROBE_S: Final = 0.5
+_STOP_S: Final = 5.0
+
+_NATS_CONFIG: Final = """\
+listen: "{address}"
+server_name: pdmesh
+max_payload: 8MB
+write_deadline: "2s"
+jetstream {{
+  store_dir: "{store}"
+  max_mem: 64MB
+  max_file: 1GB
+}}
+"""
+
+
+class Server(Protocol):
+    """A server program with a fixed address."""
+
+    name: str
+
+    @property
+    def url(self) -> str: ...
+
+    def command(self) -> list[str]:
+        """Write what it needs to its directory and say how to start it; raises `ServerNotFound`."""
+        ...
+
+    async def is_ready(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class NatsServer:
+    """nats-server with JetStream in `directory`."""
+
+    name = "nats"
+
+    def __init__(self, directory: Path, port: int = 0) -> None:
+        self._directory = directory
+        self._port = PortReservation("127.0.0.1", port, "PDMESH_NATS_PORT")
+
+    @property
+    def url(self) -> str:
+        return f"nats://{self._port.address}"
+
+    def command(self) -> list[str]:
+        binary = find(NATS)
+        _private(self._directory)
+        config = self._directory / "nats.conf"
+        store = (self._directory / "jetstream").absolute()
+        config.write_text(_NATS_CONFIG.format(address=self._port.address, store=store))
+        return [str(binary), "-c", str(config.absolute())]
+
+    async def is_ready(self) -> bool:
+        """It greets with INFO once JetStream is up."""
+        return await _says(asyncio.open_connection(self._port.host, self._port.port), b"", b"INFO ")
+
+    def close(self) -> None:
+        self._port.close()
+
+
+class ValkeyServer:
+    """valkey-server (or redis-server) on a unix socket, nothing on disk."""
+
+    name = "valkey"
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._socket = _socket_path(directory)
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self._socket}"
+
+    def command(self) -> list[str]:
+        binary = find(VALKEY)
+        _private(self._directory)
+        _private(self._socket.parent)
+        self._socket.unlink(missing_ok=True)
+        return [
+            str(binary), "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700",
+            "--save", "", "--appendonly", "no", "--dir", str(self._directory.absolute()),
+        ]  # fmt: skip
+
+    async def is_ready(self) -> bool:
+        return await _says(asyncio.open_unix_connection(self._socket), b"PING\r\n", b"+PONG")
+
+    def close(self) -> None:
+        self._socket.unlink(missing_ok=True)
+
+
+@contextlib.asynccontextmanager
+async def running(server: Server, log_file: Path, timeout_s: float = 10.0) -> AsyncIterator[str]:
+    """The server's URL, for as long as the block runs. For tests and tools; a mesh supervises its own."""
+    process = child.start(server.command(), os.environ, log_file)
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not await server.is_ready():
+                if process.poll() is not None:
+                    raise RuntimeError(
+                        f"{server.name} ended with {process.returncode}; see {log_file}"
+                    )
+                await asyncio.sleep(0.01)
+        yield server.url
+    finally:
+        process.terminate()
+        try:
+            process.wait(_STOP_S)
+        finally:
+            process.kill()
+            process.wait()
+            server.close()
+
+
+async def _says(
+    connecting: Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]],
+    question: bytes,
+    answer: bytes,
+) -> bool:
+    try:
+        async with asyncio.timeout(_PROBE_S):
+            reader, writer = await connecting
+            try:
+                writer.write(question)
+                return (await reader.readexactly(len(answer))) == answer
+            finally:
+                writer.close()
+    except (OSError, TimeoutError, asyncio.IncompleteReadError):
+        return False
+
+
+def _private(directory: Path) -> None:
+    """Make `directory` ours alone; refuse one that somebody else put there."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if directory.stat().st_uid != os.getuid():
+        raise PermissionError(f"{directory} belongs to another user")
+    directory.chmod(0o700)
+
+
+def _socket_path(directory: Path) -> Path:
+    """In `directory` if the path fits into a socket address, else in a short private one made from its name."""
+    path = directory.absolute() / "valkey.sock"
+    if len(os.fsencode(path)) <= _SOCKET_PATH_MAX:
+        return path
+    digest = hashlib.blake2b(os.fsencode(path), digest_size=8).hexdigest()
+    return Path(tempfile.gettempdir(), f"pdmesh-{os.getuid()}-{digest}", "valkey.sock")
