@@ -26,6 +26,7 @@ from pdmesh.core.request_types import (
     EmitTokens,
     Event,
     Fail,
+    FinishReason,
     FirstToken,
     ForgetLeg,
     KvReceived,
@@ -49,7 +50,6 @@ from pdmesh.core.request_types import (
     WaitRefused,
 )
 from pdmesh.core.retry_budget import RetryBudget
-from pdmesh.engine.base import FinishReason
 from pdmesh.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -234,7 +234,9 @@ class Request:
         assert len(self.emitted) <= self._max_tokens
         assert (self.outcome is not None) == (self.phase is Phase.ENDED)
         assert self.num_migrations <= self._limits.max_migrations
-        assert not self._decoding_key or (self._ticket is None and self.is_current(self._decoding_key))
+        assert not self._decoding_key or (
+            self._ticket is None and self.is_current(self._decoding_key)
+        )
 
     # --- planning --------------------------------------------------------------------------------
 
@@ -313,7 +315,7 @@ class Request:
         if event.is_too_long:
             error = InvalidRequest("prompt and max_tokens do not fit the model", field="max_tokens")
             return effects + self._end(Fail(error))
-        self._last_error = self._overloaded(event.retry_after_s)
+        self._last_error = self._after_rejection(event)
         if event.is_final:
             self._candidates = [c for c in self._candidates if c is not to]
         else:
@@ -343,7 +345,7 @@ class Request:
             error = EngineFailed("prefill ended with neither a ticket nor a finish reason")
             return effects + self._lose(error, (leg.to.instance_id,), now)
         if self.num_remaining == 0:
-            return effects + self._end(Complete(FinishReason.LENGTH))
+            return effects + self._end(Complete("length"))
         self._decodes = [c for c in self._decodes if c.pair == leg.to.pair]
         self._tried = 0
         return effects + self._offer_decode(now)
@@ -384,7 +386,7 @@ class Request:
         assert isinstance(event, LegRejected)
         effects, to = self._close_leg()
         self.num_rejections += 1
-        self._last_error = self._overloaded(event.retry_after_s)
+        self._last_error = self._after_rejection(event)
         if event.is_final or event.is_too_long:
             self._decodes = [c for c in self._decodes if c is not to]
         else:
@@ -448,6 +450,11 @@ class Request:
     def _on_wait_refused(self, event: Event, now: float) -> list[Effect]:
         return self._end(Fail(self._overloaded()))
 
+    def _after_rejection(self, event: LegRejected) -> MeshError:
+        if event.is_final:
+            return NoInstance("no instance takes new work")
+        return self._overloaded(event.retry_after_s)
+
     def _overloaded(self, retry_after_s: float = 0.0) -> Overloaded:
         retry_after_ms = max(1000, math.ceil(retry_after_s * 1000))
         return Overloaded("all instances are busy", retry_after_ms=retry_after_ms)
@@ -497,14 +504,14 @@ class Request:
     def _reason_if_complete(self) -> FinishReason | None:
         """A leg lost between its last token and the news that it was the last has lost nothing."""
         if self.emitted and self.emitted[-1] in self._stop_token_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_remaining == 0 else None
+            return "stop"
+        return "length" if self.num_remaining == 0 else None
 
     def _on_client_gone(self, event: Event, now: float) -> list[Effect]:
         return self._end(Cancelled())
 
     def _on_stop_matched(self, event: Event, now: float) -> list[Effect]:
-        return self._end(Complete(FinishReason.STOP))
+        return self._end(Complete("stop"))
 
     def _on_tick(self, event: Event, now: float) -> list[Effect]:
         if now < self.wake_at:

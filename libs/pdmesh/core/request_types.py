@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from pdmesh.engine.base import FinishReason
 from pdmesh.errors import MeshError
+
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)

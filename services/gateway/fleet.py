@@ -1,0 +1,134 @@
+"""The instances and the master as this gateway sees them, from its own copy of the registry.
+
+When the registry's store is away the last view goes on being used: its silence is not the instances' death (F18).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from pdmesh.core.request_types import Candidate
+from pdmesh.errors import ModelNotFound
+from pdmesh.net.registry import RecordChanged, RegistryView
+from pdmesh.v1.common_pb2 import (
+    ROLE_DECODE,
+    ROLE_FUSION,
+    ROLE_PREFILL,
+    InstanceRecord,
+)
+
+DEFAULT_MODEL: Final = "default"
+_SERVING: Final = frozenset({ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION})
+_MASTER: Final = "master-scheduler"
+
+
+def pair_of(record: InstanceRecord) -> str:
+    """Only instances with an equal pair may hand KV to each other (S13)."""
+    return f"{record.group_id}/{record.model_fingerprint}"
+
+
+class Fleet:
+    def __init__(self, view: RegistryView, model: str, clock: Callable[[], float]) -> None:
+        self._view = view
+        self._clock = clock
+        self._model = model
+        self._connected_at = clock()
+        self._known_models: dict[str, None] = {model: None} if model else {}
+        self._records: dict[str, InstanceRecord] = {}
+        self._refresh()
+        view.on_change(self._on_change)
+
+    def _on_change(self, change: RecordChanged) -> None:
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self._records = dict(self._view.records)
+        self._prefills = self._with_role(ROLE_PREFILL)
+        self._decodes = self._with_role(ROLE_DECODE)
+        self._fusions = self._with_role(ROLE_FUSION)
+        for record in (*self._prefills, *self._decodes, *self._fusions):
+            if record.model:
+                self._known_models[record.model] = None
+
+    def _with_role(self, role: int) -> list[InstanceRecord]:
+        return [r for _, r in sorted(self._records.items()) if r.role == role]
+
+    def record(self, instance_id: str, incarnation: int) -> InstanceRecord | None:
+        found = self._records.get(instance_id)
+        return found if found is not None and found.incarnation == incarnation else None
+
+    def masters(self) -> list[InstanceRecord]:
+        return [r for _, r in sorted(self._records.items()) if r.service == _MASTER]
+
+    def staleness_s(self) -> float:
+        """For how long the view may have been out of date."""
+        now = self._clock()
+        if self._view.is_connected:
+            self._connected_at = now
+        return now - self._connected_at
+
+    # --- models ----------------------------------------------------------------------------------
+
+    def models(self) -> list[str]:
+        """Names that can be asked for; the first is the default's real name."""
+        return list(self._known_models)
+
+    def model_name(self, asked: str) -> str:
+        """Raises ModelNotFound. A model whose instances are all away keeps its name."""
+        if asked in self._known_models:
+            return asked
+        if asked in {"", DEFAULT_MODEL}:
+            return next(iter(self._known_models), DEFAULT_MODEL)
+        raise ModelNotFound(f"the model {asked!r} does not exist", field="model")
+
+    def reference(self, model: str) -> InstanceRecord | None:
+        """An instance that speaks for the model: its context length, block size and fingerprint."""
+        for records in (self._prefills, self._fusions, self._decodes):
+            for record in records:
+                if record.model == model:
+                    return record
+        return None
+
+    def can_serve(self) -> bool:
+        """At least one prefill and decode that pair, or one fusion instance."""
+        if self._fusions:
+            return True
+        decodes = {pair_of(r) for r in self._decodes}
+        return any(pair_of(r) in decodes for r in self._prefills)
+
+    # --- candidates ------------------------------------------------------------------------------
+
+    def candidate(
+        self, instance_id: str, incarnation: int, num_matched_tokens: int = 0
+    ) -> Candidate | None:
+        """None if it is not there any more, so that a late plan never reaches a successor."""
+        record = self.record(instance_id, incarnation)
+        if record is None or record.role not in _SERVING:
+            return None
+        is_local = record.role == ROLE_FUSION
+        return Candidate(instance_id, incarnation, pair_of(record), is_local, num_matched_tokens)
+
+    def least_loaded(
+        self,
+        model: str,
+        scenario: str,
+        excluded: Sequence[str],
+        num_open: Callable[[str, int], int],
+    ) -> tuple[list[Candidate], list[Candidate]]:
+        """Prefills (or fusions) and decodes with the fewest of our own open legs first (S42)."""
+
+        def rank(records: Sequence[InstanceRecord]) -> list[Candidate]:
+            able = [
+                r
+                for r in records
+                if r.model == model
+                and not r.is_draining
+                and r.instance_id not in excluded
+                and (not scenario or r.scenario in {"", scenario})
+            ]
+            able.sort(key=lambda r: (num_open(r.instance_id, r.incarnation), r.instance_id))
+            found = (self.candidate(r.instance_id, r.incarnation) for r in able)
+            return [c for c in found if c is not None]
+
+        return rank([*self._prefills, *self._fusions]), rank(self._decodes)

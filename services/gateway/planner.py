@@ -1,0 +1,174 @@
+"""Where requests may go: asked of the master in batches, or ranked here while there is none (F11, F12).
+
+One Plan call is in flight at a time and the next takes every query that gathered meanwhile, so a busy gateway pays
+a fraction of a call for each request. An answer of an older epoch than one seen before is refused (I7).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+import grpc
+import structlog
+
+from pdmesh.core.request_types import Candidate, Event, PlanFailed, PlanReceived
+from pdmesh.errors import MeshError, ModelNotFound, NoInstance, StalePlan, Unavailable
+from pdmesh.net import rpc
+from pdmesh.v1.common_pb2 import InstanceRecord
+from pdmesh.v1.scheduler_service_pb2 import (
+    Candidate as CandidateProto,
+)
+from pdmesh.v1.scheduler_service_pb2 import (
+    PlanQuery,
+    PlanRequest,
+    PlanResponse,
+    PlanResult,
+)
+from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from services.gateway.fleet import Fleet
+
+log = structlog.get_logger(__name__)
+
+_MAX_BATCH: Final = 256
+_MODEL_NOT_FOUND: Final = "MODEL_NOT_FOUND"
+_RETRY_MASTER_S: Final = 0.25  # after a failure, rank here for so long before asking again
+
+
+class Asker(Protocol):
+    def on_event(self, event: Event) -> None: ...
+
+
+class _Ask:
+    __slots__ = ("asker", "plan", "query")
+
+    def __init__(self, asker: Asker, plan: int, query: PlanQuery) -> None:
+        self.asker, self.plan, self.query = asker, plan, query
+
+
+class Planner:
+    def __init__(
+        self,
+        fleet: Fleet,
+        gateway_id: str,
+        num_open: Callable[[str, int], int],
+        *,
+        timeout_s: float,
+        max_staleness_s: float,
+    ) -> None:
+        self._fleet = fleet
+        self._gateway_id = gateway_id
+        self._num_open = num_open
+        self._timeout_s = timeout_s
+        self._max_staleness_s = max_staleness_s
+        self._epoch = 0
+        self._asks: list[_Ask] = []
+        self._has_asks = asyncio.Event()
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._leader = ""  # instance id of the master that answered last
+        self._ask_master_at = 0.0
+        self.num_planned = 0
+        self.num_fallbacks = 0
+
+    def ask(self, asker: Asker, plan: int, query: PlanQuery) -> None:
+        """Answered by PlanReceived or PlanFailed within the timeout."""
+        self._asks.append(_Ask(asker, plan, query))
+        self._has_asks.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._has_asks.wait()
+            asks, self._asks = self._asks[:_MAX_BATCH], self._asks[_MAX_BATCH:]
+            if not self._asks:
+                self._has_asks.clear()
+            await self._answer(asks)
+
+    async def close(self) -> None:
+        channels, self._channels = list(self._channels.values()), {}
+        await asyncio.gather(*(c.close(None) for c in channels))
+
+    async def _answer(self, asks: Sequence[_Ask]) -> None:
+        try:
+            response = await self._ask_master([a.query for a in asks])
+        except MeshError as exc:
+            log.debug("plan.fallback", reason=exc.reason)
+            response = None
+        for index, ask in enumerate(asks):
+            if response is None or index >= len(response.results):
+                self.num_fallbacks += 1
+                ask.asker.on_event(self._rank_here(ask))
+            else:
+                self.num_planned += 1
+                ask.asker.on_event(self._from_result(ask, response.results[index]))
+
+    # --- the master ------------------------------------------------------------------------------
+
+    async def _ask_master(self, queries: Sequence[PlanQuery]) -> PlanResponse:
+        """Ask the leader; a standby refuses, and then the others are asked. Raises MeshError."""
+        masters = sorted(self._fleet.masters(), key=lambda r: r.instance_id != self._leader)
+        if not masters:
+            raise Unavailable("no master")
+        if time.monotonic() < self._ask_master_at:
+            raise Unavailable("the master failed a moment ago")
+        request = PlanRequest(gateway_id=self._gateway_id, queries=queries)
+        error: MeshError = Unavailable("no master answered")
+        for master in masters:
+            try:
+                return await self._call(master, request)
+            except MeshError as exc:
+                error = exc
+        self._ask_master_at = time.monotonic() + _RETRY_MASTER_S
+        raise error
+
+    async def _call(self, master: InstanceRecord, request: PlanRequest) -> PlanResponse:
+        address = master.grpc_address
+        channel = self._channels.get(address)
+        if channel is None:
+            self._drop_channels_but({m.grpc_address for m in self._fleet.masters()})
+            channel = self._channels[address] = rpc.channel(address)
+        try:
+            response: PlanResponse = await SchedulerServiceStub(channel).Plan(
+                request, timeout=self._timeout_s
+            )
+        except grpc.aio.AioRpcError as exc:
+            raise rpc.from_rpc_error(exc) from exc
+        if response.epoch < self._epoch:
+            raise StalePlan("a master of an older epoch answered")
+        self._epoch = response.epoch
+        self._leader = master.instance_id
+        return response
+
+    def _drop_channels_but(self, addresses: set[str]) -> None:
+        for address in [a for a in self._channels if a not in addresses]:
+            channel = self._channels.pop(address)
+            task = asyncio.ensure_future(channel.close(None))
+            task.add_done_callback(lambda done: done.exception())
+
+    def _from_result(self, ask: _Ask, result: PlanResult) -> Event:
+        if result.error_reason:
+            kind = ModelNotFound if result.error_reason == _MODEL_NOT_FOUND else NoInstance
+            error = kind(result.error_message or "nothing can serve this now")
+            return PlanFailed(ask.plan, error)
+        return PlanReceived(
+            ask.plan, self._resolve(result.prefills), self._resolve(result.decodes)
+        )
+
+    def _resolve(self, candidates: Sequence[CandidateProto]) -> list[Candidate]:
+        found = (
+            self._fleet.candidate(c.instance_id, c.incarnation, c.num_matched_tokens)
+            for c in candidates
+        )
+        return [c for c in found if c is not None]
+
+    # --- without a master ------------------------------------------------------------------------
+
+    def _rank_here(self, ask: _Ask) -> Event:
+        if self._fleet.staleness_s() > self._max_staleness_s:
+            return PlanFailed(ask.plan, NoInstance("neither master nor registry for too long"))
+        query = ask.query
+        prefills, decodes = self._fleet.least_loaded(
+            query.model, query.scenario, query.excluded_instance_ids, self._num_open
+        )
+        return PlanReceived(ask.plan, prefills, decodes)

@@ -1,0 +1,34 @@
+"""What a client asked for, once validated: the same from HTTP and gRPC."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSpec:
+    """`max_tokens` None takes what the context leaves, up to the gateway's default."""
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpec:
+    """One client call: `n` choices for each prompt. Prompts are token ids by now."""
+
+    operation: str  # chat or text_completion
+    model: str
+    prompts: tuple[array[int], ...]
+    sampling: SamplingSpec
+    n: int = 1
+    scenario: str = ""
+    chat_id: str = ""
+    cache_salt: str = ""
+    field_of_prompt: str = field(default="prompt")  # named in errors about its length

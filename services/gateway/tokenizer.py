@@ -1,0 +1,175 @@
+"""Text to token ids and back, from a Hugging Face model directory and the `tokenizers` library alone.
+
+Short text is encoded on the event loop, since a hop to a thread costs more than the work; long text goes to a
+small pool (the library releases the GIL). Detokenization never shows an incomplete character.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers.decoders import DecodeStream
+
+from pdmesh.core.block_hash import token_array
+from pdmesh.core.stop_text import StopText
+from pdmesh.errors import MeshError
+from services.gateway.chat_template import ChatTemplate
+
+_INLINE_CHARS: Final = 2048
+_SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token")
+
+
+class BadModelDir(MeshError):
+    """The model directory has no usable tokenizer."""
+
+    default_reason = "BAD_MODEL_DIR"
+
+
+class TextStream:
+    """The text of one choice as its tokens arrive. `num_tokens` were used when a stop string was found."""
+
+    __slots__ = ("_stops", "_stream", "_tokenizer", "num_tokens")
+
+    def __init__(self, tokenizer: HfTokenizer, stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stops = StopText(stops) if stops else None
+        self.num_tokens = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stops is not None and self._stops.is_stopped
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text these tokens completed."""
+        if self._stops is None:
+            self.num_tokens += len(token_ids)
+            return self._step(token_ids[0] if len(token_ids) == 1 else list(token_ids))
+        parts: list[str] = []
+        for token_id in token_ids:
+            if self._stops.is_stopped:
+                break
+            self.num_tokens += 1
+            parts.append(self._stops.feed(self._step(token_id)))
+        return "".join(parts)
+
+    def finish(self) -> str:
+        """What was held back for a stop string that did not come. An incomplete character is dropped."""
+        return self._stops.flush() if self._stops is not None else ""
+
+    def _step(self, token_ids: int | list[int]) -> str:
+        try:
+            return self._stream.step(self._tokenizer, token_ids) or ""
+        except Exception:  # noqa: BLE001 - the library raises bare Exception when its prefix no longer decodes alike
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return self._stream.step(self._tokenizer, token_ids) or ""
+
+
+class Tokenizer:
+    def __init__(
+        self,
+        inner: HfTokenizer,
+        template: ChatTemplate | None,
+        eos_token_ids: frozenset[int],
+        vocab_size: int,
+        num_threads: int = 1,
+    ) -> None:
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size = vocab_size
+        self._inner = inner
+        self._template = template
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+
+    @classmethod
+    def load(cls, model_dir: Path, *, max_chars: int, num_threads: int = 1) -> Tokenizer:
+        """Raises BadModelDir with a cause a person can act on."""
+        try:
+            inner = HfTokenizer.from_file(str(model_dir / "tokenizer.json"))
+        except Exception as exc:  # the library raises bare Exception
+            raise BadModelDir(f"no usable tokenizer.json in {model_dir}: {exc}") from exc
+        inner.no_truncation()
+        inner.no_padding()
+        config = _read_json(model_dir / "tokenizer_config.json")
+        model_config = _read_json(model_dir / "config.json")
+        special = {n: t for n in _SPECIAL_NAMES if (t := _token_text(config.get(n)))}
+        source = _template_source(model_dir, config)
+        template = ChatTemplate(source, special, max_chars) if source else None
+        generation = _read_json(model_dir / "generation_config.json")
+        eos = _eos_ids(generation, model_config)
+        if not eos and (token_id := inner.token_to_id(special.get("eos_token", ""))) is not None:
+            eos = frozenset({token_id})
+        vocab_size = int(model_config.get("vocab_size") or inner.get_vocab_size())
+        return cls(inner, template, eos, vocab_size, num_threads)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        assert self._template is not None
+        return self._template.render(messages)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
+        if len(text) <= _INLINE_CHARS:
+            return self._encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._encode, text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> array[int]:
+        return token_array(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def text_stream(self, stops: Sequence[str]) -> TextStream:
+        return TextStream(self._inner, stops)
+
+    def token_text(self, token_id: int) -> str:
+        """One token on its own, special ones included; incomplete characters show as U+FFFD."""
+        return str(self._inner.decode([token_id], skip_special_tokens=False))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+# Any: these files hold whatever their author wrote; each use checks what it takes.
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as exc:
+        raise BadModelDir(f"{path} is not JSON") from exc
+    return content if isinstance(content, dict) else {}
+
+
+def _token_text(value: Any) -> str:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _template_source(model_dir: Path, config: Mapping[str, Any]) -> str:
+    path = model_dir / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several named ones
+        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+        source = named.get("default")
+    return source if isinstance(source, str) else ""
+
+
+def _eos_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
+    """The first config that names any wins: generation_config knows chat's end, config often does not."""
+    for config in configs:
+        value = config.get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        found = frozenset(i for i in ids if isinstance(i, int))
+        if found:
+            return found
+    return frozenset()
