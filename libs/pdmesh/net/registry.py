@@ -31,6 +31,11 @@ class Lease(Protocol):
         """False once another incarnation took the id, or the lease could not be renewed for its whole time."""
         ...
 
+    @property
+    def was_replaced(self) -> bool:
+        """True once another incarnation took the id: this process should end. Losing the store is no reason to."""
+        ...
+
     async def update(self, record: InstanceRecord) -> None:
         """Replace the record, e.g. when draining. Applied at the next renewal if the store is away."""
         ...

@@ -1,0 +1,145 @@
+"""Events as messages: how they are encoded, numbered, and told apart from repeated and late ones.
+
+Low-rate events are protobuf's JSON mapping, for people and tools; KV deltas and loads are binary. The
+`content-type` header says which. docs/events.md is the catalogue.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Final, Protocol, TypeVar
+
+from google.protobuf import json_format
+from google.protobuf.message import DecodeError
+from google.protobuf.message import Message as ProtoMessage
+
+from pdmesh.errors import InvalidRequest
+from pdmesh.events.v1 import events_pb2
+from pdmesh.events.v1.events_pb2 import Header
+from pdmesh.net.bus import Bus, Message
+from pdmesh.net.event_json import to_json
+from pdmesh.telemetry import traces
+
+CONTENT_TYPE: Final = "content-type"
+TRACEPARENT: Final = "traceparent"
+JSON: Final = "application/json"
+BINARY: Final = "application/x-protobuf"
+BINARY_KINDS: Final[tuple[type[ProtoMessage], ...]] = (
+    events_pb2.KvBlocks,
+    events_pb2.InstanceLoad,
+)
+_MAX_PUBLISHERS: Final = 65_536
+_RETIRED_PER_PUBLISHER: Final = 4
+
+
+class Event(Protocol):
+    """A message that opens with a Header."""
+
+    @property
+    def header(self) -> Header: ...
+
+    def SerializeToString(self) -> bytes: ...  # noqa: N802
+
+
+T = TypeVar("T", bound=ProtoMessage)
+
+
+class EventPublisher:
+    """Numbers and encodes the events of one process."""
+
+    def __init__(self, bus: Bus, publisher_id: str, incarnation: int) -> None:
+        self._bus = bus
+        self._publisher_id = publisher_id
+        self._incarnation = incarnation
+        self._sequences: dict[str, int] = {}  # a process publishes on few subjects
+
+    async def publish(self, subject: str, message: Event) -> None:
+        """Fill in the header and send. An event that cannot be sent leaves a gap in the sequence."""
+        sequence = self._sequences.get(subject, 0) + 1
+        self._sequences[subject] = sequence
+        header = message.header
+        header.publisher_id = self._publisher_id
+        header.incarnation = self._incarnation
+        header.sequence = sequence
+        header.occurred_at.FromNanoseconds(time.time_ns())
+        is_binary = isinstance(message, BINARY_KINDS)
+        headers = {CONTENT_TYPE: BINARY if is_binary else JSON}
+        if traceparent := traces.current_traceparent():
+            headers[TRACEPARENT] = traceparent
+        assert isinstance(message, ProtoMessage)
+        data = message.SerializeToString() if is_binary else to_json(message)
+        await self._bus.publish(subject, data, headers)
+
+
+def decode_event(message: Message, kind: type[T]) -> T:
+    """The event in `message`; raises InvalidRequest if it is not one of `kind`."""
+    is_binary = message.headers.get(CONTENT_TYPE, JSON) == BINARY
+    event = kind()
+    try:
+        if is_binary:
+            event.ParseFromString(message.data)
+        else:
+            json_format.Parse(message.data, event, ignore_unknown_fields=True)
+    except (DecodeError, json_format.ParseError, UnicodeDecodeError, RecursionError) as exc:
+        raise InvalidRequest(f"not a valid {kind.DESCRIPTOR.full_name}", field="event") from exc
+    header = getattr(event, "header", None)
+    if not isinstance(header, Header) or not header.publisher_id or not header.sequence:
+        raise InvalidRequest(f"{kind.DESCRIPTOR.full_name} without a header", field="header")
+    return event
+
+
+class Admission(enum.Enum):
+    """What a sequence number says about an event."""
+
+    NEW = "new"
+    STALE = "stale"  # repeated, late, or of an incarnation that is over
+    GAP = "gap"  # new, but events before it are lost: ask for a snapshot
+
+
+@dataclass(slots=True)
+class _Publisher:
+    incarnation: int
+    sequence: int
+    retired: list[int] = field(default_factory=list)
+
+
+class SequenceGate:
+    """Tells new events of one kind of subject from repeated, late and lost ones.
+
+    After GAP the numbering goes on from that event. The first event seen of an incarnation is NEW if it is its
+    first ever, else a GAP. Keeps at most 65,536 publishers, the least recently heard leaving first.
+    """
+
+    def __init__(self) -> None:
+        self._publishers: OrderedDict[str, _Publisher] = OrderedDict()
+
+    def admit(self, header: Header) -> Admission:
+        known = self._publishers.get(header.publisher_id)
+        if known is None:
+            return self._start(header, [])
+        if header.incarnation != known.incarnation:
+            if header.incarnation in known.retired:
+                return Admission.STALE
+            retired = [*known.retired, known.incarnation][-_RETIRED_PER_PUBLISHER:]
+            return self._start(header, retired)
+        if header.sequence <= known.sequence:
+            return Admission.STALE
+        is_next = header.sequence == known.sequence + 1
+        known.sequence = header.sequence
+        self._publishers.move_to_end(header.publisher_id)
+        return Admission.NEW if is_next else Admission.GAP
+
+    def forget(self, publisher_id: str) -> None:
+        self._publishers.pop(publisher_id, None)
+
+    def _start(self, header: Header, retired: list[int]) -> Admission:
+        self._publishers[header.publisher_id] = _Publisher(
+            header.incarnation, header.sequence, retired
+        )
+        self._publishers.move_to_end(header.publisher_id)
+        if len(self._publishers) > _MAX_PUBLISHERS:
+            self._publishers.popitem(last=False)
+        return Admission.NEW if header.sequence == 1 else Admission.GAP

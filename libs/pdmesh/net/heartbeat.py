@@ -1,0 +1,103 @@
+"""The presence of one process: its record under a lease, and its heartbeat, both every lease/3.
+
+Every service starts one. Losing NATS changes nothing for the process; being replaced by another incarnation of the same
+id means that it should end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from pdmesh.events.v1.events_pb2 import InstanceHealth
+from pdmesh.net import subjects
+from pdmesh.net.events import EventPublisher
+from pdmesh.net.registry import Lease, Registry
+from pdmesh.v1.common_pb2 import InstanceRecord
+
+log = structlog.get_logger(__name__)
+
+_BEATS_PER_LEASE: Final = 3
+
+
+class Presence:
+    """Registers at `start`, says goodbye at `stop`.
+
+    `record_fn` is asked at every beat; a changed record is written at once. `on_replaced` is called once, when
+    another incarnation has taken the id.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        publisher: EventPublisher,
+        *,
+        lease_s: float,
+        is_ready: Callable[[], bool] = lambda: True,
+        on_replaced: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._registry = registry
+        self._publisher = publisher
+        self._period_s = lease_s / _BEATS_PER_LEASE
+        self._is_ready = is_ready
+        self._on_replaced = on_replaced
+        self._lease: Lease | None = None
+        self._record = InstanceRecord()
+        self._record_fn: Callable[[], InstanceRecord] = InstanceRecord
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return self._lease is not None and self._lease.is_held
+
+    async def start(self, record_fn: Callable[[], InstanceRecord]) -> None:
+        """Register, waiting for the store if it is away, and beat from now on."""
+        self._record_fn = record_fn
+        self._record = _snapshot(record_fn())
+        self._lease = await self._registry.register(self._record)
+        log.info("presence.registered", instance_id=self._record.instance_id)
+        self._task = asyncio.create_task(self._beat_often(self._lease), name="presence")
+
+    def refresh(self) -> None:
+        """The record changed: tell it now rather than at the next beat."""
+        self._wake.set()
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self._lease is not None:
+            await self._lease.release()
+
+    async def _beat_often(self, lease: Lease) -> None:
+        while not lease.was_replaced:
+            await self._beat(lease)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._period_s):
+                    await self._wake.wait()
+            self._wake.clear()
+        log.error("presence.replaced", instance_id=self._record.instance_id)
+        self._on_replaced()
+
+    async def _beat(self, lease: Lease) -> None:
+        record = self._record_fn()
+        if record != self._record:
+            self._record = _snapshot(record)
+            await lease.update(self._record)
+        await self._publisher.publish(
+            subjects.health_instance(record.instance_id),
+            InstanceHealth(
+                service=record.service, is_ready=self._is_ready(), is_draining=record.is_draining
+            ),
+        )
+
+
+def _snapshot(record: InstanceRecord) -> InstanceRecord:
+    copy = InstanceRecord()
+    copy.CopyFrom(record)
+    return copy

@@ -1,0 +1,246 @@
+"""Events over NATS, set so that a dead or frozen server is noticed in seconds and survived (FACTS A2).
+
+Events published while the server is away are dropped and counted: replayed late they would only mislead. An echo
+of our own, twice a second, says whether the server answers now; `stable_since` says since when it has without a break.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import nats
+import structlog
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+from nats.errors import SlowConsumerError
+
+from pdmesh.errors import Unavailable
+from pdmesh.net.bus import Handler, Message
+from pdmesh.telemetry import metrics, names
+
+log = structlog.get_logger(__name__)
+
+MIN_SERVER: Final = (2, 11)  # per-key expiry markers
+OUTAGE_S: Final = 1.5  # without an echo for so long, the server is away
+_ECHO_EVERY_S: Final = 0.5
+_MAX_PENDING_BYTES: Final = 4 * 1024 * 1024  # not yet taken by the server
+_MAX_QUEUED_EVENTS: Final = 65_536  # per subscription, not yet handled
+_MAX_QUEUED_BYTES: Final = 32 * 1024 * 1024
+_COMPLAIN_EVERY_S: Final = 5.0
+
+_dropped = metrics.counter(names.BUS_DROPPED, "Events not sent or not handled, by reason")
+_reconnects = metrics.counter(names.BUS_RECONNECTS, "Times the NATS server came back")
+
+
+class NatsSubscription:
+    """One pattern and its handler. Handler exceptions are logged; the next event is handled all the same."""
+
+    def __init__(self, pattern: str, handler: Handler, on_gap: Callable[[], None] | None) -> None:
+        self.pattern = pattern
+        self._handler = handler
+        self._on_gap = on_gap
+        self.inner: Any = None  # nats-py's; untyped
+
+    async def deliver(self, msg: Msg) -> None:
+        try:
+            await self._handler(Message(msg.subject, msg.data, msg.headers or {}))
+        except Exception:
+            log.exception("bus.handler_failed", pattern=self.pattern)
+
+    def gap(self) -> None:
+        if self._on_gap is not None:
+            self._on_gap()
+
+    async def unsubscribe(self) -> None:
+        with contextlib.suppress(NatsError):
+            await self.inner.unsubscribe()
+
+
+class NatsBus:
+    """The adapter of `Bus`. Make one per process with `connect`."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._client: Any = None  # nats-py's; untyped
+        self._subscriptions: list[NatsSubscription] = []
+        self._on_lost: list[Callable[[], None]] = []
+        self._on_restored: list[Callable[[], None]] = []
+        self._is_up = False
+        self._last_echo = 0.0
+        self._stable_since = 0.0
+        self._complained_at = float("-inf")
+        self._echo_task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(cls, url: str, name: str) -> NatsBus:
+        """Wait for the server, however long it takes, saying so in the log. Raises Unavailable if it is too old."""
+        bus = cls(url)
+        bus._client = await nats.connect(
+            url,
+            name=name,
+            connect_timeout=1,
+            reconnect_time_wait=0.1,
+            max_reconnect_attempts=-1,
+            ping_interval=2,
+            max_outstanding_pings=1,
+            pending_size=0,  # nothing is buffered while disconnected
+            error_cb=bus._on_error,
+            disconnected_cb=bus._on_disconnected,
+            reconnected_cb=bus._on_reconnected,
+        )
+        version = bus._client.connected_server_version
+        if (version.major, version.minor) < MIN_SERVER:
+            await bus._client.close()
+            raise Unavailable(f"NATS at {url} is {version}; at least 2.11 is needed")
+        await bus._start_echo()
+        log.info("bus.connected", url=_hide_password(url))
+        return bus
+
+    @property
+    def client(self) -> Any:
+        """The nats-py client, for JetStream. Do not `flush` it: a timeout there kills its read loop."""
+        return self._client
+
+    @property
+    def is_connected(self) -> bool:
+        """True while the server answers, not merely while the socket is open."""
+        return bool(
+            self._is_up
+            and self._client.is_connected
+            and time.monotonic() - self._last_echo < OUTAGE_S
+        )
+
+    @property
+    def stable_since(self) -> float:
+        """Monotonic time since which the server answered without a break; meaningful while connected."""
+        return self._stable_since
+
+    def on_lost(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` when the server stops answering. Returns what undoes this."""
+        self._on_lost.append(callback)
+        return lambda: self._on_lost.remove(callback)
+
+    def on_restored(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` when it answers again. Returns what undoes this."""
+        self._on_restored.append(callback)
+        return lambda: self._on_restored.remove(callback)
+
+    async def publish(
+        self, subject: str, data: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        if not self._client.is_connected:
+            _dropped.add(1, {names.ATTR_REASON: "disconnected"})
+            return
+        if self._client.pending_data_size > _MAX_PENDING_BYTES:
+            _dropped.add(1, {names.ATTR_REASON: "backlog"})
+            return
+        try:
+            await self._client.publish(subject, data, headers=dict(headers) if headers else None)
+        except NatsError as exc:
+            _dropped.add(1, {names.ATTR_REASON: "refused"})
+            self._complain("bus.publish_refused", error=type(exc).__name__)
+
+    async def subscribe(
+        self, pattern: str, handler: Handler, *, on_gap: Callable[[], None] | None = None
+    ) -> NatsSubscription:
+        subscription = NatsSubscription(pattern, handler, on_gap)
+        try:
+            subscription.inner = await self._client.subscribe(
+                pattern,
+                cb=subscription.deliver,
+                pending_msgs_limit=_MAX_QUEUED_EVENTS,
+                pending_bytes_limit=_MAX_QUEUED_BYTES,
+            )
+        except NatsError as exc:
+            raise Unavailable(f"cannot subscribe to {pattern}: the bus is closed") from exc
+        self._subscriptions.append(subscription)
+        return subscription
+
+    async def close(self) -> None:
+        if self._echo_task is not None:
+            self._echo_task.cancel()
+        self._is_up = False  # a goodbye is no loss
+        with contextlib.suppress(NatsError, OSError, TimeoutError):
+            async with asyncio.timeout(1.0):  # what was published last still goes out
+                await self._client.close()
+
+    async def _start_echo(self) -> None:
+        inbox = self._client.new_inbox()
+        self._last_echo = time.monotonic()
+        self._stable_since = self._last_echo
+        self._is_up = True
+
+        async def on_echo(_: Msg) -> None:
+            self._heard()
+
+        await self._client.subscribe(inbox, cb=on_echo)
+        self._echo_task = asyncio.create_task(self._echo(inbox), name="bus-echo")
+
+    async def _echo(self, inbox: str) -> None:
+        while True:
+            if self._client.is_connected:
+                with contextlib.suppress(NatsError, OSError):
+                    await self._client.publish(inbox, b"")
+            await asyncio.sleep(_ECHO_EVERY_S)
+            if time.monotonic() - self._last_echo >= OUTAGE_S:
+                self._lost()
+
+    def _heard(self) -> None:
+        now = time.monotonic()
+        is_break = not self._is_up or now - self._last_echo >= OUTAGE_S
+        self._last_echo = now
+        if is_break:
+            self._lost()
+            self._is_up = True
+            self._stable_since = now
+            _reconnects.add(1)
+            log.info("bus.restored", url=_hide_password(self._url))
+            for callback in tuple(self._on_restored):
+                callback()
+
+    def _lost(self) -> None:
+        if not self._is_up:
+            return
+        self._is_up = False
+        log.warning("bus.lost", url=_hide_password(self._url))
+        for callback in tuple(self._on_lost):
+            callback()
+
+    async def _on_disconnected(self) -> None:
+        if self._is_up:
+            self._lost()
+
+    async def _on_reconnected(self) -> None:
+        """Events were lost meanwhile, on every subscription."""
+        self._subscriptions = [s for s in self._subscriptions if not s.inner._closed]
+        for subscription in self._subscriptions:
+            subscription.gap()
+        self._heard()
+
+    async def _on_error(self, exc: Exception) -> None:
+        if isinstance(exc, SlowConsumerError):
+            _dropped.add(1, {names.ATTR_REASON: "slow_consumer"})
+            for subscription in self._subscriptions:
+                if subscription.inner is exc.sub:
+                    subscription.gap()
+            self._complain("bus.slow_consumer", subject=exc.subject)
+        elif self._client is None or not self._client.is_connected:
+            self._complain("bus.unreachable", url=_hide_password(self._url), error=str(exc))
+        else:
+            self._complain("bus.error", error=str(exc))
+
+    def _complain(self, event: str, **data: object) -> None:
+        """One line every few seconds; an outage makes ten errors a second."""
+        now = time.monotonic()
+        if now - self._complained_at >= _COMPLAIN_EVERY_S:
+            self._complained_at = now
+            log.warning(event, **data)
+
+
+def _hide_password(url: str) -> str:
+    scheme, found, rest = url.partition("://")
+    return f"{scheme}://***@{rest.rpartition('@')[2]}" if found and "@" in rest else url

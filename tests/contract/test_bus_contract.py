@@ -1,0 +1,156 @@
+"""What every Bus does: run against the fake and against real NATS."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from pdmesh.net.bus import Bus, Message
+from pdmesh.net.nats_bus import NatsBus
+from tests.fakes.memory_bus import MemoryBus, MemoryServer
+from tests.support import servers
+from tests.support.waiting import until
+
+
+class World(Protocol):
+    async def bus(self) -> Bus: ...
+    async def take_away(self) -> None: ...
+    async def bring_back(self) -> None: ...
+
+
+class MemoryWorld:
+    def __init__(self) -> None:
+        self._server = MemoryServer()
+
+    async def bus(self) -> Bus:
+        return MemoryBus(self._server)
+
+    async def take_away(self) -> None:
+        self._server.is_up = False
+
+    async def bring_back(self) -> None:
+        self._server.restore()
+
+
+class NatsWorld:
+    def __init__(self, server: servers.TestServer) -> None:
+        self._server = server
+
+    async def bus(self) -> Bus:
+        return await NatsBus.connect(self._server.url, "test")
+
+    async def take_away(self) -> None:
+        self._server.kill()
+
+    async def bring_back(self) -> None:
+        await self._server.start()
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[World]:
+    if request.param == "memory":
+        yield MemoryWorld()
+        return
+    server = servers.nats(tmp_path)
+    await server.start()
+    yield NatsWorld(server)
+    server.close()
+
+
+class Inbox:
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.num_gaps = 0
+
+    async def take(self, message: Message) -> None:
+        self.messages.append(message)
+
+    def gap(self) -> None:
+        self.num_gaps += 1
+
+
+async def test_events_arrive_in_order_with_their_headers(world: World) -> None:
+    sender, receiver, inbox = await world.bus(), await world.bus(), Inbox()
+    await receiver.subscribe("mesh.v1.health.instance.*", inbox.take)
+    await _settled(sender, receiver)
+    for i in range(100):
+        await sender.publish("mesh.v1.health.instance.p0", str(i).encode(), {"n": str(i)})
+    await until(lambda: len(inbox.messages) == 100)
+    assert [m.data for m in inbox.messages] == [str(i).encode() for i in range(100)]
+    assert inbox.messages[7].headers["n"] == "7"
+    await sender.close()
+    await receiver.close()
+
+
+async def test_a_pattern_gets_only_what_it_matches(world: World) -> None:
+    bus, one, everything = await world.bus(), Inbox(), Inbox()
+    await bus.subscribe("mesh.v1.kv.blocks.*", one.take)
+    await bus.subscribe("mesh.v1.>", everything.take)
+    await bus.publish("mesh.v1.kv.blocks.p0", b"a")
+    await bus.publish("mesh.v1.load.instance.p0", b"b")
+    await until(lambda: len(everything.messages) == 2)
+    assert [m.data for m in one.messages] == [b"a"]
+    await bus.close()
+
+
+async def test_a_failing_handler_gets_the_next_event_all_the_same(world: World) -> None:
+    bus, inbox = await world.bus(), Inbox()
+
+    async def fail_once(message: Message) -> None:
+        await inbox.take(message)
+        if len(inbox.messages) == 1:
+            raise ValueError("first")
+
+    await bus.subscribe("mesh.v1.health.instance.*", fail_once)
+    for _ in range(2):
+        await bus.publish("mesh.v1.health.instance.p0", b"")
+    await until(lambda: len(inbox.messages) == 2)
+    await bus.close()
+
+
+async def test_nothing_arrives_after_unsubscribe(world: World) -> None:
+    bus, gone, stays = await world.bus(), Inbox(), Inbox()
+    subscription = await bus.subscribe("mesh.v1.health.instance.*", gone.take)
+    await bus.subscribe("mesh.v1.health.instance.*", stays.take)
+    await subscription.unsubscribe()
+    await bus.publish("mesh.v1.health.instance.p0", b"")
+    await until(lambda: stays.messages)
+    assert gone.messages == []
+    await bus.close()
+
+
+@pytest.mark.fault("F18")
+async def test_an_outage_loses_events_tells_the_gap_and_replays_nothing(world: World) -> None:
+    """What was published while the server was away must not appear when it is back, minutes late."""
+    bus, inbox = await world.bus(), Inbox()
+    await bus.subscribe("mesh.v1.health.instance.*", inbox.take, on_gap=inbox.gap)
+    await bus.publish("mesh.v1.health.instance.p0", b"before")
+    await until(lambda: inbox.messages)
+    await world.take_away()
+    await until(lambda: not bus.is_connected)
+    for _ in range(10):
+        await bus.publish("mesh.v1.health.instance.p0", b"lost")
+    await world.bring_back()
+    await until(lambda: bus.is_connected and inbox.num_gaps, within_s=2.0)
+    await bus.publish("mesh.v1.health.instance.p0", b"after")
+    await until(lambda: len(inbox.messages) == 2)
+    assert [m.data for m in inbox.messages] == [b"before", b"after"]
+    await bus.close()
+
+
+async def _settled(sender: Bus, receiver: Bus) -> None:
+    """The server knows the receiver's earlier subscriptions: a later one of its already hears."""
+    heard = asyncio.Event()
+
+    async def hear(_: Message) -> None:
+        heard.set()
+
+    subscription = await receiver.subscribe("mesh.v1.error.reported.*", hear)
+    while not heard.is_set():
+        await sender.publish("mesh.v1.error.reported.test", b"")
+        await asyncio.sleep(0.005)
+    await subscription.unsubscribe()

@@ -1,0 +1,1 @@
+"""What several tests need to set up the world."""
