@@ -89,6 +89,9 @@ class ServiceSettings(BaseSettings):
         None, description="OTLP/HTTP collector, e.g. http://127.0.0.1:4318; none: no export"
     )
     state_dir: Path = shared(Path(".pdmesh"), description="Directory for sockets, logs and state")
+    ops_file: Path | None = Field(
+        None, description="File to write the ops address to, for whoever started this process"
+    )
     uvloop: bool = shared(True, description="Use uvloop when it is installed")
 
     @property

@@ -22,6 +22,7 @@ import structlog
 from opentelemetry.sdk.resources import Resource
 
 from pdmesh import __version__
+from pdmesh.atomic_file import write_atomically
 from pdmesh.config import BadSetting, ServiceSettings, SettingLine, describe
 from pdmesh.errors import MeshError
 from pdmesh.telemetry import logs, metrics, names, traces
@@ -106,6 +107,8 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
     ops = _open_ops(settings, app)
     ops.start()
     app.ops_address = f"{settings.reachable_host}:{ops.port}"
+    if settings.ops_file is not None:
+        write_atomically(settings.ops_file, app.ops_address)
     log.info("service.started", version=__version__, pid=os.getpid(), ops_address=app.ops_address)
     lag = asyncio.create_task(_watch_loop_lag(app), name="loop-lag")
     try:

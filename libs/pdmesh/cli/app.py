@@ -1,0 +1,114 @@
+"""The command line: what the commands are and what each accepts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from pdmesh import __version__
+from pdmesh.cli.errors import CommandFailed
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = build_parser().parse_args(arguments)
+    run: Command = import_module(f"pdmesh.cli.{options.command}").run
+    try:
+        code = run(options)
+        sys.stdout.flush()
+    except CommandFailed as exc:
+        print(f"pdmesh: {exc}", file=sys.stderr)
+        code = exc.code
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # `pdmesh events | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pdmesh", description="Prefill and decode on different instances, as a mesh."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--state-dir",
+        type=Path,
+        default=Path(os.environ.get("PDMESH_STATE_DIR", ".pdmesh")),
+        help="where the mesh keeps its state and logs (default: %(default)s)",
+    )
+    _add_up(commands.add_parser("up", parents=[common], help="start a mesh on this machine"))
+    down = commands.add_parser("down", parents=[common], help="stop it")
+    down.add_argument("--timeout", type=float, default=40.0, help="seconds before it is killed")
+    _add_status(commands.add_parser("status", parents=[common], help="services, groups, slots"))
+    _add_chat(commands.add_parser("chat", parents=[common], help="ask the model something"))
+    _add_events(commands.add_parser("events", parents=[common], help="follow the mesh's events"))
+    return parser
+
+
+def _add_up(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--engine", choices=["vllm", "sim"], default="vllm", help="default: %(default)s")
+    add("--prefill", type=_count, metavar="N", help="prefill instances (default: 1; 2 on sim)")
+    add("--decode", type=_count, metavar="M", help="decode instances (default: 1; 2 on sim)")
+    add("--fusion", action="store_true", help="one instance that does both, instead of a pair")
+    add("--gateways", type=_count, default=1, metavar="K", help="gateways sharing the ports")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--http-port", type=_port, default=_port(os.environ.get("PDMESH_HTTP_PORT", "8000")))
+    add("--grpc-port", type=_port, default=_port(os.environ.get("PDMESH_GRPC_PORT", "8001")))
+    add("--model", type=Path, metavar="DIR", help="a Hugging Face model directory")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the service's")
+    add("--nats-url", default=os.environ.get("PDMESH_NATS_URL"), help="use this NATS server")
+    add("--redis-url", default=os.environ.get("PDMESH_REDIS_URL"), help="use this Redis or Valkey")
+    add("--timeout", type=float, default=300.0, help="seconds until it must be ready")
+    add("--detach", action="store_true", help="return when it is ready; stop it with pdmesh down")
+
+
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--nats-url", help="of a mesh that was not started here")
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", help="what to ask; - reads it from stdin")
+    parser.add_argument("--url", help="of a gateway (default: the mesh started here)")
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.0)
+
+
+def _add_events(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "pattern",
+        nargs="?",
+        default="mesh.v1.>",
+        help="NATS subject, e.g. mesh.v1.health.*.decode-0",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser.add_argument("--nats-url", help="of a mesh that was not started here")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 64:
+        raise argparse.ArgumentTypeError("must be 0 to 64")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError("must be 0 to 65535")
+    return value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""`pdmesh chat`: ask one question and show the answer as it is produced.
+
+Plain http.client, so that the first token is not held up by imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from pdmesh.cli.errors import CommandFailed, no_mesh
+from pdmesh.launcher import state
+
+_TIMEOUT_S: Final = 300
+_MAX_ERROR_BYTES: Final = 65_536
+
+
+def run(options: argparse.Namespace) -> int:
+    url = options.url or _url_of_mesh(options)
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    try:
+        for piece in ask(url, prompt, options.model, options.max_tokens, options.temperature):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    except (OSError, http.client.HTTPException) as exc:
+        reason = getattr(exc, "strerror", None) or type(exc).__name__
+        raise CommandFailed(
+            f"no answer from {url}: {reason}; is the mesh up? (pdmesh status)"
+        ) from exc
+    print()
+    return 0
+
+
+def ask(url: str, prompt: str, model: str, max_tokens: int, temperature: float) -> Iterator[str]:
+    """The answer's text, piece by piece; raises CommandFailed with the gateway's own message."""
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.netloc, timeout=_TIMEOUT_S)
+    try:
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "stream": True,
+        }
+        connection.request(
+            "POST",
+            f"{parts.path.rstrip('/')}/v1/chat/completions",
+            json.dumps(body),
+            {"Content-Type": "application/json"},
+        )
+        response = connection.getresponse()
+        if response.status != 200:
+            raise CommandFailed(_error_text(response.status, response.read(_MAX_ERROR_BYTES)))
+        yield from _pieces(response)
+    finally:
+        connection.close()
+
+
+def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
+    is_done = False
+    for line in response:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[len(b"data:") :].strip()
+        if data == b"[DONE]":
+            is_done = True
+            break
+        event: dict[str, Any] = json.loads(data)
+        if "error" in event:
+            raise CommandFailed(f"the answer broke off: {event['error'].get('message')}")
+        for choice in event.get("choices", ()):
+            yield choice.get("delta", {}).get("content") or ""
+    if not is_done:
+        raise CommandFailed("the answer broke off: the gateway closed the connection")
+
+
+def _error_text(status: int, body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the gateway answered {status}"
+
+
+def _url_of_mesh(options: argparse.Namespace) -> str:
+    mesh = state.read(options.state_dir)
+    if mesh is None:
+        raise no_mesh()
+    if mesh.phase != "ready":
+        raise CommandFailed(f"the mesh is {mesh.phase}; try again when it is ready")
+    return mesh.http_url

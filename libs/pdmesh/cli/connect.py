@@ -1,0 +1,40 @@
+"""Reach the NATS server of a mesh from a command, with a clear line if that fails."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+import structlog
+
+from pdmesh.cli.errors import CommandFailed, no_mesh
+from pdmesh.launcher import state
+from pdmesh.net.nats_bus import NatsBus
+
+_CONNECT_S: Final = 3.0
+
+
+@asynccontextmanager
+async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
+    """The bus of the mesh started here, or of the one at --nats-url."""
+    url = options.nats_url
+    if url is None:
+        mesh = state.read(options.state_dir)
+        if mesh is None:
+            raise no_mesh()
+        url = mesh.nats_url
+    # A command shows its own lines; warnings of the libraries would only tear them apart.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            bus = await NatsBus.connect(url, "pdmesh-cli")
+    except TimeoutError:
+        raise CommandFailed(f"NATS does not answer at {url}") from None
+    try:
+        yield bus
+    finally:
+        await bus.close()

@@ -1,0 +1,15 @@
+"""How a command fails: one clear line on stderr, and an exit code."""
+
+from __future__ import annotations
+
+
+class CommandFailed(Exception):
+    """The message is what the user sees: what is wrong and what to do about it."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def no_mesh() -> CommandFailed:
+    return CommandFailed("no mesh is running here; start one with: pdmesh up")

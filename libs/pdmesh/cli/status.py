@@ -1,0 +1,187 @@
+"""`pdmesh status`: the processes, what the registry shows of them, and how busy each instance is.
+
+Three sources, each optional: the launcher's state file, the registry on NATS, and the master's and the instances' own
+answers. What does not answer in a second is shown as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+import grpc
+
+from pdmesh.cli.connect import connected
+from pdmesh.cli.errors import no_mesh
+from pdmesh.cli.table import table
+from pdmesh.launcher import state
+from pdmesh.net import rpc
+from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.v1.common_pb2 import InstanceRecord, Role
+from pdmesh.v1.instance_service_pb2 import GetStatusRequest, GetStatusResponse
+from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
+from pdmesh.v1.scheduler_service_pb2 import Health, ListGroupsRequest, ListGroupsResponse
+from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+
+_ASK_S: Final = 1.0
+_LEASE_S: Final = 3.0
+_INSTANCE_SERVICES: Final = ("prefill", "decode")
+
+
+@dataclass
+class Row:
+    """One service process. `health` is the health-monitor's judgement as the master knows it."""
+
+    id: str
+    service: str
+    role: str = ""
+    group: str = ""
+    health: str = ""
+    is_draining: bool = False
+    slots_used: int | None = None
+    slots: int | None = None
+    num_running: int | None = None
+    num_tickets: int | None = None
+    num_kv_blocks_free: int | None = None
+    model: str = ""
+    engine: str = ""
+    address: str = ""
+    pid: int = 0
+
+
+@dataclass
+class Status:
+    mesh: dict[str, Any] | None
+    leader_epoch: int | None = None
+    rows: list[Row] = field(default_factory=list)
+
+
+def run(options: argparse.Namespace) -> int:
+    status = asyncio.run(collect(options))
+    print(json.dumps(asdict(status), indent=2) if options.json else _text(status))
+    return 0
+
+
+async def collect(options: argparse.Namespace) -> Status:
+    """Raises CommandFailed if there is no mesh, or its NATS does not answer."""
+    mesh = state.read(options.state_dir)
+    if mesh is None and options.nats_url is None:
+        raise no_mesh()
+    async with connected(options) as bus:
+        view = await NatsRegistry(bus, _LEASE_S).watch()
+        try:
+            records = dict(view.records)
+        finally:
+            await view.close()
+    groups, answers = await asyncio.gather(_ask_master(records), _ask_instances(records))
+    healths = _healths(groups)
+    rows = [_row(r, healths, answers) for _, r in sorted(records.items())]
+    return Status(asdict(mesh) if mesh else None, groups.epoch if groups else None, rows)
+
+
+async def _ask_master(records: Mapping[str, InstanceRecord]) -> ListGroupsResponse | None:
+    for record in records.values():
+        if record.service != "master-scheduler" or not record.grpc_address:
+            continue
+        async with rpc.channel(record.grpc_address) as channel:
+            try:
+                return await SchedulerServiceStub(channel).ListGroups(
+                    ListGroupsRequest(), timeout=_ASK_S
+                )
+            except grpc.aio.AioRpcError:
+                continue
+    return None
+
+
+async def _ask_instances(records: Mapping[str, InstanceRecord]) -> dict[str, GetStatusResponse]:
+    instances = [r for r in records.values() if r.service in _INSTANCE_SERVICES]
+    answers = await asyncio.gather(*(_ask_instance(r) for r in instances))
+    return {r.instance_id: a for r, a in zip(instances, answers, strict=True) if a is not None}
+
+
+async def _ask_instance(record: InstanceRecord) -> GetStatusResponse | None:
+    async with rpc.channel(record.grpc_address) as channel:
+        try:
+            return await InstanceServiceStub(channel).GetStatus(GetStatusRequest(), timeout=_ASK_S)
+        except grpc.aio.AioRpcError:
+            return None
+
+
+def _healths(groups: ListGroupsResponse | None) -> dict[str, str]:
+    if groups is None:
+        return {}
+    return {
+        instance.record.instance_id: Health.Name(instance.health).removeprefix("HEALTH_").lower()
+        for group in groups.groups
+        for instance in group.instances
+    }
+
+
+def _row(
+    record: InstanceRecord, healths: Mapping[str, str], answers: Mapping[str, GetStatusResponse]
+) -> Row:
+    row = Row(
+        id=record.instance_id,
+        service=record.service,
+        address=record.http_address or record.grpc_address,
+        is_draining=record.is_draining,
+        pid=record.pid,
+    )
+    if record.service in _INSTANCE_SERVICES:
+        row.role = Role.Name(record.role).removeprefix("ROLE_").lower()
+        row.group, row.model, row.engine = record.group_id, record.model, record.engine
+        row.slots = record.num_slots
+        row.health = healths.get(record.instance_id, "unknown")
+        _add_answer(row, answers.get(record.instance_id))
+    return row
+
+
+def _add_answer(row: Row, answer: GetStatusResponse | None) -> None:
+    if answer is None:
+        row.health = f"{row.health}, no answer"
+        return
+    row.slots_used, row.num_running = answer.load.num_slots_used, answer.num_running
+    row.num_tickets, row.num_kv_blocks_free = answer.num_tickets, answer.load.num_kv_blocks_free
+
+
+def _text(status: Status) -> str:
+    parts = []
+    if (mesh := status.mesh) is not None:
+        parts.append(f"mesh: {mesh['phase']}, {mesh['http_url']}/v1, gRPC {mesh['grpc_address']}")
+    epoch = "no leader answers" if status.leader_epoch is None else f"epoch {status.leader_epoch}"
+    parts.append(f"master: {epoch}\n")
+    instances = [row for row in status.rows if row.role]
+    parts.append(
+        table(
+            ("INSTANCE", "ROLE", "GROUP", "HEALTH", "SLOTS", "RUNNING", "KV FREE", "MODEL", "ENGINE", "ADDRESS"),
+            [
+                (
+                    row.id, row.role, row.group, row.health + (", draining" if row.is_draining else ""),
+                    f"{_number(row.slots_used)}/{_number(row.slots)}", _number(row.num_running),
+                    _number(row.num_kv_blocks_free), row.model, row.engine, row.address,
+                )
+                for row in instances
+            ],
+        )
+    )  # fmt: skip
+    services = [
+        (row.id, row.service, str(row.pid), row.address) for row in status.rows if not row.role
+    ]
+    parts.append("\n" + table(("SERVICE", "KIND", "PID", "ADDRESS"), services))
+    down = _down(status)
+    if down:
+        parts.append("\nnot running: " + ", ".join(down))
+    return "\n".join(parts)
+
+
+def _down(status: Status) -> list[str]:
+    processes = status.mesh["processes"] if status.mesh else {}
+    return [f"{name} ({p['phase']})" for name, p in processes.items() if p["phase"] != "running"]
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)

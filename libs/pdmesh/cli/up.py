@@ -1,0 +1,177 @@
+"""`pdmesh up`: start a mesh, say what happens, stay until Ctrl-C (or detach)."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Final
+
+from pdmesh.cli.errors import CommandFailed
+from pdmesh.embedded.ports import PortTaken
+from pdmesh.launcher import state
+from pdmesh.launcher.mesh import Mesh, MeshFailed
+from pdmesh.launcher.spec import MeshSpec
+from pdmesh.models import smollm2
+
+_POLL_S: Final = 0.1
+# Set for the detached launcher, which must not detach again.
+_DETACHED: Final = "PDMESH_DETACHED"
+
+
+def run(options: argparse.Namespace) -> int:
+    if (running := state.read(options.state_dir)) is not None:
+        print(f"a mesh is up already (pid {running.pid}); stop it with: pdmesh down")
+        print(_what_next(running.http_url, running.grpc_address))
+        return 0
+    spec = _spec(options)
+    if options.detach and _DETACHED not in os.environ:
+        return _detach(options)
+    try:
+        with asyncio.Runner() as runner:
+            return runner.run(_serve(spec, options.state_dir))
+    except (MeshFailed, state.MeshRunning, PortTaken) as exc:
+        raise CommandFailed(str(exc)) from None
+    except OSError as exc:  # disk full, no permission
+        raise CommandFailed(f"{exc.strerror}: {exc.filename or options.state_dir}") from exc
+
+
+def _spec(options: argparse.Namespace) -> MeshSpec:
+    per_role = 2 if options.engine == "sim" else 1
+    default = 0 if options.fusion else per_role
+    return MeshSpec(
+        engine=options.engine,
+        num_prefill=default if options.prefill is None else options.prefill,
+        num_decode=default if options.decode is None else options.decode,
+        num_fusion=1 if options.fusion else 0,
+        num_gateways=options.gateways,
+        host=options.host,
+        http_port=options.http_port,
+        grpc_port=options.grpc_port,
+        model_path=_model_path(options),
+        dtype=options.dtype,
+        nats_url=options.nats_url,
+        redis_url=options.redis_url,
+        start_timeout_s=options.timeout,
+    )
+
+
+def _model_path(options: argparse.Namespace) -> Path | None:
+    """The directory the engines load; the sim engine needs none."""
+    if options.model is not None:
+        directory: Path = options.model.absolute()
+        if not (directory / "config.json").is_file():
+            raise CommandFailed(
+                f"{directory} is not a Hugging Face model directory (no config.json)"
+            )
+        return directory
+    if options.engine == "sim":
+        return None
+    try:
+        return smollm2.ensure(smollm2.DEFAULT_DIR, report=_say).absolute()
+    except smollm2.CannotPrepare as exc:
+        raise CommandFailed(str(exc)) from exc
+
+
+async def _serve(spec: MeshSpec, state_dir: Path) -> int:
+    stopping = asyncio.Event()
+    mesh = Mesh(spec, state_dir, report=_say)
+    starting = asyncio.create_task(mesh.__aenter__(), name="mesh-start")
+    _on_signals(mesh, starting, stopping)
+    began = time.monotonic()
+    _say(f"starting {_summary(spec)}")
+    try:
+        await starting
+    except asyncio.CancelledError:
+        _say("stopped before it was ready")
+        return 130
+    try:
+        _say(f"the mesh is ready after {time.monotonic() - began:.1f} s")
+        print(_what_next(mesh.http_url, mesh.grpc_address), flush=True)
+        await stopping.wait()
+        _say("stopping")
+    finally:
+        await mesh.stop()
+    _say("stopped")
+    return 0
+
+
+def _on_signals(mesh: Mesh, starting: asyncio.Task[Mesh], stopping: asyncio.Event) -> None:
+    """The first signal stops in order, a second one kills everything at once."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stopping.is_set():
+            mesh.kill_all()
+        stopping.set()
+        if not starting.done():
+            starting.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+
+
+def _detach(options: argparse.Namespace) -> int:
+    """Start the launcher in the background, show its progress, return when it is ready."""
+    log_file = options.state_dir / "logs" / "launcher.log"
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("wb") as output:
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "pdmesh.cli.app", *sys.argv[1:]],
+            env={**os.environ, _DETACHED: "1", "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    with log_file.open() as lines:
+        try:
+            return _follow(launcher, lines, options)
+        except KeyboardInterrupt:
+            launcher.terminate()
+            launcher.wait()
+            raise
+
+
+def _follow(launcher: subprocess.Popen[bytes], lines: IO[str], options: argparse.Namespace) -> int:
+    """Relay what the launcher says until its mesh is ready or it has given up."""
+    while launcher.poll() is None:
+        sys.stdout.write(lines.read())
+        sys.stdout.flush()
+        mesh = state.read(options.state_dir)
+        if mesh is not None and mesh.pid == launcher.pid and mesh.phase == "ready":
+            sys.stdout.write(lines.read())
+            return 0
+        time.sleep(_POLL_S)
+    sys.stderr.write(lines.read())
+    return launcher.returncode
+
+
+def _say(line: str) -> None:
+    print(f"pdmesh: {line}", flush=True)
+
+
+def _summary(spec: MeshSpec) -> str:
+    roles = {"prefill": spec.num_prefill, "decode": spec.num_decode, "fusion": spec.num_fusion}
+    instances = ", ".join(f"{count} {role}" for role, count in roles.items() if count)
+    return f"a mesh with {instances} on {spec.engine}"
+
+
+def _what_next(http_url: str, grpc_address: str) -> str:
+    body = '{"model": "default", "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    return f"""
+  OpenAI API   {http_url}/v1      gRPC   {grpc_address}
+
+  Try:
+    pdmesh chat "What is the capital of France?"
+    curl {http_url}/v1/chat/completions -H 'Content-Type: application/json' \\
+      -d '{body}'
+    pdmesh status
+    pdmesh events
+    pdmesh down
+"""

@@ -1,0 +1,34 @@
+"""The children's log files: each child appends to its own, the launcher keeps them from growing without end.
+
+A child writes to the file itself, so a busy launcher never blocks it. A file over the bound is copied to `<name>.log.1`
+and cut to nothing; appending goes on at its start.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+MAX_BYTES: Final = 16 * 1024 * 1024
+_TAIL_BYTES: Final = 16 * 1024
+
+
+def bound(paths: Iterable[Path], max_bytes: int = MAX_BYTES) -> None:
+    for path in paths:
+        if path.exists() and path.stat().st_size > max_bytes:
+            shutil.copyfile(path, path.with_suffix(".log.1"))
+            os.truncate(path, 0)
+
+
+def last_lines(path: Path, num_lines: int = 5) -> list[str]:
+    """The end of a log, to show why its process died."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line for line in text.splitlines() if line.strip()][-num_lines:]

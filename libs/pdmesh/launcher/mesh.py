@@ -1,0 +1,356 @@
+"""A whole mesh on this machine, as an async context manager: for `pdmesh up`, for tests and for load tests.
+
+    async with Mesh(MeshSpec(engine="sim", http_port=0, grpc_port=0), state_dir) as mesh:
+        print(mesh.http_url)
+
+Leaving the block stops everything in order. The main thread's event loop must run it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final, Self
+
+from pdmesh.core.supervision import GiveUp, Phase, RestartPolicy, RestartScheduled
+from pdmesh.embedded.binaries import ServerNotFound
+from pdmesh.embedded.ports import PortReservation
+from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer
+from pdmesh.launcher import log_files, probe, state
+from pdmesh.launcher.spec import MeshSpec, ProcessSpec, Tier, Wiring, services
+from pdmesh.launcher.supervisor import Notice, Supervisor
+
+Report = Callable[[str], None]  # one line of progress for a person
+_PROBE_EVERY_S: Final = 0.1
+_HOUSEKEEPING_S: Final = 1.0
+_DEATHS_WHILE_STARTING: Final = 3
+
+
+class MeshFailed(Exception):
+    """The mesh could not start; the message is one line that says what and how to mend it."""
+
+
+class Mesh:
+    """Processes are named prefill-0, decode-0, fusion-0, gateway-0, master-scheduler, kv-cache-index,
+    health-monitor, nats, valkey."""
+
+    def __init__(
+        self,
+        spec: MeshSpec,
+        state_dir: Path,
+        *,
+        report: Report = lambda _: None,
+        policy: RestartPolicy | None = None,
+        liveness_timeout_s: float | None = 20.0,
+    ) -> None:
+        self.spec, self.state_dir = spec, state_dir.absolute()
+        self._report, self._policy = report, policy
+        self._liveness_timeout_s = liveness_timeout_s
+        self._cleanup = contextlib.AsyncExitStack()
+        self._servers: dict[str, Server] = {}
+        self._wiring: Wiring | None = None
+        self._supervisor: Supervisor | None = None
+        self._phase, self._message = "starting", ""
+        self._ready: set[str] = set()
+        self._last_state: state.MeshState | None = None
+        self._started_at = time.monotonic()
+
+    async def __aenter__(self) -> Self:
+        """Start everything and wait until it is ready; raises `MeshFailed`, `MeshRunning`, `PortTaken`."""
+        try:
+            await self._start()
+        except BaseException as exc:
+            self._phase, self._message = "failed", str(exc)
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    # What a test or a person needs to know.
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{self.spec.host}:{self.wiring.http_port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{self.spec.host}:{self.wiring.grpc_port}"
+
+    @property
+    def nats_url(self) -> str:
+        return self.wiring.nats_url
+
+    @property
+    def redis_url(self) -> str:
+        return self.wiring.redis_url
+
+    @property
+    def wiring(self) -> Wiring:
+        assert self._wiring is not None, "the mesh has not started"
+        return self._wiring
+
+    @property
+    def supervisor(self) -> Supervisor:
+        assert self._supervisor is not None, "the mesh has not started"
+        return self._supervisor
+
+    @property
+    def names(self) -> list[str]:
+        """Of all processes, in the order of starting."""
+        return list(self.supervisor.specs)
+
+    def pid(self, name: str) -> int:
+        """Raises KeyError while the process does not run."""
+        pid = self.supervisor.pid(name)
+        if pid is None:
+            raise KeyError(name)
+        return pid
+
+    def ops_address(self, name: str) -> str:
+        """host:port of /metrics and /health; empty for a server, or until the service has written it."""
+        ops_file = self.supervisor.specs[name].ops_file
+        try:
+            return ops_file.read_text() if ops_file else ""
+        except FileNotFoundError:
+            return ""
+
+    def log_file(self, name: str) -> Path:
+        return self.supervisor.log_file(name)
+
+    # What a test or a person does.
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Signal one process, as a fault would. The supervisor restarts what dies of it."""
+        self.supervisor.signal(name, number)
+
+    async def restart(self, name: str, timeout_s: float = 60.0) -> None:
+        """Stop in order, start again, wait until ready."""
+        spec = self.supervisor.specs[name]
+        await self.supervisor.stop(name)
+        self.supervisor.start(spec)
+        await self.wait_ready([name], timeout_s)
+
+    async def stop_process(self, name: str) -> None:
+        """Stop in order, and leave it so until `start_process`."""
+        await self.supervisor.stop(name)
+
+    def start_process(self, name: str) -> None:
+        self.supervisor.start(self.supervisor.specs[name])
+
+    async def wait_ready(
+        self, names: Iterable[str] | None = None, timeout_s: float | None = None
+    ) -> None:
+        """Until each of these (default: all) answers that it is ready; raises `MeshFailed`."""
+        waiting = list(names if names is not None else self.names)
+        missing: dict[str, str] = {}
+        deadline = time.monotonic() + (timeout_s or self.spec.start_timeout_s)
+        while waiting:
+            self._raise_if_hopeless(waiting)
+            for name in list(waiting):
+                missing[name] = await self._missing(name)
+                if not missing[name]:
+                    waiting.remove(name)
+                    self._on_ready(name)
+            if waiting and time.monotonic() > deadline:
+                raise MeshFailed(self._not_ready_line(waiting, missing))
+            if waiting:
+                await asyncio.sleep(_PROBE_EVERY_S)
+
+    async def stop(self) -> None:
+        """Stop what runs, gateways first and servers last. Idempotent."""
+        if self._phase != "failed":
+            self._phase = "stopping"
+        await self._cleanup.aclose()
+
+    def kill_all(self) -> None:
+        """For a second Ctrl-C."""
+        if self._supervisor is not None:
+            self._supervisor.kill_all()
+
+    # How it starts.
+
+    async def _start(self) -> None:
+        self._cleanup.enter_context(state.lock(self.state_dir))
+        self._wiring = self._wire()
+        self._supervisor = Supervisor(self.state_dir / "logs", self._on_notice, self._policy)
+        self._cleanup.push_async_callback(self._stop_processes)
+        self._write_state()
+        await self._start_servers()
+        for process in services(self.spec, self.wiring):
+            self.supervisor.start(process)
+        await self.wait_ready()
+        self._phase = "ready"
+        self._write_state()
+        housekeeping = asyncio.create_task(self._keep_house(), name="mesh-housekeeping")
+        self._cleanup.push_async_callback(_cancelled, housekeeping)
+
+    def _wire(self) -> Wiring:
+        spec = self.spec
+        http = PortReservation(spec.host, spec.http_port, "--http-port")
+        self._cleanup.callback(http.close)
+        grpc = PortReservation(spec.host, spec.grpc_port, "--grpc-port")
+        self._cleanup.callback(grpc.close)
+        if spec.nats_url is None:
+            self._add_server(NatsServer(self.state_dir / "nats"))
+        if spec.redis_url is None:
+            self._add_server(ValkeyServer(self.state_dir / "valkey"))
+        return Wiring(
+            nats_url=spec.nats_url or self._servers["nats"].url,
+            redis_url=spec.redis_url or self._servers["valkey"].url,
+            http_port=http.port,
+            grpc_port=grpc.port,
+            hash_secret=state.hash_secret(self.state_dir),
+            state_dir=self.state_dir,
+        )
+
+    def _add_server(self, server: Server) -> None:
+        self._servers[server.name] = server
+        self._cleanup.callback(server.close)
+
+    async def _start_servers(self) -> None:
+        for name, server in self._servers.items():
+            try:
+                command = tuple(server.command())
+            except ServerNotFound as exc:
+                raise MeshFailed(str(exc)) from exc
+            self.supervisor.start(ProcessSpec(name, name, Tier.SERVER, command, env={}))
+        await self.wait_ready(self._servers)
+
+    async def _stop_processes(self) -> None:
+        self._write_state()
+        for tier in sorted(Tier, reverse=True):
+            names = [n for n, s in self.supervisor.specs.items() if s.tier is tier]
+            await asyncio.gather(*(self.supervisor.stop(name) for name in names))
+        state.mesh_file(self.state_dir).unlink(missing_ok=True)
+
+    # What goes on.
+
+    async def _missing(self, name: str) -> str:
+        """What the process still waits for; empty if it is ready."""
+        if self.supervisor.pid(name) is None:
+            return "not running"
+        if name in self._servers:
+            return "" if await self._servers[name].is_ready() else "starting"
+        address = self.ops_address(name)
+        if not address:
+            return "starting"
+        missing = await probe.not_ready(address)
+        return "no answer" if missing is None else ", ".join(missing)
+
+    def _on_ready(self, name: str) -> None:
+        if name not in self._ready and self._phase == "starting":
+            self._report(f"{name} is ready ({time.monotonic() - self._started_at:.1f} s)")
+        self._ready.add(name)
+        self._write_state()
+
+    def _on_notice(self, notice: Notice) -> None:
+        match notice:
+            case RestartScheduled(name, code, deaths, delay_s):
+                when = f"in {delay_s:g} s" if delay_s else "now"
+                self._report(f"{name} {_ending(code)} ({deaths} in a row); restarting it {when}")
+            case GiveUp(name, code, deaths):
+                self._report(f"{name} {_ending(code)} {deaths} times, given up: {self._why(name)}")
+        if self._phase == "ready":
+            asyncio.get_running_loop().call_soon(self._write_state)
+
+    def _raise_if_hopeless(self, names: Iterable[str]) -> None:
+        for name in names:
+            is_given_up = self.supervisor.phase(name) is Phase.FAILED
+            keeps_dying = self.supervisor.deaths(name) >= _DEATHS_WHILE_STARTING
+            if is_given_up or (keeps_dying and self._phase == "starting"):
+                raise MeshFailed(f"{name} does not start: {self._why(name)}")
+
+    def _not_ready_line(self, waiting: list[str], missing: dict[str, str]) -> str:
+        rest = "; ".join(f"{name} waits for: {missing.get(name, '')}" for name in waiting)
+        return f"not ready in time: {rest} (logs: {self.state_dir / 'logs'})"
+
+    def _why(self, name: str) -> str:
+        """The last thing its log says, and where to read on."""
+        path = self.log_file(name)
+        lines = log_files.last_lines(path)
+        return f"{_reason(lines[-1]) if lines else 'it said nothing'} (log: {path})"
+
+    async def _keep_house(self) -> None:
+        """Bound the logs, and restart what runs but does not answer."""
+        silent_since: dict[str, float] = {}
+        while True:
+            log_files.bound(self.log_file(name) for name in self.names)
+            for name in self.names:
+                await self._check_liveness(name, silent_since)
+            self._write_state()
+            await asyncio.sleep(_HOUSEKEEPING_S)
+
+    async def _check_liveness(self, name: str, silent_since: dict[str, float]) -> None:
+        if self._liveness_timeout_s is None or self.supervisor.pid(name) is None:
+            return
+        if await self._is_live(name):
+            silent_since.pop(name, None)
+            return
+        since = silent_since.setdefault(name, time.monotonic())
+        if time.monotonic() - since > self._liveness_timeout_s:
+            silent_since.pop(name, None)
+            self._report(f"{name} has not answered for {self._liveness_timeout_s:g} s; killing it")
+            self.supervisor.kill(name)
+
+    async def _is_live(self, name: str) -> bool:
+        if name in self._servers:
+            return await self._servers[name].is_ready()
+        address = self.ops_address(name)
+        return not address or await probe.is_live(address)
+
+    def _write_state(self) -> None:
+        processes = {
+            name: state.ProcessState(
+                pid=self.supervisor.pid(name) or 0,
+                service=process.service,
+                phase=self.supervisor.phase(name).value,
+                ops_address=self.ops_address(name),
+            )
+            for name, process in self.supervisor.specs.items()
+        }
+        described = state.MeshState(
+            pid=os.getpid(),
+            phase=self._phase,
+            engine=self.spec.engine,
+            model=self.spec.model_name or "",
+            http_url=self.http_url,
+            grpc_address=self.grpc_address,
+            nats_url=self.nats_url,
+            redis_url=self.redis_url,
+            message=self._message,
+            processes=processes,
+        )
+        if described != self._last_state:
+            state.write(self.state_dir, described)
+            self._last_state = described
+
+
+def _ending(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+
+
+def _reason(line: str) -> str:
+    """The telling part of a log line, whether it is JSON or plain text."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return line.strip()[:300]
+    if not isinstance(entry, dict):
+        return line.strip()[:300]
+    if isinstance(entry.get("exception"), str):
+        return str(entry["exception"]).strip().splitlines()[-1][:300]
+    return str(entry.get("reason") or entry.get("event") or line)[:300]
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,156 @@
+"""What a mesh consists of: from what the user asked for to a list of processes.
+
+Settings reach the services through their environment, like everywhere else. Processes start in the order of the list
+and stop in the reverse order, in tiers: gateways first, servers last.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Final, Literal
+
+EngineKind = Literal["vllm", "sim"]
+
+
+class Tier(IntEnum):
+    """What depends on what: a higher tier stops before a lower one."""
+
+    SERVER = 0
+    CONTROL = 1
+    INSTANCE = 2
+    GATEWAY = 3
+
+
+# How long a process may take to end after SIGTERM before it is killed.
+STOP_GRACE_S: Final = {Tier.SERVER: 3.0, Tier.CONTROL: 4.0, Tier.INSTANCE: 10.0, Tier.GATEWAY: 8.0}
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """What the user asks for. Ports of 0 pick free ones; `env` reaches every service, `service_env` one kind of
+    service or one process by its name (`prefill`, `prefill-0`)."""
+
+    engine: EngineKind = "vllm"
+    num_prefill: int = 1
+    num_decode: int = 1
+    num_fusion: int = 0
+    num_gateways: int = 1
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    model_path: Path | None = None
+    model_name: str | None = None
+    dtype: str | None = None
+    nats_url: str | None = None  # an external server instead of an embedded one
+    redis_url: str | None = None
+    start_timeout_s: float = 180.0
+    env: Mapping[str, str] = field(default_factory=dict)
+    service_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process to run and keep running."""
+
+    name: str
+    service: str  # gateway, master-scheduler, ..., or nats, valkey
+    tier: Tier
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    ops_file: Path | None = None  # where a service writes its ops address; None for a server
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What the launcher decided at run time: addresses and secrets that the processes share."""
+
+    nats_url: str
+    redis_url: str
+    http_port: int
+    grpc_port: int
+    hash_secret: str
+    state_dir: Path
+
+
+_TIERS: Final = {
+    "master-scheduler": Tier.CONTROL,
+    "kv-cache-index": Tier.CONTROL,
+    "health-monitor": Tier.CONTROL,
+    "prefill": Tier.INSTANCE,
+    "decode": Tier.INSTANCE,
+    "gateway": Tier.GATEWAY,
+}
+
+
+def services(spec: MeshSpec, wiring: Wiring) -> list[ProcessSpec]:
+    """Every service process, in the order of starting."""
+    named = [(s, s) for s in ("master-scheduler", "kv-cache-index", "health-monitor")]
+    if spec.num_fusion:
+        named += [(f"fusion-{i}", "prefill") for i in range(spec.num_fusion)]
+    named += [(f"prefill-{i}", "prefill") for i in range(spec.num_prefill)]
+    named += [(f"decode-{i}", "decode") for i in range(spec.num_decode)]
+    named += [(f"gateway-{i}", "gateway") for i in range(spec.num_gateways)]
+    return [_service(name, service, spec, wiring) for name, service in named]
+
+
+def _service(name: str, service: str, spec: MeshSpec, wiring: Wiring) -> ProcessSpec:
+    module = service.replace("-", "_")
+    prefix = f"PDMESH_{module.upper()}_"
+    ops_file = wiring.state_dir / "run" / f"{name}.ops"
+    own = {
+        "INSTANCE_ID": name,
+        "OPS_FILE": str(ops_file),
+        **(_gateway_settings(wiring) if service == "gateway" else {}),
+        **(_instance_settings(name, spec) if service in ("prefill", "decode") else {}),
+    }
+    return ProcessSpec(
+        name=name,
+        service=service,
+        tier=_TIERS[service],
+        command=(sys.executable, "-m", f"services.{module}"),
+        env={
+            **os.environ,
+            **_common_settings(spec, wiring),
+            **{f"{prefix}{key}": value for key, value in own.items()},
+            **spec.env,
+            **spec.service_env.get(service, {}),
+            **spec.service_env.get(name, {}),
+        },
+        ops_file=ops_file,
+    )
+
+
+def _common_settings(spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
+    model = {"PDMESH_MODEL_PATH": str(spec.model_path)} if spec.model_path else {}
+    if spec.model_name:
+        model["PDMESH_MODEL"] = spec.model_name
+    return {
+        "PDMESH_HOST": spec.host,
+        "PDMESH_NATS_URL": wiring.nats_url,
+        "PDMESH_REDIS_URL": wiring.redis_url,
+        "PDMESH_HASH_SECRET": wiring.hash_secret,
+        "PDMESH_STATE_DIR": str(wiring.state_dir),
+        "PDMESH_LOG_FORMAT": "json",
+        "PYTHONUNBUFFERED": "1",
+        # Find the packages also when pdmesh runs from a checkout that is not installed.
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        **model,
+    }
+
+
+def _gateway_settings(wiring: Wiring) -> dict[str, str]:
+    return {"HTTP_PORT": str(wiring.http_port), "GRPC_PORT": str(wiring.grpc_port)}
+
+
+def _instance_settings(name: str, spec: MeshSpec) -> dict[str, str]:
+    settings: dict[str, str] = {"ENGINE": spec.engine}
+    if name.startswith("fusion-"):
+        settings["ROLE"] = "fusion"
+    if spec.dtype:
+        settings["DTYPE"] = spec.dtype
+    return settings

@@ -1,0 +1,127 @@
+"""What a running mesh leaves in its state directory for `pdmesh status`, `down` and `chat`.
+
+`mesh.json` says who runs where; it is written atomically. `lock` is held by the launcher for as long as it lives, so that
+one directory never carries two meshes, and a crashed launcher leaves no stale claim.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, Final
+
+from pdmesh.atomic_file import write_atomically
+
+_CLAIMS: Final = 5
+_CLAIM_EVERY_S: Final = 0.02
+
+
+class MeshRunning(Exception):
+    """Another launcher holds this state directory."""
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    pid: int
+    service: str
+    phase: str
+    ops_address: str = ""
+
+
+@dataclass(frozen=True)
+class MeshState:
+    """`phase` is starting, ready, stopping or failed; `message` says why."""
+
+    pid: int  # of the launcher
+    phase: str
+    engine: str
+    model: str
+    http_url: str
+    grpc_address: str
+    nats_url: str
+    redis_url: str
+    message: str = ""
+    processes: dict[str, ProcessState] = field(default_factory=dict)
+
+
+def mesh_file(state_dir: Path) -> Path:
+    return state_dir / "mesh.json"
+
+
+def write(state_dir: Path, state: MeshState) -> None:
+    write_atomically(mesh_file(state_dir), json.dumps(asdict(state), indent=2) + "\n")
+
+
+def read(state_dir: Path) -> MeshState | None:
+    """The state that a live launcher wrote; None if there is no mesh (a dead one's file does not count)."""
+    if not is_locked(state_dir):
+        return None
+    try:
+        data: dict[str, Any] = json.loads(mesh_file(state_dir).read_text())
+    except FileNotFoundError:
+        return None
+    processes = {name: ProcessState(**p) for name, p in data.pop("processes").items()}
+    return MeshState(**data, processes=processes)
+
+
+def lock(state_dir: Path) -> IO[str]:
+    """Claim the directory until the file is closed; raises `MeshRunning`."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    file = (state_dir / "lock").open("a+")
+    if not _claim(file):
+        file.seek(0)
+        pid = file.read().strip() or "?"
+        file.close()
+        raise MeshRunning(f"a mesh is running already (pid {pid}, {state_dir})") from None
+    file.seek(0)
+    file.truncate()
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def _claim(file: IO[str]) -> bool:
+    """Try a few times: a reader holds the lock for the blink in which it asks."""
+    for _ in range(_CLAIMS):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(_CLAIM_EVERY_S)
+        else:
+            return True
+    return False
+
+
+def is_locked(state_dir: Path) -> bool:
+    try:
+        with (state_dir / "lock").open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def locker_pid(state_dir: Path) -> int | None:
+    """The launcher that holds the directory; None if none does."""
+    if not is_locked(state_dir):
+        return None
+    text = (state_dir / "lock").read_text().strip()
+    return int(text) if text.isdigit() else None
+
+
+def hash_secret(state_dir: Path) -> str:
+    """The key of block names: made once for a state directory, then the same after each restart."""
+    path = state_dir / "hash-secret"
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        secret = secrets.token_hex(32)
+        write_atomically(path, secret)
+        return secret

@@ -1,0 +1,180 @@
+"""Keeps child processes running: the shell around `core.supervision`.
+
+It starts and signals processes and tells the core when one ended; the core says what to do. Whatever a process started
+itself dies with it (its whole session is killed), so a restart never meets its predecessor's children.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pdmesh.core.supervision import (
+    Effect,
+    Event,
+    Exited,
+    GiveUp,
+    Phase,
+    RestartPolicy,
+    RestartScheduled,
+    SignalStop,
+    StartAsked,
+    StartProcess,
+    StopAsked,
+    Supervision,
+    Tick,
+)
+from pdmesh.embedded import child
+from pdmesh.launcher.spec import STOP_GRACE_S, ProcessSpec
+
+Notice = RestartScheduled | GiveUp | StartProcess
+_POLL_S: Final = 0.05
+_CANNOT_RUN: Final = 1
+
+
+@dataclass(slots=True)
+class _Running:
+    process: subprocess.Popen[bytes]
+    watch: asyncio.Task[None]
+    grace: asyncio.TimerHandle | None = None
+
+
+class Supervisor:
+    """Start it and use it from the main thread's event loop only (the parent-death signal needs that)."""
+
+    def __init__(
+        self,
+        log_dir: Path,
+        on_notice: Callable[[Notice], None],
+        policy: RestartPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core = Supervision(policy or RestartPolicy())
+        self._log_dir, self._on_notice, self._clock = log_dir, on_notice, clock
+        self._specs: dict[str, ProcessSpec] = {}
+        self._running: dict[str, _Running] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+        log_dir.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def specs(self) -> Mapping[str, ProcessSpec]:
+        return self._specs
+
+    def phase(self, name: str) -> Phase:
+        return self._core.phase(name)
+
+    def deaths(self, name: str) -> int:
+        return self._core.deaths(name)
+
+    def pid(self, name: str) -> int | None:
+        """Of the running process; None while there is none."""
+        running = self._running.get(name)
+        return running.process.pid if running else None
+
+    def log_file(self, name: str) -> Path:
+        return self._log_dir / f"{name}.log"
+
+    def start(self, spec: ProcessSpec) -> None:
+        self._specs[spec.name] = spec
+        self._feed(StartAsked(spec.name))
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Signal the process alone, as a fault would; raises KeyError if it does not run."""
+        self._running[name].process.send_signal(number)
+
+    def kill(self, name: str) -> None:
+        """End it with all its children, at once; it will be restarted."""
+        if (pid := self.pid(name)) is not None:
+            child.signal_group(pid, signal.SIGKILL)
+
+    async def stop(self, name: str) -> None:
+        """Ask it to end, kill it after its grace, and wait until it is gone."""
+        self._feed(StopAsked(name))
+        while name in self._running:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def kill_all(self) -> None:
+        """The last resort: everything ends now and nothing is restarted."""
+        for name in list(self._specs):
+            self._feed(StopAsked(name))
+            self.kill(name)
+
+    def _feed(self, event: Event) -> None:
+        for effect in self._core.handle(event, self._clock()):
+            self._apply(effect)
+        self._arm()
+
+    def _apply(self, effect: Effect) -> None:
+        match effect:
+            case StartProcess(name):
+                self._on_notice(effect)
+                self._spawn(name)
+            case SignalStop(name):
+                self._ask_to_end(name)
+            case RestartScheduled() | GiveUp():
+                self._on_notice(effect)
+
+    def _spawn(self, name: str) -> None:
+        spec = self._specs[name]
+        if spec.ops_file is not None:
+            spec.ops_file.unlink(missing_ok=True)
+        try:
+            process = child.start(spec.command, spec.env, self.log_file(name))
+        except OSError as exc:  # no disk, no memory, no processes left: as if it had died at once
+            self.log_file(name).open("a").write(f"cannot start: {exc.strerror}\n")
+            asyncio.get_running_loop().call_soon(self._feed, Exited(name, _CANNOT_RUN))
+            return
+        watch = asyncio.create_task(self._watch(name, process), name=f"watch-{name}")
+        self._running[name] = _Running(process, watch)
+
+    async def _watch(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        code = await _exit_code(process)
+        child.signal_group(process.pid, signal.SIGKILL)  # what it left behind
+        running = self._running.pop(name)
+        if running.grace is not None:
+            running.grace.cancel()
+        self._feed(Exited(name, code))
+        self._changed.set()
+
+    def _ask_to_end(self, name: str) -> None:
+        running = self._running[name]
+        running.process.terminate()
+        child.signal_group(running.process.pid, signal.SIGCONT)  # a frozen one cannot obey
+        grace_s = STOP_GRACE_S[self._specs[name].tier]
+        loop = asyncio.get_running_loop()
+        running.grace = loop.call_later(grace_s, self.kill, name)
+
+    def _arm(self) -> None:
+        """Wake up when the next restart is due."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = self._core.next_start_at()
+        if due is not None:
+            delay_s = max(0.0, due - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._feed, Tick())
+
+
+async def _exit_code(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the end without a thread: by pidfd where there is one, else by asking often."""
+    if hasattr(os, "pidfd_open"):
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        handle = os.pidfd_open(process.pid)
+        loop.add_reader(handle, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(handle)
+            os.close(handle)
+    while (code := process.poll()) is None:  # noqa: ASYNC110  # there is nothing to wait on
+        await asyncio.sleep(_POLL_S)
+    return code

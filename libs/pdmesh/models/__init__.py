@@ -1,0 +1,1 @@
+"""Small models that a newcomer can run without a download site."""
