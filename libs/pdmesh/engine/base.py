@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from pdmesh.core.arena import ArenaRange
+
 
 class FinishReason(Enum):
     STOP = "stop"
@@ -39,14 +41,6 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, log probability), likeliest first
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaRange:
-    """Bytes reserved in a KV arena, per rank: the same range in each rank's arena."""
-
-    offset: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,12 @@ REQUESTS_IN_FLIGHT: Final = "pdmesh.requests.in_flight"
 REQUEST_REJECTIONS: Final = "pdmesh.request.rejections"
 REQUEST_MIGRATIONS: Final = "pdmesh.request.migrations"
 WAITING_REQUESTS: Final = "pdmesh.gateway.waiting"
+REQUESTS_ACCEPTED: Final = "pdmesh.requests.accepted"
+GATEWAY_TOKENS: Final = "pdmesh.gateway.tokens"
+GATEWAY_SESSIONS: Final = "pdmesh.gateway.sessions"
+GATEWAY_LEGS: Final = "pdmesh.gateway.legs"
+GATEWAY_PLANS: Final = "pdmesh.gateway.plans"  # by where they came from: master, fallback
+GATEWAY_EVENTS_DROPPED: Final = "pdmesh.gateway.events.dropped"
 
 # Metrics of ours: instances.
 SLOTS: Final = "pdmesh.slots"
@@ -67,6 +73,14 @@ KV_TRANSFER_BYTES: Final = "pdmesh.kv.transfer.bytes"
 KV_TRANSFER_FAILURES: Final = "pdmesh.kv.transfer.failures"
 KV_TICKETS: Final = "pdmesh.kv.tickets"
 STAGING_BYTES_USED: Final = "pdmesh.kv.staging.bytes_used"
+KV_TICKETS_CLOSED: Final = "pdmesh.kv.tickets.closed"
+LANDING_BYTES_USED: Final = "pdmesh.kv.landing.bytes_used"
+RETRIEVALS: Final = "pdmesh.kv.retrievals"
+LEGS_ENDED: Final = "pdmesh.legs.ended"
+INSTANCE_TOKENS: Final = "pdmesh.instance.tokens"
+BATCH_SIZE: Final = "pdmesh.instance.batch_size"
+SESSIONS: Final = "pdmesh.sessions"
+SESSIONS_CUT: Final = "pdmesh.sessions.cut"
 
 # Metrics of ours: bus, registry, index, master.
 BUS_DROPPED: Final = "pdmesh.bus.dropped"

@@ -1,0 +1,140 @@
+"""Makes the engine that an instance hosts. vLLM is imported only where it is chosen."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdmesh.engine.base import Engine
+from pdmesh.engine.laws import LAWS
+from pdmesh.engine.sim import SimConfig, SimEngine, SimParams
+from pdmesh.errors import EngineFailed
+from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent
+from pdmesh.kv.transport import KvTransport
+from pdmesh.kv.wire import VERSION as KV_WIRE_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What the host knows before the engine is loaded. Bytes are per rank; 0 means by size of the rest."""
+
+    engine: str  # sim or vllm
+    instance_id: str
+    incarnation: int
+    model: str
+    model_dir: Path | None
+    num_slots: int
+    block_size: int
+    max_model_len: int
+    num_kv_blocks: int
+    staging_bytes: int
+    landing_bytes: int
+    max_retrievals: int
+    ticket_lease_s: float
+    sends_kv: bool
+    receives_kv: bool
+    dtype: str = ""
+    kv_cache_bytes: int = 0  # vLLM
+    sim_law: str = "demo"
+    sim_eos_period: int = 300
+    state_dir: Path = Path(".pdmesh")
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    engine: Engine
+    staging_bytes: int
+    landing_bytes: int
+
+
+def build_engine(settings: EngineSettings) -> BuiltEngine:
+    """Not started yet. Raises EngineFailed if the settings name no engine."""
+    match settings.engine:
+        case "sim":
+            return build_sim(settings, _ucx)
+        case "vllm":
+            return _build_vllm(settings)
+        case other:
+            raise EngineFailed(f"no engine is called {other!r}; there are sim and vllm")
+
+
+def sim_fingerprint(params: SimParams) -> str:
+    """Equal where KV may be exchanged: everything that changes its bytes or their layout."""
+    identity = f"sim/{params!r}/uint64/kv{KV_WIRE_VERSION}"
+    return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+
+
+def build_sim(settings: EngineSettings, make_transport: Callable[[], KvTransport]) -> BuiltEngine:
+    if settings.sim_law not in LAWS:
+        raise EngineFailed(f"no law is called {settings.sim_law!r}; there are {', '.join(LAWS)}")
+    params = SimParams(
+        block_size=settings.block_size,
+        max_model_len=settings.max_model_len,
+        eos_period=settings.sim_eos_period,
+    )
+    blocks_per_prompt = -(-settings.max_model_len // settings.block_size)
+    prompt_bytes = blocks_per_prompt * params.num_layers * params.block_bytes
+    fingerprint = sim_fingerprint(params)
+    staging_bytes = settings.sends_kv * (
+        settings.staging_bytes or settings.num_slots * prompt_bytes
+    )
+    landing_bytes = settings.receives_kv * (
+        settings.landing_bytes or settings.max_retrievals * prompt_bytes
+    )
+    identity = AgentIdentity(settings.instance_id, settings.incarnation, fingerprint, 0)
+
+    def make_agent(on_event: Callable[[AgentEvent], None]) -> KvAgent:
+        return KvAgent(
+            make_transport(),
+            identity,
+            staging_bytes=staging_bytes,
+            landing_bytes=landing_bytes,
+            on_event=on_event,
+        )
+
+    config = SimConfig(
+        instance_id=settings.instance_id,
+        incarnation=settings.incarnation,
+        model=settings.model,
+        model_fingerprint=fingerprint,
+        num_slots=settings.num_slots,
+        params=params,
+        law=LAWS[settings.sim_law],
+        num_kv_blocks=settings.num_kv_blocks or (settings.num_slots + 1) * blocks_per_prompt,
+        ticket_lease_s=settings.ticket_lease_s,
+    )
+    return BuiltEngine(SimEngine(config, make_agent), staging_bytes, landing_bytes)
+
+
+def _ucx() -> KvTransport:
+    from pdmesh.kv.ucx import UcxTransport  # loads the UCX libraries
+
+    return UcxTransport()
+
+
+def _build_vllm(settings: EngineSettings) -> BuiltEngine:
+    from pdmesh.engine.vllm.config import VllmConfig
+    from pdmesh.engine.vllm.engine import VllmEngine
+
+    if settings.model_dir is None:
+        raise EngineFailed("vLLM needs a model folder: set PDMESH_MODEL_DIR")
+    default = 256 << 20
+    staging_bytes = settings.sends_kv * (settings.staging_bytes or default)
+    landing_bytes = settings.receives_kv * (settings.landing_bytes or default)
+    config = VllmConfig(
+        instance_id=settings.instance_id,
+        incarnation=settings.incarnation,
+        model_dir=settings.model_dir,
+        model=settings.model,
+        dtype=settings.dtype,
+        block_size=settings.block_size,
+        kv_cache_bytes=settings.kv_cache_bytes or (512 << 20),
+        staging_bytes=staging_bytes,
+        landing_bytes=landing_bytes,
+        lease_s=settings.ticket_lease_s,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.num_slots,
+    )
+    return BuiltEngine(VllmEngine(config), staging_bytes, landing_bytes)

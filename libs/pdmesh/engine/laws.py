@@ -1,0 +1,58 @@
+"""How long an engine takes: prefill and decode step times as laws of what is in the batch.
+
+Pure, so that the sim engine waits them out in real time and the simulator adds them up in virtual time.
+The terms are those a transformer has: fixed cost per step, per token, and attention over the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """Coefficients in seconds. All zero is the law for measuring the mesh alone."""
+
+    name: str
+    prefill_fixed_s: float = 0.0
+    prefill_token_s: float = 0.0
+    prefill_pair_s: float = 0.0  # per (computed token, token it attends to)
+    step_fixed_s: float = 0.0
+    step_sequence_s: float = 0.0  # per sequence in the decode batch
+    step_context_s: float = 0.0  # per token of context over the whole batch
+
+    def prefill_s(self, num_tokens: int, num_cached: int = 0, batch: int = 1) -> float:
+        """Time to compute `num_tokens` in total, of `batch` prompts, after `num_cached` tokens each had already."""
+        if num_tokens <= 0:
+            return 0.0
+        pairs = num_tokens * (num_cached + num_tokens / (2 * max(batch, 1)))
+        return (
+            self.prefill_fixed_s + num_tokens * self.prefill_token_s + pairs * self.prefill_pair_s
+        )
+
+    def step_s(self, batch: int, num_context: int) -> float:
+        """Time of one decode step of `batch` sequences that hold `num_context` tokens together."""
+        if batch <= 0:
+            return 0.0
+        return self.step_fixed_s + batch * self.step_sequence_s + num_context * self.step_context_s
+
+
+ZERO = Law("zero")
+# A mesh that feels alive in a terminal: 100 tokens of prompt in 12 ms, 50 tokens/s.
+DEMO = Law(
+    "demo", prefill_fixed_s=0.004, prefill_token_s=0.00008, step_fixed_s=0.02, step_sequence_s=2e-5
+)
+# SmolLM2-135M on two CPU cores: 2,500 tokens/s of prefill; 26 tokens/s alone, 185 in a batch of 8 (FACTS A8).
+SMOLLM2_CPU = Law(
+    "smollm2-cpu",
+    prefill_fixed_s=0.015,
+    prefill_token_s=0.00037,
+    prefill_pair_s=2e-8,
+    step_fixed_s=0.0376,
+    step_sequence_s=0.0006,
+    step_context_s=2e-7,
+)
+
+LAWS: Mapping[str, Law] = MappingProxyType({law.name: law for law in (ZERO, DEMO, SMOLLM2_CPU)})

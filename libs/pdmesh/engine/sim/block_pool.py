@@ -1,0 +1,103 @@
+"""KV blocks of one instance: which are free, in use, or kept for their prefix (S80).
+
+A block in use has references; a full one may also have a hash. Without references it stays findable by
+its hash until it is the least recently used and its memory is needed. Pure bookkeeping, no bytes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class BlockPool:
+    num_blocks: int
+    _free: list[int] = field(init=False)
+    _references: list[int] = field(init=False)
+    _hash_of: dict[int, bytes] = field(default_factory=dict)
+    _block_of: dict[bytes, int] = field(default_factory=dict)
+    _idle: OrderedDict[int, None] = field(default_factory=OrderedDict)  # cached, unreferenced, LRU
+    stored: dict[bytes, None] = field(default_factory=dict)  # since `take_changes`
+    removed: dict[bytes, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._references = [0] * self.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can hand out, those kept for their prefix included."""
+        return len(self._free) + len(self._idle)
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """Take a reference to each block of the longest stored prefix of `hashes`."""
+        blocks: list[int] = []
+        for block_hash in hashes:
+            if (block := self._block_of.get(block_hash)) is None:
+                break
+            if self._references[block] == 0:
+                del self._idle[block]
+            self._references[block] += 1
+            blocks.append(block)
+        return blocks
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one reference each; forgets the least recently used prefixes if it must."""
+        assert count <= self.num_free, "admission reserves blocks before a job allocates them"
+        blocks: list[int] = []
+        for _ in range(count):
+            block = self._free.pop() if self._free else self._evict()
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def _evict(self) -> int:
+        block, _ = self._idle.popitem(last=False)
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        if block_hash in self.stored:
+            del self.stored[block_hash]
+        else:
+            self.removed[block_hash] = None
+        return block
+
+    def store(self, block: int, block_hash: bytes) -> None:
+        """Make a full block findable. A second block of the same content stays anonymous."""
+        assert self._references[block] > 0
+        if block_hash in self._block_of or block in self._hash_of:
+            return
+        self._block_of[block_hash] = block
+        self._hash_of[block] = block_hash
+        if block_hash in self.removed:
+            del self.removed[block_hash]
+        else:
+            self.stored[block_hash] = None
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop one reference to each. The tail of a prefix is forgotten before its head."""
+        for block in reversed(list(blocks)):
+            self._references[block] -= 1
+            assert self._references[block] >= 0
+            if self._references[block] == 0:
+                if block in self._hash_of:
+                    self._idle[block] = None
+                else:
+                    self._free.append(block)
+
+    def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """(stored, removed) since the last call; a block that came and went is in neither."""
+        changes = tuple(self.stored), tuple(self.removed)
+        self.stored.clear()
+        self.removed.clear()
+        return changes
+
+    def check_invariants(self) -> None:
+        used = {b for b, count in enumerate(self._references) if count}
+        assert len(set(self._free)) == len(self._free)
+        assert not used & (set(self._free) | set(self._idle))
+        assert not set(self._free) & set(self._idle)
+        assert len(self._free) + len(self._idle) + len(used) == self.num_blocks
+        assert {h: b for b, h in self._hash_of.items()} == self._block_of
+        assert set(self._idle) <= set(self._hash_of)

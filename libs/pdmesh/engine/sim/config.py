@@ -1,0 +1,22 @@
+"""What one sim engine is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdmesh.engine.laws import DEMO, Law
+from pdmesh.engine.sim.model import SimParams
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    instance_id: str
+    incarnation: int
+    model: str
+    model_fingerprint: str
+    num_slots: int
+    params: SimParams = field(default_factory=SimParams)
+    law: Law = DEMO
+    num_kv_blocks: int = 4096
+    chunk_tokens: int = 512  # prompt tokens computed per step
+    ticket_lease_s: float = 10.0

@@ -1,0 +1,336 @@
+"""The sim engine: real KV bytes over the real transport, tokens from the sim model, time from a law.
+
+One loop runs steps as a continuous-batching engine does: whoever is ready joins, the step takes the time its
+law says, then every running sequence draws a token and the prompts' chunk counts as computed. Pulls run
+beside the loop and join at the next step (S52). At the zero law steps follow each other without sleeping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdmesh import failpoints
+from pdmesh.engine.base import (
+    BlocksChanged,
+    DecodeJob,
+    EngineInfo,
+    EngineStats,
+    Finished,
+    FinishReason,
+    Output,
+    Prefilled,
+    PrefillJob,
+    Ticket,
+    TicketClosed,
+    TokenBatch,
+)
+from pdmesh.engine.sim.batch import DecodeBatch, Running
+from pdmesh.engine.sim.block_pool import BlockPool
+from pdmesh.engine.sim.config import SimConfig
+from pdmesh.engine.sim.keep import keep_drawn
+from pdmesh.engine.sim.memory import PagedMemory
+from pdmesh.engine.sim.model import SimModel, draw_key
+from pdmesh.engine.sim.prefill import PrefillLane, Prompt
+from pdmesh.engine.sim.retrieval import Retrieved, Retriever
+from pdmesh.engine.sim.vocabulary import EOS_ID
+from pdmesh.errors import EngineFailed
+from pdmesh.kv import agent as kv_agent
+from pdmesh.kv.agent import AgentEvent, KvAgent, KvLayout
+from pdmesh.kv.scatter import gather
+
+AgentFactory = Callable[[Callable[[AgentEvent], None]], KvAgent]
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One that decodes here: its blocks, and its prompt if its blocks are worth keeping."""
+
+    blocks: list[int]
+    local: PrefillJob | None = None
+
+
+class SimEngine:
+    """See `pdmesh.engine.base.Engine`. `make_agent` gets the callback for the KV agent's events."""
+
+    def __init__(self, config: SimConfig, make_agent: AgentFactory) -> None:
+        self._config = config
+        self._model = SimModel(config.params)
+        self._memory = PagedMemory(self._model, config.num_kv_blocks)
+        self._pool = BlockPool(config.num_kv_blocks)
+        self._lane = PrefillLane(config.chunk_tokens)
+        self._batch = DecodeBatch(self._model, config.num_slots)
+        self._agent = make_agent(self._on_agent_event)
+        self._address = ""
+        self._retriever = Retriever(
+            self._model,
+            self._memory,
+            self._pool,
+            self._agent,
+            self._emit,
+            self._on_retrieved,
+            self._die,
+        )
+        self._arrivals: dict[int, PrefillJob] = {}
+        self._sequences: dict[int, _Sequence] = {}
+        self._joining: dict[int, Running] = {}
+        self._staged: dict[str, int] = {}  # ticket id -> leg
+        self._random = random.Random()
+        self._work, self._has_output = asyncio.Event(), asyncio.Event()
+        self._outputs: list[Output] = []
+        self._loop: asyncio.Task[None] | None = None
+        self._error: BaseException | None = None
+
+    async def start(self) -> EngineInfo:
+        self._address = await self._agent.start()
+        self._loop = asyncio.create_task(self._run(), name="sim-engine")
+        self._loop.add_done_callback(self._on_loop_done)
+        config, params = self._config, self._config.params
+        return EngineInfo(
+            engine="sim",
+            model=config.model,
+            model_fingerprint=config.model_fingerprint,
+            block_size=params.block_size,
+            num_kv_blocks=config.num_kv_blocks,
+            kv_bytes_per_token=params.num_layers * params.token_bytes,
+            max_model_len=params.max_model_len,
+            kv_addresses=(self._address,),
+        )
+
+    async def stop(self) -> None:
+        if self._loop is not None:
+            self._loop.cancel()
+            await asyncio.wait([self._loop], timeout=1.0)
+        await self._retriever.stop()
+        await self._agent.close()
+
+    def prefill(self, job: PrefillJob) -> None:
+        failpoints.hit("prefill.accepted")
+        self._arrivals[job.leg] = job
+        self._work.set()
+
+    def decode(self, job: DecodeJob) -> None:
+        failpoints.hit("decode.accepted")
+        self._retriever.begin(job)
+
+    def abort(self, leg: int) -> None:
+        prompt = self._lane.remove(leg)
+        if prompt is not None:
+            self._pool.release(prompt.blocks)
+        job = self._arrivals.pop(leg, None) or (prompt.job if prompt else None)
+        if job is not None and job.staging is not None:
+            self._emit(TicketClosed(job.ticket_id, "released"))
+        for ticket_id in [t for t, owner in self._staged.items() if owner == leg]:
+            self._agent.release(ticket_id)
+        self._retriever.abort(leg)
+        self._leave(leg)
+
+    def release(self, ticket_id: str) -> None:
+        if ticket_id in self._staged:
+            self._agent.release(ticket_id)
+
+    async def outputs(self) -> AsyncIterator[list[Output]]:
+        while True:
+            await self._has_output.wait()
+            if self._error is not None:
+                raise EngineFailed("the sim engine died") from self._error
+            batch, self._outputs = self._outputs, []
+            self._has_output.clear()
+            yield batch
+
+    def stats(self) -> EngineStats:
+        running = len(self._arrivals) + len(self._lane) + len(self._sequences)
+        return EngineStats(
+            num_running=running + self._retriever.num_retrieving,
+            num_kv_blocks_free=self._pool.num_free,
+            extra={
+                "num_retrieving": self._retriever.num_retrieving,
+                "num_tickets": len(self._staged),
+            },
+        )
+
+    def check_idle(self) -> None:
+        """Everything was given back: called by tests when no job is left."""
+        self._pool.check_invariants()
+        held = self._arrivals, self._sequences, self._joining, self._staged, self._lane, self._batch
+        assert not any(len(part) for part in held)
+        assert self._pool.num_free == self._config.num_kv_blocks
+        assert self._retriever.num_retrieving == 0
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        law = self._config.law
+        while True:
+            if not (self._arrivals or self._joining or len(self._lane) or len(self._batch)):
+                self._work.clear()
+                await self._work.wait()
+            self._take_arrivals()
+            chunk = self._lane.next_chunk()
+            batch = len(self._batch)
+            duration = law.prefill_s(chunk.num_tokens, chunk.num_before, chunk.batch)
+            duration += law.step_s(batch, self._batch.num_context if batch else 0)
+            await asyncio.sleep(duration)
+            if chunk.num_tokens:
+                failpoints.hit("prefill.computing")
+            if len(self._batch):
+                self._draw()
+            for prompt in self._lane.finish_chunk():
+                self._complete(prompt)
+            self._emit_block_changes()
+
+    def _take_arrivals(self) -> None:
+        for job in self._arrivals.values():
+            # The last token is computed even if its block is known, since the first draw needs it.
+            size = self._config.params.block_size
+            blocks = self._pool.match(job.block_hashes[: (len(job.prompt) - 1) // size])
+            num_cached = len(blocks) * size
+            blocks += self._pool.allocate(-(-len(job.prompt) // size) - len(blocks))
+            self._lane.add(Prompt(job, blocks, num_cached))
+        self._arrivals.clear()
+        for running in self._joining.values():
+            self._batch.join(running)
+        self._joining.clear()
+
+    def _draw(self) -> None:
+        failpoints.hit("decode.token")
+        step = self._batch.step()
+        self._emit(TokenBatch(step.legs, step.token_ids))
+        for leg, reason in step.finished:
+            self._leave(leg)
+            self._emit(Finished(leg, reason))
+
+    def _complete(self, prompt: Prompt) -> None:
+        """Write the prompt's KV, draw token 1 from what memory then holds, and stage or go on."""
+        job, blocks = prompt.job, prompt.blocks
+        num_tokens = len(job.prompt)
+        states = self._model.states(np.frombuffer(job.prompt, np.uint32))
+        self._memory.write(blocks, states, prompt.num_cached)
+        for block, block_hash in zip(blocks, job.block_hashes, strict=False):
+            self._pool.store(block, block_hash)
+        digest = self._memory.digest(blocks, num_tokens)
+        sampling = job.sampling
+        key = draw_key(sampling.temperature, sampling.seed, self._random.getrandbits(64))
+        token = self._model.draw_one(digest, key, job.prompt[-1], not sampling.ignore_eos)
+        reason = self._first_finish(job, token)
+        ticket = None
+        if reason is None and job.staging is not None:
+            ticket = self._stage(job, blocks)
+        self._emit(Prefilled(job.leg, token, ticket, prompt.num_cached, reason))
+        if reason is None and ticket is None:
+            running = Running(
+                job.leg,
+                int(states[-1]),
+                digest,
+                num_tokens,
+                token,
+                key,
+                sampling.max_tokens - 1,
+                sampling.ignore_eos,
+                sampling.stop_token_ids,
+            )
+            self._add(running, _Sequence(blocks, job))
+        else:
+            self._pool.release(blocks)
+
+    def _first_finish(self, job: PrefillJob, token: int) -> FinishReason | None:
+        sampling = job.sampling
+        if not sampling.ignore_eos and (token == EOS_ID or token in sampling.stop_token_ids):
+            return FinishReason.STOP
+        if sampling.max_tokens == 1 or len(job.prompt) + 1 >= self._config.params.max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def _stage(self, job: PrefillJob, blocks: list[int]) -> Ticket:
+        assert job.staging is not None
+        config, agent = self._config, self._agent
+        out = agent.staging(job.staging)
+        layout = KvLayout(
+            config.params.num_layers,
+            len(blocks),
+            config.params.block_bytes,
+            config.model_fingerprint,
+        )
+        kv_bytes = layout.num_layers * layout.num_blocks * layout.block_bytes
+        gather(self._memory.caches, blocks, out[:kv_bytes])
+        self._staged[job.ticket_id] = job.leg
+        agent.stage(
+            job.ticket_id, job.request_id, job.attempt, job.staging, layout, config.ticket_lease_s
+        )
+        failpoints.hit("prefill.staged")
+        return Ticket(
+            ticket_id=job.ticket_id,
+            request_id=job.request_id,
+            attempt=job.attempt,
+            instance_id=config.instance_id,
+            incarnation=config.incarnation,
+            model_fingerprint=config.model_fingerprint,
+            num_tokens=len(job.prompt),
+            kv_bytes=kv_bytes,
+            addresses=(self._address,),
+            lease_ms=round(1000 * config.ticket_lease_s),
+        )
+
+    # -- joining and leaving ----------------------------------------------------------------------
+
+    def _on_retrieved(self, got: Retrieved) -> None:
+        job, sampling = got.job, got.job.sampling
+        key = draw_key(sampling.temperature, sampling.seed, self._random.getrandbits(64))
+        running = Running(
+            job.leg,
+            got.state,
+            got.digest,
+            len(job.prompt),
+            job.first_token,
+            key,
+            sampling.max_tokens,
+            sampling.ignore_eos,
+            sampling.stop_token_ids,
+        )
+        self._add(running, _Sequence(got.blocks))
+
+    def _add(self, running: Running, sequence: _Sequence) -> None:
+        self._sequences[running.leg] = sequence
+        self._joining[running.leg] = running
+        self._work.set()
+
+    def _leave(self, leg: int) -> None:
+        sequence = self._sequences.pop(leg, None)
+        if sequence is None:
+            return
+        if self._joining.pop(leg, None) is None:
+            drawn = self._batch.leave(leg)
+            if sequence.local is not None:
+                keep_drawn(self._memory, self._pool, sequence.local, sequence.blocks, drawn)
+        self._pool.release(sequence.blocks)
+
+    # -- outputs ----------------------------------------------------------------------------------
+
+    def _emit(self, output: Output) -> None:
+        self._outputs.append(output)
+        self._has_output.set()
+
+    def _emit_block_changes(self) -> None:
+        stored, removed = self._pool.take_changes()
+        if stored or removed:
+            self._emit(BlocksChanged(stored, removed))
+
+    def _on_agent_event(self, event: AgentEvent) -> None:
+        match event:
+            case kv_agent.TicketClosed(ticket_id, reason):
+                if self._staged.pop(ticket_id, None) is not None:
+                    self._emit(TicketClosed(ticket_id, reason))
+            case kv_agent.LandingFreed(offset):
+                self._retriever.free_landing(offset)
+
+    def _die(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._has_output.set()
+
+    def _on_loop_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._die(error)

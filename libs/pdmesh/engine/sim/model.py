@@ -1,0 +1,148 @@
+"""The sim model: KV bytes and tokens as functions, such that a wrong byte of KV changes what follows.
+
+Each token has a state (a weighted sum over the whole prefix), its KV is words made from the mixed state,
+and the next token is drawn from a digest of all KV words as they lie in memory. All sums are mod 2^64 with
+odd weights, so a change of any one byte changes the digest, and appending a token updates it in O(1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pdmesh.engine.sim.vocabulary import EOS_ID, build_vocabulary
+
+Words = npt.NDArray[np.uint64]
+
+MASK: Final = (1 << 64) - 1
+_C1, _C2, _GOLDEN = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True)
+class SimParams:
+    """What the sim model is. Two instances agree on outputs and KV bytes only if all of it is equal."""
+
+    seed: int = 1
+    block_size: int = 64  # tokens
+    num_layers: int = 2
+    token_bytes: int = 64  # of KV, per layer; a multiple of 8
+    max_model_len: int = 4096
+    eos_period: int = 300  # one token in so many ends the text; 0: none
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block in one layer."""
+        return self.block_size * self.token_bytes
+
+
+def mix(x: int) -> int:
+    """splitmix64's finaliser: every bit of the result depends on every bit of `x`."""
+    x = ((x ^ (x >> 30)) * _C1) & MASK
+    x = ((x ^ (x >> 27)) * _C2) & MASK
+    return x ^ (x >> 31)
+
+
+_S30, _S27, _S31, _S33 = (np.uint64(n) for n in (30, 27, 31, 33))
+_N1, _N2 = np.uint64(_C1), np.uint64(_C2)
+
+
+def mix_words(x: Words) -> Words:
+    """`mix` of each element, in a new array."""
+    x = (x ^ (x >> _S30)) * _N1
+    x = (x ^ (x >> _S27)) * _N2
+    return x ^ (x >> _S31)
+
+
+def draw_key(temperature: float, seed: int | None, random_seed: int) -> int:
+    """What of the sampling parameters enters a draw: nothing when greedy."""
+    if temperature == 0:
+        return 0
+    return mix((random_seed if seed is None else seed) * 2 + 1 & MASK) ^ mix(int(temperature * 1e6))
+
+
+@dataclass(frozen=True)
+class SimModel:
+    """The functions, with their weights laid out once."""
+
+    params: SimParams
+
+    @cached_property
+    def _vocabulary(self) -> tuple[Words, Words]:
+        vocabulary = build_vocabulary()
+        follow = np.zeros(vocabulary.size, np.uint64)
+        follow[list(vocabulary.follow)] = list(vocabulary.follow.values())
+        return np.array(vocabulary.drawable, np.uint64), follow
+
+    def _weights(self, salt: int, count: int) -> Words:
+        start = mix(self.params.seed ^ salt)
+        counter = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(start)
+        return mix_words(counter) | np.uint64(1)
+
+    @cached_property
+    def state_weights(self) -> Words:
+        """Weight of the token at each position in the states of all later ones."""
+        return self._weights(1, self.params.max_model_len)
+
+    @cached_property
+    def position_weights(self) -> Words:
+        """Weight of the KV at each position in the digest."""
+        return self._weights(2, self.params.max_model_len)
+
+    @cached_property
+    def _shape(self) -> tuple[int, int]:
+        return self.params.num_layers, self.params.token_bytes // 8
+
+    @cached_property
+    def makers(self) -> Words:
+        """[layer, word]: what a token's mixed state is multiplied with to make its KV words."""
+        layers, words = self._shape
+        return self._weights(3, layers * words).reshape(layers, words)
+
+    @cached_property
+    def readers(self) -> Words:
+        """[layer, word]: weight of each KV word of a token in the digest."""
+        layers, words = self._shape
+        return self._weights(4, layers * words).reshape(layers, words)
+
+    @cached_property
+    def token_gain(self) -> Words:
+        """By position: how much a token's mixed state adds to the digest, if its KV is right."""
+        gain = np.sum(self.makers * self.readers, dtype=np.uint64)
+        weighted: Words = self.position_weights * gain
+        return weighted
+
+    def states(self, token_ids: npt.NDArray[np.uint32]) -> Words:
+        """The state after each token of a prefix, shape [num_tokens]."""
+        terms = (token_ids.astype(np.uint64) + np.uint64(1)) * self.state_weights[: len(token_ids)]
+        return np.cumsum(terms, dtype=np.uint64)
+
+    def kv_words(self, states: Words, layer: int) -> Words:
+        """KV of tokens in one layer, shape [num_tokens, token_bytes / 8]."""
+        return np.multiply.outer(mix_words(states), self.makers[layer])
+
+    def digest(self, words: Words, layer: int) -> int:
+        """What one layer's KV, [num_tokens, token_bytes / 8] from position 0, adds to the digest."""
+        per_token = (words * self.readers[layer]).sum(axis=1, dtype=np.uint64)
+        weighted = per_token * self.position_weights[: len(words)]
+        return int(weighted.sum(dtype=np.uint64))
+
+    def draw(
+        self, digests: Words, keys: Words, last: Words, may_end: npt.NDArray[np.bool_]
+    ) -> Words:
+        """The next token of each sequence, from its digest, draw key, last token and whether EOS is allowed."""
+        drawable, follow = self._vocabulary
+        drawn = mix_words(digests + keys)
+        tokens = drawable[drawn % np.uint64(len(drawable))]
+        if self.params.eos_period:
+            ends = ((drawn >> _S33) % np.uint64(self.params.eos_period) == 0) & may_end
+            tokens = np.where(ends, np.uint64(EOS_ID), tokens)
+        forced = follow[np.where(last < np.uint64(len(follow)), last, np.uint64(0))]
+        return np.where(forced > 0, forced, tokens)
+
+    def draw_one(self, digest: int, key: int, last: int, may_end: bool) -> int:
+        one = np.array([digest, key, last], np.uint64)[:, None]
+        return int(self.draw(one[0], one[1], one[2], np.array([may_end]))[0])

@@ -1,0 +1,70 @@
+"""Prompts being computed: chunks of a bounded number of tokens, shared by the prompts in order of arrival."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdmesh.engine.base import PrefillJob
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt in the lane. Its first `num_cached` tokens were found in the prefix cache."""
+
+    job: PrefillJob
+    blocks: list[int]
+    num_cached: int
+    num_computed: int = 0  # of the rest
+    num_in_chunk: int = 0
+
+    @property
+    def num_left(self) -> int:
+        return len(self.job.prompt) - self.num_cached - self.num_computed
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one step computes, as the law wants to know it."""
+
+    num_tokens: int = 0
+    num_before: int = 0  # tokens of context before the chunk, mean over its prompts
+    batch: int = 0
+
+
+@dataclass(slots=True)
+class PrefillLane:
+    chunk_tokens: int
+    _prompts: dict[int, Prompt] = field(default_factory=dict)  # by leg
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def add(self, prompt: Prompt) -> None:
+        self._prompts[prompt.job.leg] = prompt
+
+    def remove(self, leg: int) -> Prompt | None:
+        return self._prompts.pop(leg, None)
+
+    def next_chunk(self) -> Chunk:
+        """Share the next step's tokens among the prompts, oldest first."""
+        budget, before, batch = self.chunk_tokens, 0, 0
+        for prompt in self._prompts.values():
+            prompt.num_in_chunk = min(budget, prompt.num_left)
+            if prompt.num_in_chunk == 0:
+                break
+            budget -= prompt.num_in_chunk
+            before += prompt.num_cached + prompt.num_computed
+            batch += 1
+        return Chunk(self.chunk_tokens - budget, before // max(batch, 1), batch)
+
+    def finish_chunk(self) -> list[Prompt]:
+        """Count the chunk as computed; takes out and returns the prompts that are complete."""
+        done: list[Prompt] = []
+        for prompt in self._prompts.values():
+            prompt.num_computed += prompt.num_in_chunk
+            prompt.num_in_chunk = 0
+            if prompt.num_left == 0:
+                done.append(prompt)
+        for prompt in done:
+            del self._prompts[prompt.job.leg]
+        return done

@@ -1,0 +1,415 @@
+"""One instance: sessions on one side, an engine on the other, admission between them.
+
+Commands are applied at once and in order, on the event loop: a leg is refused by the admission core alone,
+without asking the engine (S40). Outputs come in batches, one per engine step, and leave as one message per
+session. A session that ends, for whatever reason, takes all its legs with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from pdmesh.core.admission import Admission, Ask, Refused, Work
+from pdmesh.engine.base import (
+    ArenaRange,
+    BlocksChanged,
+    DecodeJob,
+    Engine,
+    Failed,
+    Finished,
+    KvReceived,
+    LandingFreed,
+    Output,
+    Prefilled,
+    PrefillJob,
+    TicketClosed,
+    TokenBatch,
+    Tokens,
+)
+from pdmesh.errors import InvalidRequest, KvTransferFailed
+from pdmesh.instance import convert, instruments, spans
+from pdmesh.instance.legs import Leg, LegTable
+from pdmesh.instance.outbox import Outbox
+from pdmesh.telemetry import names
+from pdmesh.v1.instance_service_pb2 import (
+    Command,
+    Load,
+    LogprobsDrawn,
+    Prefill,
+    SessionEvent,
+    Start,
+)
+
+log = structlog.get_logger(__name__)
+
+ENGINE_DIED: Final = "ENGINE_DIED"
+
+
+@dataclass(frozen=True, slots=True)
+class HostConfig:
+    transfer_timeout_s: float = 5.0  # one pull of KV, however much of the deadline is left
+    stall_s: float = 10.0  # a gateway that does not read for so long is cut off
+
+
+class InstanceHost:
+    """`on_blocks` and `on_load` are told of changes, to be published; they must not block.
+
+    `run` passes the engine's outputs on; everything else is called by the sessions.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        admission: Admission,
+        clock: Callable[[], float],
+        config: HostConfig = HostConfig(),
+        *,
+        on_blocks: Callable[[BlocksChanged], None] = lambda _: None,
+    ) -> None:
+        self.admission = admission
+        self.on_load: Callable[[], None] = lambda: None
+        self._engine, self._clock, self._config = engine, clock, config
+        self._on_blocks = on_blocks
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._legs = LegTable()
+        self._outboxes: dict[Outbox, None] = {}
+        self._published_version = -1
+        self._last_leg = 0
+
+    # -- sessions ---------------------------------------------------------------------------------
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._outboxes)
+
+    @property
+    def num_running(self) -> int:
+        """Legs that compute, or whose KV is on its way."""
+        return self._engine.stats().num_running
+
+    async def wait_idle(self) -> None:
+        """Until no leg holds anything, staged KV included."""
+        await self._idle.wait()
+
+    @property
+    def num_tickets(self) -> int:
+        return self._legs.num_tickets
+
+    def load(self) -> Load:
+        admission = self.admission
+        return Load(
+            num_slots=admission.capacity.num_slots,
+            num_slots_used=admission.num_slots_used,
+            num_kv_blocks_free=admission.num_blocks_free,
+            is_draining=admission.is_draining,
+        )
+
+    def open(self, gateway_id: str) -> Outbox:
+        outbox = Outbox(gateway_id, self._config.stall_s, self._clock)
+        self._outboxes[outbox] = None
+        outbox.set_load(self.load(), self.admission.version)
+        return outbox
+
+    def close(self, outbox: Outbox) -> None:
+        """Abort every leg of the session; idempotent."""
+        if outbox not in self._outboxes:
+            return
+        outbox.close()
+        for leg in self._legs.of_session(outbox):
+            self._abort(leg)
+        del self._outboxes[outbox]
+        self._after_changes()
+
+    def close_all(self) -> None:
+        for outbox in list(self._outboxes):
+            self.close(outbox)
+
+    def apply(self, outbox: Outbox, commands: Iterable[Command]) -> None:
+        """Carry out a batch of commands. Raises InvalidRequest on what no correct gateway sends."""
+        for command in commands:
+            match command.WhichOneof("command"):
+                case "prefill":
+                    self._begin(outbox, command.prefill)
+                case "start":
+                    self._begin(outbox, command.start)
+                case "abort":
+                    if leg := self._legs.find(outbox, command.abort.key):
+                        self._abort(leg)
+                case "release":
+                    if leg := self._legs.find(outbox, command.release.key):
+                        self._engine.release(leg.ticket_id)
+                case _:
+                    raise InvalidRequest("no such command here", field="commands")
+        self._after_changes()
+
+    def drain(self, is_draining: bool) -> None:
+        self.admission.drain(is_draining)
+        for outbox in self._outboxes:
+            outbox.wants_load = True
+        self._after_changes()
+
+    def check_invariants(self) -> None:
+        self.admission.check_invariants()
+        assert all(leg.outbox in self._outboxes for leg in self._legs.all())
+
+    # -- legs -------------------------------------------------------------------------------------
+
+    def _begin(self, outbox: Outbox, m: Prefill | Start) -> None:
+        if self._legs.find(outbox, m.key) is not None:
+            raise InvalidRequest("a key is never reused", field="commands")
+        try:
+            parsed = convert.parse(m, self.admission.capacity.block_size)
+        except InvalidRequest as exc:
+            failure = Failed(0, exc.reason, exc.message, is_retryable=False)
+            outbox.add_event(convert.failed(m.key, failure))
+            return
+        work = _work_of(m)
+        ask = Ask(
+            leg=self._last_leg + 1,
+            work=work,
+            num_prompt_tokens=len(parsed.prompt),
+            max_tokens=parsed.sampling.max_tokens,
+            remaining_s=m.remaining_ms / 1000,
+            model_fingerprint=m.ticket.model_fingerprint if isinstance(m, Start) else None,
+        )
+        decision = self.admission.admit(ask, self._clock())
+        if isinstance(decision, Refused):
+            self._refuse(outbox, m.key, decision)
+            return
+        self._last_leg = ask.leg
+        instruments.admissions.add(1, instruments.ACCEPTED)
+        outbox.add_event(convert.accepted(m.key), opens=True)
+        leg = Leg(ask.leg, outbox, m.key, work)
+        if isinstance(m, Start):
+            self._start_decode(leg, m, parsed, decision.range)
+        else:
+            self._start_prefill(leg, m, parsed, decision.range)
+
+    def _refuse(self, outbox: Outbox, key: int, refused: Refused) -> None:
+        instruments.admissions.add(1, instruments.REFUSED[refused.reason])
+        outbox.add_event(convert.rejected(key, refused))
+        if refused.retry_after_ms:
+            outbox.wants_load = True
+
+    def _start_prefill(
+        self, leg: Leg, m: Prefill, parsed: convert.Parsed, staging: ArenaRange | None
+    ) -> None:
+        leg.span = spans.start(names.SPAN_PREFILL, m.traceparent, m.request_id, m.attempt)
+        if staging is not None:
+            leg.ticket_id = secrets.token_hex(12)
+        self._legs.add(leg)
+        self._engine.prefill(
+            PrefillJob(
+                leg=leg.number,
+                request_id=m.request_id,
+                attempt=m.attempt,
+                prompt=parsed.prompt,
+                sampling=parsed.sampling,
+                ticket_id=leg.ticket_id,
+                staging=staging,
+                cache_salt=m.cache_salt,
+                block_hashes=parsed.block_hashes,
+                traceparent=m.traceparent,
+            )
+        )
+
+    def _start_decode(
+        self, leg: Leg, m: Start, parsed: convert.Parsed, landing: ArenaRange | None
+    ) -> None:
+        assert landing is not None
+        leg.span = spans.start(names.SPAN_DECODE, m.traceparent, m.request_id, m.attempt)
+        leg.transfer_span = spans.start(
+            names.SPAN_KV_TRANSFER, m.traceparent, m.request_id, m.attempt
+        )
+        self._legs.add(leg)
+        self._engine.decode(
+            DecodeJob(
+                leg=leg.number,
+                request_id=m.request_id,
+                attempt=m.attempt,
+                prompt=parsed.prompt,
+                first_token=m.first_token_id,
+                ticket=convert.ticket_from_proto(m.ticket),
+                landing=landing,
+                sampling=parsed.sampling,
+                deadline_s=min(m.remaining_ms / 1000, self._config.transfer_timeout_s),
+                cache_salt=m.cache_salt,
+                block_hashes=parsed.block_hashes,
+                traceparent=m.traceparent,
+            )
+        )
+
+    def _abort(self, leg: Leg) -> None:
+        """The engine gives the leg's ranges back by TicketClosed or LandingFreed, perhaps later."""
+        self._engine.abort(leg.number)
+        self._forget(leg, "aborted")
+        self.admission.ended(leg.number, self._clock())
+
+    def _forget(self, leg: Leg, outcome: str) -> None:
+        """The gateway hears no more of this leg."""
+        failure = "" if outcome == "finished" else outcome
+        spans.end(leg.transfer_span, failure)
+        spans.end(leg.span, failure)
+        leg.span = leg.transfer_span = None
+        self._legs.remove(leg)
+        instruments.legs_ended.add(1, {names.ATTR_OUTCOME: outcome})
+
+    # -- outputs ----------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Pass the engine's outputs on until it dies. Raises EngineFailed, after telling all sessions."""
+        try:
+            async for outputs in self._engine.outputs():
+                for output in outputs:
+                    self._handle(output)
+                self._after_changes()
+        except Exception:
+            self._fail_all()
+            raise
+
+    def _handle(self, output: Output) -> None:
+        match output:
+            case TokenBatch():
+                self._on_token_batch(output)
+            case Tokens():
+                self._on_tokens(output)
+            case Prefilled():
+                self._on_prefilled(output)
+            case KvReceived():
+                self._on_kv_received(output)
+            case Finished():
+                self._on_finished(output)
+            case Failed():
+                self._on_failed(output)
+            case TicketClosed():
+                self._on_ticket_closed(output)
+            case LandingFreed():
+                self.admission.range_freed(output.leg, self._clock())
+            case BlocksChanged():
+                self._on_blocks(output)
+
+    def _on_token_batch(self, batch: TokenBatch) -> None:
+        token_ids = batch.token_ids
+        instruments.tokens.add(len(token_ids))
+        instruments.batch_size.record(len(token_ids))
+        for route in self._legs.route(batch.legs):
+            mine = token_ids
+            if len(route.positions) != len(token_ids):
+                mine = [token_ids[position] for position in route.positions]
+            route.outbox.add_tokens(route.keys, mine)
+
+    def _on_tokens(self, output: Tokens) -> None:
+        if (leg := self._legs.get(output.leg)) is None:
+            return
+        instruments.tokens.add(len(output.token_ids))
+        leg.outbox.add_tokens([leg.key] * len(output.token_ids), output.token_ids)
+        if output.logprobs:
+            drawn = LogprobsDrawn(logprobs=map(convert.logprob_to_proto, output.logprobs))
+            leg.outbox.add_event(SessionEvent(key=leg.key, logprobs_drawn=drawn))
+
+    def _on_prefilled(self, output: Prefilled) -> None:
+        if (leg := self._legs.get(output.leg)) is None:
+            return
+        leg.outbox.add_event(convert.first_token(leg.key, output), opens=leg.work is Work.LOCAL)
+        instruments.tokens.add(1)
+        if leg.work is Work.PREFILL:
+            spans.end(leg.span, pdmesh__usage__cached_tokens=output.num_cached_tokens)
+            leg.span = None
+        if output.finish_reason is not None:
+            self._close(leg, "finished")
+        else:
+            self.admission.computed(leg.number)
+
+    def _on_kv_received(self, output: KvReceived) -> None:
+        if (leg := self._legs.get(output.leg)) is None:
+            return
+        event = convert.kv_received(
+            leg.key, output.kv_bytes, output.duration_s, output.num_computed_tokens
+        )
+        leg.outbox.add_event(event, opens=True)
+        instruments.transfer_s.record(output.duration_s)
+        instruments.transfer_bytes.add(output.kv_bytes)
+        spans.end(leg.transfer_span, pdmesh__kv__bytes=output.kv_bytes)
+        leg.transfer_span = None
+        self.admission.computed(leg.number)
+
+    def _on_finished(self, output: Finished) -> None:
+        if (leg := self._legs.get(output.leg)) is None:
+            return
+        leg.outbox.add_event(convert.finished(leg.key, output.finish_reason))
+        self._close(leg, "finished")
+
+    def _on_failed(self, output: Failed) -> None:
+        if (leg := self._legs.get(output.leg)) is None:
+            return
+        log.warning("leg.failed", reason=output.reason, detail=output.message)
+        if output.reason == KvTransferFailed.default_reason:
+            instruments.transfer_failures.add(1)
+        leg.outbox.add_event(convert.failed(leg.key, output))
+        self._close(leg, "failed")
+
+    def _close(self, leg: Leg, outcome: str) -> None:
+        """The leg's last word is said. A prefill that staged nothing has nothing to wait for."""
+        self._forget(leg, outcome)
+        now = self._clock()
+        self.admission.ended(leg.number, now)
+        if leg.work is Work.PREFILL:
+            self._legs.close_ticket(leg.ticket_id)
+            self.admission.range_freed(leg.number, now)
+
+    def _on_ticket_closed(self, output: TicketClosed) -> None:
+        if (leg := self._legs.close_ticket(output.ticket_id)) is None:
+            return
+        instruments.tickets_closed.add(1, {names.ATTR_REASON: output.reason})
+        if self._legs.get(leg.number) is leg:
+            self._forget(leg, "finished")
+        self.admission.range_freed(leg.number, self._clock())
+
+    def _fail_all(self) -> None:
+        """The engine is gone, and with it everything it held."""
+        for leg in self._legs.all():
+            failure = Failed(leg.number, ENGINE_DIED, "the engine died")
+            leg.outbox.add_event(convert.failed(leg.key, failure))
+            self._forget(leg, "failed")
+        self.admission.drain(True)
+        for outbox in self._outboxes:
+            outbox.flush()
+            outbox.close()
+
+    # -- what changed -----------------------------------------------------------------------------
+
+    def _after_changes(self) -> None:
+        """Wake the writers that have something to send, and those that wait for a free slot."""
+        admission = self.admission
+        version, is_full = (
+            admission.version,
+            admission.num_slots_used >= admission.capacity.num_slots,
+        )
+        for outbox in self._outboxes:
+            is_hint = outbox.wants_load and not is_full
+            if not (outbox.has_something or is_hint):
+                continue
+            if outbox.load_version != version:
+                outbox.set_load(self.load(), version)
+                outbox.wants_load = is_full
+            outbox.flush()
+        if version != self._published_version:
+            self._published_version = version
+            if admission.num_slots_used == 0:
+                self._idle.set()
+            else:
+                self._idle.clear()
+            self.on_load()
+
+
+def _work_of(m: Prefill | Start) -> Work:
+    if isinstance(m, Start):
+        return Work.DECODE
+    return Work.LOCAL if m.is_local else Work.PREFILL

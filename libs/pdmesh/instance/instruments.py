@@ -1,0 +1,51 @@
+"""What an instance counts and measures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from pdmesh.core.admission import RefusalReason
+from pdmesh.telemetry import metrics, names
+
+if TYPE_CHECKING:
+    from pdmesh.instance.host import InstanceHost
+
+admissions: Final = metrics.counter(
+    names.ADMISSIONS, "Legs asked for, by outcome: accepted, or the reason of the rejection"
+)
+legs_ended: Final = metrics.counter(names.LEGS_ENDED, "Legs that ended, by outcome")
+tokens: Final = metrics.counter(names.INSTANCE_TOKENS, "Tokens drawn here")
+transfer_s: Final = metrics.histogram(
+    names.KV_TRANSFER_DURATION, "From Start to the KV being usable at decode"
+)
+transfer_bytes: Final = metrics.counter(names.KV_TRANSFER_BYTES, "KV bytes pulled by decode", "By")
+transfer_failures: Final = metrics.counter(
+    names.KV_TRANSFER_FAILURES, "Pulls of KV that failed at decode"
+)
+batch_size: Final = metrics.histogram(
+    names.BATCH_SIZE, "Sequences per step", "1", [2.0**n for n in range(10)]
+)
+sessions_cut: Final = metrics.counter(
+    names.SESSIONS_CUT, "Sessions cut because the gateway did not read"
+)
+
+tickets_closed: Final = metrics.counter(names.KV_TICKETS_CLOSED, "Tickets closed, by reason")
+
+ACCEPTED: Final = {names.ATTR_OUTCOME: "accepted"}
+REFUSED: Final = {reason: {names.ATTR_OUTCOME: reason.name.lower()} for reason in RefusalReason}
+
+
+def observe(host: InstanceHost) -> None:
+    """Show the host's state at /metrics. Once per process."""
+    admission = host.admission
+    for name, help_text, read, unit in (
+        (names.SLOTS, "Legs that can run at once", lambda: admission.capacity.num_slots, "1"),
+        (names.SLOTS_USED, "Slots held", lambda: admission.num_slots_used, "1"),
+        (names.KV_BLOCKS_FREE, "KV blocks not reserved", lambda: admission.num_blocks_free, "1"),
+        (names.KV_TICKETS, "Prefills with a ticket", lambda: host.num_tickets, "1"),
+        (names.STAGING_BYTES_USED, "Staging arena", lambda: admission.staging_bytes_used, "By"),
+        (names.LANDING_BYTES_USED, "Landing arena", lambda: admission.landing_bytes_used, "By"),
+        (names.RETRIEVALS, "KV pulls under way", lambda: admission.num_retrieving, "1"),
+        (names.SESSIONS, "Open gateway sessions", lambda: host.num_sessions, "1"),
+    ):
+        metrics.gauge(name, help_text, read, unit)

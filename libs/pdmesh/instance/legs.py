@@ -1,0 +1,101 @@
+"""The legs that gateways still hear of: whose they are, and where a step's tokens go.
+
+A leg is found by the engine's number for it, by (session, key), and by its ticket. It leaves the table with
+its last word, while the admission core may hold its slot a little longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from opentelemetry.trace import Span
+
+from pdmesh.core.admission import Work
+from pdmesh.instance.outbox import Outbox
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    number: int
+    outbox: Outbox
+    key: int
+    work: Work
+    ticket_id: str = ""  # of a prefill, once admitted
+    span: Span | None = None
+    transfer_span: Span | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Part of a token batch: to one session, the keys, and where their tokens stand in the batch."""
+
+    outbox: Outbox
+    keys: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class LegTable:
+    _by_number: dict[int, Leg] = field(default_factory=dict)
+    _by_key: dict[Outbox, dict[int, Leg]] = field(default_factory=dict)
+    _by_ticket: dict[str, Leg] = field(default_factory=dict)
+    _routed: Sequence[int] = ()
+    _routes: list[Route] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    @property
+    def num_tickets(self) -> int:
+        """Prefills that have a ticket, from admission to its closing."""
+        return len(self._by_ticket)
+
+    def add(self, leg: Leg) -> None:
+        self._by_number[leg.number] = leg
+        self._by_key.setdefault(leg.outbox, {})[leg.key] = leg
+        if leg.ticket_id:
+            self._by_ticket[leg.ticket_id] = leg
+
+    def remove(self, leg: Leg) -> None:
+        """Gateways hear no more of it; idempotent. Its ticket stays known until `close_ticket`."""
+        if self._by_number.pop(leg.number, None) is None:
+            return
+        keys = self._by_key[leg.outbox]
+        del keys[leg.key]
+        if not keys:
+            del self._by_key[leg.outbox]
+        self._routed = ()
+
+    def close_ticket(self, ticket_id: str) -> Leg | None:
+        """The prefill that the ticket was of; None if it was closed before."""
+        return self._by_ticket.pop(ticket_id, None)
+
+    def get(self, number: int) -> Leg | None:
+        return self._by_number.get(number)
+
+    def find(self, outbox: Outbox, key: int) -> Leg | None:
+        return self._by_key.get(outbox, _NO_LEGS).get(key)
+
+    def of_session(self, outbox: Outbox) -> list[Leg]:
+        return list(self._by_key.get(outbox, _NO_LEGS).values())
+
+    def all(self) -> list[Leg]:
+        return list(self._by_number.values())
+
+    def route(self, legs: Sequence[int]) -> list[Route]:
+        """Group a batch by session. Engines pass the same `legs` object while the batch keeps its members."""
+        if legs is not self._routed:
+            routes: dict[Outbox, Route] = {}
+            for position, number in enumerate(legs):
+                if (leg := self._by_number.get(number)) is None:
+                    continue
+                if (route := routes.get(leg.outbox)) is None:
+                    route = routes[leg.outbox] = Route(leg.outbox)
+                route.keys.append(leg.key)
+                route.positions.append(position)
+            self._routed, self._routes = legs, list(routes.values())
+        return self._routes
+
+
+_NO_LEGS: dict[int, Leg] = {}

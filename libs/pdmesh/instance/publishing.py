@@ -1,0 +1,110 @@
+"""What an instance tells the mesh on the bus: its KV blocks and its load. Facts that may be lost.
+
+Deltas of blocks are gathered for some tens of milliseconds; a snapshot holds what was published up to its
+sequence, so that a consumer with a gap continues from it. The load goes out when it changed, at most every
+20 ms: a hint for placement, never what admission decides on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdmesh.engine.base import BlocksChanged
+from pdmesh.events.v1.events_pb2 import InstanceLoad, KvBlocks
+from pdmesh.net import subjects
+from pdmesh.net.events import EventPublisher
+from pdmesh.v1.instance_service_pb2 import Load
+
+BLOCKS_EVERY_S: Final = 0.03
+LOAD_EVERY_S: Final = 0.02
+
+
+@dataclass(slots=True)
+class BlockDelta:
+    """Net changes since the last event. Pure."""
+
+    is_cleared: bool = False
+    removed: dict[bytes, None] = field(default_factory=dict)
+    stored: dict[bytes, None] = field(default_factory=dict)
+
+    def add(self, change: BlocksChanged) -> None:
+        if change.is_cleared:
+            self.is_cleared = True
+            self.removed.clear()
+            self.stored.clear()
+        for block_hash in change.removed:
+            self.stored.pop(block_hash, None)
+            self.removed[block_hash] = None
+        for block_hash in change.stored:
+            # Removals are applied first, so a block that was removed and stored again may stay in both.
+            self.stored[block_hash] = None
+
+    def apply_to(self, known: dict[bytes, None]) -> None:
+        if self.is_cleared:
+            known.clear()
+        for block_hash in self.removed:
+            known.pop(block_hash, None)
+        known.update(self.stored)
+
+
+class KvBlocksPublisher:
+    def __init__(self, events: EventPublisher, instance_id: str) -> None:
+        self._events, self._subject = events, subjects.kv_blocks(instance_id)
+        self._delta = BlockDelta()
+        self._published: dict[bytes, None] = {}
+        self._sequence = 0
+        self._changed = asyncio.Event()
+
+    def add(self, change: BlocksChanged) -> None:
+        self._delta.add(change)
+        self._changed.set()
+
+    def snapshot(self) -> tuple[int, list[bytes]]:
+        """(sequence of the last event, all blocks that the events up to it left)."""
+        return self._sequence, list(self._published)
+
+    async def run(self) -> None:
+        while True:
+            await self._changed.wait()
+            await asyncio.sleep(BLOCKS_EVERY_S)  # gather, so that a burst is one event
+            await self._publish()
+
+    async def _publish(self) -> None:
+        delta, self._delta = self._delta, BlockDelta()
+        self._changed.clear()
+        message = KvBlocks(
+            is_cleared=delta.is_cleared, removed=list(delta.removed), stored=list(delta.stored)
+        )
+        delta.apply_to(self._published)
+        self._sequence += 1
+        await self._events.publish(self._subject, message)
+        assert message.header.sequence == self._sequence
+
+
+class LoadPublisher:
+    def __init__(self, events: EventPublisher, instance_id: str, read: Callable[[], Load]) -> None:
+        self._events, self._subject = events, subjects.instance_load(instance_id)
+        self._read = read
+        self._changed = asyncio.Event()
+
+    def changed(self) -> None:
+        self._changed.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            load = self._read()
+            await self._events.publish(
+                self._subject,
+                InstanceLoad(
+                    num_slots=load.num_slots,
+                    num_slots_used=load.num_slots_used,
+                    num_kv_blocks_free=load.num_kv_blocks_free,
+                    is_draining=load.is_draining,
+                ),
+            )
+            await asyncio.sleep(LOAD_EVERY_S)  # the pace, not a wait for something

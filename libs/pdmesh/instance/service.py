@@ -1,0 +1,233 @@
+"""The life of an instance process, whatever its role: engine, host, gRPC, presence; then drain and goodbye."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Coroutine
+from typing import Any, Final
+
+import structlog
+
+from pdmesh import __version__, failpoints
+from pdmesh.core.admission import Admission, Capacity, Work
+from pdmesh.engine.base import EngineInfo
+from pdmesh.engine.factory import BuiltEngine, EngineSettings, build_engine
+from pdmesh.errors import EngineFailed
+from pdmesh.instance import instruments
+from pdmesh.instance.host import HostConfig, InstanceHost
+from pdmesh.instance.publishing import KvBlocksPublisher, LoadPublisher
+from pdmesh.instance.servicer import InstanceServicer
+from pdmesh.instance.settings import InstanceSettings
+from pdmesh.lifecycle import App
+from pdmesh.net import rpc
+from pdmesh.net.events import EventPublisher
+from pdmesh.net.heartbeat import Presence
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.v1 import instance_service_pb2
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION, ROLE_PREFILL, InstanceRecord, Role
+
+log = structlog.get_logger(__name__)
+
+_WORKS: Final = {
+    ROLE_PREFILL: frozenset({Work.PREFILL}),
+    ROLE_DECODE: frozenset({Work.DECODE}),
+    ROLE_FUSION: frozenset({Work.PREFILL, Work.DECODE, Work.LOCAL}),
+}
+_CLOSE_S: Final = 1.0  # for sessions to read their last message
+
+
+async def serve(settings: InstanceSettings, app: App, role: Role.ValueType) -> None:
+    """Until `app.stopping`, the engine's death, or replacement by another incarnation."""
+    failpoints.arm(settings.failpoint)
+    built = build_engine(_engine_settings(settings, app, role))
+    app.add_readiness("engine", lambda: False)
+    started = time.monotonic()
+    try:
+        info = await built.engine.start()
+        log.info("engine.started", engine=info.engine, start_s=round(time.monotonic() - started, 2))
+        await _serve_engine(settings, app, role, built, info)
+    finally:
+        await built.engine.stop()
+
+
+async def _serve_engine(
+    settings: InstanceSettings,
+    app: App,
+    role: Role.ValueType,
+    built: BuiltEngine,
+    info: EngineInfo,
+) -> None:
+    bus = await _unless_stopping(app, NatsBus.connect(settings.nats_url, app.instance_id))
+    if bus is None:
+        return
+    events = EventPublisher(bus, app.instance_id, app.incarnation)
+    blocks = KvBlocksPublisher(events, app.instance_id)
+    host = InstanceHost(
+        built.engine,
+        Admission(capacity_of(settings, role, built, info)),
+        time.monotonic,
+        HostConfig(settings.transfer_timeout_s, settings.stall_s),
+        on_blocks=blocks.add,
+    )
+    load = LoadPublisher(events, app.instance_id, host.load)
+    host.on_load = load.changed
+    instruments.observe(host)
+    record = _record(settings, app, role, info)
+
+    def current_record() -> InstanceRecord:
+        record.is_draining = host.admission.is_draining
+        return record
+
+    presence = Presence(
+        NatsRegistry(bus, settings.lease_s),
+        events,
+        lease_s=settings.lease_s,
+        is_ready=lambda: not app.not_ready(),
+        on_replaced=app.stopping.set,
+    )
+    server = rpc.server()
+    servicer = InstanceServicer(host, current_record, blocks, presence.refresh)
+    rpc.add_service(
+        server, instance_service_pb2.DESCRIPTOR.services_by_name["InstanceService"], servicer
+    )
+    port = server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
+    record.grpc_address = f"{settings.reachable_host}:{port}"
+    await server.start()
+    app.add_readiness("engine", lambda: True)
+    app.add_readiness("registered", lambda: presence.is_held)
+    works = {
+        name: asyncio.create_task(work, name=name)
+        for name, work in (("outputs", host.run()), ("blocks", blocks.run()), ("load", load.run()))
+    }
+    register = asyncio.create_task(presence.start(current_record), name="register")
+    try:
+        await _until_stopped_and_drained(settings, app, host, presence, list(works.values()))
+    finally:
+        for task in (register, *works.values()):
+            task.cancel()
+        await presence.stop()
+        host.close_all()
+        await server.stop(_CLOSE_S)
+        await bus.close()
+
+
+async def _until_stopped_and_drained(
+    settings: InstanceSettings,
+    app: App,
+    host: InstanceHost,
+    presence: Presence,
+    works: list[asyncio.Task[None]],
+) -> None:
+    """Raises what a background task raised: the process ends and its supervisor starts it again."""
+    if not await _first_of(app.stopping.wait(), works, None):
+        return
+    host.drain(True)
+    presence.refresh()
+    log.info("instance.draining", num_slots_used=host.admission.num_slots_used)
+    if not await _first_of(host.wait_idle(), works, settings.drain_s):
+        log.warning("instance.drain_cut", num_slots_used=host.admission.num_slots_used)
+
+
+async def _first_of(
+    event: Coroutine[Any, Any, object], works: list[asyncio.Task[None]], timeout_s: float | None
+) -> bool:
+    """Wait for the event while the works go on; False if the time is over. None of the works ever ends well."""
+    waiter = asyncio.create_task(event)
+    try:
+        await asyncio.wait([waiter, *works], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for work in works:
+            if work.done():
+                work.result()
+                raise EngineFailed(f"{work.get_name()} ended by itself")
+        return waiter.done()
+    finally:
+        waiter.cancel()
+
+
+async def _unless_stopping(app: App, work: Coroutine[Any, Any, NatsBus]) -> NatsBus | None:
+    """None if the process was asked to stop first."""
+    task, stopping = asyncio.create_task(work), asyncio.create_task(app.stopping.wait())
+    try:
+        await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        stopping.cancel()
+
+
+def capacity_of(
+    settings: InstanceSettings, role: Role.ValueType, built: BuiltEngine, info: EngineInfo
+) -> Capacity:
+    """What the loaded engine can hold, for admission."""
+    return Capacity(
+        works=_WORKS[role],
+        num_slots=settings.num_slots,
+        num_blocks=info.num_kv_blocks,
+        block_size=info.block_size,
+        block_bytes=info.kv_bytes_per_token * info.block_size // info.num_ranks,
+        max_model_len=info.max_model_len,
+        staging_bytes=built.staging_bytes,
+        landing_bytes=built.landing_bytes,
+        max_retrievals=settings.max_retrievals,
+        model_fingerprint=info.model_fingerprint,
+    )
+
+
+def _engine_settings(settings: InstanceSettings, app: App, role: Role.ValueType) -> EngineSettings:
+    works = _WORKS[role]
+    return EngineSettings(
+        engine=settings.engine,
+        instance_id=app.instance_id,
+        incarnation=app.incarnation,
+        model=_model_name(settings),
+        model_dir=settings.model_dir,
+        num_slots=settings.num_slots,
+        block_size=settings.block_size,
+        max_model_len=settings.max_model_len,
+        num_kv_blocks=settings.num_kv_blocks,
+        staging_bytes=settings.staging_bytes,
+        landing_bytes=settings.landing_bytes,
+        max_retrievals=settings.max_retrievals,
+        ticket_lease_s=settings.ticket_lease_s,
+        sends_kv=Work.PREFILL in works,
+        receives_kv=Work.DECODE in works,
+        dtype=settings.dtype,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        sim_law=settings.sim_law,
+        sim_eos_period=settings.sim_eos_period,
+    )
+
+
+def _model_name(settings: InstanceSettings) -> str:
+    if settings.model or settings.model_dir is None:
+        return settings.model or settings.engine
+    return settings.model_dir.name
+
+
+def _record(
+    settings: InstanceSettings, app: App, role: Role.ValueType, info: EngineInfo
+) -> InstanceRecord:
+    return InstanceRecord(
+        instance_id=app.instance_id,
+        incarnation=app.incarnation,
+        service=app.service,
+        role=role,
+        group_id=settings.group_id,
+        scenario=settings.scenario,
+        ops_address=app.ops_address,
+        kv_addresses=info.kv_addresses,
+        model=info.model,
+        model_fingerprint=info.model_fingerprint,
+        block_size=info.block_size,
+        num_kv_blocks=info.num_kv_blocks,
+        num_slots=settings.num_slots,
+        kv_bytes_per_token=info.kv_bytes_per_token,
+        max_model_len=info.max_model_len,
+        supports_logprobs=info.supports_logprobs,
+        engine=info.engine,
+        version=__version__,
+        pid=os.getpid(),
+    )

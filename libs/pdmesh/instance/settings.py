@@ -1,0 +1,50 @@
+"""What `prefill` and `decode` read from the environment; each service adds its prefix and its role."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from pdmesh.config import ServiceSettings, shared
+
+Engine = Literal["sim", "vllm"]
+
+
+class InstanceSettings(ServiceSettings):
+    engine: Engine = shared("vllm", description="What computes: vllm, or sim (no model, no torch)")
+    model: str = shared("", description="Name clients use; default: the model folder's name")
+    model_dir: Path | None = shared(
+        None, description="Folder of the model; sim computes without it"
+    )
+    dtype: str = shared(
+        "", description="vLLM: number format; default: float32 on a CPU, else the model's"
+    )
+    kv_cache_bytes: int = Field(0, ge=0, description="vLLM: memory for KV; 0: 512 MiB")
+    group_id: str = shared("default", description="Group this instance belongs to")
+    scenario: str = shared("default", description="Scenario its group serves")
+    num_slots: int = Field(8, ge=1, description="Requests served at once (b_p or b_d)")
+    block_size: int = shared(64, ge=1, description="Tokens per KV block")
+    max_model_len: int = shared(
+        4096, ge=2, description="Longest prompt and output together, tokens"
+    )
+    num_kv_blocks: int = Field(0, ge=0, description="KV blocks; 0: room for all slots (sim)")
+    staging_bytes: int = Field(0, ge=0, description="Arena for KV on its way out; 0: by slots")
+    landing_bytes: int = Field(0, ge=0, description="Arena for KV on its way in; 0: by retrievals")
+    max_retrievals: int = Field(16, ge=1, description="KV pulls at once at a decode")
+    ticket_lease_s: float = shared(
+        10.0, gt=0, description="Staged KV is held so long unless pulled"
+    )
+    transfer_timeout_s: float = shared(
+        5.0, gt=0, description="Longest time one pull of KV may take"
+    )
+    stall_s: float = shared(
+        10.0, gt=0, description="A gateway that reads nothing for so long is cut"
+    )
+    drain_s: float = shared(10.0, ge=0, description="Time running requests get when asked to stop")
+    sim_law: Literal["zero", "demo", "smollm2-cpu"] = shared(
+        "demo", description="Time the sim takes: zero, demo, smollm2-cpu"
+    )
+    sim_eos_period: int = shared(300, ge=0, description="Sim: one token in so many ends the text")
+    failpoint: str = shared("", description="Faults for tests: name=action[@n[+]],...")

@@ -1,0 +1,30 @@
+"""Spans of a leg (prefill, decode, kv.transfer). Made only if the gateway's trace is sampled: they cost 20 us each."""
+
+from __future__ import annotations
+
+from opentelemetry.trace import Span, Status, StatusCode
+
+from pdmesh.telemetry import names, traces
+
+
+def start(name: str, traceparent: str, request_id: str, attempt: int) -> Span | None:
+    """None unless `traceparent` is valid and sampled."""
+    if not traceparent.endswith("1") or (context := traces.context_from(traceparent)) is None:
+        return None
+    attributes: dict[str, str | int] = {
+        names.ATTR_REQUEST_ID: request_id,
+        names.ATTR_ATTEMPT: attempt,
+    }
+    return traces.tracer().start_span(name, context, attributes=attributes)
+
+
+def end(span: Span | None, failure: str = "", **attributes: int) -> None:
+    """Attributes are given by their names in `names`, dots as double underscores: pdmesh__kv__bytes."""
+    if span is None:
+        return
+    for name, value in attributes.items():
+        span.set_attribute(name.replace("__", "."), value)
+    if failure:
+        span.set_attribute(names.ATTR_REASON, failure)
+        span.set_status(Status(StatusCode.ERROR, failure))
+    span.end()

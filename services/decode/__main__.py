@@ -1,0 +1,20 @@
+"""A decode instance: pulls the KV of computed prompts and draws all tokens after the first."""
+
+from __future__ import annotations
+
+from pdmesh.instance.service import serve
+from pdmesh.lifecycle import App, run
+from pdmesh.v1.common_pb2 import ROLE_DECODE
+from services.decode.settings import Settings
+
+
+async def _serve(settings: Settings, app: App) -> None:
+    await serve(settings, app, ROLE_DECODE)
+
+
+def main() -> None:
+    run("decode", Settings, _serve)
+
+
+if __name__ == "__main__":
+    main()
