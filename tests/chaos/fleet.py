@@ -1,0 +1,119 @@
+"""A sim mesh under fault, and what must be back to zero after it (I4, I6)."""
+
+from __future__ import annotations
+
+import os
+import re
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from tokenizers import Tokenizer
+
+from pdmesh.engine.base import Sampling
+from pdmesh.engine.sim_tokenizer import write_sim_model
+from pdmesh.engine.sim.reference import sim_reference
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.launcher.spec import MeshSpec
+from pdmesh.net import rpc
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.v1.instance_service_pb2 import GetStatusRequest, GetStatusResponse
+from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
+
+INSTANCES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+
+# Room for all streams on one instance of each role, so that a fault is what a test sees, not a full house.
+_ENV = {"PDMESH_PREFILL_NUM_SLOTS": "48", "PDMESH_DECODE_NUM_SLOTS": "48"}
+
+
+def two_by_two() -> MeshSpec:
+    return MeshSpec(
+        engine="sim",
+        num_prefill=2,
+        num_decode=2,
+        http_port=0,
+        grpc_port=0,
+        env=_ENV,
+        start_timeout_s=60,
+    )
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the sim model answers, computed here without a mesh."""
+
+    tokenizer: Tokenizer
+
+    @classmethod
+    def load(cls, directory: Path) -> Reference:
+        write_sim_model(directory)
+        return cls(Tokenizer.from_file(str(directory / "tokenizer.json")))
+
+    def text(self, prompt: list[int], max_tokens: int) -> str:
+        """Greedy, to `max_tokens`, end-of-text ignored."""
+        sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+        tokens, _ = sim_reference(prompt, sampling)
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+async def status(mesh: Mesh, address: str) -> GetStatusResponse | None:
+    async with rpc.channel(address) as channel:
+        try:
+            return await InstanceServiceStub(channel).GetStatus(GetStatusRequest(), timeout=1)
+        except grpc.aio.AioRpcError:
+            return None
+
+
+async def addresses(mesh: Mesh) -> dict[str, str]:
+    """gRPC address of each instance that is registered now."""
+    bus = await NatsBus.connect(mesh.nats_url, "chaos-test")
+    try:
+        view = await NatsRegistry(bus, 3.0).watch()
+        try:
+            return {i: r.grpc_address for i, r in view.records.items() if i in INSTANCES}
+        finally:
+            await view.close()
+    finally:
+        await bus.close()
+
+
+async def held(mesh: Mesh) -> dict[str, str]:
+    """What any instance still holds for a request: empty when all is given back."""
+    found: dict[str, str] = {}
+    known = await addresses(mesh)
+    for name in INSTANCES:
+        answer = await status(mesh, known[name]) if name in known else None
+        if answer is None:
+            found[name] = "no answer"
+            continue
+        numbers = {
+            "slots": answer.load.num_slots_used,
+            "running": answer.num_running,
+            "tickets": answer.num_tickets,
+            "staging_bytes": answer.staging_bytes_used,
+            "retrieving": answer.num_retrieving,
+        }
+        rest = {k: v for k, v in numbers.items() if v}
+        if rest:
+            found[name] = str(rest)
+    return found
+
+
+def num_open_files(mesh: Mesh) -> dict[str, int]:
+    return {name: len(os.listdir(f"/proc/{mesh.pid(name)}/fd")) for name in mesh.names}
+
+
+_SAMPLE = re.compile(r"^(?P<name>[a-z_:]+)(?:\{(?P<labels>[^}]*)\})? (?P<value>[0-9.e+-]+)$")
+
+
+def samples(mesh: Mesh, process: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
+    """What `process` shows on /metrics."""
+    url = f"http://{mesh.ops_address(process)}/metrics"
+    with urllib.request.urlopen(url, timeout=2) as response:
+        for line in response.read().decode().splitlines():
+            if match := _SAMPLE.match(line):
+                labels = dict(re.findall(r'(\w+)="([^"]*)"', match["labels"] or ""))
+                yield match["name"], labels, float(match["value"])
