@@ -168,7 +168,8 @@ class Generation:
         spec: CallSpec,
         prompt: Prompt,
         identity: Identity,
-        on_progress: Callable[[], None],
+        on_tokens: Callable[[], None],
+        on_end: Callable[[], None],
     ) -> None:
         sampling = spec.sampling
         stop_ids = frozenset() if sampling.ignore_eos else shared.tokenizer.eos_token_ids
@@ -187,7 +188,8 @@ class Generation:
         self._prompt = prompt
         self._identity = identity
         self._stop_ids = sorted(stop_ids)
-        self._on_progress = on_progress
+        self._on_tokens = on_tokens
+        self._on_end = on_end
         self._sessions: dict[int, InstanceSession] = {}  # by leg key
         self._ticket: Ticket | None = None
         self._logprobs: list[TokenLogprob] | None = None
@@ -212,6 +214,11 @@ class Generation:
     @property
     def is_ended(self) -> bool:
         return self.core.outcome is not None
+
+    @property
+    def is_stopped(self) -> bool:
+        """A stop string was found in its text."""
+        return self._text.is_stopped
 
     def cancel(self, error: MeshError | None = None) -> None:
         """Stop whatever the state and free all it holds. `error` is for the client, if it still listens."""
@@ -242,9 +249,7 @@ class Generation:
             return None
         return Delta(self.index, text, token_ids, logprobs)
 
-    def _last(
-        self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
-    ) -> Delta:
+    def _last(self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Delta:
         self._is_last_taken = True
         outcome = self.core.outcome
         if self._text.is_stopped:
@@ -260,14 +265,14 @@ class Generation:
     def on_token(self, key: int, token_id: int, now: float) -> None:
         """The hot path: one call for each token of each stream."""
         if self.core.push_token(key, token_id, now):
-            self._on_progress()
+            self._on_tokens()
         else:
             self.on_event(DecodeTokens(key, (token_id,)))
 
     def on_logprobs(self, key: int, logprobs: Sequence[TokenLogprob]) -> None:
         if self._logprobs is not None and self.core.is_current(key):
             self._logprobs.extend(logprobs)
-            self._on_progress()
+            self._on_tokens()
 
     def on_event(self, event: Event, detail: SessionEvent | None = None) -> None:
         """An effect may cause the next event at once; those queue up behind the one being handled."""
@@ -435,7 +440,7 @@ class Generation:
             session.forget(effect.key)
 
     def _emit(self, effect: EmitTokens) -> None:
-        self._on_progress()
+        self._on_tokens()
 
     def _wait(self, effect: WaitForSlot) -> None:
         if self._waiting_number is not None:
@@ -446,7 +451,7 @@ class Generation:
 
     def _end(self, effect: Effect) -> None:
         self.timings.ended = time.monotonic()
-        self._on_progress()
+        self._on_end()
 
     # --- time ------------------------------------------------------------------------------------
 

@@ -151,9 +151,7 @@ class Planner:
             kind = ModelNotFound if result.error_reason == _MODEL_NOT_FOUND else NoInstance
             error = kind(result.error_message or "nothing can serve this now")
             return PlanFailed(ask.plan, error)
-        return PlanReceived(
-            ask.plan, self._resolve(result.prefills), self._resolve(result.decodes)
-        )
+        return PlanReceived(ask.plan, self._resolve(result.prefills), self._resolve(result.decodes))
 
     def _resolve(self, candidates: Sequence[CandidateProto]) -> list[Candidate]:
         found = (

@@ -195,9 +195,7 @@ class InstanceSession:
         self._backoff_s = min(_MAX_BACKOFF_S, self._backoff_s * 2)
         lost, self._legs = self._legs, {}
         self._outbox = []
-        log.info(
-            "session.broken", instance_id=self.instance_id, reason=reason, num_legs=len(lost)
-        )
+        log.info("session.broken", instance_id=self.instance_id, reason=reason, num_legs=len(lost))
         for key, owner in lost.items():
             owner.on_event(LegLost(key))
 

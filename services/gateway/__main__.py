@@ -1,0 +1,81 @@
+"""The gateway: clients' door to the mesh, over HTTP (OpenAI) and gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import structlog
+
+import pdmesh
+from pdmesh.lifecycle import App, StartupError, run
+from pdmesh.net.events import EventPublisher
+from pdmesh.net.heartbeat import Presence
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.v1.common_pb2 import InstanceRecord
+from services.gateway.gateway import Gateway
+from services.gateway.settings import Settings
+from services.gateway.tokenizer import BadModelDir, Tokenizer
+
+log = structlog.get_logger(__name__)
+_CHARS_PER_BYTE = 1
+
+
+async def serve(settings: Settings, app: App) -> None:
+    tokenizer = await _load_tokenizer(settings)
+    bus = await NatsBus.connect(settings.nats_url, settings.instance_id)
+    registry = NatsRegistry(bus, settings.lease_s)
+    view = await registry.watch()
+    publisher = EventPublisher(bus, settings.instance_id, app.incarnation)
+    gateway = Gateway(settings, app.incarnation, view, tokenizer, publisher, app.not_ready)
+    presence = Presence(
+        registry,
+        publisher,
+        lease_s=settings.lease_s,
+        is_ready=lambda: not app.not_ready(),
+        on_replaced=app.stopping.set,
+    )
+    app.add_readiness("instances", gateway.fleet.can_serve)
+    gateway.start()
+    await presence.start(lambda: _record(settings, app, gateway))
+    log.info("gateway.serving", http=f"{settings.host}:{gateway.http.port}")
+    await app.stopping.wait()
+    await presence.stop()
+    await gateway.stop()
+    await view.close()
+    await bus.close()
+
+
+async def _load_tokenizer(settings: Settings) -> Tokenizer:
+    try:
+        return await asyncio.to_thread(
+            Tokenizer.load,
+            settings.model_dir,
+            max_chars=settings.max_body_bytes * _CHARS_PER_BYTE,
+            num_threads=settings.tokenizer_threads,
+        )
+    except BadModelDir as exc:
+        raise StartupError(f"{exc.message}; set PDMESH_GATEWAY_MODEL_DIR") from exc
+
+
+def _record(settings: Settings, app: App, gateway: Gateway) -> InstanceRecord:
+    host = settings.reachable_host
+    return InstanceRecord(
+        instance_id=settings.instance_id,
+        incarnation=app.incarnation,
+        service="gateway",
+        http_address=f"{host}:{gateway.http.port}",
+        ops_address=app.ops_address,
+        is_draining=gateway.frontend.is_draining,
+        version=pdmesh.__version__,
+        pid=os.getpid(),
+    )
+
+
+def main() -> None:
+    run("gateway", Settings, serve)
+
+
+if __name__ == "__main__":
+    main()

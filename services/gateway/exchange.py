@@ -1,0 +1,108 @@
+"""One HTTP request and its answer on raw ASGI: a bounded body, one place that writes, and who is still there.
+
+A client that does not read blocks only its own writer; `blocked_since` lets the server cut it (F28).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from pdmesh.errors import InvalidRequest, MeshError
+from services.gateway.frontend import new_request_id
+from services.gateway.openai_format import error_body
+
+# Any: ASGI's messages and scopes are plain dicts.
+Scope = MutableMapping[str, Any]
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+_JSON = (b"content-type", b"application/json")
+
+
+class BodyTooLarge(InvalidRequest):
+    grpc_code, http_status, default_reason = "RESOURCE_EXHAUSTED", 413, "BODY_TOO_LARGE"
+
+
+class ClientGone(Exception):
+    """Nobody is there to answer."""
+
+
+class Exchange:
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.request_id = new_request_id()
+        self.has_started = False
+        self.blocked_since = math.inf
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._task = asyncio.current_task()
+
+    def header(self, name: bytes) -> str:
+        """Lower-case name. Empty if absent."""
+        for key, value in self._scope["headers"]:
+            if key == name:
+                return str(value, "latin-1")
+        return ""
+
+    async def body(self, max_bytes: int) -> bytes:
+        """Raises BodyTooLarge before reading more than that, ClientGone."""
+        announced = self.header(b"content-length")
+        if announced.isdigit() and int(announced) > max_bytes:
+            raise BodyTooLarge(f"the body is over {max_bytes} bytes")
+        message = await self._next_message()
+        if not message.get("more_body", False) and len(message["body"]) <= max_bytes:
+            return bytes(message["body"])
+        body = bytearray(message["body"])
+        while message.get("more_body", False) and len(body) <= max_bytes:
+            message = await self._next_message()
+            body += message["body"]
+        if len(body) > max_bytes:
+            raise BodyTooLarge(f"the body is over {max_bytes} bytes")
+        return bytes(body)
+
+    async def _next_message(self) -> AsgiMessage:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        return message
+
+    async def watch_disconnect(self, on_gone: Callable[[], None]) -> None:
+        """After the body: returns once the client has gone (closing its sending half counts)."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        on_gone()
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.has_started = True
+        headers.append((b"x-request-id", self.request_id.encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, data: bytes, *, is_last: bool = False) -> None:
+        self.blocked_since = time.monotonic()
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        self.blocked_since = math.inf
+
+    async def json(self, body: bytes, status: int = 200, headers: Headers | None = None) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        await self.start(status, [_JSON, length, *(headers or [])])
+        await self.write(body, is_last=True)
+
+    async def error(self, error: MeshError) -> None:
+        headers: Headers = []
+        if error.retry_after_ms is not None:
+            seconds = max(1, math.ceil(error.retry_after_ms / 1000))
+            headers.append((b"retry-after", str(seconds).encode()))
+        with contextlib.suppress(OSError):
+            await self.json(error_body(error), error.http_status, headers)
+
+    def cut(self) -> None:
+        """Give up on a client that does not read."""
+        if self._task is not None:
+            self._task.cancel()

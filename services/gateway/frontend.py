@@ -1,0 +1,218 @@
+"""A client's call, whatever door it came in by: one or more generations that yield deltas.
+
+`Frontend.open` starts a call, `Call.changed` waits for news and `Call.take` gives all of it at once. Whoever opened a
+call closes it, and closing frees everything it still holds (F27).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable
+from typing import Final
+
+from opentelemetry.trace import Span
+
+from pdmesh.core.request_types import Complete, Fail
+from pdmesh.errors import Draining, InvalidRequest, MeshError, NoInstance, Overloaded
+from pdmesh.telemetry import traces
+from services.gateway.generation import Collaborators, Delta, Generation, Identity, Prompt
+from services.gateway.observer import CallReport, Observer
+from services.gateway.spec import CallSpec
+
+_UNBOUNDED: Final = 1 << 31
+
+
+class Call:
+    """`is_quiet`: news is only that a choice ended, for answers that are given whole."""
+
+    def __init__(self, request_id: str, spec: CallSpec, span: Span) -> None:
+        self.request_id = request_id
+        self.spec = spec
+        self.span = span
+        self.created = int(time.time())  # shown to clients; nothing decides on it
+        self.started_at = time.monotonic()
+        self.generations: list[Generation] = []
+        self._is_dirty = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def on_progress(self) -> None:
+        waiter = self._waiter
+        if waiter is None:
+            self._is_dirty = True
+        elif not waiter.done():
+            waiter.set_result(None)
+
+    async def changed(self) -> None:
+        """Return when there is something to take. One waiter at a time."""
+        if not self._is_dirty:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._is_dirty = False
+
+    def take(self) -> list[Delta]:
+        return [d for g in self.generations if (d := g.take()) is not None]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(p) for p in self.spec.prompts)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(g.num_completion_tokens for g in self.generations)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of each prompt's first choice: its other choices share the prompt."""
+        return sum(g.core.num_cached_tokens for g in self.generations[:: self.spec.n])
+
+    def cancel(self, error: MeshError | None = None) -> None:
+        for generation in self.generations:
+            generation.cancel(error)
+
+
+def new_request_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
+
+
+class Frontend:
+    def __init__(
+        self,
+        shared: Collaborators,
+        observer: Observer,
+        *,
+        default_max_tokens: int,
+        max_calls: int,
+    ) -> None:
+        self.shared = shared
+        self.is_draining = False
+        self._observer = observer
+        self._default_max_tokens = default_max_tokens
+        self._max_calls = max_calls
+        self._calls: dict[Call, None] = {}
+        self._is_idle = asyncio.Event()
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    def model_name(self, asked: str) -> str:
+        return self.shared.fleet.model_name(asked)
+
+    def open(
+        self, spec: CallSpec, request_id: str, traceparent: str = "", *, is_quiet: bool = False
+    ) -> Call:
+        """Raises InvalidRequest, NoInstance, Draining or Overloaded; otherwise the call must be closed."""
+        if self.is_draining:
+            raise Draining("this gateway is shutting down", retry_after_ms=1000)
+        if len(self._calls) >= self._max_calls:
+            raise Overloaded("this gateway has too many open requests", retry_after_ms=1000)
+        budgets = [self._max_tokens(spec, len(p)) for p in spec.prompts]
+        span = self._observer.start_span(spec, traceparent)
+        call = Call(request_id, spec, span)
+        self._calls[call] = None
+        self._observer.on_accepted(spec)
+        progress: Callable[[], None] = _nothing if is_quiet else call.on_progress
+        for prompt_index, tokens in enumerate(spec.prompts):
+            prompt = Prompt(tokens, self.shared.hash_secret, spec.cache_salt)
+            for choice in range(spec.n):
+                index = prompt_index * spec.n + choice
+                identity = self._identity(call, index, choice, budgets[prompt_index])
+                generation = Generation(
+                    self.shared, spec, prompt, identity, progress, call.on_progress
+                )
+                call.generations.append(generation)
+        for generation in call.generations:
+            generation.start()
+        return call
+
+    def close(self, call: Call, error: MeshError | None = None) -> None:
+        """Free what still runs and report the call, once. `error`: what the client was told, if not by us."""
+        if self._calls.pop(call, _ABSENT) is _ABSENT:
+            return
+        if not self._calls:
+            self._is_idle.set()
+        call.cancel(error)
+        self._observer.on_closed(_report(call))
+
+    async def drain(self, drain_s: float) -> None:
+        """Admit nothing more; let calls end for `drain_s`, then end the rest with an error."""
+        self.is_draining = True
+        self._is_idle.clear()
+        if self._calls:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_idle.wait(), drain_s)
+        for call in list(self._calls):
+            call.cancel(Draining("this gateway is shutting down", retry_after_ms=1000))
+
+    def _identity(self, call: Call, index: int, choice: int, max_tokens: int) -> Identity:
+        seed = call.spec.sampling.seed
+        return Identity(
+            request_id=call.request_id if index == 0 else f"{call.request_id}-{index}",
+            index=index,
+            traceparent=traces.traceparent(call.span),
+            seed=None if seed is None else seed + choice,
+            max_tokens=max_tokens,
+        )
+
+    def _max_tokens(self, spec: CallSpec, num_prompt_tokens: int) -> int:
+        """What may be produced after this prompt in the model's context."""
+        record = self.shared.fleet.reference(spec.model)
+        if record is None:
+            raise NoInstance(f"no instance serves {spec.model} now", retry_after_ms=1000)
+        if not num_prompt_tokens:
+            raise InvalidRequest("the prompt is empty", field=spec.field_of_prompt)
+        room = (record.max_model_len or _UNBOUNDED) - num_prompt_tokens
+        asked = spec.sampling.max_tokens
+        if room < 1:
+            message = f"the prompt has {num_prompt_tokens} tokens, the model's context {record.max_model_len}"
+            raise InvalidRequest(
+                message, reason="CONTEXT_LENGTH_EXCEEDED", field=spec.field_of_prompt
+            )
+        if asked is not None and asked > room:
+            message = f"max_tokens is {asked}, but the context leaves {room} after this prompt"
+            raise InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field="max_tokens")
+        return asked if asked is not None else min(self._default_max_tokens, room)
+
+
+def _nothing() -> None:
+    """A quiet call is not told of tokens."""
+
+
+_ABSENT: Final = object()
+
+
+def _report(call: Call) -> CallReport:
+    outcomes = [g.core.outcome for g in call.generations]
+    reasons = [o.finish_reason for o in outcomes if isinstance(o, Complete)]
+    failed = next((o.error for o in outcomes if isinstance(o, Fail)), None)
+    failed = failed or next((g.error for g in call.generations if g.error is not None), None)
+    is_completed = all(
+        isinstance(o, Complete) or g.is_stopped
+        for o, g in zip(outcomes, call.generations, strict=True)
+    )
+    if failed is not None:
+        outcome, reason = "failed", failed.reason
+    elif is_completed:
+        is_whole = bool(reasons) and not call.generations[0].is_stopped
+        outcome, reason = "completed", reasons[0] if is_whole else "stop"
+    else:
+        outcome, reason = "cancelled", "CLIENT_GONE"
+    return CallReport(
+        request_id=call.request_id,
+        spec=call.spec,
+        span=call.span,
+        outcome=outcome,
+        reason=reason,
+        started_at=call.started_at,
+        timings=[g.timings for g in call.generations],
+        cores=[g.core for g in call.generations],
+        num_prompt_tokens=call.num_prompt_tokens,
+        num_completion_tokens=call.num_completion_tokens,
+        num_cached_tokens=call.num_cached_tokens,
+    )

@@ -1,0 +1,133 @@
+"""A gateway put together from its parts, and its life from start to drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterable
+
+import structlog
+
+from pdmesh.core.retry_budget import RetryBudget
+from pdmesh.core.waiting_room import WaitingRoom
+from pdmesh.net.registry import RecordChanged, RegistryView
+from pdmesh.telemetry import metrics, names
+from services.gateway.fleet import Fleet
+from services.gateway.frontend import Frontend
+from services.gateway.generation import Collaborators, Generation
+from services.gateway.http import HttpApp
+from services.gateway.http_server import HttpServer
+from services.gateway.observer import Observer, Publisher
+from services.gateway.planner import Planner
+from services.gateway.sessions import SessionPool
+from services.gateway.settings import Settings
+from services.gateway.tokenizer import Tokenizer
+
+log = structlog.get_logger(__name__)
+
+
+class Gateway:
+    """`not_ready` names what `/health/ready` waits for."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        incarnation: int,
+        view: RegistryView,
+        tokenizer: Tokenizer,
+        publisher: Publisher | None,
+        not_ready: Callable[[], list[str]],
+    ) -> None:
+        gateway_id = settings.instance_id
+        self._settings = settings
+        self.fleet = Fleet(view, settings.model, time.monotonic)
+        self._room: WaitingRoom[Generation] = WaitingRoom(settings.max_waiting)
+        self.sessions = SessionPool(gateway_id, incarnation, self._on_slots_freed)
+        self._planner = Planner(
+            self.fleet,
+            gateway_id,
+            self.sessions.num_open,
+            timeout_s=settings.plan_timeout_s,
+            max_staleness_s=settings.max_staleness_s,
+        )
+        self.observer = Observer(gateway_id, publisher)
+        keys = itertools.count(1)
+        shared = Collaborators(
+            fleet=self.fleet,
+            sessions=self.sessions,
+            planner=self._planner,
+            room=self._room,
+            tokenizer=tokenizer,
+            budget=RetryBudget(settings.retry_ratio, settings.retry_reserve),
+            limits=settings.limits,
+            hash_secret=settings.hash_secret.get_secret_value().encode(),
+            next_key=lambda: next(keys),
+        )
+        self.frontend = Frontend(
+            shared,
+            self.observer,
+            default_max_tokens=settings.default_max_tokens,
+            max_calls=settings.max_calls,
+        )
+        self.http_app = HttpApp(
+            self.frontend,
+            not_ready,
+            max_body_bytes=settings.max_body_bytes,
+            write_timeout_s=settings.write_timeout_s,
+        )
+        self.http = HttpServer(
+            self.http_app,
+            settings.host,
+            settings.http_port,
+            reuse_port=settings.reuse_port,
+            max_header_bytes=settings.max_header_bytes,
+            receive_timeout_s=settings.receive_timeout_s,
+            shutdown_s=settings.drain_s + 2,
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        view.on_change(self._on_record_changed)
+        self._make_gauges()
+
+    def start(self) -> None:
+        loops = (self._planner.run(), self.observer.run(), self.http_app.run())
+        self._tasks = [asyncio.create_task(loop) for loop in loops]
+        self.http.start()
+
+    async def stop(self) -> None:
+        """Refuse what is new, let streams end for `drain_s`, tell the rest, and close everything."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.frontend.drain(self._settings.drain_s))
+            tasks.create_task(self.http.stop())
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.sessions.close()
+        await self._planner.close()
+        self.frontend.shared.tokenizer.close()
+
+    def _on_slots_freed(self, instance_id: str, num_free: int) -> None:
+        for generation in self._room.call(instance_id, num_free):
+            generation.on_slot_freed(instance_id)
+
+    def _on_record_changed(self, change: RecordChanged) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closing
+            self.sessions.forget_gone(lambda i, inc: self.fleet.record(i, inc) is not None)
+
+    def _make_gauges(self) -> None:
+        def sessions() -> float:
+            return self.sessions.counts()[0]
+
+        def legs() -> float:
+            return self.sessions.counts()[1]
+
+        def plans() -> Iterable[tuple[float, dict[str, str]]]:
+            yield self._planner.num_planned, {"source": "master"}
+            yield self._planner.num_fallbacks, {"source": "fallback"}
+
+        metrics.gauge(names.WAITING_REQUESTS, "Choices waiting for a slot", lambda: len(self._room))
+        metrics.gauge(names.REQUESTS_IN_FLIGHT, "Open calls", lambda: self.frontend.num_calls)
+        metrics.gauge(names.GATEWAY_SESSIONS, "Sessions with instances", sessions)
+        metrics.gauge(names.GATEWAY_LEGS, "Open legs over all sessions", legs)
+        metrics.gauge(names.GATEWAY_PLANS, "Plans so far, by source", plans)

@@ -1,0 +1,242 @@
+"""The OpenAI-compatible endpoint: a raw ASGI application (FACTS A4 says what a framework costs).
+
+A stream's writer takes all text that gathered since its last write and sends it as one chunk for each choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+import structlog
+
+from pdmesh.errors import InvalidRequest, MeshError
+from pdmesh.telemetry import metrics
+from services.gateway.exchange import ClientGone, Exchange, Receive, Scope, Send
+from services.gateway.frontend import Call, Frontend
+from services.gateway.generation import Delta
+from services.gateway.openai_calls import chat_spec, completion_spec
+from services.gateway.openai_format import ChunkWriter, error_chunk, whole_body
+from services.gateway.openai_schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    parse_chat,
+    parse_completion,
+)
+from services.gateway.spec import CallSpec
+
+log = structlog.get_logger(__name__)
+
+_SWEEP_S: Final = 0.5
+_EVENT_STREAM: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+class NoRoute(InvalidRequest):
+    grpc_code, http_status, default_reason = "UNIMPLEMENTED", 404, "NOT_FOUND"
+
+
+class WrongMethod(InvalidRequest):
+    grpc_code, http_status, default_reason = "UNIMPLEMENTED", 405, "METHOD_NOT_ALLOWED"
+
+
+class HttpApp:
+    def __init__(
+        self,
+        frontend: Frontend,
+        not_ready: Callable[[], list[str]],
+        *,
+        max_body_bytes: int,
+        write_timeout_s: float,
+    ) -> None:
+        self._frontend = frontend
+        self._not_ready = not_ready
+        self._max_body_bytes = max_body_bytes
+        self._write_timeout_s = write_timeout_s
+        self._writing: dict[Exchange, None] = {}
+        self._routes: dict[str, tuple[str, Handler]] = {
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._completion),
+            "/v1/models": ("GET", self._models),
+            "/health/live": ("GET", self._live),
+            "/health/ready": ("GET", self._ready),
+            "/metrics": ("GET", self._metrics),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        exchange = Exchange(scope, receive, send)
+        self._writing[exchange] = None
+        try:
+            await self._route(scope["path"], scope["method"])(exchange)
+        except ClientGone:
+            pass
+        except MeshError as exc:
+            await self._fail(exchange, exc)
+        except Exception:
+            log.exception("http.bug", path=scope["path"], request_id=exchange.request_id)
+            await self._fail(exchange, MeshError("internal error; the server's log has the cause"))
+        finally:
+            del self._writing[exchange]
+
+    async def _fail(self, exchange: Exchange, error: MeshError) -> None:
+        """An error response, or one error event and no [DONE] if the stream has begun."""
+        if exchange.has_started:
+            await exchange.write(error_chunk(error), is_last=True)
+        else:
+            await exchange.error(error)
+
+    async def run(self) -> None:
+        """Cut clients that have not read for too long."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            limit = time.monotonic() - self._write_timeout_s
+            for exchange in [e for e in self._writing if e.blocked_since < limit]:
+                log.info("http.client_not_reading", request_id=exchange.request_id)
+                exchange.cut()
+
+    def _route(self, path: str, method: str) -> Handler:
+        found = self._routes.get(path)
+        if found is None and path.startswith("/v1/models/") and method == "GET":
+            return lambda exchange: self._model(exchange, path.removeprefix("/v1/models/"))
+        if found is None:
+            raise NoRoute("no such path")
+        if found[0] != method:
+            raise WrongMethod(f"use {found[0]} here")
+        return found[1]
+
+    # --- generation ------------------------------------------------------------------------------
+
+    async def _chat(self, exchange: Exchange) -> None:
+        request = parse_chat(await exchange.body(self._max_body_bytes))
+        await self._answer(exchange, request, await chat_spec(request, self._frontend))
+
+    async def _completion(self, exchange: Exchange) -> None:
+        request = parse_completion(await exchange.body(self._max_body_bytes))
+        await self._answer(exchange, request, await completion_spec(request, self._frontend))
+
+    async def _answer(
+        self,
+        exchange: Exchange,
+        request: ChatCompletionRequest | CompletionRequest,
+        spec: CallSpec,
+    ) -> None:
+        is_quiet = not request.stream and not spec.sampling.stop
+        if request.stream_options is not None and not request.stream:
+            raise InvalidRequest("stream_options needs stream", field="stream_options")
+        call = self._frontend.open(
+            spec, exchange.request_id, exchange.header(b"traceparent"), is_quiet=is_quiet
+        )
+        watcher = asyncio.create_task(exchange.watch_disconnect(call.cancel))
+        error: MeshError | None = None
+        try:
+            if request.stream:
+                options = request.stream_options
+                include_usage = bool(options and options.include_usage)
+                await self._stream(exchange, call, include_usage)
+            else:
+                await self._whole(exchange, call)
+        except MeshError as exc:
+            error = exc
+            raise
+        finally:
+            watcher.cancel()
+            self._frontend.close(call, error)
+
+    async def _whole(self, exchange: Exchange, call: Call) -> None:
+        parts: list[list[Delta]] = [[] for _ in call.generations]
+        num_open = len(parts)
+        while num_open:
+            await call.changed()
+            for delta in call.take():
+                parts[delta.index].append(delta)
+                num_open -= delta.is_last
+                _raise_if_ended_badly(delta)
+        deltas = [_joined(pieces) for pieces in parts]
+        await exchange.json(whole_body(call, deltas, self._frontend.shared.tokenizer))
+
+    async def _stream(self, exchange: Exchange, call: Call, include_usage: bool) -> None:
+        chunks = ChunkWriter(
+            call,
+            self._frontend.shared.tokenizer,
+            include_usage=include_usage,
+            has_logprobs=call.spec.sampling.num_logprobs is not None,
+        )
+        num_open = len(call.generations)
+        pending: list[bytes] = [chunks.opening()]
+        while num_open:
+            await call.changed()
+            for delta in call.take():
+                if delta.is_last:
+                    num_open -= 1
+                    await self._end_if_badly(exchange, delta, pending)
+                pending.append(chunks.chunk(delta))
+            if num_open == 0:
+                pending.append(chunks.closing())
+            data = b"".join(pending)
+            if not data or (len(pending) == 1 and not exchange.has_started):
+                continue
+            if not exchange.has_started:
+                await exchange.start(200, list(_EVENT_STREAM))
+            pending.clear()
+            await exchange.write(data, is_last=num_open == 0)
+
+    async def _end_if_badly(self, exchange: Exchange, delta: Delta, pending: list[bytes]) -> None:
+        """Send what came before an error, then raise it: as a status if nothing was sent yet."""
+        if delta.finish_reason is not None:
+            return
+        if exchange.has_started and pending:
+            await exchange.write(b"".join(pending))
+        _raise_if_ended_badly(delta)
+
+    # --- the rest --------------------------------------------------------------------------------
+
+    async def _models(self, exchange: Exchange) -> None:
+        models = [_model_entry(name) for name in self._frontend.shared.fleet.models()]
+        await exchange.json(msgspec.json.encode({"object": "list", "data": models}))
+
+    async def _model(self, exchange: Exchange, name: str) -> None:
+        await exchange.json(msgspec.json.encode(_model_entry(self._frontend.model_name(name))))
+
+    async def _live(self, exchange: Exchange) -> None:
+        await exchange.json(b'{"status":"live"}')
+
+    async def _ready(self, exchange: Exchange) -> None:
+        missing = self._not_ready()
+        body = {"status": "not ready" if missing else "ready", "waiting_for": missing}
+        await exchange.json(msgspec.json.encode(body), 503 if missing else 200)
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        await exchange.start(200, [(b"content-type", metrics.CONTENT_TYPE.encode())])
+        await exchange.write(metrics.render(), is_last=True)
+
+
+def _raise_if_ended_badly(delta: Delta) -> None:
+    if delta.is_last and delta.finish_reason is None:
+        raise delta.error if delta.error is not None else ClientGone
+
+
+def _joined(pieces: list[Delta]) -> Delta:
+    if len(pieces) == 1:
+        return pieces[0]
+    last = pieces[-1]
+    return Delta(
+        last.index,
+        "".join(p.text for p in pieces),
+        [t for p in pieces for t in p.token_ids],
+        [lp for p in pieces for lp in p.logprobs],
+        True,
+        last.finish_reason,
+    )
+
+
+def _model_entry(name: str) -> dict[str, str | int]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "pdmesh"}

@@ -1,0 +1,81 @@
+"""uvicorn's protocol with the bounds it lacks: a request head of bounded size that arrives within a bounded time (F29).
+
+Without them an idle or trickling connection stays for ever and a head of any size is read (FACTS A4). Streams of any
+length are not affected: the clock stops when the request has arrived whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_TOO_SLOW: Final = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+def guarded(max_header_bytes: int, receive_timeout_s: float) -> Callable[..., HttpToolsProtocol]:
+    """The protocol class with these bounds, as uvicorn's `http` setting takes it."""
+
+    class Guarded(_Guarded):
+        header_limit = max_header_bytes
+        timeout_s = receive_timeout_s
+
+    return Guarded
+
+
+class _Guarded(HttpToolsProtocol):
+    header_limit: int
+    timeout_s: float
+    _head_bytes = 0
+    _is_in_head = True
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast("asyncio.Transport", transport))
+        self._start_clock()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_clock()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_in_head:
+            self._head_bytes += len(data)
+            has_end = b"\r\n\r\n" in data
+            if self._head_bytes > self.header_limit and not (
+                has_end and data.index(b"\r\n\r\n") < self.header_limit
+            ):
+                self._refuse(_TOO_LARGE)
+                return
+            if self._deadline is None:
+                self._start_clock()
+        super().data_received(data)
+
+    # Called by httptools, hence not typed upstream.
+    def on_headers_complete(self) -> Any:
+        self._is_in_head = False
+        return super().on_headers_complete()
+
+    def on_message_complete(self) -> Any:
+        self._stop_clock()
+        self._is_in_head, self._head_bytes = True, 0
+        return super().on_message_complete()
+
+    def _start_clock(self) -> None:
+        self._deadline = self.loop.call_later(self.timeout_s, self._refuse, _TOO_SLOW)
+
+    def _stop_clock(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _refuse(self, answer: bytes) -> None:
+        self._stop_clock()
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(answer)
+        self.transport.close()

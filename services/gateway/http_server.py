@@ -1,0 +1,80 @@
+"""uvicorn around the application: our socket, our bounds, and a stop that ends (FACTS A4)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from pdmesh.lifecycle import StartupError
+from services.gateway.http_guard import guarded
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to `pdmesh.lifecycle`."""
+        yield
+
+
+class HttpServer:
+    # Any: uvicorn types applications as a union that a plain callable object does not match.
+    def __init__(
+        self,
+        app: Any,
+        host: str,
+        port: int,
+        *,
+        reuse_port: bool,
+        max_header_bytes: int,
+        receive_timeout_s: float,
+        shutdown_s: float,
+    ) -> None:
+        self._socket = _listen(host, port, reuse_port)
+        self.port: int = self._socket.getsockname()[1]
+        protocol: Any = guarded(max_header_bytes, receive_timeout_s)
+        config = uvicorn.Config(
+            app,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(1, round(shutdown_s)),
+            backlog=2048,
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._server.serve([self._socket]), name="http-server")
+
+    async def stop(self) -> None:
+        """Close the listener at once; return when open responses have ended or their time is up."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        self._socket.close()
+
+
+def _listen(host: str, port: int, reuse_port: bool) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if reuse_port:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as exc:
+        listener.close()
+        message = f"cannot listen on {host}:{port} ({exc.strerror}); set PDMESH_GATEWAY_HTTP_PORT"
+        raise StartupError(message) from exc
+    listener.set_inheritable(False)
+    return listener

@@ -1,0 +1,103 @@
+"""OpenAI requests as call specs: validated, named, tokenized."""
+
+from __future__ import annotations
+
+from array import array
+
+from pdmesh.core.block_hash import token_array
+from pdmesh.errors import InvalidRequest
+from services.gateway.frontend import Frontend
+from services.gateway.openai_schema import (
+    MAX_CHOICES,
+    ChatCompletionRequest,
+    CompletionRequest,
+    messages_of,
+    prompts_of,
+    stops_of,
+)
+from services.gateway.spec import CallSpec, SamplingSpec
+
+_COMPLETION_DEFAULT_TOKENS = 16  # as OpenAI's
+
+
+async def chat_spec(request: ChatCompletionRequest, frontend: Frontend) -> CallSpec:
+    """Raises MeshError."""
+    model = frontend.model_name(request.model)
+    num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    check_logprobs(frontend, model, num_logprobs)
+    max_tokens = request.max_completion_tokens or request.max_tokens
+    tokens = await chat_tokens(messages_of(request), frontend)
+    return CallSpec(
+        operation="chat",
+        model=model,
+        prompts=(tokens,),
+        sampling=_sampling(request, max_tokens, num_logprobs),
+        n=request.n or 1,
+        scenario=request.scenario,
+        chat_id=request.chat_id,
+        cache_salt=request.cache_salt,
+        field_of_prompt="messages",
+    )
+
+
+async def completion_spec(request: CompletionRequest, frontend: Frontend) -> CallSpec:
+    """Raises MeshError."""
+    model = frontend.model_name(request.model)
+    check_logprobs(frontend, model, request.logprobs)
+    tokenizer = frontend.shared.tokenizer
+    prompts: list[array[int]] = []
+    for prompt in prompts_of(request.prompt, tokenizer.vocab_size):
+        if isinstance(prompt, str):
+            prompts.append(await tokenizer.encode(prompt, add_special_tokens=True))
+        else:
+            prompts.append(token_array(prompt))
+    n = request.n or 1
+    if n * len(prompts) > MAX_CHOICES:
+        raise InvalidRequest(f"at most {MAX_CHOICES} choices over all prompts", field="n")
+    max_tokens = request.max_tokens or _COMPLETION_DEFAULT_TOKENS
+    return CallSpec(
+        operation="text_completion",
+        model=model,
+        prompts=tuple(prompts),
+        sampling=_sampling(request, max_tokens, request.logprobs),
+        n=n,
+        scenario=request.scenario,
+        chat_id=request.chat_id,
+        cache_salt=request.cache_salt,
+    )
+
+
+async def chat_tokens(messages: list[dict[str, str]], frontend: Frontend) -> array[int]:
+    tokenizer = frontend.shared.tokenizer
+    if not tokenizer.has_chat_template:
+        raise InvalidRequest("this model has no chat template", field="messages")
+    return await tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+
+
+def check_logprobs(frontend: Frontend, model: str, num_logprobs: int | None) -> None:
+    """Refuse what the instances cannot give, rather than leave it out."""
+    if num_logprobs is None:
+        return
+    record = frontend.shared.fleet.reference(model)
+    if record is not None and not record.supports_logprobs:
+        raise InvalidRequest(
+            "logprobs are not supported by this model's engine",
+            reason="UNSUPPORTED_FIELD",
+            field="logprobs",
+        )
+
+
+def _sampling(
+    request: ChatCompletionRequest | CompletionRequest,
+    max_tokens: int | None,
+    num_logprobs: int | None,
+) -> SamplingSpec:
+    return SamplingSpec(
+        max_tokens=max_tokens,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        seed=request.seed,
+        stop=stops_of(request.stop),
+        ignore_eos=request.ignore_eos,
+        num_logprobs=num_logprobs,
+    )

@@ -1,0 +1,292 @@
+"""The OpenAI requests we take, as typed structs: what we do not know or cannot do gets a 400 that names the field.
+
+Fields that OpenAI defines and we do not support are listed in `_NEUTRAL` with the values that ask for nothing; any other
+value is refused, so that no client believes a setting had an effect. Every number, string and list has a bound.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+
+from pdmesh.errors import InvalidRequest
+
+MAX_CHOICES: Final = 64  # prompts times n
+_MAX_N: Final = 16
+_MAX_STOPS: Final = 4
+_MAX_STOP_CHARS: Final = 256
+_MAX_MESSAGES: Final = 2048
+_MAX_PARTS: Final = 256
+_MAX_PROMPTS: Final = 16
+_MAX_NAME_CHARS: Final = 256
+
+# Any: these hold anything a client sends; `_check_neutral` compares them with what asks for nothing.
+_Anything = Any
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    text: str = ""
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """`developer` is what newer clients call `system`."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: _Anything = None
+    tool_calls: _Anything = None
+    function_call: _Anything = None
+    audio: _Anything = None
+    annotations: _Anything = None
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against traffic analysis; we add none
+
+
+class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both endpoints take. The last four are pdmesh's own (docs/api.md)."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: _Anything = None
+    ignore_eos: bool = False
+    cache_salt: str = ""
+    chat_id: str = ""
+    scenario: str = ""
+
+
+class ChatCompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    metadata: _Anything = None
+    store: _Anything = None
+    service_tier: _Anything = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    tools: _Anything = None
+    tool_choice: _Anything = None
+    parallel_tool_calls: _Anything = None
+    functions: _Anything = None
+    function_call: _Anything = None
+    response_format: _Anything = None
+    modalities: _Anything = None
+    audio: _Anything = None
+    prediction: _Anything = None
+    reasoning_effort: _Anything = None
+    verbosity: _Anything = None
+    web_search_options: _Anything = None
+    prompt_cache_retention: _Anything = None
+
+
+class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
+    prompt: (
+        str | list[_Anything]
+    )  # msgspec cannot tell list[str], list[int] and list[list[int]] apart
+    logprobs: int | None = None
+    echo: _Anything = None
+    suffix: _Anything = None
+    best_of: int | None = None
+
+
+# The values of unsupported fields that ask for nothing. None is always one.
+_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "prompt_cache_retention": (),
+    "service_tier": ("auto", "default"),
+    "echo": (False,),
+    "suffix": ("",),
+}
+_NEUTRAL_CHAT: Final = tuple(f for f in _NEUTRAL if f in ChatCompletionRequest.__struct_fields__)
+_NEUTRAL_COMPLETION: Final = tuple(f for f in _NEUTRAL if f in CompletionRequest.__struct_fields__)
+
+_chat_decoder: Final = msgspec.json.Decoder(ChatCompletionRequest)
+_completion_decoder: Final = msgspec.json.Decoder(CompletionRequest)
+_UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`(?: - at `\$\.?([^`]*)`)?")
+_MISSING: Final = re.compile(r"missing required field `([^`]*)`(?: - at `\$\.?([^`]*)`)?")
+_AT: Final = re.compile(r"(.*) - at `\$\.?([^`]*)`")
+
+T = TypeVar("T")
+
+
+def parse_chat(body: bytes) -> ChatCompletionRequest:
+    """Raises InvalidRequest with the field."""
+    request = _decode(_chat_decoder, body)
+    _check_common(request, _NEUTRAL_CHAT)
+    _check_messages(request.messages)
+    _in_range("max_completion_tokens", request.max_completion_tokens, 1, 1 << 31)
+    _in_range("top_logprobs", request.top_logprobs, 0, 20)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
+    return request
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """Raises InvalidRequest with the field."""
+    request = _decode(_completion_decoder, body)
+    _check_common(request, _NEUTRAL_COMPLETION)
+    _in_range("logprobs", request.logprobs, 0, 5)
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise InvalidRequest("best_of other than n is not supported", field="best_of")
+    return request
+
+
+def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(stops) > _MAX_STOPS:
+        raise InvalidRequest(f"at most {_MAX_STOPS} stop strings", field="stop")
+    if any(not s or len(s) > _MAX_STOP_CHARS for s in stops):
+        raise InvalidRequest(f"a stop string has 1 to {_MAX_STOP_CHARS} characters", field="stop")
+    return stops
+
+
+def messages_of(request: ChatCompletionRequest) -> list[dict[str, str]]:
+    """As a chat template takes them: role and content, parts joined."""
+    plain: list[dict[str, str]] = []
+    for message in request.messages:
+        content = message.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        role = "system" if message.role == "developer" else message.role
+        plain.append({"role": role, "content": content or ""})
+    return plain
+
+
+def prompts_of(prompt: str | list[_Anything], vocab_size: int) -> list[str] | list[list[int]]:
+    """The prompts of a completion: text, or token ids; one or several."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequest("prompt is empty", field="prompt")
+    if all(type(p) is int for p in prompt):
+        return [_checked_ids(prompt, vocab_size)]
+    if len(prompt) > _MAX_PROMPTS:
+        raise InvalidRequest(f"at most {_MAX_PROMPTS} prompts", field="prompt")
+    if all(type(p) is str for p in prompt):
+        return list(prompt)
+    if all(type(p) is list and p and all(type(i) is int for i in p) for p in prompt):
+        return [_checked_ids(p, vocab_size) for p in prompt]
+    message = "prompt is a string, token ids, a list of strings, or a list of lists of token ids"
+    raise InvalidRequest(message, field="prompt")
+
+
+def _checked_ids(ids: list[int], vocab_size: int) -> list[int]:
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise InvalidRequest(f"token ids are 0 to {vocab_size - 1}", field="prompt")
+    return ids
+
+
+def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as exc:
+        raise _explain(str(exc)) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise InvalidRequest("the body is not valid JSON", reason="INVALID_JSON") from exc
+    except RecursionError as exc:
+        raise InvalidRequest("the body is nested too deeply", reason="INVALID_JSON") from exc
+
+
+def _explain(text: str) -> InvalidRequest:
+    """msgspec's message as ours, with the path of the field."""
+    if found := _UNKNOWN.search(text):
+        field = ".".join(p for p in (found[2], found[1]) if p)
+        return InvalidRequest(f"unknown field: {field}", reason="UNKNOWN_FIELD", field=field)
+    if found := _MISSING.search(text):
+        field = ".".join(p for p in (found[2], found[1]) if p)
+        return InvalidRequest(f"missing field: {field}", reason="MISSING_FIELD", field=field)
+    if found := _AT.search(text):
+        return InvalidRequest(f"{found[2]}: {found[1].lower()}", field=found[2])
+    return InvalidRequest(text.lower())
+
+
+def _check_common(request: _Common, neutral: tuple[str, ...]) -> None:
+    for field in neutral:
+        _check_neutral(field, getattr(request, field))
+    _in_range("max_tokens", request.max_tokens, 1, 1 << 31)
+    _in_range("n", request.n, 1, _MAX_N)
+    _in_range("temperature", request.temperature, 0.0, 2.0)
+    _in_range("top_p", request.top_p, 0.0, 1.0)
+    if request.top_p == 0:
+        raise InvalidRequest("top_p is greater than 0", field="top_p")
+    _in_range("seed", request.seed, -(1 << 63), (1 << 63) - 1 - _MAX_N)
+    stops_of(request.stop)
+    for field in ("model", "cache_salt", "chat_id", "scenario"):
+        if len(getattr(request, field)) > _MAX_NAME_CHARS:
+            raise InvalidRequest(f"{field} is too long", field=field)
+
+
+def _check_neutral(field: str, value: object) -> None:
+    if value is None or any(value == v for v in _NEUTRAL[field]):
+        return
+    raise InvalidRequest(f"{field} is not supported", reason="UNSUPPORTED_FIELD", field=field)
+
+
+def _in_range(field: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:
+        raise InvalidRequest(f"{field} must be between {low:g} and {high:g}", field=field)
+
+
+def _check_messages(messages: list[Message]) -> None:
+    if not messages:
+        raise InvalidRequest("messages is empty", field="messages")
+    if len(messages) > _MAX_MESSAGES:
+        raise InvalidRequest(f"at most {_MAX_MESSAGES} messages", field="messages")
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        for field in ("refusal", "tool_calls", "function_call", "audio", "annotations"):
+            if getattr(message, field):
+                raise InvalidRequest(
+                    f"{where}.{field} is not supported",
+                    reason="UNSUPPORTED_FIELD",
+                    field=f"{where}.{field}",
+                )
+        if message.content is None and message.role != "assistant":
+            raise InvalidRequest(f"{where}.content is missing", field=f"{where}.content")
+        if isinstance(message.content, list):
+            _check_parts(message.content, where)
+
+
+def _check_parts(parts: list[TextPart], where: str) -> None:
+    if len(parts) > _MAX_PARTS:
+        raise InvalidRequest(f"at most {_MAX_PARTS} parts", field=f"{where}.content")
+    for part in parts:
+        if part.type != "text":
+            raise InvalidRequest(
+                f"content parts of type {part.type[:32]} are not supported; only text is",
+                reason="UNSUPPORTED_FIELD",
+                field=f"{where}.content",
+            )

@@ -1,0 +1,66 @@
+"""The environment a gateway reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, SecretStr
+
+from pdmesh.config import ServiceSettings, settings_config, shared
+from pdmesh.core.request_types import RequestLimits
+
+
+class Settings(ServiceSettings):
+    model_config = settings_config("PDMESH_GATEWAY_")
+
+    grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port for clients; 0 picks one")
+    http_port: int = Field(8000, ge=0, le=65535, description="HTTP port for clients; 0 picks one")
+    reuse_port: bool = Field(
+        False, description="Share the HTTP and gRPC ports with other gateway processes"
+    )
+    model_dir: Path = Field(
+        Path(".pdmesh/model"), description="Model directory with tokenizer.json (Hugging Face form)"
+    )
+    model: str = Field(
+        "", description="The model that the name `default` means; empty: the first one seen"
+    )
+    hash_secret: SecretStr = shared(
+        SecretStr("pdmesh-development"),
+        description="Key of the block hashes, equal on all services",
+    )
+    default_max_tokens: int = Field(
+        1024, ge=1, description="Tokens for a chat that does not say how many"
+    )
+    max_calls: int = Field(4096, ge=1, description="Open requests; more get 429 at once")
+    max_waiting: int = Field(1024, ge=0, description="Requests waiting for a slot; more get 429")
+    max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest HTTP body or gRPC message")
+    ttft_s: float = Field(10.0, gt=0, description="Wait for a slot so long, then 429")
+    deadline_s: float = Field(600.0, gt=0, description="Longest life of a request")
+    answer_s: float = Field(3.0, gt=0, description="An instance accepts or rejects within this")
+    stall_s: float = Field(5.0, gt=0, description="Longest gap between tokens of one stream")
+    retry_s: float = Field(0.25, gt=0, description="First interval of asking again while waiting")
+    max_migrations: int = Field(3, ge=0, description="Times a request may move after a lost leg")
+    max_candidates: int = Field(8, ge=1, description="Instances asked before a request waits")
+    retry_ratio: float = Field(0.2, ge=0, description="Retries a request adds to the budget")
+    retry_reserve: float = Field(500.0, ge=0, description="Retries the budget holds at most")
+    plan_timeout_s: float = Field(0.25, gt=0, description="Longest wait for the master")
+    max_staleness_s: float = Field(
+        30.0, gt=0, description="Without a master, use a registry view no older than this"
+    )
+    write_timeout_s: float = Field(30.0, gt=0, description="Cut a client that reads nothing")
+    receive_timeout_s: float = Field(20.0, gt=0, description="A request arrives whole within this")
+    max_header_bytes: int = Field(16384, ge=1024, description="Largest HTTP request head")
+    drain_s: float = Field(10.0, ge=0, description="Time for streams to finish at shutdown")
+    tokenizer_threads: int = Field(1, ge=1, description="Threads that encode long text")
+
+    @property
+    def limits(self) -> RequestLimits:
+        return RequestLimits(
+            deadline_s=self.deadline_s,
+            ttft_s=self.ttft_s,
+            answer_s=self.answer_s,
+            stall_s=self.stall_s,
+            retry_s=self.retry_s,
+            max_migrations=self.max_migrations,
+            max_candidates=self.max_candidates,
+        )

@@ -1,0 +1,327 @@
+"""An instance with a real gRPC Session and scripted behaviour instead of an engine.
+
+Its next token is a function of all tokens before it, so a lost, doubled or foreign token shows in the text, and a
+migrated stream must read like an unbroken one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from pdmesh.core.block_hash import tokens_from_bytes
+from pdmesh.net import rpc
+from pdmesh.v1 import instance_service_pb2 as pb
+from pdmesh.v1.common_pb2 import (
+    FINISH_REASON_LENGTH,
+    ROLE_DECODE,
+    ROLE_FUSION,
+    ROLE_PREFILL,
+    InstanceRecord,
+    SamplingParams,
+    Ticket,
+    TokenLogprob,
+)
+
+_LETTERS = range(90)  # printable in the tiny tokenizer
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    total = 7
+    for token in tokens[-8:]:
+        total = (total * 31 + token) % 1_000_003
+    return _LETTERS[(total + len(tokens)) % len(_LETTERS)]
+
+
+def reference(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What an unbroken run produces."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass(eq=False)
+class FakeLeg:
+    key: int
+    request_id: str
+    tokens: list[int]
+    num_left: int
+    sampling: SamplingParams
+    outbox: asyncio.Queue[pb.SessionResponse]
+
+
+@dataclass(eq=False)
+class FakeInstance:
+    role: int
+    instance_id: str
+    incarnation: int = 1
+    num_slots: int = 1 << 20
+    step_s: float = 0.0
+    group_id: str = "default"
+    fingerprint: str = "fp"
+    supports_logprobs: bool = False
+    max_model_len: int = 4096
+    reject_with: int | None = None  # a RejectReason for everything
+    is_silent: bool = False  # never answers
+    is_holding: bool = False  # accepts but produces nothing
+    fail_starts_with: str | None = None
+    tokens_per_step: int = 1
+
+    prefills: list[pb.Prefill] = field(default_factory=list)
+    starts: list[pb.Start] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+    num_rejected: int = 0
+    num_sessions: int = 0
+    legs: dict[int, FakeLeg] = field(default_factory=dict)
+    tickets: set[str] = field(default_factory=set)
+    address: str = ""
+
+    _server: grpc.aio.Server | None = None
+    _stepper: asyncio.Task[None] | None = None
+    _calls: set[grpc.aio.ServicerContext] = field(default_factory=set)
+    _outboxes: list[asyncio.Queue[pb.SessionResponse]] = field(default_factory=list)
+    _work: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def start(self, port: int = 0) -> InstanceRecord:
+        self._server = rpc.server()
+        service = pb.DESCRIPTOR.services_by_name["InstanceService"]
+        rpc.add_service(self._server, service, self)
+        bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        await self._server.start()
+        self.address = f"127.0.0.1:{bound}"
+        self._stepper = asyncio.create_task(self._step_often())
+        return self.record()
+
+    def record(self) -> InstanceRecord:
+        service = {ROLE_PREFILL: "prefill", ROLE_DECODE: "decode", ROLE_FUSION: "prefill"}
+        return InstanceRecord(
+            instance_id=self.instance_id,
+            incarnation=self.incarnation,
+            service=service[self.role],
+            role=self.role,
+            group_id=self.group_id,
+            scenario="default",
+            grpc_address=self.address,
+            model="tiny",
+            model_fingerprint=self.fingerprint,
+            block_size=16,
+            num_slots=min(self.num_slots, 1 << 20),
+            max_model_len=self.max_model_len,
+            supports_logprobs=self.supports_logprobs,
+            engine="fake",
+        )
+
+    async def stop(self) -> None:
+        if self._stepper is not None:
+            self._stepper.cancel()
+        if self._server is not None:
+            await self._server.stop(0)
+
+    def break_sessions(self) -> None:
+        """As when the process dies: every stream ends and all legs and tickets are gone."""
+        for context in list(self._calls):
+            context.cancel()
+        self.legs.clear()
+        self.tickets.clear()
+
+    def free_slots(self, num_slots: int) -> None:
+        """Come free, and say so."""
+        self.num_slots, self.reject_with = num_slots, None
+        for outbox in self._outboxes:
+            outbox.put_nowait(pb.SessionResponse(load=self._load()))
+
+    # --- InstanceService -------------------------------------------------------------------------
+
+    async def Session(
+        self, requests: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.SessionResponse]:
+        self.num_sessions += 1
+        outbox: asyncio.Queue[pb.SessionResponse] = asyncio.Queue()
+        self._calls.add(context)
+        self._outboxes.append(outbox)
+        reader = asyncio.create_task(self._read(requests, outbox))
+        try:
+            while True:
+                yield await outbox.get()
+        finally:
+            reader.cancel()
+            self._calls.discard(context)
+            self._outboxes.remove(outbox)
+            for key in [k for k, leg in self.legs.items() if leg.outbox is outbox]:
+                del self.legs[key]
+
+    async def GetStatus(
+        self, request: pb.GetStatusRequest, context: object
+    ) -> pb.GetStatusResponse:
+        return pb.GetStatusResponse(record=self.record(), load=self._load())
+
+    async def GetKvSnapshot(
+        self, request: pb.GetKvSnapshotRequest, context: object
+    ) -> AsyncIterator[pb.GetKvSnapshotResponse]:
+        yield pb.GetKvSnapshotResponse(incarnation=self.incarnation)
+
+    async def Drain(self, request: pb.DrainRequest, context: object) -> pb.DrainResponse:
+        return pb.DrainResponse(load=self._load())
+
+    # --- behaviour -------------------------------------------------------------------------------
+
+    async def _read(
+        self,
+        requests: AsyncIterator[pb.SessionRequest],
+        outbox: asyncio.Queue[pb.SessionResponse],
+    ) -> None:
+        async for request in requests:
+            events: list[pb.SessionEvent] = []
+            for command in request.commands:
+                self._on_command(command, events, outbox)
+            if events:
+                outbox.put_nowait(pb.SessionResponse(events=events, load=self._load()))
+
+    def _on_command(
+        self,
+        command: pb.Command,
+        events: list[pb.SessionEvent],
+        outbox: asyncio.Queue[pb.SessionResponse],
+    ) -> None:
+        match command.WhichOneof("command"):
+            case "hello":
+                assert command.hello.incarnation == self.incarnation
+            case "prefill":
+                self.prefills.append(command.prefill)
+                if self._admits(command.prefill.key, events):
+                    self._prefill(command.prefill, events, outbox)
+            case "start":
+                self.starts.append(command.start)
+                if self._admits(command.start.key, events):
+                    self._start(command.start, events, outbox)
+            case "abort":
+                self.aborted.append(command.abort.key)
+                self.legs.pop(command.abort.key, None)
+            case "release":
+                self.released.append(command.release.ticket_id)
+                self.tickets.discard(command.release.ticket_id)
+
+    def _admits(self, key: int, events: list[pb.SessionEvent]) -> bool:
+        if self.is_silent:
+            return False
+        reason = self.reject_with
+        if reason is None and self._num_used >= self.num_slots:
+            reason = pb.REJECT_REASON_BUSY
+        if reason is not None:
+            self.num_rejected += 1
+            rejected = pb.Rejected(reason=reason, retry_after_ms=20)  # type: ignore[arg-type]
+            events.append(pb.SessionEvent(key=key, rejected=rejected))
+            return False
+        events.append(pb.SessionEvent(key=key, accepted=pb.Accepted()))
+        return True
+
+    def _prefill(
+        self,
+        prefill: pb.Prefill,
+        events: list[pb.SessionEvent],
+        outbox: asyncio.Queue[pb.SessionResponse],
+    ) -> None:
+        tokens = list(tokens_from_bytes(prefill.prompt_token_ids))
+        token = next_token(tokens)
+        leg = FakeLeg(
+            prefill.key, prefill.request_id, [*tokens, token], prefill.sampling.max_tokens - 1,
+            prefill.sampling, outbox,
+        )  # fmt: skip
+        if self.is_holding:
+            self.legs[prefill.key] = leg
+            return
+        first = pb.FirstToken(token_id=token, num_cached_tokens=min(16, len(tokens) // 2))
+        if prefill.sampling.HasField("num_logprobs"):
+            first.logprob.CopyFrom(_logprob(token, prefill.sampling.num_logprobs))
+        if leg.num_left == 0:
+            first.finish_reason = FINISH_REASON_LENGTH
+        elif prefill.is_local:
+            self.legs[prefill.key] = leg
+            self._work.set()
+        else:
+            ticket_id = f"{self.instance_id}-{prefill.key}"
+            self.tickets.add(ticket_id)
+            first.ticket.CopyFrom(Ticket(
+                ticket_id=ticket_id, request_id=prefill.request_id, attempt=prefill.attempt,
+                instance_id=self.instance_id, incarnation=self.incarnation,
+                model_fingerprint=self.fingerprint, num_tokens=len(tokens), lease_ms=2000,
+            ))  # fmt: skip
+        events.append(pb.SessionEvent(key=prefill.key, first_token=first))
+
+    def _start(
+        self,
+        start: pb.Start,
+        events: list[pb.SessionEvent],
+        outbox: asyncio.Queue[pb.SessionResponse],
+    ) -> None:
+        if self.fail_starts_with is not None:
+            failed = pb.Failed(reason=self.fail_starts_with, message="scripted", is_retryable=True)
+            events.append(pb.SessionEvent(key=start.key, failed=failed))
+            return
+        tokens = [*tokens_from_bytes(start.prompt_token_ids), start.first_token_id]
+        leg = FakeLeg(
+            start.key, start.request_id, tokens, start.sampling.max_tokens, start.sampling, outbox
+        )
+        self.legs[start.key] = leg
+        if self.is_holding:
+            return
+        for holder in self.peers:
+            holder.tickets.discard(start.ticket.ticket_id)
+        received = pb.KvReceived(kv_bytes=64 * len(tokens), duration_us=500)
+        events.append(pb.SessionEvent(key=start.key, kv_received=received))
+        self._work.set()
+
+    peers: list[FakeInstance] = field(default_factory=list)
+
+    @property
+    def _num_used(self) -> int:
+        return len(self.legs) + len(self.tickets)
+
+    def _load(self) -> pb.Load:
+        return pb.Load(num_slots=min(self.num_slots, 1 << 20), num_slots_used=self._num_used)
+
+    async def _step_often(self) -> None:
+        while True:
+            if not self.legs or self.is_holding:
+                self._work.clear()
+                await self._work.wait()
+            await asyncio.sleep(self.step_s)
+            self._step()
+
+    def _step(self) -> None:
+        messages: dict[int, tuple[asyncio.Queue[pb.SessionResponse], pb.SessionResponse]] = {}
+        for leg in list(self.legs.values()):
+            _, message = messages.setdefault(id(leg.outbox), (leg.outbox, pb.SessionResponse()))
+            logprobs: list[TokenLogprob] = []
+            for _ in range(min(self.tokens_per_step, leg.num_left)):
+                token = next_token(leg.tokens)
+                leg.tokens.append(token)
+                leg.num_left -= 1
+                message.tokens.keys.append(leg.key)
+                message.tokens.token_ids.append(token)
+                logprobs.append(_logprob(token, leg.sampling.num_logprobs))
+            if leg.sampling.HasField("num_logprobs"):
+                drawn = pb.LogprobsDrawn(logprobs=logprobs)
+                message.events.append(pb.SessionEvent(key=leg.key, logprobs_drawn=drawn))
+            if leg.num_left <= 0:
+                finished = pb.Finished(finish_reason=FINISH_REASON_LENGTH)
+                message.events.append(pb.SessionEvent(key=leg.key, finished=finished))
+                del self.legs[leg.key]
+        for outbox, message in messages.values():
+            message.load.CopyFrom(self._load())
+            outbox.put_nowait(message)
+
+
+def _logprob(token: int, num_top: int) -> TokenLogprob:
+    top = [token, *range(40, 40 + num_top)][:num_top]
+    return TokenLogprob(
+        token_id=token,
+        logprob=-0.5,
+        top_token_ids=top,
+        top_logprobs=[-0.5 - i for i in range(len(top))],
+    )

@@ -1,0 +1,99 @@
+"""A gateway in this process with fake instances around it, for integration tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION, ROLE_PREFILL, InstanceRecord
+from services.gateway.gateway import Gateway
+from services.gateway.settings import Settings
+from services.gateway.tokenizer import Tokenizer
+from tests.fakes.fake_instance import FakeInstance, reference
+from tests.fakes.memory_registry import MemoryStore, MemoryView
+from tests.fakes.tiny_model import write_tiny_model
+
+
+class GatewayMesh:
+    def __init__(self, settings: Settings, tokenizer: Tokenizer) -> None:
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.store = MemoryStore()
+        self.instances: dict[str, FakeInstance] = {}
+        self.events: list[Any] = []
+        self.gateway: Gateway
+
+    async def publish(self, subject: str, message: Any) -> None:
+        self.events.append(message)
+
+    def start(self) -> None:
+        view = MemoryView(self.store)
+
+        def not_ready() -> list[str]:
+            return [] if self.gateway.fleet.can_serve() else ["instances"]
+
+        self.gateway = Gateway(self.settings, 7, view, self.tokenizer, self, not_ready)
+        self.gateway.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.gateway.http.port}"
+
+    def expected_text(self, prompt: str, num_tokens: int) -> str:
+        ids = list(self.tokenizer._encode(prompt, add_special_tokens=True))
+        return self.tokenizer.text_stream(()).feed(reference(ids, num_tokens))
+
+    def chat_prompt(self, content: str) -> str:
+        return self.tokenizer.render_chat([{"role": "user", "content": content}])
+
+    async def add(self, instance: FakeInstance) -> FakeInstance:
+        instance.peers = list(self.instances.values())
+        for other in self.instances.values():
+            other.peers.append(instance)
+        self.instances[instance.instance_id] = instance
+        self.store.write(await instance.start(), 3600)
+        return instance
+
+    def register(self, record: InstanceRecord) -> None:
+        self.store.write(record, 3600)
+
+    @property
+    def num_legs(self) -> int:
+        return sum(len(i.legs) + len(i.tickets) for i in self.instances.values())
+
+
+@contextlib.asynccontextmanager
+async def gateway_mesh(
+    directory: Path,
+    num_prefills: int = 1,
+    num_decodes: int = 1,
+    num_fusions: int = 0,
+    **settings: Any,
+) -> AsyncIterator[GatewayMesh]:
+    tokenizer = Tokenizer.load(write_tiny_model(directory / "tiny"), max_chars=1 << 20)
+    values = {
+        "http_port": 0,
+        "grpc_port": 0,
+        "drain_s": 1.0,
+        "instance_id": "gateway-0",
+        **settings,
+    }
+    mesh = GatewayMesh(Settings(**values), tokenizer)
+    roles = [
+        *((ROLE_PREFILL, f"prefill-{i}") for i in range(num_prefills)),
+        *((ROLE_DECODE, f"decode-{i}") for i in range(num_decodes)),
+        *((ROLE_FUSION, f"fusion-{i}") for i in range(num_fusions)),
+    ]
+    for role, name in roles:
+        await mesh.add(FakeInstance(role, name))
+    mesh.start()
+    try:
+        yield mesh
+    finally:
+        await mesh.gateway.stop()
+        for timer in mesh.store.timers.values():
+            timer.cancel()
+        await asyncio.gather(*(i.stop() for i in mesh.instances.values()))

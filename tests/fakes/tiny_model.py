@@ -1,0 +1,30 @@
+"""A model directory small enough for a test: byte-level tokens, and a chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+EOS = 256
+_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def write_tiny_model(directory: Path) -> Path:
+    """Token id = place of the byte in the byte-level alphabet, 256 = end of sequence."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    (directory / "chat_template.jinja").write_text(_TEMPLATE)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    (directory / "config.json").write_text(json.dumps({"vocab_size": 257}))
+    return directory
