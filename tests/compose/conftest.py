@@ -1,0 +1,23 @@
+"""`make compose-test` runs these; they need a container engine, and build the image."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.compose.cluster import Cluster, engine
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    script = os.environ.get("COMPOSE_ENGINE")  # starts an engine where none runs
+    with engine(Path(script).absolute() if script else None) as is_there:
+        if not is_there:
+            pytest.skip(
+                "no docker engine with compose answers, and COMPOSE_ENGINE names no script that starts one"
+            )
+        with Cluster() as running:
+            yield running

@@ -1,0 +1,130 @@
+"""The dev cluster as a user starts it: all six services in containers, asked through the gateway's two ports."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from openai import OpenAI
+
+from pdmesh.v1 import inference_service_pb2 as pb
+from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
+from tests.compose.cluster import Cluster
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
+
+QUESTION = "What is the capital of France?"
+SERVERS = ["nats", "redis"]
+SERVICES = [
+    "decode-0", "decode-1", "gateway", "health-monitor", "kv-cache-index", "master-scheduler",
+    "prefill-0", "prefill-1",
+]  # fmt: skip
+
+
+def ask(cluster: Cluster) -> str:
+    """By the official client, streamed. Its own retries are off: the mesh must answer the first time."""
+    with OpenAI(
+        base_url=f"http://127.0.0.1:{cluster.http_port}/v1",
+        api_key="unused",
+        max_retries=0,
+        timeout=30,
+    ) as client:
+        chunks = client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": QUESTION}],
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+        )
+        return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+
+
+def ask_grpc(cluster: Cluster) -> str:
+    request = pb.ChatRequest(
+        messages=[pb.ChatMessage(role="user", content=QUESTION)],
+        params=pb.GenerationParams(max_tokens=24, temperature=0),
+    )
+    with grpc.insecure_channel(f"127.0.0.1:{cluster.grpc_port}") as channel:
+        return InferenceServiceStub(channel).Chat(request, timeout=30).message.content
+
+
+@pytest.fixture(scope="module")
+def answer(cluster: Cluster) -> str:
+    """What the mesh says while it is whole; the sim engine's answer is a function of the prompt and its KV."""
+    return ask(cluster)
+
+
+def test_every_service_runs_and_is_healthy(cluster: Cluster) -> None:
+    health = {c["Service"]: c["Health"] for c in cluster.containers()}
+    assert health == dict.fromkeys(sorted(SERVERS + SERVICES), "healthy")
+
+
+def test_http_and_grpc_give_the_same_answer(cluster: Cluster, answer: str) -> None:
+    assert answer
+    assert ask_grpc(cluster) == answer
+
+
+def test_only_the_gateway_is_published_and_only_on_loopback(cluster: Cluster) -> None:
+    published = {
+        (c["Service"], p["URL"], p["PublishedPort"])
+        for c in cluster.containers()
+        for p in c["Publishers"]
+        if p["PublishedPort"]
+    }
+    assert published == {
+        ("gateway", "127.0.0.1", cluster.http_port),
+        ("gateway", "127.0.0.1", cluster.grpc_port),
+    }
+
+
+def test_no_container_but_the_gateway_has_a_way_out(cluster: Cluster) -> None:
+    routes = {s: cluster.execute(s, "cat", "/proc/net/route").stdout for s in SERVERS + SERVICES}
+    is_default = "\t00000000\t"  # destination 0.0.0.0
+    assert [s for s, table in routes.items() if is_default in table.split("\n", 1)[1][:20]] == [
+        "gateway"
+    ]
+
+
+@pytest.mark.parametrize("service", SERVERS + SERVICES)
+def test_a_container_has_no_privileges_and_writes_nothing_to_its_image(
+    cluster: Cluster, service: str
+) -> None:
+    found = cluster.inspect(service)["HostConfig"]
+    assert found["ReadonlyRootfs"]
+    assert found["CapDrop"] == ["ALL"]
+    assert found["SecurityOpt"] == ["no-new-privileges:true"]
+    assert found["Memory"] > 0
+    assert found["PidsLimit"] > 0
+    assert cluster.execute(service, "id", "-u").stdout.strip() == "10001"
+    assert cluster.execute(service, "touch", "/etc/hosts").returncode != 0
+
+
+@pytest.mark.req("S74")
+@pytest.mark.parametrize(
+    "service",
+    [
+        "decode-0",
+        "prefill-0",
+        "master-scheduler",
+        "kv-cache-index",
+        "health-monitor",
+        "nats",
+        "redis",
+    ],
+)
+def test_the_mesh_answers_while_a_process_is_dead_and_its_container_comes_back(
+    cluster: Cluster, answer: str, service: str
+) -> None:
+    num_restarts = cluster.inspect(service)["RestartCount"]
+    cluster.kill_process(service)
+    assert ask(cluster) == answer
+    cluster.wait_restarted(service, num_restarts + 1, timeout_s=60)
+    assert ask(cluster) == answer
+
+
+@pytest.mark.req("S74")
+def test_a_killed_gateway_comes_back_and_finds_the_mesh(cluster: Cluster, answer: str) -> None:
+    num_restarts = cluster.inspect("gateway")["RestartCount"]
+    cluster.kill_process("gateway")
+    cluster.wait_restarted("gateway", num_restarts + 1, timeout_s=60)
+    assert ask(cluster) == answer
+    assert ask_grpc(cluster) == answer
