@@ -1,0 +1,142 @@
+"""What the vLLM engine is told, and how that becomes vLLM's arguments and environment.
+
+All that differs between a laptop's CPU and a GPU is decided here, by `device`; the rest of the engine
+does not know where it runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CONNECTOR_MODULE = "pdmesh.engine.vllm.connector"
+CONNECTOR_CLASS = "PdmeshConnector"
+
+
+@dataclass(frozen=True, slots=True)
+class VllmConfig:
+    """One engine of one instance. Bytes are per rank."""
+
+    instance_id: str
+    incarnation: int
+    model_dir: Path
+    model: str  # the name it answers to
+    device: str = "cpu"  # cpu or cuda: which build of vLLM is installed
+    dtype: str = (
+        ""  # empty: float32 on a CPU (equal outputs on every instance), the model's on a GPU
+    )
+    block_size: int = 64  # tokens
+    kv_cache_bytes: int = 512 << 20
+    staging_bytes: int = 256 << 20  # 0: this instance hands no KV on
+    landing_bytes: int = 256 << 20  # 0: this instance takes no KV
+    lease_s: float = 10.0  # how long a staged prompt waits for its decode
+    max_model_len: int = 2048
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int | None = None
+    memory_utilization: float = 0.3  # several engines share one machine
+    num_threads: int = (
+        0  # of a CPU worker; 0: half of the cores, so that prefill and decode share them
+    )
+    tensor_parallel_size: int = 1
+    enforce_eager: bool | None = None  # None: yes on a CPU (no compiler, quick start), no on a GPU
+    start_timeout_s: float = 600.0
+    worker_failpoints: str = ""  # tests only: armed in the worker, see failpoints.py
+
+    @property
+    def effective_dtype(self) -> str:
+        return self.dtype or ("float32" if self.device == "cpu" else "auto")
+
+    @property
+    def is_eager(self) -> bool:
+        return self.device == "cpu" if self.enforce_eager is None else self.enforce_eager
+
+
+def environment(config: VllmConfig, current: Mapping[str, str]) -> dict[str, str]:
+    """What must be in the environment before vLLM is imported; values somebody has set are kept.
+
+    Always offline and silent: no download, no usage report, and no request in a log.
+    """
+    values = {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_USE_AOT_COMPILE": "0",  # otherwise the compile cache is never reloaded
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if config.device == "cpu":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        threads = config.num_threads or max(1, (cores or 1) // 2)
+        values |= {
+            "OMP_NUM_THREADS": str(threads),
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+            # AsyncLLM keeps EngineCore in a child whatever this says; with 0 the worker of a single rank
+            # lives in that child too instead of a process of its own: 5 s and 300 MB less.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if config.tensor_parallel_size == 1 else "1",
+        }
+    return {name: value for name, value in values.items() if name not in current}
+
+
+def engine_arguments(config: VllmConfig, private_dir: Path, fingerprint: str) -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs` (any: vLLM's own mixture of types)."""
+    from vllm.config import KVEventsConfig, KVTransferConfig
+
+    arguments: dict[str, Any] = {
+        "model": str(config.model_dir),
+        "served_model_name": [config.model],
+        "skip_tokenizer_init": True,
+        "dtype": config.effective_dtype,
+        "enforce_eager": config.is_eager,
+        "block_size": config.block_size,
+        "gpu_memory_utilization": config.memory_utilization,
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enable_prefix_caching": True,
+        "generation_config": "vllm",  # the job says how to draw, not a file beside the model
+        "disable_log_stats": True,
+        "kv_events_config": KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=events_endpoint(private_dir),
+            buffer_steps=1,
+        ),
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector=CONNECTOR_CLASS,
+            kv_connector_module_path=CONNECTOR_MODULE,
+            kv_role="kv_both",
+            kv_load_failure_policy="fail",
+            kv_connector_extra_config=connector_config(config, private_dir, fingerprint),
+        ),
+    }
+    if config.max_num_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
+    if config.tensor_parallel_size == 1:
+        arguments["distributed_executor_backend"] = "uni"
+    return arguments
+
+
+def connector_config(config: VllmConfig, private_dir: Path, fingerprint: str) -> dict[str, Any]:
+    """What our connector reads in the worker; plain values, as vLLM carries them there."""
+    return {
+        "control_path": str(control_path(private_dir)),
+        "instance_id": config.instance_id,
+        "incarnation": config.incarnation,
+        "base_fingerprint": fingerprint,
+        "staging_bytes": config.staging_bytes,
+        "landing_bytes": config.landing_bytes,
+        "failpoints": config.worker_failpoints,
+    }
+
+
+def control_path(private_dir: Path) -> Path:
+    return private_dir / "control.sock"
+
+
+def events_endpoint(private_dir: Path) -> str:
+    return f"ipc://{private_dir / 'kv-events.sock'}"

@@ -1,0 +1,146 @@
+"""vLLM's side of the hand-off: a `KVConnectorBase_V1` that forwards to the planner and the worker half.
+
+Nothing is decided here. vLLM loads this class by `kv_connector_module_path`, once in its scheduler and once in
+each worker. All requests without our `kv_transfer_params` pass untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from pdmesh.engine.vllm.handoff import HandoffPlanner, StepPlan
+from pdmesh.engine.vllm.worker import HandoffWorker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+class PlanMetadata(KVConnectorMetadata):
+    """Carries one step's plan from the scheduler to the workers, over vLLM's own channel."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+
+
+class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        groups = len(kv_cache_config.kv_cache_groups)
+        if groups != 1:
+            raise ValueError(f"pdmesh moves models with one KV cache group, this one has {groups}")
+        self._planner: HandoffPlanner | None = None
+        self._worker: HandoffWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._planner = HandoffPlanner(vllm_config.cache_config.block_size)
+        else:
+            parallel = vllm_config.parallel_config
+            self._worker = HandoffWorker(
+                self._kv_transfer_config.kv_connector_extra_config,
+                rank=parallel.rank,
+                num_ranks=parallel.world_size,
+                num_blocks=kv_cache_config.num_blocks,
+            )
+
+    # -- scheduler --------------------------------------------------------------------------------
+
+    @property
+    def planner(self) -> HandoffPlanner:
+        assert self._planner is not None, "a scheduler's method"
+        return self._planner
+
+    def on_new_request(self, request: Request) -> None:
+        if request.kv_transfer_params:
+            self.planner.add(
+                request.request_id, request.kv_transfer_params, request.num_prompt_tokens
+            )
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        external = self.planner.num_external_tokens(request.request_id, num_computed_tokens)
+        return external, external > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        (block_ids,) = blocks.get_block_ids()
+        self.planner.allocated(request.request_id, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        computed = {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
+        cached = scheduler_output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        state = scheduler_output.kv_connector_block_state
+        assert state is not None
+
+        for key, count in scheduler_output.num_scheduled_tokens.items():
+
+            def block_ids(key: str = key) -> Sequence[int]:
+                ids: list[int] = state.resolve_block_ids(key)[0]
+                return ids
+
+            self.planner.scheduled(key, computed[key], count, block_ids)
+        return PlanMetadata(self.planner.take_plan())
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks go back at once: a hand-off has been gathered in the step that computed it."""
+        self.planner.finished(request.request_id)
+        return False, None
+
+    # -- worker -----------------------------------------------------------------------------------
+
+    @property
+    def worker(self) -> HandoffWorker:
+        assert self._worker is not None, "a worker's method"
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.start(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.worker.begin(self._plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads end between steps, never inside one."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """A prompt is gathered whole, in `wait_for_save`."""
+
+    def wait_for_save(self) -> None:
+        self.worker.stage(self._plan())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        received, failed = self.worker.take_results()
+        return KVConnectorTransferResults(finished_recving=received | failed, failed_recving=failed)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    def _plan(self) -> StepPlan:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PlanMetadata)
+        return metadata.plan

@@ -1,0 +1,422 @@
+"""The vLLM engine of one instance (DESIGN 8): `Engine` over AsyncLLM.
+
+Each job is one vLLM request and one task that reads it. What its outputs mean, together with what the
+workers report about KV, is decided by `Jobs`; this file starts, cancels, and passes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from pdmesh import failpoints
+from pdmesh.engine.base import (
+    DecodeJob,
+    EngineInfo,
+    EngineStats,
+    Output,
+    PrefillJob,
+    Sampling,
+)
+from pdmesh.engine.vllm.config import (
+    VllmConfig,
+    control_path,
+    engine_arguments,
+    environment,
+    events_endpoint,
+)
+from pdmesh.engine.vllm.control import ControlServer, WorkerLost
+from pdmesh.engine.vllm.fingerprint import base_fingerprint, model_digest
+from pdmesh.engine.vllm.jobs import (
+    CancelRequest,
+    Drawn,
+    Effect,
+    Endpoint,
+    Jobs,
+    ReleaseTicket,
+    stages_kv,
+)
+from pdmesh.engine.vllm.kv_events import BlockNames, read_events
+from pdmesh.engine.vllm.outputs import OutputQueue
+from pdmesh.engine.vllm.sampling import drawn, sampling_params
+from pdmesh.engine.vllm.stats import SchedulerView
+from pdmesh.errors import EngineFailed
+from pdmesh.engine.vllm.handoff import load_params, store_params
+from pdmesh.engine.vllm.messages import Hello, Release, ToHost
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+log = structlog.get_logger(__name__)
+
+PULL_GRACE_S = 1.0  # a pull ends by its own deadline; this much later the leg fails without it
+STOP_TIMEOUT_S = 15.0
+PROGRESS_EVERY_S = 5.0
+NAMES_PER_BLOCK = 4  # names of blocks remembered, per block of the cache
+
+
+@dataclass(slots=True)
+class _Reader:
+    """One vLLM request; `request_id` is vLLM's own name of it, empty until vLLM has taken it."""
+
+    leg: int
+    num_logprobs: int | None
+    request_id: str = ""
+    is_cancelled: bool = False
+
+
+class VllmEngine:
+    """See `pdmesh.engine.base.Engine`. One per process group; not to be started twice."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._private_dir: Path | None = None
+        self._llm: AsyncLLM | None = None
+        self._control: ControlServer | None = None
+        self._view = SchedulerView()
+        self._jobs: Jobs | None = None
+        self._queue = OutputQueue()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._readers: dict[int, _Reader] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._deadlines: dict[int, asyncio.TimerHandle] = {}
+        self._events: asyncio.Task[None] | None = None
+        self._num_blocks = 0
+        self._is_stopping = False
+
+    # -- life -------------------------------------------------------------------------------------
+
+    async def start(self) -> EngineInfo:
+        started = time.monotonic()
+        config = self._config
+        log.info("vllm.starting", model=config.model, dtype=config.effective_dtype)
+        try:
+            return await self._start(started)
+        except EngineFailed:
+            await self.stop()
+            raise
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
+
+    async def _start(self, started: float) -> EngineInfo:
+        config = self._config
+        os.environ.update(environment(config, os.environ))
+        self._private_dir = Path(tempfile.mkdtemp(prefix="pdmesh-vllm-"))  # 0700
+        self._control = ControlServer(self._on_worker_message, self._on_worker_lost)
+        await self._control.listen(control_path(self._private_dir))
+        version = await self._with_progress("vllm.importing", asyncio.to_thread(_vllm_version))
+        model = await asyncio.to_thread(model_digest, config.model_dir)
+        log.info("vllm.imported", version=version, seconds=round(time.monotonic() - started, 1))
+        fingerprint = base_fingerprint(
+            model, config.effective_dtype, config.block_size, version, config.tensor_parallel_size
+        )
+        arguments = engine_arguments(config, self._private_dir, fingerprint)
+        self._llm = await self._with_progress(
+            "vllm.loading", asyncio.to_thread(_build, arguments, self._view), config.start_timeout_s
+        )
+        hellos = await asyncio.wait_for(self._control.ready, PROGRESS_EVERY_S)
+        info = self._describe(hellos)
+        self._events = asyncio.create_task(self._follow_events(), name="vllm-kv-events")
+        log.info(
+            "vllm.ready",
+            seconds=round(time.monotonic() - started, 1),
+            num_kv_blocks=info.num_kv_blocks,
+            model_fingerprint=info.model_fingerprint,
+        )
+        return info
+
+    async def _with_progress(self, event: str, work: Any, timeout_s: float = 600.0) -> Any:
+        """Await `work` (any awaitable, its own result), with a log line every few seconds."""
+        task, started = asyncio.ensure_future(work), time.monotonic()
+        while not (await asyncio.wait([task], timeout=PROGRESS_EVERY_S))[0]:
+            waited = time.monotonic() - started
+            log.info(event, seconds=round(waited, 1))
+            if waited > timeout_s:
+                raise EngineFailed(f"vLLM did not start within {timeout_s:.0f} s")
+        return await task
+
+    def _describe(self, hellos: list[Hello]) -> EngineInfo:
+        config, first, num_ranks = self._config, hellos[0], len(hellos)
+        assert self._llm is not None
+        taken = self._llm.vllm_config.cache_config.block_size
+        if taken != config.block_size:
+            raise EngineFailed(
+                f"vLLM took a block size of {taken} tokens, not {config.block_size}; "
+                "set block_size to one that its attention kernels have",
+                reason="ENGINE_MISCONFIGURED",
+            )
+        if len({h.model_fingerprint for h in hellos}) > 1:
+            raise EngineFailed("the ranks do not agree on the layout of the KV cache")
+        self._num_blocks = first.num_blocks - 1  # vLLM keeps one as its null block
+        endpoint = Endpoint(
+            instance_id=config.instance_id,
+            incarnation=config.incarnation,
+            model_fingerprint=first.model_fingerprint,
+            addresses=tuple(h.address for h in hellos if h.address),
+            kv_bytes_per_token=first.block_bytes // config.block_size,
+            block_size=config.block_size,
+            lease_ms=round(1000 * config.lease_s),
+        )
+        self._jobs = Jobs(endpoint, num_ranks)
+        return EngineInfo(
+            engine="vllm",
+            model=config.model,
+            model_fingerprint=endpoint.model_fingerprint,
+            block_size=config.block_size,
+            num_kv_blocks=self._num_blocks,
+            kv_bytes_per_token=endpoint.kv_bytes_per_token * num_ranks,
+            max_model_len=config.max_model_len,
+            num_ranks=num_ranks,
+            supports_logprobs=True,
+            kv_addresses=endpoint.addresses,
+        )
+
+    async def stop(self) -> None:
+        if self._is_stopping:
+            return
+        self._is_stopping = True
+        for timer in self._deadlines.values():
+            timer.cancel()
+        tasks = [*self._tasks.values(), *self._aborts, *([self._events] if self._events else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1.0)
+        if self._llm is not None:
+            shutdown = asyncio.to_thread(self._llm.shutdown)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(shutdown, STOP_TIMEOUT_S)
+        if self._control is not None:
+            await self._control.close()  # a worker that is still there exits when this ends
+        if self._private_dir is not None:
+            shutil.rmtree(self._private_dir, ignore_errors=True)
+        log.info("vllm.stopped")
+
+    # -- jobs -------------------------------------------------------------------------------------
+
+    def prefill(self, job: PrefillJob) -> None:
+        failpoints.hit("prefill.accepted")
+        assert self._jobs is not None, "start() has returned"
+        self._jobs.prefill(job)
+        params = None
+        if stages_kv(job):
+            assert job.staging is not None
+            params = store_params(
+                job.ticket_id, job.request_id, job.attempt, job.staging, self._config.lease_s
+            )
+        max_tokens = 1 if job.staging is not None else job.sampling.max_tokens
+        self._submit(job.leg, list(job.prompt), job.sampling, max_tokens, job.cache_salt, params)
+
+    def decode(self, job: DecodeJob) -> None:
+        failpoints.hit("decode.accepted")
+        assert self._jobs is not None, "start() has returned"
+        self._jobs.decode(job)
+        loop = asyncio.get_running_loop()
+        deadline = time.monotonic() + job.deadline_s
+        self._deadlines[job.leg] = loop.call_later(
+            job.deadline_s + PULL_GRACE_S, self._on_deadline, job.leg
+        )
+        params = load_params(job.leg, job.ticket, job.landing, deadline, len(job.prompt))
+        prompt = [*job.prompt, job.first_token]
+        self._submit(job.leg, prompt, job.sampling, job.sampling.max_tokens, job.cache_salt, params)
+
+    def abort(self, leg: int) -> None:
+        if self._jobs is not None:
+            self._queue.drop(leg)
+            self._apply(self._jobs.abort(leg))
+
+    def release(self, ticket_id: str) -> None:
+        if self._jobs is not None:
+            self._apply(self._jobs.release(ticket_id))
+
+    async def outputs(self) -> AsyncIterator[list[Output]]:
+        async for batch in self._queue.batches():
+            yield batch
+
+    def stats(self) -> EngineStats:
+        jobs = self._jobs
+        return EngineStats(
+            num_running=jobs.num_open if jobs else 0,
+            num_kv_blocks_free=round(self._num_blocks * (1.0 - self._view.kv_cache_usage)),
+            extra=self._view.numbers(),
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is left of any job, ticket or request."""
+        return self._jobs is not None and self._jobs.is_idle and not self._tasks
+
+    def check_idle(self) -> None:
+        """Everything was given back: called by tests when no job is left."""
+        assert self._jobs is not None
+        self._jobs.check_invariants()
+        assert self.is_idle
+        assert not self._readers
+        assert not self._deadlines
+
+    # -- one job ----------------------------------------------------------------------------------
+
+    def _submit(
+        self,
+        leg: int,
+        prompt: list[int],
+        sampling: Sampling,
+        max_tokens: int,
+        cache_salt: str,
+        kv_transfer_params: dict[str, Any] | None,
+    ) -> None:
+        params = sampling_params(sampling, max_tokens, kv_transfer_params)
+        reader = self._readers[leg] = _Reader(leg, sampling.num_logprobs)
+        task = asyncio.create_task(
+            self._read(reader, prompt, params, cache_salt), name=f"vllm-{leg}"
+        )
+        self._tasks[leg] = task
+        task.add_done_callback(lambda _: self._forget_task(leg))
+
+    async def _read(self, reader: _Reader, prompt: list[int], params: Any, cache_salt: str) -> None:
+        """Pass the request's outputs on. `params` is vLLM's own type, imported late.
+
+        Never cancelled by an abort: a request that vLLM took must be aborted there, and it is taken
+        somewhere inside `add_request`.
+        """
+        from vllm.inputs import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        assert self._llm is not None
+        assert self._jobs is not None
+        leg, queue = reader.leg, None
+        request = tokens_input(prompt, cache_salt=cache_salt or None)
+        name = f"{self._config.instance_id}-{leg}"
+        try:
+            queue = await self._llm.add_request(name, request, params)
+            reader.request_id = queue.request_id
+            if reader.is_cancelled:
+                await self._llm.abort(queue.request_id, internal=True)
+            is_finished = False
+            while not is_finished:
+                output = queue.get_nowait() or await queue.get()
+                is_finished = output.finished
+                failpoints.hit("decode.token")
+                self._apply(self._jobs.handle(drawn(leg, output, reader.num_logprobs)))
+        except EngineDeadError:
+            self._die("vLLM's engine process died; its own log says why")
+        except Exception as error:  # noqa: BLE001  vLLM's errors have no common base; each ends one leg
+            log.warning("vllm.request.failed", leg=leg, error=error.__class__.__name__)
+            await self._on_request_error(reader, error)
+        finally:
+            if queue is not None:
+                queue.close()
+
+    async def _on_request_error(self, reader: _Reader, error: Exception) -> None:
+        assert self._llm is not None
+        assert self._jobs is not None
+        if not reader.request_id:
+            message = f"vLLM refused the request: {error.__class__.__name__}"
+            self._apply(self._jobs.refused(reader.leg, message))
+            return
+        await self._llm.abort(reader.request_id, internal=True)
+        self._apply(self._jobs.handle(Drawn(reader.leg, (), is_error=True)))
+
+    def _cancel(self, leg: int) -> None:
+        """Abort the request in vLLM; its task ends with the output that says so."""
+        reader = self._readers.get(leg)
+        if reader is None or self._llm is None:
+            return
+        reader.is_cancelled = True
+        if reader.request_id:
+            abort = self._llm.abort(reader.request_id, internal=True)
+            task = asyncio.create_task(abort, name=f"vllm-abort-{leg}")
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+    def _forget_task(self, leg: int) -> None:
+        self._tasks.pop(leg, None)
+        self._readers.pop(leg, None)
+        timer = self._deadlines.pop(leg, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _on_deadline(self, leg: int) -> None:
+        assert self._jobs is not None
+        self._apply(self._jobs.overdue(leg))
+
+    def _apply(self, effects: Iterable[Effect]) -> None:
+        outputs: list[Output] = []
+        for effect in effects:
+            match effect:
+                case ReleaseTicket():
+                    if self._control is not None:
+                        self._control.broadcast(Release(effect.ticket_id))
+                case CancelRequest():
+                    self._cancel(effect.leg)
+                case _:
+                    outputs.append(effect)
+        self._queue.put(outputs)
+
+    # -- workers ----------------------------------------------------------------------------------
+
+    def _on_worker_message(self, message: ToHost) -> None:
+        assert not isinstance(message, Hello)
+        if self._jobs is not None:
+            self._apply(self._jobs.handle(message))
+
+    def _on_worker_lost(self, error: WorkerLost) -> None:
+        self._die(str(error))
+
+    def _die(self, message: str) -> None:
+        if self._is_stopping or self._queue.has_failed:
+            return
+        log.error("vllm.died", cause=message)
+        self._queue.fail(EngineFailed(message, reason="ENGINE_DEAD"))
+
+    async def _follow_events(self) -> None:
+        assert self._private_dir is not None
+        names = BlockNames(max(1024, NAMES_PER_BLOCK * self._num_blocks), self._config.block_size)
+        await read_events(
+            events_endpoint(self._private_dir), names, lambda changed: self._queue.put([changed])
+        )
+
+
+def _vllm_version() -> str:
+    """Import vLLM. Raises EngineFailed with the remedy if that does not work."""
+    try:
+        import vllm.v1.engine.async_llm  # the slow part; later imports find it done
+    except ImportError as error:
+        raise EngineFailed(
+            f"vLLM cannot be imported ({error}); install it with `make setup`, "
+            "or run without it: --engine sim",
+            reason="ENGINE_MISSING",
+        ) from error
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def _build(arguments: dict[str, Any], view: SchedulerView) -> AsyncLLM:
+    """Start vLLM's processes and load the model. Blocks; raises EngineFailed with vLLM's own cause."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    try:
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        return AsyncLLM.from_vllm_config(
+            config, stat_loggers=[view.logger_factory()], disable_log_stats=True
+        )
+    except (RuntimeError, ValueError, OSError, MemoryError, TypeError) as error:
+        raise EngineFailed(f"vLLM did not start: {_cause(error)}", reason="ENGINE_START") from error
+
+
+def _cause(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{error.__class__.__name__}: {text[0] if text else ''}"

@@ -1,0 +1,234 @@
+"""Which blocks a step must gather or receive for the mesh: the scheduler's half of the hand-off (DESIGN 7).
+
+Decided from what the scheduler tells, step by step; the worker half carries the plan out in the same step.
+A prompt's blocks are gathered in the step that computes its last token, so that they may go back to
+the prefix cache at once. A request that ends before its turn is named in the plan too, so that whoever
+reserved bytes for it learns that nobody will touch them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdmesh.engine.base import ArenaRange, Ticket
+
+STORE, LOAD = "store", "load"
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Stage a computed prompt under a ticket."""
+
+    ticket_id: str
+    request_id: str
+    attempt: int
+    staging: ArenaRange
+    lease_s: float
+    num_tokens: int
+    block_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Pull a ticket's KV into blocks. The first `num_local_blocks` are in the prefix cache already.
+
+    `deadline` is of the host's monotonic clock, which processes of one machine share.
+    """
+
+    key: str  # the engine's own name of the request
+    leg: int
+    ticket: Ticket
+    landing: ArenaRange
+    deadline: float
+    num_tokens: int
+    num_local_blocks: int = 0
+    block_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A loaded request computes its first tokens in this step."""
+
+    leg: int
+    num_computed_tokens: int  # tokens of the prompt computed here, though they were to be pulled
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """For one engine step, in this order: drops, loads, entries; stores after the step's forward."""
+
+    stores: list[Store] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    takes: list[Load] = field(
+        default_factory=list
+    )  # all blocks cached here: nothing but an ack to send
+    entered: list[Entered] = field(default_factory=list)
+    cancelled: list[Load] = field(
+        default_factory=list
+    )  # started, and nobody waits for them any more
+    dropped_tickets: list[str] = field(default_factory=list)
+    dropped_legs: list[int] = field(default_factory=list)
+
+
+def store_params(
+    ticket_id: str, request_id: str, attempt: int, staging: ArenaRange, lease_s: float
+) -> dict[str, Any]:
+    """The `kv_transfer_params` of a prefill whose KV is handed on; plain values, as vLLM carries them."""
+    return {
+        "pdmesh": STORE,
+        "ticket_id": ticket_id,
+        "request_id": request_id,
+        "attempt": attempt,
+        "staging": [staging.offset, staging.length],
+        "lease_s": lease_s,
+    }
+
+
+def load_params(
+    leg: int, ticket: Ticket, landing: ArenaRange, deadline: float, num_tokens: int
+) -> dict[str, Any]:
+    """The `kv_transfer_params` of a decode whose prompt of `num_tokens` tokens is pulled."""
+    return {
+        "pdmesh": LOAD,
+        "leg": leg,
+        "ticket": [
+            ticket.ticket_id,
+            ticket.request_id,
+            ticket.attempt,
+            ticket.instance_id,
+            ticket.incarnation,
+            ticket.model_fingerprint,
+            ticket.num_tokens,
+            ticket.kv_bytes,
+            list(ticket.addresses),
+            ticket.lease_ms,
+        ],
+        "landing": [landing.offset, landing.length],
+        "deadline": deadline,
+        "num_tokens": num_tokens,
+    }
+
+
+def _store(params: Mapping[str, Any], num_tokens: int) -> Store:
+    offset, length = params["staging"]
+    return Store(
+        params["ticket_id"],
+        params["request_id"],
+        params["attempt"],
+        ArenaRange(offset, length),
+        params["lease_s"],
+        num_tokens,
+    )
+
+
+def _load(key: str, params: Mapping[str, Any]) -> Load:
+    *head, addresses, lease_ms = params["ticket"]
+    offset, length = params["landing"]
+    return Load(
+        key,
+        params["leg"],
+        Ticket(*head, tuple(addresses), lease_ms),
+        ArenaRange(offset, length),
+        params["deadline"],
+        params["num_tokens"],
+    )
+
+
+class HandoffPlanner:
+    """State + facts in, one `StepPlan` out per step. `key` is the engine's name of a request."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._stores: dict[str, Store] = {}  # not staged yet
+        self._loads: dict[str, Load] = {}  # not started yet
+        self._started: dict[str, Load] = {}  # given to the worker, not computing yet
+        self._plan = StepPlan()
+
+    def add(self, key: str, params: Mapping[str, Any], num_prompt_tokens: int) -> None:
+        """A request arrived. Requests that are not the mesh's to move have no "pdmesh" in `params`."""
+        match params.get("pdmesh"):
+            case "store":
+                self._stores[key] = _store(params, num_prompt_tokens)
+            case "load":
+                self._loads[key] = _load(key, params)
+
+    def num_external_tokens(self, key: str, num_local_tokens: int) -> int:
+        """How many tokens after the locally cached ones will be pulled; 0 if none or already pulled."""
+        load = self._loads.get(key)
+        return max(0, load.num_tokens - num_local_tokens) if load else 0
+
+    def allocated(self, key: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """Blocks for the request are in place; start its load, or acknowledge one that needs no bytes."""
+        load = self._loads.pop(key, None)
+        if load is None:
+            return
+        num_blocks = -(-load.num_tokens // self._block_size)
+        num_local = num_blocks
+        if num_external_tokens:
+            local_tokens = load.num_tokens - num_external_tokens
+            assert local_tokens % self._block_size == 0, "a local hit ends at a block"
+            num_local = local_tokens // self._block_size
+        load = Load(
+            key,
+            load.leg,
+            load.ticket,
+            load.landing,
+            load.deadline,
+            load.num_tokens,
+            num_local,
+            tuple(block_ids[num_local:num_blocks]),
+        )
+        self._started[key] = load
+        (self._plan.loads if num_external_tokens else self._plan.takes).append(load)
+
+    def scheduled(
+        self,
+        key: str,
+        num_computed_tokens: int,
+        num_scheduled_tokens: int,
+        block_ids: Callable[[], Sequence[int]],
+    ) -> None:
+        """The request computes `num_scheduled_tokens` in this step, after `num_computed_tokens`."""
+        store = self._stores.get(key)
+        if store and num_computed_tokens + num_scheduled_tokens >= store.num_tokens:
+            del self._stores[key]
+            self._plan.stores.append(self._with_blocks(store, block_ids()))
+        load = self._started.pop(key, None)
+        if load:
+            computed = max(0, load.num_tokens - num_computed_tokens)
+            self._plan.entered.append(Entered(load.leg, computed))
+
+    def finished(self, key: str) -> None:
+        """The request is over, whatever the reason."""
+        store = self._stores.pop(key, None)
+        if store:
+            self._plan.dropped_tickets.append(store.ticket_id)
+        load = self._loads.pop(key, None)
+        if load:
+            self._plan.dropped_legs.append(load.leg)
+        load = self._started.pop(key, None)
+        if load:
+            self._plan.cancelled.append(load)
+
+    def take_plan(self) -> StepPlan:
+        plan, self._plan = self._plan, StepPlan()
+        return plan
+
+    def _with_blocks(self, store: Store, block_ids: Sequence[int]) -> Store:
+        num_blocks = -(-store.num_tokens // self._block_size)
+        assert len(block_ids) >= num_blocks
+        return Store(
+            store.ticket_id,
+            store.request_id,
+            store.attempt,
+            store.staging,
+            store.lease_s,
+            store.num_tokens,
+            tuple(block_ids[:num_blocks]),
+        )
+
+    def check_invariants(self) -> None:
+        assert not self._loads.keys() & self._started.keys()
+        assert not self._stores.keys() & (self._loads.keys() | self._started.keys())

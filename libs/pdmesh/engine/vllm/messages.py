@@ -1,0 +1,172 @@
+"""What the instance host and vLLM's worker processes tell each other, beside vLLM's own channels.
+
+vLLM starts its workers as children of the host, and the KV agent lives in the worker. Addresses, tickets
+closed, pulls and failures travel to the host, releases to the worker, over one unix socket per rank in
+a private directory. A frame is a little-endian uint32 length and one msgpack array with a tag. The end of
+the connection is a fact for both: a worker whose host is gone exits, a host whose worker is gone fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+MAX_FRAME = 1 << 16
+_LENGTH = struct.Struct("<I")
+
+
+class Message(msgspec.Struct, array_like=True, tag=True):
+    """Base of all messages; subclasses are told apart by their name."""
+
+
+class Hello(Message):
+    """Worker: the agent of `rank` listens. Sent once, after the KV cache has been allocated."""
+
+    rank: int
+    num_ranks: int
+    pid: int
+    address: str
+    model_fingerprint: str
+    num_blocks: int
+    block_bytes: int  # of one block over all layers of this rank
+    num_layers: int
+
+
+class Staged(Message):
+    """Worker: the prompt's KV lies in the staging range and is served."""
+
+    rank: int
+    ticket_id: str
+
+
+class StageFailed(Message):
+    """Worker: nothing is staged under the ticket, and nothing will be."""
+
+    rank: int
+    ticket_id: str
+    message: str
+
+
+class TicketEnded(Message):
+    """Worker: nobody reads or writes the ticket's staging range any more."""
+
+    rank: int
+    ticket_id: str
+    reason: str
+
+
+class Received(Message):
+    """Worker: the pulled KV is in its blocks, and the leg is in the step about to run."""
+
+    rank: int
+    leg: int
+    kv_bytes: int
+    duration_s: float
+    num_computed_tokens: int
+
+
+class PullFailed(Message):
+    """Worker: the leg's KV did not arrive; vLLM has been told to fail the request."""
+
+    rank: int
+    leg: int
+    reason: str
+    message: str
+
+
+class LandingClear(Message):
+    """Worker: no late write can reach the leg's landing range any more."""
+
+    rank: int
+    leg: int
+
+
+class Release(Message):
+    """Host: nobody will pull this ticket."""
+
+    ticket_id: str
+
+
+ToHost = Hello | Staged | StageFailed | TicketEnded | Received | PullFailed | LandingClear
+ToWorker = Release
+
+_encoder = msgspec.msgpack.Encoder()
+_to_host = msgspec.msgpack.Decoder(ToHost)
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+
+
+def encode_frame(message: Message) -> bytes:
+    data = _encoder.encode(message)
+    assert len(data) <= MAX_FRAME, "a control message is small"
+    return _LENGTH.pack(len(data)) + data
+
+
+class FrameBuffer:
+    """Cuts a byte stream into frames. Raises ValueError on a frame longer than MAX_FRAME."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        self._data += data
+        frames: list[bytes] = []
+        while len(self._data) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data)
+            if length > MAX_FRAME:
+                raise ValueError(f"control frame of {length} bytes")
+            end = _LENGTH.size + length
+            if len(self._data) < end:
+                break
+            frames.append(bytes(self._data[_LENGTH.size : end]))
+            del self._data[:end]
+        return frames
+
+
+def decode_to_host(frame: bytes) -> ToHost:
+    """Raises msgspec.ValidationError or DecodeError on anything but a known message."""
+    message: ToHost = _to_host.decode(frame)
+    return message
+
+
+class WorkerControl:
+    """The worker's end: send from any thread, receive on one of its own."""
+
+    def __init__(
+        self, path: str, on_message: Callable[[ToWorker], None], on_closed: Callable[[], None]
+    ) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)
+        self._on_message, self._on_closed = on_message, on_closed
+        self._lock = threading.Lock()
+        self._is_closing = False
+        threading.Thread(target=self._receive, name="pdmesh-control", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """Blocks while the host does not read: a frozen host stops its worker, not the memory."""
+        try:
+            with self._lock:
+                self._socket.sendall(encode_frame(message))
+        except OSError:
+            pass  # the receiving thread notices the same end and acts on it
+
+    def close(self) -> None:
+        self._is_closing = True
+        with contextlib.suppress(OSError):  # already gone
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _receive(self) -> None:
+        frames = FrameBuffer()
+        try:
+            while data := self._socket.recv(65536):
+                for frame in frames.feed(data):
+                    self._on_message(_to_worker.decode(frame))
+        except OSError:
+            pass
+        if not self._is_closing:
+            self._on_closed()

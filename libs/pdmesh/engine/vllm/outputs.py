@@ -1,0 +1,58 @@
+"""What the host reads: outputs collected until it asks, one batch per turn of the event loop.
+
+vLLM hands the tokens of one step to all waiting jobs in the same turn, so a batch is a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+
+from pdmesh.engine.base import BlocksChanged, LandingFreed, Output, TicketClosed, TokenBatch
+from pdmesh.errors import EngineFailed
+
+
+class OutputQueue:
+    """Bounded by the host's admission: what is in it belongs to admitted legs."""
+
+    def __init__(self) -> None:
+        self._outputs: list[Output] = []
+        self._changed = asyncio.Event()
+        self._failure: EngineFailed | None = None
+
+    def put(self, outputs: Iterable[Output]) -> None:
+        before = len(self._outputs)
+        self._outputs.extend(outputs)
+        if len(self._outputs) > before:
+            self._changed.set()
+
+    def drop(self, leg: int) -> None:
+        """Forget what is not read yet of an aborted leg; its ranges are still given back."""
+        self._outputs = [o for o in self._outputs if not _belongs_to(o, leg)]
+
+    def fail(self, failure: EngineFailed) -> None:
+        """The engine is dead: the reader gets what is left, then the failure."""
+        self._failure = self._failure or failure
+        self._changed.set()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    async def batches(self) -> AsyncIterator[list[Output]]:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            batch, self._outputs = self._outputs, []
+            if batch:
+                yield batch
+            if self._failure is not None and not self._outputs:
+                raise self._failure
+
+
+def _belongs_to(output: Output, leg: int) -> bool:
+    match output:
+        case TicketClosed() | LandingFreed() | BlocksChanged() | TokenBatch():
+            return False
+        case _:
+            return output.leg == leg

@@ -1,0 +1,65 @@
+"""What vLLM's scheduler counts, as last heard: free blocks for placement, token sources for the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class SchedulerView:
+    """Filled by vLLM's stat logger on the host's event loop, once per step."""
+
+    def __init__(self) -> None:
+        self.kv_cache_usage = 0.0
+        self.num_running = 0
+        self.num_waiting = 0
+        self.num_preempted = 0
+        self.num_prompt_tokens_computed = 0
+        self.num_prompt_tokens_cached = 0
+        self.num_prompt_tokens_pulled = 0
+
+    def numbers(self) -> dict[str, float]:
+        return {
+            "num_scheduler_running": self.num_running,
+            "num_scheduler_waiting": self.num_waiting,
+            "num_preempted": self.num_preempted,
+            "num_prompt_tokens_computed": self.num_prompt_tokens_computed,
+            "num_prompt_tokens_cached": self.num_prompt_tokens_cached,
+            "num_prompt_tokens_pulled": self.num_prompt_tokens_pulled,
+        }
+
+    def record(self, scheduler: Any, iteration: Any) -> None:
+        """Any: SchedulerStats and IterationStats, which vLLM does not call stable."""
+        if scheduler is not None:
+            self.kv_cache_usage = scheduler.kv_cache_usage
+            self.num_running = scheduler.num_running_reqs
+            self.num_waiting = scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs
+        if iteration is not None:
+            self.num_preempted += iteration.num_preempted_reqs
+            sources = iteration.prompt_token_stats
+            self.num_prompt_tokens_computed += sources.computed
+            self.num_prompt_tokens_cached += sources.local_cache_hit
+            self.num_prompt_tokens_pulled += sources.external_kv_transfer
+
+    def logger_factory(self) -> Any:
+        """A class vLLM can instantiate per engine (any: its StatLoggerFactory), writing to this view."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        view = self
+
+        class ViewLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM has no types we follow
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+                pass
+
+            def record(
+                self,
+                scheduler_stats: Any,
+                iteration_stats: Any,
+                mm_cache_stats: Any = None,
+                engine_idx: int = 0,
+            ) -> None:
+                view.record(scheduler_stats, iteration_stats)
+
+            def log_engine_initialized(self) -> None:
+                pass
+
+        return ViewLogger

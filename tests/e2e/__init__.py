@@ -1,0 +1,1 @@
+"""The real model through vLLM; `make e2e`."""

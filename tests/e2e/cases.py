@@ -1,0 +1,74 @@
+"""The prompts of the equality test, and the comparison, for whatever can generate.
+
+Anything that turns prompt ids and `Sampling` into token ids can be compared with plain vLLM: two engines
+in memory, or the whole mesh behind `/v1/completions`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from pdmesh.engine.base import Sampling
+
+Generate = Callable[[Sequence[int], Sampling], Awaitable[list[int]]]
+VOCABULARY = range(1000, 40000)  # ordinary words of SmolLM2's tokenizer, no special tokens
+NUM_CASES = 208
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    prompt: tuple[int, ...]
+    max_tokens: int
+
+    def sampling(self, stop_token_ids: frozenset[int] = frozenset()) -> Sampling:
+        return Sampling(max_tokens=self.max_tokens, stop_token_ids=stop_token_ids)
+
+
+def cases(block_size: int, seed: int = 7) -> list[Case]:
+    """All the lengths at which blocks end, a few long prompts, shared prefixes, and many short ones."""
+    rng = random.Random(seed)
+    edges = [1, 2, 3] + [k * block_size + d for k in (1, 2, 3, 4) for d in (-1, 0, 1)]
+    edges += [8 * block_size + d for d in (-1, 0, 1)] + [600]
+    lengths = edges + [rng.randint(1, 160) for _ in range(NUM_CASES - 2 * len(edges))] + edges
+    shared = tuple(rng.choices(VOCABULARY, k=700))
+    result: list[Case] = []
+    for index, length in enumerate(lengths):
+        own = tuple(rng.choices(VOCABULARY, k=length))
+        num_shared = length // 2 if index >= len(lengths) - len(edges) else 0
+        prompt = shared[:num_shared] + own[num_shared:]
+        result.append(Case(prompt, 1 if index % 13 == 5 else rng.choice((2, 3, 5, 8))))
+    return result
+
+
+async def generate_all(
+    generate: Generate,
+    todo: Sequence[Case],
+    num_concurrent: int,
+    stop_token_ids: Sequence[frozenset[int]] | None = None,
+) -> list[list[int]]:
+    """The outputs in the order of `todo`, `num_concurrent` at a time."""
+    slots = asyncio.Semaphore(num_concurrent)
+
+    async def one(index: int) -> list[int]:
+        stops = stop_token_ids[index] if stop_token_ids else frozenset[int]()
+        async with slots:
+            return await generate(todo[index].prompt, todo[index].sampling(stops))
+
+    return list(await asyncio.gather(*(one(i) for i in range(len(todo)))))
+
+
+def differences(expected: Sequence[list[int]], got: Sequence[list[int]]) -> list[int]:
+    """Indexes of the outputs that differ."""
+    assert len(expected) == len(got)
+    return [i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b]
+
+
+def until_stop(tokens: Sequence[int], stops: frozenset[int]) -> list[int]:
+    """What is drawn of `tokens` when one of `stops` ends it; the stop token itself is drawn too."""
+    for index, token in enumerate(tokens):
+        if token in stops:
+            return list(tokens[: index + 1])
+    return list(tokens)

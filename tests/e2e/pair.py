@@ -1,0 +1,232 @@
+"""One prefill and one decode engine on vLLM, driven as an instance host drives them, without the services.
+
+The engines' workers are processes of their own, and the KV moves between those. What is here of a host is
+the least: ranges from the arenas, sessions in memory, and a check that all is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from pdmesh.core.arena import ArenaAllocator
+from pdmesh.core.block_hash import tenant_root
+from pdmesh.engine.base import (
+    ArenaRange,
+    BlocksChanged,
+    DecodeJob,
+    EngineInfo,
+    Failed,
+    Finished,
+    KvReceived,
+    LandingFreed,
+    Output,
+    Prefilled,
+    PrefillJob,
+    Sampling,
+    Ticket,
+    TicketClosed,
+    Tokens,
+)
+from pdmesh.engine.vllm.config import VllmConfig
+from pdmesh.engine.vllm.engine import VllmEngine
+
+PULL_DEADLINE_S = 60.0
+
+
+class LegFailed(Exception):
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(f"{failed.reason}: {failed.message}")
+        self.reason = failed.reason
+
+
+@dataclass(slots=True)
+class Host:
+    """An engine, its arenas, and one queue per leg."""
+
+    engine: VllmEngine
+    staging: ArenaAllocator
+    landing: ArenaAllocator
+    info: EngineInfo
+    legs: dict[int, asyncio.Queue[Output]] = field(default_factory=dict)
+    tickets: dict[str, ArenaRange] = field(default_factory=dict)
+    landings: dict[int, ArenaRange] = field(default_factory=dict)
+    closed: dict[str, str] = field(default_factory=dict)  # ticket -> reason
+    blocks: set[bytes] = field(default_factory=set)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        size = self.info.block_size
+        return -(-num_tokens // size) * size * self.info.kv_bytes_per_token
+
+    async def pump(self) -> None:
+        async for batch in self.engine.outputs():
+            for output in batch:
+                self._take(output)
+            async with self.changed:
+                self.changed.notify_all()
+
+    def _take(self, output: Output) -> None:
+        match output:
+            case TicketClosed():
+                self.closed[output.ticket_id] = output.reason
+                self.staging.free(self.tickets.pop(output.ticket_id))
+            case LandingFreed():
+                self.landing.free(self.landings.pop(output.leg))
+            case BlocksChanged():
+                self.blocks = set() if output.is_cleared else self.blocks - set(output.removed)
+                self.blocks |= set(output.stored)
+            case Prefilled() | KvReceived() | Tokens() | Finished() | Failed():
+                self.legs[output.leg].put_nowait(output)
+            case _:
+                raise AssertionError(f"vLLM does not say {type(output).__name__}")
+
+    async def until(self, is_so: object, timeout_s: float = 30.0) -> None:
+        """Wait until the callable `is_so` holds; raises TimeoutError."""
+        assert callable(is_so)
+        async with self.changed:
+            await asyncio.wait_for(self.changed.wait_for(is_so), timeout_s)
+
+    async def until_idle(self) -> None:
+        """Everything reserved has been given back, and the engine holds nothing."""
+        await self.until(lambda: not self.tickets and not self.landings)
+        assert self.staging.bytes_used == 0
+        assert self.landing.bytes_used == 0
+        async with asyncio.timeout(10):
+            while not self.engine.is_idle:
+                await asyncio.sleep(0.01)
+        self.engine.check_idle()
+
+
+@asynccontextmanager
+async def running(config: VllmConfig) -> AsyncIterator[Host]:
+    """A started engine with its outputs followed; stopped at the end whatever happened."""
+    engine = VllmEngine(config)
+    info = await engine.start()
+    host = Host(
+        engine, ArenaAllocator(config.staging_bytes), ArenaAllocator(config.landing_bytes), info
+    )
+    pump = asyncio.create_task(host.pump(), name=f"pump-{config.instance_id}")
+    try:
+        yield host
+    finally:
+        pump.cancel()
+        await asyncio.wait([pump])
+        await engine.stop()
+
+
+@dataclass(slots=True)
+class Pair:
+    """`generate` is what a gateway does with one request, without retries."""
+
+    prefill: Host
+    decode: Host
+    salt: str = "public"
+    num_computed_at_decode: int = 0  # prompt tokens that decode had to compute
+    num_handed_over: int = 0
+    _legs: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def root(self) -> str:
+        return tenant_root(b"e2e", "default", self.salt, self.prefill.info.model_fingerprint).hex()
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> list[int]:
+        first = await self.prefilled(prompt, sampling)
+        if first.ticket is None:
+            return [first.token]
+        return [first.token, *await self.decoded(prompt, first.token, first.ticket, sampling)]
+
+    async def prefilled(self, prompt: Sequence[int], sampling: Sampling) -> Prefilled:
+        host, leg = self.prefill, next(self._legs)
+        staging = await _reserve(host, host.staging, host.kv_bytes(len(prompt)))
+        ticket_id = f"ticket-{leg}"
+        host.tickets[ticket_id] = staging
+        host.legs[leg] = asyncio.Queue()
+        host.engine.prefill(
+            PrefillJob(
+                leg, f"r{leg}", 0, array("I", prompt), sampling, ticket_id, staging, self.root()
+            )
+        )
+        first = await _next(host, leg)
+        del host.legs[leg]
+        if isinstance(first, Failed) or (isinstance(first, Prefilled) and first.finish_reason):
+            host.staging.free(host.tickets.pop(ticket_id))
+        if isinstance(first, Failed):
+            raise LegFailed(first)
+        assert isinstance(first, Prefilled)
+        return first
+
+    async def decoded(
+        self, prompt: Sequence[int], token: int, ticket: Ticket, sampling: Sampling
+    ) -> list[int]:
+        leg = await self.start_decode(prompt, token, ticket, sampling)
+        received = await _next(self.decode, leg)
+        if isinstance(received, Failed):
+            raise LegFailed(received)
+        assert isinstance(received, KvReceived), "the first word of a decode is about its KV"
+        self.num_computed_at_decode += received.num_computed_tokens
+        self.num_handed_over += 1
+        tokens: list[int] = []
+        while not isinstance(output := await _next(self.decode, leg), Finished):
+            assert isinstance(output, Tokens), output
+            tokens += output.token_ids
+        del self.decode.legs[leg]
+        return tokens
+
+    async def start_decode(
+        self,
+        prompt: Sequence[int],
+        token: int,
+        ticket: Ticket,
+        sampling: Sampling,
+        deadline_s: float = PULL_DEADLINE_S,
+    ) -> int:
+        """Returns the leg of a decode that has begun."""
+        host, leg = self.decode, next(self._legs)
+        landing = await _reserve(host, host.landing, ticket.kv_bytes)
+        host.landings[leg] = landing
+        host.legs[leg] = asyncio.Queue()
+        rest = Sampling(
+            sampling.max_tokens - 1,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.seed,
+            sampling.stop_token_ids,
+            sampling.ignore_eos,
+        )
+        host.engine.decode(
+            DecodeJob(
+                leg,
+                ticket.request_id,
+                0,
+                array("I", prompt),
+                token,
+                ticket,
+                landing,
+                rest,
+                deadline_s,
+                self.root(),
+            )
+        )
+        return leg
+
+
+async def _next(host: Host, leg: int) -> Output:
+    return await asyncio.wait_for(host.legs[leg].get(), 120)
+
+
+async def _reserve(host: Host, arena: ArenaAllocator, length: int) -> ArenaRange:
+    """What the admission core does, except that it would refuse where this waits."""
+    found: list[ArenaRange] = []
+
+    def reserved() -> bool:
+        taken = arena.reserve(length)
+        if taken is not None:
+            found.append(ArenaRange(taken.offset, taken.length))
+        return taken is not None
+
+    await host.until(reserved, 120)
+    return found[0]

@@ -1,0 +1,52 @@
+"""Plain vLLM without the mesh: reads cases as JSON from stdin, writes the tokens drawn as JSON to stdout.
+
+A process of its own, with vLLM's engine inside it: no connector, no events, no code of ours but the cases.
+Arguments: model directory, dtype, block size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+
+def main() -> None:
+    model, dtype, block_size = sys.argv[1:]
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    }
+    answers, sys.stdout = sys.stdout, sys.stderr  # vLLM prints
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model,
+        skip_tokenizer_init=True,
+        dtype=dtype,
+        enforce_eager=True,
+        block_size=int(block_size),
+        kv_cache_memory_bytes=512 << 20,
+        gpu_memory_utilization=0.3,
+        max_model_len=2048,
+        max_num_seqs=16,
+    )
+    cases = json.load(sys.stdin)
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt, _ in cases],
+        [
+            SamplingParams(max_tokens=n, temperature=0.0, detokenize=False, ignore_eos=True)
+            for _, n in cases
+        ],
+        use_tqdm=False,
+    )
+    json.dump([list(o.outputs[0].token_ids) for o in outputs], answers)
+    answers.flush()
+    os._exit(0)  # vLLM's own exit in process is not always clean, and nothing is left to do
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Frames between a vLLM worker and its host."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pdmesh.engine.vllm.control import ControlServer, WorkerLost
+from pdmesh.engine.vllm.messages import (
+    MAX_FRAME,
+    FrameBuffer,
+    Hello,
+    Release,
+    Staged,
+    ToHost,
+    ToWorker,
+    WorkerControl,
+    decode_to_host,
+    encode_frame,
+)
+
+HELLO = Hello(0, 1, 4242, "127.0.0.1:1", "fp", 10, 4096, 2)
+
+
+def test_frames_are_cut_wherever_the_stream_was() -> None:
+    data = encode_frame(Staged(0, "t1")) + encode_frame(HELLO)
+    frames = FrameBuffer()
+    found = [frame for i in range(len(data)) for frame in frames.feed(data[i : i + 1])]
+    assert [decode_to_host(frame) for frame in found] == [Staged(0, "t1"), HELLO]
+
+
+def test_an_endless_frame_is_refused() -> None:
+    with pytest.raises(ValueError, match="control frame"):
+        FrameBuffer().feed(struct.pack("<I", MAX_FRAME + 1))
+
+
+def test_a_message_of_the_other_direction_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        decode_to_host(msgspec.msgpack.encode(Release("t1")))
+
+
+async def test_a_worker_greets_is_told_and_its_end_is_noticed(tmp_path: Path) -> None:
+    lost: asyncio.Queue[WorkerLost] = asyncio.Queue()
+    heard: asyncio.Queue[ToHost] = asyncio.Queue()
+    told: list[ToWorker] = []
+    was_told = threading.Event()
+
+    def on_told(message: ToWorker) -> None:
+        told.append(message)
+        was_told.set()
+
+    server = ControlServer(heard.put_nowait, lost.put_nowait)
+    await server.listen(tmp_path / "c.sock")
+    worker = await asyncio.to_thread(WorkerControl, str(tmp_path / "c.sock"), on_told, lambda: None)
+    worker.send(HELLO)
+    assert await asyncio.wait_for(server.ready, 5) == [HELLO]
+    worker.send(Staged(0, "t1"))
+    assert await asyncio.wait_for(heard.get(), 5) == Staged(0, "t1")
+    server.broadcast(Release("t1"))
+    assert await asyncio.to_thread(was_told.wait, 5)
+    assert told == [Release("t1")]
+    worker.close()
+    assert "worker 0" in str(await asyncio.wait_for(lost.get(), 5))
+    await server.close()
+
+
+async def test_a_worker_notices_that_its_host_is_gone(tmp_path: Path) -> None:
+    closed = threading.Event()
+    server = ControlServer(lambda _: None, lambda _: None)
+    await server.listen(tmp_path / "c.sock")
+    worker = await asyncio.to_thread(
+        WorkerControl, str(tmp_path / "c.sock"), lambda _: None, closed.set
+    )
+    worker.send(HELLO)
+    await asyncio.wait_for(server.ready, 5)
+    await server.close()
+    assert await asyncio.to_thread(closed.wait, 5)
+    worker.close()
