@@ -1,0 +1,285 @@
+"""Placement: filter, score, pick, and what it remembers until loads tell."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from pdmesh.core.fleet import (
+    Fleet,
+    HealthJudged,
+    Identity,
+    JudgeLost,
+    LoadReported,
+    RecordSeen,
+    RecordVanished,
+    Role,
+)
+from pdmesh.core.groups import GroupChanged, GroupTracker
+from pdmesh.core.health import Health
+from pdmesh.core.placement import NoPlan, Placement, Plan
+from pdmesh.core.placement_policies import POLICIES, Query, Weights
+from pdmesh.core.prefix_index import Delta, PrefixIndex
+
+
+def identity(name: str, role: Role, **changes: object) -> Identity:
+    values: dict[str, object] = {
+        "incarnation": 1, "group_id": "g0", "scenario": "default", "model": "m", "model_fingerprint": "f",
+        "block_size": 64, "num_slots": 8, "num_kv_blocks": 1000, "max_model_len": 8192,
+    }  # fmt: skip
+    return Identity(instance_id=name, role=role, **(values | changes))  # type: ignore[arg-type]
+
+
+def make(*identities: Identity, policy: str = "default", seed: int = 1) -> Placement:
+    fleet = Fleet()
+    for each in identities:
+        fleet.handle(RecordSeen(each), now=0.0)
+    return Placement(fleet, random.Random(seed), POLICIES[policy]())
+
+
+def pair(**changes: object) -> list[Identity]:
+    return [
+        identity(f"{role.value}-{i}", role, **changes)
+        for role in (Role.PREFILL, Role.DECODE)
+        for i in (0, 1)
+    ]
+
+
+def planned(placement: Placement, query: Query, now: float = 0.0, **matches: int) -> Plan:
+    named = {name.replace("_", "-"): n for name, n in matches.items()}
+    plan = placement.plan(query, named, now)
+    placement.fleet.check_invariants()
+    assert isinstance(plan, Plan), plan
+    return plan
+
+
+def load(name: str, used: int = 0, free: int = 1000, slots: int = 8) -> LoadReported:
+    return LoadReported(name, 1, slots, used, free, is_draining=False)
+
+
+QUERY = Query(model="m", num_prompt_tokens=640, max_tokens=64, block_hashes=(b"x",) * 10)
+
+
+@pytest.mark.req("S107")
+def test_the_prefill_that_holds_the_prefix_comes_first() -> None:
+    placement = make(*pair())
+    plan = planned(placement, QUERY, prefill_1=5)
+    assert [c.instance_id for c in plan.prefills] == ["prefill-1", "prefill-0"]
+    assert plan.prefills[0].num_matched_tokens == 320
+    assert plan.prefills[0].score == pytest.approx(0.5)
+
+
+@pytest.mark.req("S107")
+def test_the_score_is_alpha_matched_share_less_gamma_used_share() -> None:
+    placement = make(*pair())
+    placement.weights = Weights(alpha=2.0, gamma=3.0)
+    placement.fleet.handle(load("prefill-0", used=2), now=0.0)
+    scores = {c.instance_id: c.score for c in planned(placement, QUERY, prefill_0=4).prefills}
+    assert scores == pytest.approx({"prefill-0": 2.0 * 0.4 - 3.0 * 0.25, "prefill-1": 0.0})
+
+
+@pytest.mark.req("S108")
+def test_a_busy_holder_of_the_prefix_yields_to_an_idle_instance() -> None:
+    placement = make(*pair())
+    placement.fleet.handle(load("prefill-0", used=8), now=0.0)
+    assert planned(placement, QUERY, prefill_0=5).prefills[0].instance_id == "prefill-1"
+
+
+def test_what_was_dispatched_counts_until_a_later_report_includes_it() -> None:
+    """Reports are 20 ms old; without the credit a burst would all go to one instance."""
+    placement = make(*pair())
+    first = [planned(placement, QUERY, now=0.0).prefills[0].instance_id for _ in range(16)]
+    assert Counter(first) == {"prefill-0": 8, "prefill-1": 8}
+    prefill = placement.fleet.instances["prefill-0"]
+    placement.fleet.handle(load("prefill-0", used=3), now=0.01)
+    assert prefill.used_slots() == 3 + 8
+    placement.fleet.handle(load("prefill-0", used=8), now=0.1)
+    assert prefill.used_slots() == 8
+    planned(placement, QUERY, now=5.0)
+    assert placement.fleet.instances["prefill-1"].used_slots() <= 1
+
+
+@pytest.mark.req("S13")
+def test_prefill_and_decode_are_of_one_group_and_one_fingerprint() -> None:
+    others = [
+        identity("prefill-a", Role.PREFILL, group_id="g1"),
+        identity("decode-a", Role.DECODE, group_id="g1"),
+        identity("prefill-b", Role.PREFILL, model_fingerprint="f2"),
+        identity("decode-b", Role.DECODE, model_fingerprint="f2"),
+        identity("prefill-lonely", Role.PREFILL, group_id="g2"),
+    ]
+    placement = make(*pair(), *others)
+    seen = set()
+    for i in range(50):
+        plan = planned(placement, QUERY, now=float(i * 10))
+        ids = [c.instance_id for c in (*plan.prefills, *plan.decodes)]
+        members = [placement.fleet.instances[name].identity for name in ids]
+        assert len({m.cell for m in members}) == 1
+        assert plan.decodes
+        seen.add(members[0].cell)
+    assert seen == {("g0", "f"), ("g0", "f2"), ("g1", "f")}
+
+
+@pytest.mark.req("S72")
+def test_a_fusion_instance_needs_no_decode_and_stands_alone() -> None:
+    placement = make(*pair(), identity("fusion-0", Role.FUSION))
+    plan = planned(placement, QUERY, fusion_0=10)
+    assert [c.instance_id for c in plan.prefills] == ["fusion-0"]
+    assert plan.decodes == ()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda f: f.handle(HealthJudged("prefill-0", 1, Health.SUSPECT), 0.0),
+        lambda f: f.handle(RecordSeen(identity("prefill-0", Role.PREFILL, is_draining=True)), 0.0),
+        lambda f: f.handle(LoadReported("prefill-0", 1, 8, 0, 9, is_draining=True), 0.0),
+        lambda f: f.handle(RecordVanished("prefill-0"), 0.0),
+    ],
+)
+def test_only_healthy_admitting_instances_are_candidates(spoil: Callable[[Fleet], None]) -> None:
+    placement = make(*pair())
+    spoil(placement.fleet)
+    plan = planned(placement, QUERY, prefill_0=10)
+    assert [c.instance_id for c in plan.prefills] == ["prefill-1"]
+
+
+def test_a_verdict_on_another_incarnation_and_one_whose_judge_is_gone_do_not_count() -> None:
+    placement = make(*pair())
+    placement.fleet.handle(HealthJudged("prefill-0", 99, Health.DEAD), 0.0)
+    placement.fleet.handle(HealthJudged("prefill-1", 1, Health.SUSPECT), 0.0)
+    placement.fleet.handle(JudgeLost(), 0.0)
+    assert len(planned(placement, QUERY).prefills) == 2
+
+
+def test_a_verdict_that_comes_before_the_record_counts() -> None:
+    placement = make(*pair())
+    placement.fleet.handle(HealthJudged("prefill-9", 1, Health.DEAD), 0.0)
+    placement.fleet.handle(RecordSeen(identity("prefill-9", Role.PREFILL)), 0.0)
+    assert len(planned(placement, QUERY).prefills) == 2
+
+
+def test_instances_that_failed_this_request_are_left_out() -> None:
+    placement = make(*pair())
+    query = Query(model="m", excluded=frozenset({"prefill-0", "decode-1"}))
+    plan = planned(placement, query)
+    assert [c.instance_id for c in plan.prefills] == ["prefill-1"]
+    assert [c.instance_id for c in plan.decodes] == ["decode-0"]
+
+
+@pytest.mark.parametrize(
+    ("query", "reason"),
+    [
+        (Query(model="other"), "MODEL_NOT_FOUND"),
+        (Query(model="m", scenario="other"), "MODEL_NOT_FOUND"),
+        (Query(model="m", num_prompt_tokens=8192), "PROMPT_TOO_LONG"),
+        (Query(model="m", excluded=frozenset({"decode-0", "decode-1"})), "NO_INSTANCE"),
+    ],
+)
+def test_there_is_a_reason_when_nothing_can_be_ranked(query: Query, reason: str) -> None:
+    plan = make(*pair()).plan(query, {}, now=0.0)
+    assert isinstance(plan, NoPlan)
+    assert plan.reason == reason
+
+
+def test_the_default_model_is_whatever_the_scenario_serves() -> None:
+    for model in ("", "default", "m"):
+        planned(make(*pair()), Query(model=model))
+
+
+@pytest.mark.req("S94")
+def test_a_chat_returns_to_its_decode_while_that_has_room() -> None:
+    placement = make(*pair())
+    query = Query(model="m", num_prompt_tokens=640, max_tokens=64, chat_id="c")
+    home = planned(placement, query).decodes[0].instance_id
+    for i in range(20):
+        plan = planned(placement, query, now=2.0 * i)
+        assert plan.decodes[0].instance_id == home
+    placement.fleet.handle(load(home, free=5), now=100.0)
+    assert planned(placement, query, now=101.0).decodes[0].instance_id != home
+
+
+def test_the_memory_of_chats_is_bounded_by_number_and_age() -> None:
+    placement = make(*pair())
+    placement.chats.max_chats = 10
+    for i in range(30):
+        planned(placement, Query(model="m", chat_id=f"c{i}"), now=float(i))
+    assert len(placement.chats) == 10
+    assert placement.chats.get("c29", now=29.0 + placement.chats.ttl_s + 1) == ()
+
+
+def test_decode_is_drawn_in_proportion_to_its_free_capacity() -> None:
+    placement = make(*pair())
+    query = Query(model="m", num_prompt_tokens=64, max_tokens=0)
+    firsts: Counter[str] = Counter()
+    for i in range(2000):
+        now = 2.0 * i
+        placement.fleet.handle(load("decode-0", free=901), now)
+        placement.fleet.handle(load("decode-1", free=301), now)
+        firsts[planned(placement, query, now=now).decodes[0].instance_id] += 1
+    assert firsts["decode-0"] / 2000 == pytest.approx(0.75, abs=0.05)
+
+
+@pytest.mark.req("S95")
+def test_a_decode_without_room_is_asked_only_if_none_has_room() -> None:
+    placement = make(*pair())
+    placement.fleet.handle(load("decode-0", free=3), now=0.0)
+    assert [c.instance_id for c in planned(placement, QUERY).decodes] == ["decode-1"]
+    placement.fleet.handle(load("decode-1", free=3), now=0.0)
+    assert len(planned(placement, QUERY).decodes) == 2
+
+
+@pytest.mark.req("S108")
+def test_a_popular_prefix_does_not_overload_its_first_holder() -> None:
+    """70 % load, every request with the same prefix; whoever served it holds it from then on."""
+    prefills = [identity(f"prefill-{i}", Role.PREFILL, num_slots=4) for i in range(4)]
+    placement = make(*prefills, identity("decode-0", Role.DECODE, num_slots=999), seed=3)
+    index, served = PrefixIndex(), Counter[str]()
+    prompt = [bytes([i]) * 16 for i in range(10)]
+    index.apply(Delta("prefill-0", 1, 1, stored=prompt))
+    query = Query(model="m", block_hashes=prompt, num_prompt_tokens=640)
+    running: list[tuple[float, str]] = []
+    rng = random.Random(5)
+    now = 0.0
+    for _ in range(3000):
+        now += rng.expovariate(11.2)  # 16 slots, 1 s each, 70 %
+        running = [(end, name) for end, name in running if end > now]
+        used = Counter(name for _, name in running)
+        for each in prefills:
+            placement.fleet.handle(load(each.instance_id, used[each.instance_id], slots=4), now)
+        chosen = planned(placement, query, now, **{
+            name.replace("-", "_"): n for name, n in index.match(prompt).items()
+        }).prefills[0].instance_id  # fmt: skip
+        served[chosen] += 1
+        running.append((now + 1.0, chosen))
+        index.apply(Delta(chosen, 1, (index.version(chosen) or (1, 0))[1] + 1, stored=prompt))
+    assert max(served.values()) / (3000 / 4) <= 1.5
+
+
+def test_round_robin_takes_turns_and_least_connections_takes_the_idlest() -> None:
+    placement = make(*pair(), policy="round_robin")
+    firsts = [planned(placement, QUERY, prefill_0=10).prefills[0].instance_id for _ in range(4)]
+    assert firsts == ["prefill-0", "prefill-1", "prefill-0", "prefill-1"]
+    placement = make(*pair(), policy="least_connections")
+    placement.fleet.handle(load("prefill-0", used=3), now=0.0)
+    placement.fleet.handle(load("decode-1", used=3), now=0.0)
+    plan = planned(placement, QUERY, prefill_0=10)
+    assert (plan.prefills[0].instance_id, plan.decodes[0].instance_id) == ("prefill-1", "decode-0")
+
+
+def test_groups_are_announced_when_their_members_change_and_once_more_when_gone() -> None:
+    fleet, tracker = Fleet(), GroupTracker()
+    for each in pair():
+        fleet.handle(RecordSeen(each), now=0.0)
+    whole = GroupChanged("g0", "default", "m", ("prefill-0", "prefill-1"), ("decode-0", "decode-1"))
+    assert tracker.observe(fleet.instances.values()) == [whole]
+    assert tracker.observe(fleet.instances.values()) == []
+    fleet.handle(HealthJudged("decode-0", 1, Health.DEAD), now=0.0)
+    assert tracker.observe(fleet.instances.values())[0].decode_ids == ("decode-1",)
+    for each in pair():
+        fleet.handle(RecordVanished(each.instance_id), now=0.0)
+    assert tracker.observe(fleet.instances.values()) == [GroupChanged("g0", "default", "m")]
+    assert tracker.groups == []

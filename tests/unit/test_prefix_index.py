@@ -1,0 +1,107 @@
+"""The unified hash map: matching, gaps, bounds, cost."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from pdmesh.core.prefix_index import MAX_WAITING, Delta, Outcome, PrefixIndex
+
+
+def block(i: int) -> bytes:
+    return i.to_bytes(16, "big")
+
+
+def chain(n: int, start: int = 0) -> list[bytes]:
+    return [block(i) for i in range(start, start + n)]
+
+
+@pytest.mark.req("S102")
+def test_a_block_behind_a_missing_one_does_not_count() -> None:
+    """The paper's algorithm would credit p1 with four blocks; it has use for none of 2 and 3."""
+    index = PrefixIndex()
+    index.apply(Delta("p0", 1, 1, stored=chain(4)))
+    index.apply(Delta("p1", 1, 1, stored=[block(0), block(2), block(3)]))
+    index.apply(Delta("p2", 1, 1, stored=[block(3)]))
+    assert index.match(chain(6)) == {"p0": 4, "p1": 1}
+    assert index.match([]) == {}
+    assert index.match([block(99)]) == {}
+
+
+def test_a_reordered_delta_waits_for_the_one_before_it() -> None:
+    index = PrefixIndex()
+    assert index.apply(Delta("p0", 1, 1, stored=[block(0)])) is Outcome.APPLIED
+    assert index.apply(Delta("p0", 1, 3, removed=[block(1)])) is Outcome.GAP
+    assert not index.is_whole("p0")
+    assert index.apply(Delta("p0", 1, 2, stored=[block(1)])) is Outcome.APPLIED
+    assert index.is_whole("p0")
+    assert index.match(chain(2)) == {"p0": 1}
+    assert index.apply(Delta("p0", 1, 3, stored=[block(5)])) is Outcome.STALE
+    index.check_invariants()
+
+
+def test_an_instance_first_heard_of_in_mid_stream_is_a_gap_until_its_snapshot() -> None:
+    index = PrefixIndex()
+    assert index.apply(Delta("p0", 1, 8, stored=[block(9)])) is Outcome.GAP
+    assert index.match([block(9)]) == {}
+    assert index.load_snapshot("p0", 1, 7, chain(2)) is Outcome.APPLIED
+    assert index.blocks("p0") == {block(0), block(1), block(9)}
+    assert index.version("p0") == (1, 8)
+
+
+def test_deltas_that_wait_are_bounded() -> None:
+    index = PrefixIndex()
+    for sequence in range(2, MAX_WAITING + 100):
+        assert index.apply(Delta("p0", 1, sequence)) is Outcome.GAP
+    index.check_invariants()
+
+
+def test_clear_comes_before_what_the_same_delta_stores() -> None:
+    index = PrefixIndex()
+    index.apply(Delta("p0", 1, 1, stored=chain(3)))
+    index.apply(Delta("p0", 1, 2, stored=[block(0)], is_cleared=True))
+    assert index.blocks("p0") == {block(0)}
+
+
+@pytest.mark.req("S98")
+def test_removing_an_instance_leaves_the_others_and_frees_its_bit() -> None:
+    index = PrefixIndex()
+    for name in ("p0", "p1"):
+        index.apply(Delta(name, 1, 1, stored=chain(3)))
+    assert index.remove_instance("p0") == 3
+    assert index.match(chain(3)) == {"p1": 3}
+    assert index.apply(Delta("p0", 1, 2, stored=chain(3))) is Outcome.STALE
+    index.forget_history("p0")
+    assert index.load_snapshot("p0", 1, 2, chain(1)) is Outcome.APPLIED
+    index.check_invariants()
+
+
+def test_memory_is_bounded_and_what_is_left_out_is_counted() -> None:
+    index = PrefixIndex(max_blocks=10)
+    index.apply(Delta("p0", 1, 1, stored=chain(25)))
+    assert (index.num_blocks, index.num_left_out) == (10, 15)
+    index.apply(Delta("p0", 1, 2, removed=chain(10)))
+    index.apply(Delta("p0", 1, 3, stored=chain(1)))
+    assert index.match(chain(5)) == {"p0": 1}
+    index.check_invariants()
+
+
+@pytest.mark.req("S99")
+def test_matching_does_not_slow_down_with_the_number_of_instances() -> None:
+    prompt = chain(256)
+    times = []
+    for num_instances in (10, 1000):
+        index = PrefixIndex()
+        for i in range(num_instances):
+            index.apply(Delta(f"i{i}", 1, 1, stored=prompt[: 1 if i else 256]))
+        best = min(_timed(lambda index=index: index.match(prompt[1:])) for _ in range(20))  # type: ignore[misc]
+        times.append(best)
+        assert index.match(prompt)["i0"] == 256
+    assert times[1] < 5 * times[0] + 1e-4
+
+
+def _timed(call: object) -> float:
+    began = time.perf_counter()
+    call()  # type: ignore[operator]
+    return time.perf_counter() - began
