@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from pdmesh.core.arena import ArenaRange
+from pdmesh.core.arena import ArenaRange as ArenaRange  # noqa: PLC0414  # part of the jobs
+from pdmesh.core.ticket import Ticket as Ticket  # noqa: PLC0414  # part of the jobs
 
 
 class FinishReason(Enum):
@@ -41,22 +42,6 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, log probability), likeliest first
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """The right to pull one prompt's staged KV (DESIGN 7). Mirrors `pdmesh.v1.Ticket`."""
-
-    ticket_id: str
-    request_id: str
-    attempt: int
-    instance_id: str
-    incarnation: int
-    model_fingerprint: str
-    num_tokens: int
-    kv_bytes: int  # per rank
-    addresses: tuple[str, ...]  # one per rank
-    lease_ms: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,41 +1,72 @@
 """Moving KV bytes between two processes. The adapter is UCX (`ucx.py`); tests also have one in memory.
 
-A connection carries whole messages in order, in both directions, like a queue of buffers: small
-control messages (`kv.wire`) and payload ranges straight into and out of an arena, without a copy here.
+A connection has two lanes, each in order. Messages are small and copied; payloads go straight out of one
+arena into another, without a copy here, and meet by key. Everything is called back on the event loop that
+started the transport: a coroutine per message would cost more than a small prompt's bytes do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 ByteArray = npt.NDArray[np.uint8]  # one-dimensional and contiguous
+MAX_MESSAGE = 96 << 10  # bytes
 
 
 class KvConnection(Protocol):
-    """One peer. All methods raise KvTransferFailed when the peer is gone or the connection was aborted."""
+    """One peer. Calls on a connection that is closed or closing do nothing; `on_closed` says why."""
 
-    async def send(self, buffer: ByteArray) -> None:
-        """Send all bytes; returns when the buffer may be reused."""
+    @property
+    def key(self) -> int:
+        """Unique among the connections of this transport, never reused."""
         ...
 
-    async def recv(self, buffer: ByteArray) -> None:
-        """Fill the buffer with exactly the next message, which must have its length."""
+    def send(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Send one message of at most MAX_MESSAGE bytes, made of parts. They may be reused at once."""
         ...
 
-    async def abort(self) -> None:
-        """Drop the connection at once. When this returns, no late write can reach any buffer given to `recv`."""
+    def send_payload(self, key: int, buffer: ByteArray, on_sent: Callable[[], None]) -> None:
+        """Send all bytes. `on_sent` when the buffer may be reused; never, if the connection closes first."""
+        ...
+
+    def recv_payload(self, key: int, buffer: ByteArray, on_received: Callable[[], None]) -> None:
+        """Receive the next payload of `key`, which has the buffer's length; callback as in `send_payload`."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Drop the connection at once. `on_closed` follows, from the loop."""
+        ...
+
+
+class ConnectionHandler(Protocol):
+    """What the user of a transport does with what happens. Must not raise."""
+
+    def on_connected(self, connection: KvConnection) -> None:
+        """A peer connected to us."""
+        ...
+
+    def on_message(self, connection: KvConnection, message: memoryview) -> None:
+        """`message` is valid during the call only."""
+        ...
+
+    def on_closed(self, connection: KvConnection, reason: str) -> None:
+        """Exactly once per connection, and last: no send reads and no late write reaches any buffer any more."""
         ...
 
 
 class KvTransport(Protocol):
-    async def listen(self, on_connection: Callable[[KvConnection], Awaitable[None]]) -> str:
-        """Accept connections; returns the address that peers pass to `connect`."""
+    async def start(self, handler: ConnectionHandler) -> str:
+        """Accept connections; returns the address that peers pass to `connect`. Raises KvTransferFailed."""
         ...
 
-    async def connect(self, address: str, timeout_s: float) -> KvConnection: ...
+    async def connect(self, address: str, timeout_s: float) -> KvConnection:
+        """Raises KvTransferFailed (KV_CONNECT_FAILED) within `timeout_s`."""
+        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Abort all connections and free everything. Bounded in time, idempotent."""
+        ...

@@ -1,0 +1,61 @@
+"""The right to pull one prompt's staged KV, and why that right or a pull may end (DESIGN 7).
+
+A ticket names the incarnation and the attempt that staged the bytes, so that a restarted sender or an
+attempt given up is refused rather than confused with the present one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The right to pull one prompt's staged KV (DESIGN 7). Mirrors `pdmesh.v1.Ticket`."""
+
+    ticket_id: str
+    request_id: str
+    attempt: int
+    instance_id: str
+    incarnation: int
+    model_fingerprint: str
+    num_tokens: int
+    kv_bytes: int  # per rank
+    addresses: tuple[str, ...]  # one per rank
+    lease_ms: int
+
+
+class CloseReason(StrEnum):
+    """Why a ticket was closed."""
+
+    TAKEN = "taken"
+    RELEASED = "released"
+    EXPIRED = "expired"
+    FAILED = "failed"  # the agent went away
+
+
+class Refusal(IntEnum):
+    """Why a sender does not serve a pull. The numbers are on the wire: never reuse one."""
+
+    UNKNOWN_TICKET = 1
+    WRONG_INCARNATION = 2
+    WRONG_ATTEMPT = 3
+    WRONG_MODEL = 4
+    TICKET_CLOSED = 5
+    LEASE_ENDED = 6
+    BAD_RANGE = 7
+    TOO_MANY_PULLS = 8
+    CLOSING = 9
+
+
+class PullFailure(StrEnum):
+    """Why a pull failed, as `KvTransferFailed.reason`; a refused pull says `KV_REFUSED_<refusal>`."""
+
+    TIMEOUT = "KV_TRANSFER_TIMEOUT"
+    PEER_LOST = "KV_PEER_LOST"
+    CONNECT = "KV_CONNECT_FAILED"
+    CORRUPT = "KV_CORRUPT"
+    PROTOCOL = "KV_PROTOCOL_ERROR"
+    CLOSING = "KV_AGENT_CLOSING"
+    BUSY = "KV_TOO_MANY_PULLS"

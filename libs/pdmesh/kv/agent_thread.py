@@ -1,0 +1,130 @@
+"""A KvAgent on a thread and loop of its own, for hosts whose loop is busy or that have none (an engine's worker).
+
+Calls may come from any thread. Results are `concurrent.futures.Future`s: wait for them, or `asyncio.wrap_future`
+them; cancelling one cancels the pull. Events are called back on the agent's thread and must only hand over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from pdmesh.core.arena import ArenaRange
+from pdmesh.core.kv_layout import KvLayout
+from pdmesh.core.ticket import PullFailure, Ticket
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.agent import KvAgent, PullResult
+from pdmesh.kv.transport import ByteArray
+
+T = TypeVar("T")
+
+
+class AgentThread:
+    """`make_agent` runs on the new thread, so that everything UCX is born and dies there."""
+
+    def __init__(self, make_agent: Callable[[], KvAgent], name: str = "kv-agent") -> None:
+        self._make_agent = make_agent
+        self._agent: KvAgent | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._started: Future[str] = Future()
+        self._is_closing = False
+
+    def start(self, timeout_s: float = 30.0) -> str:
+        """Blocks until the agent listens; returns its address. Raises KvTransferFailed or TimeoutError."""
+        self._thread.start()
+        return self._started.result(timeout_s)
+
+    def staging(self, r: ArenaRange) -> ByteArray:
+        return self._running().staging(r)
+
+    def landing(self, r: ArenaRange) -> ByteArray:
+        return self._running().landing(r)
+
+    def stage(
+        self,
+        ticket_id: str,
+        request_id: str,
+        attempt: int,
+        r: ArenaRange,
+        layout: KvLayout,
+        lease_s: float,
+    ) -> Future[None]:
+        """As `KvAgent.stage`; the future has its ValueError. A pull that comes later finds the ticket."""
+        agent = self._running()
+        done: Future[None] = Future()
+
+        def stage() -> None:
+            try:
+                agent.stage(ticket_id, request_id, attempt, r, layout, lease_s)
+            except Exception as exc:  # noqa: BLE001  handed over to whoever called
+                done.set_exception(exc)
+            else:
+                done.set_result(None)
+
+        self._call(stage)
+        return done
+
+    def release(self, ticket_id: str) -> None:
+        agent = self._running()
+        self._call(lambda: agent.release(ticket_id))
+
+    def renew(self, ticket: Ticket, *, deadline_s: float = 1.0) -> Future[None]:
+        return self._submit(self._running().renew(ticket, deadline_s=deadline_s))
+
+    def pull(
+        self, ticket: Ticket, landing: ArenaRange, *, deadline_s: float, first_block: int = 0
+    ) -> Future[PullResult]:
+        agent = self._running()
+        return self._submit(
+            agent.pull(ticket, landing, deadline_s=deadline_s, first_block=first_block)
+        )
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Close the agent and end the thread, within about `timeout_s`. Idempotent."""
+        if self._is_closing or not self._thread.is_alive():
+            return
+        self._is_closing = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._agent = self._make_agent()
+            self._started.set_result(self._loop.run_until_complete(self._agent.start()))
+        except BaseException as exc:  # noqa: BLE001  handed over to `start`
+            self._started.set_exception(exc)
+        else:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._wind_up(self._agent))
+        finally:
+            self._loop.close()
+
+    @staticmethod
+    async def _wind_up(agent: KvAgent) -> None:
+        await agent.close()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    def _running(self) -> KvAgent:
+        if self._agent is None or self._is_closing:
+            raise KvTransferFailed("the KV agent does not run", reason=PullFailure.CLOSING)
+        return self._agent
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as exc:  # the loop is closed
+            work.close()
+            raise KvTransferFailed("the KV agent is closed", reason=PullFailure.CLOSING) from exc
+
+    def _call(self, what: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it all tickets
+            self._loop.call_soon_threadsafe(what)

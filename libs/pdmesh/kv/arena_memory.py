@@ -1,0 +1,49 @@
+"""Where an arena's bytes are: one private anonymous mapping, committed page by page as it is used.
+
+The seam for a GPU: another `ArenaMemory` whose views are device memory; the agent only slices, sends, receives
+and checksums what `view` returns.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Protocol
+
+import numpy as np
+
+from pdmesh.core.arena import ArenaRange
+from pdmesh.kv.transport import ByteArray
+
+
+class ArenaMemory(Protocol):
+    @property
+    def size(self) -> int: ...
+
+    def view(self, r: ArenaRange) -> ByteArray:
+        """The bytes of a range, not a copy. Raises IndexError outside the arena."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class HostArena:
+    """Page-aligned host memory."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        self._map = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=flags)
+        self._bytes: ByteArray = np.frombuffer(self._map, np.uint8)
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def view(self, r: ArenaRange) -> ByteArray:
+        if r.offset < 0 or r.length < 0 or r.offset + r.length > self._size:
+            raise IndexError(f"{r} is outside an arena of {self._size} bytes")
+        return self._bytes[r.offset : r.offset + r.length]
+
+    def close(self) -> None:
+        """Let go of the mapping; it is unmapped when the last view is gone."""
+        self._bytes = np.empty(0, np.uint8)

@@ -1,0 +1,83 @@
+"""One connection per peer, opened when first needed, shared by all pulls, dropped when least recently used."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
+from pdmesh.core.ticket import PullFailure
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.transport import KvConnection, KvTransport
+
+_CONNECT_S = 5.0
+
+
+class ConnectionPool:
+    """Outgoing connections by address, at most `max_peers`; `is_busy` ones are never dropped for another."""
+
+    def __init__(
+        self,
+        transport: KvTransport,
+        max_peers: int,
+        is_busy: Callable[[KvConnection], bool],
+    ) -> None:
+        self._transport = transport
+        self._max_peers = max_peers
+        self._is_busy = is_busy
+        self._open: OrderedDict[str, KvConnection] = OrderedDict()  # least recently used first
+        self._opening: dict[str, asyncio.Task[KvConnection]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def get(self, address: str, timeout_s: float) -> KvConnection:
+        """Raises KvTransferFailed: KV_CONNECT_FAILED, or KV_TRANSFER_TIMEOUT if others still try."""
+        connection = self._open.get(address)
+        if connection is not None:
+            self._open.move_to_end(address)
+            return connection
+        task = self._opening.get(address)
+        if task is None:
+            self._make_room()
+            task = asyncio.create_task(self._connect(address), name=f"kv-connect-{address}")
+            self._opening[address] = task
+            task.add_done_callback(lambda done: self._on_done(address, done))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(task)
+        except TimeoutError as exc:
+            raise KvTransferFailed(
+                f"no KV connection to {address} in time", reason=PullFailure.TIMEOUT
+            ) from exc
+
+    def remove(self, connection: KvConnection) -> None:
+        """It is closed; the next `get` opens another."""
+        for address, other in list(self._open.items()):
+            if other is connection:
+                del self._open[address]
+
+    async def close(self) -> None:
+        tasks = list(self._opening.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CONNECT_S)
+
+    async def _connect(self, address: str) -> KvConnection:
+        connection = await self._transport.connect(address, _CONNECT_S)
+        self._open[address] = connection
+        return connection
+
+    def _on_done(self, address: str, task: asyncio.Task[KvConnection]) -> None:
+        del self._opening[address]
+        if not task.cancelled():
+            task.exception()  # whoever waited has seen it
+
+    def _make_room(self) -> None:
+        if len(self._open) + len(self._opening) < self._max_peers:
+            return
+        idle = next((a for a, c in self._open.items() if not self._is_busy(c)), None)
+        if idle is None:
+            raise KvTransferFailed("all KV connections are in use", reason=PullFailure.BUSY)
+        self._open.pop(idle).abort("least recently used")

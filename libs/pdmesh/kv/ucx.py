@@ -1,0 +1,348 @@
+"""`KvTransport` over UCX through ucxx: RDMA and cuda_ipc on a cluster, tcp and shared memory on a laptop.
+
+All connections share one receive for messages, so that the cost of a wake-up does not grow with the number
+of peers; a frame names the connection by a random number only the two ends know. Payloads have a tag of their
+own, made of that number and the pull's key, and are received where they belong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import structlog
+
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.transport import MAX_MESSAGE, ByteArray, ConnectionHandler, KvConnection
+from pdmesh.kv.ucx_worker import UcxWorker, options_for
+
+log = structlog.get_logger(__name__)
+
+_FRAME = struct.Struct("<QI")  # receiver's number of the connection, bytes of the message
+_GREETING = struct.Struct("<8sQ")  # magic, the accepting side's number of the connection
+_GREETING_MAGIC = b"PDKVUCX1"
+_HELLO = struct.Struct("<8sQ")  # first message of the connecting side: magic, its number
+_MESSAGE_TAG = 0  # tags of payloads are never 0: a connection's number is not
+_HANDSHAKE_S = 5.0
+_CLOSE_NS = 1_000_000_000
+
+
+class UcxConnection:
+    """One endpoint. `number` is ours, `peer_number` the other side's; both make up tags."""
+
+    def __init__(self, transport: UcxTransport, endpoint: Any, key: int, number: int) -> None:
+        self.key = key
+        self.number = number
+        self.peer_number = 0  # not greeted yet
+        self.endpoint = endpoint
+        self.is_announced = False
+        self.close_reason = ""
+        self.payloads: list[Any] = []  # requests that may still touch a caller's bytes
+        self._transport = transport
+        endpoint.set_close_callback(self._on_endpoint_closed)
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> None:
+        if not self.close_reason:
+            self._transport.post_message(self, parts)
+
+    def send_payload(self, key: int, buffer: ByteArray, on_sent: Callable[[], None]) -> None:
+        if not self.close_reason:
+            self._post_payload(self.endpoint.tag_send, self.peer_number, key, buffer, on_sent)
+
+    def recv_payload(self, key: int, buffer: ByteArray, on_received: Callable[[], None]) -> None:
+        if not self.close_reason:
+            self._post_payload(self.endpoint.tag_recv, self.number, key, buffer, on_received)
+
+    def abort(self, reason: str) -> None:
+        if not self.close_reason:
+            self.close_reason = reason
+            self._transport.bury(self)
+
+    def _post_payload(
+        self, post: Any, number: int, key: int, buffer: ByteArray, on_done: Callable[[], None]
+    ) -> None:
+        # A strided array would be sent as wrong bytes, silently.
+        assert buffer.dtype == np.uint8
+        assert buffer.ndim == 1
+        assert buffer.flags.c_contiguous
+        request = self._transport.post(post, buffer, _tag(number, key))
+        if request is None:
+            self.abort("the endpoint refused a payload")
+            return
+        self.payloads.append(request)
+
+        def done(is_ok: bool) -> None:
+            self.payloads = [r for r in self.payloads if r is not request]
+            if is_ok and not self.close_reason:
+                on_done()
+            elif not is_ok:
+                self.abort("the peer is gone")
+
+        self._transport.watch(request, done, buffer)
+
+    def on_posted(self, is_ok: bool) -> None:
+        """A message or greeting left, or could not."""
+        if not is_ok:
+            self.abort("the peer is gone")
+
+    def _on_endpoint_closed(self, *_: object) -> None:
+        self.abort("the peer is gone")
+
+
+class UcxTransport:
+    """Starts and connects on the running loop (asyncio's or uvloop's), and lives on it."""
+
+    def __init__(self, host: str = "127.0.0.1", advertise_host: str | None = None) -> None:
+        self._host = host
+        self._advertise_host = advertise_host or host
+        self._handler: ConnectionHandler | None = None
+        self._ucx: UcxWorker | None = None
+        self._listener: Any = None
+        self._num_connections = 0
+        self._by_number: dict[int, UcxConnection] = {}
+        self._accepted: list[Any] = []  # endpoints, filled while UCX progresses
+        self._dying: list[UcxConnection] = []
+        self._inbox = np.empty(_FRAME.size + MAX_MESSAGE, np.uint8)
+        self._inbox_array: Any = None
+        self._inbox_request: Any = None
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._by_number)
+
+    async def start(self, handler: ConnectionHandler) -> str:
+        self._handler = handler
+        options = options_for(self._host)
+        try:
+            self._ucx = UcxWorker(options, self._on_progressed)
+            self._listener = self._ucx.api.UCXListener.create(
+                self._ucx.worker, 0, self._accepted.append, deliver_endpoint=True
+            )
+        except Exception as exc:  # ucxx has a class per UCX status
+            await self.close()
+            raise KvTransferFailed(f"UCX does not start: {exc}", reason="KV_NO_TRANSPORT") from exc
+        from ucxx._lib.arr import Array
+        from ucxx.types import Tag
+
+        self._array, self._tag = Array, Tag
+        self._ucx_error: type[Exception] = self._ucx.api.UCXError
+        self._inbox_array = Array(self._inbox)
+        self._post_inbox()
+        self._ucx.pump()
+        return f"{self._advertise_host}:{self._listener.port}"
+
+    async def connect(self, address: str, timeout_s: float) -> KvConnection:
+        assert self._ucx is not None, "start() comes first"
+        loop = asyncio.get_running_loop()
+        connection: UcxConnection | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                host, port = await _resolve(address)
+                connection = self._add(
+                    self._ucx.api.UCXEndpoint.create(self._ucx.worker, host, port, True)
+                )
+                greeted: asyncio.Future[None] = loop.create_future()
+                greeting = np.zeros(_GREETING.size, np.uint8)
+                self.watch(
+                    connection.endpoint.stream_recv(self._array(greeting)),
+                    lambda is_ok: _settle(greeted, is_ok),
+                    greeting,
+                )
+                await greeted
+                self._greet_back(connection, greeting)
+        except BaseException as exc:
+            if connection is not None:
+                connection.abort("not connected")
+            if not isinstance(exc, (OSError, ValueError, self._ucx_error)):
+                raise  # TimeoutError is an OSError
+            reason = str(exc) or "timed out"
+            raise KvTransferFailed(
+                f"no KV connection to {address}: {reason}", reason="KV_CONNECT_FAILED"
+            ) from exc
+        return connection
+
+    async def close(self) -> None:
+        ucx, self._ucx = self._ucx, None
+        if ucx is None:
+            return
+        self._listener = None
+        for connection in list(self._by_number.values()):
+            connection.abort("closing")
+        for endpoint in self._accepted:
+            endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
+        self._accepted.clear()
+        self._bury_dead()
+        ucx.pump()  # whoever waits for a request of a connection that is gone hears of it
+        ucx.close()
+        self._inbox_request = None
+
+    # -- what connections use ---------------------------------------------------------------------
+
+    def post(self, post: Any, buffer: Any, tag: int) -> Any:
+        """Post a tagged send or receive; None if the endpoint refuses it."""
+        try:
+            return post(self._array(buffer), self._tag(tag))
+        except self._ucx_error:
+            return None
+
+    def watch(self, request: Any, on_done: Callable[[bool], None], buffer: object) -> None:
+        if self._ucx is not None:
+            self._ucx.watch(request, on_done, buffer)
+
+    def post_message(self, connection: UcxConnection, parts: Sequence[bytes | memoryview]) -> None:
+        size = sum(len(part) for part in parts)
+        assert 0 < size <= MAX_MESSAGE
+        frame = b"".join((_FRAME.pack(connection.peer_number, size), *parts))
+        request = self.post(connection.endpoint.tag_send, frame, _MESSAGE_TAG)
+        if request is None:
+            connection.abort("the endpoint refused a message")
+        elif request.completed:
+            if self._ucx is not None:
+                self._ucx.kick()
+        else:
+            self.watch(request, connection.on_posted, frame)
+
+    def bury(self, connection: UcxConnection) -> None:
+        """Close its endpoint soon: this may be a callback inside UCX, where nothing may be closed."""
+        self._dying.append(connection)
+        if self._ucx is not None:
+            self._ucx.kick()
+
+    # -- what UCX tells ---------------------------------------------------------------------------
+
+    def _on_progressed(self) -> bool:
+        has_work = self._read_inbox()
+        while self._accepted:
+            self._accept(self._accepted.pop())
+            has_work = True
+        return self._bury_dead() or has_work
+
+    def _post_inbox(self) -> None:
+        assert self._ucx is not None
+        self._inbox_request = self._ucx.worker.tag_recv(self._inbox_array, self._tag(_MESSAGE_TAG))
+
+    def _read_inbox(self) -> bool:
+        has_read = False
+        while (
+            self._ucx is not None
+            and self._inbox_request is not None
+            and self._inbox_request.completed
+        ):
+            has_read = True
+            try:
+                self._inbox_request.check_error()
+            except self._ucx_error:  # longer than any frame of ours; who sent it cannot be known
+                log.warning("kv.frame.refused")
+            else:
+                self._on_frame()
+            if self._ucx is not None:
+                self._post_inbox()
+        return has_read
+
+    def _on_frame(self) -> None:
+        view = memoryview(self._inbox)  # type: ignore[arg-type]  # numpy arrays are buffers
+        number, size = _FRAME.unpack_from(view)
+        connection = self._by_number.get(number)
+        if connection is None or connection.close_reason or size > MAX_MESSAGE:
+            return  # late, or a stranger's
+        message = view[_FRAME.size : _FRAME.size + size]
+        if connection.is_announced:
+            assert self._handler is not None
+            self._handler.on_message(connection, message)
+        else:
+            self._on_hello(connection, message)
+
+    # -- the handshake ----------------------------------------------------------------------------
+
+    def _add(self, endpoint: Any) -> UcxConnection:
+        self._num_connections += 1
+        key = self._num_connections
+        connection = UcxConnection(self, endpoint, key, secrets.randbits(32) << 32 | key)
+        self._by_number[connection.number] = connection
+        return connection
+
+    def _accept(self, endpoint: Any) -> None:
+        """Greet who connected: the greeting carries our number, its first message will carry its own."""
+        connection = self._add(endpoint)
+        greeting = _GREETING.pack(_GREETING_MAGIC, connection.number)
+        try:
+            request = endpoint.stream_send(self._array(greeting))
+        except self._ucx_error:
+            connection.abort("gone before it was greeted")
+            return
+        self.watch(request, connection.on_posted, greeting)
+        asyncio.get_running_loop().call_later(_HANDSHAKE_S, self._expect_hello, connection)
+
+    @staticmethod
+    def _expect_hello(connection: UcxConnection) -> None:
+        if not connection.is_announced:
+            connection.abort("said nothing")
+
+    def _greet_back(self, connection: UcxConnection, greeting: ByteArray) -> None:
+        magic, connection.peer_number = _GREETING.unpack(greeting.tobytes())
+        if magic != _GREETING_MAGIC:
+            raise ValueError("the peer does not speak this version")
+        connection.is_announced = True
+        connection.send([_HELLO.pack(_GREETING_MAGIC, connection.number)])
+
+    def _on_hello(self, connection: UcxConnection, message: memoryview) -> None:
+        if len(message) != _HELLO.size:
+            connection.abort("no hello")
+            return
+        magic, connection.peer_number = _HELLO.unpack(message)
+        if magic != _GREETING_MAGIC:
+            connection.abort("no hello")
+            return
+        connection.is_announced = True
+        assert self._handler is not None
+        self._handler.on_connected(connection)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _bury_dead(self) -> bool:
+        """Close endpoints of dying connections. Afterwards nothing of UCX knows their buffers."""
+        has_work = bool(self._dying)
+        while self._dying:
+            connection = self._dying.pop()
+            endpoint, connection.endpoint = connection.endpoint, None
+            endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
+            endpoint.remove_close_callback()
+            late = [r for r in connection.payloads if not r.completed]
+            assert not late, "a closed endpoint left a payload request behind"
+            connection.payloads.clear()
+            self._by_number.pop(connection.number, None)
+            if connection.is_announced and self._handler is not None:
+                self._handler.on_closed(connection, connection.close_reason)
+        return has_work
+
+
+def _tag(number: int, key: int) -> int:
+    """The lower half of a connection's number is unique at its receiver, and never 0."""
+    return (number & 0xFFFFFFFF) << 32 | key & 0xFFFFFFFF
+
+
+def _settle(future: asyncio.Future[None], is_ok: bool) -> None:
+    if future.done():
+        return
+    if is_ok:
+        future.set_result(None)
+    else:
+        future.set_exception(ConnectionError("the peer refused"))
+
+
+async def _resolve(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        found = await asyncio.get_running_loop().getaddrinfo(
+            host, None, family=socket.AF_INET, type=socket.SOCK_STREAM
+        )
+        host = str(found[0][4][0])
+    return host, int(port)

@@ -1,0 +1,233 @@
+"""What two KV agents say to each other: fixed little-endian headers, every length checked, no pickle.
+
+One message per pull in each direction and one ack; META names contiguous ranges, never blocks (S49). Small payloads ride
+behind META in the same message. `parse` takes any bytes: the result is a message or WireError, nothing else.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from pdmesh.core.ticket import Refusal
+from pdmesh.errors import KvTransferFailed
+
+MAGIC = b"PDKV"
+VERSION = 1
+
+MAX_INLINE = 64 << 10  # bytes of payload that ride behind META
+MAX_RANGES = 512
+MAX_TICKET_ID = 128  # bytes of utf-8
+MAX_PULL_BYTES = 1 << 44
+CHECKSUM_BYTES = 16  # xxh3_128
+
+_HEAD = struct.Struct("<4sBBHIQ")  # magic, version, kind, reserved, message bytes, pull id
+_PULL = struct.Struct("<IQQIH")  # attempt, incarnation, fingerprint, first block, ticket id bytes
+_RENEW = struct.Struct("<IQH")  # attempt, incarnation, ticket id bytes
+_META = struct.Struct("<QHB")  # bytes, ranges, is inline
+_RANGE = struct.Struct(f"<QQ{CHECKSUM_BYTES}s")  # offset in the landing range, bytes, checksum
+_BYTE = struct.Struct("<B")
+
+
+class WireError(KvTransferFailed):
+    """Bytes from a peer that are not a message."""
+
+    default_reason = "KV_PROTOCOL_ERROR"
+
+
+class Kind(IntEnum):
+    PULL = 1
+    META = 2
+    REFUSED = 3
+    ACK = 4
+    RENEW = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Receiver to sender: send me this ticket's blocks from `first_block` on."""
+
+    pull_id: int
+    ticket_id: str
+    attempt: int
+    incarnation: int
+    fingerprint_hash: int
+    first_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Contiguous bytes; `offset` is where they belong in the landing range."""
+
+    offset: int
+    length: int
+    checksum: bytes  # xxh3_128 of the bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """Sender to receiver: this is coming, one payload per range, or `inline` behind the ranges."""
+
+    pull_id: int
+    num_bytes: int
+    ranges: tuple[Range, ...]
+    inline: memoryview | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Sender to receiver."""
+
+    pull_id: int
+    refusal: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """Receiver to sender: the pull is over; `is_taken` closes the ticket."""
+
+    pull_id: int
+    is_taken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """Receiver to sender: I shall pull, keep the bytes for another lease. Not answered."""
+
+    ticket_id: str
+    attempt: int
+    incarnation: int
+
+
+Message = Pull | Meta | Refused | Ack | Renew
+
+
+def encode(message: Message) -> list[bytes | memoryview]:
+    """The message in parts, to be sent one behind the other."""
+    match message:
+        case Meta(pull_id, num_bytes, ranges, inline):
+            is_inline = inline is not None
+            body = _META.pack(num_bytes, len(ranges), is_inline) + b"".join(
+                _RANGE.pack(r.offset, r.length, r.checksum) for r in ranges
+            )
+            size = len(inline) if inline is not None else 0
+            head = _head(Kind.META, pull_id, len(body) + size)
+            return [head + body] if inline is None else [head + body, inline]
+        case Pull(pull_id, ticket_id, attempt, incarnation, fingerprint, first_block):
+            name = _name(ticket_id)
+            body = _PULL.pack(attempt, incarnation, fingerprint, first_block, len(name)) + name
+            return [_head(Kind.PULL, pull_id, len(body)) + body]
+        case Ack(pull_id, is_taken):
+            return [_head(Kind.ACK, pull_id, 1) + _BYTE.pack(is_taken)]
+        case Refused(pull_id, refusal):
+            return [_head(Kind.REFUSED, pull_id, 1) + _BYTE.pack(refusal)]
+        case Renew(ticket_id, attempt, incarnation):
+            name = _name(ticket_id)
+            body = _RENEW.pack(attempt, incarnation, len(name)) + name
+            return [_head(Kind.RENEW, 0, len(body)) + body]
+
+
+def parse(data: memoryview) -> Message:
+    """One whole message. Views into `data` are kept by `Meta.inline`. Raises WireError."""
+    if len(data) < _HEAD.size:
+        raise WireError(f"a message of {len(data)} bytes is too short")
+    magic, version, kind, reserved, size, pull_id = _HEAD.unpack_from(data)
+    if magic != MAGIC or version != VERSION:
+        raise WireError("not a KV message of this version")
+    if size != len(data) or reserved:
+        raise WireError(f"a message of {len(data)} bytes says it has {size}")
+    reader = _READERS.get(kind)
+    if reader is None:
+        raise WireError(f"unknown kind {kind}")
+    return reader(pull_id, data[_HEAD.size :])
+
+
+def _head(kind: Kind, pull_id: int, body_bytes: int) -> bytes:
+    return _HEAD.pack(MAGIC, VERSION, kind, 0, _HEAD.size + body_bytes, pull_id)
+
+
+def _name(ticket_id: str) -> bytes:
+    name = ticket_id.encode()
+    if not 0 < len(name) <= MAX_TICKET_ID:
+        raise WireError(f"a ticket id has 1 to {MAX_TICKET_ID} bytes, not {len(name)}")
+    return name
+
+
+def _read_name(data: memoryview, offset: int, size: int) -> str:
+    if not 0 < size <= MAX_TICKET_ID or len(data) != offset + size:
+        raise WireError(f"a ticket id of {size} bytes in a body of {len(data)}")
+    try:
+        return str(data[offset:], "utf-8")
+    except UnicodeDecodeError as exc:
+        raise WireError("a ticket id that is not text") from exc
+
+
+def _need(data: memoryview, size: int) -> None:
+    if len(data) < size:
+        raise WireError(f"a body of {len(data)} bytes, at least {size} needed")
+
+
+def _parse_pull(pull_id: int, data: memoryview) -> Pull:
+    _need(data, _PULL.size)
+    attempt, incarnation, fingerprint, first_block, name_size = _PULL.unpack_from(data)
+    ticket_id = _read_name(data, _PULL.size, name_size)
+    return Pull(pull_id, ticket_id, attempt, incarnation, fingerprint, first_block)
+
+
+def _parse_renew(_: int, data: memoryview) -> Renew:
+    _need(data, _RENEW.size)
+    attempt, incarnation, name_size = _RENEW.unpack_from(data)
+    return Renew(_read_name(data, _RENEW.size, name_size), attempt, incarnation)
+
+
+def _parse_meta(pull_id: int, data: memoryview) -> Meta:
+    _need(data, _META.size)
+    num_bytes, num_ranges, is_inline = _META.unpack_from(data)
+    if num_ranges > MAX_RANGES or num_bytes > MAX_PULL_BYTES or is_inline > 1:
+        raise WireError(f"{num_bytes} bytes in {num_ranges} ranges")
+    end = _META.size + num_ranges * _RANGE.size
+    _need(data, end)
+    ranges = tuple(
+        Range(*_RANGE.unpack_from(data, _META.size + i * _RANGE.size)) for i in range(num_ranges)
+    )
+    _check_ranges(ranges, num_bytes)
+    if len(data) - end != (num_bytes if is_inline else 0):
+        raise WireError(f"{len(data) - end} bytes behind the ranges")
+    return Meta(pull_id, num_bytes, ranges, data[end:] if is_inline else None)
+
+
+def _check_ranges(ranges: tuple[Range, ...], num_bytes: int) -> None:
+    """They tile the landing range in order, so no byte can land outside or twice."""
+    end = 0
+    for r in ranges:
+        if r.offset != end or r.length == 0:
+            raise WireError("ranges with a gap or an overlap")
+        end += r.length
+    if end != num_bytes:
+        raise WireError(f"ranges of {end} bytes for {num_bytes}")
+
+
+def _parse_refused(pull_id: int, data: memoryview) -> Refused:
+    if len(data) != 1:
+        raise WireError("a refusal has one byte")
+    try:
+        return Refused(pull_id, Refusal(data[0]))
+    except ValueError as exc:
+        raise WireError(f"unknown refusal {data[0]}") from exc
+
+
+def _parse_ack(pull_id: int, data: memoryview) -> Ack:
+    if len(data) != 1 or data[0] > 1:
+        raise WireError("an ack has one byte, 0 or 1")
+    return Ack(pull_id, data[0] == 1)
+
+
+_READERS: dict[int, Callable[[int, memoryview], Message]] = {
+    Kind.PULL: _parse_pull,
+    Kind.META: _parse_meta,
+    Kind.REFUSED: _parse_refused,
+    Kind.ACK: _parse_ack,
+    Kind.RENEW: _parse_renew,
+}
