@@ -53,7 +53,7 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         host=options.host,
         http_port=options.http_port,
         grpc_port=options.grpc_port,
-        model_path=_model_path(options),
+        model_dir=_model_dir(options),
         dtype=options.dtype,
         nats_url=options.nats_url,
         redis_url=options.redis_url,
@@ -61,7 +61,7 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
     )
 
 
-def _model_path(options: argparse.Namespace) -> Path | None:
+def _model_dir(options: argparse.Namespace) -> Path | None:
     """The directory the engines load; the sim engine needs none."""
     if options.model is not None:
         directory: Path = options.model.absolute()

@@ -22,6 +22,7 @@ from pdmesh.core.supervision import GiveUp, Phase, RestartPolicy, RestartSchedul
 from pdmesh.embedded.binaries import ServerNotFound
 from pdmesh.embedded.ports import PortReservation
 from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer
+from pdmesh.engine.sim_tokenizer import write_sim_model
 from pdmesh.launcher import log_files, probe, state
 from pdmesh.launcher.spec import MeshSpec, ProcessSpec, Tier, Wiring, services
 from pdmesh.launcher.supervisor import Notice, Supervisor
@@ -209,7 +210,17 @@ class Mesh:
             grpc_port=grpc.port,
             hash_secret=state.hash_secret(self.state_dir),
             state_dir=self.state_dir,
+            model_dir=self._model_dir(),
         )
+
+    def _model_dir(self) -> Path:
+        if self.spec.model_dir is not None:
+            return self.spec.model_dir.absolute()
+        if self.spec.engine != "sim":
+            raise MeshFailed(f"{self.spec.engine} needs a model directory; give one with --model")
+        directory = self.state_dir / "models" / "sim"
+        write_sim_model(directory)
+        return directory
 
     def _add_server(self, server: Server) -> None:
         self._servers[server.name] = server
@@ -320,7 +331,7 @@ class Mesh:
             pid=os.getpid(),
             phase=self._phase,
             engine=self.spec.engine,
-            model=self.spec.model_name or "",
+            model=self.spec.model_name or self.wiring.model_dir.name,
             http_url=self.http_url,
             grpc_address=self.grpc_address,
             nats_url=self.nats_url,

