@@ -85,6 +85,13 @@ class WrongIncarnation(MeshError):
     is_retryable = True
 
 
+class NotLeader(MeshError):
+    """This master does not lead now; ask another one."""
+
+    grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "NOT_LEADER"
+    is_retryable = True
+
+
 class DeadlineExceeded(MeshError):
     grpc_code, http_status, default_reason = "DEADLINE_EXCEEDED", 504, "DEADLINE_EXCEEDED"
 

@@ -264,6 +264,8 @@ class InstanceRecord(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
+    IS_LEADER_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     incarnation: _builtins.int
     """random at start; never reused"""
@@ -299,6 +301,10 @@ class InstanceRecord(_message.Message):
     pid: _builtins.int
     http_address: _builtins.str
     """a gateway's client endpoint"""
+    is_leader: _builtins.bool
+    """of the masters: this one answers Plan"""
+    epoch: _builtins.int
+    """of its leadership, the highest it knows of otherwise"""
     @_builtins.property
     def kv_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """one KV transport address per device, in device order"""
@@ -328,10 +334,12 @@ class InstanceRecord(_message.Message):
         version: _builtins.str = ...,
         pid: _builtins.int = ...,
         http_address: _builtins.str = ...,
+        is_leader: _builtins.bool = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "engine", b"engine", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "pid", b"pid", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_logprobs", b"supports_logprobs", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "engine", b"engine", "epoch", b"epoch", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "pid", b"pid", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_logprobs", b"supports_logprobs", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
