@@ -8,6 +8,8 @@ bytes, ACK; a longer one adds one payload per contiguous range.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -133,6 +135,7 @@ class KvAgent:
         self._tick: asyncio.TimerHandle | None = None
         self._checks: set[asyncio.Task[None]] = set()
         self._is_closed = False
+        self._posted: deque[Callable[[], None]] = deque()
 
     # -- the public door --------------------------------------------------------------------------
 
@@ -224,6 +227,16 @@ class KvAgent:
         num_bytes = await self._wait(pull_id, pull)
         return PullResult(num_bytes, self._loop.time() - started)
 
+    def post(self, what: Callable[[], None]) -> None:
+        """Thread-safe: do `what` on the loop, before any message that arrives from now on."""
+        self._posted.append(what)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it all tickets
+            self._loop.call_soon_threadsafe(self._do_posted)
+
+    def _do_posted(self) -> None:
+        while self._posted:
+            self._posted.popleft()()
+
     async def close(self) -> None:
         """Drop all connections, close all tickets, fail all pulls. Bounded in time, idempotent."""
         if self._is_closed:
@@ -258,6 +271,8 @@ class KvAgent:
         self._receive(rx.PeerLost(connection.key))
 
     def on_message(self, connection: KvConnection, message: memoryview) -> None:
+        if self._posted:  # a ticket staged from another thread may be what this message asks for
+            self._do_posted()
         peer = connection.key
         try:
             parsed = wire.parse(message)

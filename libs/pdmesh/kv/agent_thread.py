@@ -7,7 +7,6 @@ them; cancelling one cancels the pull. Events are called back on the agent's thr
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -66,12 +65,12 @@ class AgentThread:
             else:
                 done.set_result(None)
 
-        self._call(stage)
+        agent.post(stage)
         return done
 
     def release(self, ticket_id: str) -> None:
         agent = self._running()
-        self._call(lambda: agent.release(ticket_id))
+        agent.post(lambda: agent.release(ticket_id))
 
     def renew(self, ticket: Ticket, *, deadline_s: float = 1.0) -> Future[None]:
         return self._submit(self._running().renew(ticket, deadline_s=deadline_s))
@@ -124,7 +123,3 @@ class AgentThread:
         except RuntimeError as exc:  # the loop is closed
             work.close()
             raise KvTransferFailed("the KV agent is closed", reason=PullFailure.CLOSING) from exc
-
-    def _call(self, what: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it all tickets
-            self._loop.call_soon_threadsafe(what)
