@@ -37,6 +37,7 @@ from pdmesh.engine.vllm.config import (
 )
 from pdmesh.engine.vllm.control import ControlServer, WorkerLost
 from pdmesh.engine.vllm.fingerprint import base_fingerprint, model_digest
+from pdmesh.engine.vllm.handoff import load_params, store_params
 from pdmesh.engine.vllm.jobs import (
     CancelRequest,
     Drawn,
@@ -47,12 +48,11 @@ from pdmesh.engine.vllm.jobs import (
     stages_kv,
 )
 from pdmesh.engine.vllm.kv_events import BlockNames, read_events
+from pdmesh.engine.vllm.messages import Hello, Release, ToHost
 from pdmesh.engine.vllm.outputs import OutputQueue
 from pdmesh.engine.vllm.sampling import drawn, sampling_params
 from pdmesh.engine.vllm.stats import SchedulerView
 from pdmesh.errors import EngineFailed
-from pdmesh.engine.vllm.handoff import load_params, store_params
-from pdmesh.engine.vllm.messages import Hello, Release, ToHost
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -194,6 +194,8 @@ class VllmEngine:
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
         if self._llm is not None:
+            if self._llm.output_handler is not None:
+                self._llm.output_handler.cancel()  # or it reports the end of its engine as a death
             shutdown = asyncio.to_thread(self._llm.shutdown)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(shutdown, STOP_TIMEOUT_S)

@@ -17,12 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdmesh import failpoints
-from pdmesh.engine.vllm.fingerprint import digest
-from pdmesh.errors import KvTransferFailed
-from pdmesh.kv import agent as kv
-from pdmesh.kv.agent_thread import AgentThread
-from pdmesh.engine.vllm.handoff import Load, StepPlan, Store
 from pdmesh.engine.vllm.caches import PagedCaches, layout_signature, paged_caches
+from pdmesh.engine.vllm.fingerprint import digest
+from pdmesh.engine.vllm.handoff import Load, StepPlan, Store
 from pdmesh.engine.vllm.messages import (
     Hello,
     LandingClear,
@@ -34,6 +31,10 @@ from pdmesh.engine.vllm.messages import (
     ToWorker,
     WorkerControl,
 )
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv import agent as kv
+from pdmesh.kv.agent_thread import AgentThread
+from pdmesh.kv.ucx import UcxTransport
 
 if TYPE_CHECKING:
     import torch
@@ -92,10 +93,17 @@ class HandoffWorker:
         identity = kv.AgentIdentity(
             config["instance_id"], config["incarnation"], self._fingerprint, self._rank
         )
-        self._agent = AgentThread(
-            identity, config["staging_bytes"], config["landing_bytes"], self._on_agent_event
-        )
+        self._agent = AgentThread(lambda: self._make_agent(identity))
         return self._agent.start()
+
+    def _make_agent(self, identity: kv.AgentIdentity) -> kv.KvAgent:
+        return kv.KvAgent(
+            UcxTransport(self._config["kv_host"], self._config["kv_advertise_host"]),
+            identity,
+            staging_bytes=self._config["staging_bytes"],
+            landing_bytes=self._config["landing_bytes"],
+            on_event=self._on_agent_event,
+        )
 
     # -- a step, on vLLM's thread -------------------------------------------------------------------
 
@@ -142,25 +150,32 @@ class HandoffWorker:
             caches.num_layers, len(store.block_ids), caches.block_bytes, self._fingerprint
         )
         try:
-            if num_bytes > store.staging.length:
-                raise ValueError(f"{num_bytes} bytes do not fit a range of {store.staging.length}")
             caches.gather(store.block_ids, agent.staging(store.staging)[:num_bytes])
-            self._staged.add(store.ticket_id)
-            agent.stage(
-                store.ticket_id,
-                store.request_id,
-                store.attempt,
-                store.staging,
-                layout,
-                store.lease_s,
-            )
-        except (KvTransferFailed, ValueError) as error:
-            self._staged.discard(store.ticket_id)
-            self._control.send(StageFailed(self._rank, store.ticket_id, str(error)))
-            self._control.send(TicketEnded(self._rank, store.ticket_id, "failed"))
+        except (IndexError, ValueError) as error:  # the host reserved too little
+            self._stage_failed(store.ticket_id, error)
+            return
+        self._staged.add(store.ticket_id)
+        staged = agent.stage(
+            store.ticket_id,
+            store.request_id,
+            store.attempt,
+            store.staging,
+            layout,
+            store.lease_s,
+        )
+        staged.add_done_callback(lambda done: self._on_staged(store.ticket_id, done))
+
+    def _on_staged(self, ticket_id: str, staged: Future[None]) -> None:
+        if (error := staged.exception()) is not None:
+            self._staged.discard(ticket_id)
+            self._stage_failed(ticket_id, error)
             return
         failpoints.hit("prefill.staged")
-        self._control.send(Staged(self._rank, store.ticket_id))
+        self._control.send(Staged(self._rank, ticket_id))
+
+    def _stage_failed(self, ticket_id: str, error: BaseException) -> None:
+        self._control.send(StageFailed(self._rank, ticket_id, str(error)))
+        self._control.send(TicketEnded(self._rank, ticket_id, "failed"))
 
     def take_results(self) -> tuple[set[str], set[str]]:
         """Scatter what has landed. Returns the keys of loads that arrived, and of those that failed."""
@@ -187,7 +202,7 @@ class HandoffWorker:
             return False  # the leg was aborted; the agent says when its landing is free
         except KvTransferFailed as error:
             self._control.send(PullFailed(self._rank, load.leg, error.default_reason, _why(error)))
-            return False
+            return False  # likewise
         if load.key in self._cancelled:
             self._clear(load.landing.offset)
             return False
