@@ -13,8 +13,8 @@ import grpc
 from tokenizers import Tokenizer
 
 from pdmesh.engine.base import Sampling
-from pdmesh.engine.sim_tokenizer import write_sim_model
 from pdmesh.engine.sim.reference import sim_reference
+from pdmesh.engine.sim_tokenizer import write_sim_model
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net import rpc

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ class StreamOutcome:
     @property
     def longest_gap_s(self) -> float:
         marks = [self.started_at, *self.arrivals, self.ended_at]
-        return max(b - a for a, b in zip(marks, marks[1:], strict=False))
+        return max(b - a for a, b in itertools.pairwise(marks))
 
     def fault_in_ending(self) -> str:
         """Empty if it ended as promised: whole text, or exactly one clear error, or a cut connection."""
