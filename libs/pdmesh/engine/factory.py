@@ -9,7 +9,9 @@ from pathlib import Path
 
 from pdmesh.engine.base import Engine
 from pdmesh.engine.laws import LAWS
-from pdmesh.engine.sim import SimConfig, SimEngine, SimParams
+from pdmesh.engine.sim.config import SimConfig
+from pdmesh.engine.sim.engine import SimEngine
+from pdmesh.engine.sim.model import SimParams
 from pdmesh.errors import EngineFailed
 from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent
 from pdmesh.kv.transport import KvTransport
@@ -35,6 +37,8 @@ class EngineSettings:
     ticket_lease_s: float
     sends_kv: bool
     receives_kv: bool
+    kv_host: str = "127.0.0.1"  # where KV connections are accepted
+    kv_advertise_host: str | None = None  # what peers connect to; None: kv_host
     dtype: str = ""
     kv_cache_bytes: int = 0  # vLLM
     sim_law: str = "demo"
@@ -53,7 +57,7 @@ def build_engine(settings: EngineSettings) -> BuiltEngine:
     """Not started yet. Raises EngineFailed if the settings name no engine."""
     match settings.engine:
         case "sim":
-            return build_sim(settings, _ucx)
+            return build_sim(settings, lambda: _ucx(settings))
         case "vllm":
             return _build_vllm(settings)
         case other:
@@ -108,10 +112,10 @@ def build_sim(settings: EngineSettings, make_transport: Callable[[], KvTransport
     return BuiltEngine(SimEngine(config, make_agent), staging_bytes, landing_bytes)
 
 
-def _ucx() -> KvTransport:
+def _ucx(settings: EngineSettings) -> KvTransport:
     from pdmesh.kv.ucx import UcxTransport  # loads the UCX libraries
 
-    return UcxTransport()
+    return UcxTransport(settings.kv_host, settings.kv_advertise_host)
 
 
 def _build_vllm(settings: EngineSettings) -> BuiltEngine:

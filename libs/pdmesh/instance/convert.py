@@ -6,7 +6,7 @@ import math
 from array import array
 from dataclasses import dataclass
 
-from pdmesh.core.admission import RefusalReason, Refused
+from pdmesh.core.admission import Capacity, RefusalReason, Refused
 from pdmesh.core.block_hash import HASH_BYTES, tokens_from_bytes
 from pdmesh.engine.base import Failed, FinishReason, Prefilled, Sampling, Ticket, TokenLogprob
 from pdmesh.errors import InvalidRequest
@@ -56,15 +56,28 @@ class Parsed:
     block_hashes: tuple[bytes, ...]
 
 
-def parse(m: Prefill | Start, block_size: int) -> Parsed:
+def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
     """Raises InvalidRequest. Hashes are one per full block of the prompt, or none (then nothing is shared)."""
     prompt = prompt_from_bytes(m.prompt_token_ids)
     hashes = tuple(m.block_hashes)
-    if hashes and len(hashes) != len(prompt) // block_size:
+    if hashes and len(hashes) != len(prompt) // capacity.block_size:
         raise InvalidRequest("not one hash per full block", field="block_hashes")
     if any(len(block_hash) != HASH_BYTES for block_hash in hashes):
         raise InvalidRequest(f"a hash has {HASH_BYTES} bytes", field="block_hashes")
+    if isinstance(m, Start):
+        _check_ticket(m.ticket, len(prompt), capacity)
     return Parsed(prompt, sampling_from_proto(m.sampling), hashes)
+
+
+def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int, capacity: Capacity) -> None:
+    """A ticket of another fingerprint is admission's business: its numbers mean nothing here."""
+    if ticket.model_fingerprint != capacity.model_fingerprint:
+        return
+    num_blocks = -(-num_tokens // capacity.block_size)
+    if (ticket.num_tokens, ticket.kv_bytes) != (num_tokens, num_blocks * capacity.block_bytes):
+        raise InvalidRequest("the ticket is not of this prompt", field="ticket")
+    if not (ticket.ticket_id and ticket.addresses):
+        raise InvalidRequest("the ticket is incomplete", field="ticket")
 
 
 def ticket_from_proto(m: common_pb2.Ticket) -> Ticket:

@@ -165,7 +165,7 @@ class InstanceHost:
         if self._legs.find(outbox, m.key) is not None:
             raise InvalidRequest("a key is never reused", field="commands")
         try:
-            parsed = convert.parse(m, self.admission.capacity.block_size)
+            parsed = convert.parse(m, self.admission.capacity)
         except InvalidRequest as exc:
             failure = Failed(0, exc.reason, exc.message, is_retryable=False)
             outbox.add_event(convert.failed(m.key, failure))

@@ -194,6 +194,8 @@ def _engine_settings(settings: InstanceSettings, app: App, role: Role.ValueType)
         ticket_lease_s=settings.ticket_lease_s,
         sends_kv=Work.PREFILL in works,
         receives_kv=Work.DECODE in works,
+        kv_host=settings.host,
+        kv_advertise_host=settings.advertise_host,
         dtype=settings.dtype,
         kv_cache_bytes=settings.kv_cache_bytes,
         sim_law=settings.sim_law,

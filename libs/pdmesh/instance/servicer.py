@@ -57,7 +57,7 @@ class InstanceServicer:
         assert writer is not None
         outbox.on_cut = lambda: self._cut(outbox, writer)
         # The generator may be dropped without being closed; the call's end is always told.
-        context.add_done_callback(lambda _: self._host.close(outbox))
+        context.add_done_callback(lambda _: self._host.close(outbox))  # type: ignore[arg-type]  # stub
         reader = asyncio.create_task(self._read(first, requests, outbox), name="session-reader")
         try:
             while (response := await outbox.next()) is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdmesh import failpoints
+from pdmesh.core.kv_layout import KvLayout
 from pdmesh.engine.base import (
     BlocksChanged,
     DecodeJob,
@@ -32,7 +33,7 @@ from pdmesh.engine.base import (
 from pdmesh.engine.sim.batch import DecodeBatch, Running
 from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.config import SimConfig
-from pdmesh.engine.sim.keep import keep_drawn
+from pdmesh.engine.sim.keep import keep_answer
 from pdmesh.engine.sim.memory import PagedMemory
 from pdmesh.engine.sim.model import SimModel, draw_key
 from pdmesh.engine.sim.prefill import PrefillLane, Prompt
@@ -40,7 +41,7 @@ from pdmesh.engine.sim.retrieval import Retrieved, Retriever
 from pdmesh.engine.sim.vocabulary import EOS_ID
 from pdmesh.errors import EngineFailed
 from pdmesh.kv import agent as kv_agent
-from pdmesh.kv.agent import AgentEvent, KvAgent, KvLayout
+from pdmesh.kv.agent import AgentEvent, KvAgent
 from pdmesh.kv.scatter import gather
 
 AgentFactory = Callable[[Callable[[AgentEvent], None]], KvAgent]
@@ -48,9 +49,10 @@ AgentFactory = Callable[[Callable[[AgentEvent], None]], KvAgent]
 
 @dataclass(slots=True)
 class _Sequence:
-    """One that decodes here: its blocks, and its prompt if its blocks are worth keeping."""
+    """One that decodes here: its blocks and, if they are worth keeping, its prompt. `first` is token 1."""
 
     blocks: list[int]
+    first: int
     local: PrefillJob | None = None
 
 
@@ -233,7 +235,7 @@ class SimEngine:
                 sampling.ignore_eos,
                 sampling.stop_token_ids,
             )
-            self._add(running, _Sequence(blocks, job))
+            self._add(running, _Sequence(blocks, token, job))
         else:
             self._pool.release(blocks)
 
@@ -291,7 +293,7 @@ class SimEngine:
             sampling.ignore_eos,
             sampling.stop_token_ids,
         )
-        self._add(running, _Sequence(got.blocks))
+        self._add(running, _Sequence(got.blocks, job.first_token))
 
     def _add(self, running: Running, sequence: _Sequence) -> None:
         self._sequences[running.leg] = sequence
@@ -305,7 +307,8 @@ class SimEngine:
         if self._joining.pop(leg, None) is None:
             drawn = self._batch.leave(leg)
             if sequence.local is not None:
-                keep_drawn(self._memory, self._pool, sequence.local, sequence.blocks, drawn)
+                answer = [sequence.first, *drawn.tolist()]
+                keep_answer(self._memory, self._pool, sequence.local, sequence.blocks, answer)
         self._pool.release(sequence.blocks)
 
     # -- outputs ----------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ hashed on from the prompt's chain, and made findable.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from pdmesh.core.block_hash import block_hashes
 from pdmesh.engine.base import PrefillJob
@@ -15,20 +14,22 @@ from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.memory import PagedMemory
 
 
-def keep_drawn(
+def keep_answer(
     memory: PagedMemory,
     pool: BlockPool,
     job: PrefillJob,
     blocks: list[int],
-    drawn: npt.NDArray[np.uint32],
+    answer: list[int],
 ) -> None:
-    """Store the full blocks that `drawn` completed, and add them to `blocks`, which the caller releases.
+    """Store the full blocks that the answer completed, and add them to `blocks`, which the caller releases.
 
     The last drawn token has no KV yet. Nothing is kept of a job without hashes of its own full blocks.
     """
     size = memory.model.params.block_size
     num_hashed = len(job.prompt) // size
-    tokens = np.concatenate([np.frombuffer(job.prompt, np.uint32), drawn])[:-1]
+    tokens = np.concatenate(
+        [np.frombuffer(job.prompt, np.uint32), np.array(answer[:-1], np.uint32)]
+    )
     num_full = len(tokens) // size
     if num_full == num_hashed or not job.cache_salt or len(job.block_hashes) != num_hashed:
         return

@@ -49,6 +49,9 @@ class Retriever:
         self._agent, self._die = agent, die
         self._pulls: dict[int, asyncio.Task[None]] = {}
         self._landings: dict[int, int] = {}  # offset -> leg
+        self._unasked: set[int] = (
+            set()
+        )  # legs whose pull has not begun, of which the agent knows nothing
 
     @property
     def num_retrieving(self) -> int:
@@ -62,6 +65,7 @@ class Retriever:
 
     def begin(self, job: DecodeJob) -> None:
         self._landings[job.landing.offset] = job.leg
+        self._unasked.add(job.leg)
         task = asyncio.create_task(self._retrieve(job), name=f"pull-{job.leg}")
         self._pulls[job.leg] = task
         task.add_done_callback(lambda done: self._on_pull_done(job, done))
@@ -72,10 +76,14 @@ class Retriever:
 
     def _on_pull_done(self, job: DecodeJob, task: asyncio.Task[None]) -> None:
         self._pulls.pop(job.leg, None)
+        if job.leg in self._unasked:  # aborted before it ran
+            self._unasked.remove(job.leg)
+            self.free_landing(job.landing.offset)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._die(error)
 
     async def _retrieve(self, job: DecodeJob) -> None:
+        self._unasked.remove(job.leg)
         started = asyncio.get_running_loop().time()
         try:
             await self._agent.pull(job.ticket, job.landing, deadline_s=job.deadline_s)

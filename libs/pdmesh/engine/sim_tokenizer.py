@@ -1,0 +1,71 @@
+"""Writes the sim model as a Hugging Face style folder, so that whoever loads models needs no special case.
+
+A byte-level BPE tokenizer with a small vocabulary and ChatML: any text encodes, and what the sim draws
+decodes to words. There are no weights: the sim engine computes without any.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from pdmesh.engine.sim.vocabulary import EOS_ID, SPECIALS, build_vocabulary, byte_alphabet
+
+CHAT_TEMPLATE: Final = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def build_tokenizer() -> Tokenizer:
+    vocabulary, alphabet = build_vocabulary(), byte_alphabet()
+
+    def spelled(token: bytes) -> str:
+        return "".join(alphabet[byte] for byte in token)
+
+    ids = {name: number for number, name in enumerate(SPECIALS)}
+    ids |= {spelled(t): len(SPECIALS) + n for n, t in enumerate(vocabulary.tokens)}
+    merges = [(spelled(left), spelled(right)) for left, right in vocabulary.merges]
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIALS])
+    return tokenizer
+
+
+def write_sim_model(folder: Path, max_model_len: int = 4096) -> None:
+    """Write tokenizer.json, tokenizer_config.json, config.json and generation_config.json; overwrites them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    end, start = SPECIALS[EOS_ID], SPECIALS[1]
+    _write(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": start,
+            "eos_token": end,
+            "pad_token": SPECIALS[0],
+            "model_max_length": max_model_len,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+    _write(
+        folder / "config.json",
+        {
+            "model_type": "pdmesh-sim",
+            "vocab_size": tokenizer.get_vocab_size(),
+            "max_position_embeddings": max_model_len,
+            "eos_token_id": EOS_ID,
+        },
+    )
+    _write(folder / "generation_config.json", {"eos_token_id": EOS_ID})
+
+
+def _write(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

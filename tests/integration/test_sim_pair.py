@@ -1,0 +1,395 @@
+"""Prefill and decode hosts on the sim engine, in one process, over real gRPC; KV over memory or UCX."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import numpy as np
+import pytest
+
+from pdmesh import failpoints
+from pdmesh.engine.base import FinishReason, Sampling
+from pdmesh.engine.sim.reference import sim_reference
+from pdmesh.instance.host import HostConfig
+from pdmesh.kv.transport import KvTransport
+from pdmesh.kv.ucx import UcxTransport
+from pdmesh.v1 import instance_service_pb2 as pb
+from tests.fakes.memory_transport import MemoryTransport
+from tests.fakes.sim_instances import (
+    DECODE,
+    FUSION,
+    PREFILL,
+    SimInstance,
+    TestSession,
+    generate,
+    params_of,
+    sim_instance,
+)
+
+MakeTransport = Callable[[], KvTransport]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed * 10_007 + length).integers(3, 600, length).tolist()
+
+
+@pytest.fixture(params=["memory", "ucx"])
+def make_transport(request: pytest.FixtureRequest) -> MakeTransport:
+    return MemoryTransport if request.param == "memory" else UcxTransport
+
+
+@pytest.fixture(autouse=True)
+def _no_failpoints_left() -> object:
+    yield
+    failpoints.arm("")
+
+
+@contextlib.asynccontextmanager
+async def pair(
+    make: MakeTransport = MemoryTransport, **changes: object
+) -> AsyncIterator[tuple[SimInstance, SimInstance, TestSession, TestSession]]:
+    """A prefill and a decode with a session to each; at the end nothing may be left in either."""
+    async with (
+        sim_instance("prefill-0", PREFILL, make, **changes) as p,
+        sim_instance("decode-0", DECODE, make, **changes) as d,
+    ):
+        async with TestSession(p) as to_p, TestSession(d) as to_d:
+            yield p, d, to_p, to_d
+        await p.until_idle()
+        await d.until_idle()
+
+
+async def check(
+    p: SimInstance, to_p: TestSession, to_d: TestSession, prompt: list[int], sampling: Sampling
+) -> None:
+    expected = sim_reference(prompt, sampling, params_of(p.settings))
+    assert await generate(to_p, to_d, prompt, sampling) == expected
+
+
+@pytest.mark.req("S1", "S3", "S49")
+async def test_output_over_a_pair_is_that_of_one_process(make_transport: MakeTransport) -> None:
+    """Prompts around block boundaries, short and long outputs, all at once."""
+    lengths = [1, 2, 63, 64, 65, 127, 128, 129, 640, 1000, 1919, 1920, 1921]
+    lengths += np.random.default_rng(7).integers(1, 1500, 40).tolist()
+    async with pair(make_transport) as (p, _, to_p, to_d), asyncio.TaskGroup() as tasks:
+        for n, length in enumerate(lengths):
+            sampling = Sampling(max_tokens=1 + 7 * (n % 9), temperature=n % 3 / 2, seed=n)
+            tasks.create_task(check(p, to_p, to_d, prompt_of(length, n), sampling))
+
+
+@pytest.mark.req("S1")
+async def test_one_token_answers_never_reach_decode() -> None:
+    async with pair() as (p, d, to_p, to_d):
+        for length in (1, 64, 200):
+            await check(p, to_p, to_d, prompt_of(length), Sampling(max_tokens=1))
+        assert not to_d.legs
+        assert d.host.num_running == 0
+
+
+async def test_a_stop_at_token_one_ends_at_prefill() -> None:
+    async with pair() as (p, _, to_p, to_d):
+        prompt = prompt_of(100)
+        token = sim_reference(prompt, Sampling(max_tokens=1), params_of(p.settings))[0][0]
+        sampling = Sampling(max_tokens=9, stop_token_ids=frozenset({token}))
+        assert await generate(to_p, to_d, prompt, sampling) == ([token], FinishReason.STOP)
+        assert not to_d.legs
+
+
+async def test_a_prefix_computed_before_is_not_computed_again_and_changes_nothing() -> None:
+    async with pair() as (p, _, to_p, to_d):
+        prompt, sampling = prompt_of(500), Sampling(max_tokens=12)
+        await check(p, to_p, to_d, prompt, sampling)
+        await check(p, to_p, to_d, prompt[:300] + prompt_of(90, 1), sampling)
+        await check(p, to_p, to_d, prompt, sampling)
+        cached = [leg.last("first_token").num_cached_tokens for leg in to_p.legs.values()]
+        assert cached == [0, 256, 448]
+
+
+async def test_cached_blocks_survive_only_as_long_as_memory_lasts() -> None:
+    async with pair(num_kv_blocks=40) as (p, _, to_p, to_d):
+        for seed in range(12):
+            await check(p, to_p, to_d, prompt_of(640, seed), Sampling(max_tokens=3))
+        await check(p, to_p, to_d, prompt_of(640, 0), Sampling(max_tokens=3))
+        assert (
+            max(to_p.legs) and to_p.legs[max(to_p.legs)].last("first_token").num_cached_tokens == 0
+        )
+
+
+@pytest.mark.req("S47")
+async def test_kv_zeroed_on_arrival_changes_the_output() -> None:
+    """The negative control: decode really computes from the bytes that came over the transport."""
+    prompt, sampling = prompt_of(200), Sampling(max_tokens=16)
+    async with pair() as (p, _, to_p, to_d):
+        expected = sim_reference(prompt, sampling, params_of(p.settings))
+        failpoints.arm("decode.pulled=zero-kv@1")
+        tokens, _ = await generate(to_p, to_d, prompt, sampling)
+        assert tokens[0] == expected[0][0]
+        assert tokens[1:] != expected[0][1 : len(tokens)]
+        await check(p, to_p, to_d, prompt, sampling)
+
+
+@pytest.mark.req("S13")
+async def test_any_prefill_hands_to_any_decode(make_transport: MakeTransport) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        instances = [
+            await stack.enter_async_context(sim_instance(f"{kind}-{n}", works, make_transport))
+            for kind, works, number in (("prefill", PREFILL, 3), ("decode", DECODE, 2))
+            for n in range(number)
+        ]
+        sessions = [await stack.enter_async_context(TestSession(i)) for i in instances]
+        for a, to_p in enumerate(sessions[:3]):
+            for b, to_d in enumerate(sessions[3:]):
+                prompt = prompt_of(130 + 70 * a + 10 * b)
+                await check(instances[a], to_p, to_d, prompt, Sampling(max_tokens=20))
+
+
+@pytest.mark.req("S72")
+async def test_fusion_gives_the_output_of_a_pair() -> None:
+    async with sim_instance("fusion-0", FUSION, MemoryTransport) as f, TestSession(f) as to_f:
+        for length in (1, 63, 64, 65, 500):
+            prompt, sampling = prompt_of(length), Sampling(max_tokens=150, ignore_eos=True)
+            leg = await to_f.prefill(prompt, sampling, is_local=True)
+            await leg.until("finished")
+            assert [k for k, _ in leg.heard if k != "token"] == [
+                "accepted",
+                "first_token",
+                "finished",
+            ]
+            first = leg.last("first_token")
+            assert not first.HasField("ticket")
+            expected = sim_reference(prompt, sampling, params_of(f.settings))
+            assert ([first.token_id, *leg.tokens], FinishReason.LENGTH) == expected
+        await f.until_idle()
+
+
+@pytest.mark.req("S80")
+async def test_the_next_turn_of_a_chat_finds_the_kv_of_the_answer() -> None:
+    async with sim_instance("fusion-0", FUSION, MemoryTransport) as f, TestSession(f) as to_f:
+        prompt, sampling = prompt_of(100), Sampling(max_tokens=100, ignore_eos=True)
+        leg = await to_f.prefill(prompt, sampling, is_local=True)
+        await leg.until("finished")
+        turn = [*prompt, leg.last("first_token").token_id, *leg.tokens, *prompt_of(30)]
+        leg = await to_f.prefill(turn, Sampling(max_tokens=5), is_local=True)
+        await leg.until("finished")
+        first = leg.last("first_token")
+        assert first.num_cached_tokens == 192  # of 200 tokens, the last without KV
+        expected, _ = sim_reference(turn, Sampling(max_tokens=5), params_of(f.settings))
+        assert [first.token_id, *leg.tokens] == expected
+
+
+@pytest.mark.req("S40")
+async def test_a_full_instance_refuses_with_a_reason_and_a_hint_follows() -> None:
+    async with pair(num_slots=2) as (p, _, to_p, _):
+        legs = [
+            await to_p.prefill(prompt_of(70, n), Sampling(max_tokens=5, ignore_eos=True))
+            for n in range(4)
+        ]
+        for leg in legs:
+            await leg.until("accepted", "rejected")
+        assert [leg.has("accepted") for leg in legs] == [True, True, False, False]
+        refused = legs[2].last("rejected")
+        assert refused.reason == pb.REJECT_REASON_BUSY
+        assert refused.retry_after_ms >= 1
+        first = await legs[0].until("first_token")
+        await to_p.release(legs[0], first.ticket.ticket_id)
+        async with asyncio.timeout(2):
+            while to_p.loads[-1].num_slots_used == 2:
+                await asyncio.sleep(0.005)
+        leg = await to_p.prefill(prompt_of(70), Sampling(max_tokens=5, ignore_eos=True))
+        assert await leg.until("accepted", "rejected") == pb.Accepted()
+
+
+@pytest.mark.req("S41")
+async def test_with_decode_blocked_prefill_refuses_after_its_slots() -> None:
+    async with pair(num_slots=3) as (p, d, to_p, to_d):
+        d.host.drain(True)
+        firsts = []
+        for n in range(3):
+            leg = await to_p.prefill(prompt_of(90, n), Sampling(max_tokens=5, ignore_eos=True))
+            firsts.append(await leg.until("first_token"))
+        leg = await to_p.prefill(prompt_of(90), Sampling(max_tokens=5, ignore_eos=True))
+        assert (await leg.until("rejected")).reason == pb.REJECT_REASON_BUSY
+        blocked = await to_d.start(
+            prompt_of(90, 0),
+            Sampling(max_tokens=5, ignore_eos=True),
+            firsts[0].token_id,
+            firsts[0].ticket,
+        )
+        assert (await blocked.until("rejected")).reason == pb.REJECT_REASON_DRAINING
+        d.host.drain(False)
+        rest = await to_d.start(
+            prompt_of(90, 0),
+            Sampling(max_tokens=5, ignore_eos=True),
+            firsts[0].token_id,
+            firsts[0].ticket,
+        )
+        await rest.until("finished")
+        async with asyncio.timeout(2):
+            while p.host.admission.num_slots_used == 3:
+                await asyncio.sleep(0.005)
+        leg = await to_p.prefill(prompt_of(90), Sampling(max_tokens=5, ignore_eos=True))
+        await leg.until("first_token")
+
+
+@pytest.mark.fault("F27")
+@pytest.mark.parametrize("how", ["abort", "disconnect"])
+@pytest.mark.parametrize("stage", ["computing", "staged", "pulling", "decoding"])
+async def test_a_leg_stopped_at_any_stage_leaves_nothing_behind(how: str, stage: str) -> None:
+    law = "demo" if stage in ("computing", "decoding") else "zero"
+    async with pair(sim_law=law) as (p, d, to_p, to_d):
+        prompt, sampling = prompt_of(400), Sampling(max_tokens=500, ignore_eos=True)
+        leg = await to_p.prefill(prompt, sampling)
+        session = to_p
+        await leg.until("accepted")
+        if stage != "computing":
+            first = await leg.until("first_token")
+        if stage in ("pulling", "decoding"):
+            session, leg = to_d, await to_d.start(prompt, sampling, first.token_id, first.ticket)
+            await leg.until("accepted" if stage == "pulling" else "token")
+        if how == "abort":
+            await session.abort(leg)
+        else:
+            session.call.cancel()
+        victim = p if session is to_p else d
+        await victim.until_idle(1.0)
+        if how == "abort" and stage != "decoding":
+            assert not leg.has("finished", "failed")
+
+
+async def test_a_released_ticket_cannot_be_pulled_and_decode_says_so() -> None:
+    async with pair() as (p, d, to_p, to_d):
+        prompt, sampling = prompt_of(300), Sampling(max_tokens=5, ignore_eos=True)
+        leg = await to_p.prefill(prompt, sampling)
+        first = await leg.until("first_token")
+        await to_p.release(leg, first.ticket.ticket_id)
+        await p.until_idle(1.0)
+        rest = await to_d.start(prompt, sampling, first.token_id, first.ticket)
+        failed = await rest.until("failed")
+        assert (failed.reason, failed.is_retryable) == ("KV_TRANSFER_FAILED", True)
+        await d.until_idle(1.0)
+
+
+@pytest.mark.fault("F5")
+async def test_a_ticket_of_an_earlier_incarnation_is_refused() -> None:
+    async with pair() as (_, d, to_p, to_d):
+        prompt, sampling = prompt_of(300), Sampling(max_tokens=5, ignore_eos=True)
+        leg = await to_p.prefill(prompt, sampling)
+        first = await leg.until("first_token")
+        first.ticket.incarnation += 1
+        rest = await to_d.start(prompt, sampling, first.token_id, first.ticket)
+        assert (await rest.until("failed")).reason == "KV_TRANSFER_FAILED"
+        await d.until_idle(1.0)
+
+
+async def test_staged_kv_that_nobody_pulls_is_freed_when_its_lease_ends() -> None:
+    async with pair(ticket_lease_s=0.2) as (p, _, to_p, _):
+        leg = await to_p.prefill(prompt_of(300), Sampling(max_tokens=5, ignore_eos=True))
+        await leg.until("first_token")
+        await p.until_idle(2.0)
+
+
+async def test_a_hello_to_another_incarnation_is_refused() -> None:
+    async with sim_instance("prefill-0", PREFILL, MemoryTransport) as p:
+        p.settings = type(p.settings)(**{**_fields(p.settings), "incarnation": 1})
+        async with TestSession(p) as to_p:
+            await asyncio.wait_for(asyncio.shield(to_p._reader), 2)
+            assert to_p.error is not None
+            assert to_p.error.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+def _fields(settings: object) -> dict[str, object]:
+    return {name: getattr(settings, name) for name in settings.__slots__}  # type: ignore[attr-defined]
+
+
+@pytest.mark.fault("F30")
+async def test_a_broken_command_fails_alone_and_a_reused_key_ends_the_session() -> None:
+    async with sim_instance("prefill-0", PREFILL, MemoryTransport) as p:
+        async with TestSession(p) as to_p:
+            bad = await to_p.prefill(
+                prompt_of(9), Sampling(max_tokens=5, ignore_eos=True), prompt_token_ids=b"123"
+            )
+            failed = await bad.until("failed")
+            assert (failed.reason, failed.is_retryable) == ("INVALID_REQUEST", False)
+            leg, command = to_p.prefill_command(
+                prompt_of(80), Sampling(max_tokens=5, ignore_eos=True)
+            )
+            await to_p.send(command, command)
+            await leg.until("lost")
+            assert to_p.error is not None
+            assert to_p.error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await p.until_idle()
+
+
+async def test_the_death_of_the_engine_fails_every_leg_and_ends_the_host() -> None:
+    async with sim_instance("decode-0", DECODE, MemoryTransport) as d:
+        async with (
+            sim_instance("prefill-0", PREFILL, MemoryTransport) as p,
+            TestSession(p) as to_p,
+            TestSession(d) as to_d,
+        ):
+            failpoints.arm("decode.token=raise@3")
+            prompt, sampling = prompt_of(100), Sampling(max_tokens=50, ignore_eos=True)
+            first = await (await to_p.prefill(prompt, sampling)).until("first_token")
+            rest = await to_d.start(prompt, sampling, first.token_id, first.ticket)
+            failed = await rest.until("failed")
+            assert (failed.reason, failed.is_retryable) == ("ENGINE_DIED", True)
+            assert len(rest.tokens) == 2
+            await asyncio.wait([d.pump], timeout=1)
+            assert d.pump.exception() is not None
+
+
+@pytest.mark.fault("F28")
+async def test_a_gateway_that_does_not_read_is_cut_off_and_its_legs_end() -> None:
+    """Its receive window fills, the pile grows past the stall time, and the session is over."""
+    config = HostConfig(stall_s=0.3)
+    async with sim_instance(
+        "fusion-0", FUSION, MemoryTransport, host_config=config, num_slots=64
+    ) as f:
+        session = TestSession(f)
+        async with session:
+            await (await session.prefill(prompt_of(9), Sampling(max_tokens=1))).until("accepted")
+            session.reads.clear()
+            while f.host.num_sessions:
+                free = f.host.admission.capacity.num_slots - f.host.admission.num_slots_used
+                for _ in range(free):
+                    await session.prefill(
+                        prompt_of(9), Sampling(max_tokens=2000, ignore_eos=True), is_local=True
+                    )
+                await asyncio.sleep(0.05)
+        await f.until_idle()
+
+
+async def test_kv_events_tell_what_the_cache_holds_without_gaps() -> None:
+    from pdmesh.events.v1.events_pb2 import KvBlocks
+    from pdmesh.net import subjects
+    from pdmesh.net.events import decode_event
+
+    async with pair(num_kv_blocks=40) as (p, _, to_p, to_d):
+        known: set[bytes] = set()
+        sequences: list[int] = []
+
+        async def on_event(message: object) -> None:
+            event = decode_event(message, KvBlocks)  # type: ignore[arg-type]
+            sequences.append(event.header.sequence)
+            known.difference_update(event.removed)
+            known.update(event.stored)
+
+        await p.bus.subscribe(subjects.kv_blocks("prefill-0"), on_event)
+        for seed in range(10):
+            await check(p, to_p, to_d, prompt_of(700, seed), Sampling(max_tokens=2))
+        stub = to_p._channel.unary_stream(
+            "/pdmesh.v1.InstanceService/GetKvSnapshot",
+            request_serializer=pb.GetKvSnapshotRequest.SerializeToString,
+            response_deserializer=pb.GetKvSnapshotResponse.FromString,
+        )
+        async with asyncio.timeout(3):
+            while known != set(p.engine._pool._block_of):
+                await asyncio.sleep(0.02)
+        assert len(known) > 30
+        assert sequences == list(range(1, len(sequences) + 1))
+        parts = [part async for part in stub(pb.GetKvSnapshotRequest())]
+        assert {h for part in parts for h in part.block_hashes} == known
+        assert {part.sequence for part in parts} == {len(sequences)}
