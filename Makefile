@@ -9,6 +9,8 @@ PYTHON ?= python3.11
 VENV   ?= .venv
 ARGS   ?=
 BIN    := $(VENV)/bin
+# A script that starts a container engine (`up`, `stop`), for compose-test on a machine without one.
+COMPOSE_ENGINE ?= ../shared/tools/compose_engine.sh
 MODEL  := .cache/models/SmolLM2-135M-Instruct
 # Done steps. Each is newer than what it was made from, and is written last, so a broken step is repeated.
 DONE   := $(VENV)/.done
@@ -18,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest
         e2e chaos compose-test bench-overhead bench-sim docs docs-check coverage-table lock clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
 
 # --- run it ---
 
@@ -83,8 +85,8 @@ e2e: $(DONE)/dev $(DONE)/vllm model ## the real model through the whole mesh
 chaos: $(DONE)/dev ## kill, freeze and cut every process while streams run
 	@$(call pytest_if_any,tests/chaos)
 
-compose-test: $(DONE)/dev ## docker compose, really run
-	@$(call pytest_if_any,tests/compose)
+compose-test: $(DONE)/dev ## docker compose, really run; starts an engine where there is none
+	@COMPOSE_ENGINE=$(COMPOSE_ENGINE) $(PYTEST) tests/compose $(ARGS)
 
 check: $(DONE)/dev proto-check ## format, lint, types, imports, generated code
 	$(BIN)/ruff format --check .

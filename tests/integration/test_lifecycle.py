@@ -1,0 +1,164 @@
+"""A service process as an operator meets it: health, metrics, signals, exit codes, log lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.test_embedded_servers import wait_until
+
+SERVICE = """
+import asyncio
+from pathlib import Path
+import structlog
+from pdmesh.config import ServiceSettings, settings_config
+from pdmesh.lifecycle import StartupError, run
+from pdmesh.telemetry import logs, metrics, traces
+
+things = metrics.counter("pdmesh.test.things", "Things counted")
+
+class Settings(ServiceSettings):
+    model_config = settings_config("PDMESH_KV_CACHE_INDEX_")
+    behaviour: str = "serve"
+
+async def serve(settings, app):
+    gate = settings.state_dir / "gate"
+    app.add_readiness("gate", gate.exists)
+    things.add(3, {"role": "prefill"})
+    logs.bind_request("request-1")
+    with traces.tracer().start_as_current_span("x"):
+        structlog.get_logger().info("test.line", number=1)
+    secret_prompt = "my secret prompt"
+    if settings.behaviour == "crash":
+        raise ValueError("broken")
+    if settings.behaviour == "refuse":
+        raise StartupError("no model in /nowhere; set PDMESH_MODEL_DIR")
+    await app.stopping.wait()
+    if settings.behaviour == "linger":
+        await asyncio.sleep(60)
+
+run("kv-cache-index", Settings, serve)
+"""
+
+
+class Process:
+    def __init__(self, directory: Path, **settings: str) -> None:
+        self.ops_file = directory / "ops"
+        self.log = directory / "log"
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PDMESH_")}
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PDMESH_STATE_DIR": str(directory),
+            "PDMESH_KV_CACHE_INDEX_OPS_FILE": str(self.ops_file),
+            "PDMESH_KV_CACHE_INDEX_INSTANCE_ID": "index-0",
+            **settings,
+        }
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", SERVICE], env=environment, stderr=log, stdout=log
+            )
+
+    def get(self, path: str) -> tuple[int, str]:
+        url = f"http://{self.ops_file.read_text()}{path}"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as exc:
+            with exc:
+                return exc.code, exc.read().decode()
+
+    def until_up(self) -> None:
+        wait_until(lambda: self.ops_file.exists() and "test.line" in self.log.read_text())
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(10)
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    started: list[Process] = []
+    yield started
+    for process in started:
+        process.process.kill()
+        process.process.wait()
+
+
+def test_health_and_metrics_tell_what_a_process_is_up_to(
+    tmp_path: Path, processes: list[Process]
+) -> None:
+    processes.append(process := Process(tmp_path))
+    process.until_up()
+    assert process.get("/health/live")[0] == 200
+    status, body = process.get("/health/ready")
+    assert (status, json.loads(body)["not_ready"]) == (503, ["gate"])
+    (tmp_path / "gate").touch()
+    assert process.get("/health/ready")[0] == 200
+    metrics = process.get("/metrics")[1]
+    assert 'pdmesh_test_things_total{role="prefill"} 3.0' in metrics
+    assert process.stop() == 0
+
+
+def test_log_lines_are_json_with_the_ids_of_the_request(
+    tmp_path: Path, processes: list[Process]
+) -> None:
+    processes.append(process := Process(tmp_path))
+    process.until_up()
+    process.stop()
+    line = next(entry for entry in process.lines() if entry["event"] == "test.line")
+    assert line["request_id"] == "request-1"
+    assert len(line["trace_id"]) == 32
+    assert (line["service"], line["instance"]) == ("kv-cache-index", "index-0")
+
+
+@pytest.mark.parametrize("log_format", ["json", "pretty"])
+def test_a_crash_exits_1_and_its_traceback_shows_no_local_variables(
+    log_format: str, tmp_path: Path, processes: list[Process]
+) -> None:
+    settings = {"PDMESH_KV_CACHE_INDEX_BEHAVIOUR": "crash", "PDMESH_LOG_FORMAT": log_format}
+    processes.append(process := Process(tmp_path, **settings))
+    assert process.process.wait(10) == 1
+    log = process.log.read_text()
+    assert "ValueError: broken" in log
+    assert "my secret prompt" not in log
+
+
+def test_a_failure_that_can_be_mended_is_one_line_without_a_traceback(
+    tmp_path: Path, processes: list[Process]
+) -> None:
+    processes.append(process := Process(tmp_path, PDMESH_KV_CACHE_INDEX_BEHAVIOUR="refuse"))
+    assert process.process.wait(10) == 1
+    last = process.lines()[-1]
+    assert (last["event"], "exception" in last) == ("service.failed", False)
+    assert last["reason"] == "no model in /nowhere; set PDMESH_MODEL_DIR"
+
+
+def test_a_bad_setting_exits_2_with_one_line(tmp_path: Path, processes: list[Process]) -> None:
+    processes.append(process := Process(tmp_path, PDMESH_LEASE_S="soon"))
+    assert process.process.wait(10) == 2
+    assert process.log.read_text().startswith("pdmesh-kv-cache-index: bad setting PDMESH_LEASE_S: ")
+    assert process.log.read_text().count("\n") == 1
+
+
+def test_a_second_signal_ends_a_process_that_lingers(
+    tmp_path: Path, processes: list[Process]
+) -> None:
+    processes.append(process := Process(tmp_path, PDMESH_KV_CACHE_INDEX_BEHAVIOUR="linger"))
+    process.until_up()
+    process.process.send_signal(signal.SIGINT)
+    wait_until(lambda: "service.stopping" in process.log.read_text())
+    assert process.process.poll() is None
+    assert process.stop() == 128 + signal.SIGTERM

@@ -1,0 +1,122 @@
+"""The supervisor with real processes: what dies is restarted, what is stopped is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from pdmesh.core.supervision import GiveUp, Phase, RestartPolicy, RestartScheduled
+from pdmesh.launcher.spec import ProcessSpec, Tier
+from pdmesh.launcher.supervisor import Notice, Supervisor
+from tests.integration.test_embedded_servers import is_alive
+
+OBEDIENT = "import signal, sys; signal.signal(15, lambda *_: sys.exit(0)); print('up', flush=True)\nwhile True: signal.pause()"
+STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True)\nwhile True: signal.pause()"
+
+
+def program(name: str, source: str) -> ProcessSpec:
+    return ProcessSpec(
+        name, name, Tier.SERVER, (sys.executable, "-c", source), env=dict(os.environ)
+    )
+
+
+class Supervised:
+    def __init__(self, directory: Path, policy: RestartPolicy | None = None) -> None:
+        self.notices: list[Notice] = []
+        self.supervisor = Supervisor(directory / "logs", self.notices.append, policy)
+
+    async def until_up(self, name: str, times: int = 1) -> int:
+        """Wait until the program has said `up` so often; its pid."""
+        await self.until(lambda: self.supervisor.log_file(name).read_text().count("up") >= times)
+        pid = self.supervisor.pid(name)
+        assert pid is not None
+        return pid
+
+    async def until(self, condition: object) -> None:
+        assert callable(condition)
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Supervised]:
+    supervised = Supervised(tmp_path)
+    yield supervised
+    supervised.supervisor.kill_all()
+    for name in list(supervised.supervisor.specs):
+        await supervised.supervisor.stop(name)
+
+
+@pytest.mark.req("S74")
+async def test_a_killed_process_runs_again_at_once_under_another_pid(mesh: Supervised) -> None:
+    mesh.supervisor.start(program("a", OBEDIENT))
+    first = await mesh.until_up("a")
+    mesh.supervisor.signal("a", signal.SIGKILL)
+    second = await mesh.until_up("a", times=2)
+    assert second != first
+    assert RestartScheduled("a", code=-9, deaths=1, delay_s=0.0) in mesh.notices
+
+
+async def test_what_is_stopped_ends_in_order_and_stays_down(mesh: Supervised) -> None:
+    mesh.supervisor.start(program("a", OBEDIENT))
+    pid = await mesh.until_up("a")
+    await mesh.supervisor.stop("a")
+    assert not is_alive(pid)
+    assert mesh.supervisor.phase("a") is Phase.STOPPED
+    assert not any(isinstance(n, RestartScheduled) for n in mesh.notices)
+
+
+async def test_what_ignores_the_request_to_stop_is_killed_after_its_grace(
+    mesh: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        __import__("pdmesh.launcher.supervisor", fromlist=["x"]).STOP_GRACE_S, Tier.SERVER, 0.2
+    )
+    mesh.supervisor.start(program("a", STUBBORN))
+    pid = await mesh.until_up("a")
+    async with asyncio.timeout(5):
+        await mesh.supervisor.stop("a")
+    assert not is_alive(pid)
+
+
+async def test_a_frozen_process_can_be_stopped(mesh: Supervised) -> None:
+    mesh.supervisor.start(program("a", OBEDIENT))
+    await mesh.until_up("a")
+    mesh.supervisor.signal("a", signal.SIGSTOP)
+    async with asyncio.timeout(2):
+        await mesh.supervisor.stop("a")
+
+
+async def test_children_of_a_dead_process_die_before_it_is_restarted(mesh: Supervised) -> None:
+    """An engine runs in processes of its own; the one of the dead service would keep its memory and its port."""
+    source = (
+        "import subprocess; print('child', subprocess.Popen(['sleep', '600']).pid, flush=True)\n"
+    )
+    mesh.supervisor.start(program("a", source + OBEDIENT))
+    await mesh.until_up("a")
+    grandchild = int(mesh.supervisor.log_file("a").read_text().split()[1])
+    assert is_alive(grandchild)
+    mesh.supervisor.signal("a", signal.SIGKILL)
+    await mesh.until(lambda: not is_alive(grandchild))
+
+
+async def test_a_program_that_keeps_dying_is_given_up_and_its_log_says_why(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, RestartPolicy(base_delay_s=0.01, max_deaths=3))
+    supervised.supervisor.start(program("a", "raise SystemExit('no such model')"))
+    await supervised.until(lambda: GiveUp("a", code=1, deaths=3) in supervised.notices)
+    assert supervised.supervisor.log_file("a").read_text().count("no such model") == 3
+
+
+async def test_a_program_that_does_not_exist_is_a_death_like_any_other(tmp_path: Path) -> None:
+    supervised = Supervised(tmp_path, RestartPolicy(max_deaths=1))
+    missing = ProcessSpec("a", "a", Tier.SERVER, ("/nonexistent/program",), env={})
+    supervised.supervisor.start(missing)
+    await supervised.until(lambda: GiveUp("a", code=1, deaths=1) in supervised.notices)
+    assert "cannot run /nonexistent/program" in supervised.supervisor.log_file("a").read_text()

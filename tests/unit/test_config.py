@@ -1,0 +1,98 @@
+"""Settings: where a value may come from, and what is said about a bad one."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from pydantic import Field, SecretStr, ValidationError
+
+from pdmesh.config import BadSetting, ServiceSettings, describe, settings_config, shared
+
+
+class Settings(ServiceSettings):
+    model_config = settings_config("PDMESH_MASTER_SCHEDULER_")
+
+    hash_secret: SecretStr = shared(SecretStr("quiet"), description="Key")
+    redis_url: str = shared("redis://me:quiet@redis:6379/0", description="Redis")
+    num_plans: int = Field(4, ge=1, description="Plans at once")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("PDMESH_"):
+            monkeypatch.delenv(name)
+
+
+def test_a_shared_setting_answers_to_the_plain_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDMESH_NATS_URL", "nats://all:4222")
+    assert Settings.load().nats_url == "nats://all:4222"
+
+
+def test_the_services_own_name_wins_over_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDMESH_NATS_URL", "nats://all:4222")
+    monkeypatch.setenv("PDMESH_MASTER_SCHEDULER_NATS_URL", "nats://mine:4222")
+    assert Settings.load().nats_url == "nats://mine:4222"
+
+
+@pytest.mark.parametrize("field", ["GRPC_PORT", "OPS_PORT", "INSTANCE_ID", "NUM_PLANS"])
+def test_what_belongs_to_one_process_does_not_answer_to_the_plain_name(
+    field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One PDMESH_GRPC_PORT for all services would give them all the same port."""
+    monkeypatch.setenv(f"PDMESH_{field}", "9")
+    assert str(getattr(Settings.load(), field.lower())) != "9"
+
+
+def test_a_process_without_a_name_is_called_by_its_service_and_four_hex_digits() -> None:
+    first, second = Settings.load().instance_id, Settings.load().instance_id
+    assert first != second
+    service, _, digits = first.rpartition("-")
+    assert service == "master-scheduler"
+    assert len(digits) == 4
+    assert int(digits, 16) >= 0
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("PDMESH_LEASE_S", "0"),
+        ("PDMESH_MASTER_SCHEDULER_NUM_PLANS", "many"),
+        ("PDMESH_MASTER_SCHEDULER_INSTANCE_ID", "Has.Dots"),
+        ("PDMESH_LOG_LEVEL", "loud"),
+    ],
+)
+def test_a_bad_setting_is_one_line_that_names_the_variable(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(BadSetting) as caught:
+        Settings.load()
+    assert str(caught.value).startswith(f"{variable}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDMESH_OTLP_ENDPOINT", "")
+    assert Settings.load().otlp_endpoint is None
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        Settings.load().lease_s = 1.0
+
+
+def test_every_setting_is_described_and_no_secret_is_shown() -> None:
+    lines = list(describe(Settings, Settings.load()))
+    assert [line.variable for line in lines if not line.help] == []
+    assert "quiet" not in repr(lines)
+    by_name = {line.variable: line for line in lines}
+    assert by_name["PDMESH_MASTER_SCHEDULER_HASH_SECRET"].value == "********"
+    assert by_name["PDMESH_MASTER_SCHEDULER_REDIS_URL"].value == "redis://***@redis:6379/0"
+    assert by_name["PDMESH_MASTER_SCHEDULER_NUM_PLANS"].shared_variable is None
+
+
+def test_the_reachable_host_is_the_advertised_one() -> None:
+    assert Settings(advertise_host="node-7").reachable_host == "node-7"
+    assert Settings(host="0.0.0.0").reachable_host == "0.0.0.0"

@@ -1,0 +1,30 @@
+"""The generators of docs read the source right."""
+
+from __future__ import annotations
+
+from tools import coverage_doc, telemetry_doc
+
+
+def test_marks_of_the_module_the_class_and_the_test_all_count() -> None:
+    source = """
+pytestmark = [pytest.mark.req("S1"), pytest.mark.vllm]
+class TestX:
+    @pytest.mark.fault("F7", "F8")
+    async def test_it(self): ...
+@pytest.mark.parametrize("x", [1])
+@pytest.mark.req("S2")
+def test_that(x): ...
+def helper(): ...
+"""
+    assert list(coverage_doc.tests_in(source)) == [
+        ("TestX.test_it", ["S1", "F7", "F8"]),
+        ("test_that", ["S1", "S2"]),
+    ]
+
+
+def test_names_are_grouped_by_the_comment_above_them() -> None:
+    source = '# First.\nA: Final = "a.b"\nB: Final = "c"  # why\n\n# Second.\nC: Final = "d"\n'
+    assert list(telemetry_doc.sections(source)) == [
+        ("First", [("A", "a.b"), ("B", "c")]),
+        ("Second", [("C", "d")]),
+    ]

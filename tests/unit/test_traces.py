@@ -1,0 +1,29 @@
+"""Trace context as it travels between processes."""
+
+from __future__ import annotations
+
+import pytest
+from opentelemetry import trace
+
+from pdmesh.telemetry import traces
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_a_traceparent_comes_out_as_it_went_in() -> None:
+    context = traces.context_from(PARENT)
+    assert context is not None
+    assert traces.traceparent(trace.get_current_span(context)) == PARENT
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "garbage", PARENT.upper(), PARENT[:-1], PARENT + "0", "00-" + "0" * 32 + PARENT[35:]],
+)
+def test_what_is_not_a_traceparent_starts_a_new_trace(text: str) -> None:
+    assert traces.context_from(text) is None
+
+
+def test_outside_a_trace_there_is_nothing_to_pass_on() -> None:
+    assert traces.current_traceparent() == ""
+    assert traces.current_trace_id() == ""
