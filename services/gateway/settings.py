@@ -18,7 +18,7 @@ class Settings(ServiceSettings):
     reuse_port: bool = Field(
         False, description="Share the HTTP and gRPC ports with other gateway processes"
     )
-    model_dir: Path = Field(
+    model_dir: Path = shared(
         Path(".pdmesh/model"), description="Model directory with tokenizer.json (Hugging Face form)"
     )
     model: str = Field(
