@@ -1,0 +1,48 @@
+"""Whether this process leads, decided from its own lease alone.
+
+A leader that could not renew for two thirds of the lease stops leading by itself, before anybody else can
+start: no two lead at once, whatever the network or a pause of this process does. Epochs only grow, and
+what an older epoch decided is refused (I7).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FENCE_SHARE = 2 / 3
+
+
+@dataclass(slots=True)
+class Leadership:
+    lease_s: float
+    epoch: int = 0  # of the own leadership, or the highest seen
+    _is_leader: bool = False
+    _renewed_at: float = 0.0
+
+    def is_leader(self, now: float) -> bool:
+        return self._is_leader and now - self._renewed_at < self.lease_s * FENCE_SHARE
+
+    def won(self, revision: int, asked_at: float) -> int:
+        """The lease is ours. The new epoch is above everything seen, also if the store was wiped and counts anew."""
+        self.epoch = max(revision, self.epoch + 1)
+        self._is_leader, self._renewed_at = True, asked_at
+        return self.epoch
+
+    def renewed(self, asked_at: float) -> None:
+        """Counted from when it was asked: the store's clock started no later."""
+        self._renewed_at = max(self._renewed_at, asked_at)
+
+    def lost(self) -> None:
+        self._is_leader = False
+
+    def tick(self, now: float) -> bool:
+        """True once, when the lease was not renewed in time: it is over."""
+        if self._is_leader and not self.is_leader(now):
+            self._is_leader = False
+            return True
+        return False
+
+    def saw(self, epoch: int) -> None:
+        """Another process knows of this epoch."""
+        if not self._is_leader:
+            self.epoch = max(self.epoch, epoch)

@@ -1,0 +1,246 @@
+"""Keeps a PrefixIndex true to what the instances hold: deltas by NATS, and snapshots wherever deltas are missing.
+
+Only instances that the registry knows, under the incarnation it knows, are listened to. Besides gaps, one instance in turn is
+asked for a snapshot every so often, since the loss of the last delta of all shows by nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import structlog
+
+from pdmesh.core.prefix_index import Delta, Outcome, PrefixIndex
+from pdmesh.errors import InvalidRequest, MeshError
+from pdmesh.events.v1.events_pb2 import KvBlocks
+from pdmesh.net import subjects
+from pdmesh.net.bus import Bus, Message, Subscription
+from pdmesh.net.events import decode_event
+from pdmesh.net.registry import RecordChanged, RegistryView
+from pdmesh.telemetry import metrics, names
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION, ROLE_PREFILL, InstanceRecord
+
+log = structlog.get_logger(__name__)
+
+_ROLES: Final = (ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION)
+_MAX_FETCHES: Final = 4  # snapshots in flight
+_FETCH_S: Final = 5.0
+_RETRY_S: Final = (0.2, 2.0)
+_SETTLE_S: Final = 0.05  # a reordered delta may fill the hole by itself
+
+_gaps = metrics.counter(names.INDEX_GAPS, "Times deltas of an instance were missing")
+_snapshots = metrics.counter(names.INDEX_SNAPSHOTS, "Snapshots asked for, by outcome")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All blocks of one incarnation after its delta `sequence`."""
+
+    incarnation: int
+    sequence: int
+    blocks: tuple[bytes, ...]
+
+
+Fetch = Callable[[InstanceRecord], Awaitable[Snapshot]]
+
+
+class Follower(Protocol):
+    """Is told what changed in the index, e.g. to copy it elsewhere."""
+
+    def on_delta(self, delta: Delta) -> None: ...
+    def on_replaced(self, instance_id: str) -> None: ...
+    def on_removed(self, instance_id: str) -> None: ...
+
+
+class IndexFeed:
+    """Owns `index`: nobody else may change it."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        bus: Bus,
+        view: RegistryView,
+        fetch: Fetch,
+        *,
+        follower: Follower | None = None,
+        resync_s: float = 30.0,
+    ) -> None:
+        self.index = index
+        self._bus, self._view, self._fetch = bus, view, fetch
+        self._follower = follower
+        self._resync_s = resync_s
+        self._dirty: dict[str, None] = {}
+        self._has_dirty = asyncio.Event()
+        self._fetching: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._subscription: Subscription | None = None
+        self._turn = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """True while no instance's snapshot is missing."""
+        return not self._dirty and not self._fetching
+
+    async def start(self) -> None:
+        self._subscription = await self._bus.subscribe(
+            subjects.kv_blocks(), self._on_message, on_gap=self._on_gap
+        )
+        self._view.on_change(self._on_record)
+        for record in tuple(self._view.records.values()):
+            if record.role in _ROLES and self.index.version(record.instance_id) is None:
+                self._mark(record.instance_id)
+        self._spawn(self._repair(), "index-repair")
+        self._spawn(self._resync(), "index-resync")
+
+    async def stop(self) -> None:
+        if self._subscription is not None:
+            await self._subscription.unsubscribe()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def resync_all(self) -> None:
+        """Ask everyone for a snapshot."""
+        for record in tuple(self._view.records.values()):
+            if record.role in _ROLES:
+                self._mark(record.instance_id)
+
+    async def _on_message(self, message: Message) -> None:
+        try:
+            event = decode_event(message, KvBlocks)
+        except InvalidRequest as exc:
+            log.warning("index.bad_event", error=exc.message)
+            return
+        header = event.header
+        record = self._view.records.get(header.publisher_id)
+        if record is None or record.incarnation != header.incarnation:
+            return  # a snapshot is asked for when its record appears
+        delta = Delta(
+            header.publisher_id,
+            header.incarnation,
+            header.sequence,
+            tuple(event.removed),
+            tuple(event.stored),
+            event.is_cleared,
+        )
+        self._apply(delta)
+
+    def _apply(self, delta: Delta) -> None:
+        was_whole = self.index.is_whole(delta.instance_id)
+        version = self.index.version(delta.instance_id)
+        outcome = self.index.apply(delta)
+        if outcome is Outcome.GAP:
+            if was_whole or version is None:
+                _gaps.add(1)
+                log.info("index.gap", instance_id=delta.instance_id, sequence=delta.sequence)
+            self._mark(delta.instance_id)
+        elif outcome is Outcome.APPLIED and self._follower is not None:
+            is_next = self.index.version(delta.instance_id) == (delta.incarnation, delta.sequence)
+            is_same_life = version is None or version[0] == delta.incarnation
+            if is_next and is_same_life and not delta.is_cleared:
+                self._follower.on_delta(delta)
+            else:  # it brought waiting ones in, cleared all, or began a new life
+                self._follower.on_replaced(delta.instance_id)
+
+    def _on_gap(self) -> None:
+        """The bus lost events, nobody knows whose."""
+        self.resync_all()
+
+    def _on_record(self, change: RecordChanged) -> None:
+        instance_id, record = change.instance_id, change.record
+        if record is None:
+            self._dirty.pop(instance_id, None)
+            num_blocks = self.index.remove_instance(instance_id)
+            log.debug("index.instance_removed", instance_id=instance_id, num_blocks=num_blocks)
+            if change.is_lease_end:
+                self.index.forget_history(instance_id)  # it may live, and register again
+            if self._follower is not None:
+                self._follower.on_removed(instance_id)
+        elif record.role in _ROLES:
+            version = self.index.version(instance_id)
+            if version is not None and version[0] != record.incarnation:
+                self.index.remove_instance(instance_id)
+                if self._follower is not None:
+                    self._follower.on_removed(instance_id)
+            if self.index.version(instance_id) is None:
+                self._mark(instance_id)
+
+    def _mark(self, instance_id: str) -> None:
+        self._dirty[instance_id] = None
+        self._has_dirty.set()
+
+    async def _repair(self) -> None:
+        while True:
+            await self._has_dirty.wait()
+            await asyncio.sleep(_SETTLE_S)
+            self._has_dirty.clear()
+            for instance_id in list(self._dirty):
+                if len(self._fetching) >= _MAX_FETCHES:
+                    break
+                if instance_id not in self._fetching:
+                    del self._dirty[instance_id]
+                    self._fetching.add(instance_id)
+                    self._spawn(self._repair_one(instance_id), f"index-snapshot-{instance_id}")
+
+    async def _repair_one(self, instance_id: str) -> None:
+        wait_s = _RETRY_S[0]
+        try:
+            while not await self._load_snapshot(instance_id):
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                wait_s = min(2 * wait_s, _RETRY_S[1])
+        finally:
+            self._fetching.discard(instance_id)
+            if self._dirty:
+                self._has_dirty.set()
+
+    async def _load_snapshot(self, instance_id: str) -> bool:
+        """True when done: loaded without a hole behind it, or the instance is gone."""
+        record = self._view.records.get(instance_id)
+        if record is None:
+            return True
+        try:
+            async with asyncio.timeout(_FETCH_S):
+                snapshot = await self._fetch(record)
+        except (MeshError, TimeoutError) as exc:
+            _snapshots.add(1, {names.ATTR_OUTCOME: "failed"})
+            log.debug("index.snapshot_failed", instance_id=instance_id, error=str(exc))
+            return False
+        now = self._view.records.get(instance_id)
+        if now is None:
+            return True
+        if now.incarnation != snapshot.incarnation:
+            return False
+        if self.index.version(instance_id) is None:
+            self.index.forget_history(instance_id)
+        outcome = self.index.load_snapshot(
+            instance_id, snapshot.incarnation, snapshot.sequence, snapshot.blocks
+        )
+        _snapshots.add(1, {names.ATTR_OUTCOME: outcome.value})
+        if outcome is not Outcome.STALE and self._follower is not None:
+            self._follower.on_replaced(instance_id)
+        # A stale one is older than deltas that came meanwhile: those are complete, unless a hole says otherwise.
+        return self.index.is_whole(instance_id)
+
+    async def _resync(self) -> None:
+        while True:
+            await asyncio.sleep(self._resync_s)
+            ids = self.index.instance_ids()
+            if ids:
+                self._turn = next((i for i in ids if i > self._turn), ids[0])
+                self._mark(self._turn)
+
+    def _spawn(self, work: Awaitable[None], name: str) -> None:
+        async def run() -> None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+
+        task = asyncio.create_task(run(), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,86 @@
+"""The health-monitor: who is alive."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Iterable
+
+import pdmesh
+from pdmesh.core.health import Health
+from pdmesh.lifecycle import App, run
+from pdmesh.net.events import EventPublisher
+from pdmesh.net.health_board import HealthBoard
+from pdmesh.net.heartbeat import Presence
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.telemetry import metrics, names
+from pdmesh.v1.common_pb2 import InstanceRecord
+from services.health_monitor.monitor import HealthMonitor
+from services.health_monitor.settings import Settings
+
+
+async def serve(settings: Settings, app: App) -> None:
+    bus = await NatsBus.connect(settings.nats_url, settings.instance_id)
+    registry = NatsRegistry(bus, settings.lease_s)
+    view = await registry.watch()
+    publisher = EventPublisher(bus, app.instance_id, app.incarnation)
+    monitor = HealthMonitor(
+        bus,
+        view,
+        publisher,
+        HealthBoard(bus),
+        lease_s=settings.lease_s,
+        forget_s=settings.forget_s,
+    )
+    _observe(monitor)
+    app.add_readiness("watching", lambda: True)
+    presence = Presence(
+        registry,
+        publisher,
+        lease_s=settings.lease_s,
+        is_ready=lambda: not app.not_ready(),
+        on_replaced=app.stopping.set,
+    )
+    record = InstanceRecord(
+        instance_id=app.instance_id,
+        incarnation=app.incarnation,
+        service=app.service,
+        ops_address=app.ops_address,
+        version=pdmesh.__version__,
+        pid=os.getpid(),
+    )
+    await presence.start(lambda: record)
+    await _run_until(monitor, app.stopping)
+    await presence.stop()
+    await view.close()
+    await bus.close()
+
+
+async def _run_until(monitor: HealthMonitor, stopping: asyncio.Event) -> None:
+    """A monitor that fails takes the process with it: the supervisor starts a fresh one."""
+    running = asyncio.create_task(monitor.run(), name="health-monitor")
+    stop = asyncio.create_task(stopping.wait())
+    await asyncio.wait([running, stop], return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        stop.cancel()
+        running.result()
+    running.cancel()
+    await asyncio.wait([running])
+
+
+def _observe(monitor: HealthMonitor) -> None:
+    def states() -> Iterable[tuple[float, dict[str, str]]]:
+        counts = Counter(monitor.tracker.healths().values())
+        return [(float(counts[health]), {"health": health.value}) for health in Health]
+
+    metrics.gauge(names.HEALTH_STATES, "Processes by health", states)
+
+
+def main() -> None:
+    run("health-monitor", Settings, serve)
+
+
+if __name__ == "__main__":
+    main()

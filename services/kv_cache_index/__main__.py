@@ -1,0 +1,136 @@
+"""The kv-cache-index: what block is where."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+import pdmesh
+from pdmesh.core.prefix_index import PrefixIndex
+from pdmesh.kv.index_feed import IndexFeed
+from pdmesh.kv.index_sources import InstanceSource
+from pdmesh.kv.redis_index import RedisIndex
+from pdmesh.lifecycle import App, run
+from pdmesh.net import rpc
+from pdmesh.net.events import EventPublisher
+from pdmesh.net.heartbeat import Presence
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.registry import RegistryView
+from pdmesh.telemetry import metrics, names
+from pdmesh.v1 import kv_index_service_pb2
+from pdmesh.v1.common_pb2 import InstanceRecord
+from services.kv_cache_index.mirror import RedisMirror
+from services.kv_cache_index.servicer import KvIndexServicer
+from services.kv_cache_index.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass
+class KvCacheIndex:
+    """The parts of a running index."""
+
+    index: PrefixIndex
+    feed: IndexFeed
+    mirror: RedisMirror
+    view: RegistryView
+
+
+@contextlib.asynccontextmanager
+async def running(
+    settings: Settings, bus: NatsBus, registry: NatsRegistry
+) -> AsyncIterator[KvCacheIndex]:
+    """Follow the instances and keep Redis, for as long as the block runs."""
+    view = await registry.watch()
+    index = PrefixIndex(max_blocks=settings.max_blocks)
+    store = RedisIndex(settings.redis_url, settings.redis_timeout_s)
+    source = InstanceSource(view)
+
+    def fingerprint_of(instance_id: str) -> str:
+        record = view.records.get(instance_id)
+        return record.model_fingerprint if record else ""
+
+    mirror = RedisMirror(index, store, fingerprint_of)
+    num_loaded = await mirror.restore({i: r.incarnation for i, r in view.records.items()})
+    log.info("index.restored", num_instances=num_loaded, num_blocks=index.num_blocks)
+    feed = IndexFeed(index, bus, view, source, follower=mirror, resync_s=settings.resync_s)
+    await feed.start()
+    feed.resync_all()  # what Redis had may be behind
+    writing = asyncio.create_task(mirror.run(), name="index-mirror")
+    try:
+        yield KvCacheIndex(index, feed, mirror, view)
+    finally:
+        writing.cancel()
+        await asyncio.wait([writing])
+        await feed.stop()
+        await source.close()
+        await store.close()
+        await view.close()
+
+
+async def serve(settings: Settings, app: App) -> None:
+    bus = await NatsBus.connect(settings.nats_url, settings.instance_id)
+    registry = NatsRegistry(bus, settings.lease_s)
+    async with running(settings, bus, registry) as parts:
+        server, port = await _listen(settings, parts.index)
+        _observe(parts)
+        app.add_readiness("serving", lambda: True)
+        presence = Presence(
+            registry,
+            EventPublisher(bus, app.instance_id, app.incarnation),
+            lease_s=settings.lease_s,
+            is_ready=lambda: not app.not_ready(),
+            on_replaced=app.stopping.set,
+        )
+        record = InstanceRecord(
+            instance_id=app.instance_id,
+            incarnation=app.incarnation,
+            service=app.service,
+            grpc_address=f"{settings.reachable_host}:{port}",
+            ops_address=app.ops_address,
+            version=pdmesh.__version__,
+            pid=os.getpid(),
+        )
+        await presence.start(lambda: record)
+        await app.stopping.wait()
+        await presence.stop()
+        await server.stop(1.0)
+    await bus.close()
+
+
+async def _listen(settings: Settings, index: PrefixIndex) -> tuple[grpc.aio.Server, int]:
+    server = rpc.server()
+    service = kv_index_service_pb2.DESCRIPTOR.services_by_name["KvIndexService"]
+    rpc.add_service(server, service, KvIndexServicer(index))
+    port = server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
+    await server.start()
+    return server, port
+
+
+def _observe(parts: KvCacheIndex) -> None:
+    index = parts.index
+    metrics.gauge(
+        names.INDEX_BLOCKS, "Blocks indexed, over all instances", lambda: index.num_blocks
+    )
+    metrics.gauge(
+        names.INDEX_LEFT_OUT, "Blocks left out for lack of room", lambda: index.num_left_out
+    )
+    metrics.gauge(
+        names.INDEX_STORE_PENDING, "Instances not yet written", lambda: parts.mirror.num_pending
+    )
+    metrics.gauge(names.REGISTRY_RECORDS, "Records seen", lambda: len(parts.view.records))
+
+
+def main() -> None:
+    run("kv-cache-index", Settings, serve)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Copies the index in memory to Redis: deltas as they come, whole instances after any doubt.
+
+Level-triggered: what could not be written is written again, whole; a changed epoch of the store means it was wiped, and
+everything is (F14, F15). The memory of what is pending is bounded: too many deltas become one whole instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import secrets
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from pdmesh.core.prefix_index import Delta, PrefixIndex
+from pdmesh.errors import Unavailable
+from pdmesh.kv.redis_index import RedisIndex, StoredInstance
+from pdmesh.telemetry import metrics, names
+
+log = structlog.get_logger(__name__)
+
+_LOOK_EVERY_S: Final = 0.5  # at the epoch, when there is nothing to write
+_MAX_DELTAS: Final = 64
+
+_errors = metrics.counter(names.INDEX_STORE_ERRORS, "Failed calls to Redis")
+
+
+class _Work(enum.Enum):
+    WHOLE = "whole"
+    GONE = "gone"
+
+
+class RedisMirror:
+    """A Follower of the index feed. `fingerprint_of` names the model of an instance, "" if it is not known."""
+
+    def __init__(
+        self, index: PrefixIndex, store: RedisIndex, fingerprint_of: Callable[[str], str]
+    ) -> None:
+        self._index, self._store = index, store
+        self._fingerprint_of = fingerprint_of
+        self._pending: dict[str, list[Delta] | _Work] = {}
+        self._wake = asyncio.Event()
+        self._epoch = ""
+        self._is_store_up = True
+
+    @property
+    def is_current(self) -> bool:
+        """True while Redis holds what memory holds."""
+        return self._is_store_up and not self._pending and bool(self._epoch)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def on_delta(self, delta: Delta) -> None:
+        pending = self._pending.setdefault(delta.instance_id, [])
+        if isinstance(pending, list):
+            pending.append(delta)
+            if len(pending) > _MAX_DELTAS:
+                self._pending[delta.instance_id] = _Work.WHOLE
+        elif pending is _Work.GONE:
+            self._pending[delta.instance_id] = _Work.WHOLE
+        self._wake.set()
+
+    def on_replaced(self, instance_id: str) -> None:
+        self._pending[instance_id] = _Work.WHOLE
+        self._wake.set()
+
+    def on_removed(self, instance_id: str) -> None:
+        self._pending[instance_id] = _Work.GONE
+        self._wake.set()
+
+    async def restore(self, incarnations: dict[str, int]) -> int:
+        """Load what the store has of these living instances, forget the others. Returns how many were loaded."""
+        num_loaded = 0
+        try:
+            for instance_id in await self._store.instance_ids():
+                stored = await self._store.load(instance_id)
+                if stored is None or incarnations.get(instance_id) != stored.incarnation:
+                    self.on_removed(instance_id)
+                    continue
+                self._index.load_snapshot(
+                    instance_id, stored.incarnation, stored.sequence, stored.blocks
+                )
+                num_loaded += 1
+        except Unavailable as exc:
+            log.warning("index.store_unavailable", error=exc.message)
+        return num_loaded
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self._look()
+                await self._write_pending()
+                self._set_up(True)
+            except Unavailable as exc:
+                _errors.add(1)
+                self._set_up(False, exc.message)
+                await asyncio.sleep(_LOOK_EVERY_S)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_EVERY_S):
+                    await self._wake.wait()
+
+    async def _look(self) -> None:
+        """Notice a store that was wiped or replaced."""
+        epoch = await self._store.epoch(secrets.token_hex(8))
+        if epoch != self._epoch:
+            if self._epoch:
+                log.warning("index.store_wiped", num_instances=len(self._index.instance_ids()))
+            self._epoch = epoch
+            for instance_id in self._index.instance_ids():
+                self.on_replaced(instance_id)
+
+    async def _write_pending(self) -> None:
+        self._wake.clear()
+        for instance_id in list(self._pending):
+            work = self._pending.pop(instance_id)
+            try:
+                await self._write(instance_id, work)
+            except BaseException:  # cancelled, too: nothing half-written is forgotten
+                self._pending.setdefault(
+                    instance_id, _Work.GONE if work is _Work.GONE else _Work.WHOLE
+                )
+                if isinstance(self._pending[instance_id], list):
+                    self._pending[instance_id] = _Work.WHOLE
+                raise
+
+    async def _write(self, instance_id: str, work: list[Delta] | _Work) -> None:
+        fingerprint = self._fingerprint_of(instance_id)
+        version = self._index.version(instance_id)
+        if work is _Work.GONE or version is None:
+            await self._store.remove(instance_id)
+        elif isinstance(work, list):
+            for delta in work:
+                await self._store.apply(delta, fingerprint)
+        else:
+            blocks = self._index.blocks(instance_id)
+            await self._store.replace(instance_id, StoredInstance(*version, fingerprint, blocks))
+
+    def _set_up(self, is_up: bool, error: str = "") -> None:
+        if is_up and not self._is_store_up:
+            log.info("index.store_back")
+        elif not is_up and self._is_store_up:
+            log.warning("index.store_unavailable", error=error)
+        self._is_store_up = is_up

@@ -1,0 +1,64 @@
+"""KvIndexService over the index in memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from itertools import islice
+from typing import Any, Final
+
+import grpc
+
+from pdmesh.core.block_hash import HASH_BYTES
+from pdmesh.core.prefix_index import PrefixIndex
+from pdmesh.errors import InvalidRequest
+from pdmesh.v1.kv_index_service_pb2 import (
+    MatchRequest,
+    MatchResponse,
+    PrefixMatch,
+    SnapshotRequest,
+    SnapshotResponse,
+)
+
+_PART: Final = 32_768  # hashes in a message: half a megabyte
+_MAX_HASHES: Final = 1_000_000
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class KvIndexServicer:
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+
+    async def Match(self, request: MatchRequest, context: Context) -> MatchResponse:  # noqa: N802
+        hashes = list(request.block_hashes)
+        if len(hashes) > _MAX_HASHES or any(len(h) != HASH_BYTES for h in hashes):
+            raise InvalidRequest("block hashes are 16 bytes each", field="block_hashes")
+        matches = [
+            PrefixMatch(instance_id=i, incarnation=version[0], num_blocks=num_blocks)
+            for i, num_blocks in sorted(self._index.match(hashes).items())
+            if (version := self._index.version(i))
+        ]
+        return MatchResponse(matches=matches)
+
+    async def Snapshot(  # noqa: N802
+        self, request: SnapshotRequest, context: Context
+    ) -> AsyncIterator[SnapshotResponse]:
+        """Instances whose deltas are incomplete here are left out: ask them."""
+        for instance_id in list(request.instance_ids) or self._index.instance_ids():
+            version = self._index.version(instance_id)
+            if version is None or not self._index.is_whole(instance_id):
+                continue
+            blocks = iter(self._index.blocks(instance_id))  # a copy: the index may change meanwhile
+            part = list(islice(blocks, _PART))
+            while True:
+                following = list(islice(blocks, _PART))
+                yield SnapshotResponse(
+                    instance_id=instance_id,
+                    incarnation=version[0],
+                    sequence=version[1],
+                    block_hashes=part,
+                    is_last=not following,
+                )
+                if not following:
+                    break
+                part = following

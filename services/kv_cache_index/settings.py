@@ -1,0 +1,24 @@
+"""The environment of a kv-cache-index."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from pdmesh.config import ServiceSettings, settings_config, shared
+
+
+class Settings(ServiceSettings):
+    model_config = settings_config("PDMESH_KV_CACHE_INDEX_")
+
+    redis_url: str = shared(
+        "redis://127.0.0.1:6379", description="Redis or Valkey that holds the shared index"
+    )
+    redis_timeout_s: float = Field(
+        0.25, gt=0, description="Longest wait for one answer of Redis; then it counts as away"
+    )
+    max_blocks: int = Field(
+        8_000_000, ge=1, description="Entries in memory over all instances (about 150 bytes each)"
+    )
+    resync_s: float = Field(
+        30.0, gt=0, description="Ask one instance in turn for a full snapshot this often"
+    )
