@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,6 +65,8 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
 
 def _model_dir(options: argparse.Namespace) -> Path | None:
     """The directory the engines load; the sim engine needs none."""
+    if options.engine == "vllm":
+        _require_vllm()
     if options.model is not None:
         directory: Path = options.model.absolute()
         if not (directory / "config.json").is_file():
@@ -76,6 +80,13 @@ def _model_dir(options: argparse.Namespace) -> Path | None:
         return smollm2.ensure(smollm2.DEFAULT_DIR, report=_say).absolute()
     except smollm2.CannotPrepare as exc:
         raise CommandFailed(str(exc)) from exc
+
+
+def _require_vllm() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise CommandFailed(
+            "vLLM is not installed; run: make setup ENGINE=vllm (or start with --engine sim)"
+        )
 
 
 async def _serve(spec: MeshSpec, state_dir: Path) -> int:
@@ -164,14 +175,24 @@ def _summary(spec: MeshSpec) -> str:
 
 def _what_next(http_url: str, grpc_address: str) -> str:
     body = '{"model": "default", "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    pdmesh = _own_command()
     return f"""
   OpenAI API   {http_url}/v1      gRPC   {grpc_address}
 
   Try:
-    pdmesh chat "What is the capital of France?"
+    {pdmesh} chat "What is the capital of France?"
     curl {http_url}/v1/chat/completions -H 'Content-Type: application/json' \\
       -d '{body}'
-    pdmesh status
-    pdmesh events
-    pdmesh down
+    {pdmesh} status
+    {pdmesh} events
+    {pdmesh} down
 """
+
+
+def _own_command() -> str:
+    """How to type `pdmesh` here: by its path unless it is on the PATH."""
+    beside = Path(sys.executable).parent / "pdmesh"
+    if shutil.which("pdmesh") or not beside.exists():
+        return "pdmesh"
+    here = Path.cwd()
+    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)

@@ -1,0 +1,195 @@
+"""The commands' own logic: what is parsed, what is shown, what is said when it fails."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from pdmesh.cli import app, chat, events
+from pdmesh.cli.errors import CommandFailed
+from pdmesh.cli.table import table
+from pdmesh.events.v1.events_pb2 import Header, HealthChanged, KvBlocks
+from pdmesh.launcher import log_files, state
+from pdmesh.net.bus import Message
+
+Answer = Callable[[BaseHTTPRequestHandler], None]
+
+
+@contextmanager
+def gateway(answer: Answer) -> Iterator[str]:
+    """An HTTP server that answers one question as told."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            answer(self)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        thread.join(5)
+
+
+def streamed(*lines: str) -> Answer:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write("".join(f"data: {line}\n\n" for line in lines).encode())
+
+    return answer
+
+
+def piece(text: str) -> str:
+    return json.dumps({"choices": [{"delta": {"content": text}}]})
+
+
+def ask(url: str) -> str:
+    return "".join(chat.ask(url, "hello", "default", 8, 0.0))
+
+
+def test_a_streamed_answer_is_joined_from_its_pieces() -> None:
+    with gateway(streamed(piece("Par"), piece("is"), '{"choices": []}', "[DONE]")) as url:
+        assert ask(url) == "Paris"
+
+
+def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one() -> None:
+    with gateway(streamed(piece("Par"))) as url, pytest.raises(CommandFailed, match="broke off"):
+        ask(url)
+
+
+def test_an_error_within_the_stream_is_shown_with_its_message() -> None:
+    error = json.dumps({"error": {"message": "the instance was lost"}})
+    with (
+        gateway(streamed(piece("Par"), error)) as url,
+        pytest.raises(CommandFailed, match="the instance was lost"),
+    ):
+        ask(url)
+
+
+def test_a_refusal_is_shown_in_the_gateways_own_words() -> None:
+    def refuse(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(404)
+        handler.end_headers()
+        handler.wfile.write(b'{"error": {"message": "no model is called gpt-9"}}')
+
+    with gateway(refuse) as url, pytest.raises(CommandFailed, match="no model is called gpt-9"):
+        ask(url)
+
+
+@pytest.mark.parametrize("command", [["chat", "hi"], ["status"], ["events"]])
+def test_without_a_mesh_each_command_says_so_in_one_line(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        app.main([*command, "--state-dir", str(tmp_path)])
+    assert exit_info.value.code == 1
+    assert capsys.readouterr().err == "pdmesh: no mesh is running here; start one with: pdmesh up\n"
+
+
+def test_taking_down_what_is_not_up_is_fine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        app.main(["down", "--state-dir", str(tmp_path)])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == "no mesh is running here\n"
+
+
+def test_a_model_that_is_no_model_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["up", "--engine", "sim", "--model", str(tmp_path), "--state-dir", str(tmp_path)]
+    with pytest.raises(SystemExit) as exit_info:
+        app.main(arguments)
+    assert exit_info.value.code == 1
+    assert "is not a Hugging Face model directory (no config.json)" in capsys.readouterr().err
+    assert not (tmp_path / "lock").exists()
+
+
+HEADER = Header(publisher_id="monitor", incarnation=7, sequence=1)
+
+
+def test_a_json_event_is_one_readable_line() -> None:
+    HEADER.occurred_at.FromJsonString("2026-11-21T12:00:01Z")
+    event = HealthChanged(header=HEADER, instance_id="decode-0", to_health="dead", silent_s=3.25)
+    message = Message(
+        "mesh.v1.health.changed.decode-0", events.json_format.MessageToJson(event).encode()
+    )
+    line = events.as_line(message)
+    assert line.startswith("12:00:01 health.changed decode-0 ")
+    assert line.endswith("instanceId=decode-0 toHealth=dead silentS=3.25")
+
+
+def test_a_binary_event_is_decoded_and_its_hashes_are_counted() -> None:
+    blocks = KvBlocks(header=HEADER, stored=[bytes([i]) * 16 for i in range(9)])
+    message = Message(
+        "mesh.v1.kv.blocks.prefill-0",
+        blocks.SerializeToString(),
+        {"content-type": "application/x-protobuf"},
+    )
+    assert events.as_line(message).endswith("stored=[9]")
+    assert len(json.loads(events.as_json(message))["event"]["stored"]) == 9
+
+
+@pytest.mark.parametrize("subject", ["mesh.v1.health.changed.x", "mesh.v1.new.kind.x", "short"])
+def test_an_event_that_cannot_be_read_is_shown_all_the_same(subject: str) -> None:
+    assert events.as_line(Message(subject, b"\xff\xfe"))
+
+
+def test_every_event_of_the_catalogue_can_be_shown() -> None:
+    """A new subject builder without a kind here would be shown undecoded."""
+    from pdmesh.net import subjects
+
+    builders = [f for n, f in vars(subjects).items() if callable(f) and not n.startswith("_")]
+    kinds = {tuple(builder("x").split(".")[2:4]) for builder in builders}
+    assert kinds == set(events.KINDS)
+
+
+def test_columns_are_as_wide_as_their_widest_cell() -> None:
+    assert table(("A", "B"), [("long", "1"), ("x", "22")]) == "A     B\nlong  1\nx     22"
+
+
+def test_a_state_directory_carries_one_mesh_and_no_stale_claim(tmp_path: Path) -> None:
+    with state.lock(tmp_path):
+        assert state.is_locked(tmp_path)
+        with pytest.raises(state.MeshRunning, match="running already"):
+            state.lock(tmp_path)
+    assert state.locker_pid(tmp_path) is None
+
+
+def test_the_state_of_a_dead_launcher_does_not_count(tmp_path: Path) -> None:
+    mesh = state.MeshState(
+        1, "ready", "sim", "sim", "http://x", "x:1", "nats://x", "unix:///x",
+        processes={"nats": state.ProcessState(2, "nats", "running")},
+    )  # fmt: skip
+    with state.lock(tmp_path):
+        state.write(tmp_path, mesh)
+        assert state.read(tmp_path) == mesh
+    assert state.read(tmp_path) is None
+
+
+def test_the_hash_secret_is_made_once_and_is_private(tmp_path: Path) -> None:
+    secret = state.hash_secret(tmp_path)
+    assert len(bytes.fromhex(secret)) == 32
+    assert state.hash_secret(tmp_path) == secret
+    assert (tmp_path / "hash-secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_log_over_its_bound_is_set_aside_and_goes_on_empty(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    with log.open("ab", buffering=0) as writer:
+        writer.write(b"x" * 100)
+        log_files.bound([log, tmp_path / "missing.log"], max_bytes=99)
+        writer.write(b"after\n")
+    assert (tmp_path / "a.log.1").read_bytes() == b"x" * 100
+    assert log.read_bytes() == b"after\n"
+    assert log_files.last_lines(log) == ["after"]
