@@ -27,6 +27,11 @@ from pdmesh.telemetry import metrics, names
 log = structlog.get_logger(__name__)
 
 _TICKS_PER_LEASE: Final = 6
+_LOG_EVENTS: Final = {
+    Health.HEALTHY.value: "instance.healthy",
+    Health.SUSPECT.value: "instance.suspect",
+    Health.DEAD.value: "instance.lost",
+}
 
 _changes = metrics.counter(names.HEALTH_CHANGES, "Verdicts that changed, by new health")
 
@@ -127,7 +132,7 @@ class HealthMonitor:
             _changes.add(1, {names.ATTR_OUTCOME: change.to_health})
             is_bad = change.to_health != Health.HEALTHY.value and change.cause != "deregistered"
             (log.warning if is_bad else log.info)(
-                f"instance.{change.to_health}",
+                _LOG_EVENTS[change.to_health],
                 instance_id=change.instance_id,
                 cause=change.cause,
                 silent_s=round(change.silent_s, 2),

@@ -1,0 +1,39 @@
+"""The master-scheduler: where requests go."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pdmesh.lifecycle import App, run
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats_registry import NatsRegistry
+from services.master_scheduler.master import SERVICE, Master
+from services.master_scheduler.settings import Settings
+
+
+async def serve(settings: Settings, app: App) -> None:
+    bus = await NatsBus.connect(settings.nats_url, settings.instance_id)
+    registry = NatsRegistry(bus, settings.lease_s)
+    view = await registry.watch()
+    master = Master(settings, app, bus, registry, view)
+    await master.start()
+    app.add_readiness("view", lambda: True)  # it stays ready while NATS is away: the view stands
+    stopping = asyncio.ensure_future(app.stopping.wait())
+    failing = asyncio.ensure_future(master.wait_for_failure())
+    await asyncio.wait([stopping, failing], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    failed = failing.done()
+    failing.cancel()
+    await master.stop()
+    await view.close()
+    await bus.close()
+    if failed:
+        await failing
+
+
+def main() -> None:
+    run(SERVICE, Settings, serve)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Between the contract's messages and the core's objects."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pdmesh.core.block_hash import HASH_BYTES
+from pdmesh.core.fleet import Identity, Role
+from pdmesh.core.health import Health
+from pdmesh.core.placement import Candidate, NoPlan, Plan
+from pdmesh.core.placement_policies import Query
+from pdmesh.errors import InvalidRequest
+from pdmesh.v1 import scheduler_service_pb2 as pb
+from pdmesh.v1.common_pb2 import (
+    ROLE_DECODE,
+    ROLE_FUSION,
+    ROLE_NONE,
+    ROLE_PREFILL,
+    InstanceRecord,
+)
+
+_ROLES: Final = {
+    ROLE_NONE: Role.NONE,
+    ROLE_PREFILL: Role.PREFILL,
+    ROLE_DECODE: Role.DECODE,
+    ROLE_FUSION: Role.FUSION,
+}
+_HEALTHS: Final = {
+    Health.HEALTHY: pb.HEALTH_HEALTHY,
+    Health.SUSPECT: pb.HEALTH_SUSPECT,
+    Health.DEAD: pb.HEALTH_DEAD,
+}
+_MAX_HASHES: Final = 1_000_000
+
+
+def identity_from(record: InstanceRecord) -> Identity | None:
+    """None for a process that is not an instance."""
+    role = _ROLES.get(record.role)
+    if role is None:
+        return None
+    return Identity(
+        instance_id=record.instance_id,
+        incarnation=record.incarnation,
+        role=role,
+        group_id=record.group_id,
+        scenario=record.scenario,
+        model=record.model,
+        model_fingerprint=record.model_fingerprint,
+        block_size=record.block_size,
+        num_slots=record.num_slots,
+        num_kv_blocks=record.num_kv_blocks,
+        max_model_len=record.max_model_len,
+        is_draining=record.is_draining,
+    )
+
+
+def query_from(query: pb.PlanQuery) -> Query:
+    """Raises InvalidRequest."""
+    hashes = list(query.block_hashes)
+    if len(hashes) > _MAX_HASHES or (hashes and set(map(len, hashes)) != {HASH_BYTES}):
+        raise InvalidRequest("block hashes are 16 bytes each", field="queries.block_hashes")
+    return Query(
+        model=query.model,
+        scenario=query.scenario,
+        block_hashes=hashes,
+        num_prompt_tokens=query.num_prompt_tokens,
+        max_tokens=query.max_tokens,
+        chat_id=query.chat_id,
+        excluded=frozenset(query.excluded_instance_ids),
+    )
+
+
+def result_to(request_id: str, plan: Plan | NoPlan) -> pb.PlanResult:
+    if isinstance(plan, NoPlan):
+        return pb.PlanResult(
+            request_id=request_id, error_reason=plan.reason, error_message=plan.message
+        )
+    return pb.PlanResult(
+        request_id=request_id,
+        group_id=plan.group_id,
+        prefills=[_candidate_to(c) for c in plan.prefills],
+        decodes=[_candidate_to(c) for c in plan.decodes],
+    )
+
+
+def health_to(health: Health) -> pb.Health.ValueType:
+    return _HEALTHS[health]
+
+
+def _candidate_to(candidate: Candidate) -> pb.Candidate:
+    return pb.Candidate(
+        instance_id=candidate.instance_id,
+        incarnation=candidate.incarnation,
+        num_matched_tokens=candidate.num_matched_tokens,
+        score=candidate.score,
+    )

@@ -1,0 +1,148 @@
+"""Keeps the fleet core true to the world: records, verdicts of the health-monitor, load reports.
+
+Everything is told again after an outage, so nothing here needs to remember what it missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from pdmesh.core.fleet import (
+    Fleet,
+    HealthJudged,
+    JudgeLost,
+    LoadReported,
+    RecordSeen,
+    RecordVanished,
+)
+from pdmesh.core.groups import GroupTracker
+from pdmesh.core.health import Health
+from pdmesh.errors import InvalidRequest
+from pdmesh.events.v1.events_pb2 import GroupChanged, HealthChanged, InstanceLoad
+from pdmesh.net import subjects
+from pdmesh.net.bus import Bus, Message, Subscription
+from pdmesh.net.events import Admission, EventPublisher, SequenceGate, decode_event
+from pdmesh.net.health_board import HealthBoard, HealthBoardView
+from pdmesh.net.registry import RecordChanged, RegistryView
+from services.master_scheduler.convert import identity_from
+
+log = structlog.get_logger(__name__)
+
+_JUDGE: Final = "health-monitor"
+_JUDGE_AWAY_S: Final = 10.0  # a restart takes less
+
+
+class FleetFeed:
+    """`is_leader` says whether this process may announce groups."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        groups: GroupTracker,
+        bus: Bus,
+        view: RegistryView,
+        board: HealthBoard,
+        publisher: EventPublisher,
+        is_leader: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet, self._groups = fleet, groups
+        self._bus, self._view, self._board, self._publisher = bus, view, board, publisher
+        self._is_leader, self._clock = is_leader, clock
+        self._gate = SequenceGate()
+        self._subscription: Subscription | None = None
+        self._verdicts: HealthBoardView | None = None
+        self._has_changed = asyncio.Event()
+        self._judge_seen_at = clock()
+        self._is_judge_lost = False
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        self._view.on_change(self._on_record)
+        for record in tuple(self._view.records.values()):
+            self._on_record(RecordChanged(record.instance_id, record))
+        self._verdicts = self._board.watch(self._on_verdict)
+        self._subscription = await self._bus.subscribe(subjects.instance_load(), self._on_load)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._announce_groups(), name="groups")
+                tasks.create_task(self._mind_the_judge(), name="judge")
+        finally:
+            await self._subscription.unsubscribe()
+            await self._verdicts.close()
+
+    def _on_record(self, change: RecordChanged) -> None:
+        if change.record is None:
+            self._fleet.handle(RecordVanished(change.instance_id), self._clock())
+            self._gate.forget(change.instance_id)
+        elif identity := identity_from(change.record):
+            self._fleet.handle(RecordSeen(identity), self._clock())
+        self._has_changed.set()
+
+    def _on_verdict(self, verdict: HealthChanged) -> None:
+        try:
+            health = Health(verdict.to_health)
+        except ValueError:
+            log.warning("fleet.bad_verdict", instance_id=verdict.instance_id)
+            return
+        self._is_judge_lost = False
+        judged = HealthJudged(verdict.instance_id, verdict.instance_incarnation, health)
+        self._fleet.handle(judged, self._clock())
+        self._has_changed.set()
+
+    async def _on_load(self, message: Message) -> None:
+        try:
+            event = decode_event(message, InstanceLoad)
+        except InvalidRequest as exc:
+            log.warning("fleet.bad_event", error=exc.message)
+            return
+        if self._gate.admit(event.header) is Admission.STALE:
+            return  # a gap is no harm: the load is whole in each report
+        self._fleet.handle(
+            LoadReported(
+                event.header.publisher_id,
+                event.header.incarnation,
+                event.num_slots,
+                event.num_slots_used,
+                event.num_kv_blocks_free,
+                event.is_draining,
+            ),
+            self._clock(),
+        )
+
+    async def _announce_groups(self) -> None:
+        while True:
+            await self._has_changed.wait()
+            self._has_changed.clear()
+            for change in self._groups.observe(self._fleet.instances.values()):
+                if not self._is_leader():
+                    continue
+                await self._publisher.publish(
+                    subjects.group_changed(change.group_id),
+                    GroupChanged(
+                        group_id=change.group_id,
+                        scenario=change.scenario,
+                        prefill_ids=change.prefill_ids,
+                        decode_ids=change.decode_ids,
+                        fusion_ids=change.fusion_ids,
+                    ),
+                )
+
+    async def _mind_the_judge(self) -> None:
+        """Without a health-monitor nobody would ever clear a suspicion."""
+        while True:
+            now = self._clock()
+            is_there = any(r.service == _JUDGE for r in self._view.records.values())
+            if is_there or not self._view.is_connected:
+                self._judge_seen_at = now
+            elif now - self._judge_seen_at > _JUDGE_AWAY_S and not self._is_judge_lost:
+                self._is_judge_lost = True
+                log.warning("fleet.judge_lost")
+                self._fleet.handle(JudgeLost(), now)
+                self._has_changed.set()
+            await asyncio.sleep(1.0)

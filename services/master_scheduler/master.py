@@ -1,0 +1,179 @@
+"""The parts of a master-scheduler and how they are joined: fleet, index, placement, election, gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Awaitable
+from typing import Final
+
+import grpc
+import structlog
+
+import pdmesh
+from pdmesh.core.chat_affinity import ChatAffinity
+from pdmesh.core.fleet import Fleet
+from pdmesh.core.groups import GroupTracker
+from pdmesh.core.placement import Placement
+from pdmesh.core.placement_policies import POLICIES, Weights
+from pdmesh.core.prefix_index import PrefixIndex
+from pdmesh.events.v1.events_pb2 import LeaderChanged
+from pdmesh.kv.index_feed import IndexFeed
+from pdmesh.kv.index_sources import IndexSource
+from pdmesh.lifecycle import App
+from pdmesh.net import rpc, subjects
+from pdmesh.net.events import EventPublisher
+from pdmesh.net.health_board import HealthBoard
+from pdmesh.net.heartbeat import Presence
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats_leader import LeaderElection
+from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.registry import RecordChanged, RegistryView
+from pdmesh.telemetry import metrics, names
+from pdmesh.v1 import scheduler_service_pb2
+from pdmesh.v1.common_pb2 import InstanceRecord
+from services.master_scheduler.fleet_feed import FleetFeed
+from services.master_scheduler.servicer import SchedulerServicer
+from services.master_scheduler.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+SERVICE: Final = "master-scheduler"
+
+
+class Master:
+    """Start it once its bus and view are there; everything runs on the loop until `stop`."""
+
+    def __init__(
+        self, settings: Settings, app: App, bus: NatsBus, registry: NatsRegistry, view: RegistryView
+    ) -> None:
+        self._settings, self._app, self._view = settings, app, view
+        self._publisher = EventPublisher(bus, app.instance_id, app.incarnation)
+        self.index = PrefixIndex(max_blocks=settings.max_blocks)
+        self.fleet = Fleet()
+        groups = GroupTracker()
+        placement = Placement(
+            self.fleet,
+            random.Random(app.incarnation),
+            POLICIES[settings.policy](),
+            Weights(settings.prefix_weight, settings.load_weight, settings.chat_weight),
+            settings.max_candidates,
+            ChatAffinity(settings.chat_ttl_s, settings.max_chats),
+        )
+        self.election = LeaderElection(
+            bus, SERVICE, app.instance_id, app.incarnation, settings.lease_s, self._on_leadership
+        )
+        self._source = IndexSource(view)
+        self._index_feed = IndexFeed(
+            self.index, bus, view, self._source, resync_s=settings.resync_s
+        )
+        self._fleet_feed = FleetFeed(
+            self.fleet,
+            groups,
+            bus,
+            view,
+            HealthBoard(bus),
+            self._publisher,
+            lambda: self.election.is_leader,
+        )
+        self._presence = Presence(
+            registry,
+            self._publisher,
+            lease_s=settings.lease_s,
+            is_ready=lambda: not app.not_ready(),
+            on_replaced=app.stopping.set,
+        )
+        self._servicer = SchedulerServicer(
+            placement,
+            self.index,
+            groups,
+            view,
+            lambda: (self.election.is_leader, self.election.epoch),
+        )
+        self._server: grpc.aio.Server | None = None
+        self._tasks: set[asyncio.Future[None]] = set()
+        self.port = 0
+
+    async def start(self) -> None:
+        self._view.on_change(self._on_record)
+        for record in tuple(self._view.records.values()):
+            self.election.saw_epoch(record.epoch)
+        await self._index_feed.start()
+        self._spawn(self._fleet_feed.run())
+        self._server = rpc.server()
+        service = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+        rpc.add_service(self._server, service, self._servicer)
+        settings = self._settings
+        self.port = self._server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
+        await self._server.start()
+        self._observe()
+        self.election.start()
+        await self._presence.start(self._record)
+        log.info("master.serving", grpc_port=self.port)
+
+    async def stop(self) -> None:
+        await self.election.stop()
+        await self._presence.stop()
+        await self._index_feed.stop()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._server is not None:
+            await self._server.stop(0.5)
+        await self._source.close()
+
+    async def wait_for_failure(self) -> None:
+        """Returns never, unless a part fails: then it raises what failed."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+
+    def _record(self) -> InstanceRecord:
+        return InstanceRecord(
+            instance_id=self._app.instance_id,
+            incarnation=self._app.incarnation,
+            service=SERVICE,
+            grpc_address=f"{self._settings.reachable_host}:{self.port}",
+            ops_address=self._app.ops_address,
+            is_leader=self.election.is_leader,
+            epoch=self.election.epoch,
+            version=pdmesh.__version__,
+            pid=os.getpid(),
+        )
+
+    def _on_record(self, change: RecordChanged) -> None:
+        if change.record is not None and change.record.service == SERVICE:
+            self.election.saw_epoch(change.record.epoch)
+
+    def _on_leadership(self, is_leader: bool, epoch: int) -> None:
+        self._presence.refresh()
+        if is_leader:
+            event = LeaderChanged(leader_id=self._app.instance_id, epoch=epoch)
+            subject = subjects.leader_changed(self._app.instance_id)
+            announcing = asyncio.ensure_future(self._publisher.publish(subject, event))
+            announcing.add_done_callback(lambda done: done.exception())
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        self._tasks.add(asyncio.ensure_future(work))
+
+    def _observe(self) -> None:
+        connected_at = time.monotonic()
+
+        def view_age_s() -> float:
+            nonlocal connected_at
+            if self._view.is_connected:
+                connected_at = time.monotonic()
+            return time.monotonic() - connected_at
+
+        metrics.gauge(names.VIEW_AGE, "How old the view of the registry may be", view_age_s, "s")
+        metrics.gauge(names.LEADER, "1 if this master leads", lambda: self.election.is_leader)
+        metrics.gauge(
+            names.FLEET_INSTANCES,
+            "Instances that may be candidates",
+            lambda: sum(i.is_usable for i in self.fleet.instances.values()),
+        )
+        metrics.gauge(names.INDEX_BLOCKS, "Blocks indexed", lambda: self.index.num_blocks)
+        metrics.gauge(names.REGISTRY_RECORDS, "Records seen", lambda: len(self._view.records))

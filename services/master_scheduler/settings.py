@@ -1,0 +1,35 @@
+"""The environment of a master-scheduler."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from pdmesh.config import ServiceSettings, settings_config
+
+
+class Settings(ServiceSettings):
+    model_config = settings_config("PDMESH_MASTER_SCHEDULER_")
+
+    policy: Literal["default", "round_robin", "least_connections"] = Field(
+        "default", description="How instances are ranked; the others are baselines"
+    )
+    prefix_weight: float = Field(
+        1.0, ge=0, description="Weight of the share of the prompt that an instance holds (alpha)"
+    )
+    load_weight: float = Field(
+        1.0, ge=0, description="Weight of the share of its slots that are used (gamma)"
+    )
+    chat_weight: float = Field(
+        0.2, ge=0, description="Bonus of the prefill that served the chat's last turn"
+    )
+    max_candidates: int = Field(8, ge=1, description="Instances of each kind in a plan")
+    chat_ttl_s: float = Field(600.0, gt=0, description="Remember where a chat was for so long")
+    max_chats: int = Field(100_000, ge=1, description="Chats remembered at most")
+    max_blocks: int = Field(
+        8_000_000, ge=1, description="Index entries in memory over all instances"
+    )
+    resync_s: float = Field(
+        30.0, gt=0, description="Compare one instance in turn with its snapshot this often"
+    )
