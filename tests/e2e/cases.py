@@ -72,3 +72,9 @@ def until_stop(tokens: Sequence[int], stops: frozenset[int]) -> list[int]:
         if token in stops:
             return list(tokens[: index + 1])
     return list(tokens)
+
+
+def long_cases(num: int = 8, seed: int = 11) -> list[Case]:
+    """Short prompts that grow over several blocks while they are decoded."""
+    rng = random.Random(seed)
+    return [Case(tuple(rng.choices(VOCABULARY, k=60)), 96) for _ in range(num)]

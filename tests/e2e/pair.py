@@ -36,6 +36,7 @@ from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.engine.vllm.engine import VllmEngine
 
 PULL_DEADLINE_S = 60.0
+_legs = itertools.count(1)  # of all engines, since pairs share some
 
 
 class LegFailed(Exception):
@@ -54,21 +55,35 @@ class Host:
     info: EngineInfo
     legs: dict[int, asyncio.Queue[Output]] = field(default_factory=dict)
     tickets: dict[str, ArenaRange] = field(default_factory=dict)
+    ticket_of: dict[int, str] = field(default_factory=dict)  # of legs without their first output
     landings: dict[int, ArenaRange] = field(default_factory=dict)
     closed: dict[str, str] = field(default_factory=dict)  # ticket -> reason
     blocks: set[bytes] = field(default_factory=set)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    ended: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
     def kv_bytes(self, num_tokens: int) -> int:
         size = self.info.block_size
         return -(-num_tokens // size) * size * self.info.kv_bytes_per_token
 
     async def pump(self) -> None:
-        async for batch in self.engine.outputs():
-            for output in batch:
-                self._take(output)
-            async with self.changed:
-                self.changed.notify_all()
+        try:
+            async for batch in self.engine.outputs():
+                for output in batch:
+                    self._take(output)
+                async with self.changed:
+                    self.changed.notify_all()
+        except Exception as error:
+            self.ended.set_exception(error)
+
+    async def next_output(self, leg: int) -> Output:
+        return await asyncio.wait_for(self.legs[leg].get(), 120)
+
+    def abort(self, leg: int) -> None:
+        self.engine.abort(leg)
+        del self.legs[leg]
 
     def _take(self, output: Output) -> None:
         match output:
@@ -80,7 +95,12 @@ class Host:
             case BlocksChanged():
                 self.blocks = set() if output.is_cleared else self.blocks - set(output.removed)
                 self.blocks |= set(output.stored)
-            case Prefilled() | KvReceived() | Tokens() | Finished() | Failed():
+            case Prefilled() | Failed():
+                ticket_id = self.ticket_of.pop(output.leg, "")
+                if ticket_id and not (isinstance(output, Prefilled) and output.ticket):
+                    self.staging.free(self.tickets.pop(ticket_id))
+                self.legs[output.leg].put_nowait(output)
+            case KvReceived() | Tokens() | Finished():
                 self.legs[output.leg].put_nowait(output)
             case _:
                 raise AssertionError(f"vLLM does not say {type(output).__name__}")
@@ -128,7 +148,6 @@ class Pair:
     salt: str = "public"
     num_computed_at_decode: int = 0  # prompt tokens that decode had to compute
     num_handed_over: int = 0
-    _legs: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def root(self) -> str:
         return tenant_root(b"e2e", "default", self.salt, self.prefill.info.model_fingerprint).hex()
@@ -139,38 +158,45 @@ class Pair:
             return [first.token]
         return [first.token, *await self.decoded(prompt, first.token, first.ticket, sampling)]
 
-    async def prefilled(self, prompt: Sequence[int], sampling: Sampling) -> Prefilled:
-        host, leg = self.prefill, next(self._legs)
-        staging = await _reserve(host, host.staging, host.kv_bytes(len(prompt)))
-        ticket_id = f"ticket-{leg}"
-        host.tickets[ticket_id] = staging
+    def next_leg(self, host: Host) -> int:
+        leg = next(_legs)
         host.legs[leg] = asyncio.Queue()
-        host.engine.prefill(
-            PrefillJob(
-                leg, f"r{leg}", 0, array("I", prompt), sampling, ticket_id, staging, self.root()
-            )
-        )
-        first = await _next(host, leg)
-        del host.legs[leg]
-        if isinstance(first, Failed) or (isinstance(first, Prefilled) and first.finish_reason):
-            host.staging.free(host.tickets.pop(ticket_id))
+        return leg
+
+    async def prefilled(self, prompt: Sequence[int], sampling: Sampling) -> Prefilled:
+        leg = await self.start_prefill(prompt, sampling)
+        first = await self.prefill.next_output(leg)
+        del self.prefill.legs[leg]
         if isinstance(first, Failed):
             raise LegFailed(first)
         assert isinstance(first, Prefilled)
         return first
 
+    async def start_prefill(self, prompt: Sequence[int], sampling: Sampling) -> int:
+        host = self.prefill
+        staging = await _reserve(host, host.staging, host.kv_bytes(len(prompt)))
+        leg = self.next_leg(host)
+        ticket_id = host.ticket_of[leg] = f"ticket-{leg}"
+        host.tickets[ticket_id] = staging
+        host.engine.prefill(
+            PrefillJob(
+                leg, f"r{leg}", 0, array("I", prompt), sampling, ticket_id, staging, self.root()
+            )
+        )
+        return leg
+
     async def decoded(
         self, prompt: Sequence[int], token: int, ticket: Ticket, sampling: Sampling
     ) -> list[int]:
         leg = await self.start_decode(prompt, token, ticket, sampling)
-        received = await _next(self.decode, leg)
+        received = await self.decode.next_output(leg)
         if isinstance(received, Failed):
             raise LegFailed(received)
         assert isinstance(received, KvReceived), "the first word of a decode is about its KV"
         self.num_computed_at_decode += received.num_computed_tokens
         self.num_handed_over += 1
         tokens: list[int] = []
-        while not isinstance(output := await _next(self.decode, leg), Finished):
+        while not isinstance(output := await self.decode.next_output(leg), Finished):
             assert isinstance(output, Tokens), output
             tokens += output.token_ids
         del self.decode.legs[leg]
@@ -185,10 +211,10 @@ class Pair:
         deadline_s: float = PULL_DEADLINE_S,
     ) -> int:
         """Returns the leg of a decode that has begun."""
-        host, leg = self.decode, next(self._legs)
+        host = self.decode
         landing = await _reserve(host, host.landing, ticket.kv_bytes)
+        leg = self.next_leg(host)
         host.landings[leg] = landing
-        host.legs[leg] = asyncio.Queue()
         rest = Sampling(
             sampling.max_tokens - 1,
             sampling.temperature,
@@ -212,10 +238,6 @@ class Pair:
             )
         )
         return leg
-
-
-async def _next(host: Host, leg: int) -> Output:
-    return await asyncio.wait_for(host.legs[leg].get(), 120)
 
 
 async def _reserve(host: Host, arena: ArenaAllocator, length: int) -> ArenaRange:

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 CONNECTOR_MODULE = "pdmesh.engine.vllm.connector"
 CONNECTOR_CLASS = "PdmeshConnector"
+
+
+def installed_device() -> str:
+    """Which build of torch is installed, without importing it; vLLM's build must be of the same kind."""
+    try:
+        return "cpu" if "+cpu" in version("torch") else "cuda"
+    except PackageNotFoundError:
+        return "cpu"  # the start will say what is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +33,7 @@ class VllmConfig:
     incarnation: int
     model_dir: Path
     model: str  # the name it answers to
-    device: str = "cpu"  # cpu or cuda: which build of vLLM is installed
+    device: str = field(default_factory=installed_device)  # cpu or cuda
     dtype: str = (
         ""  # empty: float32 on a CPU (equal outputs on every instance), the model's on a GPU
     )

@@ -92,6 +92,7 @@ class VllmEngine:
         self._deadlines: dict[int, asyncio.TimerHandle] = {}
         self._events: asyncio.Task[None] | None = None
         self._num_blocks = 0
+        self._worker_pids: tuple[int, ...] = ()
         self._is_stopping = False
 
     # -- life -------------------------------------------------------------------------------------
@@ -168,6 +169,7 @@ class VllmEngine:
             block_size=config.block_size,
             lease_ms=round(1000 * config.lease_s),
         )
+        self._worker_pids = tuple(h.pid for h in hellos)
         self._jobs = Jobs(endpoint, num_ranks)
         return EngineInfo(
             engine="vllm",
@@ -253,6 +255,11 @@ class VllmEngine:
             num_kv_blocks_free=round(self._num_blocks * (1.0 - self._view.kv_cache_usage)),
             extra=self._view.numbers(),
         )
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """One per rank, in order."""
+        return self._worker_pids
 
     @property
     def is_idle(self) -> bool:
