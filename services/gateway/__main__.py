@@ -37,9 +37,9 @@ async def serve(settings: Settings, app: App) -> None:
         on_replaced=app.stopping.set,
     )
     app.add_readiness("instances", gateway.fleet.can_serve)
-    gateway.start()
+    await gateway.start()
     await presence.start(lambda: _record(settings, app, gateway))
-    log.info("gateway.serving", http=f"{settings.host}:{gateway.http.port}")
+    log.info("gateway.serving", http_port=gateway.http.port, grpc_port=gateway.grpc.port)
     await app.stopping.wait()
     await presence.stop()
     await gateway.stop()
@@ -65,6 +65,7 @@ def _record(settings: Settings, app: App, gateway: Gateway) -> InstanceRecord:
         instance_id=settings.instance_id,
         incarnation=app.incarnation,
         service="gateway",
+        grpc_address=f"{host}:{gateway.grpc.port}",
         http_address=f"{host}:{gateway.http.port}",
         ops_address=app.ops_address,
         is_draining=gateway.frontend.is_draining,

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable
+from typing import Final
 
 import structlog
 
@@ -17,6 +18,7 @@ from pdmesh.telemetry import metrics, names
 from services.gateway.fleet import Fleet
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Collaborators, Generation
+from services.gateway.grpc_api import GrpcServer
 from services.gateway.http import HttpApp
 from services.gateway.http_server import HttpServer
 from services.gateway.observer import Observer, Publisher
@@ -25,6 +27,7 @@ from services.gateway.sessions import SessionPool
 from services.gateway.settings import Settings
 from services.gateway.tokenizer import Tokenizer
 
+_HEALTH_S: Final = 0.25
 log = structlog.get_logger(__name__)
 
 
@@ -86,20 +89,40 @@ class Gateway:
             receive_timeout_s=settings.receive_timeout_s,
             shutdown_s=settings.drain_s + 2,
         )
+        self.grpc = GrpcServer(
+            self.frontend,
+            settings.host,
+            settings.grpc_port,
+            max_bytes=settings.max_body_bytes,
+            reuse_port=settings.reuse_port,
+        )
+        self._not_ready = not_ready
         self._tasks: list[asyncio.Task[None]] = []
         view.on_change(self._on_record_changed)
         self._make_gauges()
 
-    def start(self) -> None:
-        loops = (self._planner.run(), self.observer.run(), self.http_app.run())
+    async def start(self) -> None:
+        loops = (
+            self._planner.run(),
+            self.observer.run(),
+            self.http_app.run(),
+            self._tell_health(),
+        )
         self._tasks = [asyncio.create_task(loop) for loop in loops]
         self.http.start()
+        await self.grpc.start()
+
+    async def _tell_health(self) -> None:
+        while True:
+            await self.grpc.set_serving(not self._not_ready())
+            await asyncio.sleep(_HEALTH_S)
 
     async def stop(self) -> None:
         """Refuse what is new, let streams end for `drain_s`, tell the rest, and close everything."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.frontend.drain(self._settings.drain_s))
             tasks.create_task(self.http.stop())
+            tasks.create_task(self.grpc.stop(self._settings.drain_s + 1))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

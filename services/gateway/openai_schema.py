@@ -162,6 +162,17 @@ def parse_completion(body: bytes) -> CompletionRequest:
     return request
 
 
+def check_sampling(
+    *, max_tokens: int | None, temperature: float | None, top_p: float | None
+) -> None:
+    """Bounds that hold at every door. NaN is in no range."""
+    _in_range("max_tokens", max_tokens, 1, 1 << 31)
+    _in_range("temperature", temperature, 0.0, 2.0)
+    _in_range("top_p", top_p, 0.0, 1.0)
+    if top_p == 0:
+        raise InvalidRequest("top_p is greater than 0", field="top_p")
+
+
 def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
     if stop is None:
         return ()
@@ -236,12 +247,10 @@ def _explain(text: str) -> InvalidRequest:
 def _check_common(request: _Common, neutral: tuple[str, ...]) -> None:
     for field in neutral:
         _check_neutral(field, getattr(request, field))
-    _in_range("max_tokens", request.max_tokens, 1, 1 << 31)
+    check_sampling(
+        max_tokens=request.max_tokens, temperature=request.temperature, top_p=request.top_p
+    )
     _in_range("n", request.n, 1, _MAX_N)
-    _in_range("temperature", request.temperature, 0.0, 2.0)
-    _in_range("top_p", request.top_p, 0.0, 1.0)
-    if request.top_p == 0:
-        raise InvalidRequest("top_p is greater than 0", field="top_p")
     _in_range("seed", request.seed, -(1 << 63), (1 << 63) - 1 - _MAX_N)
     stops_of(request.stop)
     for field in ("model", "cache_salt", "chat_id", "scenario"):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from pdmesh.core.block_hash import tokens_from_bytes
+from pdmesh.errors import Unavailable
 from pdmesh.net import rpc
 from pdmesh.v1 import instance_service_pb2 as pb
 from pdmesh.v1.common_pb2 import (
@@ -26,6 +27,7 @@ from pdmesh.v1.common_pb2 import (
     TokenLogprob,
 )
 
+Outbox = asyncio.Queue[pb.SessionResponse | None]  # None breaks the stream
 _LETTERS = range(90)  # printable in the tiny tokenizer
 
 
@@ -51,7 +53,7 @@ class FakeLeg:
     tokens: list[int]
     num_left: int
     sampling: SamplingParams
-    outbox: asyncio.Queue[pb.SessionResponse]
+    outbox: Outbox
 
 
 @dataclass(eq=False)
@@ -83,8 +85,7 @@ class FakeInstance:
 
     _server: grpc.aio.Server | None = None
     _stepper: asyncio.Task[None] | None = None
-    _calls: set[grpc.aio.ServicerContext] = field(default_factory=set)
-    _outboxes: list[asyncio.Queue[pb.SessionResponse]] = field(default_factory=list)
+    _outboxes: list[Outbox] = field(default_factory=list)
     _work: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start(self, port: int = 0) -> InstanceRecord:
@@ -124,8 +125,8 @@ class FakeInstance:
 
     def break_sessions(self) -> None:
         """As when the process dies: every stream ends and all legs and tickets are gone."""
-        for context in list(self._calls):
-            context.cancel()
+        for outbox in self._outboxes:
+            outbox.put_nowait(None)
         self.legs.clear()
         self.tickets.clear()
 
@@ -141,16 +142,17 @@ class FakeInstance:
         self, requests: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.SessionResponse]:
         self.num_sessions += 1
-        outbox: asyncio.Queue[pb.SessionResponse] = asyncio.Queue()
-        self._calls.add(context)
+        outbox: Outbox = asyncio.Queue()
         self._outboxes.append(outbox)
         reader = asyncio.create_task(self._read(requests, outbox))
         try:
             while True:
-                yield await outbox.get()
+                message = await outbox.get()
+                if message is None:
+                    raise Unavailable("scripted break")
+                yield message
         finally:
             reader.cancel()
-            self._calls.discard(context)
             self._outboxes.remove(outbox)
             for key in [k for k, leg in self.legs.items() if leg.outbox is outbox]:
                 del self.legs[key]
@@ -173,7 +175,7 @@ class FakeInstance:
     async def _read(
         self,
         requests: AsyncIterator[pb.SessionRequest],
-        outbox: asyncio.Queue[pb.SessionResponse],
+        outbox: Outbox,
     ) -> None:
         async for request in requests:
             events: list[pb.SessionEvent] = []
@@ -186,7 +188,7 @@ class FakeInstance:
         self,
         command: pb.Command,
         events: list[pb.SessionEvent],
-        outbox: asyncio.Queue[pb.SessionResponse],
+        outbox: Outbox,
     ) -> None:
         match command.WhichOneof("command"):
             case "hello":
@@ -224,7 +226,7 @@ class FakeInstance:
         self,
         prefill: pb.Prefill,
         events: list[pb.SessionEvent],
-        outbox: asyncio.Queue[pb.SessionResponse],
+        outbox: Outbox,
     ) -> None:
         tokens = list(tokens_from_bytes(prefill.prompt_token_ids))
         token = next_token(tokens)
@@ -257,7 +259,7 @@ class FakeInstance:
         self,
         start: pb.Start,
         events: list[pb.SessionEvent],
-        outbox: asyncio.Queue[pb.SessionResponse],
+        outbox: Outbox,
     ) -> None:
         if self.fail_starts_with is not None:
             failed = pb.Failed(reason=self.fail_starts_with, message="scripted", is_retryable=True)
@@ -294,7 +296,7 @@ class FakeInstance:
             self._step()
 
     def _step(self) -> None:
-        messages: dict[int, tuple[asyncio.Queue[pb.SessionResponse], pb.SessionResponse]] = {}
+        messages: dict[int, tuple[Outbox, pb.SessionResponse]] = {}
         for leg in list(self.legs.values()):
             _, message = messages.setdefault(id(leg.outbox), (leg.outbox, pb.SessionResponse()))
             logprobs: list[TokenLogprob] = []

@@ -29,14 +29,14 @@ class GatewayMesh:
     async def publish(self, subject: str, message: Any) -> None:
         self.events.append(message)
 
-    def start(self) -> None:
+    async def start(self) -> None:
         view = MemoryView(self.store)
 
         def not_ready() -> list[str]:
             return [] if self.gateway.fleet.can_serve() else ["instances"]
 
         self.gateway = Gateway(self.settings, 7, view, self.tokenizer, self, not_ready)
-        self.gateway.start()
+        await self.gateway.start()
 
     @property
     def url(self) -> str:
@@ -89,7 +89,7 @@ async def gateway_mesh(
     ]
     for role, name in roles:
         await mesh.add(FakeInstance(role, name))
-    mesh.start()
+    await mesh.start()
     try:
         yield mesh
     finally:

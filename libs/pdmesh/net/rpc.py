@@ -69,7 +69,9 @@ def channel(address: str) -> grpc.aio.Channel:
     )
 
 
-def server(max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
+def server(
+    max_message_bytes: int = MAX_MESSAGE_BYTES, *, reuse_port: bool = False
+) -> grpc.aio.Server:
     """A server that cancels the handlers of a dead or frozen client within 3 s."""
     return grpc.aio.server(
         options=(
@@ -79,7 +81,7 @@ def server(max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.so_reuseport", 0),
+            ("grpc.so_reuseport", int(reuse_port)),
         )
     )
 

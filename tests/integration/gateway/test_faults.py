@@ -1,0 +1,320 @@
+"""What goes wrong behind the gateway, and what the client sees of it: nothing, or one clear error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
+from pdmesh.v1.instance_service_pb2 import (
+    REJECT_REASON_BUSY,
+    REJECT_REASON_DRAINING,
+    REJECT_REASON_TOO_LONG,
+)
+from tests.fakes.fake_instance import FakeInstance
+from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+
+Eventually = Callable[..., Awaitable[None]]
+
+
+def decode_at_work(mesh: GatewayMesh) -> FakeInstance:
+    return next(i for i in mesh.instances.values() if i.role == ROLE_DECODE and i.legs)
+
+
+def of_role(mesh: GatewayMesh, role: int) -> list[FakeInstance]:
+    return [i for i in mesh.instances.values() if i.role == role]
+
+
+@pytest.mark.fault("F7")
+async def test_a_lost_decode_is_replaced_and_the_text_is_unbroken(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    for instance in mesh.instances.values():
+        instance.step_s = 0.002
+    stream = await client.completions.create(
+        model="tiny", prompt="abc", max_tokens=120, stream=True
+    )
+    text = ""
+    num_broken = 0
+    async for chunk in stream:
+        text += chunk.choices[0].text
+        if len(text) > 30 * (num_broken + 1) and num_broken < 2:
+            num_broken += 1
+            decode_at_work(mesh).break_sessions()
+    assert num_broken == 2
+    assert text == mesh.expected_text("abc", 120)
+    assert mesh.num_legs == 0
+
+
+@pytest.mark.fault("F7")
+async def test_after_the_last_migration_there_is_one_error_event_and_no_done(
+    tmp_path: Path, eventually: Eventually
+) -> None:
+    async with gateway_mesh(tmp_path, 1, 1, max_migrations=0) as mesh:
+        for instance in mesh.instances.values():
+            instance.step_s = 0.002
+        body = {"model": "tiny", "prompt": "abc", "max_tokens": 1000, "stream": True}
+        async with (
+            httpx.AsyncClient() as client,
+            client.stream("POST", f"{mesh.url}/v1/completions", json=body) as response,
+        ):
+            assert response.status_code == 200
+            lines = []
+            async for line in response.aiter_lines():
+                lines.append(line)
+                if len(lines) == 4:
+                    decode_at_work(mesh).break_sessions()
+        events = [line.removeprefix("data: ") for line in lines if line]
+        errors = [json.loads(e)["error"] for e in events if "error" in e]
+        assert [e["code"] for e in errors] == ["upstream_failed"]
+        assert json.loads(events[-1])["error"]
+        assert "[DONE]" not in events
+        await eventually(lambda: mesh.num_legs == 0)
+
+
+@pytest.mark.fault("F1")
+async def test_a_prefill_lost_at_work_is_replaced(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI, eventually: Eventually
+) -> None:
+    for instance in of_role(mesh, ROLE_PREFILL):
+        instance.is_holding = True
+    asking = asyncio.create_task(
+        client.completions.create(model="tiny", prompt="abc", max_tokens=5)
+    )
+    await eventually(lambda: any(i.legs for i in of_role(mesh, ROLE_PREFILL)))
+    busy = next(i for i in of_role(mesh, ROLE_PREFILL) if i.legs)
+    for instance in of_role(mesh, ROLE_PREFILL):
+        instance.is_holding = False
+    busy.break_sessions()
+    assert (await asking).choices[0].text == mesh.expected_text("abc", 5)
+
+
+@pytest.mark.req("S43")
+async def test_a_rejection_sends_the_request_to_the_next_candidate(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    first, second = of_role(mesh, ROLE_PREFILL)
+    first.reject_with = REJECT_REASON_DRAINING
+    of_role(mesh, ROLE_DECODE)[0].reject_with = REJECT_REASON_BUSY
+    answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=9)
+    assert answer.choices[0].text == mesh.expected_text("abc", 9)
+    assert (first.num_rejected, len(second.prefills)) == (1, 1)
+    assert not first.aborted, "a rejected leg holds nothing"
+    assert mesh.events[-1].num_rejections == 2
+    assert mesh.events[-1].num_migrations == 0, "a rejection is no failure"
+
+
+@pytest.mark.req("S44")
+async def test_when_all_stay_busy_the_client_gets_429_at_its_deadline(tmp_path: Path) -> None:
+    async with gateway_mesh(tmp_path, ttft_s=0.4) as mesh, httpx.AsyncClient() as client:
+        mesh.instances["prefill-0"].reject_with = REJECT_REASON_BUSY
+        began = time.monotonic()
+        body = {"model": "tiny", "prompt": "abc", "max_tokens": 4, "stream": True}
+        response = await client.post(f"{mesh.url}/v1/completions", json=body)
+        took_s = time.monotonic() - began
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) >= 1
+        assert response.json()["error"]["type"] == "rate_limit_error"
+        assert 0.39 < took_s < 0.6
+
+
+@pytest.mark.req("S43", "S44")
+async def test_a_waiting_request_is_forwarded_the_moment_a_slot_frees(
+    tmp_path: Path, eventually: Eventually
+) -> None:
+    async with (
+        gateway_mesh(tmp_path, ttft_s=30.0, retry_s=20.0) as mesh,
+        httpx.AsyncClient() as client,
+    ):
+        prefill = mesh.instances["prefill-0"]
+        prefill.reject_with = REJECT_REASON_BUSY
+        body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
+        asking = asyncio.create_task(client.post(f"{mesh.url}/v1/completions", json=body))
+        await eventually(lambda: len(mesh.gateway.frontend.shared.room) == 1)
+        freed_at = time.monotonic()
+        prefill.free_slots(4)
+        assert (await asking).json()["choices"][0]["text"] == mesh.expected_text("abc", 4)
+        assert time.monotonic() - freed_at < 1.0
+        assert len(mesh.gateway.frontend.shared.room) == 0
+
+
+async def test_a_full_waiting_room_answers_429_at_once(tmp_path: Path) -> None:
+    async with gateway_mesh(tmp_path, max_waiting=0) as mesh, httpx.AsyncClient() as client:
+        mesh.instances["prefill-0"].reject_with = REJECT_REASON_BUSY
+        began = time.monotonic()
+        body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
+        response = await client.post(f"{mesh.url}/v1/completions", json=body)
+        assert response.status_code == 429
+        assert time.monotonic() - began < 1.0
+
+
+async def test_a_prompt_that_fits_no_instance_is_the_clients_error(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    for instance in of_role(mesh, ROLE_PREFILL):
+        instance.reject_with = REJECT_REASON_TOO_LONG
+    with pytest.raises(openai.BadRequestError):
+        await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(model="tiny", prompt="a" * 5000, max_tokens=4)
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.fault("F8")
+async def test_a_decode_that_falls_silent_is_left_and_what_it_says_later_is_dropped(
+    tmp_path: Path, eventually: Eventually
+) -> None:
+    async with (
+        gateway_mesh(tmp_path, 1, 2, stall_s=0.3) as mesh,
+        openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none") as client,
+    ):
+        for instance in of_role(mesh, ROLE_DECODE):
+            instance.step_s = 0.002
+        stream = await client.completions.create(
+            model="tiny", prompt="abc", max_tokens=60, stream=True
+        )
+        text, frozen = "", None
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            if frozen is None and len(text) > 20:
+                frozen = decode_at_work(mesh)
+                frozen.step_s = 0.6
+        assert text == mesh.expected_text("abc", 60)
+        assert frozen is not None
+        await eventually(lambda: bool(frozen.aborted))
+        await eventually(lambda: mesh.num_legs == 0)
+
+
+@pytest.mark.fault("F27")
+@pytest.mark.parametrize("stage", ["waiting", "prefill", "decode admission", "decoding"])
+async def test_a_client_that_leaves_frees_everything(
+    tmp_path: Path, eventually: Eventually, stage: str
+) -> None:
+    async with gateway_mesh(tmp_path) as mesh:
+        prefill, decode = mesh.instances["prefill-0"], mesh.instances["decode-0"]
+        prefill.is_holding = stage == "prefill"
+        decode.is_silent = stage == "decode admission"
+        decode.step_s = 0.01
+        if stage == "waiting":
+            prefill.reject_with = REJECT_REASON_BUSY
+        reached = {
+            "waiting": lambda: len(mesh.gateway.frontend.shared.room) == 1,
+            "prefill": lambda: bool(prefill.legs),
+            "decode admission": lambda: bool(decode.starts) and bool(prefill.tickets),
+            "decoding": lambda: bool(decode.legs),
+        }[stage]
+        port = mesh.gateway.http.port
+        body = b'{"model":"tiny","prompt":"abc","max_tokens":4000,"stream":true}'
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await eventually(reached)
+        writer.close()
+        await eventually(lambda: mesh.gateway.frontend.num_calls == 0, within_s=1.0)
+        await eventually(lambda: mesh.num_legs == 0, within_s=1.0)
+        if stage == "decode admission":
+            assert prefill.released, "the ticket is released explicitly"
+        assert mesh.gateway.sessions.counts()[1] == 0
+        assert len(mesh.gateway.frontend.shared.room) == 0
+        assert mesh.gateway.observer.num_ended["cancelled"] == 1
+        assert reader is not None
+
+
+@pytest.mark.req("S72")
+async def test_fusion_gives_the_same_answer(tmp_path: Path) -> None:
+    async with (
+        gateway_mesh(tmp_path, 0, 0, num_fusions=1) as mesh,
+        openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none") as client,
+    ):
+        answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=30)
+        assert answer.choices[0].text == mesh.expected_text("abc", 30)
+        fusion = mesh.instances["fusion-0"]
+        assert fusion.prefills[0].is_local
+        assert not fusion.starts
+
+
+async def test_a_request_with_nobody_to_serve_it_fails_at_once(tmp_path: Path) -> None:
+    async with (
+        gateway_mesh(tmp_path, 1, 0, model="tiny") as mesh,
+        httpx.AsyncClient() as client,
+    ):
+        body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
+        response = await client.post(f"{mesh.url}/v1/completions", json=body)
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "no_instance"
+        assert (await client.get(f"{mesh.url}/health/ready")).status_code == 503
+        assert (await client.get(f"{mesh.url}/health/live")).status_code == 200
+
+
+@pytest.mark.fault("F10")
+async def test_stopping_lets_a_stream_finish_and_refuses_new_requests(tmp_path: Path) -> None:
+    async with gateway_mesh(tmp_path, drain_s=5.0) as mesh, httpx.AsyncClient() as client:
+        mesh.instances["decode-0"].step_s = 0.005
+        body = {"model": "tiny", "prompt": "abc", "max_tokens": 100, "stream": True}
+        async with client.stream("POST", f"{mesh.url}/v1/completions", json=body) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            stopping = asyncio.create_task(mesh.gateway.stop())
+            rest = [line async for line in lines]
+        assert rest[-2] == "data: [DONE]"
+        await stopping
+        with pytest.raises(httpx.ConnectError):
+            await client.post(f"{mesh.url}/v1/completions", json=body)
+
+
+@pytest.mark.fault("F10")
+async def test_a_stream_that_outlives_the_drain_gets_one_error_event(tmp_path: Path) -> None:
+    async with gateway_mesh(tmp_path, drain_s=0.3) as mesh, httpx.AsyncClient() as client:
+        mesh.instances["decode-0"].step_s = 0.02
+        body = {"model": "tiny", "prompt": "abc", "max_tokens": 4000, "stream": True}
+        async with client.stream("POST", f"{mesh.url}/v1/completions", json=body) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            stopping = asyncio.create_task(mesh.gateway.stop())
+            rest = [line async for line in lines if line]
+        await stopping
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "draining"
+        assert mesh.gateway.observer.num_ended["failed"] == 1
+
+
+@pytest.mark.fault("F28")
+async def test_a_client_that_does_not_read_is_cut_and_frees_its_legs(
+    tmp_path: Path, eventually: Eventually
+) -> None:
+    async with gateway_mesh(tmp_path, write_timeout_s=0.5) as mesh:
+        for instance in mesh.instances.values():
+            instance.max_model_len = 1 << 22
+            instance.tokens_per_step = 2000
+            mesh.register(instance.record())
+        port = mesh.gateway.http.port
+        body = b'{"model":"tiny","prompt":"abc","max_tokens":4000000,"stream":true}'
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(head.encode() + body)
+        await eventually(lambda: mesh.gateway.frontend.num_calls == 1)
+        await eventually(lambda: mesh.gateway.frontend.num_calls == 0, within_s=10.0)
+        await eventually(lambda: mesh.num_legs == 0)
+        writer.close()
+        assert reader is not None
+
+
+async def test_every_accepted_request_is_counted_once_by_its_end(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI, eventually: Eventually
+) -> None:
+    asked = (
+        client.completions.create(model="tiny", prompt=f"p{i}", max_tokens=1 + i % 5)
+        for i in range(40)
+    )
+    await asyncio.gather(*asked)
+    observer = mesh.gateway.observer
+    await eventually(lambda: sum(observer.num_ended.values()) == 40)
+    assert observer.num_accepted == observer.num_ended["completed"] == 40
+    await eventually(lambda: len(mesh.events) == 40)
+    assert {e.outcome for e in mesh.events} == {"completed"}
