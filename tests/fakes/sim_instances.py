@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import grpc
 
@@ -168,12 +168,22 @@ class LegLog:
         return next(value for kind, value in self.heard if kind in kinds)
 
 
+class Target(Protocol):
+    """An instance as a gateway knows it."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def settings(self) -> EngineSettings: ...
+
+
 class TestSession:
     """One gateway's session with one instance."""
 
     __test__ = False
 
-    def __init__(self, instance: SimInstance, gateway_id: str = "gateway-0") -> None:
+    def __init__(self, instance: Target, gateway_id: str = "gateway-0") -> None:
         self._instance = instance
         self._channel = rpc.channel(instance.address)
         self._keys = count(1)

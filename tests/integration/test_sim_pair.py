@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import grpc
 import numpy as np
@@ -13,9 +15,13 @@ import pytest
 from pdmesh import failpoints
 from pdmesh.engine.base import FinishReason, Sampling
 from pdmesh.engine.sim.reference import sim_reference
+from pdmesh.events.v1.events_pb2 import KvBlocks
 from pdmesh.instance.host import HostConfig
 from pdmesh.kv.transport import KvTransport
 from pdmesh.kv.ucx import UcxTransport
+from pdmesh.net import subjects
+from pdmesh.net.bus import Message
+from pdmesh.net.events import decode_event
 from pdmesh.v1 import instance_service_pb2 as pb
 from tests.fakes.memory_transport import MemoryTransport
 from tests.fakes.sim_instances import (
@@ -33,7 +39,9 @@ MakeTransport = Callable[[], KvTransport]
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed * 10_007 + length).integers(3, 600, length).tolist()
+    rng = np.random.default_rng(seed * 10_007 + length)
+    tokens: list[int] = rng.integers(3, 600, length).tolist()
+    return tokens
 
 
 @pytest.fixture(params=["memory", "ucx"])
@@ -42,14 +50,14 @@ def make_transport(request: pytest.FixtureRequest) -> MakeTransport:
 
 
 @pytest.fixture(autouse=True)
-def _no_failpoints_left() -> object:
+def _no_failpoints_left() -> Iterator[None]:
     yield
     failpoints.arm("")
 
 
 @contextlib.asynccontextmanager
 async def pair(
-    make: MakeTransport = MemoryTransport, **changes: object
+    make: MakeTransport = MemoryTransport, **changes: Any
 ) -> AsyncIterator[tuple[SimInstance, SimInstance, TestSession, TestSession]]:
     """A prefill and a decode with a session to each; at the end nothing may be left in either."""
     async with (
@@ -113,9 +121,8 @@ async def test_cached_blocks_survive_only_as_long_as_memory_lasts() -> None:
         for seed in range(12):
             await check(p, to_p, to_d, prompt_of(640, seed), Sampling(max_tokens=3))
         await check(p, to_p, to_d, prompt_of(640, 0), Sampling(max_tokens=3))
-        assert (
-            max(to_p.legs) and to_p.legs[max(to_p.legs)].last("first_token").num_cached_tokens == 0
-        )
+        last = to_p.legs[max(to_p.legs)]
+        assert last.last("first_token").num_cached_tokens == 0
 
 
 @pytest.mark.req("S47")
@@ -182,7 +189,7 @@ async def test_the_next_turn_of_a_chat_finds_the_kv_of_the_answer() -> None:
 
 @pytest.mark.req("S40")
 async def test_a_full_instance_refuses_with_a_reason_and_a_hint_follows() -> None:
-    async with pair(num_slots=2) as (p, _, to_p, _):
+    async with pair(num_slots=2) as (_, _, to_p, _):
         legs = [
             await to_p.prefill(prompt_of(70, n), Sampling(max_tokens=5, ignore_eos=True))
             for n in range(4)
@@ -293,15 +300,11 @@ async def test_staged_kv_that_nobody_pulls_is_freed_when_its_lease_ends() -> Non
 
 async def test_a_hello_to_another_incarnation_is_refused() -> None:
     async with sim_instance("prefill-0", PREFILL, MemoryTransport) as p:
-        p.settings = type(p.settings)(**{**_fields(p.settings), "incarnation": 1})
+        p.settings = replace(p.settings, incarnation=1)
         async with TestSession(p) as to_p:
             await asyncio.wait_for(asyncio.shield(to_p._reader), 2)
             assert to_p.error is not None
             assert to_p.error.code() is grpc.StatusCode.FAILED_PRECONDITION
-
-
-def _fields(settings: object) -> dict[str, object]:
-    return {name: getattr(settings, name) for name in settings.__slots__}  # type: ignore[attr-defined]
 
 
 @pytest.mark.fault("F30")
@@ -324,21 +327,21 @@ async def test_a_broken_command_fails_alone_and_a_reused_key_ends_the_session() 
 
 
 async def test_the_death_of_the_engine_fails_every_leg_and_ends_the_host() -> None:
-    async with sim_instance("decode-0", DECODE, MemoryTransport) as d:
-        async with (
-            sim_instance("prefill-0", PREFILL, MemoryTransport) as p,
-            TestSession(p) as to_p,
-            TestSession(d) as to_d,
-        ):
-            failpoints.arm("decode.token=raise@3")
-            prompt, sampling = prompt_of(100), Sampling(max_tokens=50, ignore_eos=True)
-            first = await (await to_p.prefill(prompt, sampling)).until("first_token")
-            rest = await to_d.start(prompt, sampling, first.token_id, first.ticket)
-            failed = await rest.until("failed")
-            assert (failed.reason, failed.is_retryable) == ("ENGINE_DIED", True)
-            assert len(rest.tokens) == 2
-            await asyncio.wait([d.pump], timeout=1)
-            assert d.pump.exception() is not None
+    async with (
+        sim_instance("decode-0", DECODE, MemoryTransport) as d,
+        sim_instance("prefill-0", PREFILL, MemoryTransport) as p,
+        TestSession(p) as to_p,
+        TestSession(d) as to_d,
+    ):
+        failpoints.arm("decode.token=raise@3")
+        prompt, sampling = prompt_of(100), Sampling(max_tokens=50, ignore_eos=True)
+        first = await (await to_p.prefill(prompt, sampling)).until("first_token")
+        rest = await to_d.start(prompt, sampling, first.token_id, first.ticket)
+        failed = await rest.until("failed")
+        assert (failed.reason, failed.is_retryable) == ("ENGINE_DIED", True)
+        assert len(rest.tokens) == 2
+        await asyncio.wait([d.pump], timeout=1)
+        assert d.pump.exception() is not None
 
 
 @pytest.mark.fault("F28")
@@ -363,16 +366,12 @@ async def test_a_gateway_that_does_not_read_is_cut_off_and_its_legs_end() -> Non
 
 
 async def test_kv_events_tell_what_the_cache_holds_without_gaps() -> None:
-    from pdmesh.events.v1.events_pb2 import KvBlocks
-    from pdmesh.net import subjects
-    from pdmesh.net.events import decode_event
-
     async with pair(num_kv_blocks=40) as (p, _, to_p, to_d):
         known: set[bytes] = set()
         sequences: list[int] = []
 
-        async def on_event(message: object) -> None:
-            event = decode_event(message, KvBlocks)  # type: ignore[arg-type]
+        async def on_event(message: Message) -> None:
+            event = decode_event(message, KvBlocks)
             sequences.append(event.header.sequence)
             known.difference_update(event.removed)
             known.update(event.stored)

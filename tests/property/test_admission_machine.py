@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -90,7 +92,7 @@ class AdmissionMachine(RuleBasedStateMachine):
                 for leg, (work, r) in self.ranges.items()
                 if work is kind and r is not None and leg not in self.freed
             )
-            for (start, length), (after, _) in zip(spans, spans[1:], strict=False):
+            for (start, length), (after, _) in pairwise(spans):
                 assert start + length <= after
 
     def teardown(self) -> None:

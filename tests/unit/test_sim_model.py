@@ -15,7 +15,8 @@ MODEL = SimModel(PARAMS)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 50_000, length).tolist()
+    tokens: list[int] = np.random.default_rng(seed).integers(0, 50_000, length).tolist()
+    return tokens
 
 
 def written(prompt: list[int]) -> tuple[PagedMemory, list[int], int]:

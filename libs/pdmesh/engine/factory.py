@@ -137,6 +137,8 @@ def _build_vllm(settings: EngineSettings) -> BuiltEngine:
         kv_cache_bytes=settings.kv_cache_bytes or (512 << 20),
         staging_bytes=staging_bytes,
         landing_bytes=landing_bytes,
+        kv_host=settings.kv_host,
+        kv_advertise_host=settings.kv_advertise_host or "",
         lease_s=settings.ticket_lease_s,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.num_slots,

@@ -39,7 +39,7 @@ class Outbox:
         self._load: Load | None = None
         self._stall_s, self._clock = stall_s, clock
         self._parts: deque[_Part] = deque([_Part()])
-        self._num_pending = 0
+        self.num_pending = 0  # tokens, and events by their weight
         self._waiting_since: float | None = None
         self._ready = asyncio.Event()
 
@@ -50,7 +50,7 @@ class Outbox:
             self._parts.append(part)
         part.keys.extend(keys)
         part.token_ids.extend(token_ids)
-        self._num_pending += len(keys)
+        self.num_pending += len(keys)
 
     def add_event(self, event: SessionEvent, *, opens: bool = False) -> None:
         """`opens`: tokens of this key must come after the event."""
@@ -58,14 +58,14 @@ class Outbox:
         part.events.append(event)
         if opens:
             part.opened.add(event.key)
-        self._num_pending += _EVENT_WEIGHT
+        self.num_pending += _EVENT_WEIGHT
 
     def set_load(self, load: Load, version: int) -> None:
         self._load, self.load_version = load, version
 
     @property
     def has_something(self) -> bool:
-        return self._num_pending > 0
+        return self.num_pending > 0
 
     def flush(self) -> None:
         """Let the writer take what is there; cut the session if it has not for too long."""
@@ -74,7 +74,7 @@ class Outbox:
         now = self._clock()
         if self._waiting_since is None:
             self._waiting_since = now
-        if self._num_pending > MAX_PENDING or now - self._waiting_since > self._stall_s:
+        if self.num_pending > MAX_PENDING or now - self._waiting_since > self._stall_s:
             self.close()
             self.on_cut()
             return
@@ -87,7 +87,7 @@ class Outbox:
 
     async def next(self) -> SessionResponse | None:
         """The next message, waiting for one. None when the session is over."""
-        while not (self._num_pending or self._load):
+        while not (self.num_pending or self._load):
             self._waiting_since = None
             if self.is_closed:
                 return None
@@ -108,6 +108,6 @@ class Outbox:
         if self._load is not None:
             response.load.CopyFrom(self._load)
             self._load = None
-        self._num_pending -= len(part.keys) + _EVENT_WEIGHT * len(part.events)
-        self._waiting_since = self._clock() if self._num_pending else None
+        self.num_pending -= len(part.keys) + _EVENT_WEIGHT * len(part.events)
+        self._waiting_since = self._clock() if self.num_pending else None
         return response

@@ -62,7 +62,8 @@ def channel(address: str) -> grpc.aio.Channel:
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 100),
+            # Also how long one attempt to connect may take: 100 ms fails on a busy machine.
+            ("grpc.min_reconnect_backoff_ms", 1000),
             ("grpc.max_reconnect_backoff_ms", 1000),
             ("grpc.enable_retries", 0),
         ),

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from pdmesh.engine.sim.vocabulary import EOS_ID, build_vocabulary
+from pdmesh.engine.sim.vocabulary import EOS_ID, Vocabulary, build_vocabulary
 
 Words = npt.NDArray[np.uint64]
 
@@ -71,8 +71,13 @@ class SimModel:
     params: SimParams
 
     @cached_property
-    def _vocabulary(self) -> tuple[Words, Words]:
-        vocabulary = build_vocabulary()
+    def _vocabulary(self) -> Vocabulary:
+        return build_vocabulary()
+
+    @cached_property
+    def _draw_tables(self) -> tuple[Words, Words]:
+        """Drawable ids, and for each id the one that must follow it, or 0."""
+        vocabulary = self._vocabulary
         follow = np.zeros(vocabulary.size, np.uint64)
         follow[list(vocabulary.follow)] = list(vocabulary.follow.values())
         return np.array(vocabulary.drawable, np.uint64), follow
@@ -118,11 +123,13 @@ class SimModel:
     def states(self, token_ids: npt.NDArray[np.uint32]) -> Words:
         """The state after each token of a prefix, shape [num_tokens]."""
         terms = (token_ids.astype(np.uint64) + np.uint64(1)) * self.state_weights[: len(token_ids)]
-        return np.cumsum(terms, dtype=np.uint64)
+        states: Words = np.cumsum(terms, dtype=np.uint64)
+        return states
 
     def kv_words(self, states: Words, layer: int) -> Words:
         """KV of tokens in one layer, shape [num_tokens, token_bytes / 8]."""
-        return np.multiply.outer(mix_words(states), self.makers[layer])
+        words: Words = np.multiply.outer(mix_words(states), self.makers[layer])
+        return words
 
     def digest(self, words: Words, layer: int) -> int:
         """What one layer's KV, [num_tokens, token_bytes / 8] from position 0, adds to the digest."""
@@ -134,15 +141,22 @@ class SimModel:
         self, digests: Words, keys: Words, last: Words, may_end: npt.NDArray[np.bool_]
     ) -> Words:
         """The next token of each sequence, from its digest, draw key, last token and whether EOS is allowed."""
-        drawable, follow = self._vocabulary
+        drawable, follow = self._draw_tables
         drawn = mix_words(digests + keys)
         tokens = drawable[drawn % np.uint64(len(drawable))]
         if self.params.eos_period:
             ends = ((drawn >> _S33) % np.uint64(self.params.eos_period) == 0) & may_end
             tokens = np.where(ends, np.uint64(EOS_ID), tokens)
         forced = follow[np.where(last < np.uint64(len(follow)), last, np.uint64(0))]
-        return np.where(forced > 0, forced, tokens)
+        result: Words = np.where(forced > 0, forced, tokens)
+        return result
 
     def draw_one(self, digest: int, key: int, last: int, may_end: bool) -> int:
-        one = np.array([digest, key, last], np.uint64)[:, None]
-        return int(self.draw(one[0], one[1], one[2], np.array([may_end]))[0])
+        """`draw` for one sequence, in plain integers."""
+        vocabulary, period = self._vocabulary, self.params.eos_period
+        if (forced := vocabulary.follow.get(last)) is not None:
+            return forced
+        drawn = mix(digest + key & MASK)
+        if may_end and period and (drawn >> 33) % period == 0:
+            return EOS_ID
+        return vocabulary.drawable[drawn % len(vocabulary.drawable)]

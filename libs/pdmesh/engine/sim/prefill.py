@@ -61,6 +61,8 @@ class PrefillLane:
         """Count the chunk as computed; takes out and returns the prompts that are complete."""
         done: list[Prompt] = []
         for prompt in self._prompts.values():
+            if prompt.num_in_chunk == 0:
+                break
             prompt.num_computed += prompt.num_in_chunk
             prompt.num_in_chunk = 0
             if prompt.num_left == 0:

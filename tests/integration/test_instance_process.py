@@ -1,0 +1,230 @@
+"""Prefill and decode as processes, registered in a real NATS: how they start, drain, die and say goodbye."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdmesh.engine.base import FinishReason, Sampling
+from pdmesh.engine.factory import EngineSettings
+from pdmesh.engine.sim.reference import sim_reference
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.registry import RegistryView
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, InstanceRecord
+from tests.fakes.sim_instances import DECODE, PREFILL, TestSession, generate, settings_of
+from tests.support import servers
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT: list[int] = np.random.default_rng(3).integers(3, 600, 150).tolist()
+
+
+@dataclass
+class Process:
+    """One service process; `address` and `settings` as its record says."""
+
+    child: asyncio.subprocess.Process
+    log_file: Path
+    address: str
+    settings: EngineSettings
+    record: InstanceRecord
+
+    def signal(self, number: signal.Signals) -> None:
+        self.child.send_signal(number)
+
+    async def exit_code(self, timeout_s: float = 10.0) -> int:
+        async with asyncio.timeout(timeout_s):
+            return await self.child.wait()
+
+    def is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(
+                f"http://{self.record.ops_address}/health/ready", timeout=2
+            ):
+                return True
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def metrics(self) -> str:
+        url = f"http://{self.record.ops_address}/metrics"
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return str(response.read(), "utf-8")
+
+
+@dataclass
+class Site:
+    """A NATS and the registry as others see it."""
+
+    nats_url: str
+    view: RegistryView
+    directory: Path
+    children: list[asyncio.subprocess.Process]
+
+    async def until(self, holds: Callable[[], bool], timeout_s: float = 30.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not holds():
+                await asyncio.sleep(0.02)
+
+    async def start(self, service: str, instance_id: str, **env: str) -> Process:
+        prefix = f"PDMESH_{service.upper()}_"
+        log_file = self.directory / f"{instance_id}.log"
+        with log_file.open("ab") as log:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                f"services.{service}",
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": f"{ROOT}:{ROOT / 'libs'}",
+                    "PDMESH_NATS_URL": self.nats_url,
+                    "PDMESH_ENGINE": "sim",
+                    "PDMESH_LOG_FORMAT": "json",
+                    "PDMESH_LEASE_S": "1.5",
+                    f"{prefix}INSTANCE_ID": instance_id,
+                    **{f"{prefix}{name}": value for name, value in env.items()},
+                },
+            )
+        self.children.append(child)
+        known = self.view.records.get(instance_id, InstanceRecord()).incarnation
+        await self.until(
+            lambda: self.view.records.get(instance_id, InstanceRecord()).incarnation != known
+        )
+        record = self.view.records[instance_id]
+        works = PREFILL if service == "prefill" else DECODE
+        settings = settings_of(
+            instance_id, works, incarnation=record.incarnation, block_size=record.block_size
+        )
+        return Process(child, log_file, record.grpc_address, settings, record)
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    server = servers.nats(tmp_path)
+    await server.start()
+    bus = await NatsBus.connect(server.url, "test")
+    view = await NatsRegistry(bus, 1.5).watch()
+    site = Site(server.url, view, tmp_path, [])
+    try:
+        yield site
+    finally:
+        for child in site.children:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+            await child.wait()
+        await view.close()
+        await bus.close()
+        server.close()
+
+
+async def test_a_pair_of_processes_answers_as_the_model_does_and_shows_itself(site: Site) -> None:
+    p, d = await asyncio.gather(
+        site.start("prefill", "prefill-0"), site.start("decode", "decode-0")
+    )
+    assert (p.record.role, d.record.role) == (ROLE_PREFILL, ROLE_DECODE)
+    assert p.record.model_fingerprint == d.record.model_fingerprint
+    await site.until(lambda: p.is_ready() and d.is_ready())
+    async with TestSession(p) as to_p, TestSession(d) as to_d:
+        for max_tokens in (1, 2, 30):
+            sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+            expected = sim_reference(PROMPT, sampling)
+            assert await generate(to_p, to_d, PROMPT, sampling) == expected
+    assert 'pdmesh_admissions_total{pdmesh_outcome="accepted"} 3.0' in p.metrics()
+    assert "pdmesh_kv_transfer_duration_seconds_count 2.0" in d.metrics()
+    assert "pdmesh_slots_used 0.0" in d.metrics()
+
+
+@pytest.mark.fault("F41")
+async def test_asked_to_stop_it_finishes_what_runs_refuses_the_rest_and_says_goodbye(
+    site: Site,
+) -> None:
+    p, d = await asyncio.gather(
+        site.start("prefill", "prefill-0"), site.start("decode", "decode-0")
+    )
+    sampling = Sampling(max_tokens=60, ignore_eos=True)
+    async with TestSession(p) as to_p, TestSession(d) as to_d:
+        first = await (await to_p.prefill(PROMPT, sampling)).until("first_token")
+        rest = await to_d.start(PROMPT, sampling, first.token_id, first.ticket)
+        await rest.until("token")
+        d.signal(signal.SIGTERM)
+        await site.until(lambda: site.view.records["decode-0"].is_draining)
+        async with asyncio.timeout(2):
+            while not to_d.loads[-1].is_draining:
+                await asyncio.sleep(0.01)
+        late = await to_d.start(PROMPT, sampling, first.token_id, first.ticket)
+        assert (await late.until("rejected")).reason == 4  # REJECT_REASON_DRAINING
+        finished = await rest.until("finished", "failed", "lost")
+        assert rest.has("finished"), finished
+        assert [first.token_id, *rest.tokens] == sim_reference(PROMPT, sampling)[0]
+        assert await d.exit_code() == 0
+    await site.until(lambda: "decode-0" not in site.view.records, 3.0)
+
+
+@pytest.mark.fault("F6")
+async def test_a_killed_decode_is_noticed_at_once_and_prefill_frees_its_slot(site: Site) -> None:
+    """Decode dies with the pull under way; the gateway gives the prompt to another decode."""
+    p = await site.start("prefill", "prefill-0", NUM_SLOTS="1", SIM_LAW="zero")
+    d = await site.start("decode", "decode-0", FAILPOINT="decode.accepted=sigkill")
+    other = await site.start("decode", "decode-1", SIM_LAW="zero")
+    sampling = Sampling(max_tokens=20, ignore_eos=True)
+    async with TestSession(p) as to_p, TestSession(d) as to_d, TestSession(other) as to_other:
+        first = await (await to_p.prefill(PROMPT, sampling)).until("first_token")
+        lost = await to_d.start(PROMPT, sampling, first.token_id, first.ticket)
+        await lost.until("lost", timeout_s=3)
+        assert await d.exit_code() == -signal.SIGKILL
+        rest = await to_other.start(PROMPT, sampling, first.token_id, first.ticket)
+        await rest.until("finished")
+        assert [first.token_id, *rest.tokens] == sim_reference(PROMPT, sampling)[0]
+        expected = sim_reference(PROMPT, sampling)
+        assert await generate(to_p, to_other, PROMPT, sampling) == expected
+
+
+async def test_an_engine_that_dies_ends_the_process_after_telling_its_gateways(site: Site) -> None:
+    p = await site.start("prefill", "prefill-0", FAILPOINT="prefill.computing=raise")
+    async with TestSession(p) as to_p:
+        leg = await to_p.prefill(PROMPT, Sampling(max_tokens=5))
+        failed = await leg.until("failed", "lost")
+        assert leg.has("failed"), failed
+        assert (failed.reason, failed.is_retryable) == ("ENGINE_DIED", True)
+        assert await p.exit_code() == 1
+
+
+async def test_a_fusion_process_does_both_phases(site: Site) -> None:
+    f = await site.start("prefill", "fusion-0", ROLE="fusion", SIM_LAW="zero")
+    sampling = Sampling(max_tokens=200)
+    async with TestSession(f) as to_f:
+        leg = await to_f.prefill(PROMPT, sampling, is_local=True)
+        await leg.until("finished")
+        expected, reason = sim_reference(PROMPT, sampling)
+        assert [leg.last("first_token").token_id, *leg.tokens] == expected
+        assert (reason is FinishReason.STOP) == (leg.last("finished").finish_reason == 1)
+
+
+@pytest.mark.fault("F4")
+async def test_a_prefill_that_freezes_costs_decode_one_bounded_pull(site: Site) -> None:
+    p = await site.start("prefill", "prefill-0", SIM_LAW="zero")
+    d = await site.start("decode", "decode-0", SIM_LAW="zero", TRANSFER_TIMEOUT_S="0.5")
+    sampling = Sampling(max_tokens=20, ignore_eos=True)
+    async with TestSession(p) as to_p, TestSession(d) as to_d:
+        first = await (await to_p.prefill(PROMPT, sampling)).until("first_token")
+        p.signal(signal.SIGSTOP)
+        try:
+            rest = await to_d.start(PROMPT, sampling, first.token_id, first.ticket)
+            failed = await rest.until("failed", timeout_s=2)
+            assert (failed.reason, failed.is_retryable) == ("KV_TRANSFER_FAILED", True)
+        finally:
+            p.signal(signal.SIGCONT)
+        assert await generate(to_p, to_d, PROMPT, sampling) == sim_reference(PROMPT, sampling)

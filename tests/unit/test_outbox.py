@@ -1,0 +1,97 @@
+import pytest
+
+from pdmesh.instance import convert
+from pdmesh.instance.outbox import MAX_PENDING, Outbox
+from pdmesh.v1.instance_service_pb2 import Load
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def outbox(clock: Clock) -> Outbox:
+    return Outbox("gateway-0", stall_s=5.0, clock=clock)
+
+
+async def test_steps_pile_up_into_one_message_while_the_writer_is_busy(outbox: Outbox) -> None:
+    for step in range(3):
+        outbox.add_tokens([1, 2], [10 + step, 20 + step])
+        outbox.flush()
+    message = await outbox.next()
+    assert message is not None
+    assert list(message.tokens.keys) == [1, 2, 1, 2, 1, 2]
+    assert list(message.tokens.token_ids) == [10, 20, 11, 21, 12, 22]
+    assert not outbox.has_something
+
+
+async def test_a_token_never_overtakes_the_event_that_opens_its_leg(outbox: Outbox) -> None:
+    """In one message the tokens are read first, so these two need two."""
+    outbox.add_tokens([7], [1])
+    outbox.add_event(convert.accepted(8), opens=True)
+    outbox.add_tokens([7], [2])
+    outbox.add_tokens([7, 8], [3, 4])
+    first, second = await outbox.next(), await outbox.next()
+    assert first is not None
+    assert second is not None
+    assert list(first.tokens.token_ids) == [1, 2]
+    assert [event.key for event in first.events] == [8]
+    assert list(second.tokens.token_ids) == [3, 4]
+
+
+async def test_a_load_rides_along_and_is_sent_once(outbox: Outbox) -> None:
+    outbox.set_load(Load(num_slots=4), version=1)
+    outbox.add_tokens([1], [1])
+    first = await outbox.next()
+    outbox.add_tokens([1], [2])
+    second = await outbox.next()
+    assert first is not None
+    assert first.load.num_slots == 4
+    assert second is not None
+    assert not second.HasField("load")
+
+
+@pytest.mark.fault("F28")
+def test_a_writer_that_stalls_with_something_to_send_is_cut_once(
+    outbox: Outbox, clock: Clock
+) -> None:
+    cuts = []
+    outbox.on_cut = lambda: cuts.append(clock.now)
+    for clock.now in (0.0, 4.9, 5.1, 6.0):
+        outbox.add_tokens([1], [1])
+        outbox.flush()
+    assert cuts == [5.1]
+    assert outbox.is_closed
+
+
+async def test_a_slow_writer_that_keeps_taking_is_not_cut(outbox: Outbox, clock: Clock) -> None:
+    for clock.now in range(0, 40, 4):
+        outbox.add_tokens([1], [1])
+        outbox.flush()
+        assert await outbox.next() is not None
+    assert not outbox.is_closed
+
+
+@pytest.mark.fault("F28")
+def test_the_pile_is_bounded(outbox: Outbox) -> None:
+    while not outbox.is_closed:
+        outbox.add_tokens(range(1000), range(1000))
+        outbox.flush()
+        assert outbox.num_pending <= MAX_PENDING + 1000
+
+
+async def test_what_was_said_before_the_end_is_still_sent(outbox: Outbox) -> None:
+    outbox.add_tokens([1], [9])
+    outbox.close()
+    last = await outbox.next()
+    assert last is not None
+    assert list(last.tokens.token_ids) == [9]
+    assert await outbox.next() is None
