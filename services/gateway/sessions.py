@@ -184,9 +184,10 @@ class InstanceSession:
             owner.on_event(fact, event)
 
     def _on_load(self, load: Load) -> None:
-        self.load = load
-        num_free = load.num_slots - load.num_slots_used
-        if num_free > 0 and not load.is_draining:
+        """Only a rise wakes waiters: an instance may reject for other reasons while slots are free."""
+        num_free_before, self.load = _num_free(self.load), load
+        num_free = _num_free(load)
+        if num_free > num_free_before:
             self._on_slots_freed(self.instance_id, num_free)
 
     def _on_broken(self, reason: str) -> None:
@@ -205,6 +206,12 @@ class InstanceSession:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._channel is not None:
             await self._channel.close(None)
+
+
+def _num_free(load: Load | None) -> int:
+    if load is None or load.is_draining:
+        return 0
+    return load.num_slots - load.num_slots_used
 
 
 class SessionPool:

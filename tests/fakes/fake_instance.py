@@ -285,7 +285,9 @@ class FakeInstance:
         return len(self.legs) + len(self.tickets)
 
     def _load(self) -> pb.Load:
-        return pb.Load(num_slots=min(self.num_slots, 1 << 20), num_slots_used=self._num_used)
+        num_slots = min(self.num_slots, 1 << 20)
+        is_busy = self.reject_with == pb.REJECT_REASON_BUSY
+        return pb.Load(num_slots=num_slots, num_slots_used=num_slots if is_busy else self._num_used)
 
     async def _step_often(self) -> None:
         while True:
@@ -300,14 +302,16 @@ class FakeInstance:
         for leg in list(self.legs.values()):
             _, message = messages.setdefault(id(leg.outbox), (leg.outbox, pb.SessionResponse()))
             logprobs: list[TokenLogprob] = []
+            has_logprobs = leg.sampling.HasField("num_logprobs")
             for _ in range(min(self.tokens_per_step, leg.num_left)):
                 token = next_token(leg.tokens)
                 leg.tokens.append(token)
                 leg.num_left -= 1
                 message.tokens.keys.append(leg.key)
                 message.tokens.token_ids.append(token)
-                logprobs.append(_logprob(token, leg.sampling.num_logprobs))
-            if leg.sampling.HasField("num_logprobs"):
+                if has_logprobs:
+                    logprobs.append(_logprob(token, leg.sampling.num_logprobs))
+            if has_logprobs:
                 drawn = pb.LogprobsDrawn(logprobs=logprobs)
                 message.events.append(pb.SessionEvent(key=leg.key, logprobs_drawn=drawn))
             if leg.num_left <= 0:
