@@ -43,7 +43,6 @@ class EngineSettings:
     kv_cache_bytes: int = 0  # vLLM
     sim_law: str = "demo"
     sim_eos_period: int = 300
-    state_dir: Path = Path(".pdmesh")
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,7 @@ class InstanceHost:
         self._last_leg = ask.leg
         instruments.admissions.add(1, instruments.ACCEPTED)
         outbox.add_event(convert.accepted(m.key), opens=True)
-        leg = Leg(ask.leg, outbox, m.key, work)
+        leg = Leg(ask.leg, outbox, m.key, work, m.request_id)
         if isinstance(m, Start):
             self._start_decode(leg, m, parsed, decision.range)
         else:
@@ -349,7 +349,12 @@ class InstanceHost:
     def _on_failed(self, output: Failed) -> None:
         if (leg := self._legs.get(output.leg)) is None:
             return
-        log.warning("leg.failed", reason=output.reason, detail=output.message)
+        log.warning(
+            "leg.failed",
+            request_id=leg.request_id,
+            reason=output.reason,
+            detail=output.message,
+        )
         if output.reason == KvTransferFailed.default_reason:
             instruments.transfer_failures.add(1)
         leg.outbox.add_event(convert.failed(leg.key, output))

@@ -21,6 +21,7 @@ class Leg:
     outbox: Outbox
     key: int
     work: Work
+    request_id: str
     ticket_id: str = ""  # of a prefill, once admitted
     span: Span | None = None
     transfer_span: Span | None = None

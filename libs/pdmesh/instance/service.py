@@ -8,6 +8,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Final
 
+import grpc
 import structlog
 
 from pdmesh import __version__, failpoints
@@ -20,7 +21,7 @@ from pdmesh.instance.host import HostConfig, InstanceHost
 from pdmesh.instance.publishing import KvBlocksPublisher, LoadPublisher
 from pdmesh.instance.servicer import InstanceServicer
 from pdmesh.instance.settings import InstanceSettings
-from pdmesh.lifecycle import App
+from pdmesh.lifecycle import App, StartupError
 from pdmesh.net import rpc
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
@@ -93,7 +94,7 @@ async def _serve_engine(
     rpc.add_service(
         server, instance_service_pb2.DESCRIPTOR.services_by_name["InstanceService"], servicer
     )
-    port = server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
+    port = _listen(server, settings)
     record.grpc_address = f"{settings.reachable_host}:{port}"
     await server.start()
     app.add_readiness("engine", lambda: True)
@@ -112,6 +113,16 @@ async def _serve_engine(
         host.close_all()
         await server.stop(_CLOSE_S)
         await bus.close()
+
+
+def _listen(server: grpc.aio.Server, settings: InstanceSettings) -> int:
+    try:
+        return server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
+    except RuntimeError as exc:
+        variable = f"{type(settings).model_config.get('env_prefix', '')}GRPC_PORT"
+        raise StartupError(
+            f"cannot listen on {settings.host}:{settings.grpc_port}; set {variable}"
+        ) from exc
 
 
 async def _until_stopped_and_drained(
@@ -173,6 +184,7 @@ def capacity_of(
         landing_bytes=built.landing_bytes,
         max_retrievals=settings.max_retrievals,
         model_fingerprint=info.model_fingerprint,
+        max_reserved_output=settings.max_reserved_output or None,
     )
 
 

@@ -33,6 +33,9 @@ class InstanceSettings(ServiceSettings):
     staging_bytes: int = Field(0, ge=0, description="Arena for KV on its way out; 0: by slots")
     landing_bytes: int = Field(0, ge=0, description="Arena for KV on its way in; 0: by retrievals")
     max_retrievals: int = Field(16, ge=1, description="KV pulls at once at a decode")
+    max_reserved_output: int = Field(
+        0, ge=0, description="Tokens of an answer that get KV blocks up front; 0: the whole answer"
+    )
     ticket_lease_s: float = shared(
         10.0, gt=0, description="Staged KV is held so long unless pulled"
     )
