@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -20,25 +21,43 @@ from pdmesh.errors import Draining, InvalidRequest, MeshError, NoInstance, Overl
 from pdmesh.telemetry import traces
 from services.gateway.generation import Collaborators, Delta, Generation, Identity, Prompt
 from services.gateway.observer import CallReport, Observer
+from services.gateway.pacer import Pacer
 from services.gateway.spec import CallSpec
 
 _UNBOUNDED: Final = 1 << 31
 
 
 class Call:
-    """`is_quiet`: news is only that a choice ended, for answers that are given whole."""
+    """Wakes whoever waits for news of it: at the first token and at an end at once, otherwise paced."""
 
-    def __init__(self, request_id: str, spec: CallSpec, span: Span) -> None:
+    def __init__(self, request_id: str, spec: CallSpec, span: Span, pacer: Pacer) -> None:
         self.request_id = request_id
         self.spec = spec
         self.span = span
         self.created = int(time.time())  # shown to clients; nothing decides on it
         self.started_at = time.monotonic()
         self.generations: list[Generation] = []
+        self._pacer = pacer
+        self._woken_at = -math.inf
+        self._is_paced = False  # to be woken by the pacer
         self._is_dirty = False
         self._waiter: asyncio.Future[None] | None = None
 
-    def on_progress(self) -> None:
+    def on_tokens(self) -> None:
+        """The hot path: once for each token."""
+        if self._is_paced:
+            return
+        if time.monotonic() - self._woken_at < self._pacer.interval_s:
+            self._is_paced = True
+            self._pacer.later(self._on_pace)
+        else:
+            self.on_news()
+
+    def _on_pace(self) -> None:
+        self._is_paced = False
+        self.on_news()
+
+    def on_news(self) -> None:
         waiter = self._waiter
         if waiter is None:
             self._is_dirty = True
@@ -54,6 +73,7 @@ class Call:
             finally:
                 self._waiter = None
         self._is_dirty = False
+        self._woken_at = time.monotonic()
 
     def take(self) -> list[Delta]:
         return [d for g in self.generations if (d := g.take()) is not None]
@@ -88,12 +108,14 @@ class Frontend:
         *,
         default_max_tokens: int,
         max_calls: int,
+        chunk_interval_s: float = 0.0,
     ) -> None:
         self.shared = shared
         self.is_draining = False
         self._observer = observer
         self._default_max_tokens = default_max_tokens
         self._max_calls = max_calls
+        self._pacer = Pacer(chunk_interval_s)
         self._calls: dict[Call, None] = {}
         self._is_idle = asyncio.Event()
 
@@ -114,17 +136,17 @@ class Frontend:
             raise Overloaded("this gateway has too many open requests", retry_after_ms=1000)
         budgets = [self._max_tokens(spec, len(p)) for p in spec.prompts]
         span = self._observer.start_span(spec, traceparent)
-        call = Call(request_id, spec, span)
+        call = Call(request_id, spec, span, self._pacer)
         self._calls[call] = None
         self._observer.on_accepted(spec)
-        progress: Callable[[], None] = _nothing if is_quiet else call.on_progress
+        on_tokens: Callable[[], None] = _nothing if is_quiet else call.on_tokens
         for prompt_index, tokens in enumerate(spec.prompts):
             prompt = Prompt(tokens, self.shared.hash_secret, spec.cache_salt)
             for choice in range(spec.n):
                 index = prompt_index * spec.n + choice
                 identity = self._identity(call, index, choice, budgets[prompt_index])
                 generation = Generation(
-                    self.shared, spec, prompt, identity, progress, call.on_progress
+                    self.shared, spec, prompt, identity, on_tokens, call.on_news
                 )
                 call.generations.append(generation)
         for generation in call.generations:

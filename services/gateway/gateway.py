@@ -73,12 +73,14 @@ class Gateway:
             self.observer,
             default_max_tokens=settings.default_max_tokens,
             max_calls=settings.max_calls,
+            chunk_interval_s=settings.chunk_interval_ms / 1000,
         )
         self.http_app = HttpApp(
             self.frontend,
             not_ready,
             max_body_bytes=settings.max_body_bytes,
             write_timeout_s=settings.write_timeout_s,
+            write_gap_s=settings.write_gap_s,
         )
         self.http = HttpServer(
             self.http_app,

@@ -107,7 +107,9 @@ class Planner:
 
     async def _ask_master(self, queries: Sequence[PlanQuery]) -> PlanResponse:
         """Ask the leader; a standby refuses, and then the others are asked. Raises MeshError."""
-        masters = sorted(self._fleet.masters(), key=lambda r: r.instance_id != self._leader)
+        masters = sorted(
+            self._fleet.masters(), key=lambda r: (not r.is_leader, r.instance_id != self._leader)
+        )
         if not masters:
             raise Unavailable("no master")
         if time.monotonic() < self._ask_master_at:

@@ -47,6 +47,14 @@ class Settings(ServiceSettings):
     max_staleness_s: float = Field(
         30.0, gt=0, description="Without a master, use a registry view no older than this"
     )
+    write_gap_s: float = Field(
+        0.002, ge=0, description="Least time between two writes to one stream; tokens gather in it"
+    )
+    chunk_interval_ms: float = Field(
+        2.0,
+        ge=0,
+        description="A stream is written to at most this often, first and last token apart",
+    )
     write_timeout_s: float = Field(30.0, gt=0, description="Cut a client that reads nothing")
     receive_timeout_s: float = Field(20.0, gt=0, description="A request arrives whole within this")
     max_header_bytes: int = Field(16384, ge=1024, description="Largest HTTP request head")
