@@ -9,13 +9,24 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
 from pdmesh.errors import InvalidRequest
+
+
+# What a template can raise on a conversation it was not written for.
+_TEMPLATE_FAULTS: Final = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+)
 
 
 class ChatTemplate:
@@ -44,7 +55,7 @@ class ChatTemplate:
                 num_chars += len(part)
                 if num_chars > self._max_chars:
                     raise InvalidRequest("the conversation is too long", field="messages")
-        except (jinja2.TemplateError, TypeError, ValueError) as exc:
+        except _TEMPLATE_FAULTS as exc:
             raise InvalidRequest(
                 f"the model's chat template refuses this conversation: {_reason(exc)}",
                 field="messages",

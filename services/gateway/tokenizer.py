@@ -23,6 +23,7 @@ from pdmesh.errors import MeshError
 from services.gateway.chat_template import ChatTemplate
 
 _INLINE_CHARS: Final = 2048
+_INCOMPLETE: Final = "\ufffd"
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token")
 
 
@@ -35,12 +36,14 @@ class BadModelDir(MeshError):
 class TextStream:
     """The text of one choice as its tokens arrive. `num_tokens` were used when a stop string was found."""
 
-    __slots__ = ("_stops", "_stream", "_tokenizer", "num_tokens")
+    __slots__ = ("_last", "_pending", "_stops", "_stream", "_tokenizer", "num_tokens")
 
     def __init__(self, tokenizer: HfTokenizer, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stops = StopText(stops) if stops else None
+        self._pending: list[int] = []  # their text is not whole yet
+        self._last: list[int] = []  # at most one: the token before them
         self.num_tokens = 0
 
     @property
@@ -51,25 +54,43 @@ class TextStream:
         """The text these tokens completed."""
         if self._stops is None:
             self.num_tokens += len(token_ids)
-            return self._step(token_ids[0] if len(token_ids) == 1 else list(token_ids))
+            return self._step(list(token_ids))
         parts: list[str] = []
         for token_id in token_ids:
             if self._stops.is_stopped:
                 break
             self.num_tokens += 1
-            parts.append(self._stops.feed(self._step(token_id)))
+            parts.append(self._stops.feed(self._step([token_id])))
         return "".join(parts)
 
     def finish(self) -> str:
-        """What was held back for a stop string that did not come. An incomplete character is dropped."""
-        return self._stops.flush() if self._stops is not None else ""
+        """What was held back: for a stop string that did not come, or for a character that stays incomplete.
 
-    def _step(self, token_ids: int | list[int]) -> str:
+        Of the latter only the whole characters before it are shown.
+        """
+        rest = self._whole_part_of_pending()
+        return rest if self._stops is None else self._stops.feed(rest) + self._stops.flush()
+
+    def _whole_part_of_pending(self) -> str:
+        if not self._pending:
+            return ""
+        known = self._tokenizer.decode(self._last, skip_special_tokens=True)
+        text = self._tokenizer.decode(self._last + self._pending, skip_special_tokens=True)
+        return str(text[len(known) :]).rstrip(_INCOMPLETE)
+
+    def _step(self, token_ids: list[int]) -> str:
         try:
-            return self._stream.step(self._tokenizer, token_ids) or ""
+            text = self._stream.step(self._tokenizer, token_ids)
         except Exception:  # noqa: BLE001 - the library raises bare Exception when its prefix no longer decodes alike
             self._stream = DecodeStream(skip_special_tokens=True)
-            return self._stream.step(self._tokenizer, token_ids) or ""
+            text = self._stream.step(self._tokenizer, token_ids)
+        if text is None:
+            self._pending += token_ids
+            return ""
+        self._last = token_ids[-1:]
+        if self._pending:
+            self._pending.clear()
+        return str(text)
 
 
 class Tokenizer:

@@ -1,0 +1,198 @@
+"""The rest of the OpenAI surface, and what a hostile or broken client gets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+
+
+async def test_n_choices_run_side_by_side_and_keep_their_index(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    answer = await client.completions.create(model="tiny", prompt=["ab", "cd"], n=2, max_tokens=6)
+    expected = [mesh.expected_text(p, 6) for p in ("ab", "ab", "cd", "cd")]
+    assert [c.index for c in answer.choices] == [0, 1, 2, 3]
+    assert [c.text for c in answer.choices] == expected
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 24)
+    texts = [""] * 4
+    async for chunk in await client.completions.create(
+        model="tiny", prompt=["ab", "cd"], n=2, max_tokens=6, stream=True
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_ends_the_text_before_it_and_frees_the_legs(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI, eventually: Any, stream: bool
+) -> None:
+    whole = mesh.expected_text("abc", 60)
+    stop = whole[20:23]
+    answer = await client.completions.create(
+        model="tiny", prompt="abc", max_tokens=2000, stop=[stop, "never"], stream=stream
+    )
+    chunks = [c.choices[0] async for c in answer] if stream else [answer.choices[0]]
+    assert "".join(c.text for c in chunks) == whole[: whole.index(stop)]
+    assert chunks[-1].finish_reason == "stop"
+    await eventually(lambda: mesh.num_legs == 0)
+
+
+async def test_logprobs_come_in_both_forms_or_are_refused(tmp_path: Path) -> None:
+    async with (
+        gateway_mesh(tmp_path) as mesh,
+        openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none") as client,
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(model="tiny", prompt="abc", logprobs=1)
+        assert caught.value.param == "logprobs"
+        for instance in mesh.instances.values():
+            instance.supports_logprobs = True
+            mesh.register(instance.record())
+        completion = await client.completions.create(
+            model="tiny", prompt="abc", max_tokens=5, logprobs=2
+        )
+        logprobs = completion.choices[0].logprobs
+        assert logprobs is not None
+        assert "".join(logprobs.tokens or []) == completion.choices[0].text
+        assert logprobs.token_logprobs == [-0.5] * 5
+        chat = await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "x"}],
+            max_tokens=5,
+            logprobs=True,
+            top_logprobs=2,
+            stream=True,
+        )
+        text, tokens = "", ""
+        async for chunk in chat:
+            choice = chunk.choices[0]
+            text += choice.delta.content or ""
+            for entry in (choice.logprobs.content or []) if choice.logprobs else []:
+                tokens += entry.token
+                assert len(entry.top_logprobs) == 2
+        assert text == tokens == mesh.expected_text(mesh.chat_prompt("x"), 5)
+
+
+def test_the_synchronous_client_works_too(tmp_path: Path) -> None:
+    async def run() -> str:
+        async with gateway_mesh(tmp_path) as mesh:
+
+            def ask() -> str:
+                with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none") as client:
+                    assert [m.id for m in client.models.list()] == ["tiny"]
+                    assert client.models.retrieve("default").id == "tiny"
+                    stream = client.chat.completions.create(
+                        model="tiny",
+                        messages=[{"role": "user", "content": "x"}],
+                        max_tokens=9,
+                        stream=True,
+                    )
+                    return "".join(c.choices[0].delta.content or "" for c in stream)
+
+            assert await asyncio.to_thread(ask) == mesh.expected_text(mesh.chat_prompt("x"), 9)
+            return "done"
+
+    assert asyncio.run(run()) == "done"
+
+
+async def test_errors_are_openais(mesh: GatewayMesh, client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        await client.completions.create(model="tiny", prompt="x", temperature=9)
+    assert bad.value.param == "temperature"
+    assert bad.value.type == "invalid_request_error"
+    assert bad.value.request_id
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.completions.create(model="gpt-5", prompt="x")
+    assert missing.value.code == "model_not_found"
+
+
+@pytest.mark.fault("F31")
+async def test_paths_methods_and_sizes_are_checked(tmp_path: Path) -> None:
+    async with gateway_mesh(tmp_path, max_body_bytes=2048) as mesh, httpx.AsyncClient() as client:
+        url = f"{mesh.url}/v1/completions"
+
+        async def chunks() -> Any:
+            for _ in range(100):
+                yield b"x" * 1000
+
+        answers = {
+            "unknown path": (await client.get(f"{mesh.url}/v1/nope"), 404),
+            "wrong method": (await client.get(url), 405),
+            "announced too large": (await client.post(url, content=b"x" * 4000), 413),
+            "grows too large": (await client.post(url, content=chunks()), 413),
+            "not JSON": (await client.post(url, content=b"{"), 400),
+        }
+        for case, (response, status) in answers.items():
+            assert response.status_code == status, case
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}, case
+
+
+@pytest.mark.fault("F29")
+async def test_a_slow_or_swollen_request_head_is_cut(tmp_path: Path) -> None:
+    async with gateway_mesh(tmp_path, receive_timeout_s=0.3, max_header_bytes=2048) as mesh:
+        port = mesh.gateway.http.port
+
+        async def answer(data: bytes) -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(data)
+            async with asyncio.timeout(3):
+                got = await reader.read(4096)
+            writer.close()
+            return got
+
+        assert b"408" in await answer(b"")
+        assert b"408" in await answer(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+        assert b"431" in await answer(b"GET / HTTP/1.1\r\nx: " + b"a" * 4000)
+        assert b"200" in await answer(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+
+
+async def test_metrics_and_the_finished_event_tell_what_happened(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI, eventually: Any
+) -> None:
+    await client.completions.create(model="tiny", prompt="secret canary", max_tokens=5)
+    await eventually(lambda: bool(mesh.events))
+    event = mesh.events[-1]
+    assert (event.outcome, event.reason, event.usage.num_completion_tokens) == (
+        "completed",
+        "length",
+        5,
+    )
+    assert event.ttft_ms > 0
+    assert event.e2e_ms >= event.ttft_ms
+    assert "canary" not in str(event)
+    async with httpx.AsyncClient() as plain:
+        response = await plain.get(f"{mesh.url}/metrics")
+    assert response.status_code == 200
+
+
+async def test_no_stream_chunk_is_anything_but_valid_json(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 20,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "n": 2,
+    }
+    async with httpx.AsyncClient() as plain:
+        response = await plain.post(f"{mesh.url}/v1/chat/completions", json=body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = response.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    parsed = [json.loads(e.removeprefix("data: ")) for e in events[:-2]]
+    assert all(p["usage"] is None for p in parsed[:-1])
+    assert parsed[-1]["choices"] == []
+    assert parsed[-1]["usage"]["completion_tokens"] == 40
+    assert {p["object"] for p in parsed} == {"chat.completion.chunk"}

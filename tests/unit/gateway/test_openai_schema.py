@@ -1,0 +1,148 @@
+"""Requests we refuse name the field; neutral values of what we do not support pass."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pdmesh.errors import InvalidRequest
+from services.gateway.openai_schema import (
+    messages_of,
+    parse_chat,
+    parse_completion,
+    prompts_of,
+)
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": USER, **fields}).encode()
+
+
+def refused(parse: Any, body: bytes) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(body)
+    return caught.value
+
+
+@pytest.mark.fault("F31")
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"surprise": 1}, "surprise"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 17}, "n"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**12}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": "x" * 1000}, "stop"),
+        ({"seed": 2**70}, "seed"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "extra": 1}]}, "messages[0].extra"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"logit_bias": {"50256": -100}}, "logit_bias"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"chat_id": "x" * 1000}, "chat_id"),
+    ],
+)  # fmt: skip
+def test_a_chat_that_cannot_be_served_names_the_field(fields: dict[str, Any], field: str) -> None:
+    assert refused(parse_chat, chat(**fields)).field == field
+
+
+def test_neutral_values_of_unsupported_fields_pass() -> None:
+    request = parse_chat(
+        chat(
+            presence_penalty=0,
+            frequency_penalty=0.0,
+            logit_bias={},
+            tools=None,
+            tool_choice="none",
+            response_format={"type": "text"},
+            user="u",
+            metadata={"a": "b"},
+            store=False,
+            service_tier="auto",
+        )
+    )
+    assert request.user == "u"
+
+
+def test_the_extensions_are_taken() -> None:
+    request = parse_chat(chat(ignore_eos=True, cache_salt="s", chat_id="c", scenario="x"))
+    assert (request.ignore_eos, request.cache_salt, request.chat_id) == (True, "s", "c")
+
+
+@pytest.mark.fault("F31", "F32")
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"\xff\xfe{}",
+        b'\xef\xbb\xbf{"model":"m"}',
+        b'{"model":"m","messages":[{"role":"user","content":"\\ud800"}]}',
+        b'{"model":"m","messages":[{"role":"user","content":"\xff"}]}',
+        b'{"model":"m","temperature":NaN,"messages":[{"role":"user","content":"x"}]}',
+        b'{"model":"m","temperature":Infinity,"messages":[{"role":"user","content":"x"}]}',
+        b'{"model":"m","messages":[{"role":"user","content":"x"}],"metadata":'
+        + b"[" * 200_000
+        + b"]" * 200_000
+        + b"}",
+    ],
+)
+def test_what_is_not_a_json_request_is_refused(body: bytes) -> None:
+    assert refused(parse_chat, body).http_status == 400
+
+
+def test_parts_are_joined_and_developer_means_system() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "be"}, {"role": "user", "content": parts}]
+    assert messages_of(parse_chat(chat(messages=messages))) == [
+        {"role": "system", "content": "be"},
+        {"role": "user", "content": "ab"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_a_prompt_has_four_forms(prompt: Any, expected: Any) -> None:
+    body = json.dumps({"model": "m", "prompt": prompt}).encode()
+    assert prompts_of(parse_completion(body).prompt, vocab_size=10) == expected
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], [[]], [1, "a"], [11], [-1], [True], [1.5], ["a"] * 17, [[1], "a"]]
+)
+def test_other_prompts_are_refused(prompt: Any) -> None:
+    body = json.dumps({"model": "m", "prompt": prompt}).encode()
+    error = refused(lambda b: prompts_of(parse_completion(b).prompt, vocab_size=10), body)
+    assert error.field == "prompt"
+
+
+def test_completions_refuse_what_they_do_not_do() -> None:
+    for field, value in (("echo", True), ("suffix", "x"), ("best_of", 3), ("logprobs", 6)):
+        body = json.dumps({"model": "m", "prompt": "a", field: value}).encode()
+        assert refused(parse_completion, body).field == field

@@ -1,0 +1,99 @@
+"""Text in, tokens out, and whole characters back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdmesh.errors import InvalidRequest
+from services.gateway.chat_template import ChatTemplate
+from services.gateway.tokenizer import BadModelDir, Tokenizer
+from tests.fakes.tiny_model import EOS, write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    return Tokenizer.load(directory, max_chars=10_000)
+
+
+@pytest.mark.fault("F32")
+@given(text=st.text(max_size=40), cuts=st.lists(st.integers(1, 5), max_size=60))
+def test_text_survives_any_split_into_tokens(
+    tokenizer: Tokenizer, text: str, cuts: list[int]
+) -> None:
+    """The tiny tokenizer splits every character that is not ASCII over several tokens."""
+    text = text.replace("\ufffd", "?")
+    ids = list(tokenizer._encode(text, add_special_tokens=False))
+    stream = tokenizer.text_stream(())
+    shown, sizes = "", iter(cuts)
+    while ids:
+        size = next(sizes, 1)
+        shown += stream.feed(ids[:size])
+        assert text.startswith(shown), "never an incomplete character"
+        ids = ids[size:]
+    assert shown + stream.finish() == text
+
+
+async def test_an_incomplete_character_at_the_end_is_not_shown(tokenizer: Tokenizer) -> None:
+    ids = await tokenizer.encode("a\N{SNOWMAN}", add_special_tokens=False)
+    stream = tokenizer.text_stream(())
+    assert stream.feed(list(ids[:-1])[:1]) == "a"
+    assert stream.feed([ids[1]]) == ""
+    assert stream.finish() == ""
+
+
+async def test_a_stop_string_over_several_tokens_is_cut_and_its_tokens_counted(
+    tokenizer: Tokenizer,
+) -> None:
+    ids = list(await tokenizer.encode("one END two", add_special_tokens=False))
+    stream = tokenizer.text_stream(("END", "two"))
+    assert stream.feed(ids[:5]) == "one "
+    assert not stream.is_stopped
+    assert stream.feed(ids[5:]) == ""
+    assert stream.is_stopped
+    assert stream.num_tokens == 7
+    assert stream.finish() == ""
+
+
+def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
+    assert tokenizer.eos_token_ids == {EOS}
+    assert tokenizer.text_stream(()).feed([EOS]) == ""
+    assert tokenizer.token_text(EOS) == "<eos>"
+
+
+async def test_long_text_is_encoded_alike_off_the_loop(tokenizer: Tokenizer) -> None:
+    text = "word " * 1000
+    assert await tokenizer.encode(text, add_special_tokens=False) == tokenizer._encode(
+        text, add_special_tokens=False
+    )
+
+
+def test_a_directory_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(BadModelDir, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path, max_chars=100)
+
+
+def test_a_template_is_bounded_and_sandboxed() -> None:
+    def render(source: str) -> str:
+        return ChatTemplate(source, {"eos_token": "</s>"}, 1000).render(
+            [{"role": "user", "content": "x"}]
+        )
+
+    assert render("{{ eos_token }}{{ messages | tojson }}") == (
+        '</s>[{"role": "user", "content": "x"}]'
+    )
+    assert len(render("{{ strftime_now('%Y') }}")) == 4
+    for source in (
+        "{% for i in range(100000) %}xxxxxxxxxx{% endfor %}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ raise_exception('no such role') }}",
+        "{{ 1 / 0 }}",
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            render(source)
+        assert caught.value.field == "messages"
