@@ -32,13 +32,13 @@ class _Channels:
         if address not in self._open:
             present = {record.grpc_address for record in self._view.records.values()}
             for gone in [a for a in self._open if a not in present]:
-                await self._open.pop(gone).close()
+                await self._open.pop(gone).close(None)
             self._open[address] = rpc.channel(address)
         return self._open[address]
 
     async def close(self) -> None:
         for channel in self._open.values():
-            await channel.close()
+            await channel.close(None)
         self._open.clear()
 
 

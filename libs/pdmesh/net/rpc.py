@@ -93,7 +93,7 @@ def add_service(target: grpc.aio.Server, service: ServiceDescriptor, servicer: o
     Handlers take (request, context); a MeshError they raise becomes its gRPC status with ErrorInfo, any other
     exception is logged and becomes INTERNAL without its text.
     """
-    handlers: dict[str, grpc.RpcMethodHandler] = {}
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in service.methods:
         handler = getattr(servicer, method.name)
         parse = _parser(method.input_type)
@@ -131,11 +131,11 @@ def _parser(message_type: Any) -> Callable[[bytes], Message]:
 
 def _unary_unary(
     handler: Callable[[Any, Any], Awaitable[Message]], parse: Callable[[bytes], Message]
-) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[Message]]:
-    async def call(data: bytes, context: grpc.aio.ServicerContext) -> Message:
+) -> Callable[[bytes, grpc.aio.ServicerContext[Any, Any]], Awaitable[Message]]:
+    async def call(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Message:
         try:
             return await handler(parse(data), context)
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001  # the edge: each becomes a status
             await _fail(context, exc)
 
     return call
@@ -143,12 +143,14 @@ def _unary_unary(
 
 def _unary_stream(
     handler: Callable[[Any, Any], AsyncIterator[Message]], parse: Callable[[bytes], Message]
-) -> Callable[[bytes, grpc.aio.ServicerContext], AsyncIterator[Message]]:
-    async def call(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Message]:
+) -> Callable[[bytes, grpc.aio.ServicerContext[Any, Any]], AsyncIterator[Message]]:
+    async def call(
+        data: bytes, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[Message]:
         try:
             async for response in handler(parse(data), context):
                 yield response
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001  # the edge: each becomes a status
             await _fail(context, exc)
 
     return call
@@ -157,9 +159,9 @@ def _unary_stream(
 def _stream_stream(
     handler: Callable[[AsyncIterator[Any], Any], AsyncIterator[Message]],
     parse: Callable[[bytes], Message],
-) -> Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], AsyncIterator[Message]]:
+) -> Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext[Any, Any]], AsyncIterator[Message]]:
     async def call(
-        chunks: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+        chunks: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[Message]:
         async def requests() -> AsyncIterator[Message]:
             async for data in chunks:
@@ -168,17 +170,17 @@ def _stream_stream(
         try:
             async for response in handler(requests(), context):
                 yield response
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001  # the edge: each becomes a status
             await _fail(context, exc)
 
     return call
 
 
-async def _fail(context: grpc.aio.ServicerContext, exc: Exception) -> NoReturn:
+async def _fail(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> NoReturn:
     if isinstance(exc, grpc.aio.AbortError):
         raise exc
     if not isinstance(exc, MeshError):
-        log.exception("rpc.bug")
+        log.error("rpc.bug", exc_info=exc)
         exc = MeshError("internal error; the server's log has the cause")
     status = to_status(exc)
     context.set_trailing_metadata(((_STATUS_DETAILS, status.SerializeToString()),))
@@ -206,7 +208,8 @@ def to_status(exc: MeshError) -> Status:
 def from_rpc_error(exc: grpc.aio.AioRpcError) -> MeshError:
     """The MeshError a peer raised, or the closest one to a failure of the transport itself."""
     reason, field, retry_after_ms = "", None, None
-    for key, value in exc.trailing_metadata() or ():
+    trailing: Any = exc.trailing_metadata() or ()  # pairs; its stubs say otherwise
+    for key, value in trailing:
         if key != _STATUS_DETAILS or not isinstance(value, bytes):
             continue
         for detail in Status.FromString(value).details:
