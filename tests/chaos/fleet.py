@@ -53,10 +53,10 @@ class Reference:
         return cls(Tokenizer.from_file(str(directory / "tokenizer.json")))
 
     def text(self, prompt: list[int], max_tokens: int) -> str:
-        """Greedy, to `max_tokens`, end-of-text ignored."""
+        """Greedy, to `max_tokens`, end-of-text ignored. Half a character at the end is never shown."""
         sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
         tokens, _ = sim_reference(prompt, sampling)
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).rstrip("\ufffd")
 
 
 async def status(mesh: Mesh, address: str) -> GetStatusResponse | None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from pdmesh.launcher.mesh import Mesh
 from tests.chaos import fleet
@@ -81,10 +82,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> fleet.Reference:
     return fleet.Reference.load(tmp_path_factory.mktemp("sim-model"))
 
 
-@contextlib.asynccontextmanager
-async def running_mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    async with Mesh(fleet.two_by_two(), tmp_path / "state", report=print) as mesh:
-        yield mesh
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
+    """One mesh takes all the blows: what one fault leaves behind, the next case finds."""
+    async with Mesh(fleet.two_by_two(), tmp_path_factory.mktemp("mesh"), report=print) as running:
+        yield running
 
 
 def make_prompts(seed: int) -> list[list[int]]:
@@ -109,16 +111,18 @@ class Measured:
     freed_s: float  # until nothing was held for any request
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.req("S37", "S74")
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=pytest.mark.fault(*c.faults), id=str(c)) for c in CASES]
 )
 async def test_every_stream_ends_well_when_one_process_is_hit(
-    case: Case, tmp_path: Path, reference: fleet.Reference
+    case: Case, mesh: Mesh, reference: fleet.Reference
 ) -> None:
     prompts = make_prompts(seed=CASES.index(case))
-    async with running_mesh(tmp_path) as mesh, httpx.AsyncClient(timeout=60) as client:
-        assert not await fleet.held(mesh)
+    await mesh.wait_ready(timeout_s=20)
+    assert not await fleet.held(mesh)
+    async with httpx.AsyncClient(timeout=60) as client:
         victim_pid = mesh.pid(case.victim)
         streams = [
             asyncio.create_task(_start_late(client, mesh.http_url, prompt, delay_s=0.05 * i))
