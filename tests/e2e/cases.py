@@ -78,3 +78,8 @@ def long_cases(num: int = 8, seed: int = 11) -> list[Case]:
     """Short prompts that grow over several blocks while they are decoded."""
     rng = random.Random(seed)
     return [Case(tuple(rng.choices(VOCABULARY, k=60)), 96) for _ in range(num)]
+
+
+def longest(todo: Sequence[Case]) -> tuple[int, ...]:
+    """The longest prompt: 600 tokens, nine whole blocks of 64 and a tail."""
+    return max((case.prompt for case in todo), key=len)

@@ -31,30 +31,38 @@ class Reference:
     long_tokens: list[list[int]]
 
 
+@dataclass(frozen=True, slots=True)
+class Plain:
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     return smollm2.ensure(smollm2.DEFAULT_DIR, print).resolve()
 
 
 @pytest.fixture(scope="session")
-def plain(model_dir: Path) -> Iterator[subprocess.Popen[str]]:
-    """Plain vLLM at work on the cases, beside the engines' start."""
-    command = [sys.executable, "-m", "tests.e2e.plain_vllm", str(model_dir), DTYPE, str(BLOCK_SIZE)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    yield process
+def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+    """Plain vLLM at work on the cases, beside the start of the engines that are compared with it."""
+    folder = tmp_path_factory.mktemp("plain")
+    asked = [(case.prompt, case.max_tokens) for case in [*cases(BLOCK_SIZE), *long_cases()]]
+    (folder / "cases.json").write_text(json.dumps(asked))
+    arguments = [model_dir, DTYPE, BLOCK_SIZE, folder / "cases.json", folder / "tokens.json"]
+    command = [sys.executable, "-m", "tests.e2e.plain_vllm", *map(str, arguments)]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    yield Plain(process, folder)
     process.kill()
-    process.communicate()
+    process.wait()
 
 
 @pytest.fixture(scope="session")
-def reference(plain: subprocess.Popen[str]) -> Reference:
+def reference(plain: Plain) -> Reference:
+    code = plain.process.wait(timeout=400)
+    assert code == 0, (plain.folder / "log").read_text()[-2000:]
     short, long = cases(BLOCK_SIZE), long_cases()
-    asked = [(case.prompt, case.max_tokens) for case in [*short, *long]]
-    answers, errors = plain.communicate(json.dumps(asked), timeout=400)
-    assert plain.returncode == 0, errors[-2000:]
-    tokens = json.loads(answers)
+    tokens = json.loads((plain.folder / "tokens.json").read_text())
     return Reference(short, tokens[: len(short)], long, tokens[len(short) :])
 
 
@@ -71,7 +79,8 @@ def decode_config(model_dir: Path) -> VllmConfig:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def pair(model_dir: Path) -> AsyncIterator[Pair]:
-    async with running(prefill_config(model_dir)) as prefill:
-        async with running(decode_config(model_dir)) as decode:
-            yield Pair(prefill, decode)
+async def pair(model_dir: Path, plain: Plain) -> AsyncIterator[Pair]:
+    """`plain` first, so that it computes while these start."""
+    prefilling, decoding = running(prefill_config(model_dir)), running(decode_config(model_dir))
+    async with prefilling as prefill, decoding as decode:
+        yield Pair(prefill, decode)

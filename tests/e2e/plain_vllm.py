@@ -1,7 +1,7 @@
-"""Plain vLLM without the mesh: reads cases as JSON from stdin, writes the tokens drawn as JSON to stdout.
+"""Plain vLLM without the mesh: reads cases from one JSON file, writes the tokens drawn to another.
 
 A process of its own, with vLLM's engine inside it: no connector, no events, no code of ours but the cases.
-Arguments: model directory, dtype, block size.
+Arguments: model directory, dtype, block size, file of cases, file of tokens.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 
 
 def main() -> None:
-    model, dtype, block_size = sys.argv[1:]
+    model, dtype, block_size, cases_file, tokens_file = sys.argv[1:]
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -20,7 +21,6 @@ def main() -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     }
-    answers, sys.stdout = sys.stdout, sys.stderr  # vLLM prints
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -34,7 +34,7 @@ def main() -> None:
         max_model_len=2048,
         max_num_seqs=16,
     )
-    cases = json.load(sys.stdin)
+    cases = json.loads(Path(cases_file).read_text())
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt, _ in cases],
         [
@@ -43,8 +43,8 @@ def main() -> None:
         ],
         use_tqdm=False,
     )
-    json.dump([list(o.outputs[0].token_ids) for o in outputs], answers)
-    answers.flush()
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    Path(tokens_file).write_text(json.dumps(tokens))
     os._exit(0)  # vLLM's own exit in process is not always clean, and nothing is left to do
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from pdmesh.core.block_hash import block_hashes, token_array
 from pdmesh.engine.base import Finished, Prefilled, PrefillJob, Sampling, Tokens
-from tests.e2e.cases import differences, generate_all, until_stop
+from tests.e2e.cases import differences, generate_all, longest, until_stop
 from tests.e2e.conftest import Reference, decode_config
 from tests.e2e.pair import Pair, running
 
@@ -85,8 +85,7 @@ async def test_a_local_job_draws_the_same_tokens(pair: Pair, reference: Referenc
 async def test_stored_blocks_are_told_by_their_mesh_hashes(
     pair: Pair, reference: Reference
 ) -> None:
-    prompt = reference.cases[17].prompt
-    assert len(prompt) == 600
+    prompt = longest(reference.cases)
     await pair.generate(prompt, Sampling(max_tokens=3))
     names = set(block_hashes(bytes.fromhex(pair.root()), prompt, pair.prefill.info.block_size))
     assert len(names) == 9
@@ -96,7 +95,7 @@ async def test_stored_blocks_are_told_by_their_mesh_hashes(
 
 @pytest.mark.req("S80")
 async def test_nothing_is_shared_under_another_salt(pair: Pair, reference: Reference) -> None:
-    prompt = reference.cases[17].prompt
+    prompt = longest(reference.cases)
     again = await pair.prefilled(prompt, Sampling(max_tokens=1))
     other = await Pair(pair.prefill, pair.decode, salt="another").prefilled(
         prompt, Sampling(max_tokens=1)

@@ -13,7 +13,7 @@ import pytest
 
 from pdmesh.engine.base import Failed, Prefilled, Sampling, Ticket
 from pdmesh.errors import EngineFailed
-from tests.e2e.cases import differences, generate_all
+from tests.e2e.cases import differences, generate_all, longest
 from tests.e2e.conftest import Reference, decode_config
 from tests.e2e.pair import LegFailed, Pair, running
 
@@ -71,7 +71,7 @@ async def test_aborts_at_any_moment_free_everything_and_harm_nobody(
 async def test_a_ticket_that_is_gone_fails_the_leg_and_computes_nothing(
     pair: Pair, reference: Reference
 ) -> None:
-    prompt = reference.cases[17].prompt[:300]
+    prompt = longest(reference.cases)[:300]
     token, ticket = await staged(pair, prompt)
     pair.prefill.engine.release(ticket.ticket_id)
     await pair.prefill.until_idle()
@@ -89,7 +89,7 @@ async def test_a_ticket_that_is_gone_fails_the_leg_and_computes_nothing(
 async def test_a_frozen_sender_fails_the_leg_at_its_deadline(
     pair: Pair, reference: Reference
 ) -> None:
-    prompt = (11, *reference.cases[17].prompt[1:400])
+    prompt = (11, *longest(reference.cases)[1:400])
     token, ticket = await staged(pair, prompt)
     (pid,) = pair.prefill.engine.worker_pids
     os.kill(pid, signal.SIGSTOP)

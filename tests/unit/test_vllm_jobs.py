@@ -31,7 +31,7 @@ from pdmesh.engine.vllm.messages import (
     TicketEnded,
 )
 
-ENDPOINT = Endpoint("prefill-0", 7, "fp", ("addr-0", "addr-1"), 10, 4, 5000)
+ENDPOINT = Endpoint("prefill-0", 7, "fp", ("addr-0", "addr-1"), 10, 4, 5000, 100)
 PROMPT = array("I", range(9))
 RANGE = ArenaRange(0, 4096)
 
@@ -83,6 +83,15 @@ def test_a_job_of_one_token_stages_nothing() -> None:
         Prefilled(1, 2, None, 0, FinishReason.LENGTH)
     ]
     assert core.is_idle
+
+
+def test_a_prompt_that_fills_the_context_ends_with_its_first_token() -> None:
+    core = jobs()
+    prompt = array("I", range(99))
+    core.prefill(PrefillJob(1, "r", 0, prompt, Sampling(8), "t1", RANGE))
+    assert core.handle(Drawn(1, [2], finish_reason=FinishReason.LENGTH)) == [
+        Prefilled(1, 2, None, 0, FinishReason.LENGTH)
+    ]
 
 
 def test_an_aborted_job_of_one_token_gives_its_unused_range_back() -> None:

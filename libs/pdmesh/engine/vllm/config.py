@@ -75,7 +75,7 @@ def environment(config: VllmConfig, current: Mapping[str, str]) -> dict[str, str
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",  # it warns a dozen times about what is chosen here
         "VLLM_USE_AOT_COMPILE": "0",  # otherwise the compile cache is never reloaded
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -109,6 +109,7 @@ def engine_arguments(config: VllmConfig, private_dir: Path, fingerprint: str) ->
         "max_num_seqs": config.max_num_seqs,
         "tensor_parallel_size": config.tensor_parallel_size,
         "enable_prefix_caching": True,
+        "use_tqdm_on_load": False,
         "generation_config": "vllm",  # the job says how to draw, not a file beside the model
         "disable_log_stats": True,
         "kv_events_config": KVEventsConfig(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -94,6 +95,7 @@ class VllmEngine:
         self._num_blocks = 0
         self._worker_pids: tuple[int, ...] = ()
         self._is_stopping = False
+        self._other_children = {child.pid for child in multiprocessing.active_children()}
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -168,6 +170,7 @@ class VllmEngine:
             kv_bytes_per_token=first.block_bytes // config.block_size,
             block_size=config.block_size,
             lease_ms=round(1000 * config.lease_s),
+            max_model_len=config.max_model_len,
         )
         self._worker_pids = tuple(h.pid for h in hellos)
         self._jobs = Jobs(endpoint, num_ranks)
@@ -201,11 +204,20 @@ class VllmEngine:
             shutdown = asyncio.to_thread(self._llm.shutdown)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(shutdown, STOP_TIMEOUT_S)
+            self._llm = None
+        else:
+            self._kill_children()
         if self._control is not None:
             await self._control.close()  # a worker that is still there exits when this ends
         if self._private_dir is not None:
             shutil.rmtree(self._private_dir, ignore_errors=True)
         log.info("vllm.stopped")
+
+    def _kill_children(self) -> None:
+        """vLLM was still starting: its processes would go on, and the thread that waits for them too."""
+        for child in multiprocessing.active_children():
+            if child.pid not in self._other_children:
+                child.kill()
 
     # -- jobs -------------------------------------------------------------------------------------
 
@@ -214,7 +226,7 @@ class VllmEngine:
         assert self._jobs is not None, "start() has returned"
         self._jobs.prefill(job)
         params = None
-        if stages_kv(job):
+        if stages_kv(job, self._config.max_model_len):
             assert job.staging is not None
             params = store_params(
                 job.ticket_id, job.request_id, job.attempt, job.staging, self._config.lease_s

@@ -9,7 +9,7 @@ reserved bytes for it learns that nobody will touch them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pdmesh.engine.base import ArenaRange, Ticket
@@ -93,18 +93,7 @@ def load_params(
     return {
         "pdmesh": LOAD,
         "leg": leg,
-        "ticket": [
-            ticket.ticket_id,
-            ticket.request_id,
-            ticket.attempt,
-            ticket.instance_id,
-            ticket.incarnation,
-            ticket.model_fingerprint,
-            ticket.num_tokens,
-            ticket.kv_bytes,
-            list(ticket.addresses),
-            ticket.lease_ms,
-        ],
+        "ticket": asdict(ticket),
         "landing": [landing.offset, landing.length],
         "deadline": deadline,
         "num_tokens": num_tokens,
@@ -124,12 +113,12 @@ def _store(params: Mapping[str, Any], num_tokens: int) -> Store:
 
 
 def _load(key: str, params: Mapping[str, Any]) -> Load:
-    *head, addresses, lease_ms = params["ticket"]
+    ticket = params["ticket"]
     offset, length = params["landing"]
     return Load(
         key,
         params["leg"],
-        Ticket(*head, tuple(addresses), lease_ms),
+        Ticket(**{**ticket, "addresses": tuple(ticket["addresses"])}),
         ArenaRange(offset, length),
         params["deadline"],
         params["num_tokens"],

@@ -76,6 +76,7 @@ class Endpoint:
     kv_bytes_per_token: int  # of one rank
     block_size: int
     lease_ms: int
+    max_model_len: int
 
     def ticket(self, job: PrefillJob) -> Ticket:
         num_tokens = len(job.prompt)
@@ -94,9 +95,10 @@ class Endpoint:
         )
 
 
-def stages_kv(job: PrefillJob) -> bool:
+def stages_kv(job: PrefillJob, max_model_len: int) -> bool:
     """Whether the job's KV is handed on. One that ends with its first token for sure stages nothing."""
-    return job.staging is not None and job.sampling.max_tokens > 1
+    has_room = len(job.prompt) + 1 < max_model_len
+    return job.staging is not None and job.sampling.max_tokens > 1 and has_room
 
 
 @dataclass(slots=True)
@@ -151,7 +153,7 @@ class Jobs:
         return not (self._handing or self._taking or self._local)
 
     def prefill(self, job: PrefillJob) -> None:
-        if stages_kv(job):
+        if stages_kv(job, self._endpoint.max_model_len):
             self._handing[job.leg] = _Handing(job)
             self._leg_of_ticket[job.ticket_id] = job.leg
         else:

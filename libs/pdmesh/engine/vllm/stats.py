@@ -46,7 +46,7 @@ class SchedulerView:
 
         view = self
 
-        class ViewLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM has no types we follow
+        class ViewLogger(StatLoggerBase):
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
                 pass
 

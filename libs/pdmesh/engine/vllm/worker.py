@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdmesh import failpoints
+from pdmesh.core.kv_layout import KvLayout
 from pdmesh.engine.vllm.caches import PagedCaches, layout_signature, paged_caches
 from pdmesh.engine.vllm.fingerprint import digest
 from pdmesh.engine.vllm.handoff import Load, StepPlan, Store
@@ -146,7 +147,7 @@ class HandoffWorker:
         assert agent is not None
         assert caches is not None
         num_bytes = len(store.block_ids) * caches.num_layers * caches.block_bytes
-        layout = kv.KvLayout(
+        layout = KvLayout(
             caches.num_layers, len(store.block_ids), caches.block_bytes, self._fingerprint
         )
         try:

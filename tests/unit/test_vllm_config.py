@@ -1,0 +1,93 @@
+"""What vLLM is told, and what makes two engines able to exchange blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdmesh.engine.base import BlocksChanged, Finished, FinishReason, LandingFreed, Tokens
+from pdmesh.engine.vllm.config import VllmConfig, environment
+from pdmesh.engine.vllm.fingerprint import base_fingerprint, cpu_kernels, digest, model_digest
+from pdmesh.engine.vllm.outputs import OutputQueue
+from pdmesh.errors import EngineFailed
+
+CPU = VllmConfig("prefill-0", 1, Path("model"), "m", device="cpu")
+CUDA = replace(CPU, device="cuda")
+
+
+def test_a_laptop_computes_in_fp32_and_eagerly_a_gpu_as_the_model_says() -> None:
+    assert (CPU.effective_dtype, CPU.is_eager) == ("float32", True)
+    assert (CUDA.effective_dtype, CUDA.is_eager) == ("auto", False)
+
+
+def test_what_the_user_set_in_the_environment_is_kept() -> None:
+    assert "OMP_NUM_THREADS" in environment(CPU, {})
+    assert "OMP_NUM_THREADS" not in environment(CPU, {"OMP_NUM_THREADS": "7"})
+
+
+def test_a_gpu_gets_no_setting_of_the_cpu_backend() -> None:
+    assert environment(CUDA, {}).keys() < environment(CPU, {}).keys()
+    assert environment(CUDA, {})["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text('{"hidden_size": 64, "model_type": "llama"}')
+    (tmp_path / "model.safetensors").write_bytes(b"weights" * 100)
+    return tmp_path
+
+
+def test_a_model_is_known_by_its_config_and_weights(model_dir: Path) -> None:
+    before = model_digest(model_dir)
+    (model_dir / "config.json").write_text('{"model_type": "llama",  "hidden_size": 64}')
+    assert model_digest(model_dir) == before
+    (model_dir / "model.safetensors").write_bytes(b"weightz" * 100)
+    assert model_digest(model_dir) != before
+
+
+def test_a_folder_without_a_model_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(EngineFailed, match="--model") as caught:
+        model_digest(tmp_path)
+    assert caught.value.reason == "MODEL_MISSING"
+
+
+def test_a_folder_without_weights_is_refused(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").unlink()
+    with pytest.raises(EngineFailed, match="no weights"):
+        model_digest(model_dir)
+
+
+def test_everything_that_changes_a_block_changes_the_fingerprint() -> None:
+    base = ("model", "float32", 64, "0.32.0", 1)
+    variants = [("other", *base[1:]), ("model", "bfloat16", *base[2:]), (*base[:2], 32, *base[3:])]
+    variants += [(*base[:3], "0.33.0", 1), (*base[:4], 2), base]
+    assert len({base_fingerprint(*v) for v in variants}) == len(variants)
+    assert digest(["ab", "c"]) != digest(["a", "bc"])
+
+
+def test_the_instruction_sets_that_pack_kv_are_read_from_cpuinfo() -> None:
+    text = "processor : 0\nflags\t\t: fpu sse2 avx2 avx512f amx_tile\nbugs : x\n"
+    assert cpu_kernels(text) == "amx_tile avx2 avx512f"
+    assert cpu_kernels("") == ""
+
+
+async def test_outputs_of_an_aborted_leg_are_dropped_but_its_ranges_are_not() -> None:
+    queue = OutputQueue()
+    changed = BlocksChanged((b"h",))
+    queue.put([Tokens(1, [2]), LandingFreed(1), Finished(2, FinishReason.STOP), changed])
+    queue.drop(1)
+    batch = await anext(queue.batches())
+    assert batch == [LandingFreed(1), Finished(2, FinishReason.STOP), changed]
+
+
+async def test_what_was_said_before_the_engine_died_is_still_read() -> None:
+    queue = OutputQueue()
+    queue.put([Tokens(1, [2])])
+    queue.fail(EngineFailed("dead"))
+    queue.fail(EngineFailed("later"))
+    batches = queue.batches()
+    assert await anext(batches) == [Tokens(1, [2])]
+    with pytest.raises(EngineFailed, match="dead"):
+        await anext(batches)
