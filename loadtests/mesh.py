@@ -15,12 +15,13 @@ from loadtests.processes import ProcessSet
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import EngineKind, MeshSpec
 
-# Prefill and decode hold as many requests as the widest scenario sends, as a tuned deployment would.
+# As many requests as the widest scenario sends find room, so that no number shows admission's refusals.
 _NUM_SLOTS: Final = 256
 _SIM_SETTINGS: Final = {
     "SIM_LAW": "zero",
     "SIM_EOS_PERIOD": "0",  # every answer runs to its max_tokens
     "NUM_SLOTS": str(_NUM_SLOTS),
+    "MAX_RETRIEVALS": str(_NUM_SLOTS),
 }
 
 
@@ -34,7 +35,7 @@ class MeshOptions:
     @property
     def description(self) -> str:
         instances = "1 fusion" if self.is_fusion else "1 prefill, 1 decode"
-        law = ", zero law" if self.engine == "sim" else ""
+        law = f", zero law, {_NUM_SLOTS} slots each" if self.engine == "sim" else ""
         return f"{self.num_gateways} gateway(s), {instances} ({self.engine}{law})"
 
 

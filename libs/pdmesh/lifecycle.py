@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import atexit
 import contextlib
+import gc
 import os
 import secrets
 import signal
@@ -34,6 +35,7 @@ LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 log = structlog.get_logger(__name__)
 
 _LAG_EVERY_S: Final = 0.5
+_GC_NEW_OBJECTS: Final = 20_000
 _FLUSH_MS: Final = 2000
 
 
@@ -120,6 +122,7 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
         write_atomically(settings.ops_file, app.ops_address)
     log.info("service.started", version=__version__, pid=os.getpid(), ops_address=app.ops_address)
     lag = asyncio.create_task(_watch_loop_lag(app), name="loop-lag")
+    _calm_the_collector()
     try:
         yield
     finally:
@@ -128,6 +131,16 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
         # They block while a collector is away, for a bounded time.
         await asyncio.to_thread(tracers.shutdown)
         await asyncio.to_thread(meters.shutdown, _FLUSH_MS)
+
+
+def _calm_the_collector() -> None:
+    """What is loaded by now stays: let the garbage collector never look at it again, and look less often.
+
+    With its defaults a busy gateway spends a tenth of its time on walking objects that are not garbage.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_NEW_OBJECTS, 20, 20)
 
 
 def _open_ops(settings: ServiceSettings, app: App) -> OpsServer:

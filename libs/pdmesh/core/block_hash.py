@@ -7,6 +7,7 @@ changes the bytes: tenant, salt, and the model fingerprint (model, adapter, dtyp
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import sys
@@ -39,6 +40,7 @@ def tokens_from_bytes(data: bytes) -> array[int]:
     return values
 
 
+@functools.lru_cache(maxsize=1024)  # asked for with every request, and nearly always the same
 def tenant_root(secret: bytes, tenant: str, salt: str, model_fingerprint: str) -> bytes:
     """The key of one tenant's chain under one model. `secret` is the deployment's own."""
     parts = (tenant, salt, model_fingerprint)

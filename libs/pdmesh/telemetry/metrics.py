@@ -7,12 +7,13 @@ objects count. Labels are bounded sets; a request id is never a label.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from opentelemetry import metrics
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.metrics import CallbackOptions, Counter, Histogram, Observation, UpDownCounter
-from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.metrics import CallbackOptions, Histogram, Observation, UpDownCounter
+from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
@@ -25,6 +26,8 @@ SECONDS: Final = (
 BYTES: Final = tuple(float(4**power) for power in range(5, 18))  # 1 KiB to 16 GiB
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _EXPORT_EVERY_MS: Final = 15_000
+
+_NO_LABELS: Final[Labels] = MappingProxyType({})
 
 _meter = metrics.get_meter("pdmesh")
 
@@ -39,14 +42,37 @@ def configure(resource: Resource, otlp_endpoint: str | None) -> MeterProvider:
 
         exporter = OTLPMetricExporter(endpoint=f"{otlp_endpoint.rstrip('/')}/v1/metrics")
         readers.append(PeriodicExportingMetricReader(exporter, _EXPORT_EVERY_MS))
-    provider = MeterProvider(metric_readers=readers, resource=resource, shutdown_on_exit=False)
+    provider = MeterProvider(
+        metric_readers=readers,
+        resource=resource,
+        shutdown_on_exit=False,
+        exemplar_filter=AlwaysOffExemplarFilter(),  # nobody reads them, each record would pay
+    )
     metrics.set_meter_provider(provider)
     return provider
 
 
+class Counter:
+    """Something that only grows: `.add(1, {label: value})`. For one thread, as it takes no lock.
+
+    Counts in a dict and shows the sums when somebody looks: a fifth of what the SDK's own counter costs, which
+    at thousands of requests per second is a few percent of a core.
+    """
+
+    def __init__(self, name: str, help: str, unit: str) -> None:
+        self._sums: dict[frozenset[tuple[str, str]], float] = {}
+        _meter.create_observable_counter(name, [self._observe], unit, help)
+
+    def add(self, amount: float, labels: Labels = _NO_LABELS) -> None:
+        key = frozenset(labels.items())
+        self._sums[key] = self._sums.get(key, 0) + amount
+
+    def _observe(self, _: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(total, dict(key)) for key, total in list(self._sums.items())]
+
+
 def counter(name: str, help: str, unit: str = "1") -> Counter:
-    """Something that only grows: `.add(1, {label: value})`."""
-    return _meter.create_counter(name, unit, help)
+    return Counter(name, help, unit)
 
 
 def up_down(name: str, help: str, unit: str = "1") -> UpDownCounter:
