@@ -17,7 +17,6 @@ import jinja2.sandbox
 
 from pdmesh.errors import InvalidRequest
 
-
 # What a template can raise on a conversation it was not written for.
 _TEMPLATE_FAULTS: Final = (
     jinja2.TemplateError,

@@ -80,7 +80,6 @@ class Gateway:
             not_ready,
             max_body_bytes=settings.max_body_bytes,
             write_timeout_s=settings.write_timeout_s,
-            write_gap_s=settings.write_gap_s,
         )
         self.http = HttpServer(
             self.http_app,

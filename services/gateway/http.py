@@ -55,13 +55,11 @@ class HttpApp:
         *,
         max_body_bytes: int,
         write_timeout_s: float,
-        write_gap_s: float,
     ) -> None:
         self._frontend = frontend
         self._not_ready = not_ready
         self._max_body_bytes = max_body_bytes
         self._write_timeout_s = write_timeout_s
-        self._write_gap_s = write_gap_s
         self._writing: dict[Exchange, None] = {}
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/chat/completions": ("POST", self._chat),
@@ -190,8 +188,6 @@ class HttpApp:
                 await exchange.start(200, list(_EVENT_STREAM))
             pending.clear()
             await exchange.write(data, is_last=num_open == 0)
-            if num_open and self._write_gap_s:
-                await asyncio.sleep(self._write_gap_s)  # what comes meanwhile goes out together
 
     async def _end_if_badly(self, exchange: Exchange, delta: Delta, pending: list[bytes]) -> None:
         """Send what came before an error, then raise it: as a status if nothing was sent yet."""

@@ -47,9 +47,6 @@ class Settings(ServiceSettings):
     max_staleness_s: float = Field(
         30.0, gt=0, description="Without a master, use a registry view no older than this"
     )
-    write_gap_s: float = Field(
-        0.002, ge=0, description="Least time between two writes to one stream; tokens gather in it"
-    )
     chunk_interval_ms: float = Field(
         2.0,
         ge=0,
