@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Final
 
 import grpc
 import structlog
@@ -31,6 +32,8 @@ from services.kv_cache_index.servicer import KvIndexServicer
 from services.kv_cache_index.settings import Settings
 
 log = structlog.get_logger(__name__)
+
+_CANCEL_AGAIN_S: Final = 0.1
 
 
 @dataclass
@@ -67,8 +70,9 @@ async def running(
     try:
         yield KvCacheIndex(index, feed, mirror, view)
     finally:
-        writing.cancel()
-        await asyncio.wait([writing])
+        while not writing.done():  # redis-py swallows a cancellation that meets one of its pipelines
+            writing.cancel()
+            await asyncio.wait([writing], timeout=_CANCEL_AGAIN_S)
         await feed.stop()
         await source.close()
         await store.close()
