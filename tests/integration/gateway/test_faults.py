@@ -289,7 +289,7 @@ async def test_a_stream_that_outlives_the_drain_gets_one_error_event(tmp_path: P
 async def test_a_client_that_does_not_read_is_cut_and_frees_its_legs(
     tmp_path: Path, eventually: Eventually
 ) -> None:
-    async with gateway_mesh(tmp_path, write_timeout_s=0.5) as mesh:
+    async with gateway_mesh(tmp_path, write_timeout_s=0.5, chunk_interval_ms=0) as mesh:
         for instance in mesh.instances.values():
             instance.max_model_len = 1 << 22
             mesh.register(instance.record())
