@@ -15,6 +15,7 @@ from pdmesh.net.health_board import HealthBoard
 from pdmesh.net.heartbeat import Presence
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.tasks import end
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1.common_pb2 import InstanceRecord
 from services.health_monitor.monitor import HealthMonitor
@@ -66,8 +67,7 @@ async def _run_until(monitor: HealthMonitor, stopping: asyncio.Event) -> None:
     if running.done():
         stop.cancel()
         running.result()
-    running.cancel()
-    await asyncio.wait([running])
+    await end([running])
 
 
 def _observe(monitor: HealthMonitor) -> None:

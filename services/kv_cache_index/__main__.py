@@ -24,6 +24,7 @@ from pdmesh.net.heartbeat import Presence
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.net.registry import RegistryView
+from pdmesh.net.tasks import end
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1 import kv_index_service_pb2
 from pdmesh.v1.common_pb2 import InstanceRecord
@@ -32,8 +33,6 @@ from services.kv_cache_index.servicer import KvIndexServicer
 from services.kv_cache_index.settings import Settings
 
 log = structlog.get_logger(__name__)
-
-_CANCEL_AGAIN_S: Final = 0.1
 
 
 @dataclass
@@ -70,9 +69,7 @@ async def running(
     try:
         yield KvCacheIndex(index, feed, mirror, view)
     finally:
-        while not writing.done():  # redis-py swallows a cancellation that meets one of its pipelines
-            writing.cancel()
-            await asyncio.wait([writing], timeout=_CANCEL_AGAIN_S)
+        await end([writing])
         await feed.stop()
         await source.close()
         await store.close()

@@ -31,6 +31,7 @@ from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_leader import LeaderElection
 from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged, RegistryView
+from pdmesh.net.tasks import end
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1 import scheduler_service_pb2
 from pdmesh.v1.common_pb2 import InstanceRecord
@@ -117,10 +118,7 @@ class Master:
         await self.election.stop()
         await self._presence.stop()
         await self._index_feed.stop()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await end(self._tasks)
         if self._server is not None:
             await self._server.stop(0.5)
         await self._source.close()

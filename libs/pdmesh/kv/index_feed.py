@@ -22,6 +22,7 @@ from pdmesh.net import subjects
 from pdmesh.net.bus import Bus, Message, Subscription
 from pdmesh.net.events import decode_event
 from pdmesh.net.registry import RecordChanged, RegistryView
+from pdmesh.net.tasks import end
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION, ROLE_PREFILL, InstanceRecord
 
@@ -100,11 +101,7 @@ class IndexFeed:
     async def stop(self) -> None:
         if self._subscription is not None:
             await self._subscription.unsubscribe()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await end(tuple(self._tasks))
 
     def resync_all(self) -> None:
         """Ask everyone for a snapshot."""

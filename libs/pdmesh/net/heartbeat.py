@@ -17,6 +17,7 @@ from pdmesh.events.v1.events_pb2 import InstanceHealth
 from pdmesh.net import subjects
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.registry import Lease, Registry
+from pdmesh.net.tasks import end
 from pdmesh.v1.common_pb2 import InstanceRecord
 
 log = structlog.get_logger(__name__)
@@ -69,8 +70,7 @@ class Presence:
 
     async def stop(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await end([self._task])
         if self._lease is not None:
             await self._lease.release()
 

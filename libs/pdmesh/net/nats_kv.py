@@ -21,6 +21,7 @@ from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
 from pdmesh.errors import Unavailable
 from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.tasks import end
 
 log = structlog.get_logger(__name__)
 
@@ -187,8 +188,7 @@ class KvWatch:
 
     async def close(self) -> None:
         self._forget()
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        await end([self._task])
 
     async def _run(self) -> None:
         backoff = _BACKOFF_S[0]

@@ -19,6 +19,7 @@ from pdmesh.core.leadership import Leadership
 from pdmesh.errors import Unavailable
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_kv import KvBucket, KvEntry, WrongRevision
+from pdmesh.net.tasks import end
 
 log = structlog.get_logger(__name__)
 
@@ -67,8 +68,7 @@ class LeaderElection:
     async def stop(self) -> None:
         """Give the lease up, so that a standby takes over at once."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await end([self._task])
         if self.is_leader:
             self._ended("stopped")
             with contextlib.suppress(Unavailable, WrongRevision):

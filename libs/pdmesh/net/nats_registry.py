@@ -19,6 +19,7 @@ from pdmesh.errors import Unavailable
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_kv import KvBucket, KvEntry, WrongRevision
 from pdmesh.net.registry import RecordChanged
+from pdmesh.net.tasks import end
 from pdmesh.v1.common_pb2 import InstanceRecord
 
 log = structlog.get_logger(__name__)
@@ -101,8 +102,7 @@ class NatsLease:
     async def release(self) -> None:
         self._forget()
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await end([self._task])
         if self._was_replaced:
             return
         self._renewed_at = float("-inf")
@@ -175,8 +175,7 @@ class NatsRegistryView:
         self._callbacks.append(callback)
 
     async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        await end([self._task])
         await self._watch.close()
 
     def _on_reset(self) -> None:
