@@ -135,6 +135,7 @@ class KvAgent:
         self._tick: asyncio.TimerHandle | None = None
         self._checks: set[asyncio.Task[None]] = set()
         self._is_closed = False
+        self.address = ""  # of the transport, once started
         self._posted: deque[Callable[[], None]] = deque()
 
     # -- the public door --------------------------------------------------------------------------
@@ -150,7 +151,8 @@ class KvAgent:
     async def start(self) -> str:
         """Open the transport; returns its address. Raises KvTransferFailed."""
         self._loop = asyncio.get_running_loop()
-        return await self._transport.start(self)
+        self.address = await self._transport.start(self)
+        return self.address
 
     def staging(self, r: ArenaRange) -> ByteArray:
         """A view of the staging arena, to gather into."""
@@ -185,7 +187,12 @@ class KvAgent:
         """Nobody will pull it. TicketClosed follows, at once or when the last send ended."""
         self._send(tx.Released(ticket_id))
 
-    async def renew(self, ticket: Ticket, *, deadline_s: float = 1.0) -> None:
+    async def prepare(self, address: str, *, deadline_s: float = 5.0) -> None:
+        """Connect to a peer before the first pull needs it. Raises KvTransferFailed."""
+        connection = await self._pool.get(address, deadline_s)
+        self._peers[connection.key] = connection
+
+    async def renew(self, ticket: Ticket, *, deadline_s: float = 5.0) -> None:
         """Ask the sender to keep the bytes for another lease. Not answered: pull to know."""
         connection = await self._pool.get(self._address(ticket), deadline_s)
         message = wire.Renew(ticket.ticket_id, ticket.attempt, ticket.incarnation)
@@ -366,6 +373,7 @@ class KvAgent:
     def _abort(self, peer: int, reason: str) -> None:
         connection = self._peers.get(peer)
         if connection is not None:
+            self._pool.remove(connection)  # the next pull opens another, without waiting for the end
             connection.abort(reason)
 
     # -- the receiver's effects -------------------------------------------------------------------
@@ -389,7 +397,7 @@ class KvAgent:
                 self._complete(self._pulling.pop(pull_id))
             case rx.Fail(pull_id, reason):
                 pull = self._pulling[pull_id]
-                message = f"pull of ticket {pull.ticket.ticket_id} failed"
+                message = f"pull of ticket {pull.ticket.ticket_id} failed: {reason}"
                 if not pull.done.done():
                     pull.done.set_exception(KvTransferFailed(message, reason=reason))
             case rx.FreeLanding(pull_id):

@@ -72,7 +72,10 @@ class AgentThread:
         agent = self._running()
         agent.post(lambda: agent.release(ticket_id))
 
-    def renew(self, ticket: Ticket, *, deadline_s: float = 1.0) -> Future[None]:
+    def prepare(self, address: str, *, deadline_s: float = 5.0) -> Future[None]:
+        return self._submit(self._running().prepare(address, deadline_s=deadline_s))
+
+    def renew(self, ticket: Ticket, *, deadline_s: float = 5.0) -> Future[None]:
         return self._submit(self._running().renew(ticket, deadline_s=deadline_s))
 
     def pull(

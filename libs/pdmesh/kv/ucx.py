@@ -31,6 +31,7 @@ _HELLO = struct.Struct("<8sQ")  # first message of the connecting side: magic, i
 _MESSAGE_TAG = 0  # tags of payloads are never 0: a connection's number is not
 _HANDSHAKE_S = 5.0
 _CLOSE_NS = 1_000_000_000
+_DRAIN_S = 2.0
 
 
 class UcxConnection:
@@ -107,7 +108,8 @@ class UcxTransport:
         self._num_connections = 0
         self._by_number: dict[int, UcxConnection] = {}
         self._accepted: list[Any] = []  # endpoints, filled while UCX progresses
-        self._dying: list[UcxConnection] = []
+        self._dying: list[UcxConnection] = []  # endpoint to be closed
+        self._draining: list[UcxConnection] = []  # endpoint closed, requests not all ended
         self._inbox = np.empty(_FRAME.size + MAX_MESSAGE, np.uint8)
         self._inbox_array: Any = None
         self._inbox_request: Any = None
@@ -177,9 +179,11 @@ class UcxTransport:
         for endpoint in self._accepted:
             endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
         self._accepted.clear()
-        self._bury_dead()
-        ucx.pump()  # whoever waits for a request of a connection that is gone hears of it
+        ucx.drain(lambda: not self._by_number and not ucx.num_pending, _DRAIN_S)
         ucx.close()
+        for connection in self._draining:
+            connection.payloads.clear()  # the worker that could touch their buffers is no more
+        self._bury_dead()
         self._inbox_request = None
 
     # -- what connections use ---------------------------------------------------------------------
@@ -306,17 +310,17 @@ class UcxTransport:
     # -- the end ----------------------------------------------------------------------------------
 
     def _bury_dead(self) -> bool:
-        """Close endpoints of dying connections. Afterwards nothing of UCX knows their buffers."""
+        """Close the endpoints of dying connections, and say so once UCX has let go of their buffers."""
         has_work = bool(self._dying)
         while self._dying:
             connection = self._dying.pop()
             endpoint, connection.endpoint = connection.endpoint, None
             endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
             endpoint.remove_close_callback()
-            late = [r for r in connection.payloads if not r.completed]
-            assert not late, "a closed endpoint left a payload request behind"
-            connection.payloads.clear()
-            self._by_number.pop(connection.number, None)
+            self._draining.append(connection)
+        for connection in [c for c in self._draining if not c.payloads]:
+            self._draining.remove(connection)
+            del self._by_number[connection.number]
             if connection.is_announced and self._handler is not None:
                 self._handler.on_closed(connection, connection.close_reason)
         return has_work

@@ -21,6 +21,9 @@ _ENVIRONMENT = {
     "UCX_POSIX_ERROR_HANDLING": "y",  # without these, shared memory is silently dropped for tcp
     "UCX_SYSV_ERROR_HANDLING": "y",
 }
+# Some transports' events do not reach the fd (ucxx guards against it too): look now and then.
+_GUARD_S = 0.5
+_TURN_S = 0.002  # a large payload must not keep the loop to itself
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -64,6 +67,7 @@ class UcxWorker:
         self._is_pumping = False
         self._is_closed = False
         self._loop.add_reader(self._fd, self.pump)
+        self._guard = self._loop.call_later(_GUARD_S, self._look)
 
     @property
     def num_pending(self) -> int:
@@ -84,31 +88,51 @@ class UcxWorker:
             self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
-        """Progress until there is nothing to do, then arm the fd."""
+        """Progress until there is nothing to do and arm the fd; or until others on the loop have waited enough."""
         self._is_kicked = False
         if self._is_closed or self._is_pumping:
             return
         self._is_pumping = True
+        turn_ends = self._loop.time() + _TURN_S
         try:
-            while not self._is_closed:
-                self.worker.progress()
-                has_work = self._complete()
-                has_work = self._on_progressed() or has_work
-                if not has_work and not self._is_closed and self.worker.arm():
+            while self._step():
+                if self._loop.time() >= turn_ends:
+                    self._is_kicked = True
+                    self._loop.call_soon(self.pump)
                     return
         finally:
             self._is_pumping = False
+
+    def drain(self, is_done: Callable[[], bool], within_s: float) -> None:
+        """Progress, blocking the loop, until `is_done`. For the end of the transport."""
+        ends = self._loop.time() + within_s
+        while not is_done() and self._loop.time() < ends:
+            self._step()
 
     def close(self) -> None:
         """Cancel what is left and let go of the worker. Endpoints and listeners must be gone by now."""
         if self._is_closed:
             return
         self._is_closed = True
+        self._guard.cancel()
         self._loop.remove_reader(self._fd)
         self.worker.cancel_inflight_requests()
         self.worker.progress()
         self._pending.clear()
         del self.worker, self._context
+
+    def _step(self) -> bool:
+        """Returns False once there is nothing to do and the fd will tell when there is."""
+        if self._is_closed:
+            return False
+        has_work = bool(self.worker.progress_once())
+        has_work = self._complete() or has_work
+        has_work = self._on_progressed() or has_work
+        return has_work or not (self._is_closed or self.worker.arm())
+
+    def _look(self) -> None:
+        self._guard = self._loop.call_later(_GUARD_S, self._look)
+        self.pump()
 
     def _complete(self) -> bool:
         done = [entry for entry in self._pending if entry[0].completed]

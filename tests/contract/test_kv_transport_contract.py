@@ -1,0 +1,257 @@
+"""What the KV agent relies on, of the memory transport and of UCX alike."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from pdmesh.core.arena import ArenaRange
+from pdmesh.core.kv_layout import KvLayout
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.agent import LandingFreed, PullHooks, TicketClosed
+from pdmesh.kv.transport import ByteArray, KvTransport
+from pdmesh.kv.ucx import UcxTransport
+from tests.fakes.kv_pair import FINGERPRINT, kv_pair, ticket_for, until
+from tests.fakes.memory_transport import MemoryTransport
+
+MakeTransport = Callable[[], KvTransport]
+SMALL = KvLayout(4, 2, 512, FINGERPRINT)  # rides behind META
+LARGE = KvLayout(4, 8, 16_384, FINGERPRINT)  # 512 KiB: a payload of its own
+LAYOUTS = pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["small", "large"])
+
+
+@pytest.fixture(params=[MemoryTransport, UcxTransport], ids=["memory", "ucx"])
+def transport(request: pytest.FixtureRequest) -> MakeTransport:
+    make: MakeTransport = request.param
+    return make
+
+
+@LAYOUTS
+@pytest.mark.req("S41", "S47", "S49")
+async def test_a_pull_brings_the_staged_bytes_and_closes_the_ticket(
+    transport: MakeTransport, layout: KvLayout
+) -> None:
+    async with kv_pair(transport) as pair:
+        data = pair.stage(layout)
+        landing = ArenaRange(0, layout.total_bytes)
+        result = await pair.receiver.pull(ticket_for(pair.address, layout), landing, deadline_s=5)
+        assert result.num_bytes == layout.total_bytes
+        assert (pair.landed(layout.total_bytes) == data).all()
+        await until(lambda: pair.sender_events == [TicketClosed("t", "taken")])
+        assert pair.receiver_events == [], "the landing range is the caller's"
+
+
+@LAYOUTS
+@pytest.mark.parametrize("first_block", [1, -1])
+async def test_a_suffix_of_the_blocks_comes_without_the_first_of_each_layer(
+    transport: MakeTransport, layout: KvLayout, first_block: int
+) -> None:
+    first = first_block % (layout.num_blocks + 1)  # -1: none but the ack is needed
+    async with kv_pair(transport) as pair:
+        data = pair.stage(layout)
+        ticket = ticket_for(pair.address, layout)
+        result = await pair.receiver.pull(
+            ticket, ArenaRange(0, layout.total_bytes), deadline_s=5, first_block=first
+        )
+        blocks = data.reshape(layout.num_layers, layout.num_blocks, layout.block_bytes)
+        wanted = blocks[:, first:].reshape(-1)
+        assert result.num_bytes == wanted.size
+        assert (pair.landed(wanted.size) == wanted).all()
+        await until(lambda: pair.sender_events == [TicketClosed("t", "taken")])
+
+
+async def test_many_pulls_share_one_connection(transport: MakeTransport) -> None:
+    async with kv_pair(transport) as pair:
+        size = LARGE.total_bytes
+        data = [
+            pair.stage(layout, f"t{i}", offset=i * size)
+            for i, layout in enumerate([LARGE, SMALL] * 8)
+        ]
+        pulls = [
+            pair.receiver.pull(
+                ticket_for(pair.address, layout, f"t{i}"), ArenaRange(i * size, size), deadline_s=5
+            )
+            for i, layout in enumerate([LARGE, SMALL] * 8)
+        ]
+        await asyncio.gather(*pulls)
+        for i, expected in enumerate(data):
+            assert (pair.landed(expected.size, i * size) == expected).all()
+        assert pair.sender_transport.num_connections == 1  # type: ignore[attr-defined]
+
+
+async def refused(pair_: object, **changes: object) -> str:
+    pair = pair_
+    with pytest.raises(KvTransferFailed) as caught:
+        await pair.receiver.pull(  # type: ignore[attr-defined]
+            ticket_for(pair.address, SMALL, **changes),  # type: ignore[attr-defined, arg-type]
+            ArenaRange(0, 1 << 16),
+            deadline_s=5,
+        )
+    return caught.value.reason
+
+
+@pytest.mark.fault("F4", "F5", "F34", "F35")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"incarnation": 8}, "KV_REFUSED_WRONG_INCARNATION"),
+        ({"attempt": 2}, "KV_REFUSED_WRONG_ATTEMPT"),
+        ({"ticket_id": "other"}, "KV_REFUSED_UNKNOWN_TICKET"),
+    ],
+)
+async def test_a_ticket_of_another_time_is_refused(
+    transport: MakeTransport, changes: dict[str, object], reason: str
+) -> None:
+    async with kv_pair(transport) as pair:
+        pair.stage(SMALL)
+        assert await refused(pair, **changes) == reason
+        assert pair.receiver_events == [LandingFreed(0)]
+        assert pair.sender.num_tickets == 1, "a refusal costs the ticket nothing"
+
+
+@pytest.mark.fault("F34")
+async def test_another_model_is_refused(transport: MakeTransport) -> None:
+    async with kv_pair(transport, receiver_fingerprint="model-b") as pair:
+        pair.stage(SMALL)
+        assert await refused(pair) == "KV_REFUSED_WRONG_MODEL"
+
+
+class FlipOneBit(PullHooks):
+    def on_received(self, payload: ByteArray) -> None:
+        payload[payload.size // 2] ^= 1
+
+
+@LAYOUTS
+@pytest.mark.fault("F34")
+async def test_one_flipped_bit_fails_the_pull_and_not_the_ticket(
+    transport: MakeTransport, layout: KvLayout
+) -> None:
+    async with kv_pair(transport, hooks=FlipOneBit()) as pair:
+        pair.stage(layout)
+        landing = ArenaRange(0, layout.total_bytes)
+        with pytest.raises(KvTransferFailed) as caught:
+            await pair.receiver.pull(ticket_for(pair.address, layout), landing, deadline_s=5)
+        assert caught.value.reason == "KV_CORRUPT"
+        assert pair.receiver_events == [LandingFreed(0)]
+        assert pair.sender.num_tickets == 1
+
+
+class ZeroOnArrival(PullHooks):
+    def on_verified(self, payload: ByteArray) -> None:
+        payload[:] = 0
+
+
+async def test_the_negative_control_zeroes_what_was_verified(transport: MakeTransport) -> None:
+    async with kv_pair(transport, hooks=ZeroOnArrival()) as pair:
+        pair.stage(SMALL)
+        landing = ArenaRange(0, SMALL.total_bytes)
+        await pair.receiver.pull(ticket_for(pair.address, SMALL), landing, deadline_s=5)
+        assert not pair.landed(SMALL.total_bytes).any()
+
+
+class DropAnswers(PullHooks):
+    def is_dropped(self, pull_id: int) -> bool:
+        return True
+
+
+@pytest.mark.fault("F4", "F25")
+async def test_a_lost_answer_fails_at_the_deadline_and_frees_the_landing(
+    transport: MakeTransport,
+) -> None:
+    async with kv_pair(transport, hooks=DropAnswers()) as pair:
+        pair.stage(LARGE)
+        await pair.receiver.prepare(pair.address)
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(KvTransferFailed) as caught:
+            await pair.receiver.pull(
+                ticket_for(pair.address, LARGE), ArenaRange(0, LARGE.total_bytes), deadline_s=0.2
+            )
+        assert caught.value.reason == "KV_TRANSFER_TIMEOUT"
+        assert 0.2 <= asyncio.get_running_loop().time() - started < 2.0
+        await until(lambda: pair.receiver_events == [LandingFreed(0)])
+
+
+@pytest.mark.fault("F35")
+async def test_the_end_of_the_lease_frees_a_ticket_nobody_pulls(transport: MakeTransport) -> None:
+    async with kv_pair(transport) as pair:
+        pair.stage(SMALL, lease_s=0.1)
+        took = await until(lambda: pair.sender_events == [TicketClosed("t", "expired")])
+        assert 0.09 <= took < 2.0
+        assert await refused(pair) == "KV_REFUSED_UNKNOWN_TICKET"
+
+
+async def test_a_receiver_that_waits_keeps_the_lease_alive(transport: MakeTransport) -> None:
+    async with kv_pair(transport) as pair:
+        await pair.receiver.prepare(pair.address)
+        pair.stage(SMALL, lease_s=0.5)
+        for _ in range(4):
+            await asyncio.sleep(0.2)
+            await pair.receiver.renew(ticket_for(pair.address, SMALL))
+        assert pair.sender.num_tickets == 1
+
+
+@pytest.mark.fault("F27")
+async def test_a_released_ticket_is_freed_and_refused(transport: MakeTransport) -> None:
+    async with kv_pair(transport) as pair:
+        pair.stage(SMALL)
+        pair.sender.release("t")
+        pair.sender.release("t")
+        assert pair.sender_events == [TicketClosed("t", "released")]
+        assert await refused(pair) == "KV_REFUSED_UNKNOWN_TICKET"
+
+
+@pytest.mark.fault("F27")
+async def test_a_cancelled_pull_gives_its_landing_back_and_leaves_the_ticket(
+    transport: MakeTransport,
+) -> None:
+    async with kv_pair(transport) as pair:
+        pair.stage(LARGE)
+        ticket, landing = ticket_for(pair.address, LARGE), ArenaRange(0, LARGE.total_bytes)
+        await pair.receiver.prepare(pair.address)  # so that the pull is under way at once
+        pull = asyncio.create_task(pair.receiver.pull(ticket, landing, deadline_s=5))
+        await asyncio.sleep(0)
+        pull.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pull
+        await until(lambda: pair.receiver_events == [LandingFreed(0)])
+        await until(lambda: pair.receiver.num_pulls == 0)
+        assert pair.sender.num_tickets == 1
+        await pair.receiver.pull(ticket, landing, deadline_s=5)
+
+
+@pytest.mark.fault("F2", "F5")
+async def test_nothing_at_the_address_fails_within_the_deadline(transport: MakeTransport) -> None:
+    async with kv_pair(transport) as pair:
+        await pair.sender.close()
+        with pytest.raises(KvTransferFailed) as caught:
+            await pair.receiver.pull(
+                ticket_for(pair.address, SMALL), ArenaRange(0, 1 << 16), deadline_s=1.0
+            )
+        assert caught.value.reason in {"KV_CONNECT_FAILED", "KV_TRANSFER_TIMEOUT"}
+        assert pair.receiver_events == [LandingFreed(0)]
+
+
+async def test_two_hundred_pulls_leave_nothing_behind(transport: MakeTransport) -> None:
+    async with kv_pair(transport) as pair:
+        for i in range(200):
+            layout = LARGE if i % 10 == 0 else SMALL
+            pair.stage(layout, f"t{i}")
+            await pair.receiver.pull(
+                ticket_for(pair.address, layout, f"t{i}"),
+                ArenaRange(0, layout.total_bytes),
+                deadline_s=5,
+            )
+        await until(lambda: len(pair.sender_events) == 200)
+        assert pair.sender.num_tickets == 0
+        assert pair.receiver.num_pulls == 0
+
+
+async def test_a_strided_payload_is_refused(transport: MakeTransport) -> None:
+    """UCX would send other bytes than meant, without a word."""
+    async with kv_pair(transport) as pair:
+        connection = await pair.receiver_transport.connect(pair.address, 2.0)
+        with pytest.raises(AssertionError):
+            connection.send_payload(1, np.zeros(64, np.uint8)[::2], lambda: None)

@@ -1,0 +1,115 @@
+"""Two KV agents that share a transport kind, with what a test wants to see of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pdmesh.core.arena import ArenaRange
+from pdmesh.core.kv_layout import KvLayout
+from pdmesh.core.ticket import Ticket
+from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent, PullHooks
+from pdmesh.kv.transport import ByteArray, KvTransport
+
+FINGERPRINT = "model-a"
+INCARNATION = 7
+ARENA_BYTES = 64 << 20
+
+
+def pattern(size: int, seed: int = 1) -> ByteArray:
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def ticket_for(address: str, layout: KvLayout, ticket_id: str = "t", **changes: object) -> Ticket:
+    values: dict[str, object] = {
+        "ticket_id": ticket_id,
+        "request_id": "r",
+        "attempt": 1,
+        "instance_id": "prefill-0",
+        "incarnation": INCARNATION,
+        "model_fingerprint": FINGERPRINT,
+        "num_tokens": 1,
+        "kv_bytes": layout.total_bytes,
+        "addresses": (address,),
+        "lease_ms": 2000,
+    }
+    return Ticket(**(values | changes))  # type: ignore[arg-type]
+
+
+@dataclass
+class KvPair:
+    sender: KvAgent
+    receiver: KvAgent
+    sender_transport: KvTransport
+    receiver_transport: KvTransport
+    address: str
+    sender_events: list[AgentEvent] = field(default_factory=list)
+    receiver_events: list[AgentEvent] = field(default_factory=list)
+
+    def stage(
+        self, layout: KvLayout, ticket_id: str = "t", *, lease_s: float = 5.0, offset: int = 4096
+    ) -> ByteArray:
+        """Stage random bytes under the ticket; returns a copy of them."""
+        r = ArenaRange(offset, layout.total_bytes)
+        data = pattern(layout.total_bytes)
+        self.sender.staging(r)[:] = data
+        self.sender.stage(ticket_id, "r", 1, r, layout, lease_s)
+        return data
+
+    def landed(self, size: int, offset: int = 0) -> ByteArray:
+        return self.receiver.landing(ArenaRange(offset, size))
+
+
+async def until(condition: Callable[[], bool], within_s: float = 5.0) -> float:
+    """Wait for something that other tasks bring about; returns how long it took."""
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    while not condition():
+        assert loop.time() - started < within_s, "it did not come about in time"
+        await asyncio.sleep(0.001)
+    return loop.time() - started
+
+
+@asynccontextmanager
+async def kv_pair(
+    make_transport: Callable[[], KvTransport],
+    *,
+    hooks: PullHooks | None = None,
+    receiver_fingerprint: str = FINGERPRINT,
+) -> AsyncIterator[KvPair]:
+    """At the end nothing may be left on either side."""
+    sender_events: list[AgentEvent] = []
+    receiver_events: list[AgentEvent] = []
+    transports = make_transport(), make_transport()
+    sender = KvAgent(
+        transports[0],
+        AgentIdentity("prefill-0", INCARNATION, FINGERPRINT),
+        staging_bytes=ARENA_BYTES,
+        landing_bytes=0,
+        on_event=sender_events.append,
+    )
+    receiver = KvAgent(
+        transports[1],
+        AgentIdentity("decode-0", INCARNATION + 1, receiver_fingerprint),
+        staging_bytes=0,
+        landing_bytes=ARENA_BYTES,
+        on_event=receiver_events.append,
+        hooks=hooks,
+    )
+    address = await sender.start()
+    await receiver.start()
+    try:
+        yield KvPair(sender, receiver, *transports, address, sender_events, receiver_events)
+    finally:
+        sender.check_invariants()
+        receiver.check_invariants()
+        await receiver.close()
+        await sender.close()
+        for agent in (sender, receiver):
+            agent.check_invariants()
+            assert agent.num_tickets == 0
+            assert agent.num_pulls == 0

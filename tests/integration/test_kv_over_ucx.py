@@ -1,0 +1,289 @@
+"""KV between two processes over UCX, and what happens when the sender dies, freezes or is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from pdmesh.core.arena import ArenaRange
+from pdmesh.core.kv_layout import KvLayout
+from pdmesh.core.ticket import Ticket
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent, LandingFreed
+from pdmesh.kv.agent_thread import AgentThread
+from pdmesh.kv.ucx import UcxTransport
+from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, pattern, ticket_for, until
+from tests.fakes.kv_sender_process import NUM_LAYERS
+
+ROOT = Path(__file__).parents[2]
+SMALL = KvLayout(NUM_LAYERS, 2, 512, FINGERPRINT)
+LARGE = KvLayout(NUM_LAYERS, 64, 256 << 10, FINGERPRINT)  # 64 MiB: long enough to die in
+
+
+@dataclass
+class Sender:
+    process: Process
+    address: str
+    layout: KvLayout
+    num_staged: int = 0
+    closed: list[str] = field(default_factory=list)
+
+    async def stage(self, count: int = 1) -> list[Ticket]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"stage {count}\n".encode())
+        await self._read_until("staged")
+        names = [f"t{self.num_staged + i}" for i in range(count)]
+        self.num_staged += count
+        return [ticket_for(self.address, self.layout, name) for name in names]
+
+    async def wait_closed(self, line: str) -> None:
+        while line not in self.closed:
+            await self._read_until("closed")
+
+    async def _read_until(self, word: str) -> None:
+        assert self.process.stdout is not None
+        while True:
+            line = (await asyncio.wait_for(self.process.stdout.readline(), 10)).decode().strip()
+            assert line, "the sender is gone"
+            if line.startswith("closed"):
+                self.closed.append(line.removeprefix("closed "))
+            if line.startswith(word):
+                return
+
+
+@asynccontextmanager
+async def sender(layout: KvLayout, lease_s: float = 10.0) -> AsyncIterator[Sender]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.fakes.kv_sender_process",
+        str(layout.num_blocks), str(layout.block_bytes), str(lease_s),
+        stdin=PIPE, stdout=PIPE, cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/libs"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        address = (await asyncio.wait_for(process.stdout.readline(), 30)).decode().strip()
+        assert address, "the sender did not start"
+        yield Sender(process, address, layout)
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def receiver(events: list[AgentEvent]) -> AsyncIterator[KvAgent]:
+    agent = KvAgent(
+        UcxTransport(),
+        AgentIdentity("decode-0", INCARNATION + 1, FINGERPRINT),
+        staging_bytes=0,
+        landing_bytes=LARGE.total_bytes,
+        on_event=events.append,
+    )
+    await agent.start()
+    try:
+        yield agent
+    finally:
+        agent.check_invariants()
+        await agent.close()
+        assert agent.num_pulls == 0
+
+
+def landing(layout: KvLayout) -> ArenaRange:
+    return ArenaRange(0, layout.total_bytes)
+
+
+@pytest.mark.req("S47", "S49")
+async def test_kv_crosses_between_processes_and_the_ticket_is_taken() -> None:
+    events: list[AgentEvent] = []
+    async with sender(LARGE) as prefill, receiver(events) as decode:
+        (ticket,) = await prefill.stage()
+        await decode.pull(ticket, landing(LARGE), deadline_s=10)
+        assert (decode.landing(landing(LARGE)) == pattern(LARGE.total_bytes)).all()
+        await prefill.wait_closed("t0 taken")
+        assert events == []
+
+
+@pytest.mark.fault("F2")
+async def test_a_sender_killed_in_mid_transfer_fails_the_pull_at_once() -> None:
+    events: list[AgentEvent] = []
+    async with sender(LARGE) as prefill, receiver(events) as decode:
+        (ticket,) = await prefill.stage()
+        await decode.prepare(prefill.address)
+        view = decode.landing(landing(LARGE))
+        pull = asyncio.create_task(decode.pull(ticket, landing(LARGE), deadline_s=10))
+        await until(lambda: bool(view[: 1 << 20].any()))  # the first bytes have landed
+        prefill.process.kill()
+        killed = time.monotonic()
+        with pytest.raises(KvTransferFailed) as caught:
+            await pull
+        assert caught.value.reason == "KV_PEER_LOST"
+        assert time.monotonic() - killed < 2.0
+        await until(lambda: events == [LandingFreed(0)])
+        before = view.copy()
+        await asyncio.sleep(0.05)
+        assert (view == before).all(), "a late write after the landing was given back"
+
+
+@pytest.mark.fault("F4")
+async def test_a_frozen_sender_fails_the_pull_at_its_deadline_and_never_writes_again() -> None:
+    events: list[AgentEvent] = []
+    async with sender(LARGE) as prefill, receiver(events) as decode:
+        (ticket,) = await prefill.stage()
+        await decode.prepare(prefill.address)
+        view = decode.landing(landing(LARGE))
+        started = time.monotonic()
+        pull = asyncio.create_task(decode.pull(ticket, landing(LARGE), deadline_s=0.5))
+        await until(lambda: bool(view[: 1 << 20].any()))
+        prefill.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(KvTransferFailed) as caught:
+            await pull
+        assert caught.value.reason == "KV_TRANSFER_TIMEOUT"
+        assert 0.5 <= time.monotonic() - started < 2.5
+        await until(lambda: events == [LandingFreed(0)])
+        view[:] = 0
+        prefill.process.send_signal(signal.SIGCONT)
+        await asyncio.sleep(0.2)
+        assert not view.any(), "a zombie's bytes landed in a range that was given back"
+
+
+@pytest.mark.fault("F4")
+async def test_a_sender_that_thaws_serves_the_next_pull() -> None:
+    events: list[AgentEvent] = []
+    async with sender(SMALL) as prefill, receiver(events) as decode:
+        (ticket,) = await prefill.stage()
+        await decode.prepare(prefill.address)
+        prefill.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(KvTransferFailed):
+            await decode.pull(ticket, landing(SMALL), deadline_s=0.3)
+        prefill.process.send_signal(signal.SIGCONT)
+        await decode.pull(ticket, landing(SMALL), deadline_s=5)
+        assert (decode.landing(landing(SMALL)) == pattern(SMALL.total_bytes)).all()
+
+
+@pytest.mark.fault("F5")
+async def test_a_killed_sender_is_replaced_and_its_tickets_die_with_it() -> None:
+    events: list[AgentEvent] = []
+    async with receiver(events) as decode:
+        async with sender(SMALL) as prefill:
+            (ticket,) = await prefill.stage()
+            await decode.prepare(prefill.address)
+        with pytest.raises(KvTransferFailed) as caught:
+            await decode.pull(ticket, landing(SMALL), deadline_s=2)
+        assert caught.value.reason in {"KV_CONNECT_FAILED", "KV_PEER_LOST", "KV_TRANSFER_TIMEOUT"}
+        async with sender(SMALL) as prefill:
+            (ticket,) = await prefill.stage()
+            await decode.pull(ticket, landing(SMALL), deadline_s=5)
+
+
+@pytest.mark.fault("F6")
+async def test_a_receiver_that_dies_leaves_the_ticket_to_another() -> None:
+    async with sender(LARGE) as prefill:
+        (ticket,) = await prefill.stage()
+        events: list[AgentEvent] = []
+        async with receiver(events) as first:
+            pull = asyncio.create_task(first.pull(ticket, landing(LARGE), deadline_s=5))
+            view = first.landing(landing(LARGE))
+            await until(lambda: bool(view[: 1 << 20].any()))
+        with pytest.raises(KvTransferFailed):
+            await pull
+        async with receiver([]) as second:
+            await second.pull(ticket, landing(LARGE), deadline_s=10)
+        await prefill.wait_closed("t0 taken")
+
+
+@pytest.mark.fault("F6", "F35")
+async def test_tickets_nobody_pulls_are_freed_at_the_end_of_their_lease() -> None:
+    async with sender(SMALL, lease_s=0.2) as prefill:
+        await prefill.stage(3)
+        for name in ("t0", "t1", "t2"):
+            await prefill.wait_closed(f"{name} expired")
+
+
+async def test_two_hundred_pulls_leave_no_descriptor_and_no_connection_behind() -> None:
+    events: list[AgentEvent] = []
+    async with sender(SMALL) as prefill, receiver(events) as decode:
+        fds = Path("/proc/self/fd")
+        sender_fds = Path(f"/proc/{prefill.process.pid}/fd")
+        (ticket,) = await prefill.stage()
+        await decode.pull(ticket, landing(SMALL), deadline_s=5)
+        before = len(list(fds.iterdir())), len(list(sender_fds.iterdir()))
+        for ticket in await prefill.stage(200):
+            await decode.pull(ticket, landing(SMALL), deadline_s=5)
+        await prefill.wait_closed("t200 taken")
+        assert (len(list(fds.iterdir())), len(list(sender_fds.iterdir()))) == before
+
+
+async def test_agents_that_come_and_go_leave_no_descriptor_behind() -> None:
+    fds = Path("/proc/self/fd")
+
+    async def come_and_go() -> int:
+        async with receiver([]) as one, receiver([]) as other:
+            await one.prepare(other.address)
+        return len(list(fds.iterdir()))
+
+    before = await come_and_go()
+    for _ in range(5):
+        after = await come_and_go()
+    assert after == before
+
+
+async def test_an_agent_on_its_own_thread_serves_a_busy_loop() -> None:
+    """The host's loop does not turn, and the KV moves all the same."""
+
+    def make(incarnation: int) -> KvAgent:
+        return KvAgent(
+            UcxTransport(),
+            AgentIdentity("both", incarnation, FINGERPRINT),
+            staging_bytes=1 << 20,
+            landing_bytes=1 << 20,
+            on_event=lambda _: None,
+        )
+
+    prefill = AgentThread(lambda: make(INCARNATION))
+    decode = AgentThread(lambda: make(INCARNATION + 1))
+    try:
+        address = prefill.start()
+        decode.start()
+        prefill.staging(landing(SMALL))[:] = pattern(SMALL.total_bytes)
+        for i in range(50):
+            prefill.stage(f"t{i}", "r", 1, landing(SMALL), SMALL, 5.0)
+            ticket = ticket_for(address, SMALL, f"t{i}")
+            decode.pull(ticket, landing(SMALL), deadline_s=5).result(5)
+        assert (decode.landing(landing(SMALL)) == pattern(SMALL.total_bytes)).all()
+    finally:
+        started = time.monotonic()
+        decode.close()
+        prefill.close()
+        assert time.monotonic() - started < 5
+    with pytest.raises(KvTransferFailed):
+        decode.release("t0")
+
+
+def test_idle_agents_cost_nothing() -> None:
+    def make() -> KvAgent:
+        identity = AgentIdentity("idle", INCARNATION, FINGERPRINT)
+        return KvAgent(
+            UcxTransport(), identity, staging_bytes=0, landing_bytes=0, on_event=lambda _: None
+        )
+
+    agents = [AgentThread(make) for _ in range(2)]
+    try:
+        first, second = (agent.start() for agent in agents)
+        agents[0].prepare(second).result(5)
+        agents[1].prepare(first).result(5)
+        cpu = time.process_time()
+        time.sleep(1.0)
+        assert time.process_time() - cpu < 0.05
+    finally:
+        for agent in agents:
+            agent.close()

@@ -1,0 +1,85 @@
+"""The arena's allocator under any order of reserving and freeing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+
+from pdmesh.core.arena import ArenaAllocator, ArenaRange
+
+SIZE = 1 << 16
+
+
+class ArenaMachine(RuleBasedStateMachine):
+    """Against a model that marks every byte."""
+
+    ranges = Bundle("ranges")
+
+    @initialize(align=st.sampled_from([64, 4096]))
+    def start(self, align: int) -> None:
+        self.align = align
+        self.arena = ArenaAllocator(SIZE, align)
+        self.owner = [None] * (SIZE // align)  # of each aligned unit
+
+    @rule(target=ranges, length=st.integers(1, SIZE + 1))
+    def reserve(self, length: int) -> ArenaRange:
+        units = -(-length // self.align)
+        r = self.arena.reserve(length)
+        if r is None:
+            longest = max(
+                (len(run) for run in "".join("x" if o else "." for o in self.owner).split("x")),
+                default=0,
+            )
+            assert longest < units, "refused although a free run is long enough"
+            return multiple()
+        first = r.offset // self.align
+        assert r.offset % self.align == 0
+        assert r.length == length
+        assert self.owner[first : first + units] == [None] * units, "handed out twice"
+        self.owner[first : first + units] = [r.offset + 1] * units
+        return r
+
+    @rule(r=consumes(ranges))
+    def free(self, r: ArenaRange) -> None:
+        self.arena.free(r)
+        self.owner = [None if o == r.offset + 1 else o for o in self.owner]
+        with pytest.raises(ValueError, match="not reserved"):
+            self.arena.free(r)
+
+    @invariant()
+    def tiles(self) -> None:
+        self.arena.check_invariants()
+        used = sum(o is not None for o in self.owner) * self.align
+        assert self.arena.bytes_used == used
+
+    def teardown(self) -> None:
+        pass
+
+
+TestArena = ArenaMachine.TestCase
+
+
+def test_an_empty_arena_grants_nothing() -> None:
+    assert ArenaAllocator(0).reserve(1) is None
+
+
+def test_the_tail_that_is_no_whole_page_is_not_used() -> None:
+    arena = ArenaAllocator(3 * 4096 + 17)
+    assert arena.size == 3 * 4096
+    assert arena.reserve(3 * 4096) is not None
+    assert arena.largest_free == 0
+
+
+@pytest.mark.parametrize("align", [0, 3, 100])
+def test_alignment_is_a_power_of_two(align: int) -> None:
+    with pytest.raises(ValueError, match="power of two"):
+        ArenaAllocator(4096, align)

@@ -1,0 +1,143 @@
+"""Sizes and offsets of the contiguous buffer, and the way into it and out again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdmesh.core.kv_layout import KvLayout, KvShape
+from pdmesh.kv.scatter import gather, recv_scatter
+
+SMOLLM2 = KvShape(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16")
+
+
+@pytest.mark.req("S3")
+def test_smollm2_has_23040_bytes_per_token() -> None:
+    assert SMOLLM2.token_bytes == 23_040
+
+
+@pytest.mark.req("S3")
+@pytest.mark.parametrize(
+    ("shape", "token_bytes"),
+    [
+        (
+            KvShape(40, 40, 128, "float16"),
+            40 * 2 * 5120 * 2,
+        ),  # MHA: the paper's 2 * hidden * 2 bytes
+        (KvShape(32, 8, 128, "bfloat16"), 131_072),  # GQA: 8 of 32 heads
+        (KvShape(32, 8, 128, "fp8_e4m3"), 65_536),
+        (KvShape(32, 8, 128, "int8", scale_bytes=64), 65_536 + 32 * 64),
+    ],
+)
+def test_bytes_per_token_follow_heads_and_precision(shape: KvShape, token_bytes: int) -> None:
+    assert shape.token_bytes == token_bytes
+
+
+@pytest.mark.req("S3")
+def test_a_rank_holds_its_heads_and_copies_those_it_shares() -> None:
+    shape = KvShape(32, 8, 128, "bfloat16")
+    assert shape.per_rank(4).num_kv_heads == 2
+    assert shape.per_rank(16).num_kv_heads == 1
+    with pytest.raises(ValueError, match="do not divide"):
+        shape.per_rank(3)
+
+
+@pytest.mark.req("S3")
+def test_a_prompt_takes_whole_blocks() -> None:
+    assert SMOLLM2.kv_bytes(64, 64) == 64 * 23_040
+    assert SMOLLM2.kv_bytes(65, 64) == 128 * 23_040
+
+
+layouts = st.builds(
+    KvLayout, st.integers(1, 6), st.integers(1, 9), st.integers(1, 5).map(lambda n: n * 8)
+)
+
+
+@pytest.mark.req("S47")
+@given(layouts)
+def test_offsets_tile_the_buffer_in_order(layout: KvLayout) -> None:
+    offsets = [
+        layout.offset(layer, block)
+        for layer in range(layout.num_layers)
+        for block in range(layout.num_blocks)
+    ]
+    assert offsets == list(range(0, layout.total_bytes, layout.block_bytes))
+    with pytest.raises(IndexError):
+        layout.offset(layout.num_layers, 0)
+
+
+@pytest.mark.req("S47", "S49")
+@given(layouts, st.data())
+def test_spans_hold_exactly_the_blocks_from_the_first_wanted_on(
+    layout: KvLayout, data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, layout.num_blocks))
+    spans = layout.spans(first)
+    covered = [i for span in spans for i in range(span.offset, span.offset + span.length)]
+    wanted = [
+        layout.offset(layer, block) + i
+        for layer in range(layout.num_layers)
+        for block in range(first, layout.num_blocks)
+        for i in range(layout.block_bytes)
+    ]
+    assert covered == wanted
+    assert len(spans) <= (1 if first == 0 else layout.num_layers), "ranges, never blocks"
+
+
+@pytest.mark.req("S50")
+@given(
+    num_layers=st.integers(1, 4),
+    block_bytes=st.integers(1, 40),
+    num_blocks=st.integers(1, 24),
+    data=st.data(),
+)
+def test_what_was_gathered_scatters_back(
+    num_layers: int, block_bytes: int, num_blocks: int, data: st.DataObject
+) -> None:
+    """From random blocks of one cache into other random blocks of another."""
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    used = data.draw(st.integers(0, num_blocks))
+    source_ids = rng.permutation(num_blocks)[:used].tolist()
+    target_ids = rng.permutation(num_blocks)[:used].tolist()
+    shape = (num_blocks, block_bytes)
+    sources = [rng.integers(0, 256, shape, np.uint8) for _ in range(num_layers)]
+    targets = [rng.integers(0, 256, shape, np.uint8) for _ in range(num_layers)]
+    before = [t.copy() for t in targets]
+    buffer = np.zeros(num_layers * used * block_bytes, np.uint8)
+
+    gather(sources, source_ids, buffer)
+    layout = KvLayout(num_layers, used, block_bytes)
+    for layer, source in enumerate(sources):
+        for block, source_id in enumerate(source_ids):
+            at = layout.offset(layer, block)
+            assert (buffer[at : at + block_bytes] == source[source_id]).all()
+    recv_scatter(buffer, targets, target_ids)
+    for source, target, old in zip(sources, targets, before, strict=True):
+        assert (target[target_ids] == source[source_ids]).all()
+        others = [i for i in range(num_blocks) if i not in target_ids]
+        assert (target[others] == old[others]).all(), "a block that was not named changed"
+
+
+@pytest.mark.req("S50")
+@pytest.mark.parametrize("ids", [[-1], [4], [0, 9]])
+def test_block_ids_outside_the_cache_are_refused(ids: list[int]) -> None:
+    caches = [np.zeros((4, 8), np.uint8)]
+    buffer = np.zeros(8 * len(ids), np.uint8)
+    with pytest.raises(ValueError, match="outside"):
+        gather(caches, ids, buffer)
+    with pytest.raises(ValueError, match="outside"):
+        recv_scatter(buffer, caches, ids)
+
+
+def test_a_buffer_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="need 16 bytes"):
+        gather([np.zeros((4, 8), np.uint8)], [0, 1], np.zeros(8, np.uint8))
+
+
+def test_strided_caches_are_refused() -> None:
+    cache = np.zeros((8, 16), np.uint8)[:, ::2]
+    with pytest.raises(ValueError, match="contiguous"):
+        gather([cache], [0], np.zeros(8, np.uint8))

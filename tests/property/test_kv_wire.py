@@ -1,0 +1,107 @@
+"""The KV wire: what is said is heard, and nothing else is believed."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pdmesh.core.ticket import Refusal
+from pdmesh.kv import wire
+
+u64 = st.integers(0, 2**64 - 1)
+u32 = st.integers(0, 2**32 - 1)
+ids = st.text(st.characters(codec="utf-8"), min_size=1, max_size=24)
+
+
+@st.composite
+def metas(draw: st.DrawFn) -> wire.Meta:
+    lengths = draw(st.lists(st.integers(1, 300), max_size=8))
+    ranges, end = [], 0
+    for length in lengths:
+        ranges.append(wire.Range(end, length, draw(st.binary(min_size=16, max_size=16))))
+        end += length
+    inline = memoryview(bytes(end)) if draw(st.booleans()) else None
+    return wire.Meta(draw(u64), end, tuple(ranges), inline)
+
+
+messages = st.one_of(
+    st.builds(wire.Pull, u64, ids, u32, u64, u64, u32),
+    metas(),
+    st.builds(wire.Refused, u64, st.sampled_from(Refusal)),
+    st.builds(wire.Ack, u64, st.booleans()),
+    st.builds(wire.Renew, ids, u32, u64),
+)
+
+
+def encoded(message: wire.Message) -> bytes:
+    return b"".join(wire.encode(message))
+
+
+@given(messages)
+def test_what_is_encoded_is_parsed(message: wire.Message) -> None:
+    assert wire.parse(memoryview(encoded(message))) == message
+
+
+@pytest.mark.fault("F34")
+@given(st.binary(max_size=400))
+@example(b"")
+@example(b"PDKV")
+def test_any_bytes_are_a_message_or_the_typed_error(data: bytes) -> None:
+    with contextlib.suppress(wire.WireError):
+        wire.parse(memoryview(data))
+
+
+@pytest.mark.fault("F34", "F25")
+@given(messages, st.data())
+def test_a_damaged_message_is_a_message_or_the_typed_error(
+    message: wire.Message, data: st.DataObject
+) -> None:
+    raw = bytearray(encoded(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(wire.WireError):
+        parsed = wire.parse(memoryview(raw))
+        if isinstance(parsed, wire.Meta):
+            assert sum(r.length for r in parsed.ranges) == parsed.num_bytes
+            assert parsed.inline is None or len(parsed.inline) == parsed.num_bytes
+
+
+@pytest.mark.fault("F25")
+@given(messages)
+def test_a_message_cut_anywhere_is_refused(message: wire.Message) -> None:
+    raw = memoryview(encoded(message))
+    for end in range(0, len(raw), max(1, len(raw) // 40)):
+        with pytest.raises(wire.WireError):
+            wire.parse(raw[:end])
+
+
+@pytest.mark.fault("F34")
+@pytest.mark.parametrize("at", range(8))
+def test_every_byte_of_magic_version_kind_and_reserved_matters(at: int) -> None:
+    raw = bytearray(encoded(wire.Pull(1, "t", 1, 2, 3, 0)))
+    raw[at] ^= 0x80
+    with pytest.raises(wire.WireError):
+        wire.parse(memoryview(raw))
+
+
+@pytest.mark.req("S49")
+def test_ranges_with_a_gap_or_an_overlap_are_refused() -> None:
+    for second in (5, 3):
+        ranges = (wire.Range(0, 4, bytes(16)), wire.Range(second, 4, bytes(16)))
+        raw = encoded(wire.Meta(1, 8, ranges))
+        with pytest.raises(wire.WireError, match="gap"):
+            wire.parse(memoryview(raw))
+
+
+def test_the_largest_message_fits_the_transport() -> None:
+    from pdmesh.kv.transport import MAX_MESSAGE
+
+    size = wire.MAX_INLINE // wire.MAX_RANGES
+    ranges = tuple(wire.Range(i * size, size, bytes(16)) for i in range(wire.MAX_RANGES))
+    meta = wire.Meta(1, wire.MAX_INLINE, ranges, memoryview(bytes(wire.MAX_INLINE)))
+    raw = encoded(meta)
+    assert len(raw) <= MAX_MESSAGE
+    assert wire.parse(memoryview(raw)) == meta
