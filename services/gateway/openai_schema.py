@@ -50,7 +50,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both endpoints take. The last four are pdmesh's own (docs/api.md)."""
+    """What both endpoints take. The last four are pdmesh's own."""
 
     model: str
     max_tokens: int | None = None

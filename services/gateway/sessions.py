@@ -246,12 +246,6 @@ class SessionPool:
             return 0
         return found.num_legs if found.is_usable else 1 << 30
 
-    def has_room(self, instance_id: str, incarnation: int) -> bool:
-        """False only if its last word was that every slot is taken."""
-        found = self._sessions.get((instance_id, incarnation))
-        load = found.load if found else None
-        return load is None or load.num_slots_used < load.num_slots
-
     def forget_gone(self, is_known: Callable[[str, int], bool]) -> None:
         """Close idle sessions whose instance left the registry; those in use break by themselves."""
         for key, session in list(self._sessions.items()):
