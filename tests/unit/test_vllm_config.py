@@ -9,8 +9,15 @@ import pytest
 
 from pdmesh.engine.base import BlocksChanged, Finished, FinishReason, LandingFreed, Tokens
 from pdmesh.engine.vllm.config import VllmConfig, environment
+from pdmesh.engine.vllm.engine import VllmEngine
 from pdmesh.engine.vllm.fingerprint import base_fingerprint, cpu_kernels, digest, model_digest
 from pdmesh.engine.vllm.outputs import OutputQueue
+from pdmesh.engine.vllm.preflight import (
+    RUNTIME_BYTES,
+    available_bytes,
+    check_memory,
+    needed_bytes,
+)
 from pdmesh.errors import EngineFailed
 
 CPU = VllmConfig("prefill-0", 1, Path("model"), "m", device="cpu")
@@ -71,6 +78,22 @@ def test_the_instruction_sets_that_pack_kv_are_read_from_cpuinfo() -> None:
     text = "processor : 0\nflags\t\t: fpu sse2 avx2 avx512f amx_tile\nbugs : x\n"
     assert cpu_kernels(text) == "amx_tile avx2 avx512f"
     assert cpu_kernels("") == ""
+
+
+def test_memory_is_checked_before_vllm_is_started(model_dir: Path) -> None:
+    assert available_bytes("MemTotal: 9 kB\nMemAvailable:    2048 kB\n") == 2 << 20
+    assert available_bytes("") is None
+    assert needed_bytes(CPU, 100) == 200 + CPU.kv_cache_bytes + RUNTIME_BYTES
+    with pytest.raises(EngineFailed, match="lower kv_cache_bytes") as caught:
+        check_memory(replace(CPU, model_dir=model_dir, kv_cache_bytes=1 << 60))
+    assert caught.value.reason == "OUT_OF_MEMORY"
+
+
+async def test_a_missing_model_ends_the_start_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+    engine = VllmEngine(replace(CPU, model_dir=tmp_path))
+    with pytest.raises(EngineFailed, match="no model in"):
+        await engine.start()
+    await engine.stop()
 
 
 async def test_outputs_of_an_aborted_leg_are_dropped_but_its_ranges_are_not() -> None:

@@ -11,9 +11,9 @@ import contextlib
 import multiprocessing
 import os
 import shutil
-import tempfile
+import sys
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,8 @@ from pdmesh.engine.vllm.jobs import (
 from pdmesh.engine.vllm.kv_events import BlockNames, read_events
 from pdmesh.engine.vllm.messages import Hello, Release, ToHost
 from pdmesh.engine.vllm.outputs import OutputQueue
+from pdmesh.engine.vllm.preflight import check_memory
+from pdmesh.engine.vllm.private_dir import make_private_dir
 from pdmesh.engine.vllm.sampling import drawn, sampling_params
 from pdmesh.engine.vllm.stats import SchedulerView
 from pdmesh.errors import EngineFailed
@@ -114,12 +116,13 @@ class VllmEngine:
 
     async def _start(self, started: float) -> EngineInfo:
         config = self._config
+        model = await asyncio.to_thread(model_digest, config.model_dir)
+        check_memory(config)
         os.environ.update(environment(config, os.environ))
-        self._private_dir = Path(tempfile.mkdtemp(prefix="pdmesh-vllm-"))  # 0700
+        self._private_dir = make_private_dir()
         self._control = ControlServer(self._on_worker_message, self._on_worker_lost)
         await self._control.listen(control_path(self._private_dir))
         version = await self._with_progress("vllm.importing", asyncio.to_thread(_vllm_version))
-        model = await asyncio.to_thread(model_digest, config.model_dir)
         log.info("vllm.imported", version=version, seconds=round(time.monotonic() - started, 1))
         fingerprint = base_fingerprint(
             model, config.effective_dtype, config.block_size, version, config.tensor_parallel_size
@@ -431,11 +434,26 @@ def _build(arguments: dict[str, Any], view: SchedulerView) -> AsyncLLM:
 
     try:
         config = AsyncEngineArgs(**arguments).create_engine_config()
-        return AsyncLLM.from_vllm_config(
-            config, stat_loggers=[view.logger_factory()], disable_log_stats=True
-        )
+        with _unimportable_main():
+            return AsyncLLM.from_vllm_config(
+                config, stat_loggers=[view.logger_factory()], disable_log_stats=True
+            )
     except (RuntimeError, ValueError, OSError, MemoryError, TypeError) as error:
-        raise EngineFailed(f"vLLM did not start: {_cause(error)}", reason="ENGINE_START") from error
+        message = f"vLLM did not start ({_cause(error)}); its own lines above name the cause"
+        raise EngineFailed(message, reason="ENGINE_START") from error
+
+
+@contextlib.contextmanager
+def _unimportable_main() -> Iterator[None]:
+    """Spawned children import the main module again; vLLM's need nothing of a service, which costs 2 s."""
+    main = sys.modules["__main__"]
+    kept = {name: main.__dict__.pop(name) for name in ("__file__",) if name in main.__dict__}
+    spec, main.__spec__ = main.__spec__, None
+    try:
+        yield
+    finally:
+        main.__spec__ = spec
+        main.__dict__.update(kept)
 
 
 def _cause(error: BaseException) -> str:

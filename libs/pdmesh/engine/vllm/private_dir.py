@@ -1,0 +1,36 @@
+"""The directory of an engine's sockets: ours alone, with a short path, and swept when its owner was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+_PREFIX = (
+    "pdmesh-vllm-"  # then the owner's pid; a unix socket's path has room for about 100 characters
+)
+
+
+def make_private_dir(parent: Path | None = None) -> Path:
+    """A new directory with mode 0700. Removes those of ours whose process is gone."""
+    parent = parent or Path(tempfile.gettempdir())
+    for left in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # somebody else's, or removed meanwhile
+            if left.stat().st_uid == os.getuid() and not _is_owned(left):
+                shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+
+
+def _is_owned(directory: Path) -> bool:
+    pid = directory.name.removeprefix(_PREFIX).split("-")[0]
+    if not pid.isdecimal():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
