@@ -7,7 +7,6 @@ import contextlib
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Final
 
 import grpc
 import structlog

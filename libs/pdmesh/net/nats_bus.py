@@ -122,12 +122,12 @@ class NatsBus:
     def on_lost(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback` when the server stops answering. Returns what undoes this."""
         self._on_lost.append(callback)
-        return lambda: self._on_lost.remove(callback)
+        return lambda: _discard(self._on_lost, callback)
 
     def on_restored(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback` when it answers again. Returns what undoes this."""
         self._on_restored.append(callback)
-        return lambda: self._on_restored.remove(callback)
+        return lambda: _discard(self._on_restored, callback)
 
     async def publish(
         self, subject: str, data: bytes, headers: Mapping[str, str] | None = None
@@ -239,6 +239,11 @@ class NatsBus:
         if now - self._complained_at >= _COMPLAIN_EVERY_S:
             self._complained_at = now
             log.warning(event, **data)
+
+
+def _discard(callbacks: list[Callable[[], None]], callback: Callable[[], None]) -> None:
+    if callback in callbacks:
+        callbacks.remove(callback)
 
 
 def _hide_password(url: str) -> str:

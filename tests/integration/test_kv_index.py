@@ -1,0 +1,246 @@
+"""The kv-cache-index over real NATS and Valkey: follow, mirror, survive."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdmesh.core.prefix_index import Delta
+from pdmesh.errors import Unavailable
+from pdmesh.events.v1.events_pb2 import KvBlocks
+from pdmesh.kv.redis_index import RedisIndex, StoredInstance
+from pdmesh.net import rpc, subjects
+from pdmesh.net.events import EventPublisher
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats_registry import NatsLease, NatsRegistry
+from pdmesh.v1 import instance_service_pb2
+from pdmesh.v1.common_pb2 import ROLE_PREFILL, InstanceRecord
+from pdmesh.v1.instance_service_pb2 import GetKvSnapshotRequest, GetKvSnapshotResponse
+from services.kv_cache_index.__main__ import running
+from services.kv_cache_index.settings import Settings
+from tests.support import servers
+from tests.support.waiting import until
+
+LEASE_S = 1.0
+FINGERPRINT = "f0"
+
+
+def chain(n: int, start: int = 0) -> list[bytes]:
+    return [i.to_bytes(16, "big") for i in range(start, start + n)]
+
+
+class Worker:
+    """An instance as the index sees it: a record, deltas, snapshots."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.blocks, self.sequence, self.num_snapshots = name, set[bytes](), 0, 0
+
+    async def start(self, bus: NatsBus) -> None:
+        self.bus = bus
+        self._publisher = EventPublisher(bus, self.name, 1)
+        self._server = rpc.server()
+        service = instance_service_pb2.DESCRIPTOR.services_by_name["InstanceService"]
+        rpc.add_service(self._server, service, self)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        self.lease: NatsLease = await NatsRegistry(bus, LEASE_S).register(
+            InstanceRecord(
+                instance_id=self.name, incarnation=1, service="prefill", role=ROLE_PREFILL,
+                model_fingerprint=FINGERPRINT, grpc_address=f"127.0.0.1:{port}",
+            )
+        )  # fmt: skip
+
+    async def stop(self) -> None:
+        await self.lease.release()
+        await self._server.stop(0)
+
+    async def store(self, blocks: list[bytes], *, is_lost: bool = False) -> None:
+        self.blocks |= set(blocks)
+        self.sequence += 1
+        event, subject = KvBlocks(stored=blocks), subjects.kv_blocks(self.name)
+        if is_lost:  # numbered, never sent
+            self._publisher._sequences[subject] = self.sequence
+        else:
+            await self._publisher.publish(subject, event)
+
+    async def GetKvSnapshot(
+        self, request: GetKvSnapshotRequest, context: Any
+    ) -> AsyncIterator[GetKvSnapshotResponse]:
+        self.num_snapshots += 1
+        yield GetKvSnapshotResponse(
+            incarnation=1, sequence=self.sequence, block_hashes=list(self.blocks)
+        )
+
+    Session = GetStatus = Drain = GetKvSnapshot  # not called
+
+
+@pytest.fixture
+async def nats(tmp_path: Path) -> AsyncIterator[servers.TestServer]:
+    server = servers.nats(tmp_path)
+    await server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+async def valkey(tmp_path: Path) -> AsyncIterator[servers.TestServer]:
+    server = servers.valkey(tmp_path)
+    await server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+async def bus(nats: servers.TestServer) -> AsyncIterator[NatsBus]:
+    bus = await NatsBus.connect(nats.url, "test")
+    yield bus
+    await bus.close()
+
+
+@pytest.fixture
+async def store(valkey: servers.TestServer) -> AsyncIterator[RedisIndex]:
+    store = RedisIndex(valkey.url)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def worker(bus: NatsBus) -> AsyncIterator[Worker]:
+    worker = Worker("prefill-0")
+    await worker.start(bus)
+    yield worker
+    await worker.stop()
+
+
+def index(bus: NatsBus, valkey: servers.TestServer) -> contextlib.AbstractAsyncContextManager[Any]:
+    settings = Settings(redis_url=valkey.url, lease_s=LEASE_S, resync_s=600)
+    return running(settings, bus, NatsRegistry(bus, LEASE_S))
+
+
+async def stored_blocks(store: RedisIndex, name: str) -> frozenset[bytes] | None:
+    with contextlib.suppress(Unavailable):
+        found = await store.load(name)
+        return found.blocks if found else None
+    return None
+
+
+@pytest.mark.req("S98", "S101")
+async def test_deltas_reach_memory_and_redis_and_a_gone_instance_leaves_both(
+    bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
+) -> None:
+    async with index(bus, valkey) as parts:
+        await until(lambda: parts.feed.is_whole)
+        await worker.store(chain(100))
+        await until(lambda: parts.index.match(chain(200)) == {"prefill-0": 100})
+        await until(lambda: parts.mirror.is_current)
+        assert await store.match(FINGERPRINT, chain(200)) == {"prefill-0": 100}
+        await worker.lease.release()
+        await until(lambda: parts.index.num_blocks == 0)
+        await until(lambda: parts.mirror.is_current)
+        assert await store.match(FINGERPRINT, chain(200)) == {}
+        assert await store.instance_ids() == []
+        keys = await store._redis.keys("*")
+        assert keys == [b"pdmesh:v1:index:epoch"]  # nothing is left behind (I4)
+
+
+@pytest.mark.fault("F20")
+async def test_a_lost_delta_is_repaired_by_a_snapshot(
+    bus: NatsBus, valkey: servers.TestServer, worker: Worker
+) -> None:
+    async with index(bus, valkey) as parts:
+        await until(lambda: parts.feed.is_whole)
+        before = worker.num_snapshots
+        await worker.store(chain(3), is_lost=True)
+        await worker.store(chain(3, start=3))
+        await until(lambda: parts.index.match(chain(6)) == {"prefill-0": 6}, within_s=3.0)
+        assert worker.num_snapshots > before
+
+
+@pytest.mark.fault("F15")
+async def test_a_flushed_store_is_filled_again(
+    bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
+) -> None:
+    async with index(bus, valkey) as parts:
+        await worker.store(chain(1200))
+        await until(lambda: parts.index.num_blocks == 1200)
+        await until(lambda: parts.mirror.is_current)
+        await store._redis.flushall()
+
+        async def is_filled() -> bool:
+            return await stored_blocks(store, "prefill-0") == worker.blocks
+
+        assert await until(is_filled, within_s=10.0) < 10.0
+        assert await store.match(FINGERPRINT, chain(5)) == {"prefill-0": 5}
+
+
+@pytest.mark.fault("F14")
+async def test_without_redis_the_index_goes_on_and_refills_it_when_it_is_back(
+    bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
+) -> None:
+    async with index(bus, valkey) as parts:
+        await worker.store(chain(10))
+        await until(lambda: parts.index.num_blocks == 10)
+        await until(lambda: parts.mirror.is_current)
+        valkey.kill()
+        await worker.store(chain(10, start=10))
+        await until(lambda: parts.index.match(chain(20)) == {"prefill-0": 20})
+        await until(lambda: not parts.mirror.is_current)
+        await valkey.start()
+
+        async def is_filled() -> bool:
+            return await stored_blocks(store, "prefill-0") == worker.blocks
+
+        assert await until(is_filled, within_s=10.0) < 10.0
+
+
+@pytest.mark.fault("F16")
+async def test_a_frozen_redis_costs_a_bounded_wait_and_no_retries(
+    valkey: servers.TestServer, store: RedisIndex
+) -> None:
+    await store.instance_ids()
+    valkey.pause()
+
+    async def is_refused() -> bool:
+        with pytest.raises(Unavailable):
+            await store.match(FINGERPRINT, chain(1))
+        return True
+
+    assert await until(is_refused) < 1.0
+    valkey.resume()
+
+    async def is_back() -> bool:
+        with contextlib.suppress(Unavailable):
+            return await store.match(FINGERPRINT, chain(1)) == {}
+        return False
+
+    await until(is_back)
+
+
+async def test_a_restarted_index_starts_from_redis_and_forgets_who_died_meanwhile(
+    bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
+) -> None:
+    await store.replace(
+        "prefill-0", StoredInstance(1, 1, FINGERPRINT, frozenset(chain(4)))
+    )  # what an index left
+    await store.replace("prefill-9", StoredInstance(1, 1, FINGERPRINT, frozenset(chain(4))))
+    await worker.store(chain(4))
+    async with index(bus, valkey) as parts:
+        assert parts.index.match(chain(9)) == {"prefill-0": 4}  # at once, without any snapshot
+        await until(lambda: parts.mirror.is_current)
+        assert await store.instance_ids() == ["prefill-0"]
+        assert await store.match(FINGERPRINT, chain(9)) == {"prefill-0": 4}
+
+
+async def test_redis_agrees_with_the_deltas_applied(store: RedisIndex) -> None:
+    await store.apply(Delta("a", 1, 1, stored=chain(5)), FINGERPRINT)
+    await store.apply(Delta("b", 1, 1, stored=[*chain(2), *chain(1, start=4)]), FINGERPRINT)
+    await store.apply(Delta("a", 1, 2, removed=chain(1, start=3)), FINGERPRINT)
+    assert await store.match(FINGERPRINT, chain(6)) == {"a": 3, "b": 2}
+    assert await store.match("other-model", chain(6)) == {}
+    await store.replace("a", StoredInstance(2, 7, "f1", frozenset(chain(1))))
+    assert await store.match(FINGERPRINT, chain(6)) == {"b": 2}
+    assert await store.load("a") == StoredInstance(2, 7, "f1", frozenset(chain(1)))

@@ -1,0 +1,147 @@
+"""The registry over a real NATS server that is paused, wiped, or not there yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats_leader import LeaderElection
+from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.registry import RecordChanged
+from pdmesh.v1.common_pb2 import InstanceRecord
+from tests.support import servers
+from tests.support.waiting import until
+
+LEASE_S = 1.0
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[servers.TestServer]:
+    server = servers.nats(tmp_path)
+    yield server
+    server.close()
+
+
+def record(name: str) -> InstanceRecord:
+    return InstanceRecord(instance_id=name, incarnation=1, service="prefill")
+
+
+@pytest.mark.fault("F18")
+async def test_a_paused_server_is_noticed_and_kills_nobody(server: servers.TestServer) -> None:
+    """On SIGCONT the server ends every lease at once, before any owner can renew."""
+    await server.start()
+    bus = await NatsBus.connect(server.url, "test")
+    registry = NatsRegistry(bus, LEASE_S)
+    leases = [await registry.register(record(f"p{i}")) for i in range(5)]
+    view = await registry.watch()
+    seen: list[RecordChanged] = []
+    view.on_change(seen.append)
+    server.pause()
+    assert await until(lambda: not view.is_connected, within_s=3.0) < 3.0
+    await until(lambda: not any(lease.is_held for lease in leases), within_s=3.0)
+    server.resume()
+    assert await until(lambda: view.is_connected, within_s=5.0) < 3.0
+    await until(lambda: all(lease.is_held for lease in leases), within_s=3.0)
+    await asyncio.sleep(2 * LEASE_S)  # long enough to be judged, if anybody were
+    assert seen == []
+    assert len(view.records) == 5
+    for lease in leases:
+        await lease.release()
+    await view.close()
+    await bus.close()
+
+
+@pytest.mark.fault("F21")
+async def test_a_wiped_store_is_filled_again_by_the_owners(server: servers.TestServer) -> None:
+    await server.start()
+    bus, other = [await NatsBus.connect(server.url, "test") for _ in range(2)]
+    lease = await NatsRegistry(bus, LEASE_S).register(record("p0"))
+    view = await NatsRegistry(other, LEASE_S).watch()
+    server.kill()
+    server.wipe()
+    await server.start()
+    await until(lambda: view.is_connected, within_s=5.0)
+    fresh = await NatsRegistry(other, LEASE_S).watch()
+    assert await until(lambda: "p0" in fresh.records, within_s=5.0) < 5.0
+    assert "p0" in view.records
+    await until(lambda: lease.is_held)
+    await lease.release()
+    for each in (view, fresh):
+        await until(lambda each=each: not each.records)  # type: ignore[misc]
+        await each.close()
+    await bus.close()
+    await other.close()
+
+
+async def test_a_process_that_starts_before_its_server_waits_for_it(
+    server: servers.TestServer,
+) -> None:
+    connecting = asyncio.create_task(NatsBus.connect(server.url, "test"))
+    await asyncio.sleep(0.5)
+    assert not connecting.done()
+    await server.start()
+    bus = await asyncio.wait_for(connecting, 5.0)
+    assert bus.is_connected
+    await bus.close()
+
+
+class Candidate:
+    def __init__(self, bus: NatsBus, name: str) -> None:
+        self.changes: list[tuple[bool, int]] = []
+        self.bus = bus
+        self.election = LeaderElection(
+            bus, "master", name, 1, LEASE_S, lambda *change: self.changes.append(change)
+        )
+        self.election.start()
+
+    async def stop(self) -> None:
+        await self.election.stop()
+        await self.bus.close()
+
+
+@pytest.mark.req("S71")
+@pytest.mark.fault("F11")
+async def test_a_standby_takes_over_with_a_higher_epoch(server: servers.TestServer) -> None:
+    await server.start()
+    a = Candidate(await NatsBus.connect(server.url, "a"), "a")
+    await until(lambda: a.election.is_leader)
+    b = Candidate(await NatsBus.connect(server.url, "b"), "b")
+    with pytest.raises(AssertionError):
+        await until(lambda: b.election.is_leader, within_s=2 * LEASE_S)
+    await a.bus.close()  # as if killed: it can neither renew nor give up
+    assert await until(lambda: b.election.is_leader, within_s=3 * LEASE_S) < 3 * LEASE_S
+    assert not a.election.is_leader
+    assert b.election.epoch > a.election.epoch
+    await b.stop()
+    await a.stop()
+
+
+async def test_a_leader_that_stops_hands_over_at_once(server: servers.TestServer) -> None:
+    await server.start()
+    a, b = [Candidate(await NatsBus.connect(server.url, n), n) for n in ("a", "b")]
+    await until(lambda: a.election.is_leader or b.election.is_leader)
+    leader, standby = (a, b) if a.election.is_leader else (b, a)
+    await leader.stop()
+    assert await until(lambda: standby.election.is_leader) < LEASE_S
+    await standby.stop()
+
+
+@pytest.mark.fault("F12", "F13")
+async def test_a_leader_without_its_store_fences_itself_before_its_lease_ends(
+    server: servers.TestServer,
+) -> None:
+    await server.start()
+    a = Candidate(await NatsBus.connect(server.url, "a"), "a")
+    await until(lambda: a.election.is_leader)
+    server.kill()
+    await until(lambda: not a.election.is_leader, within_s=LEASE_S)
+    await server.start()
+    await until(lambda: a.election.is_leader, within_s=5.0)
+    epochs = [epoch for is_leader, epoch in a.changes if is_leader]
+    assert epochs == sorted(set(epochs))
+    assert len(epochs) == 2
+    await a.stop()
