@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
@@ -235,6 +236,40 @@ async def test_agents_that_come_and_go_leave_no_descriptor_behind() -> None:
     for _ in range(5):
         after = await come_and_go()
     assert after == before
+
+
+@pytest.mark.fault("F39")
+async def test_an_agent_for_this_machine_turns_others_away() -> None:
+    """ucxx listens on every interface, whatever the host; who comes from elsewhere gets no greeting."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; names our outward address
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        outward = probe.getsockname()[0]
+    child = (
+        "import asyncio, sys\n"
+        "from pdmesh.errors import KvTransferFailed\n"
+        "from pdmesh.kv.ucx import UcxTransport\n"
+        "async def main():\n"
+        "    transport = UcxTransport('0.0.0.0')\n"
+        "    await transport.start(None)\n"
+        "    try:\n"
+        "        await transport.connect(sys.argv[1], 3.0)\n"
+        "    except KvTransferFailed as exc:\n"
+        "        print(exc.reason)\n"
+        "    await transport.close()\n"
+        "asyncio.run(main())\n"
+    )
+    async with receiver([]) as agent:
+        port = agent.address.rpartition(":")[2]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", child, f"{outward}:{port}",
+            stdout=PIPE, cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/libs"},
+        )  # fmt: skip
+        out, _ = await asyncio.wait_for(process.communicate(), 20)
+        assert out.decode().split()[-1:] == ["KV_CONNECT_FAILED"]
+        await agent.prepare(agent.address)  # from here it is served
 
 
 async def test_an_agent_on_its_own_thread_serves_a_busy_loop() -> None:

@@ -373,7 +373,9 @@ class KvAgent:
     def _abort(self, peer: int, reason: str) -> None:
         connection = self._peers.get(peer)
         if connection is not None:
-            self._pool.remove(connection)  # the next pull opens another, without waiting for the end
+            self._pool.remove(
+                connection
+            )  # the next pull opens another, without waiting for the end
             connection.abort(reason)
 
     # -- the receiver's effects -------------------------------------------------------------------

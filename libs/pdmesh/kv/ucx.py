@@ -20,7 +20,8 @@ import structlog
 
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.transport import MAX_MESSAGE, ByteArray, ConnectionHandler, KvConnection
-from pdmesh.kv.ucx_worker import UcxWorker, options_for
+from pdmesh.kv.ucx_peer import is_loopback, remote_ip
+from pdmesh.kv.ucx_worker import UcxWorker, is_local, options_for
 
 log = structlog.get_logger(__name__)
 
@@ -30,6 +31,7 @@ _GREETING_MAGIC = b"PDKVUCX1"
 _HELLO = struct.Struct("<8sQ")  # first message of the connecting side: magic, its number
 _MESSAGE_TAG = 0  # tags of payloads are never 0: a connection's number is not
 _HANDSHAKE_S = 5.0
+MAX_CONNECTIONS = 4096  # both directions
 _CLOSE_NS = 1_000_000_000
 _DRAIN_S = 2.0
 
@@ -102,6 +104,7 @@ class UcxTransport:
     def __init__(self, host: str = "127.0.0.1", advertise_host: str | None = None) -> None:
         self._host = host
         self._advertise_host = advertise_host or host
+        self._is_local = is_local(host)
         self._handler: ConnectionHandler | None = None
         self._ucx: UcxWorker | None = None
         self._listener: Any = None
@@ -137,6 +140,10 @@ class UcxTransport:
         self._inbox_array = Array(self._inbox)
         self._post_inbox()
         self._ucx.pump()
+        if not self._is_local and not self._ucx.has_fabric():
+            log.warning(
+                "kv.no_rdma", hint="this UCX has no verbs; KV goes over tcp or shared memory"
+            )
         return f"{self._advertise_host}:{self._listener.port}"
 
     async def connect(self, address: str, timeout_s: float) -> KvConnection:
@@ -274,6 +281,14 @@ class UcxTransport:
     def _accept(self, endpoint: Any) -> None:
         """Greet who connected: the greeting carries our number, its first message will carry its own."""
         connection = self._add(endpoint)
+        if self._is_local and not is_loopback(remote_ip(endpoint.handle)):
+            log.warning("kv.peer.refused")
+            connection.abort("not of this machine")
+            return
+        if len(self._by_number) > MAX_CONNECTIONS:
+            log.warning("kv.connections.full", num_connections=len(self._by_number))
+            connection.abort("too many connections")
+            return
         greeting = _GREETING.pack(_GREETING_MAGIC, connection.number)
         try:
             request = endpoint.stream_send(self._array(greeting))

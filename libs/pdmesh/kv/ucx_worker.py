@@ -38,9 +38,14 @@ def load_library() -> Any:  # ucxx has no type information
     return libucxx
 
 
+def is_local(host: str) -> bool:
+    """Whether `host` names this machine only."""
+    return host in _LOOPBACK
+
+
 def options_for(host: str) -> dict[str, str]:
     """UCX options for a machine without a fabric: tcp on loopback. Those in the environment win."""
-    if host not in _LOOPBACK or "UCX_TLS" in os.environ:
+    if not is_local(host) or "UCX_TLS" in os.environ:
         return {}
     options = {"TLS": "tcp"}
     if "UCX_NET_DEVICES" not in os.environ:
@@ -72,6 +77,10 @@ class UcxWorker:
     @property
     def num_pending(self) -> int:
         return len(self._pending)
+
+    def has_fabric(self) -> bool:
+        """Whether UCX found an RDMA device (verbs, mlx5, EFA); the PyPI wheel of libucx never does."""
+        return any(word in self._context.info for word in ("rc_", "dc_", "ud_", "srd", "ib/"))
 
     def watch(self, request: Any, on_done: Callable[[bool], None], buffer: object) -> None:
         """Call `on_done(is_ok)` once the request is complete, from the loop and never from here.

@@ -1,0 +1,151 @@
+"""What one pull costs: latency, CPU on both sides and pulls per second, between two processes over UCX.
+
+    python -m loadtests.kv_pull            # 4 KiB, 64 KiB, 1 MiB, 16 MiB, 64 MiB; one and 32 at a time
+
+The sender stages the same bytes under one ticket per pull, so staging's checksum is in its CPU; gather and scatter
+are not. A single memcpy of the same size runs in the same minute, as the yardstick of the machine's present mood.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdmesh.core.arena import ArenaRange
+from pdmesh.core.kv_layout import KvLayout
+from pdmesh.core.ticket import Ticket
+from pdmesh.kv.agent import AgentIdentity, KvAgent
+from pdmesh.kv.ucx import UcxTransport
+
+FINGERPRINT = "bench"
+NUM_LAYERS = 4
+CASES = ((4 << 10, 2000), (64 << 10, 1000), (1 << 20, 300), (16 << 20, 40), (64 << 20, 12))
+
+
+def layout_of(size: int) -> KvLayout:
+    return KvLayout(NUM_LAYERS, 1, size // NUM_LAYERS, FINGERPRINT)
+
+
+async def sender() -> None:
+    """Serve: each line `size count` stages `count` tickets; answers with the CPU used so far."""
+    largest = max(size for size, _ in CASES)
+    agent = KvAgent(
+        UcxTransport(),
+        AgentIdentity("prefill-0", 1, FINGERPRINT),
+        staging_bytes=largest,
+        landing_bytes=0,
+        on_event=lambda _: None,
+    )
+    print(await agent.start(), flush=True)
+    agent.staging(ArenaRange(0, largest))[:] = 1
+    lines = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(lines), sys.stdin
+    )
+    while line := (await lines.readline()).split():
+        size, first, count = map(int, line)
+        for i in range(first, first + count):
+            agent.stage(f"t{i}", "r", 1, ArenaRange(0, size), layout_of(size), 60.0)
+        print(time.process_time(), flush=True)
+    await agent.close()
+
+
+@dataclass
+class Bench:
+    agent: KvAgent
+    child: subprocess.Popen[str]
+    address: str
+    num_staged: int = 0
+
+    async def stage(self, size: int, count: int) -> float:
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        self.child.stdin.write(f"{size} {self.num_staged} {count}\n")
+        self.child.stdin.flush()
+        self.num_staged += count
+        return float(await asyncio.to_thread(self.child.stdout.readline))
+
+    async def run(self, size: int, count: int, width: int) -> tuple[list[float], float]:
+        """Latencies, and the wall time of all pulls."""
+        first = self.num_staged - count
+        todo = iter(range(first, first + count))
+        took: list[float] = []
+
+        async def worker(slot: int) -> None:
+            for i in todo:
+                ticket = Ticket(
+                    f"t{i}", "r", 1, "prefill-0", 1, FINGERPRINT, 1, size, (self.address,), 60_000
+                )
+                result = await self.agent.pull(ticket, ArenaRange(slot * size, size), deadline_s=30)
+                took.append(result.duration_s)
+
+        started = time.perf_counter()
+        await asyncio.gather(*(worker(slot) for slot in range(width)))
+        return took, time.perf_counter() - started
+
+
+def memcpy_ms(size: int) -> float:
+    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        np.copyto(target, source)
+        best = min(best, time.perf_counter() - started)
+    return best * 1e3
+
+
+async def main() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "loadtests.kv_pull", "sender"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    agent = KvAgent(
+        UcxTransport(),
+        AgentIdentity("decode-0", 2, FINGERPRINT),
+        staging_bytes=0,
+        landing_bytes=256 << 20,
+        on_event=lambda _: None,
+    )
+    try:
+        await agent.start()
+        bench = Bench(agent, child, child.stdout.readline().strip())
+        print(
+            "| bytes | at once | p50 | p99 | pulls/s | GB/s | CPU/pull here | CPU/pull there | memcpy |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|")
+        for size, count in CASES:
+            for width in (1, min(32, (256 << 20) // size)):
+                await show(bench, size, count, width)
+    finally:
+        await agent.close()
+        child.kill()
+        child.wait()
+
+
+async def show(bench: Bench, size: int, count: int, width: int) -> None:
+    await bench.stage(size, width)
+    await bench.run(size, width, width)  # pages and connection are warm
+    before = await bench.stage(size, count)
+    here = time.process_time()
+    took, wall = await bench.run(size, count, width)
+    here = (time.process_time() - here) / count
+    there = (await bench.stage(size, 0) - before) / count
+    p50, p99 = np.percentile(took, [50, 99]) * 1e3
+    print(
+        f"| {size >> 10} KiB | {width} | {p50:.2f} ms | {p99:.2f} ms | {count / wall:.0f} "
+        f"| {size * count / wall / 1e9:.2f} | {here * 1e6:.0f} us | {there * 1e6:.0f} us "
+        f"| {memcpy_ms(size):.3f} ms |",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    asyncio.run(sender() if sys.argv[1:] == ["sender"] else main())
