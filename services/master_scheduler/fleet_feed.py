@@ -76,6 +76,10 @@ class FleetFeed:
             await self._subscription.unsubscribe()
             await self._verdicts.close()
 
+    def wake(self) -> None:
+        """The own leadership changed: announce what was not."""
+        self._has_changed.set()
+
     def _on_record(self, change: RecordChanged) -> None:
         if change.record is None:
             self._fleet.handle(RecordVanished(change.instance_id), self._clock())
@@ -119,9 +123,9 @@ class FleetFeed:
         while True:
             await self._has_changed.wait()
             self._has_changed.clear()
+            if not self._is_leader():
+                continue  # `wake` comes with the leadership: a new leader announces what it finds
             for change in self._groups.observe(self._fleet.instances.values()):
-                if not self._is_leader():
-                    continue
                 await self._publisher.publish(
                     subjects.group_changed(change.group_id),
                     GroupChanged(

@@ -148,6 +148,7 @@ class Master:
 
     def _on_leadership(self, is_leader: bool, epoch: int) -> None:
         self._presence.refresh()
+        self._fleet_feed.wake()
         if is_leader:
             event = LeaderChanged(leader_id=self._app.instance_id, epoch=epoch)
             subject = subjects.leader_changed(self._app.instance_id)
