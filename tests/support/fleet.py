@@ -1,4 +1,4 @@
-"""A sim mesh under fault, and what must be back to zero after it (I4, I6)."""
+"""A whole sim mesh for tests: what it should answer, and what must be back to zero after a request (I4, I6)."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ INSTANCES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 _ENV = {"PDMESH_PREFILL_NUM_SLOTS": "48", "PDMESH_DECODE_NUM_SLOTS": "48"}
 
 
-def two_by_two() -> MeshSpec:
+def two_by_two(**env: str) -> MeshSpec:
     return MeshSpec(
         engine="sim",
         num_prefill=2,
         num_decode=2,
         http_port=0,
         grpc_port=0,
-        env=_ENV,
+        env={**_ENV, **env},
         start_timeout_s=60,
     )
 
@@ -59,7 +59,7 @@ class Reference:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).rstrip("\ufffd")
 
 
-async def status(mesh: Mesh, address: str) -> GetStatusResponse | None:
+async def status(address: str) -> GetStatusResponse | None:
     async with rpc.channel(address) as channel:
         try:
             return await InstanceServiceStub(channel).GetStatus(GetStatusRequest(), timeout=1)
@@ -85,7 +85,7 @@ async def held(mesh: Mesh) -> dict[str, str]:
     found: dict[str, str] = {}
     known = await addresses(mesh)
     for name in INSTANCES:
-        answer = await status(mesh, known[name]) if name in known else None
+        answer = await status(known[name]) if name in known else None
         if answer is None:
             found[name] = "no answer"
             continue
