@@ -1,8 +1,12 @@
+import asyncio
+import time
+
 import pytest
 
+from pdmesh.engine.base import FinishReason
 from pdmesh.instance import convert
 from pdmesh.instance.outbox import MAX_PENDING, Outbox
-from pdmesh.v1.instance_service_pb2 import Load
+from pdmesh.v1.instance_service_pb2 import Load, SessionResponse
 
 
 class Clock:
@@ -33,18 +37,51 @@ async def test_steps_pile_up_into_one_message_while_the_writer_is_busy(outbox: O
     assert not outbox.has_something
 
 
-async def test_a_token_never_overtakes_the_event_that_opens_its_leg(outbox: Outbox) -> None:
-    """In one message the tokens are read first, so these two need two."""
+async def taken_within(outbox: Outbox, limit_s: float) -> SessionResponse | None:
+    try:
+        return await asyncio.wait_for(outbox.next(), limit_s)
+    except TimeoutError:
+        return None
+
+
+async def test_tokens_go_at_once_unless_a_message_just_went() -> None:
+    outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=0.2)
     outbox.add_tokens([7], [1])
-    outbox.add_event(convert.accepted(8), opens=True)
-    outbox.add_tokens([7], [2])
-    outbox.add_tokens([7, 8], [3, 4])
-    first, second = await outbox.next(), await outbox.next()
-    assert first is not None
-    assert second is not None
-    assert list(first.tokens.token_ids) == [1, 2]
-    assert [event.key for event in first.events] == [8]
-    assert list(second.tokens.token_ids) == [3, 4]
+    assert await taken_within(outbox, 0.1) is not None
+    for token in (2, 3):
+        outbox.add_tokens([7], [token])
+        outbox.flush()
+    assert await taken_within(outbox, 0.05) is None
+    both = await taken_within(outbox, 2.0)
+    assert both is not None
+    assert list(both.tokens.token_ids) == [2, 3]
+
+
+async def test_what_somebody_waits_for_takes_the_held_back_along_at_once() -> None:
+    outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=60.0)
+    outbox.add_event(convert.accepted(8), is_urgent=False)
+    outbox.flush()
+    assert await taken_within(outbox, 0.05) is None
+    outbox.add_event(convert.finished(7, FinishReason.STOP))
+    outbox.flush()
+    message = await taken_within(outbox, 1.0)
+    assert message is not None
+    assert [event.key for event in message.events] == [8, 7]
+
+
+async def test_an_event_nobody_waits_for_goes_by_itself_in_the_end() -> None:
+    outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=0.02)
+    outbox.add_event(convert.accepted(8), is_urgent=False)
+    outbox.flush()
+    assert await taken_within(outbox, 2.0) is not None
+
+
+async def test_a_closing_session_says_what_it_held_back() -> None:
+    outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=60.0)
+    outbox.add_event(convert.accepted(8), is_urgent=False)
+    outbox.close()
+    assert await taken_within(outbox, 1.0) is not None
+    assert await taken_within(outbox, 1.0) is None
 
 
 async def test_a_load_rides_along_and_is_sent_once(outbox: Outbox) -> None:

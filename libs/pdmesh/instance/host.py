@@ -55,6 +55,7 @@ ENGINE_DIED: Final = "ENGINE_DIED"
 class HostConfig:
     transfer_timeout_s: float = 5.0  # one pull of KV, however much of the deadline is left
     stall_s: float = 10.0  # a gateway that does not read for so long is cut off
+    message_gap_s: float = 0.001  # tokens alone wait so long after a message
 
 
 class InstanceHost:
@@ -112,7 +113,8 @@ class InstanceHost:
         )
 
     def open(self, gateway_id: str) -> Outbox:
-        outbox = Outbox(gateway_id, self._config.stall_s, self._clock)
+        config = self._config
+        outbox = Outbox(gateway_id, config.stall_s, self._clock, config.message_gap_s)
         self._outboxes[outbox] = None
         outbox.set_load(self.load(), self.admission.version)
         return outbox
@@ -185,7 +187,7 @@ class InstanceHost:
             return
         self._last_leg = ask.leg
         instruments.admissions.add(1, instruments.ACCEPTED)
-        outbox.add_event(convert.accepted(m.key), opens=True)
+        outbox.add_event(convert.accepted(m.key), is_urgent=False)
         leg = Leg(ask.leg, outbox, m.key, work, m.request_id)
         if isinstance(m, Start):
             self._start_decode(leg, m, parsed, decision.range)
@@ -312,12 +314,12 @@ class InstanceHost:
         leg.outbox.add_tokens([leg.key] * len(output.token_ids), output.token_ids)
         if output.logprobs:
             drawn = LogprobsDrawn(logprobs=map(convert.logprob_to_proto, output.logprobs))
-            leg.outbox.add_event(SessionEvent(key=leg.key, logprobs_drawn=drawn))
+            leg.outbox.add_event(SessionEvent(key=leg.key, logprobs_drawn=drawn), is_urgent=False)
 
     def _on_prefilled(self, output: Prefilled) -> None:
         if (leg := self._legs.get(output.leg)) is None:
             return
-        leg.outbox.add_event(convert.first_token(leg.key, output), opens=leg.work is Work.LOCAL)
+        leg.outbox.add_event(convert.first_token(leg.key, output))
         instruments.tokens.add(1)
         if leg.work is Work.PREFILL:
             spans.end(leg.span, pdmesh__usage__cached_tokens=output.num_cached_tokens)
@@ -333,7 +335,7 @@ class InstanceHost:
         event = convert.kv_received(
             leg.key, output.kv_bytes, output.duration_s, output.num_computed_tokens
         )
-        leg.outbox.add_event(event, opens=True)
+        leg.outbox.add_event(event, is_urgent=False)
         instruments.transfer_s.record(output.duration_s)
         instruments.transfer_bytes.add(output.kv_bytes)
         spans.end(leg.transfer_span, pdmesh__kv__bytes=output.kv_bytes)
@@ -402,7 +404,7 @@ class InstanceHost:
             if not (outbox.has_something or is_hint):
                 continue
             if outbox.load_version != version:
-                outbox.set_load(self.load(), version)
+                outbox.set_load(self.load(), version, is_urgent=is_hint)
                 outbox.wants_load = is_full
             outbox.flush()
         if version != self._published_version:

@@ -1,14 +1,15 @@
-"""What waits to be sent to one gateway: whole messages' worth, taken by the session's writer when it is ready.
+"""What waits to be sent to one gateway: taken as one message by the session's writer when it is ready.
 
-While the writer is busy, steps pile up into one message. Within a message the tokens come first, so a token
-of a leg whose opening event (accepted, first token) still waits begins a new message. The pile is bounded:
-a gateway that does not read is cut off rather than remembered without end (F28).
+While the writer is busy, steps pile up into one message. Tokens go at once unless a message went less than `gap_s`
+ago, so that an engine with very short steps costs no message per step; events that nobody waits for ride along with
+what comes within `gap_s`. The pile is bounded: a gateway that does not read is cut off rather than remembered without
+end (F28).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -20,48 +21,68 @@ _EVENT_WEIGHT: Final = 8  # an event weighs about as much as so many tokens
 
 
 @dataclass(slots=True)
-class _Part:
+class _Pile:
     keys: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     events: list[SessionEvent] = field(default_factory=list)
-    opened: set[int] = field(default_factory=set)  # keys that an event of this part opens
+    load: Load | None = None
+    due_at: float = math.inf
+
+    @property
+    def weight(self) -> int:
+        return len(self.keys) + _EVENT_WEIGHT * len(self.events)
+
+    def to_response(self) -> SessionResponse:
+        response = SessionResponse()
+        if self.keys:
+            response.tokens.keys.extend(self.keys)
+            response.tokens.token_ids.extend(self.token_ids)
+        if self.events:
+            response.events.extend(self.events)
+        if self.load is not None:
+            response.load.CopyFrom(self.load)
+        return response
 
 
 class Outbox:
     """One session's. `on_cut` is called once if the gateway does not keep up."""
 
-    def __init__(self, gateway_id: str, stall_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, gateway_id: str, stall_s: float, clock: Callable[[], float], gap_s: float = 0.0
+    ) -> None:
         self.gateway_id = gateway_id
         self.on_cut: Callable[[], None] = lambda: None
         self.is_closed = False
         self.wants_load = False  # was told that the instance is full: tell it when that ends
         self.load_version = -1  # of the last Load sent
-        self._load: Load | None = None
-        self._stall_s, self._clock = stall_s, clock
-        self._parts: deque[_Part] = deque([_Part()])
-        self.num_pending = 0  # tokens, and events by their weight
+        self._stall_s, self._clock, self._gap_s = stall_s, clock, gap_s
+        self._pile = _Pile()
+        self._taken_at = -math.inf
         self._waiting_since: float | None = None
+        self._is_timer_set = False
         self._ready = asyncio.Event()
 
     def add_tokens(self, keys: Sequence[int], token_ids: Sequence[int]) -> None:
-        part = self._parts[-1]
-        if part.opened and not part.opened.isdisjoint(keys):
-            part = _Part()
-            self._parts.append(part)
-        part.keys.extend(keys)
-        part.token_ids.extend(token_ids)
-        self.num_pending += len(keys)
+        self._pile.keys.extend(keys)
+        self._pile.token_ids.extend(token_ids)
+        self._send_by(self._taken_at + self._gap_s)
 
-    def add_event(self, event: SessionEvent, *, opens: bool = False) -> None:
-        """`opens`: tokens of this key must come after the event."""
-        part = self._parts[-1]
-        part.events.append(event)
-        if opens:
-            part.opened.add(event.key)
-        self.num_pending += _EVENT_WEIGHT
+    def add_event(self, event: SessionEvent, *, is_urgent: bool = True) -> None:
+        """`is_urgent`: somebody waits for it."""
+        self._pile.events.append(event)
+        self._send_by(-math.inf if is_urgent else self._clock() + self._gap_s)
 
-    def set_load(self, load: Load, version: int) -> None:
-        self._load, self.load_version = load, version
+    def set_load(self, load: Load, version: int, *, is_urgent: bool = True) -> None:
+        self._pile.load, self.load_version = load, version
+        self._send_by(-math.inf if is_urgent else self._clock() + self._gap_s)
+
+    def _send_by(self, due_at: float) -> None:
+        self._pile.due_at = min(self._pile.due_at, due_at)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens, and events by their weight."""
+        return self._pile.weight
 
     @property
     def has_something(self) -> bool:
@@ -87,27 +108,27 @@ class Outbox:
 
     async def next(self) -> SessionResponse | None:
         """The next message, waiting for one. None when the session is over."""
-        while not (self.num_pending or self._load):
-            self._waiting_since = None
+        while not self._is_due():
             if self.is_closed:
                 return None
             self._ready.clear()
             await self._ready.wait()
-        return self._take()
+        pile, self._pile = self._pile, _Pile()
+        self._taken_at, self._waiting_since = self._clock(), None
+        return pile.to_response()
 
-    def _take(self) -> SessionResponse:
-        part = self._parts.popleft()
-        if not self._parts:
-            self._parts.append(_Part())
-        response = SessionResponse()
-        if part.keys:
-            response.tokens.keys.extend(part.keys)
-            response.tokens.token_ids.extend(part.token_ids)
-        if part.events:
-            response.events.extend(part.events)
-        if self._load is not None:
-            response.load.CopyFrom(self._load)
-            self._load = None
-        self.num_pending -= len(part.keys) + _EVENT_WEIGHT * len(part.events)
-        self._waiting_since = self._clock() if self.num_pending else None
-        return response
+    def _is_due(self) -> bool:
+        if not (self.has_something or self._pile.load):
+            self._waiting_since = None
+            return False
+        rest_s = self._pile.due_at - self._clock()
+        if rest_s <= 0 or self.is_closed:
+            return True
+        if not self._is_timer_set:
+            self._is_timer_set = True
+            asyncio.get_running_loop().call_later(rest_s, self._on_timer)
+        return False
+
+    def _on_timer(self) -> None:
+        self._is_timer_set = False
+        self._ready.set()

@@ -321,7 +321,9 @@ Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
 class SessionResponse(_message.Message):
-    """What happened on an instance since its last message: first the tokens of the step, then the events in order."""
+    """What happened on an instance since its last message. Of one leg, what begins it (Accepted, FirstToken, KvReceived)
+    came before its tokens here, and what ends it (Finished, Failed) after them; events are in order.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
