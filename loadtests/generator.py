@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Final
 
 from loadtests.client import LoadResult, LoadSpec
-from loadtests.processes import Cost, ProcessSet, cpu_between
+from loadtests.processes import Cost, ProcessSet, cpu_between, machine_busy_s
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A window's load, and the CPU seconds of each process in it, `generator` among them."""
+    """A window's load, the CPU seconds of each process in it, `generator` among them, and of all others."""
 
     load: LoadResult
     cpu_s: Mapping[str, float]
+    others_cpu_s: float
 
     @property
     def total_cpu_s(self) -> float:
@@ -40,9 +41,9 @@ def measure(spec: LoadSpec, watched: ProcessSet, num_generators: int = 1) -> Mea
     generators = ProcessSet({f"generator-{i}": p.pid for i, p in enumerate(running)})
     try:
         _expect(running, "open")
-        before, before_own = watched.costs(), generators.costs()
+        before, before_own, busy = watched.costs(), generators.costs(), machine_busy_s()
         _expect(running, "close")
-        after, after_own = watched.costs(), generators.costs()
+        after, after_own, busy = watched.costs(), generators.costs(), machine_busy_s() - busy
         load = LoadResult()
         for process in running:
             assert process.stdout is not None
@@ -51,7 +52,8 @@ def measure(spec: LoadSpec, watched: ProcessSet, num_generators: int = 1) -> Mea
         for process in running:
             process.kill()
             process.communicate()
-    return Measured(load, _cpu(before, after, before_own, after_own))
+    cpu_s = _cpu(before, after, before_own, after_own)
+    return Measured(load, cpu_s, max(0.0, busy - sum(cpu_s.values())))
 
 
 def _cpu(

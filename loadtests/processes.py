@@ -34,6 +34,12 @@ class ProcessSet:
         return costs
 
 
+def machine_busy_s() -> float:
+    """CPU seconds all cores together have spent on anything since boot, those stolen by the host included."""
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
+
+
 def cpu_between(before: Mapping[str, Cost], after: Mapping[str, Cost]) -> dict[str, float]:
     """CPU seconds each process used between two samples; one that died in between is left out."""
     return {name: after[name].cpu_s - before[name].cpu_s for name in before if name in after}

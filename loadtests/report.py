@@ -165,7 +165,7 @@ def _bare(run: Run) -> list[str]:
 def _throughput(run: Run) -> str:
     head = (
         "answer x connections", "requests/s", "tokens/s", "TTFT p50 / p99 ms", "latency p50 / p99 ms",
-        "mesh CPU-s per 1k requests", "per 1M tokens", "35-60 ms", "errors",
+        "mesh CPU-s per 1k requests", "per 1M tokens", "35-60 ms", "tokens per event", "cores taken by others", "errors",
     )  # fmt: skip
     return table(head, [_throughput_row(run.cells(name)) for name in run.scenarios()])
 
@@ -183,8 +183,17 @@ def _throughput_row(cells: list[Cell]) -> tuple[str, ...]:
         f"{middle(lambda c: c.mesh_cpu_s_per_1k_requests):.3f}",
         f"{middle(lambda c: c.mesh_cpu_s_per_1m_tokens):.1f}",
         f"{middle(lambda c: c.stall_share):.2%}",
+        _tokens_per_event(cells),
+        f"{middle(lambda c: c.others_cores):.2f}",
         str(sum(sum(cell.errors.values()) + cell.num_stuck for cell in cells)),
     )
+
+
+def _tokens_per_event(cells: list[Cell]) -> str:
+    """How many tokens one event of a stream carried; each stream also has four events without any."""
+    events = sum(cell.num_events - 4 * cell.num_requests for cell in cells)
+    tokens = sum(round(cell.tokens_per_s * cell.window_s) for cell in cells)
+    return f"{tokens / events:.1f}" if events > 0 else ""
 
 
 def _by_process(run: Run) -> str:

@@ -37,6 +37,8 @@ class Cell:
     mesh_cpu_s_per_1k_requests: float
     mesh_cpu_s_per_1m_tokens: float
     cpu_s: Mapping[str, float]
+    others_cores: float  # what else ran on the machine took so much: noise
+    num_events: int
     window_s: float
     num_requests: int
     num_stuck: int
@@ -62,6 +64,8 @@ class Cell:
             mesh_cpu_s_per_1k_requests=_per(measured.mesh_cpu_s, load.num_requests, 1e3),
             mesh_cpu_s_per_1m_tokens=_per(measured.mesh_cpu_s, load.num_tokens, 1e6),
             cpu_s={name: round(cpu, 3) for name, cpu in measured.cpu_s.items()},
+            others_cores=measured.others_cpu_s / load.duration_s,
+            num_events=load.num_events,
             window_s=load.duration_s,
             num_requests=load.num_requests,
             num_stuck=load.num_stuck,
