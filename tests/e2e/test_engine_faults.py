@@ -19,7 +19,7 @@ from tests.e2e.pair import LegFailed, Pair, running
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("default"),  # vLLM's own
     pytest.mark.asyncio(loop_scope="session"),
 ]
