@@ -25,7 +25,9 @@ def test_those_who_wait_for_an_instance_are_called_by_deadline(
         assert number is not None
         room.leave(number)
     waiting = [i for i in range(min(8, len(entries))) if i not in leavers]
-    expected = sorted((i for i in waiting if "p" in entries[i][0]), key=lambda i: (entries[i][1], i))
+    expected = sorted(
+        (i for i in waiting if "p" in entries[i][0]), key=lambda i: (entries[i][1], i)
+    )
     assert room.call("p", 2) == expected[:2]
     assert room.call("p", 100) == expected[2:]
     assert len(room) == len(waiting) - len(expected)
