@@ -338,6 +338,7 @@ class InstanceHost:
         leg.outbox.add_event(event, is_urgent=False)
         instruments.transfer_s.record(output.duration_s)
         instruments.transfer_bytes.add(output.kv_bytes)
+        instruments.computed_tokens.add(output.num_computed_tokens)
         spans.end(leg.transfer_span, pdmesh__kv__bytes=output.kv_bytes)
         leg.transfer_span = None
         self.admission.computed(leg.number)

@@ -22,6 +22,9 @@ transfer_bytes: Final = metrics.counter(names.KV_TRANSFER_BYTES, "KV bytes pulle
 transfer_failures: Final = metrics.counter(
     names.KV_TRANSFER_FAILURES, "Pulls of KV that failed at decode"
 )
+computed_tokens: Final = metrics.counter(
+    names.KV_COMPUTED_TOKENS, "Prompt tokens that decode computed itself; 0 while hand-overs work"
+)
 batch_size: Final = metrics.histogram(
     names.BATCH_SIZE, "Sequences per step", "1", [2.0**n for n in range(10)]
 )
