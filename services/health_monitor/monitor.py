@@ -22,6 +22,7 @@ from pdmesh.net.events import EventPublisher, decode_event
 from pdmesh.net.health_board import HealthBoard
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.registry import RecordChanged, RegistryView
+from pdmesh.net.tasks import together
 from pdmesh.telemetry import metrics, names
 
 log = structlog.get_logger(__name__)
@@ -68,9 +69,7 @@ class HealthMonitor:
         try:
             await board.loaded.wait()
             self._start(dict(board.known))
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._tick_often(), name="health-tick")
-                tasks.create_task(self._announce(), name="health-announce")
+            await together(self._tick_often(), self._announce())
         finally:
             for each in undo:
                 each()

@@ -29,6 +29,7 @@ from pdmesh.net.bus import Bus, Message, Subscription
 from pdmesh.net.events import Admission, EventPublisher, SequenceGate, decode_event
 from pdmesh.net.health_board import HealthBoard, HealthBoardView
 from pdmesh.net.registry import RecordChanged, RegistryView
+from pdmesh.net.tasks import together
 from services.master_scheduler.convert import identity_from
 
 log = structlog.get_logger(__name__)
@@ -69,9 +70,7 @@ class FleetFeed:
         self._verdicts = self._board.watch(self._on_verdict)
         self._subscription = await self._bus.subscribe(subjects.instance_load(), self._on_load)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._announce_groups(), name="groups")
-                tasks.create_task(self._mind_the_judge(), name="judge")
+            await together(self._announce_groups(), self._mind_the_judge())
         finally:
             await self._subscription.unsubscribe()
             await self._verdicts.close()

@@ -69,7 +69,9 @@ class SchedulerServicer:
         return epoch
 
     def _plan(self, query: pb.PlanQuery) -> pb.PlanResult:
-        if not query.traceparent:
+        if not query.traceparent.endswith(
+            "1"
+        ):  # a span that nobody records costs as much as the plan
             return self._plan_untraced(query)
         parent = traces.context_from(query.traceparent)
         with traces.tracer().start_as_current_span(names.SPAN_PLAN, context=parent) as span:

@@ -27,6 +27,7 @@ from pdmesh.net.events import EventPublisher, decode_event
 from pdmesh.net.health_board import HealthBoard
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsLease, NatsRegistry
+from pdmesh.net.tasks import end
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, InstanceRecord
 from pdmesh.v1.scheduler_service_pb2 import (
     HEALTH_HEALTHY,
@@ -222,8 +223,7 @@ async def test_a_silent_instance_is_suspected_by_the_monitor_and_left_out_by_the
     beat = EventPublisher(bus, "prefill-0", 5)
     await beat.publish(subjects.health_instance("prefill-0"), InstanceHealth(service="prefill"))
     await until(lambda: fleet.instances["prefill-0"].is_usable, within_s=2.0)
-    watching.cancel()
-    await asyncio.wait([watching])
+    await end([watching])
     await view.close()
 
 

@@ -19,7 +19,7 @@ from pdmesh.core.leadership import Leadership
 from pdmesh.errors import Unavailable
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_kv import KvBucket, KvEntry, WrongRevision
-from pdmesh.net.tasks import end
+from pdmesh.net.tasks import end, together
 
 log = structlog.get_logger(__name__)
 
@@ -77,9 +77,7 @@ class LeaderElection:
     async def _run(self) -> None:
         watch = self._bucket.watch(self._on_entry, self._is_vacant.set, lambda: None)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._fence_often())
-                tasks.create_task(self._campaign())
+            await together(self._fence_often(), self._campaign())
         finally:
             await watch.close()
 

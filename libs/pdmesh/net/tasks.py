@@ -1,22 +1,41 @@
 """Ending asyncio tasks for certain.
 
 On Python 3.11 `asyncio.wait_for`, which nats-py uses everywhere, swallows a cancellation that comes together with its
-result: the task lives on and who waits for it hangs. So a task is cancelled until it is over.
+result: the task lives on and who waits for it hangs. So a task is cancelled until it is over; a TaskGroup would
+cancel its children only once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any, Final
 
 _AGAIN_S: Final = 0.05
 
 
 async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel the tasks until all are over; what they raise is dropped."""
+    """Cancel the tasks until all are over; what they raise is dropped. Being cancelled itself waits for that too."""
     pending = {task for task in tasks if not task.done()}
+    was_cancelled = False
     while pending:
         for task in pending:
             task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=_AGAIN_S)
+        try:
+            await asyncio.wait(pending, timeout=_AGAIN_S)
+        except asyncio.CancelledError:
+            was_cancelled = True
+        pending = {task for task in pending if not task.done()}
+    if was_cancelled:
+        raise asyncio.CancelledError
+
+
+async def together(*works: Coroutine[Any, Any, None]) -> None:
+    """Run all until one fails or this is cancelled; then none of them is left. Raises what failed."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+    finally:
+        await end(tasks)

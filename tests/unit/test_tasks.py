@@ -1,0 +1,51 @@
+"""Tasks end although a library swallows cancellations."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from pdmesh.net.tasks import end, together
+
+
+async def stubborn(num_swallowed: int, ended: asyncio.Event) -> None:
+    """As nats-py on Python 3.11: a cancellation that meets a result is lost."""
+    try:
+        for _ in range(num_swallowed):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        await asyncio.Event().wait()
+    finally:
+        ended.set()
+
+
+async def test_a_task_that_swallows_cancellations_is_over_when_end_returns() -> None:
+    ended = asyncio.Event()
+    task = asyncio.create_task(stubborn(2, ended))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(2.0):
+        await end([task])
+    assert ended.is_set()
+
+
+async def test_stubborn_children_of_a_cancelled_parent_are_over_too() -> None:
+    ended = [asyncio.Event(), asyncio.Event()]
+    parent = asyncio.create_task(together(*(stubborn(3, each) for each in ended)))
+    await asyncio.sleep(0.01)
+    async with asyncio.timeout(2.0):
+        await end([parent])
+    assert all(each.is_set() for each in ended)
+
+
+async def test_the_failure_of_one_ends_the_others_and_is_raised() -> None:
+    ended = asyncio.Event()
+
+    async def fail() -> None:
+        raise ValueError("broken")
+
+    async with asyncio.timeout(2.0):
+        with pytest.raises(ValueError, match="broken"):
+            await together(stubborn(1, ended), fail())
+    assert ended.is_set()
