@@ -10,10 +10,11 @@ import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 from pdmesh.errors import InvalidRequest, MeshError
 from services.gateway.frontend import new_request_id
+from services.gateway.http_guard import CONNECTION
 from services.gateway.openai_format import error_body
 
 # Any: ASGI's messages and scopes are plain dicts.
@@ -24,6 +25,14 @@ Send = Callable[[AsgiMessage], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 _JSON = (b"content-type", b"application/json")
+
+
+class Connection(Protocol):
+    """The client's connection: tells when it is gone."""
+
+    def watch(self, on_gone: Callable[[], None]) -> None: ...
+
+    def unwatch(self) -> None: ...
 
 
 class BodyTooLarge(InvalidRequest):
@@ -42,6 +51,7 @@ class Exchange:
         self._scope = scope
         self._receive = receive
         self._send = send
+        self.connection: Connection = scope[CONNECTION]
         self._task = asyncio.current_task()
 
     def header(self, name: bytes) -> str:
@@ -72,12 +82,6 @@ class Exchange:
         if message["type"] == "http.disconnect":
             raise ClientGone
         return message
-
-    async def watch_disconnect(self, on_gone: Callable[[], None]) -> None:
-        """After the body: returns once the client has gone (closing its sending half counts)."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        on_gone()
 
     async def start(self, status: int, headers: Headers) -> None:
         self.has_started = True

@@ -135,7 +135,7 @@ class HttpApp:
         call = self._frontend.open(
             spec, exchange.request_id, exchange.header(b"traceparent"), is_quiet=is_quiet
         )
-        watcher = asyncio.create_task(exchange.watch_disconnect(call.cancel))
+        exchange.connection.watch(call.cancel)
         error: MeshError | None = None
         try:
             if request.stream:
@@ -148,7 +148,7 @@ class HttpApp:
             error = exc
             raise
         finally:
-            watcher.cancel()
+            exchange.connection.unwatch()
             self._frontend.close(call, error)
 
     async def _whole(self, exchange: Exchange, call: Call) -> None:

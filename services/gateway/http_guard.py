@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+CONNECTION: Final = "pdmesh.connection"  # in the scope: tells when the client goes, without a task that waits for it
 _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _TOO_SLOW: Final = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -32,6 +33,8 @@ class _Guarded(HttpToolsProtocol):
     _head_bytes = 0
     _is_in_head = True
     _deadline: asyncio.TimerHandle | None = None
+    is_gone = False
+    _on_gone: Callable[[], None] | None = None  # for the answer being written now
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast("asyncio.Transport", transport))
@@ -39,7 +42,10 @@ class _Guarded(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clock()
+        self.is_gone = True
         super().connection_lost(exc)
+        if self._on_gone is not None:
+            self._on_gone()
 
     def data_received(self, data: bytes) -> None:
         if self._is_in_head:
@@ -54,9 +60,22 @@ class _Guarded(HttpToolsProtocol):
                 self._start_clock()
         super().data_received(data)
 
+    def watch(self, on_gone: Callable[[], None]) -> None:
+        """Call `on_gone` once the client has gone (closing its sending half counts), until `unwatch`."""
+        self.flow.resume_reading()  # a large body stops it, and then nobody would notice
+        if self.is_gone:
+            on_gone()
+        else:
+            self._on_gone = on_gone
+
+    def unwatch(self) -> None:
+        self._on_gone = None
+
     # Called by httptools, hence not typed upstream.
     def on_headers_complete(self) -> Any:
         self._is_in_head = False
+        scope = cast("dict[str, Any]", self.scope)  # ASGI allows keys of our own
+        scope[CONNECTION] = self
         return super().on_headers_complete()
 
     def on_message_complete(self) -> Any:

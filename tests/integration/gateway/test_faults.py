@@ -194,10 +194,12 @@ async def test_a_decode_that_falls_silent_is_left_and_what_it_says_later_is_drop
 
 
 @pytest.mark.fault("F27")
+@pytest.mark.parametrize("padding", [0, 300_000])
 @pytest.mark.parametrize("stage", ["waiting", "prefill", "decode admission", "decoding"])
 async def test_a_client_that_leaves_frees_everything(
-    tmp_path: Path, eventually: Eventually, stage: str
+    tmp_path: Path, eventually: Eventually, stage: str, padding: int
 ) -> None:
+    """A large body makes the server stop reading, and then it could miss that the client goes."""
     async with gateway_mesh(tmp_path) as mesh:
         prefill, decode = mesh.instances["prefill-0"], mesh.instances["decode-0"]
         prefill.is_holding = stage == "prefill"
@@ -212,7 +214,7 @@ async def test_a_client_that_leaves_frees_everything(
             "decoding": lambda: bool(decode.legs),
         }[stage]
         port = mesh.gateway.http.port
-        body = b'{"model":"tiny","prompt":"abc","max_tokens":4000,"stream":true}'
+        body = b'{"model":"tiny","prompt":"abc","max_tokens":4000,"stream":true}' + b" " * padding
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
