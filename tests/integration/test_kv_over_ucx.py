@@ -240,7 +240,7 @@ async def test_agents_that_come_and_go_leave_no_descriptor_behind() -> None:
 
 @pytest.mark.fault("F39")
 async def test_an_agent_for_this_machine_turns_others_away() -> None:
-    """ucxx listens on every interface, whatever the host; who comes from elsewhere gets no greeting."""
+    """ucxx listens on every interface, whatever the host; UCX refuses what comes by another device."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing; names our outward address

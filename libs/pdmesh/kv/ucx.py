@@ -20,7 +20,6 @@ import structlog
 
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.transport import MAX_MESSAGE, ByteArray, ConnectionHandler, KvConnection
-from pdmesh.kv.ucx_peer import is_loopback, remote_ip
 from pdmesh.kv.ucx_worker import UcxWorker, is_local, options_for
 
 log = structlog.get_logger(__name__)
@@ -33,6 +32,7 @@ _MESSAGE_TAG = 0  # tags of payloads are never 0: a connection's number is not
 _HANDSHAKE_S = 5.0
 MAX_CONNECTIONS = 4096  # both directions
 _CLOSE_NS = 1_000_000_000
+_FLUSH_S = 0.2  # for last words, acks above all
 _DRAIN_S = 2.0
 
 
@@ -46,6 +46,8 @@ class UcxConnection:
         self.endpoint = endpoint
         self.is_announced = False
         self.close_reason = ""
+        self.is_fenced = False  # we dropped it: what it still says is not heard
+        self.num_unsent = 0  # messages on their way out
         self.payloads: list[Any] = []  # requests that may still touch a caller's bytes
         self._transport = transport
         endpoint.set_close_callback(self._on_endpoint_closed)
@@ -63,6 +65,11 @@ class UcxConnection:
             self._post_payload(self.endpoint.tag_recv, self.number, key, buffer, on_received)
 
     def abort(self, reason: str) -> None:
+        self.is_fenced = True
+        self.lose(reason)
+
+    def lose(self, reason: str) -> None:
+        """The peer is gone; messages that have arrived already still count."""
         if not self.close_reason:
             self.close_reason = reason
             self._transport.bury(self)
@@ -85,17 +92,18 @@ class UcxConnection:
             if is_ok and not self.close_reason:
                 on_done()
             elif not is_ok:
-                self.abort("the peer is gone")
+                self.lose("the peer is gone")
 
         self._transport.watch(request, done, buffer)
 
     def on_posted(self, is_ok: bool) -> None:
         """A message or greeting left, or could not."""
+        self.num_unsent -= 1
         if not is_ok:
-            self.abort("the peer is gone")
+            self.lose("the peer is gone")
 
     def _on_endpoint_closed(self, *_: object) -> None:
-        self.abort("the peer is gone")
+        self.lose("the peer is gone")
 
 
 class UcxTransport:
@@ -177,10 +185,11 @@ class UcxTransport:
         return connection
 
     async def close(self) -> None:
-        ucx, self._ucx = self._ucx, None
+        ucx = self._ucx
         if ucx is None:
             return
         self._listener = None
+        ucx.drain(lambda: not any(c.num_unsent for c in self._by_number.values()), _FLUSH_S)
         for connection in list(self._by_number.values()):
             connection.abort("closing")
         for endpoint in self._accepted:
@@ -188,6 +197,7 @@ class UcxTransport:
         self._accepted.clear()
         ucx.drain(lambda: not self._by_number and not ucx.num_pending, _DRAIN_S)
         ucx.close()
+        self._ucx = None
         for connection in self._draining:
             connection.payloads.clear()  # the worker that could touch their buffers is no more
         self._bury_dead()
@@ -217,6 +227,7 @@ class UcxTransport:
             if self._ucx is not None:
                 self._ucx.kick()
         else:
+            connection.num_unsent += 1
             self.watch(request, connection.on_posted, frame)
 
     def bury(self, connection: UcxConnection) -> None:
@@ -260,8 +271,11 @@ class UcxTransport:
         view = memoryview(self._inbox)  # type: ignore[arg-type]  # numpy arrays are buffers
         number, size = _FRAME.unpack_from(view)
         connection = self._by_number.get(number)
-        if connection is None or connection.close_reason or size > MAX_MESSAGE:
+        if connection is None or connection.is_fenced or size > MAX_MESSAGE:
             return  # late, or a stranger's
+        if size == 0:
+            connection.lose("the peer said goodbye")
+            return
         message = view[_FRAME.size : _FRAME.size + size]
         if connection.is_announced:
             assert self._handler is not None
@@ -281,10 +295,6 @@ class UcxTransport:
     def _accept(self, endpoint: Any) -> None:
         """Greet who connected: the greeting carries our number, its first message will carry its own."""
         connection = self._add(endpoint)
-        if self._is_local and not is_loopback(remote_ip(endpoint.handle)):
-            log.warning("kv.peer.refused")
-            connection.abort("not of this machine")
-            return
         if len(self._by_number) > MAX_CONNECTIONS:
             log.warning("kv.connections.full", num_connections=len(self._by_number))
             connection.abort("too many connections")
@@ -295,6 +305,7 @@ class UcxTransport:
         except self._ucx_error:
             connection.abort("gone before it was greeted")
             return
+        connection.num_unsent += 1
         self.watch(request, connection.on_posted, greeting)
         asyncio.get_running_loop().call_later(_HANDSHAKE_S, self._expect_hello, connection)
 
@@ -329,6 +340,7 @@ class UcxTransport:
         has_work = bool(self._dying)
         while self._dying:
             connection = self._dying.pop()
+            self._say_goodbye(connection)
             endpoint, connection.endpoint = connection.endpoint, None
             endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
             endpoint.remove_close_callback()
@@ -339,6 +351,12 @@ class UcxTransport:
             if connection.is_announced and self._handler is not None:
                 self._handler.on_closed(connection, connection.close_reason)
         return has_work
+
+    def _say_goodbye(self, connection: UcxConnection) -> None:
+        """Best effort: over shared memory nothing else tells the peer, while both processes live."""
+        if connection.is_announced and self._ucx is not None:
+            frame = _FRAME.pack(connection.peer_number, 0)
+            self.post(connection.endpoint.tag_send, frame, _MESSAGE_TAG)
 
 
 def _tag(number: int, key: int) -> int:

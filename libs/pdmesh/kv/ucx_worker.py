@@ -20,6 +20,10 @@ _ENVIRONMENT = {
     "UCX_RNDV_THRESH": "96K",  # inline payloads are eager; larger ones meet a posted receive
     "UCX_POSIX_ERROR_HANDLING": "y",  # without these, shared memory is silently dropped for tcp
     "UCX_SYSV_ERROR_HANDLING": "y",
+    # A peer that dies is an event here, not an error of the library's: three loggers say so otherwise.
+    "UCX_LOG_LEVEL": "fatal",
+    "UCXX_LOG_LEVEL": "FATAL",
+    "UCXPY_LOG_LEVEL": "CRITICAL",
 }
 # Some transports' events do not reach the fd (ucxx guards against it too): look now and then.
 _GUARD_S = 0.5
@@ -44,13 +48,15 @@ def is_local(host: str) -> bool:
 
 
 def options_for(host: str) -> dict[str, str]:
-    """UCX options for a machine without a fabric: tcp on loopback. Those in the environment win."""
-    if not is_local(host) or "UCX_TLS" in os.environ:
+    """UCX options for an agent of one machine: tcp on loopback. Those in the environment win.
+
+    ucxx's listener takes no address and so listens on every interface; UCX turns away a connection that comes
+    in by a device it was not given, which is what keeps an agent on loopback to itself.
+    """
+    if not is_local(host):
         return {}
-    options = {"TLS": "tcp"}
-    if "UCX_NET_DEVICES" not in os.environ:
-        options["NET_DEVICES"] = "lo"
-    return options
+    options = {"TLS": "tcp", "NET_DEVICES": "lo"}
+    return {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
 
 
 class UcxWorker:
