@@ -17,7 +17,7 @@ DONE   := $(VENV)/.done
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help up down status setup setup-base setup-dev setup-vllm model test unit check format proto proto-check \
-        e2e chaos compose-test bench-overhead bench-sim docs docs-check coverage-table lock clean
+        e2e chaos kill-matrix compose-test bench-overhead bench-sim docs docs-check coverage-table lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -84,6 +84,11 @@ e2e: $(DONE)/dev $(DONE)/vllm model ## the real model through the whole mesh
 
 chaos: $(DONE)/dev ## kill, freeze and cut every process while streams run
 	@$(call pytest_if_any,tests/chaos)
+
+kill-matrix: $(DONE)/dev ## the kill matrix, and docs/kill-matrix.md from what it measured
+	@rm -rf .cache/kill-matrix && mkdir -p .cache/kill-matrix
+	@KILL_MATRIX_DIR=$(abspath .cache/kill-matrix) $(PYTEST) tests/chaos/test_kill_matrix.py $(ARGS)
+	@$(BIN)/python -m tools.kill_matrix_doc .cache/kill-matrix docs/kill-matrix.md
 
 compose-test: $(DONE)/dev ## docker compose, really run; starts an engine where there is none
 	@COMPOSE_ENGINE=$(COMPOSE_ENGINE) $(PYTEST) tests/compose $(ARGS)
