@@ -304,6 +304,31 @@ async def test_an_agent_on_its_own_thread_serves_a_busy_loop() -> None:
         decode.release("t0")
 
 
+def test_the_agent_runs_on_uvloop_and_leaves_it_turning() -> None:
+    """uvloop's clock stands still within a callback, so that no time budget may be taken from it."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def main() -> int:
+        turns = 0
+
+        async def turn() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async with sender(LARGE) as prefill, receiver([]) as decode:
+            (ticket,) = await prefill.stage()
+            await decode.prepare(prefill.address)
+            turning = asyncio.create_task(turn())
+            await decode.pull(ticket, landing(LARGE), deadline_s=10)
+            turning.cancel()
+            assert (decode.landing(landing(LARGE)) == pattern(LARGE.total_bytes)).all()
+        return turns
+
+    assert uvloop.run(main()) > 4
+
+
 def test_idle_agents_cost_nothing() -> None:
     def make() -> KvAgent:
         identity = AgentIdentity("idle", INCARNATION, FINGERPRINT)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -207,7 +208,7 @@ class KvAgent:
         landing range is the caller's again. Raises KvTransferFailed; then, and when cancelled, the range is
         the agent's until it says LandingFreed.
         """
-        started = self._loop.time()
+        started = time.monotonic()
         if first_block == 0 and ticket.kv_bytes > landing.length:
             raise ValueError(f"{ticket.kv_bytes} bytes do not fit {landing}")
         try:
@@ -232,7 +233,7 @@ class KvAgent:
             least, most = 0, min(ticket.kv_bytes, landing.length)
         self._receive(rx.PullRequested(pull_id, connection.key, least, most, started + deadline_s))
         num_bytes = await self._wait(pull_id, pull)
-        return PullResult(num_bytes, self._loop.time() - started)
+        return PullResult(num_bytes, time.monotonic() - started)
 
     def post(self, what: Callable[[], None]) -> None:
         """Thread-safe: do `what` on the loop, before any message that arrives from now on."""
@@ -318,7 +319,7 @@ class KvAgent:
     # -- the sender's effects ---------------------------------------------------------------------
 
     def _send(self, event: tx.SenderEvent) -> None:
-        for effect in self._tickets.handle(event, self._loop.time()):
+        for effect in self._tickets.handle(event, time.monotonic()):
             match effect:
                 case tx.StartSend(peer, pull_id, ticket_id, first_block):
                     self._start_send(peer, pull_id, self._staged[ticket_id], first_block)
@@ -381,7 +382,7 @@ class KvAgent:
     # -- the receiver's effects -------------------------------------------------------------------
 
     def _receive(self, event: rx.ReceiverEvent) -> None:
-        for effect in self._pulls.handle(event, self._loop.time()):
+        for effect in self._pulls.handle(event, time.monotonic()):
             self._carry_out(effect)
         self._keep_ticking()
 

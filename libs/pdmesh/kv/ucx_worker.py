@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,8 @@ _ENVIRONMENT = {
 }
 # Some transports' events do not reach the fd (ucxx guards against it too): look now and then.
 _GUARD_S = 0.5
-_TURN_S = 0.002  # a large payload must not keep the loop to itself
+# A large payload must not keep the loop to itself. Not by `loop.time()`: uvloop's stands still meanwhile.
+_TURN_S = 0.002
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -108,10 +110,10 @@ class UcxWorker:
         if self._is_closed or self._is_pumping:
             return
         self._is_pumping = True
-        turn_ends = self._loop.time() + _TURN_S
+        turn_ends = time.monotonic() + _TURN_S
         try:
             while self._step():
-                if self._loop.time() >= turn_ends:
+                if time.monotonic() >= turn_ends:
                     self._is_kicked = True
                     self._loop.call_soon(self.pump)
                     return
@@ -120,8 +122,8 @@ class UcxWorker:
 
     def drain(self, is_done: Callable[[], bool], within_s: float) -> None:
         """Progress, blocking the loop, until `is_done`. For the end of the transport."""
-        ends = self._loop.time() + within_s
-        while not is_done() and self._loop.time() < ends:
+        ends = time.monotonic() + within_s
+        while not is_done() and time.monotonic() < ends:
             self._step()
 
     def close(self) -> None:
