@@ -145,6 +145,7 @@ def main() -> None:
     directory = Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_DIR
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     # transformers takes a folder called `gguf` in the working directory for the package.
     directory = directory.absolute()
     os.chdir(tempfile.gettempdir())
