@@ -29,6 +29,7 @@ from pdmesh.engine.base import (
     PrefillJob,
     Sampling,
 )
+from pdmesh.engine.vllm import child_main
 from pdmesh.engine.vllm.config import (
     VllmConfig,
     control_path,
@@ -434,7 +435,7 @@ def _build(arguments: dict[str, Any], view: SchedulerView) -> AsyncLLM:
 
     try:
         config = AsyncEngineArgs(**arguments).create_engine_config()
-        with _unimportable_main():
+        with _guarded_children():
             return AsyncLLM.from_vllm_config(
                 config, stat_loggers=[view.logger_factory()], disable_log_stats=True
             )
@@ -444,16 +445,19 @@ def _build(arguments: dict[str, Any], view: SchedulerView) -> AsyncLLM:
 
 
 @contextlib.contextmanager
-def _unimportable_main() -> Iterator[None]:
-    """Spawned children import the main module again; vLLM's need nothing of a service, which costs 2 s."""
+def _guarded_children() -> Iterator[None]:
+    """Children spawned meanwhile import `child_main` as their main module, not the service's."""
+    os.environ[child_main.HOST_PID] = str(os.getpid())
     main = sys.modules["__main__"]
-    kept = {name: main.__dict__.pop(name) for name in ("__file__",) if name in main.__dict__}
-    spec, main.__spec__ = main.__spec__, None
+    spec, file = main.__spec__, main.__dict__.pop("__file__", None)
+    main.__spec__, main.__file__ = None, child_main.__file__
     try:
         yield
     finally:
         main.__spec__ = spec
-        main.__dict__.update(kept)
+        del main.__file__
+        if file is not None:
+            main.__file__ = file
 
 
 def _cause(error: BaseException) -> str:
