@@ -56,6 +56,9 @@ FROM runtime AS runtime-sim
 ENV PDMESH_ENGINE=sim PDMESH_MODEL_DIR=/opt/models/sim
 
 FROM runtime AS runtime-vllm
+USER root
+# vLLM's kernels load it; no wheel brings it.
+RUN apt-get update && apt-get install -y --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
 ENV PDMESH_ENGINE=vllm PDMESH_MODEL_DIR=/opt/models/SmolLM2-135M-Instruct \
     HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_DO_NOT_TRACK=1
 # Loading takes tens of seconds on a busy machine.

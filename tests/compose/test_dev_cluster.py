@@ -47,6 +47,15 @@ def ask_grpc(cluster: Cluster) -> str:
         return InferenceServiceStub(channel).Chat(request, timeout=30).message.content
 
 
+def kv_bytes_taken(cluster: Cluster, service: str) -> float:
+    """What a decode has pulled since it started, by its own metrics."""
+    script = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9100/metrics').read().decode())"
+    lines = cluster.execute(service, "python", "-c", script).stdout.splitlines()
+    return sum(
+        float(x.split()[-1]) for x in lines if x.startswith("pdmesh_kv_transfer_bytes_total")
+    )
+
+
 @pytest.fixture(scope="module")
 def answer(cluster: Cluster) -> str:
     """What the mesh says while it is whole; the sim engine's answer is a function of the prompt and its KV."""
@@ -63,11 +72,16 @@ def test_http_and_grpc_give_the_same_answer(cluster: Cluster, answer: str) -> No
     assert ask_grpc(cluster) == answer
 
 
+def test_kv_goes_from_container_to_container(cluster: Cluster, answer: str) -> None:
+    assert answer
+    assert sum(kv_bytes_taken(cluster, service) for service in ("decode-0", "decode-1")) > 0
+
+
 def test_only_the_gateway_is_published_and_only_on_loopback(cluster: Cluster) -> None:
     published = {
         (c["Service"], p["URL"], p["PublishedPort"])
         for c in cluster.containers()
-        for p in c["Publishers"]
+        for p in c["Publishers"] or ()
         if p["PublishedPort"]
     }
     assert published == {
