@@ -25,6 +25,16 @@ explain() {
     fail "installing $set failed: $(grep -E '^ERROR' "$log" | tail -1) (log: $log)"
 }
 
+# vLLM's CPU kernels load libnuma, which no wheel brings; without it the engine dies with a riddle.
+need_libnuma() {
+    "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null && return
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "setup: installing the system package libnuma1"
+        { apt-get -qq update && apt-get -qq install -y --no-install-recommends libnuma1; } >>"$log" 2>&1 && return
+    fi
+    fail "vLLM needs the system library libnuma; on Debian: apt install libnuma1"
+}
+
 free_mb=$(df -Pm "$venv" | awk 'NR == 2 { print $4 }')
 [ "$free_mb" -ge "${needs_mb[$set]}" ] ||
     fail "the disk has $free_mb MB left; $set needs about ${needs_mb[$set]} MB"
@@ -34,6 +44,7 @@ echo "setup: installing $set (about ${needs_mb[$set]} MB on disk)"
 case $set in
 base | dev) install --require-hashes -r "$here/$set.txt" || explain ;;
 vllm)
+    need_libnuma
     # vllm.txt is the whole closure but torch, so nothing is resolved: that leaves out PyPI's CUDA builds of
     # torchvision and friends, with which vLLM does not start.
     install --no-deps "$torch" || install --no-deps --extra-index-url "$torch_index" "$torch" || explain
