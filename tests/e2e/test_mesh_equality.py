@@ -105,6 +105,7 @@ async def test_a_newcomer_gets_paris(mesh: Mesh) -> None:
     stream = await client.chat.completions.create(
         model="default",
         messages=[{"role": "user", "content": "What is the capital of France?"}],
+        temperature=0,  # as `pdmesh chat` asks
         stream=True,
     )
     parts = [c.choices[0].delta.content or "" async for c in stream if c.choices]
