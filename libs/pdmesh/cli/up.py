@@ -174,7 +174,7 @@ def _summary(spec: MeshSpec) -> str:
 
 
 def _what_next(http_url: str, grpc_address: str) -> str:
-    body = '{"model": "default", "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    body = '{"model": "default", "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
     pdmesh = _own_command()
     return f"""
   OpenAI API   {http_url}/v1      gRPC   {grpc_address}
