@@ -11,12 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-import grpc
 import structlog
 
 from pdmesh.core.request_types import Candidate, Event, PlanFailed, PlanReceived
 from pdmesh.errors import MeshError, ModelNotFound, NoInstance, StalePlan, Unavailable
-from pdmesh.net import rpc
 from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.scheduler_service_pb2 import (
     Candidate as CandidateProto,
@@ -27,8 +25,8 @@ from pdmesh.v1.scheduler_service_pb2 import (
     PlanResponse,
     PlanResult,
 )
-from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from services.gateway.fleet import Fleet
+from services.gateway.plan_stream import PlanStream
 
 log = structlog.get_logger(__name__)
 
@@ -66,7 +64,7 @@ class Planner:
         self._epoch = 0
         self._asks: list[_Ask] = []
         self._has_asks = asyncio.Event()
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._streams: dict[str, PlanStream] = {}  # by address
         self._leader = ""  # instance id of the master that answered last
         self._ask_master_at = 0.0
         self.num_planned = 0
@@ -86,8 +84,8 @@ class Planner:
             await self._answer(asks)
 
     async def close(self) -> None:
-        channels, self._channels = list(self._channels.values()), {}
-        await asyncio.gather(*(c.close(None) for c in channels))
+        streams, self._streams = list(self._streams.values()), {}
+        await asyncio.gather(*(stream.close() for stream in streams))
 
     async def _answer(self, asks: Sequence[_Ask]) -> None:
         try:
@@ -126,26 +124,21 @@ class Planner:
 
     async def _call(self, master: InstanceRecord, request: PlanRequest) -> PlanResponse:
         address = master.grpc_address
-        channel = self._channels.get(address)
-        if channel is None:
-            self._drop_channels_but({m.grpc_address for m in self._fleet.masters()})
-            channel = self._channels[address] = rpc.channel(address)
-        try:
-            response: PlanResponse = await SchedulerServiceStub(channel).Plan(
-                request, timeout=self._timeout_s
-            )
-        except grpc.aio.AioRpcError as exc:
-            raise rpc.from_rpc_error(exc) from exc
+        stream = self._streams.get(address)
+        if stream is None:
+            self._drop_streams_but({m.grpc_address for m in self._fleet.masters()})
+            stream = self._streams[address] = PlanStream(address)
+        response = await stream.ask(request, self._timeout_s)
         if response.epoch < self._epoch:
             raise StalePlan("a master of an older epoch answered")
         self._epoch = response.epoch
         self._leader = master.instance_id
         return response
 
-    def _drop_channels_but(self, addresses: set[str]) -> None:
-        for address in [a for a in self._channels if a not in addresses]:
-            channel = self._channels.pop(address)
-            task = asyncio.ensure_future(channel.close(None))
+    def _drop_streams_but(self, addresses: set[str]) -> None:
+        for address in [a for a in self._streams if a not in addresses]:
+            stream = self._streams.pop(address)
+            task = asyncio.ensure_future(stream.close())
             task.add_done_callback(lambda done: done.exception())
 
     def _from_result(self, ask: _Ask, result: PlanResult) -> Event:

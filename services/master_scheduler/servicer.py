@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 import grpc
@@ -53,6 +53,13 @@ class SchedulerServicer:
         if len(request.queries) > _MAX_QUERIES:
             raise InvalidRequest(f"at most {_MAX_QUERIES} queries", field="queries")
         return pb.PlanResponse(epoch=epoch, results=[self._plan(q) for q in request.queries])
+
+    async def PlanStream(  # noqa: N802
+        self, requests: AsyncIterator[pb.PlanStreamRequest], context: Context
+    ) -> AsyncIterator[pb.PlanStreamResponse]:
+        async for request in requests:
+            response = await self.Plan(request.request, context)
+            yield pb.PlanStreamResponse(response=response)
 
     async def ListGroups(  # noqa: N802
         self, request: pb.ListGroupsRequest, context: Context

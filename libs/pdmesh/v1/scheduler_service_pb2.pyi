@@ -66,6 +66,50 @@ class PlanRequest(_message.Message):
 Global___PlanRequest: _TypeAlias = PlanRequest  # noqa: Y015
 
 @_typing.final
+class PlanStreamRequest(_message.Message):
+    """Sent by a gateway when the plan before it has come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request(self) -> Global___PlanRequest: ...
+    def __init__(
+        self,
+        *,
+        request: Global___PlanRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanStreamRequest: _TypeAlias = PlanStreamRequest  # noqa: Y015
+
+@_typing.final
+class PlanStreamResponse(_message.Message):
+    """The answer to the request before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def response(self) -> Global___PlanResponse: ...
+    def __init__(
+        self,
+        *,
+        response: Global___PlanResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanStreamResponse: _TypeAlias = PlanStreamResponse  # noqa: Y015
+
+@_typing.final
 class PlanQuery(_message.Message):
     """One request to place."""
 

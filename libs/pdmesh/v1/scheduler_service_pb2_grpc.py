@@ -40,6 +40,11 @@ class SchedulerServiceStub:
                 request_serializer=pdmesh_dot_v1_dot_scheduler__service__pb2.PlanRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_scheduler__service__pb2.PlanResponse.FromString,
                 _registered_method=True)
+        self.PlanStream = channel.stream_stream(
+                '/pdmesh.v1.SchedulerService/PlanStream',
+                request_serializer=pdmesh_dot_v1_dot_scheduler__service__pb2.PlanStreamRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_scheduler__service__pb2.PlanStreamResponse.FromString,
+                _registered_method=True)
         self.ListGroups = channel.unary_unary(
                 '/pdmesh.v1.SchedulerService/ListGroups',
                 request_serializer=pdmesh_dot_v1_dot_scheduler__service__pb2.ListGroupsRequest.SerializeToString,
@@ -53,6 +58,13 @@ class SchedulerServiceServicer:
 
     def Plan(self, request, context):
         """Where each request may go, best first. A gateway batches the queries of one event-loop turn.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PlanStream(self, request_iterator, context):
+        """The same for as long as a gateway lives: each request is answered in order, at a third of what a call costs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,6 +84,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.Plan,
                     request_deserializer=pdmesh_dot_v1_dot_scheduler__service__pb2.PlanRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_scheduler__service__pb2.PlanResponse.SerializeToString,
+            ),
+            'PlanStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.PlanStream,
+                    request_deserializer=pdmesh_dot_v1_dot_scheduler__service__pb2.PlanStreamRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_scheduler__service__pb2.PlanStreamResponse.SerializeToString,
             ),
             'ListGroups': grpc.unary_unary_rpc_method_handler(
                     servicer.ListGroups,
@@ -107,6 +124,33 @@ class SchedulerService:
             '/pdmesh.v1.SchedulerService/Plan',
             pdmesh_dot_v1_dot_scheduler__service__pb2.PlanRequest.SerializeToString,
             pdmesh_dot_v1_dot_scheduler__service__pb2.PlanResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PlanStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pdmesh.v1.SchedulerService/PlanStream',
+            pdmesh_dot_v1_dot_scheduler__service__pb2.PlanStreamRequest.SerializeToString,
+            pdmesh_dot_v1_dot_scheduler__service__pb2.PlanStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,119 @@
+"""The stream of plans: answers belong to their questions, whatever happened to the master in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from pdmesh.errors import Overloaded, Unavailable
+from pdmesh.net import rpc
+from pdmesh.v1 import scheduler_service_pb2 as pb
+from services.gateway.plan_stream import PlanStream
+
+
+class FakeMaster:
+    """Answers each request with its number of queries as the epoch."""
+
+    def __init__(self) -> None:
+        self.num_streams = 0
+        self.is_silent = False
+        self.is_refusing = False
+
+    async def Plan(self, request: pb.PlanRequest, context: Any) -> pb.PlanResponse:
+        return pb.PlanResponse(epoch=len(request.queries))
+
+    async def PlanStream(
+        self, requests: AsyncIterator[pb.PlanStreamRequest], context: Any
+    ) -> AsyncIterator[pb.PlanStreamResponse]:
+        self.num_streams += 1
+        async for request in requests:
+            while self.is_silent:
+                await asyncio.sleep(0.01)
+            if self.is_refusing:
+                raise Overloaded("not now", retry_after_ms=1000)
+            yield pb.PlanStreamResponse(response=await self.Plan(request.request, context))
+
+    async def ListGroups(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+
+@asynccontextmanager
+async def serving(master: FakeMaster, port: int = 0) -> AsyncIterator[int]:
+    server = rpc.server()
+    rpc.add_service(server, pb.DESCRIPTOR.services_by_name["SchedulerService"], master)
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(0)
+
+
+def question(num_queries: int) -> pb.PlanRequest:
+    return pb.PlanRequest(gateway_id="g", queries=[pb.PlanQuery()] * num_queries)
+
+
+@pytest.fixture
+async def master() -> FakeMaster:
+    return FakeMaster()
+
+
+async def test_many_questions_share_one_stream(master: FakeMaster) -> None:
+    async with serving(master) as port:
+        stream = PlanStream(f"127.0.0.1:{port}")
+        for number in range(1, 20):
+            assert (await stream.ask(question(number), 2.0)).epoch == number
+        assert master.num_streams == 1
+        await stream.close()
+
+
+async def test_an_answer_that_came_too_late_never_answers_the_next_question(
+    master: FakeMaster,
+) -> None:
+    async with serving(master) as port:
+        stream = PlanStream(f"127.0.0.1:{port}")
+        assert (await stream.ask(question(1), 2.0)).epoch == 1
+        master.is_silent = True
+        with pytest.raises(Unavailable):
+            await stream.ask(question(2), 0.1)
+        master.is_silent = False
+        assert (await stream.ask(question(3), 2.0)).epoch == 3
+        await stream.close()
+
+
+async def test_what_the_master_raises_reaches_who_asked_and_the_stream_opens_again(
+    master: FakeMaster,
+) -> None:
+    async with serving(master) as port:
+        stream = PlanStream(f"127.0.0.1:{port}")
+        assert (await stream.ask(question(1), 2.0)).epoch == 1
+        master.is_refusing = True
+        with pytest.raises(Overloaded):
+            await stream.ask(question(1), 2.0)
+        master.is_refusing = False
+        assert (await stream.ask(question(2), 2.0)).epoch == 2
+        await stream.close()
+
+
+@pytest.mark.fault("F11")
+async def test_a_master_that_was_restarted_is_asked_again_without_an_error(
+    master: FakeMaster,
+) -> None:
+    async with serving(master) as port:
+        stream = PlanStream(f"127.0.0.1:{port}")
+        assert (await stream.ask(question(1), 2.0)).epoch == 1
+    async with serving(master, port):
+        await asyncio.sleep(0.3)  # the channel's first attempt to connect again may have failed
+        assert (await stream.ask(question(2), 2.0)).epoch == 2
+        await stream.close()
+
+
+async def test_a_master_that_is_not_there_is_unavailable_in_time() -> None:
+    stream = PlanStream("127.0.0.1:1")
+    with pytest.raises(Unavailable):
+        await stream.ask(question(1), 0.5)
+    await stream.close()
