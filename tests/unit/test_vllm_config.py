@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.engine.base import BlocksChanged, Finished, FinishReason, LandingFreed, Tokens
+from pdmesh.engine.base import (
+    BlocksChanged,
+    Failed,
+    Finished,
+    FinishReason,
+    LandingFreed,
+    Output,
+    Prefilled,
+    Tokens,
+)
 from pdmesh.engine.vllm.config import VllmConfig, environment
 from pdmesh.engine.vllm.engine import VllmEngine
 from pdmesh.engine.vllm.fingerprint import base_fingerprint, cpu_kernels, digest, model_digest
@@ -103,6 +112,19 @@ async def test_outputs_of_an_aborted_leg_are_dropped_but_its_ranges_are_not() ->
     queue.drop(1)
     batch = await anext(queue.batches())
     assert batch == [LandingFreed(1), Finished(2, FinishReason.STOP), changed]
+
+
+@pytest.mark.fault("F27")
+async def test_the_end_of_a_prefill_is_read_though_it_was_aborted_meanwhile() -> None:
+    """No TicketClosed follows it, so the host gives the staging range back when it reads the end."""
+    ends: list[Output] = [
+        Prefilled(1, 7, None, 0, FinishReason.LENGTH),
+        Failed(1, "KV_TRANSFER_FAILED", "the staged KV ended"),
+    ]
+    queue = OutputQueue()
+    queue.put(ends)
+    queue.drop(1)
+    assert await anext(queue.batches()) == ends
 
 
 async def test_what_was_said_before_the_engine_died_is_still_read() -> None:

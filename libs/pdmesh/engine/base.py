@@ -4,7 +4,8 @@ An engine never queues: the instance's admission core has reserved a slot and th
 arrives, so a job starts at the engine's next step. Jobs are named by the host's `leg` number. For every
 job the engine emits exactly one terminal output (`Finished`, `Failed`, or a `Prefilled` that carries a
 ticket or a finish reason) unless the host aborted it; after `abort` returns nothing more is emitted
-for that leg, save that its ranges are given back (`TicketClosed`, `LandingFreed`).
+for that leg, save that its ranges are given back (`TicketClosed`, `LandingFreed`). An end that was emitted
+before and not read yet is still read: it says that no `TicketClosed` follows.
 """
 
 from __future__ import annotations

@@ -318,6 +318,8 @@ class InstanceHost:
 
     def _on_prefilled(self, output: Prefilled) -> None:
         if (leg := self._legs.get(output.leg)) is None:
+            if output.finish_reason is not None:
+                self._on_ended_unheard(output.leg)
             return
         leg.outbox.add_event(convert.first_token(leg.key, output))
         instruments.tokens.add(1)
@@ -351,6 +353,7 @@ class InstanceHost:
 
     def _on_failed(self, output: Failed) -> None:
         if (leg := self._legs.get(output.leg)) is None:
+            self._on_ended_unheard(output.leg)
             return
         log.warning(
             "leg.failed",
@@ -371,6 +374,12 @@ class InstanceHost:
         if leg.work is Work.PREFILL:
             self._legs.close_ticket(leg.ticket_id)
             self.admission.range_freed(leg.number, now)
+
+    def _on_ended_unheard(self, number: int) -> None:
+        """It was aborted when it had ended already: no TicketClosed follows for a prefill's range."""
+        if (leg := self._legs.with_ticket(number)) is not None:
+            self._legs.close_ticket(leg.ticket_id)
+            self.admission.range_freed(number, self._clock())
 
     def _on_ticket_closed(self, output: TicketClosed) -> None:
         if (leg := self._legs.close_ticket(output.ticket_id)) is None:

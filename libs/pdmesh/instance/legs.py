@@ -72,6 +72,10 @@ class LegTable:
         """The prefill that the ticket was of; None if it was closed before."""
         return self._by_ticket.pop(ticket_id, None)
 
+    def with_ticket(self, number: int) -> Leg | None:
+        """The prefill whose ticket is open, whether or not a gateway still hears of it. Few are open at once."""
+        return next((leg for leg in self._by_ticket.values() if leg.number == number), None)
+
     def get(self, number: int) -> Leg | None:
         return self._by_number.get(number)
 

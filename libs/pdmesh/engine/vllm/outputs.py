@@ -8,7 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 
-from pdmesh.engine.base import BlocksChanged, LandingFreed, Output, TicketClosed, TokenBatch
+from pdmesh.engine.base import (
+    BlocksChanged,
+    Failed,
+    LandingFreed,
+    Output,
+    Prefilled,
+    TicketClosed,
+    TokenBatch,
+)
 from pdmesh.errors import EngineFailed
 
 
@@ -27,7 +35,10 @@ class OutputQueue:
             self._changed.set()
 
     def drop(self, leg: int) -> None:
-        """Forget what is not read yet of an aborted leg; its ranges are still given back."""
+        """Forget what is not read yet of an aborted leg, save what gives its ranges back.
+
+        The end of a prefill is among that: a job that had ended has no `TicketClosed` to come.
+        """
         self._outputs = [o for o in self._outputs if not _belongs_to(o, leg)]
 
     def fail(self, failure: EngineFailed) -> None:
@@ -52,7 +63,9 @@ class OutputQueue:
 
 def _belongs_to(output: Output, leg: int) -> bool:
     match output:
-        case TicketClosed() | LandingFreed() | BlocksChanged() | TokenBatch():
+        case TicketClosed() | LandingFreed() | BlocksChanged() | TokenBatch() | Failed():
+            return False
+        case Prefilled(ticket=None):
             return False
         case _:
             return output.leg == leg
