@@ -20,7 +20,7 @@ from loadtests.client import event_loop_factory
 from loadtests.generator import ROOT
 from loadtests.histogram import Histogram
 from loadtests.results import Bare
-from loadtests.scenarios import STREAM_TOKENS
+from loadtests.scenarios import LOW_LOAD, STREAM_TOKENS
 from pdmesh.engine.base import (
     Engine,
     Failed,
@@ -76,6 +76,7 @@ async def drive(engine: Engine, spec: BareSpec) -> _Seen:
     leg = 0
     while time.perf_counter() < until or leg <= _WARMUP_REQUESTS:
         leg += 1
+        await asyncio.sleep(LOW_LOAD.think_s)
         began = time.perf_counter()
         engine.prefill(_job(leg, prompts[leg % len(prompts)]))
         first_at, num_tokens = await _wait_for_end(outputs)

@@ -46,6 +46,7 @@ class LoadSpec:
     warmup_s: float
     duration_s: float
     max_requests: int | None = None  # the window ends early after this many answers
+    think_s: float = 0.0  # pause of a connection between an answer and its next request
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -183,6 +184,8 @@ class _Connection(asyncio.Protocol):
 
     def _send(self) -> None:
         assert self._transport is not None
+        if self._transport.is_closing():
+            return
         self._reset()
         self.is_waiting = True
         self.sent_at = time.perf_counter()
@@ -244,10 +247,13 @@ class _Connection(asyncio.Protocol):
         self.is_waiting = False
         if self._is_ok:
             self._count(now)
+        think_s = self._run.spec.think_s
         if self._run.is_over:
             self._close()
-        elif self._is_ok:
+        elif self._is_ok and not think_s:
             self._send()
+        elif self._is_ok:
+            asyncio.get_running_loop().call_later(think_s, self._send)
         else:
             asyncio.get_running_loop().call_later(_RECONNECT_S, self._close)
 

@@ -28,7 +28,7 @@ from loadtests.processes import ProcessSet
 from loadtests.progress import Progress
 from loadtests.report import markdown
 from loadtests.results import Cell, Run
-from loadtests.scenarios import CHAT_PATH, SCENARIOS, Kind, Scenario, make_prompts
+from loadtests.scenarios import CHAT_PATH, LOW_LOAD, SCENARIOS, Kind, Scenario, make_prompts
 
 _RESULTS: Final = Path(__file__).resolve().parent / "results"
 _NUM_PROMPTS: Final = 512
@@ -130,7 +130,7 @@ def _scenarios(engine: str) -> tuple[Scenario, ...]:
     """A real model on a laptop answers few requests: only what its speed lets us see."""
     if engine == "sim":
         return SCENARIOS
-    return (*(Scenario(kind, 1) for kind in Kind), Scenario(Kind.STREAM, 8))
+    return (LOW_LOAD, Scenario(Kind.ONE_TOKEN, 1), Scenario(Kind.STREAM, 8))
 
 
 def _measure_one(

@@ -9,7 +9,7 @@ from typing import Final
 
 from loadtests.peers import PEERS
 from loadtests.results import Cell, Run, Spread
-from loadtests.scenarios import Kind, Scenario
+from loadtests.scenarios import LOW_LOAD, Kind, Scenario
 
 _TTFT_BAR_MS: Final = 2.0
 _REQUESTS_BAR: Final = 2000.0
@@ -40,7 +40,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def added_ttft_ms(run: Run) -> tuple[Spread, Spread, Spread] | None:
     """Mesh minus bare engine at one stream, p50, p90, p99, each round against its own bare run."""
-    alone = run.cells(Scenario(Kind.STREAM, 1).name)
+    alone = run.cells(LOW_LOAD.name)
     if not alone or len(alone) != len(run.bare):
         return None
     pairs = list(zip(alone, run.bare, strict=True))
@@ -52,7 +52,7 @@ def added_ttft_ms(run: Run) -> tuple[Spread, Spread, Spread] | None:
 
 def added_per_token_us(run: Run) -> Spread | None:
     """Time a streamed token takes at one stream beyond what the bare engine takes for it."""
-    alone = run.cells(Scenario(Kind.STREAM, 1).name)
+    alone = run.cells(LOW_LOAD.name)
     if not alone or len(alone) != len(run.bare):
         return None
     tokens_after_first = Kind.STREAM.num_tokens - 1
@@ -71,7 +71,7 @@ def bars(run: Run) -> list[Bar]:
     if ttft is not None:
         text = f"{ttft[0].text('.2f')} ms"
         found.append(
-            Bar("added TTFT p50, one stream", "<= 2 ms", text, ttft[0].median <= _TTFT_BAR_MS)
+            Bar("added TTFT p50, low load", "<= 2 ms", text, ttft[0].median <= _TTFT_BAR_MS)
         )
     for kind in (Kind.ONE_TOKEN, Kind.HANDOVER):
         best = _best(run, kind, lambda cell: cell.requests_per_s)
@@ -89,11 +89,11 @@ def bars(run: Run) -> list[Bar]:
                 spread.median >= _TOKENS_BAR,
             )
         )
-    alone = run.cells(Scenario(Kind.STREAM, 1).name)
+    alone = run.cells(LOW_LOAD.name)
     if alone:
         worst = max(cell.stall_share for cell in alone)
         found.append(
-            Bar("stalls of 35-60 ms, one stream", "none", f"{worst:.3%}", worst <= _STALL_BAR)
+            Bar("stalls of 35-60 ms, low load", "none", f"{worst:.3%}", worst <= _STALL_BAR)
         )
     return found
 
@@ -146,7 +146,7 @@ def _bare(run: Run) -> list[str]:
     added, per_token = added_ttft_ms(run), added_per_token_us(run)
     if added is None or per_token is None:
         return []
-    alone = run.cells(Scenario(Kind.STREAM, 1).name)
+    alone = run.cells(LOW_LOAD.name)
     rows = []
     for i, name in enumerate(("p50", "p90", "p99")):
         bare = Spread.of([bare.ttft_ms[i] for bare in run.bare])
@@ -157,7 +157,7 @@ def _bare(run: Run) -> list[str]:
         ("per token after the first, us", bare_token.text(".1f"), "", per_token.text(".1f"))
     )
     return [
-        "## Added at low load (one stream at a time)",
+        "## Added at low load (one stream at a time, a pause before each)",
         table(("", "bare engine", "mesh", "added"), rows),
     ]
 
@@ -240,7 +240,7 @@ def _peers(run: Run) -> list[str]:
         middle(busy, lambda c: c.requests_per_s, ",.0f"),
         middle(busy, lambda c: c.mesh_cpu_s_per_1k_requests, ".3f"),
         f"{middle(one, lambda c: c.latency_ms[0], '.2f')}/{middle(one, lambda c: c.latency_ms[2], '.2f')}",
-        middle(Scenario(Kind.STREAM, 1), lambda c: c.ttft_ms[0], ".2f"),
+        middle(LOW_LOAD, lambda c: c.ttft_ms[0], ".2f"),
         middle(streams, lambda c: c.tokens_per_s, ",.0f"),
         middle(streams, lambda c: c.mesh_cpu_s_per_1m_tokens, ".1f"),
     )

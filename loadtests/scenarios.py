@@ -41,10 +41,12 @@ class Kind(Enum):
 class Scenario:
     kind: Kind
     concurrency: int
+    think_s: float = 0.0  # pause of each connection before its next request
 
     @property
     def name(self) -> str:
-        return f"{self.kind.value} x {self.concurrency}"
+        pause = f", pauses of {self.think_s * 1e3:.0f} ms" if self.think_s else ""
+        return f"{self.kind.value} x {self.concurrency}{pause}"
 
     def spec(
         self,
@@ -67,13 +69,19 @@ class Scenario:
             warmup_s=warmup_s,
             duration_s=duration_s,
             max_requests=max_requests,
+            think_s=self.think_s,
         )
 
 
-SCENARIOS: Final = tuple(
-    Scenario(kind, concurrency)
-    for kind in (Kind.ONE_TOKEN, Kind.HANDOVER, Kind.STREAM)
-    for concurrency in CONCURRENCIES
+# Low load: what an answer leaves behind (events, logs, freed KV) is done before the next request comes.
+LOW_LOAD: Final = Scenario(Kind.STREAM, 1, think_s=0.01)
+SCENARIOS: Final = (
+    LOW_LOAD,
+    *(
+        Scenario(kind, concurrency)
+        for kind in (Kind.ONE_TOKEN, Kind.HANDOVER, Kind.STREAM)
+        for concurrency in CONCURRENCIES
+    ),
 )
 
 
