@@ -235,6 +235,10 @@ class KvAgent:
         num_bytes = await self._wait(pull_id, pull)
         return PullResult(num_bytes, time.monotonic() - started)
 
+    def give_back(self, landing: ArenaRange) -> None:
+        """LandingFreed for a pull that never began, or whose result found nobody to take it."""
+        self._on_event(LandingFreed(landing.offset))
+
     def post(self, what: Callable[[], None]) -> None:
         """Thread-safe: do `what` on the loop, before any message that arrives from now on."""
         self._posted.append(what)

@@ -7,6 +7,7 @@ them; cancelling one cancels the pull. Events are called back on the agent's thr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -81,10 +82,15 @@ class AgentThread:
     def pull(
         self, ticket: Ticket, landing: ArenaRange, *, deadline_s: float, first_block: int = 0
     ) -> Future[PullResult]:
-        agent = self._running()
-        return self._submit(
-            agent.pull(ticket, landing, deadline_s=deadline_s, first_block=first_block)
-        )
+        """As `KvAgent.pull`. Cancelling the future cancels the pull, and LandingFreed follows, however early or late."""
+        pull = _HandedPull(self._running(), self._loop, landing)
+        work = pull.run(ticket, deadline_s, first_block)
+        try:
+            self._loop.call_soon_threadsafe(pull.begin, work)
+        except RuntimeError as exc:  # the loop is closed
+            work.close()
+            raise KvTransferFailed("the KV agent is closed", reason=PullFailure.CLOSING) from exc
+        return pull.future
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Close the agent and end the thread, within about `timeout_s`. Idempotent."""
@@ -126,3 +132,49 @@ class AgentThread:
         except RuntimeError as exc:  # the loop is closed
             work.close()
             raise KvTransferFailed("the KV agent is closed", reason=PullFailure.CLOSING) from exc
+
+
+class _HandedPull:
+    """A pull asked for by another thread. Its landing range is the caller's with the result, or else given back.
+
+    A task that is cancelled before its first step runs none of its code, and one that is done cannot be cancelled: in
+    both cases the agent itself says nothing.
+    """
+
+    def __init__(
+        self, agent: KvAgent, loop: asyncio.AbstractEventLoop, landing: ArenaRange
+    ) -> None:
+        self.future: Future[PullResult] = Future()
+        self._agent, self._loop, self._landing = agent, loop, landing
+        self._has_begun = False
+
+    async def run(self, ticket: Ticket, deadline_s: float, first_block: int) -> PullResult:
+        self._has_begun = True
+        return await self._agent.pull(
+            ticket, self._landing, deadline_s=deadline_s, first_block=first_block
+        )
+
+    def begin(self, work: Coroutine[Any, Any, PullResult]) -> None:
+        task = self._loop.create_task(work)
+        task.add_done_callback(self._end)
+        self.future.add_done_callback(lambda _: self._cancel(task))
+
+    def _cancel(self, task: asyncio.Task[PullResult]) -> None:
+        if self.future.cancelled():
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the agent with it
+                self._loop.call_soon_threadsafe(task.cancel)
+
+    def _end(self, task: asyncio.Task[PullResult]) -> None:
+        if not self._has_begun:
+            self._agent.give_back(self._landing)
+        if task.cancelled():
+            self.future.cancel()
+        has_taker = self.future.set_running_or_notify_cancel()
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            if has_taker:
+                self.future.set_exception(error)
+        elif has_taker:
+            self.future.set_result(task.result())
+        elif not task.cancelled():
+            self._agent.give_back(self._landing)

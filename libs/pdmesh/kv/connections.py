@@ -32,7 +32,7 @@ class ConnectionPool:
         return len(self._open)
 
     async def get(self, address: str, timeout_s: float) -> KvConnection:
-        """Raises KvTransferFailed: KV_CONNECT_FAILED, or KV_TRANSFER_TIMEOUT if others still try."""
+        """Raises KvTransferFailed: KV_CONNECT_FAILED, KV_PEER_LOST, or KV_TRANSFER_TIMEOUT if others still try."""
         connection = self._open.get(address)
         if connection is not None:
             self._open.move_to_end(address)
@@ -45,11 +45,17 @@ class ConnectionPool:
             task.add_done_callback(lambda done: self._on_done(address, done))
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(task)
+                connection = await asyncio.shield(task)
         except TimeoutError as exc:
             raise KvTransferFailed(
                 f"no KV connection to {address} in time", reason=PullFailure.TIMEOUT
             ) from exc
+        if self._open.get(address) is not connection:
+            # Its end was told before we ran again, and is not told twice: a pull on it would never end.
+            raise KvTransferFailed(
+                f"the KV connection to {address} ended at once", reason=PullFailure.PEER_LOST
+            )
+        return connection
 
     def remove(self, connection: KvConnection) -> None:
         """It is closed; the next `get` opens another."""
