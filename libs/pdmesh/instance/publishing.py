@@ -1,8 +1,8 @@
 """What an instance tells the mesh on the bus: its KV blocks and its load. Facts that may be lost.
 
 Deltas of blocks are gathered for some tens of milliseconds; a snapshot holds what was published up to its
-sequence, so that a consumer with a gap continues from it. The load goes out when it changed, at most every
-20 ms: a hint for placement, never what admission decides on.
+sequence, so that a consumer with a gap continues from it. The load goes out 20 ms
+after it changed: a hint for placement, never what admission decides on.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ class LoadPublisher:
     async def run(self) -> None:
         while True:
             await self._changed.wait()
+            # Wait first: what a short request takes and gives back is one event, and not in its way.
+            await asyncio.sleep(LOAD_EVERY_S)
             self._changed.clear()
             load = self._read()
             await self._events.publish(
@@ -107,4 +109,3 @@ class LoadPublisher:
                     is_draining=load.is_draining,
                 ),
             )
-            await asyncio.sleep(LOAD_EVERY_S)  # the pace, not a wait for something
