@@ -184,9 +184,7 @@ class HandoffWorker:
         failed: set[str] = set()
         while self._done:
             load, started, pull = self._done.popleft()
-            if self._pulls.pop(load.key, None) is None:
-                self._clear(load.landing.offset)  # a take: nobody waits for it
-                continue
+            del self._pulls[load.key]
             if self._scatter(load, started, pull):
                 received.add(load.key)
             else:
@@ -234,8 +232,12 @@ class HandoffWorker:
             deadline_s=max(0.0, load.deadline - started),
             first_block=load.num_local_blocks,
         )
-        if load.block_ids:
-            self._pulls[load.key] = pull
+        if (
+            not load.block_ids
+        ):  # a take: nothing lands, nobody waits, and there may be no further step
+            pull.add_done_callback(lambda _: self._clear(load.landing.offset))
+            return
+        self._pulls[load.key] = pull
         pull.add_done_callback(lambda done: self._done.append((load, started, done)))
 
     def _cancel(self, load: Load) -> None:
