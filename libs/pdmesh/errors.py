@@ -1,4 +1,4 @@
-"""The errors that cross an edge, and what a caller should do about each (STYLE.md, 8).
+"""The errors that cross an edge, and what a caller should do about each.
 
 Raise one where the fact is known; each edge translates it once (`net.rpc` for gRPC, the gateway for
 HTTP). `reason` is stable and meant for programs, the message is for people and never holds a prompt.

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoint: a raw ASGI application (FACTS A4 says what a framework costs).
+"""The OpenAI-compatible endpoint: a raw ASGI application, as a framework would cost more than all else here.
 
 A stream's writer takes all text that gathered since its last write and sends it as one chunk for each choice.
 """

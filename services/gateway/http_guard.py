@@ -1,6 +1,6 @@
 """uvicorn's protocol with the bounds it lacks: a request head of bounded size that arrives within a bounded time (F29).
 
-Without them an idle or trickling connection stays for ever and a head of any size is read (FACTS A4). Streams of any
+Without them an idle or trickling connection stays for ever and a head of any size is read. Streams of any
 length are not affected: the clock stops when the request has arrived whole.
 """
 

@@ -1,4 +1,4 @@
-"""uvicorn around the application: our socket, our bounds, and a stop that ends (FACTS A4)."""
+"""uvicorn around the application: our socket, our bounds, and a stop that ends."""
 
 from __future__ import annotations
 
@@ -52,6 +52,10 @@ class HttpServer:
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._server.server_state.connections)
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._server.serve([self._socket]), name="http-server")

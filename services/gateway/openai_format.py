@@ -1,6 +1,6 @@
 """OpenAI's answers as bytes: whole bodies with msgspec, stream chunks from templates made once a call.
 
-Only the text of a chunk is encoded; everything around it is a constant of the call (FACTS A4: 117 ns against 2.5 us).
+Only the text of a chunk is encoded; everything around it is a constant of the call (117 ns against 2.5 us).
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Case:
         return f"{self.victim}-{self.signal.name}"
 
 
-# FAULTS.md's bounds; a loaded two-core machine adds up to a second to each, hence SLACK_S.
+# What we promise (docs/kill-matrix.md has what was measured); a loaded two-core machine adds up to a second to each, hence SLACK_S.
 SLACK_S = 1.5
 CASES = [
     Case("prefill-0", KILL, 3.0),

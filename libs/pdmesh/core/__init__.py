@@ -1,1 +1,1 @@
-"""Decisions: pure, synchronous, without I/O or clock (STYLE.md, 2)."""
+"""Decisions: pure, synchronous, without I/O or clock: each is state + `handle(event, now) -> effects`."""

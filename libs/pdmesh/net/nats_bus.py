@@ -1,4 +1,4 @@
-"""Events over NATS, set so that a dead or frozen server is noticed in seconds and survived (FACTS A2).
+"""Events over NATS, set so that a dead or frozen server is noticed in seconds and survived (nats-py's defaults take minutes).
 
 Events published while the server is away are dropped and counted: replayed late they would only mislead. An echo
 of our own, twice a second, says whether the server answers now; `stable_since` says since when it has without a break.

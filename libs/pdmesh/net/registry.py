@@ -1,4 +1,4 @@
-"""Who is there: one record per service process, under a lease its owner renews (DESIGN 3).
+"""Who is there: one record per service process, under a lease its owner renews.
 
 The adapter is JetStream key-value (`nats_registry.py`). A record that is not renewed vanishes when its
 lease ends; the store's revision fences a replaced owner. When the store is gone, a view keeps what it last

@@ -28,7 +28,7 @@ MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024  # between our own services; edges s
 _STATUS_DETAILS: Final = "grpc-status-details-bin"
 _DOMAIN: Final = "pdmesh"
 
-# A peer that does not answer a ping for 1 s is gone; pings go every 2 s, also while idle (FACTS A3).
+# A peer that does not answer a ping for 1 s is gone; pings go every 2 s, also while idle. gRPC's default never pings.
 _KEEPALIVE: Final = (
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 1000),

@@ -32,7 +32,7 @@ ATTR_QUEUE: Final = "pdmesh.queue"
 ATTR_KV_BYTES: Final = "pdmesh.kv.bytes"
 ATTR_CACHED_TOKENS: Final = "pdmesh.usage.cached_tokens"
 
-# Spans of one request, outermost first (STYLE.md, 10).
+# Spans of one request, outermost first.
 SPAN_REQUEST: Final = "gateway"
 SPAN_PLAN: Final = "plan"
 SPAN_PREFILL: Final = "prefill"

@@ -1,1 +1,1 @@
-"""The sim engine: a model whose tokens depend on every byte of KV, and whose time is a law (DESIGN 8)."""
+"""The sim engine: a model whose tokens depend on every byte of KV, and whose time is a law."""

@@ -1,1 +1,1 @@
-"""The vLLM engine: AsyncLLM in the instance's process, our KV connector in its workers (DESIGN 8)."""
+"""The vLLM engine: AsyncLLM in the instance's process, our KV connector in its workers."""

@@ -1,4 +1,4 @@
-"""The vLLM engine of one instance (DESIGN 8): `Engine` over AsyncLLM.
+"""The vLLM engine of one instance: `Engine` over AsyncLLM.
 
 Each job is one vLLM request and one task that reads it. What its outputs mean, together with what the
 workers report about KV, is decided by `Jobs`; this file starts, cancels, and passes on.

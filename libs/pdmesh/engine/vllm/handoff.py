@@ -1,4 +1,4 @@
-"""Which blocks a step must gather or receive for the mesh: the scheduler's half of the hand-off (DESIGN 7).
+"""Which blocks a step must gather or receive for the mesh: the scheduler's half of the hand-off.
 
 Decided from what the scheduler tells, step by step; the worker half carries the plan out in the same step.
 A prompt's blocks are gathered in the step that computes its last token, so that they may go back to
