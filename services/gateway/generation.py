@@ -94,7 +94,6 @@ class Timings:
     decode_started: float = 0.0
     decode_accepted: float = 0.0
     kv_received: float = 0.0
-    last_token: float = 0.0
     ended: float = 0.0
     kv_transfer_us: int = 0
     kv_bytes: int = 0

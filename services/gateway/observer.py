@@ -80,7 +80,7 @@ class Observer:
 
     def start_span(self, spec: CallSpec, traceparent: str) -> Span:
         return traces.tracer().start_span(
-            "chat" if spec.operation == "chat" else "completion",
+            names.SPAN_CHAT if spec.operation == "chat" else names.SPAN_COMPLETION,
             context=traces.context_from(traceparent) if traceparent else None,
             kind=SpanKind.SERVER,
         )

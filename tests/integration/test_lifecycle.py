@@ -23,7 +23,7 @@ from pathlib import Path
 import structlog
 from pdmesh.config import ServiceSettings, settings_config
 from pdmesh.lifecycle import StartupError, run
-from pdmesh.telemetry import logs, metrics, traces
+from pdmesh.telemetry import metrics, traces
 
 things = metrics.counter("pdmesh.test.things", "Things counted")
 
@@ -35,9 +35,8 @@ async def serve(settings, app):
     gate = settings.state_dir / "gate"
     app.add_readiness("gate", gate.exists)
     things.add(3, {"role": "prefill"})
-    logs.bind_request("request-1")
     with traces.tracer().start_as_current_span("x"):
-        structlog.get_logger().info("test.line", number=1)
+        structlog.get_logger().info("test.line", request_id="request-1", number=1)
     secret_prompt = "my secret prompt"
     if settings.behaviour == "crash":
         raise ValueError("broken")

@@ -83,7 +83,7 @@ def test_a_new_incarnation_replaces_the_old_one_which_never_revives(
     assert run(tracker, *((0.2, event) for event in late)) == []
     run(tracker, (0.3, RecordVanished("p0", False)))
     assert run(tracker, *((0.4, event) for event in late)) == []
-    assert tracker.health_of("p0") is None
+    assert "p0" not in tracker.healths()
 
 
 @pytest.mark.fault("F19")

@@ -26,4 +26,3 @@ def test_what_is_not_a_traceparent_starts_a_new_trace(text: str) -> None:
 
 def test_outside_a_trace_there_is_nothing_to_pass_on() -> None:
     assert traces.current_traceparent() == ""
-    assert traces.current_trace_id() == ""

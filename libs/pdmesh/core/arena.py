@@ -44,11 +44,6 @@ class ArenaAllocator:
         return self._bytes_used
 
     @property
-    def largest_free(self) -> int:
-        """The longest range that `reserve` would grant now."""
-        return max(self._free_lengths, default=0)
-
-    @property
     def num_ranges(self) -> int:
         return len(self._reserved)
 

@@ -112,12 +112,8 @@ class HealthTracker:
             case Tick():
                 return self._on_tick(now)
 
-    def health_of(self, instance_id: str) -> Health | None:
-        """None if it is not known, or dead and forgotten."""
-        instance = self._instances.get(instance_id)
-        return instance.health if instance else None
-
     def healths(self) -> dict[str, Health]:
+        """Of those that are known; the dead are forgotten."""
         return {instance_id: i.health for instance_id, i in sorted(self._instances.items())}
 
     def check_invariants(self) -> None:

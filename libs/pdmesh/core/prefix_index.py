@@ -55,10 +55,6 @@ class PrefixIndex:
     _ids_by_bit: dict[int, str] = field(default_factory=dict)
     _retired: dict[str, list[int]] = field(default_factory=dict)
 
-    @property
-    def num_distinct_blocks(self) -> int:
-        return len(self._holders)
-
     def instance_ids(self) -> list[str]:
         return sorted(self._instances)
 

@@ -139,13 +139,6 @@ class Mesh:
         self.supervisor.start(spec)
         await self.wait_ready([name], timeout_s)
 
-    async def stop_process(self, name: str) -> None:
-        """Stop in order, and leave it so until `start_process`."""
-        await self.supervisor.stop(name)
-
-    def start_process(self, name: str) -> None:
-        self.supervisor.start(self.supervisor.specs[name])
-
     async def wait_ready(
         self, names: Iterable[str] | None = None, timeout_s: float | None = None
     ) -> None:

@@ -1,7 +1,8 @@
 """Structured logs: JSON for machines, pretty lines on a terminal.
 
-`event` is a fixed lowercase dotted name, everything else is data. `request_id` and `trace_id` come from context
-variables. Tracebacks never show local variables: those hold prompts.
+`event` is a fixed lowercase dotted name, everything else is data. A line about a request is given its `request_id`, as
+one event loop serves many at once; `trace_id` is that of the current span unless given. Tracebacks never show local
+variables: those hold prompts.
 """
 
 from __future__ import annotations
@@ -33,17 +34,6 @@ def configure(service: str, instance_id: str, log_format: LogFormat, level: str)
     _configure_stdlib(shared, is_pretty, threshold)
 
 
-def bind_request(request_id: str, trace_id: str = "") -> None:
-    """Put these ids on every later line of this task and of the tasks it starts."""
-    structlog.contextvars.bind_contextvars(request_id=request_id)
-    if trace_id:
-        structlog.contextvars.bind_contextvars(trace_id=trace_id)
-
-
-def unbind_request() -> None:
-    structlog.contextvars.unbind_contextvars("request_id", "trace_id")
-
-
 def _shared_processors(service: str, instance_id: str) -> list[structlog.types.Processor]:
     def name_the_process(
         _logger: object, _method: str, event: MutableMapping[str, Any]
@@ -53,7 +43,6 @@ def _shared_processors(service: str, instance_id: str) -> list[structlog.types.P
         return event
 
     return [
-        structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         name_the_process,

@@ -12,7 +12,7 @@ from typing import Final
 
 from opentelemetry import metrics
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.metrics import CallbackOptions, Histogram, Observation, UpDownCounter
+from opentelemetry.metrics import CallbackOptions, Histogram, Observation
 from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
@@ -23,7 +23,6 @@ Labels = Mapping[str, str]
 SECONDS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
 )  # fmt: skip
-BYTES: Final = tuple(float(4**power) for power in range(5, 18))  # 1 KiB to 16 GiB
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _EXPORT_EVERY_MS: Final = 15_000
 
@@ -73,11 +72,6 @@ class Counter:
 
 def counter(name: str, help: str, unit: str = "1") -> Counter:
     return Counter(name, help, unit)
-
-
-def up_down(name: str, help: str, unit: str = "1") -> UpDownCounter:
-    """Something that is entered and left: `.add(+1)`, `.add(-1)`."""
-    return _meter.create_up_down_counter(name, unit, help)
 
 
 def histogram(

@@ -1,7 +1,7 @@
 """Every name of a metric, span and attribute, in one place (listed in docs/telemetry.md).
 
-OpenTelemetry's names come first (semantic conventions 0.66, `gen_ai` and `messaging` still in development); ours begin
-with `pdmesh.`. Metric labels are bounded: role, model, reason, outcome. Request ids belong in traces and logs.
+OpenTelemetry's names come first (semantic conventions 0.66, `gen_ai` still in development); ours begin
+with `pdmesh.`. Metric labels are bounded: model, reason, outcome. Request ids belong in traces and logs.
 """
 
 from __future__ import annotations
@@ -14,26 +14,20 @@ ATTR_REQUEST_MODEL: Final = "gen_ai.request.model"
 ATTR_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
 ATTR_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 ATTR_ERROR_TYPE: Final = "error.type"
-ATTR_RPC_SYSTEM: Final = "rpc.system.name"
-ATTR_RPC_METHOD: Final = "rpc.method"
-ATTR_RPC_STATUS: Final = "rpc.response.status_code"
-ATTR_MESSAGING_SYSTEM: Final = "messaging.system"
-ATTR_MESSAGING_TEMPLATE: Final = "messaging.destination.template"
 
 # Attributes of ours.
 ATTR_REQUEST_ID: Final = "pdmesh.request.id"
 ATTR_ATTEMPT: Final = "pdmesh.request.attempt"
 ATTR_INSTANCE_ID: Final = "pdmesh.instance.id"
 ATTR_GROUP_ID: Final = "pdmesh.group.id"
-ATTR_ROLE: Final = "pdmesh.role"
 ATTR_REASON: Final = "pdmesh.reason"
 ATTR_OUTCOME: Final = "pdmesh.outcome"
-ATTR_QUEUE: Final = "pdmesh.queue"
 ATTR_KV_BYTES: Final = "pdmesh.kv.bytes"
 ATTR_CACHED_TOKENS: Final = "pdmesh.usage.cached_tokens"
 
 # Spans of one request, outermost first.
-SPAN_REQUEST: Final = "gateway"
+SPAN_CHAT: Final = "chat"
+SPAN_COMPLETION: Final = "completion"
 SPAN_PLAN: Final = "plan"
 SPAN_PREFILL: Final = "prefill"
 SPAN_KV_TRANSFER: Final = "kv.transfer"
@@ -43,10 +37,8 @@ SPAN_DECODE: Final = "decode"
 REQUEST_DURATION: Final = "gen_ai.server.request.duration"
 TIME_TO_FIRST_TOKEN: Final = "gen_ai.server.time_to_first_token"
 TIME_PER_OUTPUT_TOKEN: Final = "gen_ai.server.time_per_output_token"
-TOKEN_USAGE: Final = "gen_ai.client.token.usage"
 
 # Metrics of ours: every process.
-BUILD_INFO: Final = "pdmesh.build.info"
 LOOP_LAG: Final = "pdmesh.process.loop_lag"
 READY: Final = "pdmesh.process.ready"
 

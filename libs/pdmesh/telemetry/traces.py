@@ -65,12 +65,6 @@ def current_traceparent() -> str:
     return traceparent(trace.get_current_span())
 
 
-def current_trace_id() -> str:
-    """32 hex digits; empty if there is no trace."""
-    context = trace.get_current_span().get_span_context()
-    return f"{context.trace_id:032x}" if context.is_valid else ""
-
-
 def context_from(parent: str) -> Context | None:
     """A context to start spans in. None (start a new trace) if `parent` is not a valid traceparent."""
     found = _TRACEPARENT.fullmatch(parent)
