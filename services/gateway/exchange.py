@@ -5,7 +5,6 @@ A client that does not read blocks only its own writer; `blocked_since` lets the
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import time
@@ -34,6 +33,8 @@ class Connection(Protocol):
 
     def unwatch(self) -> None: ...
 
+    def abort(self) -> None: ...
+
 
 class BodyTooLarge(InvalidRequest):
     grpc_code, http_status, default_reason = "RESOURCE_EXHAUSTED", 413, "BODY_TOO_LARGE"
@@ -52,7 +53,6 @@ class Exchange:
         self._receive = receive
         self._send = send
         self.connection: Connection = scope[CONNECTION]
-        self._task = asyncio.current_task()
 
     def header(self, name: bytes) -> str:
         """Lower-case name. Empty if absent."""
@@ -107,6 +107,5 @@ class Exchange:
             await self.json(error_body(error), error.http_status, headers)
 
     def cut(self) -> None:
-        """Give up on a client that does not read."""
-        if self._task is not None:
-            self._task.cancel()
+        """Give up on a client that does not read: its writer goes on, and finds it gone."""
+        self.connection.abort()

@@ -71,6 +71,10 @@ class _Guarded(HttpToolsProtocol):
     def unwatch(self) -> None:
         self._on_gone = None
 
+    def abort(self) -> None:
+        """Drop it with what the client has not read; an orderly close would wait for the client to read that."""
+        self.transport.abort()
+
     # Called by httptools, hence not typed upstream.
     def on_headers_complete(self) -> Any:
         self._is_in_head = False

@@ -305,6 +305,8 @@ async def test_a_client_that_does_not_read_is_cut_and_frees_its_legs(
             await eventually(lambda: mesh.gateway.frontend.num_calls == 0, within_s=25.0)
             await eventually(lambda: mesh.num_legs == 0)
             assert mesh.gateway.observer.num_ended["cancelled"] == 1
+            # What the client never read is dropped with its connection, not kept until it reads.
+            await eventually(lambda: mesh.gateway.http.num_connections == 0)
 
 
 async def test_every_accepted_request_is_counted_once_by_its_end(
