@@ -16,6 +16,7 @@ import os
 import sys
 import urllib.request
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +25,7 @@ from loadtests.client import chat_body
 from loadtests.generator import canned_server, measure
 from loadtests.memory import measure_memory, memory_markdown
 from loadtests.mesh import MeshOptions, RunningMesh, running_mesh
+from loadtests.patience import Patience
 from loadtests.processes import ProcessSet
 from loadtests.progress import Progress
 from loadtests.report import markdown
@@ -57,6 +59,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="scenarios whose name contains this")
     parser.add_argument("--quick", action="store_true", help="one round of 1.5 s cells, no files")
     parser.add_argument("--memory", type=int, metavar="REQUESTS", help="the memory check instead")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="on a shared machine: wait so long in all for quiet, and repeat disturbed windows",
+    )
     parser.add_argument("--out", type=Path, default=_RESULTS, help="folder for the results")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -106,6 +115,7 @@ def _measure_all(
 ) -> None:
     scenarios = [s for s in _scenarios(options.engine) if options.only in s.name]
     bare = BareSpec(options.engine, options.model_dir, num_prompt_tokens, options.seconds)
+    patience = Patience(options.patience)
     progress = Progress(len(_CEILING) + options.rounds * (len(scenarios) + 1))
     _measure_ceiling(run, options, prompts, progress)
     for number in range(options.rounds):
@@ -114,9 +124,10 @@ def _measure_all(
         cells = []
         for scenario in scenarios:
             progress.step(f"round {number + 1}: {scenario.name}")
-            cells.append(_measure_one(mesh, scenario, options, prompts))
+            cells.append(patience.measure(partial(_measure_one, mesh, scenario, options, prompts)))
         run.rounds.append(cells)
     progress.close()
+    run.num_dropped = patience.num_dropped
 
 
 def ask_once(mesh: RunningMesh, prompt: str) -> int:

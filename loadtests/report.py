@@ -124,7 +124,6 @@ def markdown(run: Run) -> str:
         _by_process(run),
         *_ceiling(run),
         *_peers(run),
-        *(f"- {note}" for note in run.notes),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -136,7 +135,8 @@ def _how(run: Run) -> str:
             f"- Command: `{run.command}`",
             f"- Mesh: {run.mesh}. Prompts: {run.prompt}. {len(run.rounds)} rounds.",
             f"- Machine: {run.machine}; load average before: {run.load_before[0]:.2f}.",
-            "- Mesh and generator share the cores.",
+            f"- Mesh and generator share the cores. Windows dropped because others took more than a quarter of a core:"
+            f" {run.num_dropped}.",
             f"- Versions: {versions}.",
         )
     )

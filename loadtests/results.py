@@ -118,7 +118,7 @@ class Run:
     rounds: list[list[Cell]] = field(default_factory=list)
     bare: list[Bare] = field(default_factory=list)
     ceiling: list[Cell] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    num_dropped: int = 0  # windows not counted because others disturbed them
     began: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     command: str = field(default_factory=lambda: shlex.join(["python", *sys.argv]))
     machine: str = field(default_factory=describe_machine)
