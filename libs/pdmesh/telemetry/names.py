@@ -16,22 +16,24 @@ ATTR_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 ATTR_ERROR_TYPE: Final = "error.type"
 
 # Attributes of ours.
-ATTR_REQUEST_ID: Final = "pdmesh.request.id"
-ATTR_ATTEMPT: Final = "pdmesh.request.attempt"
+ATTR_REQUEST_ID: Final = "pdmesh.request.id"  # made by the gateway; also the header x-request-id
+ATTR_ATTEMPT: Final = "pdmesh.request.attempt"  # counts plans: more than one after a lost leg
 ATTR_INSTANCE_ID: Final = "pdmesh.instance.id"
 ATTR_GROUP_ID: Final = "pdmesh.group.id"
-ATTR_REASON: Final = "pdmesh.reason"
-ATTR_OUTCOME: Final = "pdmesh.outcome"
-ATTR_KV_BYTES: Final = "pdmesh.kv.bytes"
-ATTR_CACHED_TOKENS: Final = "pdmesh.usage.cached_tokens"
+ATTR_REASON: Final = "pdmesh.reason"  # stable, as in errors and google.rpc.ErrorInfo
+ATTR_OUTCOME: Final = (
+    "pdmesh.outcome"  # of a call: completed, failed, cancelled; each metric has its own
+)
+ATTR_KV_BYTES: Final = "pdmesh.kv.bytes"  # pulled by decode
+ATTR_CACHED_TOKENS: Final = "pdmesh.usage.cached_tokens"  # of the prompt, not computed by prefill
 
 # Spans of one request, outermost first.
-SPAN_CHAT: Final = "chat"
-SPAN_COMPLETION: Final = "completion"
-SPAN_PLAN: Final = "plan"
-SPAN_PREFILL: Final = "prefill"
-SPAN_KV_TRANSFER: Final = "kv.transfer"
-SPAN_DECODE: Final = "decode"
+SPAN_CHAT: Final = "chat"  # the whole call, at the gateway
+SPAN_COMPLETION: Final = "completion"  # the same for a plain completion
+SPAN_PLAN: Final = "plan"  # as the gateway waited for it, and as the master worked on it
+SPAN_PREFILL: Final = "prefill"  # from acceptance to the first token; gateway and instance
+SPAN_KV_TRANSFER: Final = "kv.transfer"  # from Start to the KV being usable; gateway and instance
+SPAN_DECODE: Final = "decode"  # from Start to the last token; gateway and instance
 
 # Metrics by OpenTelemetry; seconds.
 REQUEST_DURATION: Final = "gen_ai.server.request.duration"
