@@ -137,8 +137,6 @@ class Frontend:
         budgets = [self._max_tokens(spec, len(p)) for p in spec.prompts]
         span = self._observer.start_span(spec, traceparent)
         call = Call(request_id, spec, span, self._pacer)
-        self._calls[call] = None
-        self._observer.on_accepted(spec)
         on_tokens: Callable[[], None] = _nothing if is_quiet else call.on_tokens
         for prompt_index, tokens in enumerate(spec.prompts):
             prompt = Prompt(tokens, self.shared.hash_secret, spec.cache_salt)
@@ -149,6 +147,8 @@ class Frontend:
                     self.shared, spec, prompt, identity, on_tokens, call.on_news
                 )
                 call.generations.append(generation)
+        self._calls[call] = None  # from here on it must be closed
+        self._observer.on_accepted(spec)
         for generation in call.generations:
             generation.start()
         return call

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import structlog
+
 from pdmesh.core.block_hash import block_hashes, tenant_root, tokens_to_bytes
 from pdmesh.core.request import WAITING, Request
 from pdmesh.core.request_types import (
@@ -64,6 +66,8 @@ from services.gateway.planner import Planner
 from services.gateway.sessions import InstanceSession, SessionPool
 from services.gateway.spec import CallSpec
 from services.gateway.tokenizer import TextStream, Tokenizer
+
+log = structlog.get_logger(__name__)
 
 _TENANT: Final = "default"
 
@@ -284,6 +288,9 @@ class Generation:
         try:
             while self._events:
                 self._handle(self._events.popleft())
+        except Exception:
+            log.exception("generation.bug", request_id=self._identity.request_id)
+            self._end_by_bug()
         finally:
             self._is_handling = False
         self._arm_timer()
@@ -297,6 +304,18 @@ class Generation:
             self._waiting_number = None
         for effect in effects:
             _APPLY[type(effect)](self, effect)
+
+    def _end_by_bug(self) -> None:
+        """Whoever told us of the event, a session or the planner, serves others too: only this choice ends."""
+        self._events.clear()
+        self.error = MeshError("internal error; the server's log has the cause")
+        self.core.handle(ClientGone(), time.monotonic())
+        if self._waiting_number is not None:
+            self._shared.room.leave(self._waiting_number)
+            self._waiting_number = None
+        for key in list(self._sessions):
+            self._abort_leg(AbortLeg(key))  # releases its ticket, too
+        self._end(Cancelled())
 
     def on_slot_freed(self, instance_id: str) -> None:
         self._waiting_number = None  # being called is leaving

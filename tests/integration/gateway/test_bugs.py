@@ -1,0 +1,50 @@
+"""What a bug of the gateway's own costs: one request its answer, and nobody else anything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import openai
+import pytest
+
+from tests.fakes.gateway_mesh import GatewayMesh
+
+Eventually = Callable[..., Awaitable[None]]
+
+
+def break_first_send(mesh: GatewayMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a value that no message can hold would: the first leg cannot even be sent."""
+    sessions = mesh.gateway.sessions
+    real = sessions.session
+    calls = 0
+
+    def first_fails(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise ValueError("value out of range")
+        return real(*args)
+
+    monkeypatch.setattr(sessions, "session", first_fails)
+
+
+async def test_a_request_that_trips_over_a_bug_fails_alone_and_at_once(
+    mesh: GatewayMesh,
+    client: openai.AsyncOpenAI,
+    eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The planner's loop hands plans to all requests: one that raises there must not end it for the others."""
+    break_first_send(mesh, monkeypatch)
+    started = time.monotonic()
+    with pytest.raises(openai.InternalServerError) as caught:
+        await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
+    assert time.monotonic() - started < 1
+    assert "value out of range" not in str(caught.value)
+    answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
+    assert answer.choices[0].text == mesh.expected_text("abc", 4)
+    await eventually(lambda: mesh.num_legs == 0)
+    assert mesh.gateway.frontend.num_calls == 0
+    assert mesh.gateway.observer.num_ended["failed"] == 1
