@@ -116,9 +116,9 @@ def _measure_all(
     scenarios = [s for s in _scenarios(options.engine) if options.only in s.name]
     bare = BareSpec(options.engine, options.model_dir, num_prompt_tokens, options.seconds)
     patience = Patience(options.patience)
-    progress = Progress(len(_CEILING) + options.rounds * (len(scenarios) + 1))
-    _measure_ceiling(run, options, prompts, progress)
+    progress = Progress(options.rounds * (len(_CEILING) + 1 + len(scenarios)))
     for number in range(options.rounds):
+        _measure_ceiling(run, options, prompts, progress)
         progress.step(f"round {number + 1}: the bare engine")
         run.bare.append(measure_bare(bare))
         cells = []
@@ -171,7 +171,7 @@ def _measure_ceiling(
         for scenario in _CEILING:
             progress.step(f"the generator's ceiling: {scenario.name}")
             spec = scenario.spec(
-                "127.0.0.1", port, prompts, warmup_s=0.3, duration_s=min(options.seconds, 2.0)
+                "127.0.0.1", port, prompts, warmup_s=0.3, duration_s=min(options.seconds, 1.0)
             )
             run.ceiling.append(
                 Cell.of(scenario.name, measure(spec, ProcessSet({}), options.generators))
