@@ -6,7 +6,8 @@ HTTP). `reason` is stable and meant for programs, the message is for people and 
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, Final
 
 
 class MeshError(Exception):
@@ -108,3 +109,8 @@ class EngineFailed(MeshError):
 
     grpc_code, http_status, default_reason = "UNAVAILABLE", 503, "ENGINE_FAILED"
     is_retryable = True
+
+
+BY_REASON: Final[Mapping[str, type[MeshError]]] = {
+    kind.default_reason: kind for kind in MeshError.__subclasses__()
+}

@@ -19,9 +19,10 @@ from opentelemetry.trace import Span
 from pdmesh.core.request_types import Complete, Fail
 from pdmesh.errors import Draining, InvalidRequest, MeshError, NoInstance, Overloaded
 from pdmesh.telemetry import traces
-from services.gateway.generation import Collaborators, Delta, Generation, Identity, Prompt
+from services.gateway.generation import Collaborators, Delta, Generation, Identity
 from services.gateway.observer import CallReport, Observer
 from services.gateway.pacer import Pacer
+from services.gateway.prompt import Prompt
 from services.gateway.spec import CallSpec
 
 _UNBOUNDED: Final = 1 << 31

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
 
-from pdmesh.core.block_hash import block_hashes, tenant_root, tokens_to_bytes
 from pdmesh.core.request import WAITING, Request
 from pdmesh.core.request_types import (
     AbortLeg,
@@ -33,10 +31,7 @@ from pdmesh.core.request_types import (
     FirstToken,
     ForgetLeg,
     KvReceived,
-    LegAccepted,
     LegRejected,
-    PlanFailed,
-    PlanReceived,
     ReleaseTicket,
     RequestLimits,
     SendPrefill,
@@ -63,13 +58,13 @@ from pdmesh.v1.instance_service_pb2 import (
 from pdmesh.v1.scheduler_service_pb2 import PlanQuery
 from services.gateway.fleet import Fleet
 from services.gateway.planner import Planner
+from services.gateway.prompt import Prompt
 from services.gateway.sessions import InstanceSession, SessionPool
 from services.gateway.spec import CallSpec
+from services.gateway.timings import Timings
 from services.gateway.tokenizer import TextStream, Tokenizer
 
 log = structlog.get_logger(__name__)
-
-_TENANT: Final = "default"
 
 
 @dataclass(slots=True)
@@ -87,23 +82,6 @@ class Collaborators:
     next_key: Callable[[], int]
 
 
-@dataclass(slots=True)
-class Timings:
-    """Monotonic seconds; 0 where it did not happen."""
-
-    submitted: float = 0.0
-    planned: float = 0.0
-    accepted: float = 0.0
-    first_token: float = 0.0
-    decode_started: float = 0.0
-    decode_accepted: float = 0.0
-    kv_received: float = 0.0
-    ended: float = 0.0
-    kv_transfer_us: int = 0
-    kv_bytes: int = 0
-    num_computed_tokens: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What one choice produced since it was last asked. `is_last` comes once, with a reason or an error."""
@@ -117,41 +95,6 @@ class Delta:
     error: MeshError | None = None
 
 
-class Prompt:
-    """A prompt's tokens with their hashes, made once for all choices of it (S69, S80)."""
-
-    __slots__ = ("_hashes", "_roots", "_salt", "_secret", "data", "tokens")
-
-    def __init__(self, tokens: array[int], secret: bytes, salt: str) -> None:
-        self.tokens = tokens
-        self.data = tokens_to_bytes(tokens)
-        self._secret, self._salt = secret, salt
-        self._roots: dict[str, bytes] = {}
-        self._hashes: dict[tuple[str, int], list[bytes]] = {}
-
-    def root(self, fingerprint: str) -> bytes:
-        found = self._roots.get(fingerprint)
-        if found is None:
-            found = tenant_root(self._secret, _TENANT, self._salt, fingerprint)
-            self._roots[fingerprint] = found
-        return found
-
-    def hashes(self, record: InstanceRecord, replayed: Sequence[int] = ()) -> list[bytes]:
-        """Hashes of the full blocks of prompt + replayed tokens."""
-        fingerprint, block_size = record.model_fingerprint, record.block_size
-        if not block_size:
-            return []
-        if replayed:
-            tokens = self.tokens + array("I", replayed)
-            return block_hashes(self.root(fingerprint), tokens, block_size)
-        key = (fingerprint, block_size)
-        found = self._hashes.get(key)
-        if found is None:
-            found = block_hashes(self.root(fingerprint), self.tokens, block_size)
-            self._hashes[key] = found
-        return found
-
-
 @dataclass(slots=True)
 class Identity:
     """Names of one choice, as instances and the master see it."""
@@ -161,7 +104,7 @@ class Identity:
     traceparent: str = ""
     seed: int | None = None
     max_tokens: int = 1
-    deadline: float = field(default=0.0)
+    deadline: float = 0.0
 
 
 class Generation:
@@ -297,7 +240,7 @@ class Generation:
 
     def _handle(self, event: Event) -> None:
         now = time.monotonic()
-        self._note_time(event, now)
+        self.timings.note(event, now)
         effects = self.core.handle(event, now)
         if self._waiting_number is not None and self.core.phase not in WAITING:
             self._shared.room.leave(self._waiting_number)
@@ -332,22 +275,6 @@ class Generation:
             received = detail.kv_received
             self.timings.kv_transfer_us = received.duration_us
             self.timings.kv_bytes = received.kv_bytes
-            self.timings.num_computed_tokens = received.num_computed_tokens
-
-    def _note_time(self, event: Event, now: float) -> None:
-        timings = self.timings
-        kind = type(event)
-        if kind is FirstToken:
-            timings.first_token = timings.first_token or now
-        elif kind is LegAccepted:
-            if not timings.first_token:
-                timings.accepted = timings.accepted or now
-            else:
-                timings.decode_accepted = timings.decode_accepted or now
-        elif kind is PlanReceived or kind is PlanFailed:
-            timings.planned = timings.planned or now
-        elif kind is KvReceived:
-            timings.kv_received = now
 
     # --- effects ---------------------------------------------------------------------------------
 
@@ -378,7 +305,7 @@ class Generation:
             key=effect.key,
             request_id=self._identity.request_id,
             attempt=effect.attempt,
-            prompt_token_ids=self._tokens(replayed),
+            prompt_token_ids=self._prompt.with_replayed(replayed),
             block_hashes=self._prompt.hashes(record, replayed),
             sampling=self._sampling(effect.max_tokens),
             remaining_ms=self._remaining_ms(),
@@ -398,7 +325,7 @@ class Generation:
             key=effect.key,
             request_id=self._identity.request_id,
             attempt=effect.attempt,
-            prompt_token_ids=self._tokens(replayed),
+            prompt_token_ids=self._prompt.with_replayed(replayed),
             block_hashes=self._prompt.hashes(record, replayed),
             first_token_id=self.core.emitted[effect.num_replayed - 1],
             ticket=self._ticket,
@@ -420,9 +347,6 @@ class Generation:
     def _refuse(self, key: int) -> None:
         """The instance cannot even be asked now: as good as a rejection, and no failure of the request's."""
         self.on_event(LegRejected(key, is_final=True))
-
-    def _tokens(self, replayed: Sequence[int]) -> bytes:
-        return self._prompt.data + tokens_to_bytes(replayed) if replayed else self._prompt.data
 
     def _sampling(self, max_tokens: int) -> SamplingParams:
         asked = self._spec.sampling

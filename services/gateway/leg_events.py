@@ -16,7 +16,7 @@ from pdmesh.core.request_types import (
     LegRejected,
     TicketHeld,
 )
-from pdmesh.errors import EngineFailed, MeshError
+from pdmesh.errors import EngineFailed
 from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from pdmesh.v1.instance_service_pb2 import (
     REJECT_REASON_DRAINING,
@@ -35,11 +35,6 @@ _FINAL_REJECTS: Final = frozenset(
 _FINISH: Final[dict[int, FinishReason]] = {
     FINISH_REASON_STOP: "stop",
     FINISH_REASON_LENGTH: "length",
-}
-_ERRORS: Final[dict[str, type[MeshError]]] = {
-    kind.default_reason: kind
-    for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, MeshError) and kind is not MeshError
 }
 
 
@@ -82,6 +77,6 @@ def _first_token(key: int, first: FirstTokenProto) -> FirstToken:
 
 def _failed(key: int, failed: Failed) -> LegFailed:
     """The instance's text is for its own log; a client gets the reason and a fixed sentence."""
-    kind = _ERRORS.get(failed.reason, EngineFailed)
+    kind = errors.BY_REASON.get(failed.reason, EngineFailed)
     error = kind("the instance failed this request", reason=failed.reason or None)
     return LegFailed(key, error, failed.is_retryable)

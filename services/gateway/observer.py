@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 import structlog
 from opentelemetry import trace
@@ -21,9 +21,7 @@ from pdmesh.net import subjects
 from pdmesh.telemetry import metrics, names, traces
 from pdmesh.v1.common_pb2 import Usage
 from services.gateway.spec import CallSpec
-
-if TYPE_CHECKING:
-    from services.gateway.generation import Timings
+from services.gateway.timings import Timings
 
 log = structlog.get_logger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,4 +31,4 @@ class CallSpec:
     scenario: str = ""
     chat_id: str = ""
     cache_salt: str = ""
-    field_of_prompt: str = field(default="prompt")  # named in errors about its length
+    field_of_prompt: str = "prompt"  # named in errors about its length

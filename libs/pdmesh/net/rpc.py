@@ -37,11 +37,6 @@ _KEEPALIVE: Final = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
-_ERRORS_BY_REASON: Final[dict[str, type[MeshError]]] = {
-    kind.default_reason: kind
-    for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, MeshError) and kind is not MeshError
-}
 _ERRORS_BY_CODE: Final[dict[str, type[MeshError]]] = {
     "INVALID_ARGUMENT": errors.InvalidRequest,
     "NOT_FOUND": errors.ModelNotFound,
@@ -221,7 +216,7 @@ def from_rpc_error(exc: grpc.aio.AioRpcError) -> MeshError:
             elif detail.Unpack(retry):
                 retry_after_ms = retry.retry_delay.ToMilliseconds()
     code = exc.code().name
-    kind = _ERRORS_BY_REASON.get(reason) or _ERRORS_BY_CODE.get(code, MeshError)
+    kind = errors.BY_REASON.get(reason) or _ERRORS_BY_CODE.get(code, MeshError)
     return kind(
         exc.details() or code, reason=reason or None, field=field, retry_after_ms=retry_after_ms
     )

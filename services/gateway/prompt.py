@@ -1,0 +1,55 @@
+"""A prompt as instances and the master take it: token bytes, and names of its KV blocks under each fingerprint."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+from pdmesh.core.block_hash import block_hashes, tenant_root, tokens_to_bytes
+from pdmesh.v1.common_pb2 import InstanceRecord
+
+_TENANT: Final = "default"
+
+
+class Prompt:
+    """A prompt's tokens with their hashes, made once for all choices of it (S69, S80).
+
+    `data` is the tokens as little-endian uint32; a hash has 16 bytes, one per full block.
+    """
+
+    __slots__ = ("_hashes", "_roots", "_salt", "_secret", "data", "tokens")
+
+    def __init__(self, tokens: array[int], secret: bytes, salt: str) -> None:
+        self.tokens = tokens
+        self.data = tokens_to_bytes(tokens)
+        self._secret, self._salt = secret, salt
+        self._roots: dict[str, bytes] = {}
+        self._hashes: dict[tuple[str, int], list[bytes]] = {}
+
+    def root(self, fingerprint: str) -> bytes:
+        """What the chain of hashes begins with: prefixes are shared only under an equal one."""
+        found = self._roots.get(fingerprint)
+        if found is None:
+            found = tenant_root(self._secret, _TENANT, self._salt, fingerprint)
+            self._roots[fingerprint] = found
+        return found
+
+    def hashes(self, record: InstanceRecord, replayed: Sequence[int] = ()) -> list[bytes]:
+        """Hashes of the full blocks of prompt + replayed tokens."""
+        fingerprint, block_size = record.model_fingerprint, record.block_size
+        if not block_size:
+            return []
+        if replayed:
+            tokens = self.tokens + array("I", replayed)
+            return block_hashes(self.root(fingerprint), tokens, block_size)
+        key = (fingerprint, block_size)
+        found = self._hashes.get(key)
+        if found is None:
+            found = block_hashes(self.root(fingerprint), self.tokens, block_size)
+            self._hashes[key] = found
+        return found
+
+    def with_replayed(self, replayed: Sequence[int]) -> bytes:
+        """`data` of prompt + replayed tokens."""
+        return self.data + tokens_to_bytes(replayed) if replayed else self.data
