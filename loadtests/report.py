@@ -130,13 +130,13 @@ def markdown(run: Run) -> str:
 
 def _how(run: Run) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    dropped = f"{run.num_dropped} windows were dropped because others took over a quarter of a core"
     return "\n".join(
         (
             f"- Command: `{run.command}`",
             f"- Mesh: {run.mesh}. Prompts: {run.prompt}. {len(run.rounds)} rounds.",
             f"- Machine: {run.machine}; load average before: {run.load_before[0]:.2f}.",
-            "- Mesh and generator share the cores. Windows dropped because others took more than"
-            f" a quarter of a core: {run.num_dropped}.",
+            f"- Mesh and generator share the cores; {dropped}.",
             f"- Versions: {versions}.",
         )
     )
