@@ -16,9 +16,9 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import structlog
 from opentelemetry.sdk.resources import Resource
@@ -27,16 +27,22 @@ from pdmesh import __version__
 from pdmesh.atomic_file import write_atomically
 from pdmesh.config import BadSetting, ServiceSettings, SettingLine, describe
 from pdmesh.errors import MeshError
+from pdmesh.net.tasks import end
 from pdmesh.telemetry import logs, metrics, names, traces
 from pdmesh.telemetry.ops_server import OpsServer
 
 S = TypeVar("S", bound=ServiceSettings)
+T = TypeVar("T")
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 log = structlog.get_logger(__name__)
 
 _LAG_EVERY_S: Final = 0.5
 _GC_NEW_OBJECTS: Final = 20_000
 _FLUSH_MS: Final = 2000
+
+
+class StoppedEarly(Exception):
+    """Asked to stop while still starting: there is nothing to drain."""
 
 
 class StartupError(Exception):
@@ -64,6 +70,32 @@ class App:
             missing.append("started")  # main has not yet said what it needs
         return ["stopping", *missing] if self.stopping.is_set() else missing
 
+    async def unless_stopping(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which may wait without bound; raises StoppedEarly when asked to stop first."""
+        task = asyncio.create_task(work)
+        try:
+            await self.until_stopping(task)
+            if not task.done():
+                raise StoppedEarly
+            return task.result()
+        finally:
+            await end([task])
+
+    async def until_stopping(self, *works: asyncio.Future[Any]) -> None:
+        """Until asked to stop, or all works are done; raises what one of them raised."""
+        stopping = asyncio.create_task(self.stopping.wait())
+        pending = set(works)
+        try:
+            while not stopping.done() and (pending or not works):
+                done, _ = await asyncio.wait(
+                    [stopping, *pending], return_when=asyncio.FIRST_COMPLETED
+                )
+                for work in done & pending:
+                    work.result()
+                pending -= done
+        finally:
+            stopping.cancel()
+
 
 def new_incarnation() -> int:
     return secrets.randbelow(2**63 - 1) + 1
@@ -75,8 +107,8 @@ def run(service: str, settings_type: type[S], main: Callable[[S, App], Awaitable
     settings = _load(service, settings_type)
     logs.configure(service, settings.instance_id, settings.log_format, settings.log_level)
     with asyncio.Runner(loop_factory=_loop_factory(settings.uvloop)) as runner:
-        code = runner.run(_serve(service, settings, main))
-    _leave(code)
+        # Not after the block: closing the loop waits for every task, and one that a stop cut short may not end.
+        _leave(runner.run(_serve(service, settings, main)))
 
 
 def _leave(code: int) -> NoReturn:
@@ -93,6 +125,8 @@ async def _serve(service: str, settings: S, main: Callable[[S, App], Awaitable[N
     try:
         async with _observed(settings, app):
             await main(settings, app)
+    except StoppedEarly:
+        pass
     except (StartupError, MeshError) as exc:
         log.error("service.failed", reason=str(exc))
         return 1

@@ -13,20 +13,20 @@ from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.tasks import end
 from pdmesh.v1.common_pb2 import InstanceRecord
 from services.gateway.gateway import Gateway
 from services.gateway.settings import Settings
 from services.gateway.tokenizer import BadModelDir, Tokenizer
 
 log = structlog.get_logger(__name__)
-_CHARS_PER_BYTE = 1
 
 
 async def serve(settings: Settings, app: App) -> None:
     tokenizer = await _load_tokenizer(settings)
-    bus = await NatsBus.connect(settings.nats_url, settings.instance_id)
+    bus = await app.unless_stopping(NatsBus.connect(settings.nats_url, settings.instance_id))
     registry = NatsRegistry(bus, settings.lease_s)
-    view = await registry.watch()
+    view = await app.unless_stopping(registry.watch())
     publisher = EventPublisher(bus, settings.instance_id, app.incarnation)
     gateway = Gateway(settings, app.incarnation, view, tokenizer, publisher, app.not_ready)
     presence = Presence(
@@ -38,13 +38,16 @@ async def serve(settings: Settings, app: App) -> None:
     )
     app.add_readiness("instances", gateway.fleet.can_serve)
     await gateway.start()
-    await presence.start(lambda: _record(settings, app, gateway))
     log.info("gateway.serving", http_port=gateway.http.port, grpc_port=gateway.grpc.port)
-    await app.stopping.wait()
-    await presence.stop()
-    await gateway.stop()
-    await view.close()
-    await bus.close()
+    registering = asyncio.create_task(presence.start(lambda: _record(settings, app, gateway)))
+    try:
+        await app.until_stopping(registering, *gateway.loops)
+    finally:
+        await end([registering])
+        await presence.stop()
+        await gateway.stop()
+        await view.close()
+        await bus.close()
 
 
 async def _load_tokenizer(settings: Settings) -> Tokenizer:
@@ -52,7 +55,7 @@ async def _load_tokenizer(settings: Settings) -> Tokenizer:
         return await asyncio.to_thread(
             Tokenizer.load,
             settings.model_dir,
-            max_chars=settings.max_body_bytes * _CHARS_PER_BYTE,
+            max_chars=settings.max_body_bytes,
             num_threads=settings.tokenizer_threads,
         )
     except BadModelDir as exc:

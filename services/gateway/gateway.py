@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import structlog
@@ -101,6 +101,11 @@ class Gateway:
         self._tasks: list[asyncio.Task[None]] = []
         view.on_change(self._on_record_changed)
         self._make_gauges()
+
+    @property
+    def loops(self) -> Sequence[asyncio.Task[None]]:
+        """They never end while it runs: without one of them it answers nobody, or nobody hears of it."""
+        return self._tasks
 
     async def start(self) -> None:
         loops = (

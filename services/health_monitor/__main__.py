@@ -23,9 +23,9 @@ from services.health_monitor.settings import Settings
 
 
 async def serve(settings: Settings, app: App) -> None:
-    bus = await NatsBus.connect(settings.nats_url, settings.instance_id)
+    bus = await app.unless_stopping(NatsBus.connect(settings.nats_url, settings.instance_id))
     registry = NatsRegistry(bus, settings.lease_s)
-    view = await registry.watch()
+    view = await app.unless_stopping(registry.watch())
     publisher = EventPublisher(bus, app.instance_id, app.incarnation)
     monitor = HealthMonitor(
         bus,
@@ -52,7 +52,7 @@ async def serve(settings: Settings, app: App) -> None:
         version=pdmesh.__version__,
         pid=os.getpid(),
     )
-    await presence.start(lambda: record)
+    await app.unless_stopping(presence.start(lambda: record))
     await _run_until(monitor, app.stopping)
     await presence.stop()
     await view.close()

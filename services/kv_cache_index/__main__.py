@@ -42,6 +42,7 @@ class KvCacheIndex:
     feed: IndexFeed
     mirror: RedisMirror
     view: RegistryView
+    writing: asyncio.Task[None]  # of the mirror; ends only by failing
 
 
 @contextlib.asynccontextmanager
@@ -66,7 +67,7 @@ async def running(
     feed.resync_all()  # what Redis had may be behind
     writing = asyncio.create_task(mirror.run(), name="index-mirror")
     try:
-        yield KvCacheIndex(index, feed, mirror, view)
+        yield KvCacheIndex(index, feed, mirror, view, writing)
     finally:
         await end([writing])
         await feed.stop()
@@ -76,7 +77,7 @@ async def running(
 
 
 async def serve(settings: Settings, app: App) -> None:
-    bus = await NatsBus.connect(settings.nats_url, settings.instance_id)
+    bus = await app.unless_stopping(NatsBus.connect(settings.nats_url, settings.instance_id))
     registry = NatsRegistry(bus, settings.lease_s)
     async with running(settings, bus, registry) as parts:
         server, port = await _listen(settings, parts.index)
@@ -98,8 +99,8 @@ async def serve(settings: Settings, app: App) -> None:
             version=pdmesh.__version__,
             pid=os.getpid(),
         )
-        await presence.start(lambda: record)
-        await app.stopping.wait()
+        await app.unless_stopping(presence.start(lambda: record))
+        await app.until_stopping(parts.writing)
         await presence.stop()
         await server.stop(1.0)
     await bus.close()

@@ -12,11 +12,11 @@ from services.master_scheduler.settings import Settings
 
 
 async def serve(settings: Settings, app: App) -> None:
-    bus = await NatsBus.connect(settings.nats_url, settings.instance_id)
+    bus = await app.unless_stopping(NatsBus.connect(settings.nats_url, settings.instance_id))
     registry = NatsRegistry(bus, settings.lease_s)
-    view = await registry.watch()
+    view = await app.unless_stopping(registry.watch())
     master = Master(settings, app, bus, registry, view)
-    await master.start()
+    await app.unless_stopping(master.start())
     app.add_readiness("view", lambda: True)  # it stays ready while NATS is away: the view stands
     stopping = asyncio.ensure_future(app.stopping.wait())
     failing = asyncio.ensure_future(master.wait_for_failure())

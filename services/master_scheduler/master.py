@@ -110,7 +110,7 @@ class Master:
         self.port = self._server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
         await self._server.start()
         self._observe()
-        self.election.start()
+        self._tasks.add(self.election.start())
         await self._presence.start(self._record)
         log.info("master.serving", grpc_port=self.port)
 

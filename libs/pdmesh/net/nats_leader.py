@@ -62,8 +62,10 @@ class LeaderElection:
     def saw_epoch(self, epoch: int) -> None:
         self._state.saw(epoch)
 
-    def start(self) -> None:
+    def start(self) -> asyncio.Task[None]:
+        """The campaign; it ends only by failing."""
         self._task = asyncio.create_task(self._run(), name="leader-election")
+        return self._task
 
     async def stop(self) -> None:
         """Give the lease up, so that a standby takes over at once."""
