@@ -47,11 +47,23 @@ async def serve(settings: InstanceSettings, app: App, role: Role.ValueType) -> N
     app.add_readiness("engine", lambda: False)
     started = time.monotonic()
     try:
-        info = await built.engine.start()
+        if (info := await _start_engine(built, app)) is None:
+            return
         log.info("engine.started", engine=info.engine, start_s=round(time.monotonic() - started, 2))
         await _serve_engine(settings, app, role, built, info)
     finally:
         await built.engine.stop()
+
+
+async def _start_engine(built: BuiltEngine, app: App) -> EngineInfo | None:
+    """None if the process was asked to stop first: loading a model takes longer than anybody waits for that."""
+    starting = asyncio.create_task(built.engine.start(), name="engine-start")
+    await app.until_stopping(starting)
+    if starting.done():
+        return starting.result()
+    starting.cancel()  # once: it takes apart what it has built so far
+    await asyncio.wait([starting])
+    return None
 
 
 async def _serve_engine(
