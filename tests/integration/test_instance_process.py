@@ -19,6 +19,10 @@ import pytest
 from pdmesh.engine.base import FinishReason, Sampling
 from pdmesh.engine.factory import EngineSettings
 from pdmesh.engine.sim.reference import sim_reference
+from pdmesh.events.v1.events_pb2 import ErrorReported
+from pdmesh.net import subjects
+from pdmesh.net.bus import Message
+from pdmesh.net.events import decode_event
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.net.registry import RegistryView
@@ -200,6 +204,34 @@ async def test_an_engine_that_dies_ends_the_process_after_telling_its_gateways(s
         assert leg.has("failed"), failed
         assert (failed.reason, failed.is_retryable) == ("ENGINE_DIED", True)
         assert await p.exit_code() == 1
+
+
+async def test_operators_hear_of_a_failed_leg_and_of_the_death_of_an_engine(site: Site) -> None:
+    heard: list[ErrorReported] = []
+
+    async def on_error(message: Message) -> None:
+        heard.append(decode_event(message, ErrorReported))
+
+    bus = await NatsBus.connect(site.nats_url, "operator")
+    await bus.subscribe(subjects.error_reported(), on_error)
+    p = await site.start("prefill", "prefill-0", SIM_LAW="zero")
+    d = await site.start("decode", "decode-0", FAILPOINT="decode.token=raise", SIM_LAW="zero")
+    sampling = Sampling(max_tokens=5, ignore_eos=True)
+    async with TestSession(p) as to_p, TestSession(d) as to_d:
+        released = await to_p.prefill(PROMPT, sampling)
+        gone = await released.until("first_token")
+        await to_p.release(released, gone.ticket.ticket_id)
+        rest = await to_d.start(PROMPT, sampling, gone.token_id, gone.ticket)
+        await rest.until("failed")
+        first = await (await to_p.prefill(PROMPT, sampling)).until("first_token")
+        await to_d.start(PROMPT, sampling, first.token_id, first.ticket)
+        assert await d.exit_code() == 1
+    await site.until(lambda: len(heard) == 2)
+    leg, engine = heard
+    assert (leg.service, leg.reason) == ("decode", "KV_TRANSFER_FAILED")
+    assert leg.request_id == gone.ticket.request_id
+    assert (engine.reason, engine.request_id) == ("ENGINE_DIED", "")
+    await bus.close()
 
 
 async def test_a_fusion_process_does_both_phases(site: Site) -> None:

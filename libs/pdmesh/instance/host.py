@@ -59,7 +59,7 @@ class HostConfig:
 
 
 class InstanceHost:
-    """`on_blocks` and `on_load` are told of changes, to be published; they must not block.
+    """`on_blocks`, `on_load` and `on_error` are told what is to be published; they must not block.
 
     `run` passes the engine's outputs on; everything else is called by the sessions.
     """
@@ -72,11 +72,12 @@ class InstanceHost:
         config: HostConfig = HostConfig(),
         *,
         on_blocks: Callable[[BlocksChanged], None] = lambda _: None,
+        on_error: Callable[[str, str, str], None] = lambda reason, message, request_id: None,
     ) -> None:
         self.admission = admission
         self.on_load: Callable[[], None] = lambda: None
         self._engine, self._clock, self._config = engine, clock, config
-        self._on_blocks = on_blocks
+        self._on_blocks, self._on_error = on_blocks, on_error
         self._idle = asyncio.Event()
         self._idle.set()
         self._legs = LegTable()
@@ -363,6 +364,7 @@ class InstanceHost:
         )
         if output.reason == KvTransferFailed.default_reason:
             instruments.transfer_failures.add(1)
+        self._on_error(output.reason, output.message, leg.request_id)
         leg.outbox.add_event(convert.failed(leg.key, output))
         self._close(leg, "failed")
 
@@ -391,6 +393,7 @@ class InstanceHost:
 
     def _fail_all(self) -> None:
         """The engine is gone, and with it everything it held."""
+        self._on_error(ENGINE_DIED, "the engine died", "")
         for leg in self._legs.all():
             failure = Failed(leg.number, ENGINE_DIED, "the engine died")
             leg.outbox.add_event(convert.failed(leg.key, failure))

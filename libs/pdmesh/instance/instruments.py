@@ -33,6 +33,7 @@ sessions_cut: Final = metrics.counter(
 )
 
 tickets_closed: Final = metrics.counter(names.KV_TICKETS_CLOSED, "Tickets closed, by reason")
+errors_dropped: Final = metrics.counter(names.ERRORS_DROPPED, "ErrorReported events not published")
 
 ACCEPTED: Final = {names.ATTR_OUTCOME: "accepted"}
 REFUSED: Final = {reason: {names.ATTR_OUTCOME: reason.name.lower()} for reason in RefusalReason}

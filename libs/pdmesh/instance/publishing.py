@@ -1,4 +1,4 @@
-"""What an instance tells the mesh on the bus: its KV blocks and its load. Facts that may be lost.
+"""What an instance tells the mesh on the bus: its KV blocks, its load, its failures. Facts that may be lost.
 
 Deltas of blocks are gathered for some tens of milliseconds; a snapshot holds what was published up to its
 sequence, so that a consumer with a gap continues from it. The load goes out 20 ms
@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdmesh.engine.base import BlocksChanged
-from pdmesh.events.v1.events_pb2 import InstanceLoad, KvBlocks
+from pdmesh.events.v1.events_pb2 import ErrorReported, InstanceLoad, KvBlocks
+from pdmesh.instance import instruments
 from pdmesh.net import subjects
 from pdmesh.net.events import EventPublisher
 from pdmesh.v1.instance_service_pb2 import Load
 
 BLOCKS_EVERY_S: Final = 0.03
 LOAD_EVERY_S: Final = 0.02
+MAX_ERRORS: Final = 256  # waiting to be published
 
 
 @dataclass(slots=True)
@@ -109,3 +111,31 @@ class LoadPublisher:
                     is_draining=load.is_draining,
                 ),
             )
+
+
+class ErrorPublisher:
+    """Failures an operator may want to know of. At most `MAX_ERRORS` wait; more are dropped and counted."""
+
+    def __init__(self, events: EventPublisher, instance_id: str, service: str) -> None:
+        self._events, self._subject = events, subjects.error_reported(instance_id)
+        self._service = service
+        self._waiting: asyncio.Queue[ErrorReported] = asyncio.Queue(MAX_ERRORS)
+
+    def report(self, reason: str, message: str, request_id: str) -> None:
+        """`request_id` is empty where it is no single request's."""
+        event = ErrorReported(
+            service=self._service, reason=reason, message=message, request_id=request_id
+        )
+        try:
+            self._waiting.put_nowait(event)
+        except asyncio.QueueFull:
+            instruments.errors_dropped.add(1)
+
+    async def run(self) -> None:
+        while True:
+            await self._events.publish(self._subject, await self._waiting.get())
+
+    async def publish_rest(self) -> None:
+        """What waits still, when `run` has ended: the last words of an instance say why it dies."""
+        while not self._waiting.empty():
+            await self._events.publish(self._subject, self._waiting.get_nowait())

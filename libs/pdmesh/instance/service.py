@@ -18,7 +18,7 @@ from pdmesh.engine.factory import BuiltEngine, EngineSettings, build_engine
 from pdmesh.errors import EngineFailed
 from pdmesh.instance import instruments
 from pdmesh.instance.host import HostConfig, InstanceHost
-from pdmesh.instance.publishing import KvBlocksPublisher, LoadPublisher
+from pdmesh.instance.publishing import ErrorPublisher, KvBlocksPublisher, LoadPublisher
 from pdmesh.instance.servicer import InstanceServicer
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.lifecycle import App, StartupError
@@ -78,12 +78,14 @@ async def _serve_engine(
         return
     events = EventPublisher(bus, app.instance_id, app.incarnation)
     blocks = KvBlocksPublisher(events, app.instance_id)
+    failures = ErrorPublisher(events, app.instance_id, app.service)
     host = InstanceHost(
         built.engine,
         Admission(capacity_of(settings, role, built, info)),
         time.monotonic,
         HostConfig(settings.transfer_timeout_s, settings.stall_s),
         on_blocks=blocks.add,
+        on_error=failures.report,
     )
     load = LoadPublisher(events, app.instance_id, host.load)
     host.on_load = load.changed
@@ -113,7 +115,12 @@ async def _serve_engine(
     app.add_readiness("registered", lambda: presence.is_held)
     works = {
         name: asyncio.create_task(work, name=name)
-        for name, work in (("outputs", host.run()), ("blocks", blocks.run()), ("load", load.run()))
+        for name, work in (
+            ("outputs", host.run()),
+            ("blocks", blocks.run()),
+            ("load", load.run()),
+            ("failures", failures.run()),
+        )
     }
     register = asyncio.create_task(presence.start(current_record), name="register")
     try:
@@ -121,6 +128,7 @@ async def _serve_engine(
     finally:
         for task in (register, *works.values()):
             task.cancel()
+        await failures.publish_rest()
         await presence.stop()
         host.close_all()
         await server.stop(_CLOSE_S)

@@ -76,6 +76,7 @@ INSTANCE_TOKENS: Final = "pdmesh.instance.tokens"
 BATCH_SIZE: Final = "pdmesh.instance.batch_size"
 SESSIONS: Final = "pdmesh.sessions"
 SESSIONS_CUT: Final = "pdmesh.sessions.cut"
+ERRORS_DROPPED: Final = "pdmesh.instance.errors.dropped"
 
 # Metrics of ours: bus, registry, index, master.
 BUS_DROPPED: Final = "pdmesh.bus.dropped"

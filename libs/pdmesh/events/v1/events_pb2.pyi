@@ -317,7 +317,7 @@ Global___RequestFinished: _TypeAlias = RequestFinished  # noqa: Y015
 
 @_typing.final
 class ErrorReported(_message.Message):
-    """Something failed that an operator may want to know of. Published by any service. JSON."""
+    """A leg failed, or the engine died. Published by instances. JSON."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -328,8 +328,10 @@ class ErrorReported(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     service: _builtins.str
     reason: _builtins.str
+    """stable: KV_TRANSFER_FAILED, ENGINE_DIED, ..."""
     message: _builtins.str
     request_id: _builtins.str
+    """empty if it is no single request's"""
     @_builtins.property
     def header(self) -> Global___Header: ...
     def __init__(
