@@ -26,8 +26,8 @@ class Tier(IntEnum):
     GATEWAY = 3
 
 
-# How long a process may take to end after SIGTERM before it is killed.
-STOP_GRACE_S: Final = {Tier.SERVER: 3.0, Tier.CONTROL: 4.0, Tier.INSTANCE: 10.0, Tier.GATEWAY: 8.0}
+# How long a process may take to end after SIGTERM before it is killed: its drain (10 s), and a little.
+STOP_GRACE_S: Final = {Tier.SERVER: 3.0, Tier.CONTROL: 4.0, Tier.INSTANCE: 13.0, Tier.GATEWAY: 13.0}
 
 
 @dataclass(frozen=True)
