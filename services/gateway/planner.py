@@ -1,7 +1,7 @@
 """Where requests may go: asked of the master in batches, or ranked here while there is none (F11, F12).
 
 One Plan call is in flight at a time and the next takes every query that gathered meanwhile, so a busy gateway pays
-a fraction of a call for each request. An answer of an older epoch than one seen before is refused (I7).
+a fraction of a call for each request. An answer of an older epoch is refused (I7).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 import structlog
 
+from pdmesh.core.leadership import EpochFence
 from pdmesh.core.request_types import Candidate, Event, PlanFailed, PlanReceived
 from pdmesh.errors import MeshError, ModelNotFound, NoInstance, StalePlan, Unavailable
 from pdmesh.v1.common_pb2 import InstanceRecord
@@ -61,7 +62,7 @@ class Planner:
         self._num_open = num_open
         self._timeout_s = timeout_s
         self._max_staleness_s = max_staleness_s
-        self._epoch = 0
+        self._fence = EpochFence()
         self._asks: list[_Ask] = []
         self._has_asks = asyncio.Event()
         self._streams: dict[str, PlanStream] = {}  # by address
@@ -129,9 +130,8 @@ class Planner:
             self._drop_streams_but({m.grpc_address for m in self._fleet.masters()})
             stream = self._streams[address] = PlanStream(address)
         response = await stream.ask(request, self._timeout_s)
-        if response.epoch < self._epoch:
+        if not self._fence.admit(response.epoch, time.monotonic()):
             raise StalePlan("a master of an older epoch answered")
-        self._epoch = response.epoch
         self._leader = master.instance_id
         return response
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.leadership import Leadership
+from pdmesh.core.leadership import FORGET_EPOCH_S, EpochFence, Leadership
 
 
 @pytest.mark.fault("F12", "F13")
@@ -42,3 +42,23 @@ def test_what_a_leader_hears_of_others_does_not_change_its_own_epoch() -> None:
     state.won(revision=5, asked_at=0.0)
     state.saw(50)
     assert state.epoch == 5
+
+
+@pytest.mark.fault("F12", "F13")
+def test_an_older_epoch_is_refused_while_a_newer_one_is_heard() -> None:
+    fence = EpochFence()
+    assert fence.admit(5, now=0.0)
+    assert not fence.admit(4, now=FORGET_EPOCH_S - 1)
+    assert fence.admit(5, now=FORGET_EPOCH_S - 1)
+    assert not fence.admit(4, now=2 * FORGET_EPOCH_S - 2)
+    assert fence.admit(6, now=2 * FORGET_EPOCH_S - 2)
+
+
+@pytest.mark.fault("F21")
+def test_a_store_that_counts_from_one_again_does_not_shut_its_masters_out_for_ever() -> None:
+    """NATS lost its store and the masters were restarted: no process is left that knows the high epoch."""
+    fence = EpochFence()
+    assert fence.admit(90_000, now=0.0)
+    assert not fence.admit(1, now=3.0)
+    assert fence.admit(1, now=FORGET_EPOCH_S)
+    assert fence.admit(2, now=FORGET_EPOCH_S)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FENCE_SHARE = 2 / 3
+FORGET_EPOCH_S = 10.0  # longer than any lease: whoever led before has fenced itself
 
 
 @dataclass(slots=True)
@@ -46,3 +47,21 @@ class Leadership:
         """Another process knows of this epoch."""
         if not self._is_leader:
             self.epoch = max(self.epoch, epoch)
+
+
+@dataclass(slots=True)
+class EpochFence:
+    """Which leaders' answers count: those of the highest epoch heard (I7).
+
+    A store that was wiped while the masters were restarted counts from one again (F21). So an epoch of which nothing was
+    heard for longer than any lease is over, and a lower one counts.
+    """
+
+    epoch: int = 0
+    _heard_at: float = 0.0
+
+    def admit(self, epoch: int, now: float) -> bool:
+        if epoch < self.epoch and now - self._heard_at < FORGET_EPOCH_S:
+            return False
+        self.epoch, self._heard_at = epoch, now
+        return True

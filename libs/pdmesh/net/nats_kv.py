@@ -199,6 +199,9 @@ class KvWatch:
             except (Unavailable, NatsError) as exc:
                 log.debug("kv.watch_failed", bucket=self._bucket.name, error=str(exc))
                 backoff = min(backoff * 2, _BACKOFF_S[1])
+            except Exception:  # a bug of whom it tells: the next opening tells everything again
+                log.exception("kv.watch_bug", bucket=self._bucket.name)
+                backoff = min(backoff * 2, _BACKOFF_S[1])
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
     async def _follow(self) -> None:
