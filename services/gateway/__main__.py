@@ -28,7 +28,7 @@ async def serve(settings: Settings, app: App) -> None:
     registry = NatsRegistry(bus, settings.lease_s)
     view = await app.unless_stopping(registry.watch())
     publisher = EventPublisher(bus, settings.instance_id, app.incarnation)
-    gateway = Gateway(settings, app.incarnation, view, tokenizer, publisher, app.not_ready)
+    gateway = Gateway(settings, view, tokenizer, publisher, app.not_ready)
     presence = Presence(
         registry,
         publisher,

@@ -37,7 +37,6 @@ class Gateway:
     def __init__(
         self,
         settings: Settings,
-        incarnation: int,
         view: RegistryView,
         tokenizer: Tokenizer,
         publisher: Publisher | None,
@@ -47,7 +46,7 @@ class Gateway:
         self._settings = settings
         self.fleet = Fleet(view, settings.model, time.monotonic)
         self._room: WaitingRoom[Generation] = WaitingRoom(settings.max_waiting)
-        self.sessions = SessionPool(gateway_id, incarnation, self._on_slots_freed)
+        self.sessions = SessionPool(gateway_id, self._on_slots_freed)
         self._planner = Planner(
             self.fleet,
             gateway_id,

@@ -217,11 +217,8 @@ def _num_free(load: Load | None) -> int:
 class SessionPool:
     """Sessions by (instance, incarnation), made on first use and kept while the registry shows them."""
 
-    def __init__(
-        self, gateway_id: str, gateway_incarnation: int, on_slots_freed: SlotsFreed
-    ) -> None:
+    def __init__(self, gateway_id: str, on_slots_freed: SlotsFreed) -> None:
         self._gateway_id = gateway_id
-        self._gateway_incarnation = gateway_incarnation
         self._on_slots_freed = on_slots_freed
         self._sessions: dict[tuple[str, int], InstanceSession] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -232,7 +229,6 @@ class SessionPool:
         if found is None:
             hello = Hello(
                 gateway_id=self._gateway_id,
-                gateway_incarnation=self._gateway_incarnation,
                 instance_id=record.instance_id,
                 incarnation=record.incarnation,
             )

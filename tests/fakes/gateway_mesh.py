@@ -35,7 +35,7 @@ class GatewayMesh:
         def not_ready() -> list[str]:
             return [] if self.gateway.fleet.can_serve() else ["instances"]
 
-        self.gateway = Gateway(self.settings, 7, view, self.tokenizer, self, not_ready)
+        self.gateway = Gateway(self.settings, view, self.tokenizer, self, not_ready)
         await self.gateway.start()
 
     @property

@@ -137,11 +137,9 @@ class Hello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
-    GATEWAY_INCARNATION_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
-    gateway_incarnation: _builtins.int
     instance_id: _builtins.str
     incarnation: _builtins.int
     """the session is refused if the instance is another one by now"""
@@ -149,13 +147,12 @@ class Hello(_message.Message):
         self,
         *,
         gateway_id: _builtins.str = ...,
-        gateway_incarnation: _builtins.int = ...,
         instance_id: _builtins.str = ...,
         incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "gateway_incarnation", b"gateway_incarnation", "incarnation", b"incarnation", "instance_id", b"instance_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "incarnation", b"incarnation", "instance_id", b"instance_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

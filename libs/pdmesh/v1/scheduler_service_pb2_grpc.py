@@ -57,7 +57,7 @@ class SchedulerServiceServicer:
     """
 
     def Plan(self, request, context):
-        """Where each request may go, best first. A gateway batches the queries of one event-loop turn.
+        """Where each request may go, best first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -65,6 +65,7 @@ class SchedulerServiceServicer:
 
     def PlanStream(self, request_iterator, context):
         """The same for as long as a gateway lives: each request is answered in order, at a third of what a call costs.
+        One is under way at a time; the queries that gather meanwhile go together in the next.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,9 +34,11 @@ class SchedulerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SchedulerServiceAsyncStub: ...
     Plan: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.PlanRequest, _scheduler_service_pb2.PlanResponse]
-    """Where each request may go, best first. A gateway batches the queries of one event-loop turn."""
+    """Where each request may go, best first."""
     PlanStream: _grpc.StreamStreamMultiCallable[_scheduler_service_pb2.PlanStreamRequest, _scheduler_service_pb2.PlanStreamResponse]
-    """The same for as long as a gateway lives: each request is answered in order, at a third of what a call costs."""
+    """The same for as long as a gateway lives: each request is answered in order, at a third of what a call costs.
+    One is under way at a time; the queries that gather meanwhile go together in the next.
+    """
     ListGroups: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.ListGroupsRequest, _scheduler_service_pb2.ListGroupsResponse]
     """The fleet as the master sees it. For operators."""
 
@@ -46,9 +48,11 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Plan: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.PlanRequest, _scheduler_service_pb2.PlanResponse]  # type: ignore[assignment]
-    """Where each request may go, best first. A gateway batches the queries of one event-loop turn."""
+    """Where each request may go, best first."""
     PlanStream: _aio.StreamStreamMultiCallable[_scheduler_service_pb2.PlanStreamRequest, _scheduler_service_pb2.PlanStreamResponse]  # type: ignore[assignment]
-    """The same for as long as a gateway lives: each request is answered in order, at a third of what a call costs."""
+    """The same for as long as a gateway lives: each request is answered in order, at a third of what a call costs.
+    One is under way at a time; the queries that gather meanwhile go together in the next.
+    """
     ListGroups: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.ListGroupsRequest, _scheduler_service_pb2.ListGroupsResponse]  # type: ignore[assignment]
     """The fleet as the master sees it. For operators."""
 
@@ -61,7 +65,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_service_pb2.PlanRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_service_pb2.PlanResponse, _abc.Awaitable[_scheduler_service_pb2.PlanResponse]]:
-        """Where each request may go, best first. A gateway batches the queries of one event-loop turn."""
+        """Where each request may go, best first."""
 
     @_abc_1.abstractmethod
     def PlanStream(
@@ -69,7 +73,9 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_scheduler_service_pb2.PlanStreamRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_service_pb2.PlanStreamResponse], _abc.AsyncIterator[_scheduler_service_pb2.PlanStreamResponse]]:
-        """The same for as long as a gateway lives: each request is answered in order, at a third of what a call costs."""
+        """The same for as long as a gateway lives: each request is answered in order, at a third of what a call costs.
+        One is under way at a time; the queries that gather meanwhile go together in the next.
+        """
 
     @_abc_1.abstractmethod
     def ListGroups(
