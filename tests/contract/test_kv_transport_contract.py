@@ -14,8 +14,9 @@ from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent import LandingFreed, PullHooks, TicketClosed
 from pdmesh.kv.transport import ByteArray, KvTransport
 from pdmesh.kv.ucx import UcxTransport
-from tests.fakes.kv_pair import FINGERPRINT, kv_pair, ticket_for, until
+from tests.fakes.kv_pair import FINGERPRINT, kv_pair, ticket_for
 from tests.fakes.memory_transport import MemoryTransport
+from tests.support.waiting import until
 
 MakeTransport = Callable[[], KvTransport]
 SMALL = KvLayout(4, 2, 512, FINGERPRINT)  # rides behind META

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -62,16 +61,6 @@ class KvPair:
 
     def landed(self, size: int, offset: int = 0) -> ByteArray:
         return self.receiver.landing(ArenaRange(offset, size))
-
-
-async def until(condition: Callable[[], bool], within_s: float = 5.0) -> float:
-    """Wait for something that other tasks bring about; returns how long it took."""
-    loop = asyncio.get_running_loop()
-    started = loop.time()
-    while not condition():
-        assert loop.time() - started < within_s, "it did not come about in time"
-        await asyncio.sleep(0.001)
-    return loop.time() - started
 
 
 @asynccontextmanager

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -17,16 +15,11 @@ import pytest
 from pdmesh.embedded import binaries, child
 from pdmesh.embedded.ports import PortReservation, PortTaken
 from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer, running
+from tests.support.waiting import until
 
 
 def make_server(kind: str, directory: Path) -> Server:
     return NatsServer(directory) if kind == "nats" else ValkeyServer(directory)
-
-
-async def until_ready(server: Server) -> None:
-    async with asyncio.timeout(10):
-        while not await server.is_ready():
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("kind", ["nats", "valkey"])
@@ -48,14 +41,14 @@ async def test_a_killed_server_comes_back_at_the_same_address(kind: str, tmp_pat
     url = server.url
     first = child.start(server.command(), os.environ, tmp_path / "log")
     try:
-        await until_ready(server)
+        await until(server.is_ready, 10)
     finally:
         first.kill()
         first.wait()
     assert not await server.is_ready()
     second = child.start(server.command(), os.environ, tmp_path / "log")
     try:
-        await until_ready(server)
+        await until(server.is_ready, 10)
         assert server.url == url
     finally:
         second.kill()
@@ -84,7 +77,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
 @pytest.mark.req("S74")
-def test_a_killed_parent_takes_its_child_with_it(tmp_path: Path) -> None:
+async def test_a_killed_parent_takes_its_child_with_it(tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [
             sys.executable,
@@ -104,19 +97,11 @@ def test_a_killed_parent_takes_its_child_with_it(tmp_path: Path) -> None:
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     command = Path(f"/proc/{pid}/cmdline")
-    wait_until(lambda: command.read_bytes().startswith(b"sleep"))
+    await until(lambda: command.read_bytes().startswith(b"sleep"), 10)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    wait_until(lambda: not is_alive(pid))
-
-
-def wait_until(condition: object, timeout_s: float = 10.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
+    await until(lambda: not is_alive(pid), 10)
 
 
 def test_a_taken_port_is_refused_with_the_name_of_who_has_it_and_the_remedy() -> None:

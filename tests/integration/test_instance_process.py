@@ -29,6 +29,7 @@ from pdmesh.net.registry import RegistryView
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, InstanceRecord
 from tests.fakes.sim_instances import DECODE, PREFILL, TestSession, generate, settings_of
 from tests.support import servers
+from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT: list[int] = np.random.default_rng(3).integers(3, 600, 150).tolist()
@@ -76,9 +77,7 @@ class Site:
     children: list[asyncio.subprocess.Process]
 
     async def until(self, holds: Callable[[], bool], timeout_s: float = 30.0) -> None:
-        async with asyncio.timeout(timeout_s):
-            while not holds():
-                await asyncio.sleep(0.02)
+        await until(holds, timeout_s)
 
     async def start(self, service: str, instance_id: str, **env: str) -> Process:
         prefix = f"PDMESH_{service.upper()}_"

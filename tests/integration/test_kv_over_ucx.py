@@ -23,8 +23,9 @@ from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent, LandingFreed
 from pdmesh.kv.agent_thread import AgentThread
 from pdmesh.kv.ucx import UcxTransport
-from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, pattern, ticket_for, until
+from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, pattern, ticket_for
 from tests.fakes.kv_sender_process import NUM_LAYERS
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 SMALL = KvLayout(NUM_LAYERS, 2, 512, FINGERPRINT)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from pdmesh.core.supervision import GiveUp, Phase, RestartPolicy, RestartSchedul
 from pdmesh.launcher.spec import ProcessSpec, Tier
 from pdmesh.launcher.supervisor import Notice, Supervisor
 from tests.integration.test_embedded_servers import is_alive
+from tests.support.waiting import until
 
 OBEDIENT = "import signal, sys; signal.signal(15, lambda *_: sys.exit(0)); print('up', flush=True)\nwhile True: signal.pause()"
 STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True)\nwhile True: signal.pause()"
@@ -38,11 +39,8 @@ class Supervised:
         assert pid is not None
         return pid
 
-    async def until(self, condition: object) -> None:
-        assert callable(condition)
-        async with asyncio.timeout(10):
-            while not condition():
-                await asyncio.sleep(0.01)
+    async def until(self, condition: Callable[[], object]) -> None:
+        await until(condition, 10)
 
 
 @pytest.fixture

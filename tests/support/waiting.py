@@ -20,4 +20,4 @@ async def until(
         if result:
             return waited
         assert waited < within_s, f"not true within {within_s} s"
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.002)

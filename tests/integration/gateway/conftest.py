@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
 import openai
 import pytest
@@ -26,21 +24,3 @@ async def client(mesh: GatewayMesh) -> AsyncIterator[openai.AsyncOpenAI]:
         base_url=f"{mesh.url}/v1", api_key="none", max_retries=0
     ) as client:
         yield client
-
-
-Condition = Callable[[], bool] | Callable[[], Awaitable[bool]]
-
-
-@pytest.fixture
-def eventually() -> Callable[..., Awaitable[None]]:
-    """Wait until a condition holds; fails after `within_s`."""
-
-    async def wait(condition: Condition, within_s: float = 5.0) -> None:
-        async with asyncio.timeout(within_s):
-            while True:
-                holds = condition()
-                if await holds if inspect.isawaitable(holds) else holds:
-                    return
-                await asyncio.sleep(0.005)
-
-    return wait

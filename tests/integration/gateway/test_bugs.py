@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import openai
 import pytest
 
 from tests.fakes.gateway_mesh import GatewayMesh
-
-Eventually = Callable[..., Awaitable[None]]
+from tests.support.waiting import until
 
 
 def break_first_send(mesh: GatewayMesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +31,6 @@ def break_first_send(mesh: GatewayMesh, monkeypatch: pytest.MonkeyPatch) -> None
 async def test_a_request_that_trips_over_a_bug_fails_alone_and_at_once(
     mesh: GatewayMesh,
     client: openai.AsyncOpenAI,
-    eventually: Eventually,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The planner's loop hands plans to all requests: one that raises there must not end it for the others."""
@@ -45,6 +42,6 @@ async def test_a_request_that_trips_over_a_bug_fails_alone_and_at_once(
     assert "value out of range" not in str(caught.value)
     answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
     assert answer.choices[0].text == mesh.expected_text("abc", 4)
-    await eventually(lambda: mesh.num_legs == 0)
+    await until(lambda: mesh.num_legs == 0)
     assert mesh.gateway.frontend.num_calls == 0
     assert mesh.gateway.observer.num_ended["failed"] == 1

@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import httpx
@@ -21,8 +20,7 @@ from pdmesh.v1.instance_service_pb2 import (
 )
 from tests.fakes.fake_instance import FakeInstance
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
-
-Eventually = Callable[..., Awaitable[None]]
+from tests.support.waiting import until
 
 
 def decode_at_work(mesh: GatewayMesh) -> FakeInstance:
@@ -56,7 +54,7 @@ async def test_a_lost_decode_is_replaced_and_the_text_is_unbroken(
 
 @pytest.mark.fault("F7")
 async def test_after_the_last_migration_there_is_one_error_event_and_no_done(
-    tmp_path: Path, eventually: Eventually
+    tmp_path: Path,
 ) -> None:
     async with gateway_mesh(tmp_path, 1, 1, max_migrations=0) as mesh:
         for instance in mesh.instances.values():
@@ -77,19 +75,19 @@ async def test_after_the_last_migration_there_is_one_error_event_and_no_done(
         assert [e["code"] for e in errors] == ["upstream_failed"]
         assert json.loads(events[-1])["error"]
         assert "[DONE]" not in events
-        await eventually(lambda: mesh.num_legs == 0)
+        await until(lambda: mesh.num_legs == 0)
 
 
 @pytest.mark.fault("F1")
 async def test_a_prefill_lost_at_work_is_replaced(
-    mesh: GatewayMesh, client: openai.AsyncOpenAI, eventually: Eventually
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     for instance in of_role(mesh, ROLE_PREFILL):
         instance.is_holding = True
     asking = asyncio.create_task(
         client.completions.create(model="tiny", prompt="abc", max_tokens=5)
     )
-    await eventually(lambda: any(i.legs for i in of_role(mesh, ROLE_PREFILL)))
+    await until(lambda: any(i.legs for i in of_role(mesh, ROLE_PREFILL)))
     busy = next(i for i in of_role(mesh, ROLE_PREFILL) if i.legs)
     for instance in of_role(mesh, ROLE_PREFILL):
         instance.is_holding = False
@@ -127,9 +125,7 @@ async def test_when_all_stay_busy_the_client_gets_429_at_its_deadline(tmp_path: 
 
 
 @pytest.mark.req("S43", "S44")
-async def test_a_waiting_request_is_forwarded_the_moment_a_slot_frees(
-    tmp_path: Path, eventually: Eventually
-) -> None:
+async def test_a_waiting_request_is_forwarded_the_moment_a_slot_frees(tmp_path: Path) -> None:
     async with (
         gateway_mesh(tmp_path, ttft_s=30.0, retry_s=20.0) as mesh,
         httpx.AsyncClient() as client,
@@ -138,7 +134,7 @@ async def test_a_waiting_request_is_forwarded_the_moment_a_slot_frees(
         prefill.reject_with = REJECT_REASON_BUSY
         body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
         asking = asyncio.create_task(client.post(f"{mesh.url}/v1/completions", json=body))
-        await eventually(lambda: len(mesh.gateway.frontend.shared.room) == 1)
+        await until(lambda: len(mesh.gateway.frontend.shared.room) == 1)
         freed_at = time.monotonic()
         prefill.free_slots(4)
         assert (await asking).json()["choices"][0]["text"] == mesh.expected_text("abc", 4)
@@ -170,7 +166,7 @@ async def test_a_prompt_that_fits_no_instance_is_the_clients_error(
 
 @pytest.mark.fault("F8")
 async def test_a_decode_that_falls_silent_is_left_and_what_it_says_later_is_dropped(
-    tmp_path: Path, eventually: Eventually
+    tmp_path: Path,
 ) -> None:
     async with (
         gateway_mesh(tmp_path, 1, 2, stall_s=0.3) as mesh,
@@ -189,15 +185,15 @@ async def test_a_decode_that_falls_silent_is_left_and_what_it_says_later_is_drop
                 frozen.step_s = 0.6
         assert text == mesh.expected_text("abc", 60)
         assert frozen is not None
-        await eventually(lambda: bool(frozen.aborted))
-        await eventually(lambda: mesh.num_legs == 0)
+        await until(lambda: bool(frozen.aborted))
+        await until(lambda: mesh.num_legs == 0)
 
 
 @pytest.mark.fault("F27")
 @pytest.mark.parametrize("padding", [0, 300_000])
 @pytest.mark.parametrize("stage", ["waiting", "prefill", "decode admission", "decoding"])
 async def test_a_client_that_leaves_frees_everything(
-    tmp_path: Path, eventually: Eventually, stage: str, padding: int
+    tmp_path: Path, stage: str, padding: int
 ) -> None:
     """A large body makes the server stop reading, and then it could miss that the client goes."""
     async with gateway_mesh(tmp_path) as mesh:
@@ -218,10 +214,10 @@ async def test_a_client_that_leaves_frees_everything(
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
-        await eventually(reached)
+        await until(reached)
         writer.close()
-        await eventually(lambda: mesh.gateway.frontend.num_calls == 0, within_s=1.0)
-        await eventually(lambda: mesh.num_legs == 0, within_s=1.0)
+        await until(lambda: mesh.gateway.frontend.num_calls == 0, within_s=1.0)
+        await until(lambda: mesh.num_legs == 0, within_s=1.0)
         if stage == "decode admission":
             assert prefill.released, "the ticket is released explicitly"
         assert mesh.gateway.sessions.counts()[1] == 0
@@ -288,9 +284,7 @@ async def test_a_stream_that_outlives_the_drain_gets_one_error_event(tmp_path: P
 
 
 @pytest.mark.fault("F28")
-async def test_a_client_that_does_not_read_is_cut_and_frees_its_legs(
-    tmp_path: Path, eventually: Eventually
-) -> None:
+async def test_a_client_that_does_not_read_is_cut_and_frees_its_legs(tmp_path: Path) -> None:
     async with gateway_mesh(tmp_path, write_timeout_s=0.5, chunk_interval_ms=0) as mesh:
         for instance in mesh.instances.values():
             instance.max_model_len = 1 << 22
@@ -301,16 +295,16 @@ async def test_a_client_that_does_not_read_is_cut_and_frees_its_legs(
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             deaf.connect(("127.0.0.1", mesh.gateway.http.port))
             deaf.sendall(head.encode() + body)
-            await eventually(lambda: mesh.gateway.frontend.num_calls == 1)
-            await eventually(lambda: mesh.gateway.frontend.num_calls == 0, within_s=25.0)
-            await eventually(lambda: mesh.num_legs == 0)
+            await until(lambda: mesh.gateway.frontend.num_calls == 1)
+            await until(lambda: mesh.gateway.frontend.num_calls == 0, within_s=25.0)
+            await until(lambda: mesh.num_legs == 0)
             assert mesh.gateway.observer.num_ended["cancelled"] == 1
             # What the client never read is dropped with its connection, not kept until it reads.
-            await eventually(lambda: mesh.gateway.http.num_connections == 0)
+            await until(lambda: mesh.gateway.http.num_connections == 0)
 
 
 async def test_every_accepted_request_is_counted_once_by_its_end(
-    mesh: GatewayMesh, client: openai.AsyncOpenAI, eventually: Eventually
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     asked = (
         client.completions.create(model="tiny", prompt=f"p{i}", max_tokens=1 + i % 5)
@@ -318,7 +312,7 @@ async def test_every_accepted_request_is_counted_once_by_its_end(
     )
     await asyncio.gather(*asked)
     observer = mesh.gateway.observer
-    await eventually(lambda: sum(observer.num_ended.values()) == 40)
+    await until(lambda: sum(observer.num_ended.values()) == 40)
     assert observer.num_accepted == observer.num_ended["completed"] == 40
-    await eventually(lambda: len(mesh.events) == 40)
+    await until(lambda: len(mesh.events) == 40)
     assert {e.outcome for e in mesh.events} == {"completed"}

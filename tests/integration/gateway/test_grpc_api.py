@@ -14,6 +14,7 @@ from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.fakes.gateway_mesh import GatewayMesh
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -77,9 +78,8 @@ async def test_garbage_is_an_invalid_argument_without_parser_text(
 
 @pytest.mark.fault("F27")
 async def test_cancelling_a_stream_frees_its_legs(
-    mesh: GatewayMesh, channel: grpc.aio.Channel, eventually: object
+    mesh: GatewayMesh, channel: grpc.aio.Channel
 ) -> None:
-    assert callable(eventually)
     for instance in mesh.instances.values():
         instance.step_s = 0.01
     request = pb.GenerateRequest(text="abc", params=pb.GenerationParams(max_tokens=4000))
@@ -88,11 +88,10 @@ async def test_cancelling_a_stream_frees_its_legs(
         if part.token_ids:
             break
     stream.cancel()
-    await eventually(lambda: mesh.num_legs == 0 and mesh.gateway.frontend.num_calls == 0)
+    await until(lambda: mesh.num_legs == 0 and mesh.gateway.frontend.num_calls == 0)
 
 
-async def test_health_and_reflection_answer(channel: grpc.aio.Channel, eventually: object) -> None:
-    assert callable(eventually)
+async def test_health_and_reflection_answer(channel: grpc.aio.Channel) -> None:
     stub = health_pb2_grpc.HealthStub(channel)
     name = "pdmesh.v1.InferenceService"
 
@@ -100,7 +99,7 @@ async def test_health_and_reflection_answer(channel: grpc.aio.Channel, eventuall
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    await eventually(is_serving)
+    await until(is_serving)
     asks = reflection_pb2.ServerReflectionRequest(list_services="")
     replies = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([asks]))
     async for reply in replies:

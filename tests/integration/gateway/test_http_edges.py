@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+from tests.support.waiting import until
 
 
 async def test_n_choices_run_side_by_side_and_keep_their_index(
@@ -34,7 +35,7 @@ async def test_n_choices_run_side_by_side_and_keep_their_index(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_ends_the_text_before_it_and_frees_the_legs(
-    mesh: GatewayMesh, client: openai.AsyncOpenAI, eventually: Any, stream: bool
+    mesh: GatewayMesh, client: openai.AsyncOpenAI, stream: bool
 ) -> None:
     whole = mesh.expected_text("abc", 60)
     stop = whole[20:23]
@@ -44,7 +45,7 @@ async def test_a_stop_string_ends_the_text_before_it_and_frees_the_legs(
     chunks = [c.choices[0] async for c in answer] if stream else [answer.choices[0]]
     assert "".join(c.text for c in chunks) == whole[: whole.index(stop)]
     assert chunks[-1].finish_reason == "stop"
-    await eventually(lambda: mesh.num_legs == 0)
+    await until(lambda: mesh.num_legs == 0)
 
 
 async def test_logprobs_come_in_both_forms_or_are_refused(tmp_path: Path) -> None:
@@ -157,10 +158,10 @@ async def test_a_slow_or_swollen_request_head_is_cut(tmp_path: Path) -> None:
 
 
 async def test_metrics_and_the_finished_event_tell_what_happened(
-    mesh: GatewayMesh, client: openai.AsyncOpenAI, eventually: Any
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
     await client.completions.create(model="tiny", prompt="secret canary", max_tokens=5)
-    await eventually(lambda: bool(mesh.events))
+    await until(lambda: bool(mesh.events))
     event = mesh.events[-1]
     assert (event.outcome, event.reason, event.usage.num_completion_tokens) == (
         "completed",
