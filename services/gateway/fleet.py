@@ -29,6 +29,8 @@ def pair_of(record: InstanceRecord) -> str:
 
 
 class Fleet:
+    """`model` is what `default` means; empty: the first one seen. A model once seen keeps its name while its instances are away."""
+
     def __init__(self, view: RegistryView, model: str, clock: Callable[[], float]) -> None:
         self._view = view
         self._clock = clock

@@ -102,6 +102,8 @@ def new_request_id() -> str:
 
 
 class Frontend:
+    """Opens and closes calls within `max_calls`; knows every one that is open, for draining."""
+
     def __init__(
         self,
         shared: Collaborators,

@@ -108,6 +108,8 @@ class Identity:
 
 
 class Generation:
+    """One choice of a call. `on_tokens` says that `take` has something, `on_end` that it will not get more."""
+
     def __init__(
         self,
         shared: Collaborators,

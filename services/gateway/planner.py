@@ -48,6 +48,8 @@ class _Ask:
 
 
 class Planner:
+    """`num_open(instance_id, incarnation)` counts our own legs there, to rank by while there is no master."""
+
     def __init__(
         self,
         fleet: Fleet,

@@ -94,6 +94,8 @@ class TextStream:
 
 
 class Tokenizer:
+    """Token ids are uint32, below `vocab_size`; `eos_token_ids` end an answer unless it ignores them."""
+
     def __init__(
         self,
         inner: HfTokenizer,

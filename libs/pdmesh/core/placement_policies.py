@@ -49,6 +49,8 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
+    """Higher is better; scores compare within one plan only."""
+
     instance: Instance
     score: float
 
@@ -60,6 +62,8 @@ Pick = Callable[[Sequence[Scored], random.Random], list[Scored]]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
+    """How prefills and decodes are scored and in what order they are offered; pickers keep every candidate."""
+
     name: str
     score_prefill: ScorePrefill
     pick_prefill: Pick
@@ -89,6 +93,7 @@ def fewest_used_prefill(
     affine: Sequence[str],
     weights: Weights,
 ) -> float:
+    """Shortest queue: what most load balancers do."""
     return -float(instance.used_slots())
 
 

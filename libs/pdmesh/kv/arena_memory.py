@@ -16,6 +16,8 @@ from pdmesh.kv.transport import ByteArray
 
 
 class ArenaMemory(Protocol):
+    """`size` contiguous bytes that the transport may read and write; who owns which is `core.arena`'s."""
+
     @property
     def size(self) -> int: ...
 

@@ -59,6 +59,8 @@ class ConnectionHandler(Protocol):
 
 
 class KvTransport(Protocol):
+    """Connections that carry small messages in order, and payloads straight from one arena into another."""
+
     async def start(self, handler: ConnectionHandler) -> str:
         """Accept connections; returns the address that peers pass to `connect`. Raises KvTransferFailed."""
         ...

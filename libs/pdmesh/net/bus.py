@@ -13,6 +13,8 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Message:
+    """`data` is as `headers["content-type"]` says (`net.events`)."""
+
     subject: str
     data: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -26,6 +28,8 @@ class Subscription(Protocol):
 
 
 class Bus(Protocol):
+    """Events at most once, in order per publisher. Nothing is correct only if one arrives."""
+
     @property
     def is_connected(self) -> bool: ...
 

@@ -62,6 +62,8 @@ class RegistryView(Protocol):
 
 
 class Registry(Protocol):
+    """One writer per instance id: who registers an id replaces whoever held it."""
+
     async def register(self, record: InstanceRecord) -> Lease: ...
 
     async def watch(self) -> RegistryView:
