@@ -13,14 +13,14 @@ import sys
 import time
 from array import array
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from loadtests.client import event_loop_factory
 from loadtests.generator import ROOT
 from loadtests.histogram import Histogram
 from loadtests.results import Bare
-from loadtests.scenarios import LOW_LOAD, STREAM_TOKENS
+from loadtests.scenarios import LOW_LOAD
 from pdmesh.engine.base import (
     Engine,
     Failed,
@@ -43,14 +43,14 @@ class BareSpec:
     engine: str
     model_dir: str
     num_prompt_tokens: int
+    num_tokens: int  # of each answer
     duration_s: float
 
 
 def measure_bare(spec: BareSpec) -> Bare:
     """Run it in a child process. Raises CalledProcessError if that fails."""
-    arguments = [spec.engine, spec.model_dir, str(spec.num_prompt_tokens), str(spec.duration_s)]
     done = subprocess.run(
-        [sys.executable, "-m", "loadtests.bare", *arguments],
+        [sys.executable, "-m", "loadtests.bare", json.dumps(asdict(spec))],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -78,7 +78,7 @@ async def drive(engine: Engine, spec: BareSpec) -> _Seen:
         leg += 1
         await asyncio.sleep(LOW_LOAD.think_s)
         began = time.perf_counter()
-        engine.prefill(_job(leg, prompts[leg % len(prompts)]))
+        engine.prefill(_job(leg, prompts[leg % len(prompts)], spec.num_tokens))
         first_at, num_tokens = await _wait_for_end(outputs)
         if leg > _WARMUP_REQUESTS:
             seen.ttft.record(first_at - began)
@@ -94,6 +94,8 @@ async def _wait_for_end(outputs: AsyncIterator[list[Output]]) -> tuple[float, in
             match output:
                 case Prefilled():
                     first_at, num_tokens = time.perf_counter(), 1
+                    if output.finish_reason is not None:
+                        return first_at, num_tokens
                 case Tokens(token_ids=ids) | TokenBatch(token_ids=ids):
                     num_tokens += len(ids)
                 case Finished():
@@ -111,8 +113,8 @@ def _prompts(num_tokens: int) -> list[array[int]]:
     ]
 
 
-def _job(leg: int, prompt: array[int]) -> PrefillJob:
-    sampling = Sampling(max_tokens=STREAM_TOKENS, ignore_eos=True)
+def _job(leg: int, prompt: array[int], num_tokens: int) -> PrefillJob:
+    sampling = Sampling(max_tokens=num_tokens, ignore_eos=True)
     return PrefillJob(
         leg=leg, request_id=f"bare-{leg}", attempt=0, prompt=prompt, sampling=sampling
     )
@@ -156,6 +158,5 @@ def _make_engine(spec: BareSpec) -> Engine:
 
 
 if __name__ == "__main__":
-    _, kind, model_dir, num_prompt_tokens, duration_s = sys.argv
     with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
-        runner.run(_run(BareSpec(kind, model_dir, int(num_prompt_tokens), float(duration_s))))
+        runner.run(_run(BareSpec(**json.loads(sys.argv[1]))))

@@ -28,9 +28,9 @@ from loadtests.mesh import MeshOptions, RunningMesh, running_mesh
 from loadtests.patience import Patience
 from loadtests.processes import ProcessSet
 from loadtests.progress import Progress
-from loadtests.report import markdown
+from loadtests.report import low_load, markdown
 from loadtests.results import Cell, Run
-from loadtests.scenarios import CHAT_PATH, LOW_LOAD, SCENARIOS, Kind, Scenario, make_prompts
+from loadtests.scenarios import CHAT_PATH, SCENARIOS, SCENARIOS_REAL, Kind, Scenario, make_prompts
 
 _RESULTS: Final = Path(__file__).resolve().parent / "results"
 _NUM_PROMPTS: Final = 512
@@ -114,7 +114,10 @@ def _measure_all(
     num_prompt_tokens: int,
 ) -> None:
     scenarios = [s for s in _scenarios(options.engine) if options.only in s.name]
-    bare = BareSpec(options.engine, options.model_dir, num_prompt_tokens, options.seconds)
+    num_tokens = low_load(run).kind.num_tokens
+    bare = BareSpec(
+        options.engine, options.model_dir, num_prompt_tokens, num_tokens, options.seconds
+    )
     patience = Patience(options.patience)
     progress = Progress(options.rounds * (len(_CEILING) + 1 + len(scenarios)))
     for number in range(options.rounds):
@@ -149,10 +152,7 @@ def warm_up(mesh: RunningMesh, prompts: tuple[str, ...]) -> None:
 
 
 def _scenarios(engine: str) -> tuple[Scenario, ...]:
-    """A real model on a laptop answers few requests: only what its speed lets us see."""
-    if engine == "sim":
-        return SCENARIOS
-    return (LOW_LOAD, Scenario(Kind.ONE_TOKEN, 1), Scenario(Kind.STREAM, 8))
+    return SCENARIOS if engine == "sim" else SCENARIOS_REAL
 
 
 def _measure_one(

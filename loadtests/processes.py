@@ -16,22 +16,27 @@ class Cost:
 
 
 class ProcessSet:
-    """Named processes; those that share a name's stem (`gateway-0`, `gateway-1`) keep their own lines."""
+    """Named processes, each with the children it has by now (an engine's workers)."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
-        self._processes = {name: psutil.Process(pid) for name, pid in sorted(pids.items())}
-
-    def names(self) -> list[str]:
-        return list(self._processes)
+        self._families: dict[str, list[psutil.Process]] = {}
+        for name, pid in sorted(pids.items()):
+            process = psutil.Process(pid)
+            self._families[name] = [process, *process.children(recursive=True)]
 
     def costs(self) -> dict[str, Cost]:
-        """Since each process began. A process that has died is left out."""
+        """Since each process began. A family of which one has died is left out."""
         costs: dict[str, Cost] = {}
-        for name, process in self._processes.items():
-            with contextlib.suppress(psutil.NoSuchProcess), process.oneshot():
-                times = process.cpu_times()
-                costs[name] = Cost(times.user + times.system, process.memory_info().rss)
+        for name, family in self._families.items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                costs[name] = _cost(family)
         return costs
+
+
+def _cost(family: list[psutil.Process]) -> Cost:
+    times = [process.cpu_times() for process in family]
+    rss_bytes = sum(process.memory_info().rss for process in family)
+    return Cost(sum(t.user + t.system for t in times), rss_bytes)
 
 
 def machine_busy_s() -> float:

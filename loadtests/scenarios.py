@@ -75,6 +75,13 @@ class Scenario:
 
 # Low load: what an answer leaves behind (events, logs, freed KV) is done before the next request comes.
 LOW_LOAD: Final = Scenario(Kind.STREAM, 1, think_s=0.01)
+# A real model on a laptop takes seconds for 128 tokens: short answers, to see enough first tokens.
+LOW_LOAD_REAL: Final = Scenario(Kind.SHORT_STREAM, 1, think_s=0.01)
+SCENARIOS_REAL: Final = (
+    LOW_LOAD_REAL,
+    Scenario(Kind.ONE_TOKEN, 1),
+    Scenario(Kind.SHORT_STREAM, 8),
+)
 SCENARIOS: Final = (
     LOW_LOAD,
     *(
