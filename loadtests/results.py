@@ -120,7 +120,9 @@ class Run:
     ceiling: list[Cell] = field(default_factory=list)
     num_dropped: int = 0  # windows not counted because others disturbed them
     began: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    command: str = field(default_factory=lambda: shlex.join(["python", "-m", "loadtests.overhead", *sys.argv[1:]]))
+    command: str = field(
+        default_factory=lambda: shlex.join(["python", "-m", "loadtests.overhead", *sys.argv[1:]])
+    )
     machine: str = field(default_factory=describe_machine)
     versions: dict[str, str] = field(default_factory=describe_versions)
 
