@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_embedded_servers import wait_until
+from tests.support.waiting import wait_until
 
 SERVICE = """
 import asyncio

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.tiny_model import write_tiny_model
-from tests.integration.test_embedded_servers import wait_until
+from tests.support.waiting import wait_until
 
 SERVICES = ["gateway", "master_scheduler", "health_monitor", "kv_cache_index", "prefill"]
 

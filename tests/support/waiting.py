@@ -21,3 +21,11 @@ async def until(
             return waited
         assert waited < within_s, f"not true within {within_s} s"
         await asyncio.sleep(0.002)
+
+
+def wait_until(condition: Callable[[], object], within_s: float = 10.0) -> None:
+    """The same for a test without an event loop."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not true within {within_s} s"
+        time.sleep(0.02)
