@@ -1,0 +1,91 @@
+"""Whether a store may be written and read: full, read-only or broken disks are left alone and tried again (F33).
+
+A failed write makes the store read-only, and only one probe per interval is let through until one succeeds; several failed
+reads in a row turn reading off in the same way. Intervals double up to a bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class DiskState(StrEnum):
+    OK = "ok"
+    READ_ONLY = "read_only"
+    OFF = "off"
+
+
+@dataclass(slots=True)
+class _Gate:
+    """One direction. Closed after `limit` failures in a row, then one try per interval."""
+
+    limit: int
+    first_s: float
+    most_s: float
+    num_failures: int = 0
+    wait_s: float = 0.0
+    next_try: float = 0.0
+
+    @property
+    def is_closed(self) -> bool:
+        return self.num_failures >= self.limit
+
+    def may_pass(self, now: float) -> bool:
+        if not self.is_closed:
+            return True
+        if now < self.next_try:
+            return False
+        self.next_try = now + self.wait_s  # this one is the probe; others wait for its outcome
+        return True
+
+    def failed(self, now: float) -> None:
+        self.num_failures += 1
+        if self.is_closed:
+            self.wait_s = min(self.most_s, 2 * self.wait_s or self.first_s)
+            self.next_try = now + self.wait_s
+
+    def worked(self) -> None:
+        self.num_failures, self.wait_s = 0, 0.0
+
+
+@dataclass(slots=True)
+class DiskHealth:
+    first_s: float = 1.0
+    most_s: float = 30.0
+    max_read_failures: int = 3
+    _writes: _Gate = field(init=False)
+    _reads: _Gate = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._writes = _Gate(1, self.first_s, self.most_s)
+        self._reads = _Gate(self.max_read_failures, self.first_s, self.most_s)
+
+    @property
+    def state(self) -> DiskState:
+        if self._reads.is_closed:
+            return DiskState.OFF
+        return DiskState.READ_ONLY if self._writes.is_closed else DiskState.OK
+
+    def may_write(self, now: float) -> bool:
+        return self._writes.may_pass(now)
+
+    def may_read(self, now: float) -> bool:
+        return self._reads.may_pass(now)
+
+    def wrote(self, is_ok: bool, now: float) -> bool:
+        """True if the state changed with it."""
+        before = self.state
+        if is_ok:
+            self._writes.worked()
+        else:
+            self._writes.failed(now)
+        return self.state is not before
+
+    def read(self, is_ok: bool, now: float) -> bool:
+        before = self.state
+        if is_ok:
+            self._reads.worked()
+        else:
+            self._reads.failed(now)
+        return self.state is not before

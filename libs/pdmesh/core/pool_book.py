@@ -1,0 +1,280 @@
+"""Who holds which slot of a pool of KV blocks, and which block goes when room is needed (S78, S96).
+
+Order of eviction: free slots first; then the least recently used block that nobody has asked for again since it was
+stored, then the least recently used of those asked for again. A pinned block is in use and never goes, a kept one
+(a system prompt) neither. Blocks asked for again may fill a share of the pool only, so that new ones get their chance;
+and an owner (tenant, under one salt) at its quota makes room among its own blocks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Entry:
+    slot: int
+    owner: bytes
+    pins: int = 0
+    is_protected: bool = False  # asked for again since it was stored
+    is_kept: bool = False
+    is_doomed: bool = False  # forgotten while pinned: goes with the last pin
+
+
+@dataclass(slots=True)
+class PoolBook:
+    """Pure bookkeeping. A slot is free, being written (reserved), or holds the block of one name."""
+
+    num_slots: int
+    owner_share: float = 1.0  # of the slots one owner may hold
+    protected_share: float = 0.8
+    kept_share: float = 0.25
+    _free: list[int] = field(init=False)
+    _entries: dict[bytes, _Entry] = field(default_factory=dict)
+    _writing: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)  # slot, owner
+    # Unpinned and not kept, least recently used first; the same names by owner.
+    _probation: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    _protected: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    _idle_of: dict[bytes, OrderedDict[bytes, None]] = field(default_factory=dict)
+    _num_of: dict[bytes, int] = field(default_factory=dict)  # slots of an owner, written ones too
+    _num_protected: int = 0
+    _num_kept: int = 0
+    _stored: dict[bytes, None] = field(default_factory=dict)  # since `take_changes`
+    _removed: dict[bytes, None] = field(default_factory=dict)
+    num_evicted: int = 0
+
+    def __post_init__(self) -> None:
+        self._free = list(range(self.num_slots - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: bytes) -> bool:
+        entry = self._entries.get(name)
+        return entry is not None and not entry.is_doomed
+
+    @property
+    def num_pinned(self) -> int:
+        return sum(entry.pins > 0 for entry in self._entries.values())
+
+    @property
+    def max_owner_slots(self) -> int:
+        return max(1, int(self.owner_share * self.num_slots))
+
+    def names(self) -> list[bytes]:
+        return [name for name, entry in self._entries.items() if not entry.is_doomed]
+
+    def held(self, names: Sequence[bytes]) -> int:
+        """Mask of the positions whose block is here."""
+        mask = 0
+        for position, name in enumerate(names):
+            if name in self:
+                mask |= 1 << position
+        return mask
+
+    def slot(self, name: bytes) -> int:
+        return self._entries[name].slot
+
+    # -- use --------------------------------------------------------------------------------------
+
+    def pin(self, name: bytes) -> int | None:
+        """The block's slot, safe to read until `unpin`; counts as a use. None if it is not here."""
+        entry = self._entries.get(name)
+        if entry is None or entry.is_doomed:
+            return None
+        if entry.pins == 0:
+            self._leave_idle(name, entry)
+        entry.pins += 1
+        return entry.slot
+
+    def unpin(self, name: bytes, is_use: bool = True) -> None:
+        """`is_use`: a request was served, which makes the block the most recently used, and worth protecting."""
+        entry = self._entries[name]
+        assert entry.pins > 0, "unpinned more often than pinned"
+        entry.pins -= 1
+        if is_use and not entry.is_protected:
+            entry.is_protected = True
+            self._num_protected += 1
+        if entry.pins:
+            return
+        if entry.is_doomed:
+            self._drop(name, entry)
+            return
+        self._enter_idle(name, entry)
+        self._demote()
+
+    def touch(self, names: Sequence[bytes]) -> None:
+        """The chain was used as a whole: its head becomes the most recent, so that tails go first."""
+        for name in reversed(names):
+            if name in self._probation:
+                self._probation.move_to_end(name)
+            elif name in self._protected:
+                self._protected.move_to_end(name)
+            else:
+                continue
+            self._idle_of[self._entries[name].owner].move_to_end(name)
+
+    def keep(self, name: bytes) -> bool:
+        """Never evict the block until `unkeep`. False if it is not here, or too much is kept already."""
+        entry = self._entries.get(name)
+        if entry is None or entry.is_doomed:
+            return False
+        if entry.is_kept:
+            return True
+        if self._num_kept >= int(self.kept_share * self.num_slots):
+            return False
+        if entry.pins == 0:
+            self._leave_idle(name, entry)
+        entry.is_kept = True
+        self._num_kept += 1
+        return True
+
+    def unkeep(self, name: bytes) -> None:
+        entry = self._entries.get(name)
+        if entry is None or not entry.is_kept:
+            return
+        entry.is_kept = False
+        self._num_kept -= 1
+        if entry.pins == 0:
+            self._enter_idle(name, entry)
+            self._demote()
+
+    # -- coming and going -------------------------------------------------------------------------
+
+    def reserve(self, name: bytes, owner: bytes) -> int | None:
+        """A slot to write the block into; it is found after `commit`. None: here already, or no room to be made."""
+        if name in self._entries or name in self._writing:
+            return None
+        slot: int | None = None
+        if self._num_of.get(owner, 0) >= self.max_owner_slots:
+            if not (own := self._idle_of.get(owner)):
+                return None
+            slot = self._evict(next(iter(own)))
+        elif self._free:
+            slot = self._free.pop()
+        else:
+            victims = self._probation or self._protected
+            if not victims:
+                return None
+            slot = self._evict(next(iter(victims)))
+        self._writing[name] = slot, owner
+        self._num_of[owner] = self._num_of.get(owner, 0) + 1
+        return slot
+
+    def is_writing(self, name: bytes) -> bool:
+        return name in self._writing
+
+    def commit(self, name: bytes) -> None:
+        """The block is written: whoever asks finds it."""
+        slot, owner = self._writing.pop(name)
+        entry = self._entries[name] = _Entry(slot, owner)
+        self._enter_idle(name, entry)
+        if name in self._removed:
+            del self._removed[name]
+        else:
+            self._stored[name] = None
+
+    def abandon(self, name: bytes) -> None:
+        """Nothing was written, or nothing good."""
+        slot, owner = self._writing.pop(name)
+        self._free.append(slot)
+        self._count_out(owner)
+
+    def forget(self, name: bytes) -> None:
+        """The block is bad or unwanted: not found from now on, its slot free when nobody reads it."""
+        entry = self._entries.get(name)
+        if entry is None or entry.is_doomed:
+            return
+        self._note_removed(name)
+        if entry.pins:
+            entry.is_doomed = True
+            return
+        if not entry.is_kept:
+            self._leave_idle(name, entry)
+        self._drop(name, entry)
+
+    def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """(stored, removed) since the last call; a block that came and went is in neither."""
+        changes = tuple(self._stored), tuple(self._removed)
+        self._stored.clear()
+        self._removed.clear()
+        return changes
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _evict(self, name: bytes) -> int:
+        entry = self._entries[name]
+        self._leave_idle(name, entry)
+        self._note_removed(name)
+        self._drop(name, entry)
+        self.num_evicted += 1
+        return self._free.pop()
+
+    def _drop(self, name: bytes, entry: _Entry) -> None:
+        del self._entries[name]
+        self._num_protected -= entry.is_protected
+        self._num_kept -= entry.is_kept
+        self._free.append(entry.slot)
+        self._count_out(entry.owner)
+
+    def _note_removed(self, name: bytes) -> None:
+        if name in self._stored:
+            del self._stored[name]
+        else:
+            self._removed[name] = None
+
+    def _count_out(self, owner: bytes) -> None:
+        self._num_of[owner] -= 1
+        if not self._num_of[owner]:
+            del self._num_of[owner]
+
+    def _enter_idle(self, name: bytes, entry: _Entry) -> None:
+        if entry.is_kept:
+            return
+        (self._protected if entry.is_protected else self._probation)[name] = None
+        self._idle_of.setdefault(entry.owner, OrderedDict())[name] = None
+
+    def _leave_idle(self, name: bytes, entry: _Entry) -> None:
+        if entry.is_kept:
+            return
+        del (self._protected if entry.is_protected else self._probation)[name]
+        own = self._idle_of[entry.owner]
+        del own[name]
+        if not own:
+            del self._idle_of[entry.owner]
+
+    def _demote(self) -> None:
+        """Too many blocks were asked for again: the least recently used of them are as any other."""
+        while self._num_protected > int(self.protected_share * self.num_slots) and self._protected:
+            name, _ = self._protected.popitem(last=False)
+            self._entries[name].is_protected = False
+            self._num_protected -= 1
+            self._probation[name] = None
+
+    def check_invariants(self) -> None:
+        slots = [e.slot for e in self._entries.values()] + [s for s, _ in self._writing.values()]
+        assert sorted(slots + self._free) == list(range(self.num_slots))
+        idle = {n for n, e in self._entries.items() if not e.pins and not e.is_kept}
+        assert idle == set(self._probation) | set(self._protected)
+        assert not set(self._probation) & set(self._protected)
+        assert all(self._entries[n].is_protected for n in self._protected)
+        assert not any(self._entries[n].is_protected for n in self._probation)
+        assert self._num_protected == sum(e.is_protected for e in self._entries.values())
+        assert self._num_kept == sum(e.is_kept for e in self._entries.values())
+        owners: dict[bytes, int] = {}
+        for owner in _owners(self._entries.values(), self._writing.values()):
+            owners[owner] = owners.get(owner, 0) + 1
+        assert owners == self._num_of
+        assert all(n <= self.max_owner_slots for n in owners.values())
+        assert not self._entries.keys() & self._writing.keys()
+        by_owner: dict[bytes, set[bytes]] = {}
+        for name in idle:
+            by_owner.setdefault(self._entries[name].owner, set()).add(name)
+        assert by_owner == {owner: set(own) for owner, own in self._idle_of.items()}
+
+
+def _owners(entries: Iterable[_Entry], writing: Iterable[tuple[int, bytes]]) -> Iterable[bytes]:
+    yield from (entry.owner for entry in entries)
+    yield from (owner for _, owner in writing)

@@ -1,0 +1,151 @@
+"""Which tier serves which blocks of a prompt, and whether loading them beats computing them (S76, S106).
+
+A prompt is a chain of block names; blocks count only as an unbroken run from the first one missing in the
+engine. For each block the fastest source that holds it is taken, sources work at the same time, and the run ends where
+one block more would cost more than computing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Tier(StrEnum):
+    """From fast to slow (S76)."""
+
+    ENGINE = "engine"  # the engine's own paged blocks
+    HOST = "host"  # this instance's pool in host memory
+    PEER = "peer"  # another instance's pool, over the KV transport
+    FILE = "file"  # the shared file store
+
+
+_ORDER = {tier: rank for rank, tier in enumerate(Tier)}
+
+
+def positions_of(held: Iterable[bool]) -> int:
+    """A set of positions in a chain as a bit mask: bit i is block i."""
+    mask = 0
+    for position, is_held in enumerate(held):
+        mask |= is_held << position
+    return mask
+
+
+def prefix_length(mask: int, first: int = 0) -> int:
+    """How many positions from `first` on are in the mask without a hole."""
+    mask >>= first
+    return (~mask & (mask + 1)).bit_length() - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What loading from a source takes: a wait once, then time per block."""
+
+    latency_s: float
+    block_s: float
+
+    def of(self, num_blocks: int) -> float:
+        return self.latency_s + num_blocks * self.block_s if num_blocks else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Somewhere that holds blocks of the chain. `name` tells peers apart; `held` is a mask of positions."""
+
+    tier: Tier
+    held: int
+    cost: Cost
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks `first` to `first + count - 1` of the chain come from one source."""
+
+    tier: Tier
+    name: str
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """`runs` are in order and without holes; `saved_s` is against computing the same blocks."""
+
+    runs: tuple[Run, ...] = ()
+    saved_s: float = 0.0
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(run.count for run in self.runs)
+
+
+def plan_load(
+    sources: Sequence[Source],
+    first: int,
+    num_blocks: int,
+    recompute_block_s: float,
+    min_saved_s: float = 0.0,
+) -> LoadPlan:
+    """What to load of blocks `first` to `num_blocks - 1` of a chain; nothing unless it saves `min_saved_s`.
+
+    Among lengths that save the same the longest is taken: the compute is then free for others.
+    """
+    ranked = sorted(sources, key=lambda s: (s.cost.block_s, s.cost.latency_s, _ORDER[s.tier]))
+    chosen: list[int] = []  # by position from `first`, an index into `ranked`
+    counts = [0] * len(ranked)
+    best, best_saved, slowest = 0, 0.0, 0.0
+    for position in range(first, num_blocks):
+        found = next((i for i, s in enumerate(ranked) if s.held >> position & 1), None)
+        if found is None:
+            break
+        chosen.append(found)
+        counts[found] += 1
+        slowest = max(slowest, ranked[found].cost.of(counts[found]))
+        saved = len(chosen) * recompute_block_s - slowest
+        if saved >= best_saved:
+            best, best_saved = len(chosen), saved
+    if best == 0 or best_saved < min_saved_s:
+        return LoadPlan()
+    return LoadPlan(tuple(_runs(ranked, chosen[:best], first)), best_saved)
+
+
+def _runs(ranked: Sequence[Source], chosen: Sequence[int], first: int) -> Iterable[Run]:
+    start = 0
+    for end in range(1, len(chosen) + 1):
+        if end == len(chosen) or chosen[end] != chosen[start]:
+            source = ranked[chosen[start]]
+            yield Run(source.tier, source.name, first + start, end - start)
+            start = end
+
+
+@dataclass(slots=True)
+class CostBook:
+    """What loads took lately, per tier, and what computing a block takes: moving averages from a first guess."""
+
+    costs: dict[Tier, Cost] = field(
+        default_factory=lambda: {
+            Tier.HOST: Cost(0.0, 0.0005),
+            Tier.PEER: Cost(0.002, 0.002),
+            Tier.FILE: Cost(0.001, 0.003),
+        }
+    )
+    recompute_block_s: float = 0.02
+    weight: float = 0.1  # of the newest observation
+
+    def loaded(self, tier: Tier, num_blocks: int, duration_s: float) -> None:
+        """`num_blocks` came in `duration_s`. The first wait is kept; what is beyond it is the blocks'."""
+        if num_blocks <= 0:
+            return
+        old = self.costs[tier]
+        block_s = max(0.0, duration_s - old.latency_s) / num_blocks
+        self.costs[tier] = Cost(old.latency_s, self._moved(old.block_s, block_s))
+
+    def computed(self, num_blocks: float, duration_s: float) -> None:
+        """`num_blocks` blocks of a prompt were computed in `duration_s`, whatever else ran meanwhile."""
+        if num_blocks > 0:
+            self.recompute_block_s = self._moved(self.recompute_block_s, duration_s / num_blocks)
+
+    def _moved(self, old: float, new: float) -> float:
+        return old + self.weight * (new - old)

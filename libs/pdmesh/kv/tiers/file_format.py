@@ -1,0 +1,76 @@
+"""One KV block as a file: a fixed header that says what it is and what its bytes must be, then the bytes.
+
+The file is trusted only if all of it holds: magic, name, identity (model fingerprint and rank), length, and the
+checksums of header and payload. A file cut or changed anywhere fails one of them. Little-endian.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import xxhash
+
+from pdmesh.core.block_hash import HASH_BYTES
+from pdmesh.kv.transport import ByteArray
+
+MAGIC: Final = b"pdmeshkv"
+VERSION: Final = 1
+IDENTITY_BYTES: Final = 16
+CHECKSUM_BYTES: Final = 16
+
+# magic, version, reserved, name, identity, payload length, payload xxh3-128; then xxh3-64 of these.
+_FIELDS: Final = struct.Struct(f"<8sII{HASH_BYTES}s{IDENTITY_BYTES}sQ{CHECKSUM_BYTES}s")
+_SEAL: Final = struct.Struct("<Q")
+HEADER_BYTES: Final = _FIELDS.size + _SEAL.size
+
+
+class BadBlockFile(Exception):
+    """The file is not what its name says; the message names the first thing that is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHeader:
+    name: bytes
+    identity: bytes
+    num_bytes: int
+    checksum: bytes
+
+
+def identity_of(model_fingerprint: str, rank: int, num_ranks: int) -> bytes:
+    """Whose bytes these are: blocks of another model, layout or rank never pass for ours."""
+    text = f"{model_fingerprint}/{rank}/{num_ranks}"
+    return hashlib.blake2b(text.encode(), digest_size=IDENTITY_BYTES).digest()
+
+
+def checksum_of(data: ByteArray) -> bytes:
+    return xxhash.xxh3_128_digest(data.data)
+
+
+def pack_header(header: BlockHeader) -> bytes:
+    fields = _FIELDS.pack(
+        MAGIC, VERSION, 0, header.name, header.identity, header.num_bytes, header.checksum
+    )
+    return fields + _SEAL.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def check_header(data: bytes, name: bytes, identity: bytes, num_bytes: int) -> BlockHeader:
+    """Parse a header and compare it with what is expected. Raises BadBlockFile."""
+    if len(data) != HEADER_BYTES:
+        raise BadBlockFile("cut within the header")
+    fields = data[: _FIELDS.size]
+    (seal,) = _SEAL.unpack_from(data, _FIELDS.size)
+    if xxhash.xxh3_64_intdigest(fields) != seal:
+        raise BadBlockFile("header checksum")
+    magic, version, _, found, owner, length, checksum = _FIELDS.unpack(fields)
+    if magic != MAGIC or version != VERSION:
+        raise BadBlockFile("not a block file of this version")
+    if found != name:
+        raise BadBlockFile("another block's name")
+    if owner != identity:
+        raise BadBlockFile("another model or rank")
+    if length != num_bytes:
+        raise BadBlockFile("another length")
+    return BlockHeader(found, owner, length, checksum)

@@ -1,0 +1,282 @@
+"""KV blocks as files in a directory that instances share: a shared file system in production, any folder here (S105).
+
+The name is the path, `<root>/<identity>/<owner>/<two hex digits>/<name>.kv`, so there is no map to lose. A block is written
+under a temporary name and renamed, so that a name exists whole or not at all whenever a writer dies; anything else
+(a torn disk, a flipped bit) fails the checksums when read, and the file is removed. Files go least recently used
+first when the quota is reached; the modification time is the time of the last use, and a time in the future keeps a file.
+
+Methods block on I/O and may be called from any thread. OSError means that the disk is at fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pdmesh import failpoints
+from pdmesh.kv.tiers.file_format import (
+    HEADER_BYTES,
+    BadBlockFile,
+    BlockHeader,
+    check_header,
+    checksum_of,
+    pack_header,
+)
+from pdmesh.kv.transport import ByteArray
+
+_SUFFIX: Final = ".kv"
+_TEMPORARY: Final = ".writing-"
+_ABANDONED_S: Final = 300.0  # a temporary file older than this has lost its writer
+_AGE_STEP_S: Final = 0.05  # a block is this much older than the one before it in its prompt
+LOW_WATER: Final = 0.9  # of the quota, that eviction goes down to
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    path: Path
+    num_bytes: int
+    used_at: float  # of the wall clock, which hosts that share a directory share too
+
+    @property
+    def owner(self) -> str:
+        return self.path.parent.parent.name
+
+    @property
+    def name(self) -> bytes:
+        return bytes.fromhex(self.path.stem)
+
+
+class FileStore:
+    """`identity` is of `file_format.identity_of`; `clock` is the wall clock."""
+
+    def __init__(
+        self,
+        root: Path,
+        identity: bytes,
+        block_bytes: int,
+        quota_bytes: int,
+        clock: Callable[[], float],
+        *,
+        owner_share: float = 1.0,
+    ) -> None:
+        self._root, self._identity, self._block_bytes = root, identity, block_bytes
+        self._quota, self._clock, self._owner_share = quota_bytes, clock, owner_share
+        self._folder = root / identity.hex()
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._bytes_used: int | None = None  # None: not counted yet
+        self.num_evicted = 0
+        self.num_corrupt = 0
+
+    @property
+    def bytes_used(self) -> int:
+        """Of all identities, as far as this process knows: other writers show at the next count."""
+        return self._bytes_used or 0
+
+    # -- blocks -----------------------------------------------------------------------------------
+
+    def contains(self, names: Sequence[bytes], owner: bytes) -> int:
+        """Mask of the positions that have a file, up to the first that has none. Not a promise that it is good."""
+        mask = 0
+        for position, name in enumerate(names):
+            if not self._path(name, owner).exists():
+                break
+            mask |= 1 << position
+        return mask
+
+    def get(self, name: bytes, owner: bytes, out: ByteArray) -> bool:
+        """Read the block into `out` and verify it there. False if there is none.
+
+        Raises BadBlockFile if the file is not good; it is counted and removed. `out` may then hold anything.
+        """
+        path = self._path(name, owner)
+        try:
+            with path.open("rb", buffering=0) as file:
+                header = check_header(
+                    file.read(HEADER_BYTES), name, self._identity, self._block_bytes
+                )
+                if _read_into(file.fileno(), memoryview(out.data)) != self._block_bytes:
+                    raise BadBlockFile("cut within the payload")
+                if file.read(1):
+                    raise BadBlockFile("longer than its header says")
+            if checksum_of(out) != header.checksum:
+                raise BadBlockFile("payload checksum")
+            now = self._clock()
+            if path.stat().st_mtime < now:
+                os.utime(path, (now, now))
+        except FileNotFoundError:
+            return False  # never there, or evicted meanwhile
+        except BadBlockFile:
+            self.num_corrupt += 1
+            self.delete(name, owner)
+            raise
+        return True
+
+    def put(
+        self, name: bytes, owner: bytes, data: ByteArray, checksum: bytes, position: int = 0
+    ) -> bool:
+        """Store a block. False if it is there already, or the quota is reached and nothing may go.
+
+        `position` in its prompt: of blocks written together, the tail counts as older and goes first.
+        """
+        path = self._path(name, owner)
+        size = HEADER_BYTES + data.size
+        if path.exists() or not self._make_room(size):
+            return False
+        header = BlockHeader(name, self._identity, data.size, checksum)
+        temporary = path.parent / f"{_TEMPORARY}{os.getpid()}-{next(self._numbers)}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("xb", buffering=0) as file:
+                _write_all(file.fileno(), pack_header(header))
+                failpoints.hit("tier.file.header")
+                half = data.size // 2
+                _write_all(file.fileno(), data[:half].data)
+                failpoints.hit("tier.file.half")
+                _write_all(file.fileno(), data[half:].data)
+            used = self._clock() - position * _AGE_STEP_S
+            os.utime(temporary, (used, used))
+            failpoints.hit("tier.file.written")
+            temporary.rename(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        self._count(size)
+        return True
+
+    def keep(self, name: bytes, owner: bytes, until: float) -> bool:
+        """Do not evict the block before `until`, whoever evicts. False if there is none."""
+        try:
+            os.utime(self._path(name, owner), (until, until))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def delete(self, name: bytes, owner: bytes) -> bool:
+        return self._unlink(self._path(name, owner))
+
+    # -- the directory ----------------------------------------------------------------------------
+
+    def scan(self) -> Iterator[StoredFile]:
+        """Every block of this identity, in no order."""
+        yield from self._scan(self._folder)
+
+    def recover(self) -> int:
+        """Count what is there and remove what writers that died left behind. Returns the bytes in use."""
+        total = 0
+        for path, num_bytes, used_at in _files(self._root):
+            if path.name.startswith(_TEMPORARY):
+                if used_at < self._clock() - _ABANDONED_S:
+                    self._unlink(path, is_counted=False)
+            else:
+                total += num_bytes
+        with self._lock:
+            self._bytes_used = total
+        return total
+
+    def _scan(self, folder: Path) -> Iterator[StoredFile]:
+        for path, num_bytes, used_at in _files(folder):
+            if path.suffix == _SUFFIX:
+                yield StoredFile(path, num_bytes, used_at)
+
+    def _make_room(self, size: int) -> bool:
+        if self._bytes_used is None:
+            self.recover()
+        if self.bytes_used + size <= self._quota:
+            return True
+        if size > self._quota:
+            return False
+        self._evict(int(LOW_WATER * self._quota) - size)
+        return self.bytes_used + size <= self._quota
+
+    def _evict(self, target_bytes: int) -> None:
+        """Down to `target_bytes`: files of owners beyond their share first, then the least recently used.
+
+        One process of all that share the directory evicts at a time; the lock goes with its holder.
+        """
+        with (self._root / ".evicting").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            self.recover()
+            for stored in self._victims():
+                if self.bytes_used <= target_bytes:
+                    return
+                self.num_evicted += self._unlink(stored.path, stored.num_bytes)
+
+    def _victims(self) -> Iterator[StoredFile]:
+        now = self._clock()
+        files = sorted(self._scan(self._root), key=lambda f: (f.used_at, f.path))
+        of_owner: dict[str, int] = {}
+        for stored in files:
+            of_owner[stored.owner] = of_owner.get(stored.owner, 0) + stored.num_bytes
+        share = self._owner_share * self._quota
+        later: list[StoredFile] = []
+        for stored in files:
+            if stored.used_at > now:
+                continue  # kept
+            if of_owner[stored.owner] > share:
+                of_owner[stored.owner] -= stored.num_bytes
+                yield stored
+            else:
+                later.append(stored)
+        yield from later
+
+    def _unlink(self, path: Path, num_bytes: int | None = None, is_counted: bool = True) -> bool:
+        try:
+            if num_bytes is None:
+                num_bytes = path.stat().st_size
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        if is_counted:
+            self._count(-num_bytes)
+        return True
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self._bytes_used = max(0, self.bytes_used + num_bytes)
+
+    def _path(self, name: bytes, owner: bytes) -> Path:
+        text = name.hex()
+        return self._folder / owner.hex() / text[:2] / f"{text}{_SUFFIX}"
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, int, float]]:
+    """(path, bytes, modification time) of everything below; what vanishes meanwhile is left out."""
+    try:
+        entries = list(os.scandir(folder))
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files(Path(entry.path))
+            else:
+                stat = entry.stat(follow_symlinks=False)
+                yield Path(entry.path), stat.st_size, stat.st_mtime
+        except FileNotFoundError:
+            continue
+
+
+def _write_all(fd: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _read_into(fd: int, out: memoryview) -> int:
+    """Bytes read, fewer than asked for at the end of the file only."""
+    done = 0
+    while done < len(out) and (count := os.readv(fd, [out[done:]])):
+        done += count
+    return done

@@ -1,0 +1,178 @@
+"""Blocks in host memory: one arena mapped up front, one slot per block, all layers of a block together (S68, S76).
+
+The step's thread saves and loads at memory speed; other threads fill slots from slower tiers. Who holds which slot is
+`core.pool_book`'s decision, taken under one lock; bytes are copied outside it, into a slot that nobody else has or out of
+one that is pinned.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pdmesh.core.arena import ArenaRange
+from pdmesh.core.pool_book import PoolBook
+from pdmesh.kv.arena_memory import ArenaMemory, HostArena
+from pdmesh.kv.tiers.file_format import checksum_of
+from pdmesh.kv.transport import ByteArray
+
+_ALIGN = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedBlock:
+    """A block that stays where it is until it is unpinned."""
+
+    name: bytes
+    data: ByteArray
+    checksum: bytes
+    owner: bytes
+
+
+class HostPool:
+    """`block_bytes` is one block over all layers of the rank. All methods may be called from any thread."""
+
+    def __init__(
+        self,
+        pool_bytes: int,
+        block_bytes: int,
+        *,
+        owner_share: float = 1.0,
+        arena: Callable[[int], ArenaMemory] = HostArena,
+    ) -> None:
+        self.block_bytes = block_bytes
+        self._stride = -(-block_bytes // _ALIGN) * _ALIGN
+        num_slots = pool_bytes // self._stride
+        self._book = PoolBook(num_slots, owner_share)
+        self._arena = arena(num_slots * self._stride)
+        self._checksums: list[bytes] = [b""] * num_slots
+        self._owners: list[bytes] = [b""] * num_slots
+        self._lock = threading.Lock()
+
+    @property
+    def num_slots(self) -> int:
+        return self._book.num_slots
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._book)
+
+    @property
+    def num_pinned(self) -> int:
+        with self._lock:
+            return self._book.num_pinned
+
+    @property
+    def num_evicted(self) -> int:
+        return self._book.num_evicted
+
+    def held(self, names: Sequence[bytes]) -> int:
+        """Mask of the positions whose block is here."""
+        with self._lock:
+            return self._book.held(names)
+
+    def names(self) -> list[bytes]:
+        with self._lock:
+            return self._book.names()
+
+    def put(
+        self, name: bytes, owner: bytes, write: Callable[[ByteArray], None], checksum: bytes = b""
+    ) -> bool:
+        """Let `write` fill a slot, and have the block found from then on. False: here already, or no room.
+
+        What `write` raises is raised, and the block is not there. `checksum` is given where it is known.
+        """
+        slot = self.reserve(name, owner)
+        if slot is None:
+            return False
+        try:
+            write(slot)
+        except BaseException:
+            self.abandon(name)
+            raise
+        self.commit(name, slot, checksum or checksum_of(slot))
+        return True
+
+    def reserve(self, name: bytes, owner: bytes) -> ByteArray | None:
+        """The bytes to write the block to, before `commit` or `abandon`. None: here already, or no room."""
+        with self._lock:
+            slot = self._book.reserve(name, owner)
+            if slot is None:
+                return None
+            self._owners[slot] = owner
+        return self._view(slot)
+
+    def is_writing(self, name: bytes) -> bool:
+        with self._lock:
+            return self._book.is_writing(name)
+
+    def commit(self, name: bytes, data: ByteArray, checksum: bytes) -> None:
+        """The bytes that `reserve` returned hold the block, and have this checksum."""
+        with self._lock:
+            self._book.commit(name)
+            self._checksums[self._book.slot(name)] = checksum
+
+    def abandon(self, name: bytes) -> None:
+        with self._lock:
+            self._book.abandon(name)
+
+    def pin(self, names: Sequence[bytes]) -> list[PinnedBlock]:
+        """The longest prefix of `names` that is here; each block is to be unpinned once."""
+        pinned: list[PinnedBlock] = []
+        with self._lock:
+            for name in names:
+                slot = self._book.pin(name)
+                if slot is None:
+                    break
+                pinned.append(
+                    PinnedBlock(name, self._view(slot), self._checksums[slot], self._owners[slot])
+                )
+        return pinned
+
+    def unpin(self, names: Sequence[bytes], is_use: bool = True) -> None:
+        """In the reverse of their order, so that the tail of a prompt is evicted before its head."""
+        with self._lock:
+            for name in reversed(names):
+                self._book.unpin(name, is_use)
+
+    def touch(self, names: Sequence[bytes]) -> None:
+        with self._lock:
+            self._book.touch(names)
+
+    def keep(self, name: bytes) -> bool:
+        with self._lock:
+            return self._book.keep(name)
+
+    def unkeep(self, name: bytes) -> None:
+        with self._lock:
+            self._book.unkeep(name)
+
+    def forget(self, name: bytes) -> None:
+        """Bad or unwanted: not found from now on."""
+        with self._lock:
+            self._book.forget(name)
+
+    def clear(self) -> None:
+        with self._lock:
+            for name in self._book.names():
+                self._book.forget(name)
+
+    def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """(stored, removed) since the last call."""
+        with self._lock:
+            return self._book.take_changes()
+
+    def check_invariants(self) -> None:
+        with self._lock:
+            self._book.check_invariants()
+
+    def close(self) -> None:
+        self._arena.close()
+
+    def _view(self, slot: int) -> ByteArray:
+        return self._arena.view(ArenaRange(slot * self._stride, self.block_bytes))
+
+
+def is_intact(block: PinnedBlock) -> bool:
+    return checksum_of(block.data) == block.checksum

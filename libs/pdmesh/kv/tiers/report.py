@@ -1,0 +1,89 @@
+"""What the tiers of an instance did: counts by tier and event, blocks that came and went, faults.
+
+Gathered where the bytes are, which may be an engine's worker, and told to the host in small pieces.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from pdmesh.core.tiers import Tier
+
+MAX_FAULTS: Final = 64  # waiting to be told; more are counted only
+
+
+class TierEvent(StrEnum):
+    """What is counted in blocks, per tier."""
+
+    SERVED = "served"  # a request got it from here instead of computing it
+    STORED = "stored"
+    EVICTED = "evicted"
+    CORRUPT = "corrupt"  # a checksum or header did not hold; recomputed
+    FAILED = "failed"  # could not be read or written in time; recomputed
+    DROPPED = "dropped"  # not stored: no room, or too much was waiting
+
+
+@dataclass(frozen=True, slots=True)
+class TierFault:
+    """The state of a tier changed for the worse or the better: an operator may want to know."""
+
+    tier: Tier
+    reason: str  # KV_TIER_READ_ONLY, KV_TIER_OFF, KV_TIER_RECOVERED
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """Increments since the last report, and levels as they are now."""
+
+    counts: dict[tuple[str, str], int]  # (tier, event)
+    seconds: dict[str, float]  # by tier: time that loads took
+    bytes_used: dict[str, int]
+    stored: tuple[bytes, ...] = ()  # into the host pool
+    removed: tuple[bytes, ...] = ()
+    faults: tuple[TierFault, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.counts or self.seconds or self.stored or self.removed or self.faults)
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Thread-safe."""
+
+    _counts: dict[tuple[str, str], int] = field(default_factory=dict)
+    _seconds: dict[str, float] = field(default_factory=dict)
+    _faults: deque[TierFault] = field(default_factory=lambda: deque(maxlen=MAX_FAULTS))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    totals: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def add(self, tier: Tier, event: TierEvent, num_blocks: int = 1) -> None:
+        if num_blocks == 0:
+            return
+        key = tier.value, event.value
+        with self._lock:
+            self._counts[key] = self._counts.get(key, 0) + num_blocks
+            self.totals[key] = self.totals.get(key, 0) + num_blocks
+
+    def took(self, tier: Tier, seconds: float) -> None:
+        with self._lock:
+            self._seconds[tier.value] = self._seconds.get(tier.value, 0.0) + seconds
+
+    def fault(self, fault: TierFault) -> None:
+        with self._lock:
+            self._faults.append(fault)
+
+    def total(self, tier: Tier, event: TierEvent) -> int:
+        return self.totals.get((tier.value, event.value), 0)
+
+    def take(self) -> tuple[dict[tuple[str, str], int], dict[str, float], tuple[TierFault, ...]]:
+        with self._lock:
+            taken = self._counts, self._seconds, tuple(self._faults)
+            self._counts, self._seconds = {}, {}
+            self._faults.clear()
+        return taken
