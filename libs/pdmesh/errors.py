@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Final
 
+RETRY_AFTER_MS: Final = 1000  # what a retryable error says unless it knows better
+
 
 class MeshError(Exception):
     """Base of all expected failures. Codes are those of `grpc.StatusCode` and HTTP."""
@@ -30,6 +32,8 @@ class MeshError(Exception):
         self.message = message
         self.reason = reason or self.default_reason
         self.field = field
+        if retry_after_ms is None and self.is_retryable:
+            retry_after_ms = RETRY_AFTER_MS
         self.retry_after_ms = retry_after_ms
 
 

@@ -21,6 +21,7 @@ from pdmesh.errors import Draining, InvalidRequest, MeshError, NoInstance, Overl
 from pdmesh.telemetry import traces
 from services.gateway.generation import Collaborators, Delta, Generation, Identity
 from services.gateway.observer import CallReport, Observer
+from services.gateway.openai_schema import context_exceeded
 from services.gateway.pacer import Pacer
 from services.gateway.prompt import Prompt
 from services.gateway.spec import CallSpec
@@ -129,14 +130,18 @@ class Frontend:
     def model_name(self, asked: str) -> str:
         return self.shared.fleet.model_name(asked)
 
+    def check_open(self) -> None:
+        """Raises Draining or Overloaded: refuse before the work of reading and encoding (S97)."""
+        if self.is_draining:
+            raise Draining("this gateway is shutting down")
+        if len(self._calls) >= self._max_calls:
+            raise Overloaded("this gateway has too many open requests")
+
     def open(
         self, spec: CallSpec, request_id: str, traceparent: str = "", *, is_quiet: bool = False
     ) -> Call:
         """Raises InvalidRequest, NoInstance, Draining or Overloaded; otherwise the call must be closed."""
-        if self.is_draining:
-            raise Draining("this gateway is shutting down", retry_after_ms=1000)
-        if len(self._calls) >= self._max_calls:
-            raise Overloaded("this gateway has too many open requests", retry_after_ms=1000)
+        self.check_open()
         budgets = [self._max_tokens(spec, len(p)) for p in spec.prompts]
         span = self._observer.start_span(spec, traceparent)
         call = Call(request_id, spec, span, self._pacer)
@@ -173,7 +178,7 @@ class Frontend:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_idle.wait(), drain_s)
         for call in list(self._calls):
-            call.cancel(Draining("this gateway is shutting down", retry_after_ms=1000))
+            call.cancel(Draining("this gateway is shutting down"))
 
     def _identity(self, call: Call, index: int, choice: int, max_tokens: int) -> Identity:
         seed = call.spec.sampling.seed
@@ -185,20 +190,22 @@ class Frontend:
             max_tokens=max_tokens,
         )
 
+    def context_length(self, model: str) -> int:
+        """Tokens of prompt and answer together. Raises NoInstance."""
+        record = self.shared.fleet.reference(model)
+        if record is None:
+            raise NoInstance(f"no instance serves {model} now")
+        return record.max_model_len or _UNBOUNDED
+
     def _max_tokens(self, spec: CallSpec, num_prompt_tokens: int) -> int:
         """What may be produced after this prompt in the model's context."""
-        record = self.shared.fleet.reference(spec.model)
-        if record is None:
-            raise NoInstance(f"no instance serves {spec.model} now", retry_after_ms=1000)
+        context = self.context_length(spec.model)
         if not num_prompt_tokens:
             raise InvalidRequest("the prompt is empty", field=spec.field_of_prompt)
-        room = (record.max_model_len or _UNBOUNDED) - num_prompt_tokens
+        room = context - num_prompt_tokens
         asked = spec.sampling.max_tokens
         if room < 1:
-            message = f"the prompt has {num_prompt_tokens} tokens, the model's context {record.max_model_len}"
-            raise InvalidRequest(
-                message, reason="CONTEXT_LENGTH_EXCEEDED", field=spec.field_of_prompt
-            )
+            raise context_exceeded(f"{num_prompt_tokens} tokens", context, spec.field_of_prompt)
         if asked is not None and asked > room:
             message = f"max_tokens is {asked}, but the context leaves {room} after this prompt"
             raise InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field="max_tokens")

@@ -20,6 +20,7 @@ from services.gateway.frontend import Frontend
 from services.gateway.generation import Collaborators, Generation
 from services.gateway.grpc_api import GrpcServer
 from services.gateway.http import HttpApp
+from services.gateway.http_guard import Bounds
 from services.gateway.http_server import HttpServer
 from services.gateway.observer import Observer, Publisher
 from services.gateway.planner import Planner
@@ -80,13 +81,18 @@ class Gateway:
             max_body_bytes=settings.max_body_bytes,
             write_timeout_s=settings.write_timeout_s,
         )
+        self._bounds = Bounds(
+            max_header_bytes=settings.max_header_bytes,
+            receive_timeout_s=settings.receive_timeout_s,
+            max_connections=settings.max_connections,
+            max_connections_per_ip=settings.max_connections_per_ip,
+        )
         self.http = HttpServer(
             self.http_app,
             settings.host,
             settings.http_port,
             reuse_port=settings.reuse_port,
-            max_header_bytes=settings.max_header_bytes,
-            receive_timeout_s=settings.receive_timeout_s,
+            bounds=self._bounds,
             shutdown_s=settings.drain_s + 2,
         )
         self.grpc = GrpcServer(
@@ -94,6 +100,8 @@ class Gateway:
             settings.host,
             settings.grpc_port,
             max_bytes=settings.max_body_bytes,
+            max_connections=settings.max_connections,
+            write_timeout_s=settings.write_timeout_s,
             reuse_port=settings.reuse_port,
         )
         self._not_ready = not_ready
@@ -111,6 +119,7 @@ class Gateway:
             self._planner.run(),
             self.observer.run(),
             self.http_app.run(),
+            self.grpc.run(),
             self._tell_health(),
         )
         self._tasks = [asyncio.create_task(loop) for loop in loops]
@@ -155,6 +164,19 @@ class Gateway:
             yield self._planner.num_fallbacks, {"source": "fallback"}
 
         metrics.gauge(names.WAITING_REQUESTS, "Choices waiting for a slot", lambda: len(self._room))
+        metrics.gauge(
+            names.GATEWAY_CONNECTIONS, "Open HTTP connections", lambda: self._bounds.num_open
+        )
+        metrics.gauge(
+            names.GATEWAY_CONNECTIONS_REFUSED,
+            "HTTP connections refused so far, one address having too many or all together",
+            lambda: self._bounds.num_refused,
+        )
+        metrics.gauge(
+            names.GATEWAY_ENCODING,
+            "Characters that wait to be encoded",
+            lambda: self.frontend.shared.tokenizer.num_pending_chars,
+        )
         metrics.gauge(names.REQUESTS_IN_FLIGHT, "Open calls", lambda: self.frontend.num_calls)
         metrics.gauge(names.GATEWAY_SESSIONS, "Sessions with instances", sessions)
         metrics.gauge(names.GATEWAY_LEGS, "Open legs over all sessions", legs)

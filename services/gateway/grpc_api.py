@@ -5,9 +5,14 @@ The same path as HTTP: each method turns its request into a CallSpec and gives o
 
 from __future__ import annotations
 
+import asyncio
+import math
+import time
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
+import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -19,14 +24,25 @@ from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, Usage
 from services.gateway.frontend import Call, Frontend, new_request_id
 from services.gateway.generation import Delta
-from services.gateway.openai_calls import chat_tokens, check_logprobs
-from services.gateway.openai_schema import check_sampling, stops_of
+from services.gateway.openai_calls import chat_tokens, check_logprobs, text_tokens
+from services.gateway.openai_schema import (
+    MAX_MESSAGES,
+    check_choices,
+    check_names,
+    check_sampling,
+    context_exceeded,
+    stops_of,
+)
 from services.gateway.spec import CallSpec, SamplingSpec
+
+log = structlog.get_logger(__name__)
 
 Context = Any  # grpc.aio.ServicerContext, generic in grpc-stubs and plain at run time
 SERVICE: Final = "pdmesh.v1.InferenceService"
 _ROLES: Final = frozenset({"system", "user", "assistant"})
-_MAX_MESSAGES: Final = 2048
+_SWEEP_S: Final = 0.5
+_MAX_STREAMS: Final = 1024  # at once on one connection
+_MAX_METADATA_BYTES: Final = 16384
 _REASONS: Final[dict[str | None, FinishReason.ValueType]] = {
     "stop": FINISH_REASON_STOP,
     "length": FINISH_REASON_LENGTH,
@@ -34,38 +50,54 @@ _REASONS: Final[dict[str | None, FinishReason.ValueType]] = {
 
 
 class InferenceServicer:
-    def __init__(self, frontend: Frontend) -> None:
+    """`write_timeout_s`: a client that takes nothing for so long is cut, as at the other door (F28)."""
+
+    def __init__(self, frontend: Frontend, write_timeout_s: float) -> None:
         self._frontend = frontend
+        self._write_timeout_s = write_timeout_s
+        self._writing: dict[_Writer, None] = {}
+
+    async def run(self) -> None:
+        """Cut clients that have not read for too long."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            limit = time.monotonic() - self._write_timeout_s
+            for writer in [w for w in self._writing if w.blocked_since < limit]:
+                log.info("grpc.client_not_reading", request_id=writer.request_id)
+                writer.cut()
 
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: Context
     ) -> pb.GenerateResponse:
         spec = await self._generate_spec(request)
-        response = pb.GenerateResponse(model=spec.model)
-        text: list[str] = []
-        async for call, delta in self._deltas(spec, context):
-            text.append(delta.text)
-            response.token_ids.extend(delta.token_ids)
-            response.logprobs.extend(delta.logprobs)
-            if delta.is_last:
-                response.request_id = call.request_id
-                response.finish_reason = _REASONS[delta.finish_reason]
-                response.usage.CopyFrom(_usage(call))
-        response.text = "".join(text)
-        return response
+        request_id, choices, usage = await self._whole(spec, context)
+        first = choices[0]
+        return pb.GenerateResponse(
+            request_id=request_id,
+            model=spec.model,
+            text=first.text,
+            token_ids=first.token_ids,
+            finish_reason=first.finish_reason,
+            logprobs=first.logprobs,
+            usage=usage,
+            other_choices=choices[1:],
+        )
 
     async def GenerateStream(  # noqa: N802
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        async for call, delta in self._deltas(await self._generate_spec(request.request), context):
+        spec = await self._generate_spec(request.request)
+        async for call, delta, is_end in self._streamed(spec, context):
             response = pb.GenerateStreamResponse(
                 request_id=call.request_id,
+                index=delta.index,
                 text=delta.text,
                 token_ids=delta.token_ids,
                 logprobs=delta.logprobs,
             )
             if delta.is_last:
                 response.finish_reason = _REASONS[delta.finish_reason]
+            if is_end:
                 response.usage.CopyFrom(_usage(call))
             yield response
 
@@ -73,27 +105,32 @@ class InferenceServicer:
         self, request: pb.ChatRequest, context: Context
     ) -> pb.ChatResponse:
         spec = await self._chat_spec(request)
-        response = pb.ChatResponse(model=spec.model)
-        text: list[str] = []
-        async for call, delta in self._deltas(spec, context):
-            text.append(delta.text)
-            response.logprobs.extend(delta.logprobs)
-            if delta.is_last:
-                response.request_id = call.request_id
-                response.finish_reason = _REASONS[delta.finish_reason]
-                response.usage.CopyFrom(_usage(call))
-        response.message.CopyFrom(pb.ChatMessage(role="assistant", content="".join(text)))
-        return response
+        request_id, choices, usage = await self._whole(spec, context)
+        first = choices[0]
+        return pb.ChatResponse(
+            request_id=request_id,
+            model=spec.model,
+            message=pb.ChatMessage(role="assistant", content=first.text),
+            finish_reason=first.finish_reason,
+            logprobs=first.logprobs,
+            usage=usage,
+            other_choices=choices[1:],
+        )
 
     async def ChatStream(  # noqa: N802
         self, request: pb.ChatStreamRequest, context: Context
     ) -> AsyncIterator[pb.ChatStreamResponse]:
-        async for call, delta in self._deltas(await self._chat_spec(request.request), context):
+        spec = await self._chat_spec(request.request)
+        async for call, delta, is_end in self._streamed(spec, context):
             response = pb.ChatStreamResponse(
-                request_id=call.request_id, content=delta.text, logprobs=delta.logprobs
+                request_id=call.request_id,
+                index=delta.index,
+                content=delta.text,
+                logprobs=delta.logprobs,
             )
             if delta.is_last:
                 response.finish_reason = _REASONS[delta.finish_reason]
+            if is_end:
                 response.usage.CopyFrom(_usage(call))
             yield response
 
@@ -102,33 +139,64 @@ class InferenceServicer:
     ) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=self._frontend.shared.fleet.models())
 
-    async def _deltas(self, spec: CallSpec, context: Context) -> AsyncIterator[tuple[Call, Delta]]:
-        """The call's deltas up to its last. A client that goes away cancels us, and that frees the call."""
-        call = self._frontend.open(spec, new_request_id(), _traceparent(context))
+    async def _whole(self, spec: CallSpec, context: Context) -> tuple[str, list[pb.Choice], Usage]:
+        num_choices = spec.n * len(spec.prompts)
+        choices = [pb.Choice(index=i) for i in range(num_choices)]
+        texts: list[list[str]] = [[] for _ in range(num_choices)]
+        request_id, usage = "", Usage()
+        async for call, delta, is_end in self._deltas(spec, context):
+            texts[delta.index].append(delta.text)
+            choice = choices[delta.index]
+            choice.token_ids.extend(delta.token_ids)
+            choice.logprobs.extend(delta.logprobs)
+            if delta.is_last:
+                choice.finish_reason = _REASONS[delta.finish_reason]
+            if is_end:
+                request_id, usage = call.request_id, _usage(call)
+        for choice, parts in zip(choices, texts, strict=True):
+            choice.text = "".join(parts)
+        return request_id, choices, usage
+
+    async def _streamed(
+        self, spec: CallSpec, context: Context
+    ) -> AsyncIterator[tuple[Call, Delta, bool]]:
+        """The same deltas, with an eye on how long each takes to be written."""
+        writer = _Writer(asyncio.current_task())
+        self._writing[writer] = None
         try:
-            while True:
+            async for call, delta, is_end in self._deltas(spec, context):
+                writer.request_id = call.request_id
+                writer.blocked_since = time.monotonic()
+                yield call, delta, is_end
+                writer.blocked_since = math.inf
+        finally:
+            del self._writing[writer]
+
+    async def _deltas(
+        self, spec: CallSpec, context: Context
+    ) -> AsyncIterator[tuple[Call, Delta, bool]]:
+        """The call's deltas; with its last one, True. A client that goes away cancels us, and that frees the call."""
+        call = self._frontend.open(spec, new_request_id(), _metadata(context, "traceparent"))
+        num_open = len(call.generations)
+        try:
+            while num_open:
                 await call.changed()
                 for delta in call.take():
                     if delta.error is not None:
                         raise delta.error
-                    yield call, delta
-                    if delta.is_last:
-                        return
+                    num_open -= delta.is_last
+                    yield call, delta, not num_open
         finally:
             self._frontend.close(call)
 
     async def _generate_spec(self, request: pb.GenerateRequest) -> CallSpec:
-        model = self._frontend.model_name(request.model)
+        model = self._check_common(request)
         sampling = self._sampling(request.params, model)
-        tokenizer = self._frontend.shared.tokenizer
         match request.WhichOneof("prompt"):
             case "text":
-                tokens = await tokenizer.encode(request.text, add_special_tokens=True)
+                tokens = await text_tokens(request.text, model, self._frontend)
             case "token_ids":
-                if any(i >= tokenizer.vocab_size for i in request.token_ids.ids):
-                    message = f"token ids are 0 to {tokenizer.vocab_size - 1}"
-                    raise InvalidRequest(message, field="token_ids")
-                tokens = token_array(request.token_ids.ids)
+                tokens = self._checked_ids(request.token_ids.ids, model)
             case _:
                 raise InvalidRequest("either text or token_ids is needed", field="prompt")
         return CallSpec(
@@ -136,15 +204,17 @@ class InferenceServicer:
             model=model,
             prompts=(tokens,),
             sampling=sampling,
+            n=request.n or 1,
             scenario=request.scenario,
             chat_id=request.chat_id,
+            cache_salt=request.cache_salt,
         )
 
     async def _chat_spec(self, request: pb.ChatRequest) -> CallSpec:
-        model = self._frontend.model_name(request.model)
+        model = self._check_common(request)
         sampling = self._sampling(request.params, model)
-        if not 0 < len(request.messages) <= _MAX_MESSAGES:
-            raise InvalidRequest(f"1 to {_MAX_MESSAGES} messages are needed", field="messages")
+        if not 0 < len(request.messages) <= MAX_MESSAGES:
+            raise InvalidRequest(f"1 to {MAX_MESSAGES} messages are needed", field="messages")
         for index, message in enumerate(request.messages):
             if message.role not in _ROLES:
                 field = f"messages[{index}].role"
@@ -153,12 +223,37 @@ class InferenceServicer:
         return CallSpec(
             operation="chat",
             model=model,
-            prompts=(await chat_tokens(messages, self._frontend),),
+            prompts=(await chat_tokens(messages, model, self._frontend),),
             sampling=sampling,
+            n=request.n or 1,
             scenario=request.scenario,
             chat_id=request.chat_id,
+            cache_salt=request.cache_salt,
             field_of_prompt="messages",
         )
+
+    def _checked_ids(self, ids: Sequence[int], model: str) -> array[int]:
+        context, vocab_size = (
+            self._frontend.context_length(model),
+            self._frontend.shared.tokenizer.vocab_size,
+        )
+        if len(ids) > context:
+            raise context_exceeded(f"{len(ids)} tokens", context, "token_ids")
+        if ids and max(ids) >= vocab_size:
+            raise InvalidRequest(f"token ids are 0 to {vocab_size - 1}", field="token_ids")
+        return token_array(ids)
+
+    def _check_common(self, request: pb.GenerateRequest | pb.ChatRequest) -> str:
+        """The model's real name. Raises MeshError."""
+        check_names(
+            model=request.model,
+            scenario=request.scenario,
+            chat_id=request.chat_id,
+            cache_salt=request.cache_salt,
+        )
+        seed = request.params.seed if request.params.HasField("seed") else None
+        check_choices(n=request.n or None, seed=seed)
+        return self._frontend.model_name(request.model)
 
     def _sampling(self, params: pb.GenerationParams, model: str) -> SamplingSpec:
         max_tokens = params.max_tokens if params.HasField("max_tokens") else None
@@ -184,11 +279,26 @@ class GrpcServer:
     """The service with grpc.health.v1 and reflection. Health answers SERVING while the gateway is ready."""
 
     def __init__(
-        self, frontend: Frontend, host: str, port: int, *, max_bytes: int, reuse_port: bool
+        self,
+        frontend: Frontend,
+        host: str,
+        port: int,
+        *,
+        max_bytes: int,
+        max_connections: int,
+        write_timeout_s: float,
+        reuse_port: bool,
     ) -> None:
-        self._server = rpc.server(max_bytes, reuse_port=reuse_port)
+        bounds = (
+            ("grpc.max_allowed_incoming_connections", max_connections),
+            ("grpc.max_concurrent_streams", _MAX_STREAMS),
+            ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
+        )
+        self._server = rpc.server(max_bytes, reuse_port=reuse_port, options=bounds)
         service = pb.DESCRIPTOR.services_by_name["InferenceService"]
-        rpc.add_service(self._server, service, InferenceServicer(frontend))
+        self._servicer = InferenceServicer(frontend, write_timeout_s)
+        rpc.add_service(self._server, service, self._servicer)
         # Any: the health package has no types.
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined,unused-ignore]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -204,6 +314,9 @@ class GrpcServer:
     async def start(self) -> None:
         await self._server.start()
 
+    async def run(self) -> None:
+        await self._servicer.run()
+
     async def set_serving(self, is_serving: bool) -> None:
         if is_serving == self._is_serving:
             return
@@ -218,6 +331,21 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
 
+class _Writer:
+    """One stream's handler: since when its client has not taken what was sent, and how to end it."""
+
+    __slots__ = ("_task", "blocked_since", "request_id")
+
+    def __init__(self, task: asyncio.Task[Any] | None) -> None:
+        self.request_id = ""
+        self.blocked_since = math.inf
+        self._task = task
+
+    def cut(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
 def _usage(call: Call) -> Usage:
     return Usage(
         num_prompt_tokens=call.num_prompt_tokens,
@@ -226,9 +354,10 @@ def _usage(call: Call) -> Usage:
     )
 
 
-def _traceparent(context: Context) -> str:
-    metadata: Sequence[tuple[str, str | bytes]] = tuple(context.invocation_metadata() or ())
-    for key, value in metadata:
-        if key == "traceparent" and isinstance(value, str):
+def _metadata(context: Context, name: str) -> str:
+    """Empty if absent."""
+    pairs: Sequence[tuple[str, str | bytes]] = tuple(context.invocation_metadata() or ())
+    for key, value in pairs:
+        if key == name and isinstance(value, str):
             return value
     return ""

@@ -116,10 +116,12 @@ class HttpApp:
     # --- generation ------------------------------------------------------------------------------
 
     async def _chat(self, exchange: Exchange) -> None:
+        self._frontend.check_open()
         request = parse_chat(await exchange.body(self._max_body_bytes))
         await self._answer(exchange, request, await chat_spec(request, self._frontend))
 
     async def _completion(self, exchange: Exchange) -> None:
+        self._frontend.check_open()
         request = parse_completion(await exchange.body(self._max_body_bytes))
         await self._answer(exchange, request, await completion_spec(request, self._frontend))
 

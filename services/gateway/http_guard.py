@@ -1,13 +1,15 @@
-"""uvicorn's protocol with the bounds it lacks: a request head of bounded size that arrives within a bounded time (F29).
+"""uvicorn's protocol with the bounds it lacks: how many connections, how large a head, and how long it may take (F29).
 
-Without them an idle or trickling connection stays for ever and a head of any size is read. Streams of any
-length are not affected: the clock stops when the request has arrived whole.
+Without them an idle or trickling connection stays for ever, a head of any size is read, and one address takes every
+file descriptor. Streams of any length are not affected: the clock stops when the request has arrived whole.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -17,19 +19,47 @@ _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection
 _TOO_SLOW: Final = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-def guarded(max_header_bytes: int, receive_timeout_s: float) -> Callable[..., HttpToolsProtocol]:
+@dataclass(slots=True)
+class Bounds:
+    """One listener's bounds, and how many connections each address has open now."""
+
+    max_header_bytes: int
+    receive_timeout_s: float
+    max_connections: int
+    max_connections_per_ip: int
+    num_by_ip: Counter[str] = field(default_factory=Counter)
+    num_open: int = 0
+    num_refused: int = 0
+
+    def enter(self, ip: str) -> bool:
+        if self.num_open >= self.max_connections or (
+            self.num_by_ip[ip] >= self.max_connections_per_ip
+        ):
+            self.num_refused += 1
+            return False
+        self.num_open += 1
+        self.num_by_ip[ip] += 1
+        return True
+
+    def leave(self, ip: str) -> None:
+        self.num_open -= 1
+        self.num_by_ip[ip] -= 1
+        if not self.num_by_ip[ip]:
+            del self.num_by_ip[ip]
+
+
+def guarded(within: Bounds) -> Callable[..., HttpToolsProtocol]:
     """The protocol class with these bounds, as uvicorn's `http` setting takes it."""
 
     class Guarded(_Guarded):
-        header_limit = max_header_bytes
-        timeout_s = receive_timeout_s
+        bounds = within
 
     return Guarded
 
 
 class _Guarded(HttpToolsProtocol):
-    header_limit: int
-    timeout_s: float
+    bounds: Bounds
+    _ip: str | None = None  # counted under it, once admitted
     _head_bytes = 0
     _is_in_head = True
     _deadline: asyncio.TimerHandle | None = None
@@ -37,10 +67,18 @@ class _Guarded(HttpToolsProtocol):
     _on_gone: Callable[[], None] | None = None  # for the answer being written now
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        ip = str((transport.get_extra_info("peername") or ("",))[0])
+        if not self.bounds.enter(ip):
+            cast("asyncio.Transport", transport).abort()
+            return
+        self._ip = ip
         super().connection_made(cast("asyncio.Transport", transport))
         self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._ip is None:
+            return
+        self.bounds.leave(self._ip)
         self._stop_clock()
         self.is_gone = True
         super().connection_lost(exc)
@@ -48,11 +86,13 @@ class _Guarded(HttpToolsProtocol):
             self._on_gone()
 
     def data_received(self, data: bytes) -> None:
+        if self._ip is None:
+            return
         if self._is_in_head:
             self._head_bytes += len(data)
             has_end = b"\r\n\r\n" in data
-            if self._head_bytes > self.header_limit and not (
-                has_end and data.index(b"\r\n\r\n") < self.header_limit
+            if self._head_bytes > self.bounds.max_header_bytes and not (
+                has_end and data.index(b"\r\n\r\n") < self.bounds.max_header_bytes
             ):
                 self._refuse(_TOO_LARGE)
                 return
@@ -88,7 +128,9 @@ class _Guarded(HttpToolsProtocol):
         return super().on_message_complete()
 
     def _start_clock(self) -> None:
-        self._deadline = self.loop.call_later(self.timeout_s, self._refuse, _TOO_SLOW)
+        self._deadline = self.loop.call_later(
+            self.bounds.receive_timeout_s, self._refuse, _TOO_SLOW
+        )
 
     def _stop_clock(self) -> None:
         if self._deadline is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from pdmesh.lifecycle import StartupError
-from services.gateway.http_guard import guarded
+from services.gateway.http_guard import Bounds, guarded
 
 
 class _Server(uvicorn.Server):
@@ -30,13 +30,12 @@ class HttpServer:
         port: int,
         *,
         reuse_port: bool,
-        max_header_bytes: int,
-        receive_timeout_s: float,
+        bounds: Bounds,
         shutdown_s: float,
     ) -> None:
         self._socket = _listen(host, port, reuse_port)
         self.port: int = self._socket.getsockname()[1]
-        protocol: Any = guarded(max_header_bytes, receive_timeout_s)
+        protocol: Any = guarded(bounds)
         config = uvicorn.Config(
             app,
             http=protocol,

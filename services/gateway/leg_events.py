@@ -64,6 +64,7 @@ def _rejected(key: int, rejected: Rejected) -> LegRejected:
         retry_after_s=rejected.retry_after_ms / 1000,
         is_final=reason in _FINAL_REJECTS,
         is_too_long=reason == REJECT_REASON_TOO_LONG,
+        detail=rejected.detail,
     )
 
 

@@ -11,6 +11,7 @@ from services.gateway.openai_schema import (
     MAX_CHOICES,
     ChatCompletionRequest,
     CompletionRequest,
+    context_exceeded,
     messages_of,
     prompts_of,
     stops_of,
@@ -26,7 +27,7 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend) -> CallS
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     check_logprobs(frontend, model, num_logprobs)
     max_tokens = request.max_completion_tokens or request.max_tokens
-    tokens = await chat_tokens(messages_of(request), frontend)
+    tokens = await chat_tokens(messages_of(request), model, frontend)
     return CallSpec(
         operation="chat",
         model=model,
@@ -44,16 +45,15 @@ async def completion_spec(request: CompletionRequest, frontend: Frontend) -> Cal
     """Raises MeshError."""
     model = frontend.model_name(request.model)
     check_logprobs(frontend, model, request.logprobs)
-    tokenizer = frontend.shared.tokenizer
-    prompts: list[array[int]] = []
-    for prompt in prompts_of(request.prompt, tokenizer.vocab_size):
-        if isinstance(prompt, str):
-            prompts.append(await tokenizer.encode(prompt, add_special_tokens=True))
-        else:
-            prompts.append(token_array(prompt))
+    vocab_size = frontend.shared.tokenizer.vocab_size
+    asked = prompts_of(request.prompt, vocab_size, frontend.context_length(model))
     n = request.n or 1
-    if n * len(prompts) > MAX_CHOICES:
+    if n * len(asked) > MAX_CHOICES:
         raise InvalidRequest(f"at most {MAX_CHOICES} choices over all prompts", field="n")
+    prompts = [
+        await text_tokens(p, model, frontend) if isinstance(p, str) else token_array(p)
+        for p in asked
+    ]
     max_tokens = request.max_tokens or _COMPLETION_DEFAULT_TOKENS
     return CallSpec(
         operation="text_completion",
@@ -67,11 +67,23 @@ async def completion_spec(request: CompletionRequest, frontend: Frontend) -> Cal
     )
 
 
-async def chat_tokens(messages: list[dict[str, str]], frontend: Frontend) -> array[int]:
+async def text_tokens(
+    text: str, model: str, frontend: Frontend, field: str = "prompt"
+) -> array[int]:
+    """Raises MeshError; what cannot fit the context is refused before it is encoded."""
+    tokenizer = frontend.shared.tokenizer
+    context = frontend.context_length(model)
+    if len(text) > context * tokenizer.max_token_chars:
+        raise context_exceeded(f"{len(text)} characters", context, field)
+    return await tokenizer.encode(text, add_special_tokens=field == "prompt")
+
+
+async def chat_tokens(messages: list[dict[str, str]], model: str, frontend: Frontend) -> array[int]:
+    """Raises MeshError."""
     tokenizer = frontend.shared.tokenizer
     if not tokenizer.has_chat_template:
         raise InvalidRequest("this model has no chat template", field="messages")
-    return await tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+    return await text_tokens(tokenizer.render_chat(messages), model, frontend, "messages")
 
 
 def check_logprobs(frontend: Frontend, model: str, num_logprobs: int | None) -> None:

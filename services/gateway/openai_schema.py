@@ -6,6 +6,7 @@ value is refused, so that no client believes a setting had an effect. Every numb
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, Final, Literal, TypeVar
 
@@ -14,10 +15,10 @@ import msgspec
 from pdmesh.errors import InvalidRequest
 
 MAX_CHOICES: Final = 64  # prompts times n
-_MAX_N: Final = 16
+MAX_N: Final = 16
 _MAX_STOPS: Final = 4
 _MAX_STOP_CHARS: Final = 256
-_MAX_MESSAGES: Final = 2048
+MAX_MESSAGES: Final = 2048
 _MAX_PARTS: Final = 256
 _MAX_PROMPTS: Final = 16
 _MAX_NAME_CHARS: Final = 256
@@ -173,6 +174,19 @@ def check_sampling(
         raise InvalidRequest("top_p is greater than 0", field="top_p")
 
 
+def check_choices(*, n: int | None, seed: int | None) -> None:
+    """Choice i draws with seed + i, which must fit 64 bits, too."""
+    _in_range("n", n, 1, MAX_N)
+    _in_range("seed", seed, -(1 << 63), (1 << 63) - 1 - MAX_N)
+
+
+def check_names(**names: str) -> None:
+    for field, name in names.items():
+        if len(name) > _MAX_NAME_CHARS:
+            message = f"{field} has at most {_MAX_NAME_CHARS} characters"
+            raise InvalidRequest(message, field=field)
+
+
 def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
     if stop is None:
         return ()
@@ -196,39 +210,75 @@ def messages_of(request: ChatCompletionRequest) -> list[dict[str, str]]:
     return plain
 
 
-def prompts_of(prompt: str | list[_Anything], vocab_size: int) -> list[str] | list[list[int]]:
-    """The prompts of a completion: text, or token ids; one or several."""
+def prompts_of(
+    prompt: str | list[_Anything], vocab_size: int, max_tokens: int
+) -> list[str] | list[list[int]]:
+    """The prompts of a completion: text, or at most `max_tokens` token ids; one or several.
+
+    Lengths come first: looking at a million ids would keep everybody else waiting.
+    """
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise InvalidRequest("prompt is empty", field="prompt")
-    if all(type(p) is int for p in prompt):
-        return [_checked_ids(prompt, vocab_size)]
+    if type(prompt[0]) is int:
+        return [_checked_ids(prompt, vocab_size, max_tokens)]
     if len(prompt) > _MAX_PROMPTS:
         raise InvalidRequest(f"at most {_MAX_PROMPTS} prompts", field="prompt")
     if all(type(p) is str for p in prompt):
         return list(prompt)
-    if all(type(p) is list and p and all(type(i) is int for i in p) for p in prompt):
-        return [_checked_ids(p, vocab_size) for p in prompt]
+    if all(type(p) is list and p for p in prompt):
+        return [_checked_ids(p, vocab_size, max_tokens) for p in prompt]
+    raise _wrong_prompt()
+
+
+def _wrong_prompt() -> InvalidRequest:
     message = "prompt is a string, token ids, a list of strings, or a list of lists of token ids"
-    raise InvalidRequest(message, field="prompt")
+    return InvalidRequest(message, field="prompt")
 
 
-def _checked_ids(ids: list[int], vocab_size: int) -> list[int]:
+def _checked_ids(ids: list[_Anything], vocab_size: int, max_tokens: int) -> list[int]:
+    if len(ids) > max_tokens:
+        raise context_exceeded(f"{len(ids)} tokens", max_tokens, "prompt")
+    if not all(type(i) is int for i in ids):
+        raise _wrong_prompt()
     if min(ids) < 0 or max(ids) >= vocab_size:
         raise InvalidRequest(f"token ids are 0 to {vocab_size - 1}", field="prompt")
     return ids
 
 
+def context_exceeded(prompt: str, max_tokens: int, field: str) -> InvalidRequest:
+    message = f"the prompt has {prompt}, the model's context {max_tokens} tokens"
+    return InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field=field)
+
+
 def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     try:
-        return decoder.decode(body)
+        request = decoder.decode(body)
+        _find_duplicates(_ID_LIST.sub(b"[]", body).decode())
+        return request
     except msgspec.ValidationError as exc:
         raise _explain(str(exc)) from exc
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except (msgspec.DecodeError, ValueError) as exc:
         raise InvalidRequest("the body is not valid JSON", reason="INVALID_JSON") from exc
     except RecursionError as exc:
         raise InvalidRequest("the body is nested too deeply", reason="INVALID_JSON") from exc
+
+
+def _refuse_duplicates(pairs: list[tuple[str, object]]) -> None:
+    """Two parsers may take different ones of two values: what a filter before us saw must be what we do."""
+    if len({key for key, _ in pairs}) != len(pairs):
+        keys = [key for key, _ in pairs]
+        field = next(key for key in keys if keys.count(key) > 1)
+        raise InvalidRequest(
+            f"{field[:64]} is given twice", reason="DUPLICATE_FIELD", field=field[:64]
+        )
+
+
+# msgspec takes the last of two equal keys without a word. The standard parser's hook costs 2 us for a usual body; long
+# lists of token ids, which have no keys, are left out.
+_ID_LIST: Final = re.compile(rb"\[[\d,\s]{256,}\]")
+_find_duplicates: Final = json.JSONDecoder(object_pairs_hook=_refuse_duplicates).decode
 
 
 def _explain(text: str) -> InvalidRequest:
@@ -250,12 +300,14 @@ def _check_common(request: _Common, neutral: tuple[str, ...]) -> None:
     check_sampling(
         max_tokens=request.max_tokens, temperature=request.temperature, top_p=request.top_p
     )
-    _in_range("n", request.n, 1, _MAX_N)
-    _in_range("seed", request.seed, -(1 << 63), (1 << 63) - 1 - _MAX_N)
+    check_choices(n=request.n, seed=request.seed)
     stops_of(request.stop)
-    for field in ("model", "cache_salt", "chat_id", "scenario"):
-        if len(getattr(request, field)) > _MAX_NAME_CHARS:
-            raise InvalidRequest(f"{field} is too long", field=field)
+    check_names(
+        model=request.model,
+        cache_salt=request.cache_salt,
+        chat_id=request.chat_id,
+        scenario=request.scenario,
+    )
 
 
 def _check_neutral(field: str, value: object) -> None:
@@ -272,8 +324,8 @@ def _in_range(field: str, value: float | None, low: float, high: float) -> None:
 def _check_messages(messages: list[Message]) -> None:
     if not messages:
         raise InvalidRequest("messages is empty", field="messages")
-    if len(messages) > _MAX_MESSAGES:
-        raise InvalidRequest(f"at most {_MAX_MESSAGES} messages", field="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"at most {MAX_MESSAGES} messages", field="messages")
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         for field in ("refusal", "tool_calls", "function_call", "audio", "annotations"):

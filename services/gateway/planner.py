@@ -15,7 +15,14 @@ import structlog
 
 from pdmesh.core.leadership import EpochFence
 from pdmesh.core.request_types import Candidate, Event, PlanFailed, PlanReceived
-from pdmesh.errors import MeshError, ModelNotFound, NoInstance, StalePlan, Unavailable
+from pdmesh.errors import (
+    InvalidRequest,
+    MeshError,
+    ModelNotFound,
+    NoInstance,
+    StalePlan,
+    Unavailable,
+)
 from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.scheduler_service_pb2 import (
     Candidate as CandidateProto,
@@ -32,7 +39,6 @@ from services.gateway.plan_stream import PlanStream
 log = structlog.get_logger(__name__)
 
 _MAX_BATCH: Final = 256
-_MODEL_NOT_FOUND: Final = "MODEL_NOT_FOUND"
 _RETRY_MASTER_S: Final = 0.25  # after a failure, rank here for so long before asking again
 
 
@@ -145,9 +151,7 @@ class Planner:
 
     def _from_result(self, ask: _Ask, result: PlanResult) -> Event:
         if result.error_reason:
-            kind = ModelNotFound if result.error_reason == _MODEL_NOT_FOUND else NoInstance
-            error = kind(result.error_message or "nothing can serve this now")
-            return PlanFailed(ask.plan, error)
+            return PlanFailed(ask.plan, _refusal(result))
         return PlanReceived(ask.plan, self._resolve(result.prefills), self._resolve(result.decodes))
 
     def _resolve(self, candidates: Sequence[CandidateProto]) -> list[Candidate]:
@@ -167,3 +171,14 @@ class Planner:
             query.model, query.scenario, query.excluded_instance_ids, self._num_open
         )
         return PlanReceived(ask.plan, prefills, decodes)
+
+
+def _refusal(result: PlanResult) -> MeshError:
+    message = result.error_message or "nothing can serve this now"
+    match result.error_reason:
+        case "MODEL_NOT_FOUND":
+            return ModelNotFound(message, field="model")
+        case "PROMPT_TOO_LONG":
+            # It fits the model's context, or the gateway had refused it: no instance has the memory.
+            return InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field="max_tokens")
+    return NoInstance(message)

@@ -21,6 +21,7 @@ from pdmesh.v1.instance_service_pb2 import (
     Command,
     Hello,
     Load,
+    RejectReason,
     SessionEvent,
     SessionRequest,
     SessionResponse,
@@ -176,7 +177,15 @@ class InstanceSession:
         owner = self._legs.get(event.key)
         if owner is None:
             return  # a leg given up: its output is dropped here
-        if kind == "logprobs_drawn":
+        if kind == "rejected":
+            rejected = event.rejected
+            log.debug(
+                "leg.rejected",
+                instance_id=self.instance_id,
+                reason=RejectReason.Name(rejected.reason),
+                detail=rejected.detail,
+            )
+        elif kind == "logprobs_drawn":
             owner.on_logprobs(event.key, event.logprobs_drawn.logprobs)
             return
         fact = from_proto(event, kind)

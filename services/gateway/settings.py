@@ -55,6 +55,12 @@ class Settings(ServiceSettings):
     write_timeout_s: float = Field(30.0, gt=0, description="Cut a client that reads nothing")
     receive_timeout_s: float = Field(20.0, gt=0, description="A request arrives whole within this")
     max_header_bytes: int = Field(16384, ge=1024, description="Largest HTTP request head")
+    max_connections: int = Field(8192, ge=1, description="Open connections on each port")
+    max_connections_per_ip: int = Field(
+        1024,
+        ge=1,
+        description="Open HTTP connections from one address; a proxy in front needs more",
+    )
     drain_s: float = Field(10.0, ge=0, description="Time for streams to finish at shutdown")
     tokenizer_threads: int = Field(1, ge=1, description="Threads that encode long text")
 

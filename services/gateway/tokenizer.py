@@ -1,16 +1,14 @@
 """Text to token ids and back, from a Hugging Face model directory and the `tokenizers` library alone.
 
-Short text is encoded on the event loop, since a hop to a thread costs more than the work; long text goes to a
-small pool (the library releases the GIL). Detokenization never shows an incomplete character.
+Short text is encoded on the event loop, since a hop to a thread costs more than the work; longer text goes to
+threads, in batches (`encoding_lanes`). Detokenization never shows an incomplete character.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +19,7 @@ from pdmesh.core.block_hash import token_array
 from pdmesh.core.stop_text import StopText
 from pdmesh.errors import MeshError
 from services.gateway.chat_template import ChatTemplate
+from services.gateway.encoding_lanes import EncodingLanes
 
 _INLINE_CHARS: Final = 2048
 _INCOMPLETE: Final = "\ufffd"
@@ -108,7 +107,8 @@ class Tokenizer:
         self.vocab_size = vocab_size
         self._inner = inner
         self._template = template
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self.max_token_chars = max(map(len, inner.get_vocab()), default=1)
+        self._lanes = EncodingLanes(self._encode_all, num_threads)
 
     @classmethod
     def load(cls, model_dir: Path, *, max_chars: int, num_threads: int = 1) -> Tokenizer:
@@ -139,14 +139,22 @@ class Tokenizer:
         assert self._template is not None
         return self._template.render(messages)
 
+    @property
+    def num_pending_chars(self) -> int:
+        return self._lanes.num_pending_chars
+
     async def encode(self, text: str, *, add_special_tokens: bool) -> array[int]:
+        """Raises Overloaded when too much text waits for its turn."""
         if len(text) <= _INLINE_CHARS:
             return self._encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._encode, text, add_special_tokens)
+        return await self._lanes.encode(text, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> array[int]:
         return token_array(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[array[int]]:
+        found = self._inner.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [token_array(encoding.ids) for encoding in found]
 
     def text_stream(self, stops: Sequence[str]) -> TextStream:
         return TextStream(self._inner, stops)
@@ -156,7 +164,7 @@ class Tokenizer:
         return str(self._inner.decode([token_id], skip_special_tokens=False))
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._lanes.close()
 
 
 # Any: these files hold whatever their author wrote; each use checks what it takes.

@@ -313,8 +313,7 @@ class Request:
         effects, to = self._close_leg()
         self.num_rejections += 1
         if event.is_too_long:
-            error = InvalidRequest("prompt and max_tokens do not fit the model", field="max_tokens")
-            return effects + self._end(Fail(error))
+            return effects + self._end(Fail(_too_long(event.detail)))
         self._last_error = self._after_rejection(event)
         if event.is_final:
             self._candidates = [c for c in self._candidates if c is not to]
@@ -569,6 +568,15 @@ class Request:
         self.phase = Phase.ENDED
         self.outcome = outcome
         return [*effects, outcome]
+
+
+def _too_long(detail: str) -> InvalidRequest:
+    message = "prompt and max_tokens fit no instance"
+    return InvalidRequest(
+        f"{message}: {detail}" if detail else message,
+        reason="CONTEXT_LENGTH_EXCEEDED",
+        field="max_tokens",
+    )
 
 
 _LEG_EVENTS: Final = (

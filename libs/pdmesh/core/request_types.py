@@ -77,6 +77,7 @@ class LegRejected:
     retry_after_s: float = 0.0
     is_final: bool = False
     is_too_long: bool = False
+    detail: str = ""  # a fixed sentence of the instance's, fit for clients
 
 
 @dataclass(frozen=True, slots=True)

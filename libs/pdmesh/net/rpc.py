@@ -7,7 +7,7 @@ made here only, and requests are parsed by us (INVALID_ARGUMENT, no parser text)
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -66,9 +66,12 @@ def channel(address: str) -> grpc.aio.Channel:
 
 
 def server(
-    max_message_bytes: int = MAX_MESSAGE_BYTES, *, reuse_port: bool = False
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    *,
+    reuse_port: bool = False,
+    options: Sequence[tuple[str, int]] = (),
 ) -> grpc.aio.Server:
-    """A server that cancels the handlers of a dead or frozen client within 3 s."""
+    """A server that cancels the handlers of a dead or frozen client within 3 s. `options`: gRPC's own."""
     return grpc.aio.server(
         options=(
             *_KEEPALIVE,
@@ -78,6 +81,7 @@ def server(
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.so_reuseport", int(reuse_port)),
+            *options,
         )
     )
 

@@ -55,6 +55,9 @@ GATEWAY_TOKENS: Final = "pdmesh.gateway.tokens"
 GATEWAY_SESSIONS: Final = "pdmesh.gateway.sessions"
 GATEWAY_LEGS: Final = "pdmesh.gateway.legs"
 GATEWAY_PLANS: Final = "pdmesh.gateway.plans"  # by where they came from: master, fallback
+GATEWAY_CONNECTIONS: Final = "pdmesh.gateway.connections"
+GATEWAY_CONNECTIONS_REFUSED: Final = "pdmesh.gateway.connections.refused"
+GATEWAY_ENCODING: Final = "pdmesh.gateway.encoding"  # characters
 GATEWAY_EVENTS_DROPPED: Final = "pdmesh.gateway.events.dropped"
 
 # Metrics of ours: instances.

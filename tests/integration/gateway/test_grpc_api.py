@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -13,7 +14,7 @@ from pdmesh.net import rpc
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from tests.fakes.gateway_mesh import GatewayMesh
+from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.support.waiting import until
 
 
@@ -105,3 +106,82 @@ async def test_health_and_reflection_answer(channel: grpc.aio.Channel) -> None:
     async for reply in replies:
         names = {s.name for s in reply.list_services_response.service}
         assert {name, "grpc.health.v1.Health"} <= names
+
+
+async def test_choices_and_salts_are_as_over_http(
+    mesh: GatewayMesh, channel: grpc.aio.Channel
+) -> None:
+    stub = InferenceServiceStub(channel)
+    params = pb.GenerationParams(max_tokens=20)
+    request = pb.GenerateRequest(text="abc", params=params, n=3, cache_salt="mine")
+    whole = await stub.Generate(request)
+    expected = mesh.expected_text("abc", 20)
+    assert whole.text == expected
+    assert [(c.index, c.text) for c in whole.other_choices] == [(1, expected), (2, expected)]
+    assert whole.usage.num_completion_tokens == 60
+    parts = [p async for p in stub.GenerateStream(pb.GenerateStreamRequest(request=request))]
+    for index in range(3):
+        own = [p for p in parts if p.index == index]
+        assert "".join(p.text for p in own) == expected
+        assert own[-1].finish_reason == FINISH_REASON_LENGTH
+    assert [p.HasField("usage") for p in parts] == [False] * (len(parts) - 1) + [True]
+    await stub.Generate(pb.GenerateRequest(text="abc", params=params))
+    commands = [c for i in mesh.instances.values() for c in i.prefills]
+    by_salt = {c.cache_salt for c in commands}
+    assert len(by_salt) == 2, "another salt, another name for each block"
+
+
+@pytest.mark.fault("F30")
+@pytest.mark.parametrize("field", ["model", "scenario", "chat_id", "cache_salt"])
+async def test_names_have_bounds(channel: grpc.aio.Channel, field: str) -> None:
+    stub = InferenceServiceStub(channel)
+    message = pb.ChatMessage(role="user", content="x")
+    long = {field: "x" * 257}
+    for call in (
+        stub.Generate(pb.GenerateRequest(text="abc", **long)),
+        stub.Chat(pb.ChatRequest(messages=[message], **long)),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert rpc.from_rpc_error(caught.value).field == field
+
+
+@pytest.mark.fault("F30")
+async def test_too_many_choices_tokens_or_bytes_are_refused(channel: grpc.aio.Channel) -> None:
+    stub = InferenceServiceStub(channel)
+    wrong = {
+        "n": pb.GenerateRequest(text="abc", n=17),
+        "seed": pb.GenerateRequest(text="abc", params=pb.GenerationParams(seed=(1 << 63) - 1)),
+        "token_ids": pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 5000)),
+        "prompt": pb.GenerateRequest(text="x" * 100_000),
+    }
+    for field, request in wrong.items():
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(request)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert rpc.from_rpc_error(caught.value).field == field
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Generate(pb.GenerateRequest(text="x" * (9 << 20)))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.fault("F28")
+async def test_a_client_that_does_not_read_its_stream_is_cut(tmp_path: Path) -> None:
+    async with gateway_mesh(tmp_path, write_timeout_s=0.5, chunk_interval_ms=0) as mesh:
+        for instance in mesh.instances.values():
+            instance.max_model_len = 1 << 22
+            mesh.register(instance.record())
+        async with rpc.channel(f"127.0.0.1:{mesh.gateway.grpc.port}") as channel:
+            params = pb.GenerationParams(max_tokens=1 << 20)
+            request = pb.GenerateRequest(text="abc", params=params)
+            stub = InferenceServiceStub(channel)
+            stream = stub.GenerateStream(pb.GenerateStreamRequest(request=request))
+            await stream.read()
+            await until(lambda: mesh.gateway.frontend.num_calls == 0, within_s=25.0)
+            await until(lambda: mesh.num_legs == 0)
+            assert mesh.gateway.observer.num_ended["cancelled"] == 1
+            other = await stub.Generate(
+                pb.GenerateRequest(text="abc", params=pb.GenerationParams(max_tokens=3))
+            )
+            assert other.text == mesh.expected_text("abc", 3)

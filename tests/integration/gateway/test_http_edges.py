@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -197,3 +198,30 @@ async def test_no_stream_chunk_is_anything_but_valid_json(
     assert parsed[-1]["choices"] == []
     assert parsed[-1]["usage"]["completion_tokens"] == 40
     assert {p["object"] for p in parsed} == {"chat.completion.chunk"}
+
+
+@pytest.mark.fault("F29")
+async def test_one_address_has_so_many_connections_and_no_more(tmp_path: Path) -> None:
+    async with gateway_mesh(tmp_path, max_connections_per_ip=5) as mesh:
+        port = mesh.gateway.http.port
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+        await until(lambda: mesh.gateway.http.num_connections == 5)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+        opened[0][1].close()
+        await until(lambda: mesh.gateway.http.num_connections == 4)
+        async with httpx.AsyncClient() as client:
+            assert (await client.get(f"{mesh.url}/health/live")).status_code == 200
+        for _, writer in opened:
+            writer.close()
+
+
+@pytest.mark.fault("F36")
+async def test_every_503_and_429_says_when_to_come_back(tmp_path: Path) -> None:
+    async with gateway_mesh(tmp_path, 1, 0, model="tiny") as mesh, httpx.AsyncClient() as client:
+        body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
+        response = await client.post(f"{mesh.url}/v1/completions", json=body)
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"

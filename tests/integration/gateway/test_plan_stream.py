@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from pdmesh.errors import Overloaded, Unavailable
 from pdmesh.net import rpc
 from pdmesh.v1 import scheduler_service_pb2 as pb
+from pdmesh.v1.common_pb2 import InstanceRecord
 from services.gateway.plan_stream import PlanStream
+from tests.fakes.gateway_mesh import gateway_mesh
 
 
 class FakeMaster:
@@ -117,3 +121,46 @@ async def test_a_master_that_is_not_there_is_unavailable_in_time() -> None:
     with pytest.raises(Unavailable):
         await stream.ask(question(1), 0.5)
     await stream.close()
+
+
+class RefusingMaster(FakeMaster):
+    """Ranks nothing, for the reason given."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self.reason = reason
+
+    async def Plan(self, request: pb.PlanRequest, context: Any) -> pb.PlanResponse:
+        result = pb.PlanResult(error_reason=self.reason, error_message="because")
+        return pb.PlanResponse(epoch=1, results=[result] * len(request.queries))
+
+
+@pytest.mark.req("S95")
+@pytest.mark.parametrize(
+    ("reason", "status", "code"),
+    [
+        ("PROMPT_TOO_LONG", 400, "context_length_exceeded"),
+        ("MODEL_NOT_FOUND", 404, "model_not_found"),
+        ("NO_INSTANCE", 503, "no_instance"),
+    ],
+)
+async def test_why_the_master_ranks_nothing_reaches_the_client(
+    tmp_path: Path, reason: str, status: int, code: str
+) -> None:
+    async with (
+        gateway_mesh(tmp_path) as mesh,
+        serving(RefusingMaster(reason)) as port,
+        httpx.AsyncClient() as client,
+    ):
+        record = InstanceRecord(
+            instance_id="master-0",
+            incarnation=1,
+            service="master-scheduler",
+            grpc_address=f"127.0.0.1:{port}",
+            is_leader=True,
+        )
+        mesh.register(record)
+        body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
+        response = await client.post(f"{mesh.url}/v1/completions", json=body)
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+        assert ("retry-after" in response.headers) == (status == 503)

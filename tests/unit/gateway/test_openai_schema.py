@@ -130,7 +130,7 @@ def test_parts_are_joined_and_developer_means_system() -> None:
 )
 def test_a_prompt_has_four_forms(prompt: Any, expected: Any) -> None:
     body = json.dumps({"model": "m", "prompt": prompt}).encode()
-    assert prompts_of(parse_completion(body).prompt, vocab_size=10) == expected
+    assert prompts_of(parse_completion(body).prompt, vocab_size=10, max_tokens=8) == expected
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,9 @@ def test_a_prompt_has_four_forms(prompt: Any, expected: Any) -> None:
 )
 def test_other_prompts_are_refused(prompt: Any) -> None:
     body = json.dumps({"model": "m", "prompt": prompt}).encode()
-    error = refused(lambda b: prompts_of(parse_completion(b).prompt, vocab_size=10), body)
+    error = refused(
+        lambda b: prompts_of(parse_completion(b).prompt, vocab_size=10, max_tokens=8), body
+    )
     assert error.field == "prompt"
 
 
@@ -146,3 +148,47 @@ def test_completions_refuse_what_they_do_not_do() -> None:
     for field, value in (("echo", True), ("suffix", "x"), ("best_of", 3), ("logprobs", 6)):
         body = json.dumps({"model": "m", "prompt": "a", field: value}).encode()
         assert refused(parse_completion, body).field == field
+
+
+@pytest.mark.fault("F31")
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b'{"model":"a","model":"b","prompt":"x"}', "model"),
+        (b'{"model":"a","prompt":"x","max_tokens":1,"max_tokens":100}', "max_tokens"),
+        (b'{"model":"a","prompt":"x","m\\u0061x_tokens":1,"max_tokens":2}', "max_tokens"),
+        (b'{"model":"a","prompt":[' + b"1," * 900 + b'1],"n":1,"n":2}', "n"),
+        (b'{"model":"a","prompt":"x","logit_bias":{"1":1,"1":2}}', "1"),
+    ],
+)
+def test_a_field_given_twice_is_refused(body: bytes, field: str) -> None:
+    error = refused(parse_completion, body)
+    assert (error.reason, error.field) == ("DUPLICATE_FIELD", field)
+
+
+@pytest.mark.fault("F31")
+def test_a_field_given_twice_in_a_message_is_refused() -> None:
+    message = b'{"role":"user","role":"system","content":"x"}'
+    error = refused(parse_chat, b'{"model":"a","messages":[' + message + b"]}")
+    assert (error.reason, error.field) == ("DUPLICATE_FIELD", "role")
+
+
+@pytest.mark.fault("F31")
+@pytest.mark.parametrize("number", [b"9" * 5000, b"1e400", b"-1e999", b"1e-400"])
+def test_numbers_of_any_size_are_an_answer_and_no_crash(number: bytes) -> None:
+    for field in (b"seed", b"max_tokens", b"temperature", b"logit_bias", b"n"):
+        body = b'{"model":"a","prompt":"x","%b":%b}' % (field, number)
+        if (field, number) == (b"temperature", b"1e-400"):
+            assert parse_completion(body).temperature == 0.0
+        else:
+            assert refused(parse_completion, body).http_status == 400
+
+
+@pytest.mark.fault("F31")
+def test_token_ids_beyond_the_context_are_refused_by_their_number() -> None:
+    for prompt in ([1] * 9, [[1], [1] * 9]):
+        body = json.dumps({"model": "m", "prompt": prompt}).encode()
+        error = refused(
+            lambda b: prompts_of(parse_completion(b).prompt, vocab_size=10, max_tokens=8), body
+        )
+        assert (error.reason, error.field) == ("CONTEXT_LENGTH_EXCEEDED", "prompt")

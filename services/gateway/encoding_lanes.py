@@ -1,0 +1,119 @@
+"""Encodes text on threads: what gathered while a thread worked goes together, and long texts have a lane of their own.
+
+A hop to a thread and back costs as much as encoding a thousand characters, so texts share it. A text of a whole
+context takes a tenth of a second: it waits behind its like, never in front of a short one. What waits is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final
+
+from pdmesh.errors import Overloaded
+
+Encode = Callable[[Sequence[str], bool], list["array[int]"]]
+
+MAX_PENDING_CHARS: Final = 32 << 20
+_LONG_CHARS: Final = 65536
+_MAX_BATCH_CHARS: Final = 131072
+
+
+class EncodingLanes:
+    """`encode(texts, add_special_tokens)` runs on a thread; it may raise."""
+
+    def __init__(
+        self, encode: Encode, num_threads: int, max_pending_chars: int = MAX_PENDING_CHARS
+    ) -> None:
+        self._short = _Lane(encode, num_threads, "tokenizer")
+        self._long = _Lane(encode, 1, "tokenizer-long")
+        self._max_pending_chars = max_pending_chars
+        self.num_pending_chars = 0
+
+    async def encode(self, text: str, add_special_tokens: bool) -> array[int]:
+        """Raises Overloaded at the bound."""
+        if self.num_pending_chars + len(text) > self._max_pending_chars:
+            raise Overloaded("too much text waits to be encoded")
+        lane = self._long if len(text) > _LONG_CHARS else self._short
+        self.num_pending_chars += len(text)
+        try:
+            return await lane.encode(text, add_special_tokens)
+        finally:
+            self.num_pending_chars -= len(text)
+
+    def close(self) -> None:
+        self._short.close()
+        self._long.close()
+
+
+class _Item:
+    __slots__ = ("add_special_tokens", "done", "text")
+
+    def __init__(
+        self, text: str, add_special_tokens: bool, done: asyncio.Future[array[int]]
+    ) -> None:
+        self.text, self.add_special_tokens, self.done = text, add_special_tokens, done
+
+
+class _Lane:
+    """Each of its threads takes a batch when it is free."""
+
+    def __init__(self, encode: Encode, num_threads: int, name: str) -> None:
+        self._encode = encode
+        self._num_idle = num_threads
+        self._queue: deque[_Item] = deque()
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+
+    async def encode(self, text: str, add_special_tokens: bool) -> array[int]:
+        loop = asyncio.get_running_loop()
+        item = _Item(text, add_special_tokens, loop.create_future())
+        self._queue.append(item)
+        self._start()
+        return await item.done
+
+    def _start(self) -> None:
+        while self._num_idle and (batch := self._next_batch()):
+            self._num_idle -= 1
+            work = asyncio.get_running_loop().run_in_executor(
+                self._pool, self._encode, [i.text for i in batch], batch[0].add_special_tokens
+            )
+            work.add_done_callback(partial(self._on_done, batch))
+
+    def _next_batch(self) -> list[_Item]:
+        """From the front of the queue, those that are still wanted, as long as they are alike."""
+        batch: list[_Item] = []
+        num_chars = 0
+        while self._queue:
+            item = self._queue[0]
+            if not item.done.done():
+                if batch and (
+                    item.add_special_tokens != batch[0].add_special_tokens
+                    or num_chars + len(item.text) > _MAX_BATCH_CHARS
+                ):
+                    break
+                batch.append(item)
+                num_chars += len(item.text)
+            self._queue.popleft()
+        return batch
+
+    def _on_done(self, batch: list[_Item], work: asyncio.Future[list[array[int]]]) -> None:
+        self._num_idle += 1
+        error = asyncio.CancelledError() if work.cancelled() else work.exception()
+        for index, item in enumerate(batch):
+            if item.done.done():
+                continue
+            if error is None:
+                item.done.set_result(work.result()[index])
+            elif work.cancelled():
+                item.done.cancel()
+            else:
+                item.done.set_exception(error)
+        if not work.cancelled():
+            self._start()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
