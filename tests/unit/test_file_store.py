@@ -70,7 +70,7 @@ def get(store: FileStore, key: int, owner: bytes = OWNER) -> bool:
     """Whether the block is there and good; if so, it must be the right one."""
     out: ByteArray = np.zeros(BLOCK, np.uint8)
     try:
-        found = store.get(name_of(key), owner, out)
+        found = store.get(name_of(key), owner, out) is not None
     except BadBlockFile:
         return False
     assert not found or np.array_equal(out, data_of(key))

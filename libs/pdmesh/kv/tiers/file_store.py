@@ -91,8 +91,8 @@ class FileStore:
             mask |= 1 << position
         return mask
 
-    def get(self, name: bytes, owner: bytes, out: ByteArray) -> bool:
-        """Read the block into `out` and verify it there. False if there is none.
+    def get(self, name: bytes, owner: bytes, out: ByteArray) -> bytes | None:
+        """Read the block into `out`, verify it there, and return its checksum. None if there is no such file.
 
         Raises BadBlockFile if the file is not good; it is counted and removed. `out` may then hold anything.
         """
@@ -112,12 +112,12 @@ class FileStore:
             if path.stat().st_mtime < now:
                 os.utime(path, (now, now))
         except FileNotFoundError:
-            return False  # never there, or evicted meanwhile
+            return None  # never there, or evicted meanwhile
         except BadBlockFile:
             self.num_corrupt += 1
             self.delete(name, owner)
             raise
-        return True
+        return header.checksum
 
     def put(
         self, name: bytes, owner: bytes, data: ByteArray, checksum: bytes, position: int = 0

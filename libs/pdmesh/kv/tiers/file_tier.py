@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import structlog
 
@@ -24,6 +24,7 @@ from pdmesh.kv.tiers.host_pool import HostPool, PinnedBlock
 from pdmesh.kv.tiers.report import TierCounts, TierEvent, TierFault
 from pdmesh.kv.transport import ByteArray
 
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 _REASONS: Final = {
@@ -82,22 +83,22 @@ class FileTier:
         """Mask of positions; 0 while the disk is off or fails."""
         return await self._read(lambda: self._store.contains(names, owner)) or 0
 
-    async def get(self, name: bytes, owner: bytes, out: ByteArray) -> bool:
-        """Fill `out` with the block, verified. False: not there, bad (and removed), or the disk failed.
+    async def get(self, name: bytes, owner: bytes, out: ByteArray) -> bytes | None:
+        """Fill `out` with the block, verified; its checksum. None: not there, bad (and removed), or the disk failed.
 
         Goes on to its end in its thread when cancelled; `out` must stay what it is until then, so shield it.
         """
         try:
-            found = await self._read(lambda: self._store.get(name, owner, out))
+            checksum = await self._read(lambda: self._store.get(name, owner, out))
         except BadBlockFile as error:
             log.warning("kv.tier.corrupt", tier=Tier.FILE.value, block=name.hex(), cause=str(error))
             self._counts.add(Tier.FILE, TierEvent.CORRUPT)
-            return False
-        if not found:
+            return None
+        if checksum is None:
             self._counts.add(Tier.FILE, TierEvent.FAILED)
-        return bool(found)
+        return checksum
 
-    async def _read(self, work: Callable[[], int]) -> int | None:
+    async def _read(self, work: Callable[[], T]) -> T | None:
         if not self._health.may_read(self._clock()):
             return None
         try:

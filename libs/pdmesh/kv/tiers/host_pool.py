@@ -107,11 +107,15 @@ class HostPool:
         with self._lock:
             return self._book.is_writing(name)
 
-    def commit(self, name: bytes, data: ByteArray, checksum: bytes) -> None:
-        """The bytes that `reserve` returned hold the block, and have this checksum."""
+    def commit(
+        self, name: bytes, data: ByteArray, checksum: bytes, is_pinned: bool = False
+    ) -> None:
+        """The bytes that `reserve` returned hold the block, and have this checksum. `is_pinned`: as after `pin`."""
         with self._lock:
             self._book.commit(name)
             self._checksums[self._book.slot(name)] = checksum
+            if is_pinned:
+                self._book.pin(name)
 
     def abandon(self, name: bytes) -> None:
         with self._lock:

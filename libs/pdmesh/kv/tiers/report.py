@@ -24,6 +24,7 @@ class TierEvent(StrEnum):
     EVICTED = "evicted"
     CORRUPT = "corrupt"  # a checksum or header did not hold; recomputed
     FAILED = "failed"  # could not be read or written in time; recomputed
+    LATE = "late"  # not there when the request had to go on; still on its way
     DROPPED = "dropped"  # not stored: no room, or too much was waiting
 
 

@@ -1,0 +1,340 @@
+"""Bringing the blocks of a prompt into the host pool, from whichever tier has them, before it is computed (S76, S77).
+
+All tiers are asked at the same time, and what is worth loading is loaded at the same time (`core.tiers`). The wait is
+bounded: by the caller's deadline, and by what computing the blocks would take. What has not arrived then is
+computed; a load under way goes on and serves the next request. Every failure ends the same way: fewer blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+import structlog
+
+from pdmesh.core.tiers import CostBook, LoadPlan, Source, Tier, plan_load, prefix_length
+from pdmesh.kv.tiers.file_tier import FileTier
+from pdmesh.kv.tiers.host_pool import HostPool, PinnedBlock, is_intact
+from pdmesh.kv.tiers.peers import PeerHolding, PeerPools
+from pdmesh.kv.tiers.report import TierCounts, TierEvent, TierReport
+from pdmesh.kv.transport import ByteArray
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+LOOKUP_S: Final = 0.05  # for all tiers together to say what they hold
+MAX_LOADING: Final = 1024  # blocks under way at once; beyond it requests compute
+_CLOSE_S: Final = 2.0
+_CHECK_ASIDE_BYTES: Final = 4 << 20  # checksums of more than this are computed beside the loop
+
+
+@dataclass(slots=True)
+class Lease:
+    """Blocks `first`, `first + 1`, ... of a chain, pinned in the host pool until `close`. For any one thread."""
+
+    first: int
+    blocks: list[PinnedBlock]
+    tiers: list[Tier]  # where each came from
+    _pool: HostPool
+    _counts: TierCounts
+    _is_closed: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.blocks)
+
+    def use(self, first: int, count: int) -> list[PinnedBlock]:
+        """Blocks `first` to `first + count - 1` of the chain go into the engine now."""
+        start = first - self.first
+        assert 0 <= start <= start + count <= len(self.blocks), "a plan names what its lease holds"
+        assert not self._is_closed
+        for tier in self.tiers[start : start + count]:
+            self._counts.add(tier, TierEvent.SERVED)
+        return self.blocks[start : start + count]
+
+    def close(self) -> None:
+        """Give the blocks back to the pool; idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._pool.unpin([block.name for block in self.blocks])
+
+
+@dataclass(slots=True)
+class _Load:
+    """Blocks on their way into the pool, and the requests that wait for them.
+
+    What has arrived stays pinned while anybody waits, or other loads would push it out again.
+    """
+
+    names: tuple[bytes, ...]
+    tier: Tier
+    task: asyncio.Task[None] | None = None
+    num_waiters: int = 0
+    pinned: list[bytes] = field(default_factory=list)
+
+
+class TierStack:
+    """On one event loop, except `stored`. `clock` is monotonic."""
+
+    def __init__(
+        self,
+        pool: HostPool,
+        counts: TierCounts,
+        clock: Callable[[], float],
+        *,
+        files: FileTier | None = None,
+        peers: PeerPools | None = None,
+        costs: CostBook | None = None,
+    ) -> None:
+        self.pool, self.counts, self.files, self.peers = pool, counts, files, peers
+        self.costs = costs or CostBook()
+        self._clock = clock
+        self._loading: dict[bytes, _Load] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._num_evicted = 0
+        self._is_closing = False
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loading)
+
+    # -- for requests -----------------------------------------------------------------------------
+
+    async def fetch(
+        self, names: Sequence[bytes], owner: bytes, first: int, timeout_s: float
+    ) -> Lease:
+        """Pin as many of the blocks from `first` on as can be had in time. Never raises but when cancelled."""
+        end = self._clock() + timeout_s
+        plan, holdings = await self._plan(names, owner, first, end)
+        chain = names[first : first + plan.num_blocks]
+        tiers = [run.tier for run in plan.runs for _ in range(run.count)]
+        here = self._pin_runs_in_pool(names, plan)
+        loads = self._start_loads(names, owner, plan, holdings)
+        compute_s = plan.num_blocks * self.costs.recompute_block_s
+        try:
+            await self._wait(loads, min(end - self._clock(), compute_s))
+            blocks = self.pool.pin(chain)
+        finally:
+            for load in loads:
+                self._leave(load)
+            self.pool.unpin(here, is_use=False)
+        blocks = await self._without_bad(blocks)
+        return Lease(first, blocks, tiers[: len(blocks)], self.pool, self.counts)
+
+    def stored(self, names: Sequence[bytes], first: int = 0) -> None:
+        """The engine put these blocks into the pool; from any thread. `first` is their position in the prompt."""
+        self.counts.add(Tier.HOST, TierEvent.STORED, len(names))
+        if self.files is not None:
+            self.files.write(names, first)
+
+    def report(self) -> TierReport:
+        """What happened since the last report."""
+        evicted = self.pool.num_evicted
+        self.counts.add(Tier.HOST, TierEvent.EVICTED, evicted - self._num_evicted)
+        self._num_evicted = evicted
+        stored, removed = self.pool.take_changes()
+        counts, seconds, faults = self.counts.take()
+        used = {Tier.HOST.value: self.pool.num_blocks * self.pool.block_bytes}
+        if self.files is not None:
+            used[Tier.FILE.value] = self.files.bytes_used
+        return TierReport(counts, seconds, used, stored, removed, faults)
+
+    async def close(self) -> None:
+        """Wait shortly for loads and writes under way. Bounded in time, idempotent."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+        for task in self._tasks:
+            task.cancel()
+        if self.files is not None:
+            await asyncio.to_thread(self.files.close)
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    async def _plan(
+        self, names: Sequence[bytes], owner: bytes, first: int, end: float
+    ) -> tuple[LoadPlan, dict[str, PeerHolding]]:
+        here = self.pool.held(names)
+        in_files, holdings = 0, list[PeerHolding]()
+        missing = first + prefix_length(here, first)
+        if missing < len(names) and not self._is_closing:
+            timeout_s = min(LOOKUP_S, end - self._clock())
+            in_files, holdings = await self._look(names[missing:], owner, timeout_s)
+        costs = self.costs.costs
+        sources = [
+            Source(Tier.HOST, here, costs[Tier.HOST]),
+            Source(Tier.FILE, in_files << missing, costs[Tier.FILE]),
+        ]
+        for holding in holdings:
+            held = holding.held << missing
+            sources.append(Source(Tier.PEER, held, costs[Tier.PEER], holding.instance_id))
+        plan = plan_load(sources, first, len(names), self.costs.recompute_block_s)
+        return plan, {holding.instance_id: holding for holding in holdings}
+
+    async def _look(
+        self, names: Sequence[bytes], owner: bytes, timeout_s: float
+    ) -> tuple[int, list[PeerHolding]]:
+        """Ask the slower tiers at once; one that does not answer in time holds nothing (S106)."""
+        files = self._task(self.files.contains(names, owner)) if self.files else None
+        peers = self._task(self.peers.find(names)) if self.peers else None
+        if asks := [ask for ask in (files, peers) if ask is not None]:
+            await asyncio.wait(asks, timeout=max(0.0, timeout_s))
+        in_files = files.result() if files is not None and files.done() else 0
+        holdings = list(peers.result()) if peers is not None and peers.done() else []
+        return in_files, holdings
+
+    def _pin_runs_in_pool(self, names: Sequence[bytes], plan: LoadPlan) -> list[bytes]:
+        """So that what is loaded beside them does not push them out."""
+        pinned: list[bytes] = []
+        for run in plan.runs:
+            if run.tier is Tier.HOST:
+                chain = names[run.first : run.first + run.count]
+                pinned += [block.name for block in self.pool.pin(chain)]
+        return pinned
+
+    # -- loading ----------------------------------------------------------------------------------
+
+    def _start_loads(
+        self,
+        names: Sequence[bytes],
+        owner: bytes,
+        plan: LoadPlan,
+        holdings: dict[str, PeerHolding],
+    ) -> list[_Load]:
+        """A load for each planned block that is not here yet; several requests share one."""
+        loads: dict[int, _Load] = {}
+        for run in plan.runs:
+            if run.tier is Tier.HOST:
+                continue
+            chain = names[run.first : run.first + run.count]
+            for load in [self._loading[name] for name in chain if name in self._loading]:
+                loads[id(load)] = load
+            fresh = [name for name in chain if name not in self._loading]
+            if len(self._loading) + len(fresh) > MAX_LOADING:
+                self.counts.add(run.tier, TierEvent.DROPPED, len(fresh))
+                continue
+            for load in self._new_loads(run.tier, fresh, owner, holdings.get(run.name)):
+                loads[id(load)] = load
+        for load in loads.values():
+            load.num_waiters += 1
+        return list(loads.values())
+
+    def _new_loads(
+        self, tier: Tier, names: Sequence[bytes], owner: bytes, peer: PeerHolding | None
+    ) -> list[_Load]:
+        if not names:
+            return []
+        if peer is not None:
+            load = _Load(tuple(names), tier)
+            return [self._begin(load, self._from_peer(load, peer, owner))]
+        loads = [_Load((name,), tier) for name in names]
+        return [self._begin(load, self._from_file(load, owner)) for load in loads]
+
+    def _begin(self, load: _Load, work: Coroutine[Any, Any, None]) -> _Load:
+        for name in load.names:
+            self._loading[name] = load
+        load.task = self._task(work)
+        load.task.add_done_callback(lambda _: self._ended(load))
+        return load
+
+    async def _from_file(self, load: _Load, owner: bytes) -> None:
+        assert self.files is not None
+        (name,) = load.names
+        data = self.pool.reserve(name, owner)
+        if data is None:
+            return  # the engine saved it meanwhile, or there is no room
+        started = self._clock()
+        # Cancelled at the end only, and then the slot stays reserved: a thread may still write to it.
+        checksum = await self.files.get(name, owner, data)
+        if checksum is None:
+            self.pool.abandon(name)
+            return
+        self._arrived(load, [(name, data, checksum)], started)
+
+    async def _from_peer(self, load: _Load, peer: PeerHolding, owner: bytes) -> None:
+        assert self.peers is not None
+        slots = [(name, self.pool.reserve(name, owner)) for name in load.names]
+        targets = [(name, data) for name, data in slots if data is not None]
+        if not targets:
+            return
+        started = self._clock()
+        names = [name for name, _ in targets]
+        checksums = await self.peers.load(peer, names, [data for _, data in targets])
+        got = len(checksums)
+        for name in names[got:]:
+            self.pool.abandon(name)
+        self.counts.add(Tier.PEER, TierEvent.FAILED, len(names) - got)
+        arrived = [(n, data, c) for (n, data), c in zip(targets, checksums, strict=False)]
+        self._arrived(load, arrived, started)
+
+    def _arrived(
+        self, load: _Load, blocks: Sequence[tuple[bytes, ByteArray, bytes]], started: float
+    ) -> None:
+        for name, data, checksum in blocks:
+            self.pool.commit(name, data, checksum, is_pinned=True)
+            load.pinned.append(name)
+        duration_s = self._clock() - started
+        self.counts.took(load.tier, duration_s)
+        self.costs.loaded(load.tier, len(blocks), duration_s)
+
+    def _ended(self, load: _Load) -> None:
+        for name in load.names:
+            del self._loading[name]
+        assert load.task is not None
+        if not load.task.cancelled() and (error := load.task.exception()) is not None:
+            log.error("kv.tier.load_died", tier=load.tier.value, exc_info=error)
+        self._let_go(load)
+
+    def _leave(self, load: _Load) -> None:
+        load.num_waiters -= 1
+        self._let_go(load)
+
+    def _let_go(self, load: _Load) -> None:
+        assert load.task is not None
+        if load.num_waiters == 0 and load.task.done() and load.pinned:
+            names, load.pinned = load.pinned, []
+            self.pool.unpin(names, is_use=False)
+
+    async def _wait(self, loads: Sequence[_Load], timeout_s: float) -> None:
+        tasks = [load.task for load in loads if load.task is not None and not load.task.done()]
+        if not tasks:
+            return
+        _, late = await asyncio.wait(tasks, timeout=max(0.0, timeout_s))
+        for load in loads:
+            if load.task in late:
+                self.counts.add(load.tier, TierEvent.LATE, len(load.names))
+
+    async def _without_bad(self, blocks: list[PinnedBlock]) -> list[PinnedBlock]:
+        """Up to the first block whose bytes in memory are no longer what was stored."""
+        try:
+            if sum(block.data.size for block in blocks) > _CHECK_ASIDE_BYTES:
+                num_good = await asyncio.to_thread(_num_intact, blocks)
+            else:
+                num_good = _num_intact(blocks)
+        except asyncio.CancelledError:
+            self.pool.unpin([block.name for block in blocks], is_use=False)
+            raise
+        if num_good < len(blocks):
+            bad = blocks[num_good].name
+            log.warning("kv.tier.corrupt", tier=Tier.HOST.value, block=bad.hex(), cause="memory")
+            self.counts.add(Tier.HOST, TierEvent.CORRUPT)
+            self.pool.forget(bad)
+            self.pool.unpin([block.name for block in blocks[num_good:]], is_use=False)
+        return blocks[:num_good]
+
+    def _task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _num_intact(blocks: Sequence[PinnedBlock]) -> int:
+    for position, block in enumerate(blocks):
+        if not is_intact(block):
+            return position
+    return len(blocks)

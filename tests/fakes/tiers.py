@@ -1,0 +1,129 @@
+"""Blocks, pools and slow or broken lower tiers for tests of the tiers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from pdmesh.core.tiers import Cost, CostBook, Tier
+from pdmesh.kv.tiers.file_format import checksum_of, identity_of
+from pdmesh.kv.tiers.file_store import FileStore
+from pdmesh.kv.tiers.file_tier import FileTier
+from pdmesh.kv.tiers.host_pool import HostPool
+from pdmesh.kv.tiers.peers import PeerHolding, PeerPools
+from pdmesh.kv.tiers.report import TierCounts
+from pdmesh.kv.tiers.stack import TierStack
+from pdmesh.kv.transport import ByteArray
+
+BLOCK_BYTES = 5000
+SLOT_BYTES = 8192
+OWNER = b"\x01" * 8
+
+
+def name_of(key: int) -> bytes:
+    return key.to_bytes(16, "big")
+
+
+def names_of(*keys: int) -> list[bytes]:
+    return [name_of(key) for key in keys]
+
+
+def data_of(name: bytes) -> ByteArray:
+    seed = int.from_bytes(name, "big")
+    return np.random.default_rng(seed).integers(0, 256, BLOCK_BYTES, np.uint8)
+
+
+def fill(pool: HostPool, names: Sequence[bytes]) -> None:
+    """Put the blocks into the pool, as an engine does that computed them."""
+    for name in names:
+
+        def write(out: ByteArray, name: bytes = name) -> None:
+            out[:] = data_of(name)
+
+        assert pool.put(name, OWNER, write)
+
+
+@dataclass
+class FakePeer(PeerPools):
+    """A peer that holds `names`; `delay_s` before its bytes come, `lookup_s` before it is found."""
+
+    names: list[bytes]
+    delay_s: float = 0.0
+    lookup_s: float = 0.0
+    num_asked: int = 0
+    has_lost: set[bytes] = field(default_factory=set)  # evicted since it was said to be there
+
+    async def find(self, names: Sequence[bytes]) -> Sequence[PeerHolding]:
+        await asyncio.sleep(self.lookup_s)
+        held = sum(1 << i for i, name in enumerate(names) if name in self.names)
+        return [PeerHolding("decode-1", 1, "nowhere", held)] if held else []
+
+    async def load(
+        self, peer: PeerHolding, names: Sequence[bytes], targets: Sequence[ByteArray]
+    ) -> Sequence[bytes]:
+        self.num_asked += 1
+        await asyncio.sleep(self.delay_s)
+        checksums: list[bytes] = []
+        for name, target in zip(names, targets, strict=True):
+            if name in self.has_lost:
+                break
+            target[:] = data_of(name)
+            checksums.append(checksum_of(target))
+        return checksums
+
+
+class SlowStore(FileStore):
+    """Each read takes `read_s` more, each lookup `lookup_s`."""
+
+    read_s = 0.0
+    lookup_s = 0.0
+    num_read = 0
+
+    def contains(self, names: Sequence[bytes], owner: bytes) -> int:
+        time.sleep(self.lookup_s)
+        return super().contains(names, owner)
+
+    def get(self, name: bytes, owner: bytes, out: ByteArray) -> bytes | None:
+        self.num_read += 1
+        time.sleep(self.read_s)
+        return super().get(name, owner, out)
+
+
+@dataclass
+class Clock:
+    """The monotonic clock, some time ahead."""
+
+    skipped_s: float = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.skipped_s
+
+
+@dataclass
+class Rig:
+    clock: Clock
+    pool: HostPool
+    store: SlowStore
+    files: FileTier
+    stack: TierStack
+    counts: TierCounts
+
+
+def rig(
+    folder: Path, num_slots: int = 16, peers: PeerPools | None = None, quota: int = 1 << 30
+) -> Rig:
+    """Computing a block is dear here, so that plans load whatever can be had."""
+    pool = HostPool(num_slots * SLOT_BYTES, BLOCK_BYTES)
+    identity = identity_of("model", 0, 1)
+    store = SlowStore(folder, identity, BLOCK_BYTES, quota, time.time)
+    counts, clock = TierCounts(), Clock()
+    files = FileTier(store, pool, counts, clock)
+    costs = CostBook({tier: Cost(0.0, 0.001) for tier in Tier}, recompute_block_s=10.0)
+    costs.costs[Tier.HOST] = Cost(0.0, 0.0)
+    stack = TierStack(pool, counts, clock, files=files, peers=peers, costs=costs)
+    return Rig(clock, pool, store, files, stack, counts)
