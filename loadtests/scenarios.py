@@ -77,6 +77,8 @@ class Scenario:
 LOW_LOAD: Final = Scenario(Kind.STREAM, 1, think_s=0.01)
 # A real model on a laptop takes seconds for 128 tokens: short answers, to see enough first tokens.
 LOW_LOAD_REAL: Final = Scenario(Kind.SHORT_STREAM, 1, think_s=0.01)
+# As peers are measured: the next request follows at once, and meets what the last one left in the caches.
+ONE_STREAM: Final = Scenario(Kind.STREAM, 1)
 SCENARIOS_REAL: Final = (
     LOW_LOAD_REAL,
     Scenario(Kind.ONE_TOKEN, 1),

@@ -318,6 +318,12 @@ class Generation:
         self._open_leg(effect.key, record, Command(prefill=command))
 
     def _send_start(self, effect: SendStart) -> None:
+        """After the writer of token 1, which was woken just now: the client need not wait for the hand-over."""
+        asyncio.get_running_loop().call_soon(self._start_decode, effect)
+
+    def _start_decode(self, effect: SendStart) -> None:
+        if not self.core.is_current(effect.key):
+            return  # the client left meanwhile
         record = self._shared.fleet.record(effect.to.instance_id, effect.to.incarnation)
         if record is None or self._ticket is None:
             self._refuse(effect.key)
