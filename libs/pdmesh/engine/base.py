@@ -18,6 +18,8 @@ from typing import Protocol
 
 from pdmesh.core.arena import ArenaRange as ArenaRange  # noqa: PLC0414  # part of the jobs
 from pdmesh.core.ticket import Ticket as Ticket  # noqa: PLC0414  # part of the jobs
+from pdmesh.core.tiers import Tier
+from pdmesh.kv.tiers.report import TierReport
 
 
 class FinishReason(Enum):
@@ -168,11 +170,19 @@ class LandingFreed:
 
 @dataclass(frozen=True, slots=True)
 class BlocksChanged:
-    """Prefix-cache blocks the engine stored and evicted, as mesh hashes, in this order: clear, remove, store."""
+    """Blocks that one tier stored and evicted, as mesh hashes, in this order: clear, remove, store."""
 
     stored: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
     is_cleared: bool = False
+    tier: Tier = Tier.ENGINE
+
+
+@dataclass(frozen=True, slots=True)
+class TiersReported:
+    """What the tiers below the engine's blocks did since the last report; see `BlocksChanged` for the blocks."""
+
+    report: TierReport
 
 
 Output = (
@@ -185,6 +195,7 @@ Output = (
     | TicketClosed
     | LandingFreed
     | BlocksChanged
+    | TiersReported
 )
 
 

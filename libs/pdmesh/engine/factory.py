@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from pdmesh.core.tiers import CostBook
 from pdmesh.engine.base import Engine
 from pdmesh.engine.laws import LAWS
 from pdmesh.engine.sim.config import SimConfig
@@ -14,6 +15,7 @@ from pdmesh.engine.sim.engine import SimEngine
 from pdmesh.engine.sim.model import SimParams
 from pdmesh.errors import EngineFailed
 from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent
+from pdmesh.kv.tiers.config import TierConfig, open_tiers
 from pdmesh.kv.transport import KvTransport
 from pdmesh.kv.wire import VERSION as KV_WIRE_VERSION
 
@@ -41,6 +43,7 @@ class EngineSettings:
     kv_advertise_host: str | None = None  # what peers connect to; None: kv_host
     dtype: str = ""
     kv_cache_bytes: int = 0  # vLLM
+    tiers: TierConfig = field(default_factory=TierConfig)
     sim_law: str = "demo"
     sim_eos_period: int = 300
 
@@ -107,8 +110,18 @@ def build_sim(settings: EngineSettings, make_transport: Callable[[], KvTransport
         law=LAWS[settings.sim_law],
         num_kv_blocks=settings.num_kv_blocks or (settings.num_slots + 1) * blocks_per_prompt,
         ticket_lease_s=settings.ticket_lease_s,
+        tier_timeout_s=settings.tiers.timeout_s,
     )
-    return BuiltEngine(SimEngine(config, make_agent), staging_bytes, landing_bytes)
+    tiers = None
+    if settings.tiers.is_on:
+        compute_s = config.law.prefill_token_s * params.block_size
+        tiers = open_tiers(
+            settings.tiers,
+            model_fingerprint=fingerprint,
+            block_bytes=params.num_layers * params.block_bytes,
+            costs=CostBook(recompute_block_s=compute_s) if compute_s else None,
+        )
+    return BuiltEngine(SimEngine(config, make_agent, tiers), staging_bytes, landing_bytes)
 
 
 def _ucx(settings: EngineSettings) -> KvTransport:

@@ -29,6 +29,7 @@ from pdmesh.engine.base import (
     Prefilled,
     PrefillJob,
     TicketClosed,
+    TiersReported,
     TokenBatch,
     Tokens,
 )
@@ -295,8 +296,8 @@ class InstanceHost:
                 self._on_ticket_closed(output)
             case LandingFreed():
                 self.admission.range_freed(output.leg, self._clock())
-            case BlocksChanged():
-                self._on_blocks(output)
+            case BlocksChanged() | TiersReported():
+                self._on_cache(output)
 
     def _on_token_batch(self, batch: TokenBatch) -> None:
         token_ids = batch.token_ids
@@ -390,6 +391,14 @@ class InstanceHost:
         if self._legs.get(leg.number) is leg:
             self._forget(leg, "finished")
         self.admission.range_freed(leg.number, self._clock())
+
+    def _on_cache(self, output: BlocksChanged | TiersReported) -> None:
+        if isinstance(output, BlocksChanged):
+            self._on_blocks(output)
+            return
+        instruments.count_tiers(output.report)
+        for fault in output.report.faults:
+            self._on_error(fault.reason, f"{fault.tier.value} tier: {fault.message}", "")
 
     def _fail_all(self) -> None:
         """The engine is gone, and with it everything it held."""

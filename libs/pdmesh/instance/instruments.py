@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from pdmesh.core.admission import RefusalReason
+from pdmesh.kv.tiers.report import TierReport
 from pdmesh.telemetry import metrics, names
 
 if TYPE_CHECKING:
@@ -35,6 +36,17 @@ sessions_cut: Final = metrics.counter(
 tickets_closed: Final = metrics.counter(names.KV_TICKETS_CLOSED, "Tickets closed, by reason")
 errors_dropped: Final = metrics.counter(names.ERRORS_DROPPED, "ErrorReported events not published")
 
+tier_blocks: Final = metrics.counter(
+    names.KV_TIER_BLOCKS, "KV blocks by tier and event; served ones were not computed"
+)
+tier_seconds: Final = metrics.counter(
+    names.KV_TIER_SECONDS, "Time that loads from a tier took, one after another", "s"
+)
+tier_faults: Final = metrics.counter(
+    names.KV_TIER_FAULTS, "Changes of a tier's state, by reason: read-only, off, recovered"
+)
+tier_bytes_used: Final[dict[str, int]] = {}  # by tier, as last reported
+
 ACCEPTED: Final = {names.ATTR_OUTCOME: "accepted"}
 REFUSED: Final = {reason: {names.ATTR_OUTCOME: reason.name.lower()} for reason in RefusalReason}
 
@@ -53,3 +65,21 @@ def observe(host: InstanceHost) -> None:
         (names.SESSIONS, "Open gateway sessions", lambda: host.num_sessions, "1"),
     ):
         metrics.gauge(name, help_text, read, unit)
+    metrics.gauge(
+        names.KV_TIER_BYTES,
+        "Bytes of KV in a tier",
+        lambda: [(used, {names.ATTR_TIER: tier}) for tier, used in tier_bytes_used.items()],
+        "By",
+    )
+
+
+def count_tiers(report: TierReport) -> None:
+    for (tier, event), num_blocks in report.counts.items():
+        tier_blocks.add(num_blocks, {names.ATTR_TIER: tier, names.ATTR_EVENT: event})
+    for tier, seconds in report.seconds.items():
+        tier_seconds.add(seconds, {names.ATTR_TIER: tier})
+    for fault in report.faults:
+        tier_faults.add(
+            1, {names.ATTR_TIER: fault.tier.value, names.ATTR_REASON: fault.reason.lower()}
+        )
+    tier_bytes_used.update(report.bytes_used)

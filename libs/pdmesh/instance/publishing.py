@@ -8,12 +8,14 @@ after it changed: a hint for placement, never what admission decides on.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from pdmesh.core.tiers import Tier
 from pdmesh.engine.base import BlocksChanged
-from pdmesh.events.v1.events_pb2 import ErrorReported, InstanceLoad, KvBlocks
+from pdmesh.events.v1.events_pb2 import ErrorReported, InstanceLoad, KvBlocks, TierBlocks
 from pdmesh.instance import instruments
 from pdmesh.net import subjects
 from pdmesh.net.events import EventPublisher
@@ -55,18 +57,18 @@ class BlockDelta:
 class KvBlocksPublisher:
     def __init__(self, events: EventPublisher, instance_id: str) -> None:
         self._events, self._subject = events, subjects.kv_blocks(instance_id)
-        self._delta = BlockDelta()
-        self._published: dict[bytes, None] = {}
+        self._deltas: defaultdict[Tier, BlockDelta] = defaultdict(BlockDelta)
+        self._published: defaultdict[Tier, dict[bytes, None]] = defaultdict(dict)
         self._sequence = 0
         self._changed = asyncio.Event()
 
     def add(self, change: BlocksChanged) -> None:
-        self._delta.add(change)
+        self._deltas[change.tier].add(change)
         self._changed.set()
 
-    def snapshot(self) -> tuple[int, list[bytes]]:
-        """(sequence of the last event, all blocks that the events up to it left)."""
-        return self._sequence, list(self._published)
+    def snapshot(self) -> tuple[int, dict[Tier, list[bytes]]]:
+        """(sequence of the last event, all blocks that the events up to it left, by tier)."""
+        return self._sequence, {tier: list(held) for tier, held in self._published.items()}
 
     async def run(self) -> None:
         while True:
@@ -75,12 +77,25 @@ class KvBlocksPublisher:
             await self._publish()
 
     async def _publish(self) -> None:
-        delta, self._delta = self._delta, BlockDelta()
+        deltas, self._deltas = self._deltas, defaultdict(BlockDelta)
         self._changed.clear()
+        for tier, delta in deltas.items():
+            delta.apply_to(self._published[tier])
+        own = deltas.pop(Tier.ENGINE, BlockDelta())
         message = KvBlocks(
-            is_cleared=delta.is_cleared, removed=list(delta.removed), stored=list(delta.stored)
+            is_cleared=own.is_cleared,
+            removed=list(own.removed),
+            stored=list(own.stored),
+            tiers=[
+                TierBlocks(
+                    tier=tier.value,
+                    is_cleared=delta.is_cleared,
+                    removed=list(delta.removed),
+                    stored=list(delta.stored),
+                )
+                for tier, delta in sorted(deltas.items())
+            ],
         )
-        delta.apply_to(self._published)
         self._sequence += 1
         await self._events.publish(self._subject, message)
         assert message.header.sequence == self._sequence

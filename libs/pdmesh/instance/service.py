@@ -21,6 +21,7 @@ from pdmesh.instance.host import HostConfig, InstanceHost
 from pdmesh.instance.publishing import ErrorPublisher, KvBlocksPublisher, LoadPublisher
 from pdmesh.instance.servicer import InstanceServicer
 from pdmesh.instance.settings import InstanceSettings
+from pdmesh.kv.tiers.config import TierConfig
 from pdmesh.lifecycle import App, StartupError
 from pdmesh.net import rpc
 from pdmesh.net.events import EventPublisher
@@ -230,6 +231,13 @@ def _engine_settings(settings: InstanceSettings, app: App, role: Role.ValueType)
         kv_advertise_host=settings.advertise_host,
         dtype=settings.dtype,
         kv_cache_bytes=settings.kv_cache_bytes,
+        tiers=TierConfig(
+            host_pool_bytes=settings.kv_host_pool_bytes,
+            file_store_dir=str(settings.kv_file_store_dir or ""),
+            file_store_bytes=settings.kv_file_store_bytes,
+            owner_share=settings.kv_tier_owner_share,
+            timeout_s=settings.kv_tier_timeout_s,
+        ),
         sim_law=settings.sim_law,
         sim_eos_period=settings.sim_eos_period,
     )

@@ -9,6 +9,7 @@ from typing import Any, Final
 import grpc
 import structlog
 
+from pdmesh.core.tiers import Tier
 from pdmesh.errors import InvalidRequest, WrongIncarnation
 from pdmesh.instance import instruments
 from pdmesh.instance.host import InstanceHost
@@ -108,13 +109,17 @@ class InstanceServicer:
     async def GetKvSnapshot(  # noqa: N802
         self, request: GetKvSnapshotRequest, context: Context
     ) -> AsyncIterator[GetKvSnapshotResponse]:
-        sequence, hashes = self._blocks.snapshot()
-        for start in range(0, max(len(hashes), 1), _HASHES_PER_PART):
-            yield GetKvSnapshotResponse(
-                incarnation=self._record().incarnation,
-                sequence=sequence,
-                block_hashes=hashes[start : start + _HASHES_PER_PART],
-            )
+        sequence, by_tier = self._blocks.snapshot()
+        incarnation = self._record().incarnation
+        by_tier.setdefault(Tier.ENGINE, [])  # an instance without blocks has a sequence, too
+        for tier, hashes in by_tier.items():
+            for start in range(0, max(len(hashes), 1), _HASHES_PER_PART):
+                yield GetKvSnapshotResponse(
+                    incarnation=incarnation,
+                    sequence=sequence,
+                    block_hashes=hashes[start : start + _HASHES_PER_PART],
+                    tier="" if tier is Tier.ENGINE else tier.value,
+                )
 
     async def Drain(self, request: DrainRequest, context: Context) -> DrainResponse:  # noqa: N802
         self._host.drain(not request.resume)

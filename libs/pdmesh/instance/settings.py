@@ -33,6 +33,21 @@ class InstanceSettings(ServiceSettings):
     staging_bytes: int = Field(0, ge=0, description="Arena for KV on its way out; 0: by slots")
     landing_bytes: int = Field(0, ge=0, description="Arena for KV on its way in; 0: by retrievals")
     max_retrievals: int = Field(16, ge=1, description="KV pulls at once at a decode")
+    kv_host_pool_bytes: int = shared(
+        0, ge=0, description="Host memory for KV blocks the engine evicts, per rank; 0: none"
+    )
+    kv_file_store_dir: Path | None = shared(
+        None, description="Folder for KV blocks, best shared by all instances; none: no file store"
+    )
+    kv_file_store_bytes: int = shared(
+        4 << 30, gt=0, description="Quota of the file store's folder; the least recently used go"
+    )
+    kv_tier_owner_share: float = shared(
+        1.0, gt=0, le=1, description="Share of host pool and file store that one tenant may fill"
+    )
+    kv_tier_timeout_s: float = shared(
+        0.5, gt=0, description="A prompt waits so long at most for blocks from the tiers"
+    )
     max_reserved_output: int = Field(
         0, ge=0, description="Tokens of an answer that get KV blocks up front; 0: the whole answer"
     )

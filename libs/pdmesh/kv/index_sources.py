@@ -101,7 +101,8 @@ async def _gather(parts: Any) -> Snapshot:
     try:
         async for part in parts:
             incarnation, sequence = part.incarnation, part.sequence
-            blocks.extend(part.block_hashes)
+            if not getattr(part, "tier", ""):  # the engine's own
+                blocks.extend(part.block_hashes)
     except grpc.aio.AioRpcError as exc:
         raise Unavailable(f"snapshot: {exc.code().name}") from exc
     return Snapshot(incarnation, sequence, tuple(blocks))

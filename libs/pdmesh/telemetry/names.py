@@ -24,6 +24,8 @@ ATTR_REASON: Final = "pdmesh.reason"  # stable, as in errors and google.rpc.Erro
 ATTR_OUTCOME: Final = (
     "pdmesh.outcome"  # of a call: completed, failed, cancelled; each metric has its own
 )
+ATTR_TIER: Final = "tier"  # host, peer, file
+ATTR_EVENT: Final = "event"  # served, stored, evicted, corrupt, failed, late, dropped
 ATTR_KV_BYTES: Final = "pdmesh.kv.bytes"  # pulled by decode
 ATTR_CACHED_TOKENS: Final = "pdmesh.usage.cached_tokens"  # of the prompt, not computed by prefill
 
@@ -74,6 +76,10 @@ STAGING_BYTES_USED: Final = "pdmesh.kv.staging.bytes_used"
 KV_TICKETS_CLOSED: Final = "pdmesh.kv.tickets.closed"
 LANDING_BYTES_USED: Final = "pdmesh.kv.landing.bytes_used"
 RETRIEVALS: Final = "pdmesh.kv.retrievals"
+KV_TIER_BLOCKS: Final = "pdmesh.kv.tier.blocks"  # by tier and event; served: instead of computed
+KV_TIER_SECONDS: Final = "pdmesh.kv.tier.load_seconds"
+KV_TIER_BYTES: Final = "pdmesh.kv.tier.bytes_used"
+KV_TIER_FAULTS: Final = "pdmesh.kv.tier.faults"
 LEGS_ENDED: Final = "pdmesh.legs.ended"
 INSTANCE_TOKENS: Final = "pdmesh.instance.tokens"
 BATCH_SIZE: Final = "pdmesh.instance.batch_size"

@@ -727,9 +727,12 @@ class GetKvSnapshotResponse(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     sequence: _builtins.int
     """of the last delta that the snapshot includes"""
+    tier: _builtins.str
+    """that these blocks are in: empty for the engine's own, else host"""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
@@ -738,10 +741,11 @@ class GetKvSnapshotResponse(_message.Message):
         incarnation: _builtins.int = ...,
         sequence: _builtins.int = ...,
         block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        tier: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "incarnation", b"incarnation", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "incarnation", b"incarnation", "sequence", b"sequence", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ its hash until it is the least recently used and its memory is needed. Pure book
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that `allocate` can hand out, those kept for their prefix included."""
         return len(self._free) + len(self._idle)
+
+    def num_held(self, hashes: Sequence[bytes]) -> int:
+        """Blocks of the longest stored prefix of `hashes`; takes nothing."""
+        held = (block_hash in self._block_of for block_hash in hashes)
+        return sum(1 for _ in itertools.takewhile(bool, held))
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Take a reference to each block of the longest stored prefix of `hashes`."""

@@ -20,3 +20,4 @@ class SimConfig:
     num_kv_blocks: int = 4096
     chunk_tokens: int = 512  # prompt tokens computed per step
     ticket_lease_s: float = 10.0
+    tier_timeout_s: float = 0.5  # longest wait of a prompt for its blocks from the tiers

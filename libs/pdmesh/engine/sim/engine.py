@@ -38,11 +38,13 @@ from pdmesh.engine.sim.memory import PagedMemory
 from pdmesh.engine.sim.model import SimModel, draw_key
 from pdmesh.engine.sim.prefill import PrefillLane, Prompt
 from pdmesh.engine.sim.retrieval import Retrieved, Retriever
+from pdmesh.engine.sim.tier_lane import TierLane
 from pdmesh.engine.sim.vocabulary import EOS_ID
 from pdmesh.errors import EngineFailed
 from pdmesh.kv import agent as kv_agent
 from pdmesh.kv.agent import AgentEvent, KvAgent
 from pdmesh.kv.scatter import gather
+from pdmesh.kv.tiers.stack import TierStack
 
 AgentFactory = Callable[[Callable[[AgentEvent], None]], KvAgent]
 
@@ -59,7 +61,9 @@ class _Sequence:
 class SimEngine:
     """See `pdmesh.engine.base.Engine`. `make_agent` gets the callback for the KV agent's events."""
 
-    def __init__(self, config: SimConfig, make_agent: AgentFactory) -> None:
+    def __init__(
+        self, config: SimConfig, make_agent: AgentFactory, tiers: TierStack | None = None
+    ) -> None:
         self._config = config
         self._model = SimModel(config.params)
         self._memory = PagedMemory(self._model, config.num_kv_blocks)
@@ -77,6 +81,17 @@ class SimEngine:
             self._on_retrieved,
             self._die,
         )
+        self._tiers: TierLane | None = None
+        if tiers is not None:
+            self._tiers = TierLane(
+                tiers,
+                config.tier_timeout_s,
+                self._memory,
+                self._pool,
+                self._emit,
+                self._arrive,
+                self._die,
+            )
         self._arrivals: dict[int, PrefillJob] = {}
         self._sequences: dict[int, _Sequence] = {}
         self._joining: dict[int, Running] = {}
@@ -91,6 +106,8 @@ class SimEngine:
         self._address = await self._agent.start()
         self._loop = asyncio.create_task(self._run(), name="sim-engine")
         self._loop.add_done_callback(self._on_loop_done)
+        if self._tiers is not None:
+            self._tiers.start()
         config, params = self._config, self._config.params
         return EngineInfo(
             engine="sim",
@@ -108,10 +125,16 @@ class SimEngine:
             self._loop.cancel()
             await asyncio.wait([self._loop], timeout=1.0)
         await self._retriever.stop()
+        if self._tiers is not None:
+            await self._tiers.stop()
         await self._agent.close()
 
     def prefill(self, job: PrefillJob) -> None:
         failpoints.hit("prefill.accepted")
+        if self._tiers is None or not self._tiers.begin(job):
+            self._arrive(job)
+
+    def _arrive(self, job: PrefillJob) -> None:
         self._arrivals[job.leg] = job
         self._work.set()
 
@@ -123,7 +146,8 @@ class SimEngine:
         prompt = self._lane.remove(leg)
         if prompt is not None:
             self._pool.release(prompt.blocks)
-        job = self._arrivals.pop(leg, None) or (prompt.job if prompt else None)
+        fetching = self._tiers.abort(leg) if self._tiers is not None else None
+        job = self._arrivals.pop(leg, None) or (prompt.job if prompt else fetching)
         if job is not None and job.staging is not None:
             self._emit(TicketClosed(job.ticket_id, "released"))
         for ticket_id in [t for t, owner in self._staged.items() if owner == leg]:
@@ -146,6 +170,7 @@ class SimEngine:
 
     def stats(self) -> EngineStats:
         running = len(self._arrivals) + len(self._lane) + len(self._sequences)
+        running += self._tiers.num_waiting if self._tiers is not None else 0
         return EngineStats(
             num_running=running + self._retriever.num_retrieving,
             num_kv_blocks_free=self._pool.num_free,
@@ -162,6 +187,7 @@ class SimEngine:
         assert not any(len(part) for part in held)
         assert self._pool.num_free == self._config.num_kv_blocks
         assert self._retriever.num_retrieving == 0
+        assert self._tiers is None or self._tiers.is_idle
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -190,6 +216,8 @@ class SimEngine:
             # The last token is computed even if its block is known, since the first draw needs it.
             size = self._config.params.block_size
             blocks = self._pool.match(job.block_hashes[: (len(job.prompt) - 1) // size])
+            if self._tiers is not None:
+                blocks += self._tiers.load(job, len(blocks))
             num_cached = len(blocks) * size
             blocks += self._pool.allocate(-(-len(job.prompt) // size) - len(blocks))
             self._lane.add(Prompt(job, blocks, num_cached))
@@ -214,6 +242,8 @@ class SimEngine:
         self._memory.write(blocks, states, prompt.num_cached)
         for block, block_hash in zip(blocks, job.block_hashes, strict=False):
             self._pool.store(block, block_hash)
+        if self._tiers is not None and job.cache_salt:
+            self._tiers.save(job.cache_salt, job.block_hashes, blocks)
         digest = self._memory.digest(blocks, num_tokens)
         sampling = job.sampling
         key = draw_key(sampling.temperature, sampling.seed, self._random.getrandbits(64))
@@ -308,7 +338,10 @@ class SimEngine:
             drawn = self._batch.leave(leg)
             if sequence.local is not None:
                 answer = [sequence.first, *drawn.tolist()]
-                keep_answer(self._memory, self._pool, sequence.local, sequence.blocks, answer)
+                job, blocks = sequence.local, sequence.blocks
+                names = keep_answer(self._memory, self._pool, job, blocks, answer)
+                if self._tiers is not None and names:
+                    self._tiers.save(job.cache_salt, names, blocks)
         self._pool.release(sequence.blocks)
 
     # -- outputs ----------------------------------------------------------------------------------

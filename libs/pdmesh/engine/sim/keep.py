@@ -20,8 +20,10 @@ def keep_answer(
     job: PrefillJob,
     blocks: list[int],
     answer: list[int],
-) -> None:
+) -> tuple[bytes, ...]:
     """Store the full blocks that the answer completed, and add them to `blocks`, which the caller releases.
+
+    Returns the names of all full blocks now stored, the prompt's included; none if nothing was kept.
 
     The last drawn token has no KV yet. Nothing is kept of a job without hashes of its own full blocks.
     """
@@ -32,7 +34,7 @@ def keep_answer(
     )
     num_full = len(tokens) // size
     if num_full == num_hashed or not job.cache_salt or len(job.block_hashes) != num_hashed:
-        return
+        return ()
     blocks += pool.allocate(max(0, num_full - len(blocks)))
     memory.write(blocks, memory.model.states(tokens)[: num_full * size], num_hashed * size)
     parent = job.block_hashes[-1] if job.block_hashes else b""
@@ -40,3 +42,4 @@ def keep_answer(
     hashes = block_hashes(bytes.fromhex(job.cache_salt), rest, size, parent)
     for block, block_hash in zip(blocks[num_hashed:], hashes, strict=False):
         pool.store(block, block_hash)
+    return (*job.block_hashes, *hashes)

@@ -15,6 +15,7 @@ from pdmesh.engine.base import (
     Output,
     Prefilled,
     TicketClosed,
+    TiersReported,
     TokenBatch,
 )
 from pdmesh.errors import EngineFailed
@@ -64,6 +65,8 @@ class OutputQueue:
 def _belongs_to(output: Output, leg: int) -> bool:
     match output:
         case TicketClosed() | LandingFreed() | BlocksChanged() | TokenBatch() | Failed():
+            return False
+        case TiersReported():
             return False
         case Prefilled(ticket=None):
             return False

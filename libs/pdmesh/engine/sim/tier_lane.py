@@ -1,0 +1,148 @@
+"""The sim engine's way through the tiers: prompts wait here, bounded, while blocks the engine lacks are fetched.
+
+What is fetched is copied into the engine's paged memory when the prompt joins a step, and what a step completes is copied
+out, block by block, at memory speed (S76, S77).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from pdmesh.core.tiers import Tier
+from pdmesh.engine.base import BlocksChanged, Output, PrefillJob, TiersReported
+from pdmesh.engine.sim.block_pool import BlockPool
+from pdmesh.engine.sim.memory import PagedMemory
+from pdmesh.kv.scatter import gather, recv_scatter
+from pdmesh.kv.tiers.owner import owner_of
+from pdmesh.kv.tiers.stack import Lease, TierStack
+from pdmesh.kv.transport import ByteArray
+
+REPORT_EVERY_S = 0.05
+
+
+class TierLane:
+    """`on_ready` gets a prompt whose blocks have been fetched, or could not be."""
+
+    def __init__(
+        self,
+        stack: TierStack,
+        timeout_s: float,
+        memory: PagedMemory,
+        pool: BlockPool,
+        emit: Callable[[Output], None],
+        on_ready: Callable[[PrefillJob], None],
+        die: Callable[[BaseException], None],
+    ) -> None:
+        self.stack = stack
+        self._timeout_s, self._memory, self._pool = timeout_s, memory, pool
+        self._emit, self._on_ready, self._die = emit, on_ready, die
+        self._jobs: dict[int, PrefillJob] = {}
+        self._fetches: dict[int, asyncio.Task[Lease]] = {}
+        self._leases: dict[int, Lease] = {}
+        self._reporter: asyncio.Task[None] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._jobs or self._fetches or self._leases)
+
+    def start(self) -> None:
+        self._reporter = asyncio.create_task(self._report(), name="tier-reports")
+
+    async def stop(self) -> None:
+        if self._reporter is not None:
+            self._reporter.cancel()
+        for task in self._fetches.values():
+            task.cancel()
+        await self.stack.close()
+        self.stack.pool.close()
+
+    def begin(self, job: PrefillJob) -> bool:
+        """False if the job has nothing to fetch: it has no names, or the engine holds all of them."""
+        names = self._names(job)
+        first = self._pool.num_held(names)
+        if first == len(names):
+            return False
+        work = self.stack.fetch(names, owner_of(job.cache_salt), first, self._timeout_s)
+        task = asyncio.create_task(work, name=f"tiers-{job.leg}")
+        self._jobs[job.leg] = job
+        self._fetches[job.leg] = task
+        task.add_done_callback(lambda done: self._fetched(job, done))
+        return True
+
+    def abort(self, leg: int) -> PrefillJob | None:
+        """The job if it was waiting here."""
+        job = self._jobs.pop(leg, None)
+        if (task := self._fetches.get(leg)) is not None:
+            task.cancel()
+        if (lease := self._leases.pop(leg, None)) is not None:
+            lease.close()
+        return job
+
+    def _fetched(self, job: PrefillJob, task: asyncio.Task[Lease]) -> None:
+        del self._fetches[job.leg]
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            self._die(error)
+            return
+        lease = task.result()
+        if self._jobs.pop(job.leg, None) is None:  # aborted when the fetch had just ended
+            lease.close()
+            return
+        self._leases[job.leg] = lease
+        self._on_ready(job)
+
+    # -- in a step --------------------------------------------------------------------------------
+
+    def load(self, job: PrefillJob, num_local: int) -> list[int]:
+        """Fresh engine blocks that hold what was fetched after the first `num_local` blocks; findable by name."""
+        if (lease := self._leases.pop(job.leg, None)) is None:
+            return []
+        try:
+            if not lease.first <= num_local < lease.end:
+                return []
+            count = lease.end - num_local
+            blocks = self._pool.allocate(count)
+            for block, got in zip(blocks, lease.use(num_local, count), strict=True):
+                recv_scatter(got.data, self._memory.caches, [block])
+                self._pool.store(block, got.name)
+            return blocks
+        finally:
+            lease.close()
+
+    def save(self, cache_salt: str, names: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Copy what the pool lacks of a chain of full blocks, from its start, which a sequence still holds."""
+        pool, owner = self.stack.pool, owner_of(cache_salt)
+        held = pool.held(names)
+        for position, (name, block) in enumerate(zip(names, blocks, strict=False)):
+            if held >> position & 1:
+                continue
+
+            def write(out: ByteArray, block: int = block) -> None:
+                gather(self._memory.caches, [block], out)
+
+            if pool.put(name, owner, write):
+                self.stack.stored([name], position)
+        pool.touch(names)
+
+    # -- reports ----------------------------------------------------------------------------------
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            report = self.stack.report()
+            if not report.is_empty:
+                self._emit(TiersReported(report))
+            if report.stored or report.removed:
+                self._emit(BlocksChanged(report.stored, report.removed, tier=Tier.HOST))
+
+    def _names(self, job: PrefillJob) -> Sequence[bytes]:
+        """Of the blocks that need not be computed; the last token is, since the first draw needs it."""
+        if not job.cache_salt:
+            return ()
+        return job.block_hashes[: (len(job.prompt) - 1) // self._memory.model.params.block_size]

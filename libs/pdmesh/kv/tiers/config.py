@@ -1,0 +1,69 @@
+"""What the tiers of an instance are made of, and how they are opened; plain values, as an engine's worker gets them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pdmesh.core.tiers import CostBook
+from pdmesh.kv.tiers.file_format import identity_of
+from pdmesh.kv.tiers.file_store import FileStore
+from pdmesh.kv.tiers.file_tier import FileTier
+from pdmesh.kv.tiers.host_pool import HostPool
+from pdmesh.kv.tiers.peers import PeerPools
+from pdmesh.kv.tiers.report import TierCounts
+from pdmesh.kv.tiers.stack import TierStack
+
+LEAST_POOL_BYTES: Final = 64 << 20  # where only a file store was asked for: its blocks pass through
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """Bytes are per rank. All off by default."""
+
+    host_pool_bytes: int = 0
+    file_store_dir: str = ""  # empty: none
+    file_store_bytes: int = 0  # quota of the whole directory
+    owner_share: float = 1.0  # of each tier, that one tenant may fill
+    timeout_s: float = 0.5  # longest wait of a request for its blocks
+    uses_peers: bool = False
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.host_pool_bytes or self.file_store_dir)
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.host_pool_bytes or LEAST_POOL_BYTES
+
+    def to_plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def open_tiers(
+    config: TierConfig,
+    *,
+    model_fingerprint: str,
+    block_bytes: int,
+    rank: int = 0,
+    num_ranks: int = 1,
+    peers: PeerPools | None = None,
+    costs: CostBook | None = None,
+) -> TierStack:
+    """`block_bytes` is one block over all layers of the rank. To be closed on the loop where it is used."""
+    counts = TierCounts()
+    pool = HostPool(config.pool_bytes, block_bytes, owner_share=config.owner_share)
+    files = None
+    if config.file_store_dir:
+        store = FileStore(
+            Path(config.file_store_dir),
+            identity_of(model_fingerprint, rank, num_ranks),
+            block_bytes,
+            config.file_store_bytes,
+            time.time,
+            owner_share=config.owner_share,
+        )
+        files = FileTier(store, pool, counts, time.monotonic)
+    return TierStack(pool, counts, time.monotonic, files=files, peers=peers, costs=costs)
