@@ -15,7 +15,7 @@ from typing import Final
 
 from pdmesh.core.tiers import Tier
 from pdmesh.engine.base import BlocksChanged
-from pdmesh.events.v1.events_pb2 import ErrorReported, InstanceLoad, KvBlocks, TierBlocks
+from pdmesh.events.v1.events_pb2 import ErrorReported, InstanceLoad, KvBlocks
 from pdmesh.instance import instruments
 from pdmesh.net import subjects
 from pdmesh.net.events import EventPublisher
@@ -87,7 +87,7 @@ class KvBlocksPublisher:
             removed=list(own.removed),
             stored=list(own.stored),
             tiers=[
-                TierBlocks(
+                KvBlocks.TierBlocks(
                     tier=tier.value,
                     is_cleared=delta.is_cleared,
                     removed=list(delta.removed),

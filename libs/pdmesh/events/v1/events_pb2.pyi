@@ -127,6 +127,37 @@ class KvBlocks(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class TierBlocks(_message.Message):
+        """The same for one other tier of the instance."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        TIER_FIELD_NUMBER: _builtins.int
+        IS_CLEARED_FIELD_NUMBER: _builtins.int
+        REMOVED_FIELD_NUMBER: _builtins.int
+        STORED_FIELD_NUMBER: _builtins.int
+        tier: _builtins.str
+        """host"""
+        is_cleared: _builtins.bool
+        @_builtins.property
+        def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+        @_builtins.property
+        def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+        def __init__(
+            self,
+            *,
+            tier: _builtins.str = ...,
+            is_cleared: _builtins.bool = ...,
+            removed: _abc.Iterable[_builtins.bytes] | None = ...,
+            stored: _abc.Iterable[_builtins.bytes] | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["is_cleared", b"is_cleared", "removed", b"removed", "stored", b"stored", "tier", b"tier"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     HEADER_FIELD_NUMBER: _builtins.int
     IS_CLEARED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
@@ -145,7 +176,7 @@ class KvBlocks(_message.Message):
         """applied third"""
 
     @_builtins.property
-    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierBlocks]:
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvBlocks.TierBlocks]:
         """of the tiers below the engine's own blocks, which the fields above are about"""
 
     def __init__(
@@ -155,7 +186,7 @@ class KvBlocks(_message.Message):
         is_cleared: _builtins.bool = ...,
         removed: _abc.Iterable[_builtins.bytes] | None = ...,
         stored: _abc.Iterable[_builtins.bytes] | None = ...,
-        tiers: _abc.Iterable[Global___TierBlocks] | None = ...,
+        tiers: _abc.Iterable[Global___KvBlocks.TierBlocks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -164,39 +195,6 @@ class KvBlocks(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvBlocks: _TypeAlias = KvBlocks  # noqa: Y015
-
-@_typing.final
-class TierBlocks(_message.Message):
-    """The same for one other tier of the instance."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TIER_FIELD_NUMBER: _builtins.int
-    IS_CLEARED_FIELD_NUMBER: _builtins.int
-    REMOVED_FIELD_NUMBER: _builtins.int
-    STORED_FIELD_NUMBER: _builtins.int
-    tier: _builtins.str
-    """host"""
-    is_cleared: _builtins.bool
-    @_builtins.property
-    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
-    @_builtins.property
-    def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
-    def __init__(
-        self,
-        *,
-        tier: _builtins.str = ...,
-        is_cleared: _builtins.bool = ...,
-        removed: _abc.Iterable[_builtins.bytes] | None = ...,
-        stored: _abc.Iterable[_builtins.bytes] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_cleared", b"is_cleared", "removed", b"removed", "stored", b"stored", "tier", b"tier"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TierBlocks: _TypeAlias = TierBlocks  # noqa: Y015
 
 @_typing.final
 class HealthChanged(_message.Message):
