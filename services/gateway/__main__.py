@@ -15,6 +15,7 @@ from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.net.tasks import end
 from pdmesh.v1.common_pb2 import InstanceRecord
+from services.gateway.door import open_door
 from services.gateway.gateway import Gateway
 from services.gateway.settings import Settings
 from services.gateway.tokenizer import BadModelDir, Tokenizer
@@ -23,12 +24,18 @@ log = structlog.get_logger(__name__)
 
 
 async def serve(settings: Settings, app: App) -> None:
+    door = open_door(
+        settings.host,
+        settings.keys_file,
+        settings.state_dir / f"usage-{settings.instance_id}.json",
+        allow_anonymous=settings.allow_anonymous,
+    )
     tokenizer = await _load_tokenizer(settings)
     bus = await app.unless_stopping(NatsBus.connect(settings.nats_url, settings.instance_id))
     registry = NatsRegistry(bus, settings.lease_s)
     view = await app.unless_stopping(registry.watch())
     publisher = EventPublisher(bus, settings.instance_id, app.incarnation)
-    gateway = Gateway(settings, view, tokenizer, publisher, app.not_ready)
+    gateway = Gateway(settings, view, tokenizer, publisher, app.not_ready, door)
     presence = Presence(
         registry,
         publisher,

@@ -103,6 +103,8 @@ class Exchange:
         if error.retry_after_ms is not None:
             seconds = max(1, math.ceil(error.retry_after_ms / 1000))
             headers.append((b"retry-after", str(seconds).encode()))
+        if error.http_status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
         with contextlib.suppress(OSError):
             await self.json(error_body(error), error.http_status, headers)
 

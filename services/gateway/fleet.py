@@ -21,6 +21,7 @@ from pdmesh.v1.common_pb2 import (
 DEFAULT_MODEL: Final = "default"
 _SERVING: Final = frozenset({ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION})
 _MASTER: Final = "master-scheduler"
+_GATEWAY: Final = "gateway"
 
 
 def pair_of(record: InstanceRecord) -> str:
@@ -62,6 +63,10 @@ class Fleet:
 
     def masters(self) -> list[InstanceRecord]:
         return [r for _, r in sorted(self._records.items()) if r.service == _MASTER]
+
+    def num_gateways(self) -> int:
+        """Those that take requests, this one among them once it is registered."""
+        return sum(r.service == _GATEWAY and not r.is_draining for r in self._records.values())
 
     def staleness_s(self) -> float:
         """For how long the view may have been out of date."""

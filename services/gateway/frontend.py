@@ -19,6 +19,7 @@ from opentelemetry.trace import Span
 from pdmesh.core.request_types import Complete, Fail
 from pdmesh.errors import Draining, InvalidRequest, MeshError, NoInstance, Overloaded
 from pdmesh.telemetry import traces
+from services.gateway.door import Visit
 from services.gateway.generation import Collaborators, Delta, Generation, Identity
 from services.gateway.observer import CallReport, Observer
 from services.gateway.openai_schema import context_exceeded
@@ -32,10 +33,13 @@ _UNBOUNDED: Final = 1 << 31
 class Call:
     """Wakes whoever waits for news of it: at the first token and at an end at once, otherwise paced."""
 
-    def __init__(self, request_id: str, spec: CallSpec, span: Span, pacer: Pacer) -> None:
+    def __init__(
+        self, request_id: str, spec: CallSpec, span: Span, pacer: Pacer, visit: Visit
+    ) -> None:
         self.request_id = request_id
         self.spec = spec
         self.span = span
+        self.visit = visit
         self.created = int(time.time())  # shown to clients; nothing decides on it
         self.started_at = time.monotonic()
         self.generations: list[Generation] = []
@@ -138,16 +142,23 @@ class Frontend:
             raise Overloaded("this gateway has too many open requests")
 
     def open(
-        self, spec: CallSpec, request_id: str, traceparent: str = "", *, is_quiet: bool = False
+        self,
+        spec: CallSpec,
+        request_id: str,
+        visit: Visit,
+        traceparent: str = "",
+        *,
+        is_quiet: bool = False,
     ) -> Call:
         """Raises InvalidRequest, NoInstance, Draining or Overloaded; otherwise the call must be closed."""
         self.check_open()
         budgets = [self._max_tokens(spec, len(p)) for p in spec.prompts]
+        visit.charge(sum(map(len, spec.prompts)) + spec.n * sum(budgets))
         span = self._observer.start_span(spec, traceparent)
-        call = Call(request_id, spec, span, self._pacer)
+        call = Call(request_id, spec, span, self._pacer, visit)
         on_tokens: Callable[[], None] = _nothing if is_quiet else call.on_tokens
         for prompt_index, tokens in enumerate(spec.prompts):
-            prompt = Prompt(tokens, self.shared.hash_secret, spec.cache_salt)
+            prompt = Prompt(tokens, self.shared.hash_secret, spec.tenant.name, spec.cache_salt)
             for choice in range(spec.n):
                 index = prompt_index * spec.n + choice
                 identity = self._identity(call, index, choice, budgets[prompt_index])
@@ -168,6 +179,7 @@ class Frontend:
         if not self._calls:
             self._is_idle.set()
         call.cancel(error)
+        call.visit.settle(call.num_prompt_tokens + call.num_completion_tokens)
         self._observer.on_closed(_report(call))
 
     async def drain(self, drain_s: float) -> None:

@@ -15,6 +15,7 @@ from pdmesh.core.retry_budget import RetryBudget
 from pdmesh.core.waiting_room import WaitingRoom
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.telemetry import metrics, names
+from services.gateway.door import Door, OpenDoor
 from services.gateway.fleet import Fleet
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Collaborators, Generation
@@ -42,7 +43,9 @@ class Gateway:
         tokenizer: Tokenizer,
         publisher: Publisher | None,
         not_ready: Callable[[], list[str]],
+        door: Door | None = None,
     ) -> None:
+        self._door = door or OpenDoor()
         gateway_id = settings.instance_id
         self._settings = settings
         self.fleet = Fleet(view, settings.model, time.monotonic)
@@ -77,6 +80,7 @@ class Gateway:
         )
         self.http_app = HttpApp(
             self.frontend,
+            self._door,
             not_ready,
             max_body_bytes=settings.max_body_bytes,
             write_timeout_s=settings.write_timeout_s,
@@ -97,6 +101,7 @@ class Gateway:
         )
         self.grpc = GrpcServer(
             self.frontend,
+            self._door,
             settings.host,
             settings.grpc_port,
             max_bytes=settings.max_body_bytes,
@@ -120,6 +125,7 @@ class Gateway:
             self.observer.run(),
             self.http_app.run(),
             self.grpc.run(),
+            self._door.run(),
             self._tell_health(),
         )
         self._tasks = [asyncio.create_task(loop) for loop in loops]
@@ -149,6 +155,7 @@ class Gateway:
             generation.on_slot_freed(instance_id)
 
     def _on_record_changed(self, change: RecordChanged) -> None:
+        self._door.share(self.fleet.num_gateways())
         with contextlib.suppress(RuntimeError):  # the loop is closing
             self.sessions.forget_gone(lambda i, inc: self.fleet.record(i, inc) is not None)
 

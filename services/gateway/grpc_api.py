@@ -6,10 +6,11 @@ The same path as HTTP: each method turns its request into a CallSpec and gives o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Final
 
 import structlog
@@ -17,11 +18,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdmesh.core.block_hash import token_array
+from pdmesh.core.tenants import Tenant
 from pdmesh.errors import InvalidRequest
 from pdmesh.lifecycle import StartupError
 from pdmesh.net import rpc
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, Usage
+from services.gateway.door import Door, Visit, check_model
 from services.gateway.frontend import Call, Frontend, new_request_id
 from services.gateway.generation import Delta
 from services.gateway.openai_calls import chat_tokens, check_logprobs, text_tokens
@@ -52,8 +55,9 @@ _REASONS: Final[dict[str | None, FinishReason.ValueType]] = {
 class InferenceServicer:
     """`write_timeout_s`: a client that takes nothing for so long is cut, as at the other door (F28)."""
 
-    def __init__(self, frontend: Frontend, write_timeout_s: float) -> None:
+    def __init__(self, frontend: Frontend, door: Door, write_timeout_s: float) -> None:
         self._frontend = frontend
+        self._door = door
         self._write_timeout_s = write_timeout_s
         self._writing: dict[_Writer, None] = {}
 
@@ -69,8 +73,9 @@ class InferenceServicer:
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: Context
     ) -> pb.GenerateResponse:
-        spec = await self._generate_spec(request)
-        request_id, choices, usage = await self._whole(spec, context)
+        with self._visit(context) as visit:
+            spec = await self._generate_spec(request, visit.tenant)
+            request_id, choices, usage = await self._whole(spec, visit, context)
         first = choices[0]
         return pb.GenerateResponse(
             request_id=request_id,
@@ -86,26 +91,28 @@ class InferenceServicer:
     async def GenerateStream(  # noqa: N802
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        spec = await self._generate_spec(request.request)
-        async for call, delta, is_end in self._streamed(spec, context):
-            response = pb.GenerateStreamResponse(
-                request_id=call.request_id,
-                index=delta.index,
-                text=delta.text,
-                token_ids=delta.token_ids,
-                logprobs=delta.logprobs,
-            )
-            if delta.is_last:
-                response.finish_reason = _REASONS[delta.finish_reason]
-            if is_end:
-                response.usage.CopyFrom(_usage(call))
-            yield response
+        with self._visit(context) as visit:
+            spec = await self._generate_spec(request.request, visit.tenant)
+            async for call, delta, is_end in self._streamed(spec, visit, context):
+                response = pb.GenerateStreamResponse(
+                    request_id=call.request_id,
+                    index=delta.index,
+                    text=delta.text,
+                    token_ids=delta.token_ids,
+                    logprobs=delta.logprobs,
+                )
+                if delta.is_last:
+                    response.finish_reason = _REASONS[delta.finish_reason]
+                if is_end:
+                    response.usage.CopyFrom(_usage(call))
+                yield response
 
     async def Chat(  # noqa: N802
         self, request: pb.ChatRequest, context: Context
     ) -> pb.ChatResponse:
-        spec = await self._chat_spec(request)
-        request_id, choices, usage = await self._whole(spec, context)
+        with self._visit(context) as visit:
+            spec = await self._chat_spec(request, visit.tenant)
+            request_id, choices, usage = await self._whole(spec, visit, context)
         first = choices[0]
         return pb.ChatResponse(
             request_id=request_id,
@@ -120,31 +127,47 @@ class InferenceServicer:
     async def ChatStream(  # noqa: N802
         self, request: pb.ChatStreamRequest, context: Context
     ) -> AsyncIterator[pb.ChatStreamResponse]:
-        spec = await self._chat_spec(request.request)
-        async for call, delta, is_end in self._streamed(spec, context):
-            response = pb.ChatStreamResponse(
-                request_id=call.request_id,
-                index=delta.index,
-                content=delta.text,
-                logprobs=delta.logprobs,
-            )
-            if delta.is_last:
-                response.finish_reason = _REASONS[delta.finish_reason]
-            if is_end:
-                response.usage.CopyFrom(_usage(call))
-            yield response
+        with self._visit(context) as visit:
+            spec = await self._chat_spec(request.request, visit.tenant)
+            async for call, delta, is_end in self._streamed(spec, visit, context):
+                response = pb.ChatStreamResponse(
+                    request_id=call.request_id,
+                    index=delta.index,
+                    content=delta.text,
+                    logprobs=delta.logprobs,
+                )
+                if delta.is_last:
+                    response.finish_reason = _REASONS[delta.finish_reason]
+                if is_end:
+                    response.usage.CopyFrom(_usage(call))
+                yield response
 
     async def ListModels(  # noqa: N802
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=self._frontend.shared.fleet.models())
+        with self._visit(context) as visit:
+            allowed = visit.tenant.models
+        models = self._frontend.shared.fleet.models()
+        return pb.ListModelsResponse(models=[m for m in models if not allowed or m in allowed])
 
-    async def _whole(self, spec: CallSpec, context: Context) -> tuple[str, list[pb.Choice], Usage]:
+    @contextlib.contextmanager
+    def _visit(self, context: Context) -> Iterator[Visit]:
+        """Raises MeshError."""
+        self._frontend.check_open()
+        visit = self._door.enter(_metadata(context, "authorization"))
+        try:
+            yield visit
+        finally:
+            visit.leave()
+
+    async def _whole(
+        self, spec: CallSpec, visit: Visit, context: Context
+    ) -> tuple[str, list[pb.Choice], Usage]:
         num_choices = spec.n * len(spec.prompts)
         choices = [pb.Choice(index=i) for i in range(num_choices)]
         texts: list[list[str]] = [[] for _ in range(num_choices)]
         request_id, usage = "", Usage()
-        async for call, delta, is_end in self._deltas(spec, context):
+        async for call, delta, is_end in self._deltas(spec, visit, context):
             texts[delta.index].append(delta.text)
             choice = choices[delta.index]
             choice.token_ids.extend(delta.token_ids)
@@ -158,13 +181,13 @@ class InferenceServicer:
         return request_id, choices, usage
 
     async def _streamed(
-        self, spec: CallSpec, context: Context
+        self, spec: CallSpec, visit: Visit, context: Context
     ) -> AsyncIterator[tuple[Call, Delta, bool]]:
         """The same deltas, with an eye on how long each takes to be written."""
         writer = _Writer(asyncio.current_task())
         self._writing[writer] = None
         try:
-            async for call, delta, is_end in self._deltas(spec, context):
+            async for call, delta, is_end in self._deltas(spec, visit, context):
                 writer.request_id = call.request_id
                 writer.blocked_since = time.monotonic()
                 yield call, delta, is_end
@@ -173,10 +196,11 @@ class InferenceServicer:
             del self._writing[writer]
 
     async def _deltas(
-        self, spec: CallSpec, context: Context
+        self, spec: CallSpec, visit: Visit, context: Context
     ) -> AsyncIterator[tuple[Call, Delta, bool]]:
         """The call's deltas; with its last one, True. A client that goes away cancels us, and that frees the call."""
-        call = self._frontend.open(spec, new_request_id(), _metadata(context, "traceparent"))
+        traceparent = _metadata(context, "traceparent")
+        call = self._frontend.open(spec, new_request_id(), visit, traceparent)
         num_open = len(call.generations)
         try:
             while num_open:
@@ -189,8 +213,9 @@ class InferenceServicer:
         finally:
             self._frontend.close(call)
 
-    async def _generate_spec(self, request: pb.GenerateRequest) -> CallSpec:
+    async def _generate_spec(self, request: pb.GenerateRequest, tenant: Tenant) -> CallSpec:
         model = self._check_common(request)
+        check_model(tenant, model)
         sampling = self._sampling(request.params, model)
         match request.WhichOneof("prompt"):
             case "text":
@@ -208,10 +233,12 @@ class InferenceServicer:
             scenario=request.scenario,
             chat_id=request.chat_id,
             cache_salt=request.cache_salt,
+            tenant=tenant,
         )
 
-    async def _chat_spec(self, request: pb.ChatRequest) -> CallSpec:
+    async def _chat_spec(self, request: pb.ChatRequest, tenant: Tenant) -> CallSpec:
         model = self._check_common(request)
+        check_model(tenant, model)
         sampling = self._sampling(request.params, model)
         if not 0 < len(request.messages) <= MAX_MESSAGES:
             raise InvalidRequest(f"1 to {MAX_MESSAGES} messages are needed", field="messages")
@@ -230,6 +257,7 @@ class InferenceServicer:
             chat_id=request.chat_id,
             cache_salt=request.cache_salt,
             field_of_prompt="messages",
+            tenant=tenant,
         )
 
     def _checked_ids(self, ids: Sequence[int], model: str) -> array[int]:
@@ -281,6 +309,7 @@ class GrpcServer:
     def __init__(
         self,
         frontend: Frontend,
+        door: Door,
         host: str,
         port: int,
         *,
@@ -297,7 +326,7 @@ class GrpcServer:
         )
         self._server = rpc.server(max_bytes, reuse_port=reuse_port, options=bounds)
         service = pb.DESCRIPTOR.services_by_name["InferenceService"]
-        self._servicer = InferenceServicer(frontend, write_timeout_s)
+        self._servicer = InferenceServicer(frontend, door, write_timeout_s)
         rpc.add_service(self._server, service, self._servicer)
         # Any: the health package has no types.
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined,unused-ignore]

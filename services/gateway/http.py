@@ -13,8 +13,10 @@ from typing import Final
 import msgspec
 import structlog
 
+from pdmesh.core.tenants import Tenant
 from pdmesh.errors import InvalidRequest, MeshError
 from pdmesh.telemetry import metrics
+from services.gateway.door import Door, Visit, check_model
 from services.gateway.exchange import ClientGone, Exchange, Receive, Scope, Send
 from services.gateway.frontend import Call, Frontend
 from services.gateway.generation import Delta
@@ -51,12 +53,14 @@ class HttpApp:
     def __init__(
         self,
         frontend: Frontend,
+        door: Door,
         not_ready: Callable[[], list[str]],
         *,
         max_body_bytes: int,
         write_timeout_s: float,
     ) -> None:
         self._frontend = frontend
+        self._door = door
         self._not_ready = not_ready
         self._max_body_bytes = max_body_bytes
         self._write_timeout_s = write_timeout_s
@@ -116,26 +120,40 @@ class HttpApp:
     # --- generation ------------------------------------------------------------------------------
 
     async def _chat(self, exchange: Exchange) -> None:
-        self._frontend.check_open()
-        request = parse_chat(await exchange.body(self._max_body_bytes))
-        await self._answer(exchange, request, await chat_spec(request, self._frontend))
+        visit = self._enter(exchange)
+        try:
+            request = parse_chat(await exchange.body(self._max_body_bytes))
+            spec = await chat_spec(request, self._frontend, visit.tenant)
+            await self._answer(exchange, request, spec, visit)
+        finally:
+            visit.leave()
 
     async def _completion(self, exchange: Exchange) -> None:
+        visit = self._enter(exchange)
+        try:
+            request = parse_completion(await exchange.body(self._max_body_bytes))
+            spec = await completion_spec(request, self._frontend, visit.tenant)
+            await self._answer(exchange, request, spec, visit)
+        finally:
+            visit.leave()
+
+    def _enter(self, exchange: Exchange) -> Visit:
+        """Raises MeshError, before anything is read."""
         self._frontend.check_open()
-        request = parse_completion(await exchange.body(self._max_body_bytes))
-        await self._answer(exchange, request, await completion_spec(request, self._frontend))
+        return self._door.enter(exchange.header(b"authorization"))
 
     async def _answer(
         self,
         exchange: Exchange,
         request: ChatCompletionRequest | CompletionRequest,
         spec: CallSpec,
+        visit: Visit,
     ) -> None:
         is_quiet = not request.stream and not spec.sampling.stop
         if request.stream_options is not None and not request.stream:
             raise InvalidRequest("stream_options needs stream", field="stream_options")
         call = self._frontend.open(
-            spec, exchange.request_id, exchange.header(b"traceparent"), is_quiet=is_quiet
+            spec, exchange.request_id, visit, exchange.header(b"traceparent"), is_quiet=is_quiet
         )
         exchange.connection.watch(call.cancel)
         error: MeshError | None = None
@@ -202,11 +220,22 @@ class HttpApp:
     # --- the rest --------------------------------------------------------------------------------
 
     async def _models(self, exchange: Exchange) -> None:
-        models = [_model_entry(name) for name in self._frontend.shared.fleet.models()]
+        tenant = self._known(exchange)
+        names = self._frontend.shared.fleet.models()
+        models = [_model_entry(n) for n in names if not tenant.models or n in tenant.models]
         await exchange.json(msgspec.json.encode({"object": "list", "data": models}))
 
     async def _model(self, exchange: Exchange, name: str) -> None:
-        await exchange.json(msgspec.json.encode(_model_entry(self._frontend.model_name(name))))
+        tenant = self._known(exchange)
+        model = self._frontend.model_name(name)
+        check_model(tenant, model)
+        await exchange.json(msgspec.json.encode(_model_entry(model)))
+
+    def _known(self, exchange: Exchange) -> Tenant:
+        """Whoever asks. Raises MeshError; counts as a request."""
+        visit = self._door.enter(exchange.header(b"authorization"))
+        visit.leave()
+        return visit.tenant
 
     async def _live(self, exchange: Exchange) -> None:
         await exchange.json(b'{"status":"live"}')
@@ -217,6 +246,7 @@ class HttpApp:
         await exchange.json(msgspec.json.encode(body), 503 if missing else 200)
 
     async def _metrics(self, exchange: Exchange) -> None:
+        self._known(exchange)
         await exchange.start(200, [(b"content-type", metrics.CONTENT_TYPE.encode())])
         await exchange.write(metrics.render(), is_last=True)
 

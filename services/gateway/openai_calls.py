@@ -5,7 +5,9 @@ from __future__ import annotations
 from array import array
 
 from pdmesh.core.block_hash import token_array
+from pdmesh.core.tenants import Tenant
 from pdmesh.errors import InvalidRequest
+from services.gateway.door import check_model
 from services.gateway.frontend import Frontend
 from services.gateway.openai_schema import (
     MAX_CHOICES,
@@ -21,9 +23,10 @@ from services.gateway.spec import CallSpec, SamplingSpec
 _COMPLETION_DEFAULT_TOKENS = 16  # as OpenAI's
 
 
-async def chat_spec(request: ChatCompletionRequest, frontend: Frontend) -> CallSpec:
+async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: Tenant) -> CallSpec:
     """Raises MeshError."""
     model = frontend.model_name(request.model)
+    check_model(tenant, model)
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     check_logprobs(frontend, model, num_logprobs)
     max_tokens = request.max_completion_tokens or request.max_tokens
@@ -38,12 +41,16 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend) -> CallS
         chat_id=request.chat_id,
         cache_salt=request.cache_salt,
         field_of_prompt="messages",
+        tenant=tenant,
     )
 
 
-async def completion_spec(request: CompletionRequest, frontend: Frontend) -> CallSpec:
+async def completion_spec(
+    request: CompletionRequest, frontend: Frontend, tenant: Tenant
+) -> CallSpec:
     """Raises MeshError."""
     model = frontend.model_name(request.model)
+    check_model(tenant, model)
     check_logprobs(frontend, model, request.logprobs)
     vocab_size = frontend.shared.tokenizer.vocab_size
     asked = prompts_of(request.prompt, vocab_size, frontend.context_length(model))
@@ -64,6 +71,7 @@ async def completion_spec(request: CompletionRequest, frontend: Frontend) -> Cal
         scenario=request.scenario,
         chat_id=request.chat_id,
         cache_salt=request.cache_salt,
+        tenant=tenant,
     )
 
 

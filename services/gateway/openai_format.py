@@ -20,6 +20,8 @@ DONE: Final = b"data: [DONE]\n\n"
 _encode: Final = msgspec.json.encode
 _TYPES: Final = {
     400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
     408: "invalid_request_error",

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Final
 
 from pdmesh.core.block_hash import block_hashes, tenant_root, tokens_to_bytes
 from pdmesh.v1.common_pb2 import InstanceRecord
-
-_TENANT: Final = "default"
 
 
 class Prompt:
@@ -18,12 +15,12 @@ class Prompt:
     `data` is the tokens as little-endian uint32; a hash has 16 bytes, one per full block.
     """
 
-    __slots__ = ("_hashes", "_roots", "_salt", "_secret", "data", "tokens")
+    __slots__ = ("_hashes", "_roots", "_salt", "_secret", "_tenant", "data", "tokens")
 
-    def __init__(self, tokens: array[int], secret: bytes, salt: str) -> None:
+    def __init__(self, tokens: array[int], secret: bytes, tenant: str, salt: str) -> None:
         self.tokens = tokens
         self.data = tokens_to_bytes(tokens)
-        self._secret, self._salt = secret, salt
+        self._secret, self._tenant, self._salt = secret, tenant, salt
         self._roots: dict[str, bytes] = {}
         self._hashes: dict[tuple[str, int], list[bytes]] = {}
 
@@ -31,7 +28,7 @@ class Prompt:
         """What the chain of hashes begins with: prefixes are shared only under an equal one."""
         found = self._roots.get(fingerprint)
         if found is None:
-            found = tenant_root(self._secret, _TENANT, self._salt, fingerprint)
+            found = tenant_root(self._secret, self._tenant, self._salt, fingerprint)
             self._roots[fingerprint] = found
         return found
 

@@ -28,6 +28,13 @@ class Settings(ServiceSettings):
         SecretStr("pdmesh-development"),
         description="Key of the block hashes, equal on all services",
     )
+    keys_file: Path | None = Field(
+        None,
+        description="API keys and tenants (pdmesh keys); none: everybody may ask for everything",
+    )
+    allow_anonymous: bool = Field(
+        False, description="Listen without API keys on an address that is not this machine's own"
+    )
     default_max_tokens: int = Field(
         1024, ge=1, description="Tokens for a chat that does not say how many"
     )

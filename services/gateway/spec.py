@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
+from pdmesh.core.tenants import ANYONE, Tenant
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
@@ -32,3 +34,4 @@ class CallSpec:
     chat_id: str = ""
     cache_salt: str = ""
     field_of_prompt: str = "prompt"  # named in errors about its length
+    tenant: Tenant = ANYONE

@@ -50,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     down.add_argument("--timeout", type=float, default=40.0, help="seconds before it is killed")
     _add_status(commands.add_parser("status", parents=[common], help="services, groups, slots"))
     _add_chat(commands.add_parser("chat", parents=[common], help="ask the model something"))
+    _add_keys(commands.add_parser("keys", parents=[common], help="API keys of the gateway"))
     _add_events(commands.add_parser("events", parents=[common], help="follow the mesh's events"))
     return parser
 
@@ -68,6 +69,8 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the service's")
     add("--nats-url", default=os.environ.get("PDMESH_NATS_URL"), help="use this NATS server")
     add("--redis-url", default=os.environ.get("PDMESH_REDIS_URL"), help="use this Redis or Valkey")
+    add("--keys", type=Path, metavar="FILE", help="API keys that clients must have (pdmesh keys)")
+    add("--allow-anonymous", action="store_true", help="no keys, though others can reach --host")
     add("--timeout", type=float, default=300.0, help="seconds until it must be ready")
     add("--detach", action="store_true", help="return when it is ready; stop it with pdmesh down")
 
@@ -83,6 +86,44 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="default")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--api-key", default=os.environ.get("PDMESH_API_KEY", ""), help="default: $PDMESH_API_KEY"
+    )
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--file", type=Path, help="the key file (default: keys.json in --state-dir)"
+    )
+    add = actions.add_parser("add", parents=[common], help="make a key, and show it once")
+    add.add_argument("tenant", help="whose key it is; a new name adds a tenant")
+    add.add_argument("--expires-days", type=_positive, metavar="DAYS")
+    add.add_argument("--requests-per-s", type=_positive, metavar="N")
+    add.add_argument("--tokens-per-min", type=_positive, metavar="N")
+    add.add_argument("--max-concurrent", type=_positive_int, metavar="N", help="open requests")
+    add.add_argument("--tokens-per-day", type=_positive_int, metavar="N")
+    add.add_argument("--weight", type=_positive_int, help="share of waiting calls (default: 1)")
+    add.add_argument("--priority", type=_count, help="0 is served first (default: 1)")
+    add.add_argument("--models", nargs="+", metavar="MODEL", help="default: all of them")
+    actions.add_parser("list", parents=[common], help="keys by id, tenants and limits")
+    revoke = actions.add_parser("revoke", parents=[common], help="end a key")
+    revoke.add_argument("key_id", help="as `pdmesh keys list` shows it")
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be positive")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError("must be positive")
+    return value
 
 
 def _add_events(parser: argparse.ArgumentParser) -> None:

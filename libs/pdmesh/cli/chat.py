@@ -24,7 +24,14 @@ def run(options: argparse.Namespace) -> int:
     url = options.url or _url_of_mesh(options)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     try:
-        for piece in ask(url, prompt, options.model, options.max_tokens, options.temperature):
+        for piece in ask(
+            url,
+            prompt,
+            options.model,
+            options.max_tokens,
+            options.temperature,
+            options.api_key,
+        ):
             sys.stdout.write(piece)
             sys.stdout.flush()
     except (OSError, http.client.HTTPException) as exc:
@@ -36,7 +43,9 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def ask(url: str, prompt: str, model: str, max_tokens: int, temperature: float) -> Iterator[str]:
+def ask(
+    url: str, prompt: str, model: str, max_tokens: int, temperature: float, api_key: str = ""
+) -> Iterator[str]:
     """The answer's text, piece by piece; raises CommandFailed with the gateway's own message."""
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -53,7 +62,8 @@ def ask(url: str, prompt: str, model: str, max_tokens: int, temperature: float) 
             "POST",
             f"{parts.path.rstrip('/')}/v1/chat/completions",
             json.dumps(body),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json"}
+            | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
         )
         response = connection.getresponse()
         if response.status != 200:

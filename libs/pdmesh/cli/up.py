@@ -59,6 +59,8 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         dtype=options.dtype,
         nats_url=options.nats_url,
         redis_url=options.redis_url,
+        keys_file=options.keys,
+        allow_anonymous=options.allow_anonymous,
         start_timeout_s=options.timeout,
     )
 

@@ -48,6 +48,8 @@ class MeshSpec:
     dtype: str | None = None
     nats_url: str | None = None  # an external server instead of an embedded one
     redis_url: str | None = None
+    keys_file: Path | None = None  # API keys and tenants; without, everybody may ask
+    allow_anonymous: bool = False  # without keys also on an address that others can reach
     start_timeout_s: float = 180.0
     env: Mapping[str, str] = field(default_factory=dict)
     service_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -143,7 +145,10 @@ def _common_settings(spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
 
 
 def _gateway_settings(spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
+    keys = {"KEYS_FILE": str(spec.keys_file.absolute())} if spec.keys_file else {}
     return {
+        **keys,
+        **({"ALLOW_ANONYMOUS": "true"} if spec.allow_anonymous else {}),
         "HTTP_PORT": str(wiring.http_port),
         "GRPC_PORT": str(wiring.grpc_port),
         "REUSE_PORT": str(spec.num_gateways > 1).lower(),

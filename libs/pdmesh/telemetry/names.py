@@ -26,6 +26,7 @@ ATTR_OUTCOME: Final = (
 )
 ATTR_TIER: Final = "tier"  # host, peer, file
 ATTR_EVENT: Final = "event"  # served, stored, evicted, corrupt, failed, late, dropped
+ATTR_TENANT: Final = "pdmesh.tenant"  # of the key file; empty: unknown
 ATTR_KV_BYTES: Final = "pdmesh.kv.bytes"  # pulled by decode
 ATTR_CACHED_TOKENS: Final = "pdmesh.usage.cached_tokens"  # of the prompt, not computed by prefill
 
@@ -60,6 +61,8 @@ GATEWAY_PLANS: Final = "pdmesh.gateway.plans"  # by where they came from: master
 GATEWAY_CONNECTIONS: Final = "pdmesh.gateway.connections"
 GATEWAY_CONNECTIONS_REFUSED: Final = "pdmesh.gateway.connections.refused"
 GATEWAY_ENCODING: Final = "pdmesh.gateway.encoding"  # characters
+GATEWAY_REFUSED: Final = "pdmesh.gateway.refused"
+TENANT_TOKENS: Final = "pdmesh.tenant.tokens"
 GATEWAY_EVENTS_DROPPED: Final = "pdmesh.gateway.events.dropped"
 
 # Metrics of ours: instances.

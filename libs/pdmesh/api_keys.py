@@ -1,0 +1,150 @@
+"""API keys at rest: a small JSON file of tenants, their limits, and the SHA-256 of each key.
+
+A key is `pdm_<id>_<secret>` with 256 random bits of secret, so a plain hash is as good as a slow one, and the file gives no key away.
+The id finds the entry; the secret is compared in constant time, also for ids that do not exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from pdmesh.atomic_file import write_atomically
+from pdmesh.core.tenants import Tenant, TenantLimits
+
+_PREFIX: Final = "pdm"
+_MAX_TOKEN_CHARS: Final = 128
+_NO_HASH: Final = bytes(32)
+NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+
+
+class BadKeyFile(Exception):
+    """One line: which file, and what is wrong with it."""
+
+
+class TenantEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Null: no limit."""
+
+    requests_per_s: float | None = None
+    tokens_per_min: float | None = None
+    max_concurrent: int | None = None
+    tokens_per_day: int | None = None
+    weight: int = 1
+    priority: int = 1
+    models: list[str] = []
+    is_disabled: bool = False
+
+
+class KeyEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Times in seconds since 1970."""
+
+    key_id: str
+    tenant: str
+    sha256: str  # of the secret, hex
+    created_at: int
+    expires_at: int | None = None
+
+
+class KeyFile(msgspec.Struct, forbid_unknown_fields=True):
+    tenants: dict[str, TenantEntry] = {}
+    keys: list[KeyEntry] = []
+
+
+def load(path: Path) -> KeyFile:
+    """Raises BadKeyFile."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=KeyFile)
+    except OSError as exc:
+        raise BadKeyFile(f"cannot read {path}: {exc.strerror}") from exc
+    except (msgspec.DecodeError, ValueError) as exc:
+        raise BadKeyFile(f"{path} is not a key file: {exc}") from exc
+    _check(found, path)
+    return found
+
+
+def _check(file: KeyFile, path: Path) -> None:
+    for name, tenant in file.tenants.items():
+        if not NAME.fullmatch(name):
+            raise BadKeyFile(f"{path}: {name!r} is no name for a tenant ([a-z0-9-], at most 63)")
+        limits = (
+            tenant.requests_per_s, tenant.tokens_per_min, tenant.max_concurrent,
+            tenant.tokens_per_day, tenant.weight,
+        )  # fmt: skip
+        if any(limit is not None and not limit > 0 for limit in limits) or tenant.priority < 0:
+            raise BadKeyFile(f"{path}: the limits of tenant {name} are not positive numbers")
+    for key in file.keys:
+        if key.tenant not in file.tenants:
+            raise BadKeyFile(f"{path}: key {key.key_id} is of an unknown tenant, {key.tenant}")
+        if not re.fullmatch(r"[0-9a-f]{64}", key.sha256):
+            raise BadKeyFile(f"{path}: key {key.key_id} has no SHA-256 of 64 hex digits")
+
+
+def save(path: Path, file: KeyFile) -> None:
+    """Whole or not at all, readable by this user alone. Raises OSError."""
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(file)).decode() + "\n")
+
+
+def issue(file: KeyFile, tenant: str, expires_at: int | None = None) -> str:
+    """A new key for `tenant`, which is added if need be. The only time that the key can be seen."""
+    file.tenants.setdefault(tenant, TenantEntry())
+    key_id, secret = secrets.token_hex(4), secrets.token_urlsafe(32)
+    entry = KeyEntry(key_id, tenant, _sha256(secret).hex(), int(time.time()), expires_at)
+    file.keys.append(entry)
+    return f"{_PREFIX}_{key_id}_{secret}"
+
+
+def revoke(file: KeyFile, key_id: str) -> bool:
+    """False: there is no such key."""
+    kept = [key for key in file.keys if key.key_id != key_id]
+    is_found, file.keys = len(kept) < len(file.keys), kept
+    return is_found
+
+
+def _sha256(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()
+
+
+class Keyring:
+    """The keys of a file, ready for use."""
+
+    def __init__(self, file: KeyFile) -> None:
+        self.tenants = {name: _tenant(name, entry) for name, entry in file.tenants.items()}
+        self._keys = {
+            key.key_id: (bytes.fromhex(key.sha256), self.tenants[key.tenant], key.expires_at)
+            for key in file.keys
+        }
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def find(self, token: str, now: float) -> Tenant | None:
+        """Whose key it is; None if it is nobody's. `now`: seconds since 1970."""
+        parts = token.split("_", 2)
+        if len(token) > _MAX_TOKEN_CHARS or len(parts) != 3 or parts[0] != _PREFIX:
+            return None
+        expected, tenant, expires_at = self._keys.get(parts[1], (_NO_HASH, None, None))
+        is_equal = hmac.compare_digest(_sha256(parts[2]), expected)
+        if not is_equal or (expires_at is not None and now >= expires_at):
+            return None
+        return tenant
+
+
+def _tenant(name: str, entry: TenantEntry) -> Tenant:
+    limits = TenantLimits(
+        entry.requests_per_s, entry.tokens_per_min, entry.max_concurrent, entry.tokens_per_day
+    )
+    return Tenant(
+        name,
+        limits,
+        weight=entry.weight,
+        priority=entry.priority,
+        models=frozenset(entry.models),
+        is_disabled=entry.is_disabled,
+    )

@@ -1,0 +1,101 @@
+"""`pdmesh keys`: give out, list and revoke the API keys of a key file. Running gateways notice within two seconds."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from pdmesh import api_keys
+from pdmesh.cli.errors import CommandFailed
+from pdmesh.cli.table import table
+
+_DAY_S: Final = 86400
+_LIMITS: Final = (
+    "requests_per_s",
+    "tokens_per_min",
+    "max_concurrent",
+    "tokens_per_day",
+    "weight",
+    "priority",
+    "models",
+)
+
+
+def run(options: argparse.Namespace) -> int:
+    path: Path = options.file or options.state_dir / "keys.json"
+    try:
+        return {"add": _add, "list": _list, "revoke": _revoke}[options.action](options, path)
+    except api_keys.BadKeyFile as exc:
+        raise CommandFailed(str(exc)) from exc
+    except OSError as exc:
+        raise CommandFailed(f"cannot write {path}: {exc.strerror}") from exc
+
+
+def _add(options: argparse.Namespace, path: Path) -> int:
+    if not api_keys.NAME.fullmatch(options.tenant):
+        raise CommandFailed("a tenant's name is lower-case letters, digits and -, at most 63", 2)
+    expires_at = None
+    if options.expires_days is not None:
+        expires_at = int(time.time() + options.expires_days * _DAY_S)
+    with _changing(path) as file:
+        token = api_keys.issue(file, options.tenant, expires_at)
+        for limit in _LIMITS:
+            if (value := getattr(options, limit)) is not None:
+                setattr(file.tenants[options.tenant], limit, value)
+    print(token)
+    print(f"pdmesh: written to {path}; the key is not shown again", file=sys.stderr)
+    return 0
+
+
+def _list(options: argparse.Namespace, path: Path) -> int:
+    file = api_keys.load(path)
+    rows = []
+    for key in file.keys:
+        tenant = file.tenants[key.tenant]
+        limits = (
+            tenant.requests_per_s, tenant.tokens_per_min, tenant.max_concurrent,
+            tenant.tokens_per_day,
+        )  # fmt: skip
+        rows.append(
+            [
+                key.key_id,
+                key.tenant + (" (disabled)" if tenant.is_disabled else ""),
+                _date(key.created_at),
+                "never" if key.expires_at is None else _date(key.expires_at),
+                *("-" if limit is None else f"{limit:g}" for limit in limits),
+                str(tenant.weight),
+                str(tenant.priority),
+            ]
+        )
+    header = ["KEY", "TENANT", "CREATED", "EXPIRES", "REQ/S", "TOKENS/MIN", "OPEN", "TOKENS/DAY"]
+    print(table([*header, "WEIGHT", "PRIORITY"], rows))
+    return 0
+
+
+def _revoke(options: argparse.Namespace, path: Path) -> int:
+    with _changing(path) as file:
+        if not api_keys.revoke(file, options.key_id):
+            raise CommandFailed(f"there is no key {options.key_id} in {path}")
+    print(f"pdmesh: {options.key_id} is revoked", file=sys.stderr)
+    return 0
+
+
+@contextlib.contextmanager
+def _changing(path: Path) -> Iterator[api_keys.KeyFile]:
+    """The file's content, saved at the end; two commands at once take turns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        file = api_keys.load(path) if path.exists() else api_keys.KeyFile()
+        yield file
+        api_keys.save(path, file)
+
+
+def _date(at: int) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(at))

@@ -1,0 +1,275 @@
+"""Who may come in, and how much they may take: API keys and tenants' limits, the same for HTTP and gRPC.
+
+A visit begins before the body is read, so that what is refused costs next to nothing, and ends with the answer. Without a
+key file everybody is one tenant without limits, and a visit does nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import math
+import time
+from pathlib import Path
+from typing import Final, Protocol
+
+import structlog
+
+from pdmesh import api_keys
+from pdmesh.atomic_file import write_atomically
+from pdmesh.core.tenants import ANYONE, Charge, Limit, Refused, Tenant, Tenants
+from pdmesh.errors import MeshError, Overloaded
+from pdmesh.lifecycle import StartupError
+from pdmesh.telemetry import metrics, names
+
+log = structlog.get_logger(__name__)
+
+_RELOAD_S: Final = 1.0
+_DAY_S: Final = 86400
+_BEARER: Final = "bearer "
+
+_refused = metrics.counter(names.GATEWAY_REFUSED, "Calls refused at the door, by tenant and reason")
+_tokens = metrics.counter(names.TENANT_TOKENS, "Tokens of finished calls, by tenant")
+
+_MESSAGES: Final = {
+    Limit.REQUEST_RATE: "too many requests for this API key's tenant",
+    Limit.TOKEN_RATE: "too many tokens for this API key's tenant",
+    Limit.CONCURRENCY: "too many open requests for this API key's tenant",
+    Limit.QUOTA: "this API key's tenant has used up its tokens of the day",
+}
+
+
+class Unauthenticated(MeshError):
+    grpc_code, http_status, default_reason = "UNAUTHENTICATED", 401, "INVALID_API_KEY"
+
+
+class PermissionDenied(MeshError):
+    grpc_code, http_status, default_reason = "PERMISSION_DENIED", 403, "PERMISSION_DENIED"
+
+
+class RateLimited(Overloaded):
+    """The tenant's own limit, not the mesh's."""
+
+
+class Visit(Protocol):
+    """One call's stay. `charge` before its work, `settle` after it, `leave` at the end whatever happened."""
+
+    @property
+    def tenant(self) -> Tenant: ...
+
+    def charge(self, num_tokens: int) -> None: ...
+
+    def settle(self, num_used: int) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+class _Anyone:
+    tenant = ANYONE
+
+    def charge(self, num_tokens: int) -> None: ...
+
+    def settle(self, num_used: int) -> None: ...
+
+    def leave(self) -> None: ...
+
+
+ANYONES_VISIT: Final = _Anyone()
+
+
+class Door(Protocol):
+    def enter(self, authorization: str) -> Visit:
+        """Raises Unauthenticated, PermissionDenied or RateLimited. `authorization`: the header, or the metadata."""
+        ...
+
+    def share(self, num_gateways: int) -> None: ...
+
+    async def run(self) -> None: ...
+
+
+class OpenDoor:
+    def enter(self, authorization: str) -> Visit:
+        return ANYONES_VISIT
+
+    def share(self, num_gateways: int) -> None: ...
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+class KeyedDoor:
+    """Reads the key file again when it changes; one that became unreadable changes nothing. `usage_file` keeps the day's tokens
+    over a restart."""
+
+    def __init__(self, keys_file: Path, usage_file: Path | None = None) -> None:
+        """Raises BadKeyFile."""
+        self._keys_file = keys_file
+        self._usage_file = usage_file
+        self._stamp = _stamp(keys_file)
+        self._keyring = api_keys.Keyring(api_keys.load(keys_file))
+        self._tenants = Tenants()
+        self._saved: dict[str, tuple[int, int]] = {}
+        self._restore()
+
+    def enter(self, authorization: str) -> Visit:
+        token = authorization[len(_BEARER) :].strip()
+        if authorization[: len(_BEARER)].lower() != _BEARER or not token:
+            raise self._count(
+                "", Unauthenticated("an API key is needed: Authorization: Bearer <key>")
+            )
+        tenant = self._keyring.find(token, time.time())
+        if tenant is None:
+            raise self._count("", Unauthenticated("this API key is not valid"))
+        if tenant.is_disabled:
+            raise self._count(tenant.name, PermissionDenied("this API key's tenant is disabled"))
+        refused = self._tenants.enter(tenant, time.monotonic())
+        if refused is not None:
+            raise self._rate_limited(tenant, refused)
+        return _KeyedVisit(self, tenant)
+
+    def share(self, num_gateways: int) -> None:
+        self._tenants.num_sharing = max(1, num_gateways)
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(_RELOAD_S)
+            await self._reload()
+            await self._save()
+
+    # --- visits ----------------------------------------------------------------------------------
+
+    def charge(self, tenant: Tenant, num_tokens: int) -> Charge:
+        now = time.time()
+        day = int(now // _DAY_S)
+        left_s = (day + 1) * _DAY_S - now
+        charge = self._tenants.charge(tenant, num_tokens, time.monotonic(), day, left_s)
+        if isinstance(charge, Refused):
+            raise self._rate_limited(tenant, charge)
+        return charge
+
+    def settle(self, tenant: Tenant, charge: Charge, num_used: int) -> None:
+        self._tenants.settle(tenant, charge, num_used)
+        _tokens.add(num_used, {names.ATTR_TENANT: tenant.name})
+
+    def leave(self, tenant: Tenant) -> None:
+        self._tenants.leave(tenant)
+
+    def _rate_limited(self, tenant: Tenant, refused: Refused) -> MeshError:
+        error = RateLimited(
+            _MESSAGES[refused.limit],
+            reason=refused.limit.value,
+            retry_after_ms=max(1, math.ceil(refused.retry_after_s * 1000)),
+        )
+        return self._count(tenant.name, error)
+
+    def _count(self, tenant: str, error: MeshError) -> MeshError:
+        _refused.add(1, {names.ATTR_TENANT: tenant, names.ATTR_REASON: error.reason})
+        return error
+
+    # --- files -----------------------------------------------------------------------------------
+
+    async def _reload(self) -> None:
+        stamp = _stamp(self._keys_file)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            file = await asyncio.to_thread(api_keys.load, self._keys_file)
+        except api_keys.BadKeyFile as exc:
+            log.error("keys.unreadable", reason=str(exc))
+            return
+        self._keyring = keyring = api_keys.Keyring(file)
+        self._tenants.forget_but(frozenset(keyring.tenants))
+        log.info("keys.loaded", num_keys=len(keyring), num_tenants=len(keyring.tenants))
+
+    async def _save(self) -> None:
+        """Only quotas need it: buckets are full again after a restart that takes as long as filling them."""
+        used = dict(self._tenants.used_today())
+        if self._usage_file is None or used == self._saved:
+            return
+        try:
+            await asyncio.to_thread(write_atomically, self._usage_file, json.dumps(used))
+        except OSError as exc:
+            log.warning("usage.not_saved", reason=exc.strerror)
+            return
+        self._saved = used
+
+    def _restore(self) -> None:
+        if self._usage_file is None or not self._usage_file.exists():
+            return
+        try:
+            content = json.loads(self._usage_file.read_text())
+            used = {str(name): (int(day), int(num)) for name, (day, num) in content.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            log.warning("usage.unreadable", path=str(self._usage_file))
+            return
+        self._tenants.restore(used)
+
+
+class _KeyedVisit:
+    __slots__ = ("_charge", "_door", "_has_left", "tenant")
+
+    def __init__(self, door: KeyedDoor, tenant: Tenant) -> None:
+        self._door = door
+        self.tenant = tenant
+        self._charge: Charge | None = None
+        self._has_left = False
+
+    def charge(self, num_tokens: int) -> None:
+        """Raises RateLimited."""
+        assert self._charge is None
+        self._charge = self._door.charge(self.tenant, num_tokens)
+
+    def settle(self, num_used: int) -> None:
+        charge, self._charge = self._charge, None
+        if charge is not None:
+            self._door.settle(self.tenant, charge, num_used)
+
+    def leave(self) -> None:
+        """Idempotent. A charge that nobody settled is given back."""
+        if not self._has_left:
+            self._has_left = True
+            self.settle(0)
+            self._door.leave(self.tenant)
+
+
+def check_model(tenant: Tenant, model: str) -> None:
+    """Raises PermissionDenied."""
+    if tenant.models and model not in tenant.models:
+        raise PermissionDenied("this API key may not use this model", field="model")
+
+
+def open_door(
+    host: str, keys_file: Path | None, usage_file: Path, *, allow_anonymous: bool
+) -> Door:
+    """Raises StartupError with one line: an address that others can reach needs keys, or a word that it does not."""
+    if keys_file is not None:
+        try:
+            return KeyedDoor(keys_file, usage_file)
+        except api_keys.BadKeyFile as exc:
+            message = f"{exc}; make one with: pdmesh keys add TENANT --file {keys_file}"
+            raise StartupError(message) from exc
+    if not allow_anonymous and not _is_loopback(host):
+        raise StartupError(
+            f"refusing to listen on {host} without API keys: set PDMESH_GATEWAY_KEYS_FILE "
+            "(pdmesh keys add makes one), or PDMESH_GATEWAY_ALLOW_ANONYMOUS=true on a trusted network"
+        )
+    return OpenDoor()
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return (found.st_mtime_ns, found.st_size, found.st_ino)

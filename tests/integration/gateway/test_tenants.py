@@ -1,0 +1,225 @@
+"""API keys and tenants' limits at both doors, and what tenants never share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from pdmesh import api_keys
+from pdmesh.api_keys import KeyFile, TenantEntry
+from pdmesh.lifecycle import StartupError
+from pdmesh.net import rpc
+from pdmesh.v1 import inference_service_pb2 as pb
+from pdmesh.v1.common_pb2 import ROLE_DECODE, InstanceRecord
+from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
+from services.gateway.door import KeyedDoor, OpenDoor, open_door
+from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+from tests.support.waiting import until
+
+BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
+
+
+@dataclass
+class Keyed:
+    mesh: GatewayMesh
+    client: httpx.AsyncClient
+    file: KeyFile
+    path: Path
+    tokens: dict[str, str]
+
+    async def ask(self, tenant: str, **fields: Any) -> httpx.Response:
+        return await self.client.post(
+            "/v1/completions", json={**BODY, **fields}, headers=self.headers(tenant)
+        )
+
+    def headers(self, tenant: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.tokens[tenant]}"}
+
+
+@asynccontextmanager
+async def keyed(directory: Path, **tenants: TenantEntry) -> AsyncIterator[Keyed]:
+    path, file = directory / "keys.json", KeyFile(tenants=dict(tenants))
+    tokens = {name: api_keys.issue(file, name) for name in tenants}
+    api_keys.save(path, file)
+    door = KeyedDoor(path, directory / "usage.json")
+    async with (
+        gateway_mesh(directory, door=door) as mesh,
+        httpx.AsyncClient(base_url=mesh.url) as client,
+    ):
+        yield Keyed(mesh, client, file, path, tokens)
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer nope", "Basic eDp5"])
+async def test_without_a_valid_key_nothing_is_read_or_told(
+    tmp_path: Path, header: str | None
+) -> None:
+    async with keyed(tmp_path, acme=TenantEntry()) as k:
+        headers = {} if header is None else {"authorization": header}
+        for method, path in (
+            ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"),
+            ("GET", "/v1/models/tiny"), ("GET", "/metrics"),
+        ):  # fmt: skip
+            response = await k.client.request(method, path, headers=headers, content=b"{")
+            assert response.status_code == 401, path
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.json()["error"]["type"] == "authentication_error"
+            assert response.headers["www-authenticate"] == "Bearer"
+        assert (await k.client.get("/health/live")).status_code == 200
+
+
+async def test_the_openai_client_works_with_its_key_and_says_so_without(tmp_path: Path) -> None:
+    async with keyed(tmp_path, acme=TenantEntry()) as k:
+        url = f"{k.mesh.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key=k.tokens["acme"]) as client:
+            answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=9)
+            assert answer.choices[0].text == k.mesh.expected_text("abc", 9)
+        async with openai.AsyncOpenAI(base_url=url, api_key="wrong") as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.models.list()
+
+
+async def test_requests_over_the_rate_get_429_and_may_come_back_when_told(tmp_path: Path) -> None:
+    async with keyed(tmp_path, acme=TenantEntry(requests_per_s=3), beta=TenantEntry()) as k:
+        answers = [await k.ask("acme") for _ in range(5)]
+        statuses = [a.status_code for a in answers]
+        assert statuses[:3] == [200] * 3
+        assert 429 in statuses
+        refused = next(a for a in answers if a.status_code == 429)
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert refused.headers["retry-after"] == "1"
+        assert (await k.ask("beta")).status_code == 200, "another tenant's limits are its own"
+
+        async def is_served() -> bool:
+            return (await k.ask("acme")).status_code == 200
+
+        await until(is_served, within_s=3.0)
+
+
+async def test_open_requests_are_bounded_and_a_closed_one_makes_room(tmp_path: Path) -> None:
+    async with keyed(tmp_path, acme=TenantEntry(max_concurrent=2)) as k:
+        for instance in k.mesh.instances.values():
+            instance.is_holding = instance.role == ROLE_DECODE
+        asks = [asyncio.create_task(k.ask("acme")) for _ in range(2)]
+        await until(lambda: k.mesh.gateway.frontend.num_calls == 2)
+        refused = await k.ask("acme")
+        assert refused.json()["error"]["code"] == "concurrency_limit_exceeded"
+        for ask in asks:
+            ask.cancel()
+        await asyncio.gather(*asks, return_exceptions=True)
+        await until(lambda: k.mesh.gateway.frontend.num_calls == 0)
+        for instance in k.mesh.instances.values():
+            instance.is_holding = False
+        assert (await k.ask("acme")).status_code == 200
+
+
+async def test_tokens_are_paid_in_advance_and_what_was_not_used_comes_back(tmp_path: Path) -> None:
+    async with keyed(tmp_path, acme=TenantEntry(tokens_per_min=100, tokens_per_day=120)) as k:
+        stop = k.mesh.expected_text("abc", 4)[2]
+        for _ in range(3):  # 83 each in advance, 6 in the end
+            answer = await k.ask("acme", max_tokens=80, stop=stop)
+            assert answer.status_code == 200
+        too_many = await k.ask("acme", max_tokens=97)
+        assert too_many.json()["error"]["code"] == "token_rate_limit_exceeded"
+        assert 1 <= int(too_many.headers["retry-after"]) <= 12
+        over = await k.ask("acme", max_tokens=118)
+        assert over.json()["error"]["code"] == "insufficient_quota"
+        await until(lambda: (tmp_path / "usage.json").exists())
+        used = json.loads((tmp_path / "usage.json").read_text())
+        again = KeyedDoor(k.path, tmp_path / "usage.json")
+        assert again._tenants.used_today() == {"acme": tuple(used["acme"])}
+
+
+async def test_a_key_is_good_for_its_models_only(tmp_path: Path) -> None:
+    async with keyed(tmp_path, acme=TenantEntry(models=["other"]), off=TenantEntry(is_disabled=True)) as k:  # fmt: skip
+        refused = await k.ask("acme")
+        assert refused.status_code == 403
+        assert refused.json()["error"]["param"] == "model"
+        listed = await k.client.get("/v1/models", headers=k.headers("acme"))
+        assert listed.json()["data"] == []
+        assert (await k.ask("off")).status_code == 403
+
+
+async def test_revoking_a_key_ends_it_within_two_seconds(tmp_path: Path) -> None:
+    async with keyed(tmp_path, acme=TenantEntry(), beta=TenantEntry()) as k:
+        api_keys.revoke(k.file, k.tokens["acme"].split("_")[1])
+        api_keys.save(k.path, k.file)
+
+        async def is_refused() -> bool:
+            return (await k.ask("acme")).status_code == 401
+
+        await until(is_refused, within_s=2.0)
+        k.path.write_text("{ not a key file")
+        await asyncio.sleep(1.5)  # longer than it takes to notice
+        assert (await k.ask("beta")).status_code == 200, "a broken file locks nobody out"
+
+
+@pytest.mark.req("S80")
+async def test_equal_prompts_of_two_tenants_name_no_block_alike(tmp_path: Path) -> None:
+    async with keyed(tmp_path, acme=TenantEntry(), beta=TenantEntry()) as k:
+        prompt = "x" * 64
+        for tenant in ("acme", "beta", "acme"):
+            assert (await k.ask(tenant, prompt=prompt)).status_code == 200
+        first, second, third = k.mesh.instances["prefill-0"].prefills
+        assert len(first.block_hashes) == 4
+        assert first.block_hashes == third.block_hashes
+        assert not set(first.block_hashes) & set(second.block_hashes)
+        assert first.cache_salt != second.cache_salt
+
+
+async def test_grpc_asks_for_the_same_key_and_keeps_the_same_limits(tmp_path: Path) -> None:
+    async with (
+        keyed(tmp_path, acme=TenantEntry(requests_per_s=2)) as k,
+        rpc.channel(f"127.0.0.1:{k.mesh.gateway.grpc.port}") as channel,
+    ):
+        stub = InferenceServiceStub(channel)
+        request = pb.GenerateRequest(text="abc", params=pb.GenerationParams(max_tokens=4))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(request)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        metadata = (("authorization", f"Bearer {k.tokens['acme']}"),)
+        answer = await stub.Generate(request, metadata=metadata)
+        assert answer.text == k.mesh.expected_text("abc", 4)
+        stream = stub.GenerateStream(pb.GenerateStreamRequest(request=request), metadata=metadata)
+        assert "".join([p.text async for p in stream]) == answer.text
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(request, metadata=metadata)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        error = rpc.from_rpc_error(caught.value)
+        assert error.reason == "RATE_LIMIT_EXCEEDED"
+        assert error.retry_after_ms is not None
+        assert 0 < error.retry_after_ms <= 500
+
+
+async def test_two_gateways_grant_half_of_a_limit_each(tmp_path: Path) -> None:
+    async with keyed(tmp_path, acme=TenantEntry(requests_per_s=4)) as k:
+        for index in range(2):
+            record = InstanceRecord(
+                instance_id=f"gateway-{index}", incarnation=1, service="gateway"
+            )
+            k.mesh.register(record)
+        answers = [(await k.ask("acme")).status_code for _ in range(4)]
+        assert answers[:2] == [200, 200]
+        assert 429 in answers
+
+
+def test_an_address_that_others_reach_needs_keys_or_a_word(tmp_path: Path) -> None:
+    usage = tmp_path / "usage.json"
+    for host in ("127.0.0.1", "::1", "localhost", "127.8.8.8"):
+        assert isinstance(open_door(host, None, usage, allow_anonymous=False), OpenDoor)
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""):
+        with pytest.raises(StartupError, match="PDMESH_GATEWAY_KEYS_FILE"):
+            open_door(host, None, usage, allow_anonymous=False)
+        assert isinstance(open_door(host, None, usage, allow_anonymous=True), OpenDoor)
+    with pytest.raises(StartupError, match="cannot read"):
+        open_door("127.0.0.1", tmp_path / "none.json", usage, allow_anonymous=True)
