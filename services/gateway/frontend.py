@@ -19,7 +19,7 @@ from opentelemetry.trace import Span
 from pdmesh.core.request_types import Complete, Fail
 from pdmesh.errors import Draining, InvalidRequest, MeshError, NoInstance, Overloaded
 from pdmesh.telemetry import traces
-from services.gateway.door import Visit
+from services.gateway.door import ANYONES_VISIT, Visit
 from services.gateway.generation import Collaborators, Delta, Generation, Identity
 from services.gateway.observer import CallReport, Observer
 from services.gateway.openai_schema import context_exceeded
@@ -34,7 +34,12 @@ class Call:
     """Wakes whoever waits for news of it: at the first token and at an end at once, otherwise paced."""
 
     def __init__(
-        self, request_id: str, spec: CallSpec, span: Span, pacer: Pacer, visit: Visit
+        self,
+        request_id: str,
+        spec: CallSpec,
+        span: Span,
+        pacer: Pacer,
+        visit: Visit = ANYONES_VISIT,
     ) -> None:
         self.request_id = request_id
         self.spec = spec
