@@ -70,6 +70,7 @@ class Gateway:
             limits=settings.limits,
             hash_secret=settings.hash_secret.get_secret_value().encode(),
             next_key=lambda: next(keys),
+            kv_transfer=settings.kv_transfer_of,
         )
         self.frontend = Frontend(
             shared,

@@ -31,9 +31,11 @@ from pdmesh.core.request_types import (
     FirstToken,
     ForgetLeg,
     KvReceived,
+    LegAccepted,
     LegRejected,
     ReleaseTicket,
     RequestLimits,
+    SendJoin,
     SendPrefill,
     SendStart,
     SlotFreed,
@@ -50,6 +52,8 @@ from pdmesh.v1.common_pb2 import InstanceRecord, SamplingParams, Ticket, TokenLo
 from pdmesh.v1.instance_service_pb2 import (
     Abort,
     Command,
+    Join,
+    KvTransfer,
     Prefill,
     Release,
     SessionEvent,
@@ -80,6 +84,7 @@ class Collaborators:
     limits: RequestLimits
     hash_secret: bytes
     next_key: Callable[[], int]
+    kv_transfer: Callable[[str], KvTransfer.ValueType]  # of a scenario
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,7 @@ class Generation:
             limits=shared.limits,
             budget=shared.budget,
             next_key=shared.next_key,
+            num_prompt_tokens=len(prompt.tokens),
             stop_token_ids=stop_ids,
         )
         self.index = identity.index
@@ -268,7 +274,10 @@ class Generation:
 
     def _note_detail(self, event: Event, detail: SessionEvent) -> None:
         """What the core does not decide on but commands and traces need."""
-        if isinstance(event, FirstToken) and self.core.is_current(event.key):
+        if isinstance(event, LegAccepted) and self.core.is_current(event.key):
+            if event.ticket is not None:
+                self._ticket = detail.accepted.ticket
+        elif isinstance(event, FirstToken) and self.core.is_current(event.key):
             first = detail.first_token
             self._ticket = first.ticket if first.HasField("ticket") else None
             if self._logprobs is not None:
@@ -314,6 +323,7 @@ class Generation:
             is_local=effect.to.is_local,
             traceparent=self._identity.traceparent,
             cache_salt=self._prompt.root(record.model_fingerprint).hex(),
+            kv_transfer=self._shared.kv_transfer(self._spec.scenario or record.scenario),
         )
         self._open_leg(effect.key, record, Command(prefill=command))
 
@@ -328,14 +338,16 @@ class Generation:
         if record is None or self._ticket is None:
             self._refuse(effect.key)
             return
-        replayed = self.core.emitted[: effect.num_replayed - 1]
+        replayed = self.core.emitted[: effect.num_replayed]
+        first_token = 0 if effect.is_early else replayed.pop()
         command = Start(
             key=effect.key,
             request_id=self._identity.request_id,
             attempt=effect.attempt,
             prompt_token_ids=self._prompt.with_replayed(replayed),
             block_hashes=self._prompt.hashes(record, replayed),
-            first_token_id=self.core.emitted[effect.num_replayed - 1],
+            first_token_id=first_token,
+            awaits_first_token=effect.is_early,
             ticket=self._ticket,
             sampling=self._sampling(effect.max_tokens),
             remaining_ms=self._remaining_ms(),
@@ -344,6 +356,12 @@ class Generation:
         )
         self.timings.decode_started = self.timings.decode_started or time.monotonic()
         self._open_leg(effect.key, record, Command(start=command))
+
+    def _send_join(self, effect: SendJoin) -> None:
+        session = self._sessions.get(effect.key)
+        if session is not None:
+            join = Join(key=effect.key, first_token_id=effect.token_id)
+            session.send(Command(join=join))
 
     def _open_leg(self, key: int, record: InstanceRecord, command: Command) -> None:
         session = self._shared.sessions.session(record)
@@ -431,6 +449,7 @@ _APPLY: Final[dict[type, Callable[[Generation, Any], None]]] = {
     AskPlan: Generation._ask_plan,
     SendPrefill: Generation._send_prefill,
     SendStart: Generation._send_start,
+    SendJoin: Generation._send_join,
     AbortLeg: Generation._abort_leg,
     ReleaseTicket: Generation._release,
     ForgetLeg: Generation._forget_leg,

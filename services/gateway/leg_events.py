@@ -17,12 +17,13 @@ from pdmesh.core.request_types import (
     TicketHeld,
 )
 from pdmesh.errors import EngineFailed
-from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Ticket
 from pdmesh.v1.instance_service_pb2 import (
     REJECT_REASON_DRAINING,
     REJECT_REASON_TOO_LONG,
     REJECT_REASON_WRONG_MODEL,
     REJECT_REASON_WRONG_ROLE,
+    Accepted,
     Failed,
     Rejected,
     SessionEvent,
@@ -43,7 +44,7 @@ def from_proto(event: SessionEvent, kind: str) -> Event | None:
     key = event.key
     match kind:
         case "accepted":
-            return LegAccepted(key)
+            return _accepted(key, event.accepted)
         case "rejected":
             return _rejected(key, event.rejected)
         case "first_token":
@@ -55,6 +56,14 @@ def from_proto(event: SessionEvent, kind: str) -> Event | None:
         case "failed":
             return _failed(key, event.failed)
     return None
+
+
+def _accepted(key: int, accepted: Accepted) -> LegAccepted:
+    return LegAccepted(key, _held(accepted.ticket) if accepted.HasField("ticket") else None)
+
+
+def _held(ticket: Ticket) -> TicketHeld:
+    return TicketHeld(ticket.ticket_id, ticket.lease_ms / 1000)
 
 
 def _rejected(key: int, rejected: Rejected) -> LegRejected:
@@ -69,9 +78,7 @@ def _rejected(key: int, rejected: Rejected) -> LegRejected:
 
 
 def _first_token(key: int, first: FirstTokenProto) -> FirstToken:
-    ticket = None
-    if first.HasField("ticket"):
-        ticket = TicketHeld(first.ticket.ticket_id, first.ticket.lease_ms / 1000)
+    ticket = _held(first.ticket) if first.HasField("ticket") else None
     finish = _FINISH.get(first.finish_reason)
     return FirstToken(key, first.token_id, finish, ticket, first.num_cached_tokens)
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final, Literal
 
 from pydantic import Field, SecretStr
 
 from pdmesh.config import ServiceSettings, settings_config, shared
 from pdmesh.core.request_types import RequestLimits
+from pdmesh.v1.instance_service_pb2 import (
+    KV_TRANSFER_PER_LAYER,
+    KV_TRANSFER_WHOLE,
+    KvTransfer,
+)
+
+TransferMode = Literal["whole", "per_layer"]
+_MODES: Final = {"whole": KV_TRANSFER_WHOLE, "per_layer": KV_TRANSFER_PER_LAYER}
 
 
 class Settings(ServiceSettings):
@@ -50,6 +59,13 @@ class Settings(ServiceSettings):
     max_candidates: int = Field(8, ge=1, description="Instances asked before a request waits")
     retry_ratio: float = Field(0.2, ge=0, description="Retries a request adds to the budget")
     retry_reserve: float = Field(500.0, ge=0, description="Retries the budget holds at most")
+    kv_transfer: TransferMode = shared(
+        "whole",
+        description="KV goes to decode after prefill (whole), or each layer as it is computed (per_layer)",
+    )
+    kv_transfer_by_scenario: dict[str, TransferMode] = shared(
+        {}, description='Scenarios that differ from kv_transfer, as JSON: {"long": "per_layer"}'
+    )
     plan_timeout_s: float = Field(0.25, gt=0, description="Longest wait for the master")
     max_staleness_s: float = Field(
         30.0, gt=0, description="Without a master, use a registry view no older than this"
@@ -70,6 +86,10 @@ class Settings(ServiceSettings):
     )
     drain_s: float = Field(10.0, ge=0, description="Time for streams to finish at shutdown")
     tokenizer_threads: int = Field(1, ge=1, description="Threads that encode long text")
+
+    def kv_transfer_of(self, scenario: str) -> KvTransfer.ValueType:
+        """What the gateway asks of the prefills that serve `scenario` (S51)."""
+        return _MODES[self.kv_transfer_by_scenario.get(scenario, self.kv_transfer)]
 
     @property
     def limits(self) -> RequestLimits:

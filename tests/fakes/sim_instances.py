@@ -50,6 +50,7 @@ def settings_of(name: str, works: frozenset[Work], **changes: Any) -> EngineSett
         staging_bytes=0,
         landing_bytes=0,
         max_retrievals=4,
+        max_pulls=2,
         ticket_lease_s=10.0,
         sends_kv=Work.PREFILL in works,
         receives_kv=Work.DECODE in works,

@@ -31,7 +31,6 @@ from pdmesh.core.request_types import (
     Event,
     Fail,
     FirstToken,
-    ForgetLeg,
     KvReceived,
     LegAccepted,
     LegFailed,
@@ -42,6 +41,7 @@ from pdmesh.core.request_types import (
     PlanReceived,
     ReleaseTicket,
     RequestLimits,
+    SendJoin,
     SendPrefill,
     SendStart,
     SlotFreed,
@@ -73,6 +73,8 @@ class Leg:
     is_open: bool = True  # sent, and neither ended, aborted nor lost
     has_first: bool = False
     ticket_id: str = ""
+    is_accepted: bool = False
+    knows_first: bool = True  # a decode that was started early waits to be told token 1
 
 
 class RequestMachine(RuleBasedStateMachine):
@@ -119,6 +121,7 @@ class RequestMachine(RuleBasedStateMachine):
         self.request.check_invariants()
 
     def apply(self, effect: Effect) -> None:
+        """Of ForgetLeg nothing follows for the far side."""
         match effect:
             case AskPlan():
                 self.plan = effect
@@ -129,12 +132,13 @@ class RequestMachine(RuleBasedStateMachine):
             case SendStart():
                 assert self.tickets[effect.ticket_id] == "open"
                 assert effect.num_replayed == len(self.shown)
-                leg = Leg(effect.key, effect.to, True, effect.num_replayed, effect.max_tokens)
-                leg.ticket_id = effect.ticket_id
-                self.open(leg)
+                self.open(self.decode_leg(effect))
+            case SendJoin():
+                self.join(self.legs[effect.key], effect.token_id)
             case AbortLeg():
                 assert self.legs[effect.key].is_open, "only a running leg is aborted"
                 self.legs[effect.key].is_open = False
+                self.end_ticket(effect.key, "released")
             case ReleaseTicket():
                 assert self.tickets[effect.ticket_id] == "open"
                 self.tickets[effect.ticket_id] = "released"
@@ -145,12 +149,30 @@ class RequestMachine(RuleBasedStateMachine):
             case Complete() | Fail() | Cancelled():
                 self.outcomes.append(effect)
                 self.ended_at = self.now
-            case ForgetLeg():
-                pass
+
+    def decode_leg(self, effect: SendStart) -> Leg:
+        leg = Leg(effect.key, effect.to, True, effect.num_replayed, effect.max_tokens)
+        leg.ticket_id = effect.ticket_id
+        if effect.is_early:
+            assert effect.max_tokens == self.max_tokens - len(self.shown) - 1 >= 1
+            leg.num_known += 1
+            leg.knows_first = False
+        return leg
+
+    def join(self, leg: Leg, token_id: int) -> None:
+        assert leg.is_decode
+        assert not leg.knows_first, "joined once"
+        assert token_id == leg.num_known - 1 == self.shown[-1]
+        leg.knows_first = True
 
     def open(self, leg: Leg) -> None:
         assert leg.key not in self.legs, "a key is never used again"
         self.legs[leg.key] = leg
+
+    def end_ticket(self, key: int, how: str) -> None:
+        """Of the prefill leg `key`; one that was taken stays so."""
+        if self.tickets.get(f"t{key}") == "open":
+            self.tickets[f"t{key}"] = how
 
     def pick(self, data: st.DataObject) -> Leg | None:
         """Any leg there ever was: the far side may be late."""
@@ -179,10 +201,14 @@ class RequestMachine(RuleBasedStateMachine):
         match self.request.phase.value:
             case "planning" if self.plan is not None:
                 self.feed(PlanReceived(self.plan.plan, PREFILLS, DECODES))
-            case "prefill_offered" | "decode_offered" if leg is not None:
-                self.feed(LegAccepted(leg.key))
-            case "prefilling" if leg is not None and not leg.has_first:
-                self.end_prefill(leg)
+            case "prefill_offered" if leg is not None:
+                self.accept(leg, data.draw(st.booleans()))
+            case "decode_offered" if leg is not None:
+                self.accept(leg, False)
+            case "prefilling" if leg is not None and leg.is_decode and not leg.is_accepted:
+                self.accept(leg, False)
+            case "prefilling":
+                self.end_prefill(self.running_prefill(), data.draw(st.booleans()))
             case "decoding" if leg is not None and leg.is_open:
                 if self.tickets.get(leg.ticket_id) == "open":
                     self.take_ticket(leg)
@@ -201,12 +227,29 @@ class RequestMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_leg_is_accepted(self, data: st.DataObject) -> None:
         if leg := self.pick(data):
+            self.accept(leg, data.draw(st.booleans()))
+
+    def accept(self, leg: Leg, is_per_layer: bool) -> None:
+        """A prefill that hands on layer by layer opens its ticket with that."""
+        leg.is_accepted = True
+        ticket_id = f"t{leg.key}"
+        can_open = leg.is_open and not (leg.is_decode or leg.to.is_local or leg.has_first)
+        if is_per_layer and can_open and leg.num_left > 1 and ticket_id not in self.tickets:
+            self.tickets[ticket_id] = "open"
+            self.feed(LegAccepted(leg.key, TicketHeld(ticket_id, 5.0)))
+        else:
             self.feed(LegAccepted(leg.key))
+
+    def running_prefill(self) -> Leg:
+        return max(
+            (leg for leg in self.legs.values() if not leg.is_decode), key=lambda leg: leg.key
+        )
 
     @rule(data=st.data(), is_final=st.booleans())
     def a_leg_is_rejected(self, data: st.DataObject, is_final: bool) -> None:
         leg = self.pick(data)
-        if leg and leg.is_open and not leg.has_first and not self.is_running(leg):
+        is_asked = leg and leg.is_open and not leg.has_first and not leg.is_accepted
+        if leg and is_asked and not self.is_running(leg):
             leg.is_open = False
             self.feed(LegRejected(leg.key, is_final=is_final))
 
@@ -220,28 +263,32 @@ class RequestMachine(RuleBasedStateMachine):
     def prefill_ends(self, data: st.DataObject) -> None:
         leg = self.pick(data)
         if leg is not None and not leg.is_decode and not leg.has_first:
-            self.end_prefill(leg)
+            self.end_prefill(leg, data.draw(st.booleans()))
 
-    def end_prefill(self, leg: Leg) -> None:
+    def end_prefill(self, leg: Leg, is_stop: bool = False) -> None:
+        if leg.has_first:
+            return
         leg.has_first = True
         leg.num_left -= 1
         token, leg.num_known = leg.num_known, leg.num_known + 1
-        if leg.num_left == 0:
+        if leg.num_left == 0 or (is_stop and token == 3):
             leg.is_open = False
-            self.feed(FirstToken(leg.key, token, "length"))
+            self.end_ticket(leg.key, "released")  # opened for nothing: the prefill closes it
+            self.feed(FirstToken(leg.key, token, "stop" if leg.num_left else "length"))
         elif leg.to.is_local:
             self.feed(FirstToken(leg.key, token))
         else:
             ticket_id = f"t{leg.key}"
             # A leg given up before it ended was aborted, and its instance frees what it staged.
             is_wanted, leg.is_open = leg.is_open, False
-            self.tickets[ticket_id] = "open" if is_wanted else "released"
+            self.tickets.setdefault(ticket_id, "open" if is_wanted else "released")
             self.feed(FirstToken(leg.key, token, None, TicketHeld(ticket_id, 5.0)))
 
     @rule(data=st.data())
     def kv_arrives(self, data: st.DataObject) -> None:
         leg = self.pick(data)
         if leg and leg.is_decode and leg.is_open:
+            leg.is_accepted = True
             self.take_ticket(leg)
             self.feed(KvReceived(leg.key))
 
@@ -254,6 +301,8 @@ class RequestMachine(RuleBasedStateMachine):
         """By abandoned legs too: a frozen decode that wakes up goes on where it was."""
         leg = self.pick(data)
         if leg is None or leg.num_left == 0 or not (leg.is_decode or leg.has_first):
+            return
+        if not leg.knows_first:
             return
         if leg.is_decode and leg.is_open:
             self.take_ticket(leg)
@@ -286,6 +335,7 @@ class RequestMachine(RuleBasedStateMachine):
         leg = self.pick(data)
         if leg and leg.is_open:
             leg.is_open = False
+            self.end_ticket(leg.key, "lost")
             self.feed(LegFailed(leg.key, InstanceLost("scripted"), is_retryable))
 
     @rule(instance=st.sampled_from([*PREFILLS, *DECODES, FUSION]))
@@ -307,8 +357,7 @@ class RequestMachine(RuleBasedStateMachine):
             if leg.to != instance:
                 continue
             leg.is_open = False
-            if self.tickets.get(f"t{leg.key}") == "open":
-                self.tickets[f"t{leg.key}"] = "lost"
+            self.end_ticket(leg.key, "lost")
             self.feed(LegLost(leg.key))
 
     # --- everything else -------------------------------------------------------------------------
@@ -378,6 +427,6 @@ class RequestMachine(RuleBasedStateMachine):
 
 
 RequestMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
-TestRequestMachine = pytest.mark.req("S40", "S43", "S44")(
+TestRequestMachine = pytest.mark.req("S40", "S43", "S44", "S48", "S51")(
     pytest.mark.fault("F7", "F8", "F27")(RequestMachine.TestCase)
 )

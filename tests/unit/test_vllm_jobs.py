@@ -193,7 +193,8 @@ def test_a_pull_without_end_fails_at_its_deadline() -> None:
     core.decode(decode_job())
     failed, cancel = core.overdue(2)
     assert isinstance(failed, Failed)
-    assert failed.reason == "KV_TRANSFER_TIMEOUT"
+    assert failed.reason == "KV_TRANSFER_FAILED", "as every other failure of a pull"
+    assert failed.message.startswith("KV_TRANSFER_TIMEOUT")
     assert cancel == CancelRequest(2)
     assert core.overdue(2) == []
     assert core.handle(LandingClear(0, 2)) == [LandingFreed(2)]

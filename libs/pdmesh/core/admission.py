@@ -46,7 +46,8 @@ class Capacity:
     max_model_len: int  # prompt and output
     staging_bytes: int  # per rank
     landing_bytes: int
-    max_retrievals: int  # q: decodes whose KV is still on its way (S53)
+    max_retrievals: int  # decodes whose KV is still on its way
+    max_waiting: int = 0  # q: decodes beyond the slots, that take the place of one that ends (S53)
     model_fingerprint: str = ""
     # An engine that can preempt needs no room for the whole answer of each: reserve at most this much of it.
     max_reserved_output: int | None = None
@@ -109,6 +110,11 @@ class Admission:
     def __post_init__(self) -> None:
         self._staging = ArenaAllocator(self.capacity.staging_bytes)
         self._landing = ArenaAllocator(self.capacity.landing_bytes)
+
+    @property
+    def num_places(self) -> int:
+        """Legs it takes: those that run, and those that wait to take their place."""
+        return self.capacity.num_slots + self.capacity.max_waiting
 
     @property
     def num_slots_used(self) -> int:
@@ -213,7 +219,7 @@ class Admission:
             return Refused(RefusalReason.EXPIRED, detail="the deadline had passed")
         if self.is_draining:
             return Refused(RefusalReason.DRAINING)
-        if len(self._held) >= self.capacity.num_slots:
+        if len(self._held) >= self.num_places:
             return self._later(RefusalReason.BUSY, "no free slot")
         if ask.work is Work.DECODE and self._num_retrieving >= self.capacity.max_retrievals:
             return self._later(RefusalReason.BUSY, "retrievals at their bound")
@@ -250,7 +256,7 @@ class Admission:
 
     def check_invariants(self) -> None:
         held = self._held.values()
-        assert len(held) <= self.capacity.num_slots
+        assert len(held) <= self.num_places
         assert self._num_blocks_used == sum(h.num_blocks for h in held)
         assert 0 <= self._num_blocks_used <= self.capacity.num_blocks
         assert self._num_retrieving == sum(h.is_retrieving for h in held)

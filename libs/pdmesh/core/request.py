@@ -1,6 +1,7 @@
 """The life of one request (one choice of it): candidates, rejections, legs, migration, deadlines.
 
-At most one leg is active at a time, and at most one ticket is open beside it. Every leg has a key of its own
+At most one leg is active at a time, and at most one ticket is open beside it; while a prefill computes whose KV is
+handed on layer by layer, an `EarlyDecode` waits beside it and becomes the active leg at token 1. Every leg has a key of its own
 that is never used again, so whatever an abandoned leg still says finds no owner and is dropped: that is the
 fence against two decoders. A rejection is a normal answer and never counts as a failure (S40-S44).
 A request that lost a leg is planned again with the tokens emitted so far appended to its prompt.
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from pdmesh.core.early_decode import EarlyDecode, Leg
 from pdmesh.core.request_types import (
     AbortLeg,
     AskPlan,
@@ -39,6 +41,7 @@ from pdmesh.core.request_types import (
     PlanReceived,
     ReleaseTicket,
     RequestLimits,
+    SendJoin,
     SendPrefill,
     SendStart,
     SlotFreed,
@@ -81,12 +84,6 @@ WAITING: Final = frozenset({Phase.WAITING_PREFILL, Phase.WAITING_DECODE})
 
 
 @dataclass(frozen=True, slots=True)
-class _Leg:
-    key: int
-    to: Candidate
-
-
-@dataclass(frozen=True, slots=True)
 class _Ticket:
     key: int  # of the prefill leg
     holder: Candidate
@@ -104,13 +101,16 @@ class Request:
         "_deadline",
         "_decodes",
         "_decoding_key",
+        "_early",
         "_excluded",
         "_last_error",
         "_leg",
         "_limits",
         "_max_tokens",
         "_next_key",
+        "_num_prompt_tokens",
         "_plan",
+        "_prefill_by",
         "_progress_at",
         "_retry_at",
         "_retry_s",
@@ -136,6 +136,7 @@ class Request:
         limits: RequestLimits,
         budget: RetryBudget,
         next_key: Callable[[], int],
+        num_prompt_tokens: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         assert max_tokens >= 1
@@ -149,6 +150,7 @@ class Request:
         self.decode_id = ""
         self.outcome: Complete | Fail | Cancelled | None = None
         self._max_tokens = max_tokens
+        self._num_prompt_tokens = num_prompt_tokens
         self._stop_token_ids = stop_token_ids
         self._limits = limits
         self._budget = budget
@@ -158,11 +160,13 @@ class Request:
         self._candidates: list[Candidate] = []
         self._decodes: list[Candidate] = []
         self._tried = 0
-        self._leg: _Leg | None = None
+        self._leg: Leg | None = None
         self._ticket: _Ticket | None = None
+        self._early: EarlyDecode | None = None
         self._decoding_key = 0
         self._last_error: MeshError | None = None
         self._deadline = self._ttft_by = self._answer_by = self._retry_at = math.inf
+        self._prefill_by = math.inf
         self._retry_s = limits.retry_s
         self._progress_at = 0.0
 
@@ -206,6 +210,9 @@ class Request:
                 due = min(self._retry_at, self._ticket.until)
             case Phase.DECODING:
                 due = self._progress_at + self._limits.stall_s
+            case Phase.PREFILLING:
+                answer_by = self._early.answer_by if self._early is not None else math.inf
+                due = min(self._prefill_by, answer_by)
             case _:
                 due = math.inf
         return min(due, self._deadline)
@@ -229,6 +236,7 @@ class Request:
         assert has_leg == (self.phase in needs_leg), self.phase
         if self._ticket is not None:
             assert self.phase in {Phase.DECODE_OFFERED, Phase.WAITING_DECODE, Phase.DECODING}
+        assert self._early is None or self.phase is Phase.PREFILLING
         if self.phase in {Phase.DECODE_OFFERED, Phase.WAITING_DECODE}:
             assert self._ticket is not None, self.phase
         assert len(self.emitted) <= self._max_tokens
@@ -298,15 +306,41 @@ class Request:
         self.phase = Phase.PREFILL_OFFERED
         return [SendPrefill(leg.key, to, self.attempt, len(self.emitted), self.num_remaining)]
 
-    def _open_leg(self, to: Candidate, now: float) -> _Leg:
-        self._leg = leg = _Leg(self._next_key(), to)
+    def _open_leg(self, to: Candidate, now: float) -> Leg:
+        self._leg = leg = Leg(self._next_key(), to)
         self._answer_by = now + self._limits.answer_s
         return leg
 
     def _on_prefill_accepted(self, event: Event, now: float) -> list[Effect]:
+        assert isinstance(event, LegAccepted)
+        assert self._leg is not None
         self.phase = Phase.PREFILLING
         self._retry_s = self._limits.retry_s
-        return []
+        num_tokens = self._num_prompt_tokens + len(self.emitted)
+        self._prefill_by = now + self._limits.prefill_s(num_tokens)
+        if event.ticket is None or self._leg.to.is_local or self.num_remaining == 1:
+            return []
+        decodes = [c for c in self._decodes if c.pair == self._leg.to.pair]
+        self._early = EarlyDecode(event.ticket, decodes, self._early_start, self._limits.answer_s)
+        return self._early.offer(now)
+
+    def _early_start(self, to: Candidate) -> SendStart:
+        assert self._early is not None
+        ticket_id, num_replayed = self._early.ticket.ticket_id, len(self.emitted)
+        max_tokens = self.num_remaining - 1
+        return SendStart(
+            self._next_key(), to, self.attempt, ticket_id, num_replayed, max_tokens, is_early=True
+        )
+
+    def _on_early(self, early: EarlyDecode, event: Event, now: float) -> list[Effect]:
+        if isinstance(event, LegFailed) and not event.is_retryable:
+            early.handle(event, now)
+            return self._end(Fail(event.error))
+        effects = early.handle(event, now)
+        if not early.is_spent:
+            return effects
+        error = InstanceLost("the decode with the KV went away", reason="UPSTREAM_FAILED")
+        return effects + self._lose(error, tuple(c.instance_id for c in early.refused), now)
 
     def _on_prefill_rejected(self, event: Event, now: float) -> list[Effect]:
         assert isinstance(event, LegRejected)
@@ -347,7 +381,23 @@ class Request:
             return effects + self._end(Complete("length"))
         self._decodes = [c for c in self._decodes if c.pair == leg.to.pair]
         self._tried = 0
-        return effects + self._offer_decode(now)
+        return effects + (self._adopt_early(event.token_id, now) or self._offer_decode(now))
+
+    def _adopt_early(self, token_id: int, now: float) -> list[Effect]:
+        """Token 1 is known: the decode that was started early goes on from it. Nothing if there is none."""
+        early, self._early = self._early, None
+        if early is None:
+            return []
+        self.num_rejections += early.num_rejections
+        self._decodes = [c for c in self._decodes if c not in early.refused]
+        if early.leg is None:
+            return []
+        self._leg, self._answer_by = early.leg, early.answer_by
+        self.phase = Phase.DECODE_OFFERED
+        effects: list[Effect] = [SendJoin(early.leg.key, token_id)]
+        if early.is_accepted:
+            self._on_decode_accepted(LegAccepted(early.leg.key), now)
+        return effects + (self._ticket_taken() if early.has_kv else [])
 
     # --- decode ----------------------------------------------------------------------------------
 
@@ -475,7 +525,10 @@ class Request:
         return effects + self._lose(event.error, (to.instance_id, *holder), now)
 
     def _on_foreign_leg(self, event: Event, now: float) -> list[Effect]:
-        """Not the active leg: the holder of the open ticket, or a leg given up long ago (the fence)."""
+        """Not the active leg: the early decode, the ticket's holder, or a leg given up long ago (the fence)."""
+        early = self._early
+        if early is not None and isinstance(event, _LEG_EVENTS) and early.owns(event.key):
+            return self._on_early(early, event, now)
         ticket = self._ticket
         if ticket is None or not isinstance(event, LegLost | LegFailed) or event.key != ticket.key:
             return []
@@ -522,6 +575,9 @@ class Request:
                 return self._end(Fail(self._last_error or self._overloaded()))
             case Phase.PREFILL_OFFERED | Phase.DECODE_OFFERED | Phase.DECODING:
                 return self._on_silence(now)
+            case Phase.PREFILLING:
+                is_late = now >= self._prefill_by or self._early is None
+                return self._on_silence(now) if is_late else self._early_tick(now)
             case Phase.WAITING_PREFILL | Phase.WAITING_PLAN:
                 return self._on_waited(now)
             case Phase.WAITING_DECODE:
@@ -532,6 +588,10 @@ class Request:
         assert self._leg is not None
         error = InstanceLost("the instance fell silent", reason="UPSTREAM_FAILED")
         return self._lose(error, (self._leg.to.instance_id,), now)
+
+    def _early_tick(self, now: float) -> list[Effect]:
+        assert self._early is not None
+        return self._early.tick(now)
 
     def _on_waited(self, now: float) -> list[Effect]:
         if now >= self._ttft_by:
@@ -554,10 +614,14 @@ class Request:
         return [ForgetLeg(leg.key)], leg.to
 
     def _drop_all(self) -> list[Effect]:
-        """Abort the active leg and release the open ticket."""
+        """Abort the active leg and the early decode, and release the open ticket."""
         effects: list[Effect] = []
         if self._leg is not None:
             effects.append(AbortLeg(self._leg.key))
+        if self._early is not None:
+            self.num_rejections += self._early.num_rejections
+            effects += self._early.drop()
+            self._early = None
         if self._ticket is not None:
             effects.append(ReleaseTicket(self._ticket.key, self._ticket.held.ticket_id))
         self._leg, self._ticket, self._decoding_key = None, None, 0

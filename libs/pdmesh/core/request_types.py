@@ -36,11 +36,16 @@ class RequestLimits:
 
     deadline_s: float = 600.0
     ttft_s: float = 10.0  # until a prefill must have accepted; renewed by a migration
+    prefill_token_s: float = 0.005  # the slowest pace, per prompt token, that is still progress
     answer_s: float = 3.0  # an instance accepts or rejects within it
     stall_s: float = 5.0  # between two tokens of an accepted decode
     retry_s: float = 0.25  # while waiting, ask for a new plan at least this often (doubles to 2 s)
     max_migrations: int = 3
     max_candidates: int = 8
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """From Accepted to token 1: longer, and the engine hangs though its process answers."""
+        return self.ttft_s + self.stall_s + num_tokens * self.prefill_token_s
 
 
 # --- events: facts, in the past tense -------------------------------------------------------------
@@ -66,7 +71,10 @@ class PlanFailed:
 
 @dataclass(frozen=True, slots=True)
 class LegAccepted:
+    """`ticket` is set if the KV of this prefill may be pulled while it is computed (per layer)."""
+
     key: int
+    ticket: TicketHeld | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +199,10 @@ class SendPrefill:
 
 @dataclass(frozen=True, slots=True)
 class SendStart:
-    """Offer a ticket. The last of the `num_replayed` emitted tokens is the one prefill drew."""
+    """Offer a ticket. The last of the `num_replayed` emitted tokens is the one prefill drew.
+
+    `is_early`: prefill has not drawn it yet, and SendJoin will say it; `max_tokens` counts what follows it.
+    """
 
     key: int
     to: Candidate
@@ -199,6 +210,15 @@ class SendStart:
     ticket_id: str
     num_replayed: int
     max_tokens: int
+    is_early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SendJoin:
+    """Tell a decode that was started early the token it goes on from."""
+
+    key: int
+    token_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +271,7 @@ Effect = (
     AskPlan
     | SendPrefill
     | SendStart
+    | SendJoin
     | AbortLeg
     | ReleaseTicket
     | ForgetLeg

@@ -51,6 +51,9 @@ class TokenLogprob:
 class PrefillJob:
     """Compute a prompt, draw token 1, and stage the KV in `staging` under `ticket_id`.
 
+    `is_per_layer` (S48): the ticket is open before the prompt is computed (`TicketOpened`), and each layer is staged as it is
+    computed. Otherwise the prompt is staged whole, in time for `Prefilled`.
+
     `staging` is None when the job is local (fusion): the engine goes on decoding it and emits `Tokens`.
     A job that ends with its first token (max_tokens 1, or a stop token) stages nothing.
     """
@@ -62,6 +65,7 @@ class PrefillJob:
     sampling: Sampling
     ticket_id: str = ""
     staging: ArenaRange | None = None
+    is_per_layer: bool = False
     cache_salt: str = ""
     block_hashes: tuple[bytes, ...] = ()
     traceparent: str = ""
@@ -71,14 +75,15 @@ class PrefillJob:
 class DecodeJob:
     """Pull the KV named by `ticket` into `landing`, scatter it into blocks, and go on from `first_token`.
 
-    `sampling.max_tokens` counts the tokens after `first_token`. `deadline_s` bounds the pull, from now.
+    `sampling.max_tokens` counts the tokens after `first_token`. `deadline_s` bounds the pull, from now. `first_token` is None
+    while prefill computes still: `join` will say it, and the job begins to draw when it and the KV are there.
     """
 
     leg: int
     request_id: str
     attempt: int
     prompt: array[int]
-    first_token: int
+    first_token: int | None
     ticket: Ticket
     landing: ArenaRange
     sampling: Sampling
@@ -86,6 +91,20 @@ class DecodeJob:
     cache_salt: str = ""
     block_hashes: tuple[bytes, ...] = ()
     traceparent: str = ""
+
+
+def hands_on(job: PrefillJob, max_model_len: int) -> bool:
+    """Whether the job's KV goes elsewhere. One that ends with its first token for sure stages nothing."""
+    has_room = len(job.prompt) + 1 < max_model_len
+    return job.staging is not None and job.sampling.max_tokens > 1 and has_room
+
+
+@dataclass(frozen=True, slots=True)
+class TicketOpened:
+    """The KV of a per-layer job may be pulled from now on; it comes as it is computed. Before anything else of the leg."""
+
+    leg: int
+    ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +170,8 @@ class TicketClosed:
     """A staged KV was taken, released, or its lease ended: its slot and arena range are free.
 
     Emitted exactly once for each job that was given a `staging` range, aborted ones included (then the
-    only output after `abort`), unless the job ended by `Failed` or with its first token.
+    only output after `abort`), unless the job ended by `Failed` or with its first token. One that `TicketOpened`
+    told of is closed whatever the job's end, perhaps before it: decode may have taken the KV by then.
     """
 
     ticket_id: str
@@ -186,7 +206,8 @@ class TiersReported:
 
 
 Output = (
-    Prefilled
+    TicketOpened
+    | Prefilled
     | KvReceived
     | Tokens
     | TokenBatch
@@ -236,6 +257,10 @@ class Engine(Protocol):
     def prefill(self, job: PrefillJob) -> None: ...
 
     def decode(self, job: DecodeJob) -> None: ...
+
+    def join(self, leg: int, first_token: int) -> None:
+        """Token 1 of a decode that was started without it. Unknown legs, and those that know it, are ignored."""
+        ...
 
     def abort(self, leg: int) -> None:
         """Stop a job in any state, its ticket included. Unknown legs are ignored."""

@@ -44,6 +44,7 @@ class EngineSettings:
     dtype: str = ""
     kv_cache_bytes: int = 0  # vLLM
     tiers: TierConfig = field(default_factory=TierConfig)
+    max_pulls: int = 4  # of KV, at once
     sim_law: str = "demo"
     sim_eos_period: int = 300
 
@@ -111,6 +112,7 @@ def build_sim(settings: EngineSettings, make_transport: Callable[[], KvTransport
         num_kv_blocks=settings.num_kv_blocks or (settings.num_slots + 1) * blocks_per_prompt,
         ticket_lease_s=settings.ticket_lease_s,
         tier_timeout_s=settings.tiers.timeout_s,
+        max_pulls=settings.max_pulls,
     )
     tiers = None
     if settings.tiers.is_on:

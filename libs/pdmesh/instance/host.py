@@ -11,11 +11,12 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
 from pdmesh.core.admission import Admission, Ask, Refused, Work
+from pdmesh.core.ticket import PullFailure
 from pdmesh.engine.base import (
     ArenaRange,
     BlocksChanged,
@@ -25,13 +26,15 @@ from pdmesh.engine.base import (
     Finished,
     KvReceived,
     LandingFreed,
-    Output,
     Prefilled,
     PrefillJob,
+    Ticket,
     TicketClosed,
+    TicketOpened,
     TiersReported,
     TokenBatch,
     Tokens,
+    hands_on,
 )
 from pdmesh.errors import InvalidRequest, KvTransferFailed
 from pdmesh.instance import convert, instruments, spans
@@ -39,6 +42,7 @@ from pdmesh.instance.legs import Leg, LegTable
 from pdmesh.instance.outbox import Outbox
 from pdmesh.telemetry import names
 from pdmesh.v1.instance_service_pb2 import (
+    KV_TRANSFER_PER_LAYER,
     Command,
     Load,
     LogprobsDrawn,
@@ -108,7 +112,7 @@ class InstanceHost:
     def load(self) -> Load:
         admission = self.admission
         return Load(
-            num_slots=admission.capacity.num_slots,
+            num_slots=admission.num_places,
             num_slots_used=admission.num_slots_used,
             num_kv_blocks_free=admission.num_blocks_free,
             is_draining=admission.is_draining,
@@ -143,6 +147,9 @@ class InstanceHost:
                     self._begin(outbox, command.prefill)
                 case "start":
                     self._begin(outbox, command.start)
+                case "join":
+                    if leg := self._legs.find(outbox, command.join.key):
+                        self._join(leg, command.join.first_token_id)
                 case "abort":
                     if leg := self._legs.find(outbox, command.abort.key):
                         self._abort(leg)
@@ -189,7 +196,6 @@ class InstanceHost:
             return
         self._last_leg = ask.leg
         instruments.admissions.add(1, instruments.ACCEPTED)
-        outbox.add_event(convert.accepted(m.key), is_urgent=False)
         leg = Leg(ask.leg, outbox, m.key, work, m.request_id)
         if isinstance(m, Start):
             self._start_decode(leg, m, parsed, decision.range)
@@ -208,21 +214,29 @@ class InstanceHost:
         leg.span = spans.start(names.SPAN_PREFILL, m.traceparent, m.request_id, m.attempt)
         if staging is not None:
             leg.ticket_id = secrets.token_hex(12)
-        self._legs.add(leg)
-        self._engine.prefill(
-            PrefillJob(
-                leg=leg.number,
-                request_id=m.request_id,
-                attempt=m.attempt,
-                prompt=parsed.prompt,
-                sampling=parsed.sampling,
-                ticket_id=leg.ticket_id,
-                staging=staging,
-                cache_salt=m.cache_salt,
-                block_hashes=parsed.block_hashes,
-                traceparent=m.traceparent,
-            )
+        job = PrefillJob(
+            leg=leg.number,
+            request_id=m.request_id,
+            attempt=m.attempt,
+            prompt=parsed.prompt,
+            sampling=parsed.sampling,
+            ticket_id=leg.ticket_id,
+            staging=staging,
+            is_per_layer=m.kv_transfer == KV_TRANSFER_PER_LAYER,
+            cache_salt=m.cache_salt,
+            block_hashes=parsed.block_hashes,
+            traceparent=m.traceparent,
         )
+        leg.is_per_layer = job.is_per_layer and hands_on(job, self.admission.capacity.max_model_len)
+        self._legs.add(leg)
+        if not leg.is_per_layer:  # else with the ticket, once it is open
+            self._accept(leg)
+        self._engine.prefill(job)
+
+    def _accept(self, leg: Leg, ticket: Ticket | None = None) -> None:
+        """A ticket is waited for; otherwise FirstToken or the KV soon tells the same."""
+        leg.is_accepted = True
+        leg.outbox.add_event(convert.accepted(leg.key, ticket), is_urgent=ticket is not None)
 
     def _start_decode(
         self, leg: Leg, m: Start, parsed: convert.Parsed, landing: ArenaRange | None
@@ -233,28 +247,56 @@ class InstanceHost:
             names.SPAN_KV_TRANSFER, m.traceparent, m.request_id, m.attempt
         )
         self._legs.add(leg)
+        self._accept(leg)
+        remaining_s = m.remaining_ms / 1000
+        if (
+            not m.awaits_first_token
+        ):  # else it waits for prefill too: `_join` bounds what is left then
+            remaining_s = min(remaining_s, self._config.transfer_timeout_s)
         self._engine.decode(
             DecodeJob(
                 leg=leg.number,
                 request_id=m.request_id,
                 attempt=m.attempt,
                 prompt=parsed.prompt,
-                first_token=m.first_token_id,
+                first_token=None if m.awaits_first_token else m.first_token_id,
                 ticket=convert.ticket_from_proto(m.ticket),
                 landing=landing,
                 sampling=parsed.sampling,
-                deadline_s=min(m.remaining_ms / 1000, self._config.transfer_timeout_s),
+                deadline_s=remaining_s,
                 cache_salt=m.cache_salt,
                 block_hashes=parsed.block_hashes,
                 traceparent=m.traceparent,
             )
         )
 
+    def _join(self, leg: Leg, first_token: int) -> None:
+        """Prefill is done, so the rest of the KV is on its way: it comes within the time of a pull, or not at all."""
+        self._engine.join(leg.number, first_token)
+        if not leg.has_first and leg.overdue is None:
+            loop = asyncio.get_running_loop()
+            timeout_s = self._config.transfer_timeout_s
+            leg.overdue = loop.call_later(timeout_s, self._on_overdue, leg)
+
+    def _on_overdue(self, leg: Leg) -> None:
+        if self._legs.get(leg.number) is not leg:
+            return
+        self._engine.abort(leg.number)
+        message = f"{PullFailure.TIMEOUT}: the KV did not arrive in time after token 1"
+        self._on_failed(Failed(leg.number, KvTransferFailed.default_reason, message))
+        self._after_changes()
+
     def _abort(self, leg: Leg) -> None:
         """The engine gives the leg's ranges back by TicketClosed or LandingFreed, perhaps later."""
         self._engine.abort(leg.number)
         self._forget(leg, "aborted")
         self.admission.ended(leg.number, self._clock())
+        self._free_if_closed(leg)
+
+    def _free_if_closed(self, leg: Leg) -> None:
+        """A per-layer ticket may have closed while its prefill computed: the range was kept until now."""
+        if leg.is_per_layer and not self._legs.is_ticket_open(leg.ticket_id):
+            self.admission.range_freed(leg.number, self._clock())
 
     def _forget(self, leg: Leg, outcome: str) -> None:
         """The gateway hears no more of this leg."""
@@ -262,6 +304,9 @@ class InstanceHost:
         spans.end(leg.transfer_span, failure)
         spans.end(leg.span, failure)
         leg.span = leg.transfer_span = None
+        if leg.overdue is not None:
+            leg.overdue.cancel()
+            leg.overdue = None
         self._legs.remove(leg)
         instruments.legs_ended.add(1, {names.ATTR_OUTCOME: outcome})
 
@@ -272,32 +317,21 @@ class InstanceHost:
         try:
             async for outputs in self._engine.outputs():
                 for output in outputs:
-                    self._handle(output)
+                    _HANDLE[type(output)](self, output)
                 self._after_changes()
         except Exception:
             self._fail_all()
             raise
 
-    def _handle(self, output: Output) -> None:
-        match output:
-            case TokenBatch():
-                self._on_token_batch(output)
-            case Tokens():
-                self._on_tokens(output)
-            case Prefilled():
-                self._on_prefilled(output)
-            case KvReceived():
-                self._on_kv_received(output)
-            case Finished():
-                self._on_finished(output)
-            case Failed():
-                self._on_failed(output)
-            case TicketClosed():
-                self._on_ticket_closed(output)
-            case LandingFreed():
-                self.admission.range_freed(output.leg, self._clock())
-            case BlocksChanged() | TiersReported():
-                self._on_cache(output)
+    def _on_ticket_opened(self, output: TicketOpened) -> None:
+        if (leg := self._legs.get(output.leg)) is not None:
+            self._accept(leg, output.ticket)
+
+    def _on_landing_freed(self, output: LandingFreed) -> None:
+        self.admission.range_freed(output.leg, self._clock())
+
+    def _on_cache_changed(self, output: BlocksChanged | TiersReported) -> None:
+        self._on_cache(output)
 
     def _on_token_batch(self, batch: TokenBatch) -> None:
         token_ids = batch.token_ids
@@ -324,14 +358,18 @@ class InstanceHost:
                 self._on_ended_unheard(output.leg)
             return
         leg.outbox.add_event(convert.first_token(leg.key, output))
+        leg.has_first = True
         instruments.tokens.add(1)
         if leg.work is Work.PREFILL:
             spans.end(leg.span, pdmesh__usage__cached_tokens=output.num_cached_tokens)
             leg.span = None
         if output.finish_reason is not None:
             self._close(leg, "finished")
-        else:
-            self.admission.computed(leg.number)
+            return
+        self.admission.computed(leg.number)
+        if leg.is_per_layer and not self._legs.is_ticket_open(leg.ticket_id):
+            self._forget(leg, "finished")  # taken before token 1 was read
+            self._free_if_closed(leg)
 
     def _on_kv_received(self, output: KvReceived) -> None:
         if (leg := self._legs.get(output.leg)) is None:
@@ -340,6 +378,10 @@ class InstanceHost:
             leg.key, output.kv_bytes, output.duration_s, output.num_computed_tokens
         )
         leg.outbox.add_event(event, is_urgent=False)
+        leg.has_first = True
+        if leg.overdue is not None:
+            leg.overdue.cancel()
+            leg.overdue = None
         instruments.transfer_s.record(output.duration_s)
         instruments.transfer_bytes.add(output.kv_bytes)
         instruments.computed_tokens.add(output.num_computed_tokens)
@@ -374,13 +416,16 @@ class InstanceHost:
         self._forget(leg, outcome)
         now = self._clock()
         self.admission.ended(leg.number, now)
-        if leg.work is Work.PREFILL:
+        if leg.is_per_layer:
+            self._free_if_closed(leg)  # else TicketClosed follows: a decode may be pulling
+        elif leg.work is Work.PREFILL:
             self._legs.close_ticket(leg.ticket_id)
             self.admission.range_freed(leg.number, now)
 
     def _on_ended_unheard(self, number: int) -> None:
         """It was aborted when it had ended already: no TicketClosed follows for a prefill's range."""
-        if (leg := self._legs.with_ticket(number)) is not None:
+        leg = self._legs.with_ticket(number)
+        if leg is not None and not leg.is_per_layer:
             self._legs.close_ticket(leg.ticket_id)
             self.admission.range_freed(number, self._clock())
 
@@ -389,6 +434,8 @@ class InstanceHost:
             return
         instruments.tickets_closed.add(1, {names.ATTR_REASON: output.reason})
         if self._legs.get(leg.number) is leg:
+            if leg.is_per_layer and not leg.has_first:
+                return  # it computes still; its slot and range are given back at its end
             self._forget(leg, "finished")
         self.admission.range_freed(leg.number, self._clock())
 
@@ -419,7 +466,7 @@ class InstanceHost:
         admission = self.admission
         version, is_full = (
             admission.version,
-            admission.num_slots_used >= admission.capacity.num_slots,
+            admission.num_slots_used >= admission.num_places,
         )
         for outbox in self._outboxes:
             is_hint = outbox.wants_load and not is_full
@@ -442,3 +489,19 @@ def _work_of(m: Prefill | Start) -> Work:
     if isinstance(m, Start):
         return Work.DECODE
     return Work.LOCAL if m.is_local else Work.PREFILL
+
+
+# Any: each function takes the one output its key names.
+_HANDLE: Final[dict[type, Callable[[InstanceHost, Any], None]]] = {
+    TokenBatch: InstanceHost._on_token_batch,
+    Tokens: InstanceHost._on_tokens,
+    TicketOpened: InstanceHost._on_ticket_opened,
+    Prefilled: InstanceHost._on_prefilled,
+    KvReceived: InstanceHost._on_kv_received,
+    Finished: InstanceHost._on_finished,
+    Failed: InstanceHost._on_failed,
+    TicketClosed: InstanceHost._on_ticket_closed,
+    LandingFreed: InstanceHost._on_landing_freed,
+    BlocksChanged: InstanceHost._on_cache_changed,
+    TiersReported: InstanceHost._on_cache_changed,
+}

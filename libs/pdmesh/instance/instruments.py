@@ -55,7 +55,7 @@ def observe(host: InstanceHost) -> None:
     """Show the host's state at /metrics. Once per process."""
     admission = host.admission
     for name, help_text, read, unit in (
-        (names.SLOTS, "Legs that can run at once", lambda: admission.capacity.num_slots, "1"),
+        (names.SLOTS, "Legs it takes at once", lambda: admission.num_places, "1"),
         (names.SLOTS_USED, "Slots held", lambda: admission.num_slots_used, "1"),
         (names.KV_BLOCKS_FREE, "KV blocks not reserved", lambda: admission.num_blocks_free, "1"),
         (names.KV_TICKETS, "Prefills with a ticket", lambda: host.num_tickets, "1"),

@@ -6,6 +6,7 @@ its last word, while the admission core may hold its slot a little longer.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,10 @@ class Leg:
     work: Work
     request_id: str
     ticket_id: str = ""  # of a prefill, once admitted
+    is_per_layer: bool = False  # its ticket is open while it computes, and may close before it ends
+    is_accepted: bool = False  # the gateway has been told
+    has_first: bool = False  # token 1 was drawn (prefill), or the KV has come (decode)
+    overdue: asyncio.TimerHandle | None = None
     span: Span | None = None
     transfer_span: Span | None = None
 
@@ -71,6 +76,9 @@ class LegTable:
     def close_ticket(self, ticket_id: str) -> Leg | None:
         """The prefill that the ticket was of; None if it was closed before."""
         return self._by_ticket.pop(ticket_id, None)
+
+    def is_ticket_open(self, ticket_id: str) -> bool:
+        return ticket_id in self._by_ticket
 
     def with_ticket(self, number: int) -> Leg | None:
         """The prefill whose ticket is open, whether or not a gateway still hears of it. Few are open at once."""

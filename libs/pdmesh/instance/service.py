@@ -204,6 +204,7 @@ def capacity_of(
         staging_bytes=built.staging_bytes,
         landing_bytes=built.landing_bytes,
         max_retrievals=settings.max_retrievals,
+        max_waiting=settings.max_waiting if role == ROLE_DECODE else 0,
         model_fingerprint=info.model_fingerprint,
         max_reserved_output=settings.max_reserved_output or None,
     )
@@ -224,6 +225,7 @@ def _engine_settings(settings: InstanceSettings, app: App, role: Role.ValueType)
         staging_bytes=settings.staging_bytes,
         landing_bytes=settings.landing_bytes,
         max_retrievals=settings.max_retrievals,
+        max_pulls=settings.max_pulls,
         ticket_lease_s=settings.ticket_lease_s,
         sends_kv=Work.PREFILL in works,
         receives_kv=Work.DECODE in works,

@@ -32,7 +32,15 @@ class InstanceSettings(ServiceSettings):
     num_kv_blocks: int = Field(0, ge=0, description="KV blocks; 0: room for all slots (sim)")
     staging_bytes: int = Field(0, ge=0, description="Arena for KV on its way out; 0: by slots")
     landing_bytes: int = Field(0, ge=0, description="Arena for KV on its way in; 0: by retrievals")
-    max_retrievals: int = Field(16, ge=1, description="KV pulls at once at a decode")
+    max_retrievals: int = Field(
+        16, ge=1, description="Requests at a decode whose KV has not come yet; more are refused"
+    )
+    max_pulls: int = Field(
+        4, ge=1, description="KV pulls at once at a decode; others wait their turn"
+    )
+    max_waiting: int = Field(
+        2, ge=0, description="Requests a decode takes beyond its slots: their KV comes meanwhile"
+    )
     kv_host_pool_bytes: int = shared(
         0, ge=0, description="Host memory for KV blocks the engine evicts, per rank; 0: none"
     )

@@ -26,6 +26,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _KvTransfer:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KvTransferEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvTransfer.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KV_TRANSFER_UNSPECIFIED: _KvTransfer.ValueType  # 0
+    """as WHOLE"""
+    KV_TRANSFER_WHOLE: _KvTransfer.ValueType  # 1
+    """after prefill; decode is chosen at FirstToken"""
+    KV_TRANSFER_PER_LAYER: _KvTransfer.ValueType  # 2
+    """each layer as it is computed; decode is chosen at Accepted"""
+
+class KvTransfer(_KvTransfer, metaclass=_KvTransferEnumTypeWrapper):
+    """When a prompt's KV goes to its decode."""
+
+KV_TRANSFER_UNSPECIFIED: KvTransfer.ValueType  # 0
+"""as WHOLE"""
+KV_TRANSFER_WHOLE: KvTransfer.ValueType  # 1
+"""after prefill; decode is chosen at FirstToken"""
+KV_TRANSFER_PER_LAYER: KvTransfer.ValueType  # 2
+"""each layer as it is computed; decode is chosen at Accepted"""
+Global___KvTransfer: _TypeAlias = KvTransfer  # noqa: Y015
+
 class _RejectReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -101,6 +125,7 @@ class Command(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    JOIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -111,6 +136,8 @@ class Command(_message.Message):
     def abort(self) -> Global___Abort: ...
     @_builtins.property
     def release(self) -> Global___Release: ...
+    @_builtins.property
+    def join(self) -> Global___Join: ...
     def __init__(
         self,
         *,
@@ -119,12 +146,13 @@ class Command(_message.Message):
         start: Global___Start | None = ...,
         abort: Global___Abort | None = ...,
         release: Global___Release | None = ...,
+        join: Global___Join | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "hello", b"hello", "prefill", b"prefill", "release", b"release", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "hello", b"hello", "join", b"join", "prefill", b"prefill", "release", b"release", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "hello", b"hello", "prefill", b"prefill", "release", b"release", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "hello", b"hello", "join", b"join", "prefill", b"prefill", "release", b"release", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "prefill", "start", "abort", "release"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "prefill", "start", "abort", "release", "join"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -174,6 +202,7 @@ class Prefill(_message.Message):
     IS_LOCAL_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    KV_TRANSFER_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
@@ -186,6 +215,8 @@ class Prefill(_message.Message):
     traceparent: _builtins.str
     cache_salt: _builtins.str
     """hex of the tenant's root: prefixes are shared only under an equal one"""
+    kv_transfer: Global___KvTransfer.ValueType
+    """a wish: an Accepted without a ticket means WHOLE"""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """of the full blocks, 16 bytes each"""
@@ -205,10 +236,11 @@ class Prefill(_message.Message):
         is_local: _builtins.bool = ...,
         traceparent: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
+        kv_transfer: Global___KvTransfer.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "is_local", b"is_local", "key", b"key", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "is_local", b"is_local", "key", b"key", "kv_transfer", b"kv_transfer", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,6 +263,7 @@ class Start(_message.Message):
     REMAINING_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    AWAITS_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
@@ -240,6 +273,8 @@ class Start(_message.Message):
     remaining_ms: _builtins.int
     traceparent: _builtins.str
     cache_salt: _builtins.str
+    awaits_first_token: _builtins.bool
+    """prefill computes still: first_token_id comes later, by Join"""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     @_builtins.property
@@ -262,14 +297,39 @@ class Start(_message.Message):
         remaining_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
+        awaits_first_token: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "first_token_id", b"first_token_id", "key", b"key", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "awaits_first_token", b"awaits_first_token", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "first_token_id", b"first_token_id", "key", b"key", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Start: _TypeAlias = Start  # noqa: Y015
+
+@_typing.final
+class Join(_message.Message):
+    """Token 1 of a leg whose Start awaits it; decoding begins when its KV is there too. Never answered; idempotent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    first_token_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        key: _builtins.int = ...,
+        first_token_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_id", b"first_token_id", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Join: _TypeAlias = Join  # noqa: Y015
 
 @_typing.final
 class Abort(_message.Message):
@@ -463,12 +523,19 @@ class Accepted(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    TICKET_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ticket(self) -> _common_pb2.Ticket:
+        """of a per-layer prefill: its KV may be pulled from now on, and comes as it is computed"""
+
     def __init__(
         self,
+        *,
+        ticket: _common_pb2.Ticket | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

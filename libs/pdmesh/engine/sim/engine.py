@@ -77,6 +77,7 @@ class SimEngine:
             self._memory,
             self._pool,
             self._agent,
+            config.max_pulls,
             self._emit,
             self._on_retrieved,
             self._die,
@@ -142,6 +143,9 @@ class SimEngine:
         failpoints.hit("decode.accepted")
         self._retriever.begin(job)
 
+    def join(self, leg: int, first_token: int) -> None:
+        self._retriever.join(leg, first_token)
+
     def abort(self, leg: int) -> None:
         prompt = self._lane.remove(leg)
         if prompt is not None:
@@ -176,6 +180,7 @@ class SimEngine:
             num_kv_blocks_free=self._pool.num_free,
             extra={
                 "num_retrieving": self._retriever.num_retrieving,
+                "num_pulls_queued": self._retriever.num_queued,
                 "num_tickets": len(self._staged),
             },
         )
@@ -222,9 +227,10 @@ class SimEngine:
             blocks += self._pool.allocate(-(-len(job.prompt) // size) - len(blocks))
             self._lane.add(Prompt(job, blocks, num_cached))
         self._arrivals.clear()
-        for running in self._joining.values():
-            self._batch.join(running)
-        self._joining.clear()
+        # A retrieved sequence takes the place of one that ended, in the step after that (S53).
+        while self._joining and len(self._batch) < self._config.num_slots:
+            leg = next(iter(self._joining))
+            self._batch.join(self._joining.pop(leg))
 
     def _draw(self) -> None:
         failpoints.hit("decode.token")
@@ -317,13 +323,13 @@ class SimEngine:
             got.state,
             got.digest,
             len(job.prompt),
-            job.first_token,
+            got.first_token,
             key,
             sampling.max_tokens,
             sampling.ignore_eos,
             sampling.stop_token_ids,
         )
-        self._add(running, _Sequence(got.blocks, job.first_token))
+        self._add(running, _Sequence(got.blocks, got.first_token))
 
     def _add(self, running: Running, sequence: _Sequence) -> None:
         self._sequences[running.leg] = sequence

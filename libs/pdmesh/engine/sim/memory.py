@@ -28,7 +28,12 @@ class PagedMemory:
 
     def write(self, blocks: Sequence[int], states: Words, start: int) -> None:
         """Write the KV of the tokens from position `start` on, given the states of all tokens."""
-        params = self.model.params
+        for layer in range(self.model.params.num_layers):
+            self.write_layer(layer, blocks, states, start)
+
+    def write_layer(self, layer: int, blocks: Sequence[int], states: Words, start: int) -> None:
+        """`write` of one layer."""
+        params, cache = self.model.params, self.caches[layer]
         first = (
             start // params.block_size
         )  # a partly filled block is written anew, from its own start
@@ -37,12 +42,11 @@ class PagedMemory:
             return
         full, tail = divmod(len(states), params.block_size)
         targets = list(blocks[first : first + full + (tail > 0)])
-        for layer, cache in enumerate(self.caches):
-            data = self.model.kv_words(states, layer).view(np.uint8)
-            split = full * params.block_size
-            cache[targets[:full]] = data[:split].reshape(full, params.block_bytes)
-            if tail:
-                cache[targets[full], : tail * params.token_bytes] = data[split:].reshape(-1)
+        data = self.model.kv_words(states, layer).view(np.uint8)
+        split = full * params.block_size
+        cache[targets[:full]] = data[:split].reshape(full, params.block_bytes)
+        if tail:
+            cache[targets[full], : tail * params.token_bytes] = data[split:].reshape(-1)
 
     def digest(self, blocks: Sequence[int], num_tokens: int) -> int:
         """Of the KV of the first `num_tokens` tokens of a sequence that lies in `blocks`."""

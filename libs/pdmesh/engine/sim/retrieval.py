@@ -1,19 +1,22 @@
 """Retrieving KV at the sim engine's decode half: pull, scatter into fresh blocks, read the digest back.
 
-Pulls run beside the step loop, so that running sequences go on drawing (S52). How many at once, and that
-their bytes fit, is the admission's business. A landing range is given back exactly once, when the agent
-or this code knows that no late write can reach it.
+Pulls run beside the step loop, so that running sequences go on drawing (S52); each verified range is scattered as it
+lands. One that ends lets the next begin (S53). A decode that was started before token 1 is known does not wait
+its turn, since its KV comes at the pace of prefill, and joins when both are there. A landing range is given back
+exactly once, when the agent or this code knows that no late write can reach it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from pdmesh import failpoints
+from pdmesh.core.pull_queue import PullQueue
 from pdmesh.engine.base import DecodeJob, Failed, KvReceived, LandingFreed, Output
 from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.memory import PagedMemory
@@ -28,9 +31,23 @@ class Retrieved:
     """A sequence whose KV is in `blocks`; `digest` is of the bytes there."""
 
     job: DecodeJob
+    first_token: int
     blocks: list[int]
     state: int
     digest: int
+
+
+@dataclass(slots=True)
+class _Retrieval:
+    """From `begin` until it joined, failed or was aborted. `blocks` are held while it is pulled and after."""
+
+    job: DecodeJob
+    first_token: int | None
+    deadline: float
+    started: float
+    blocks: list[int] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None  # of the pull, from its turn on
+    has_kv: bool = False
 
 
 class Retriever:
@@ -40,6 +57,7 @@ class Retriever:
         memory: PagedMemory,
         pool: BlockPool,
         agent: KvAgent,
+        max_pulls: int,
         emit: Callable[[Output], None],
         on_retrieved: Callable[[Retrieved], None],
         die: Callable[[BaseException], None],
@@ -47,70 +65,129 @@ class Retriever:
         self._model, self._memory, self._pool = model, memory, pool
         self._emit, self._on_retrieved = emit, on_retrieved
         self._agent, self._die = agent, die
-        self._pulls: dict[int, asyncio.Task[None]] = {}
+        self._queue: PullQueue[int] = PullQueue(max_pulls)
+        self._retrievals: dict[int, _Retrieval] = {}
+        self._pulls: set[asyncio.Task[None]] = set()
         self._landings: dict[int, int] = {}  # offset -> leg
-        self._unasked: set[int] = (
-            set()
-        )  # legs whose pull has not begun, of which the agent knows nothing
 
     @property
     def num_retrieving(self) -> int:
-        return len(self._pulls)
+        return len(self._retrievals)
+
+    @property
+    def num_queued(self) -> int:
+        return self._queue.num_waiting
 
     async def stop(self) -> None:
-        for task in self._pulls.values():
+        for task in self._pulls:
             task.cancel()
         if self._pulls:
-            await asyncio.wait(list(self._pulls.values()), timeout=1.0)
+            await asyncio.wait(list(self._pulls), timeout=1.0)
 
     def begin(self, job: DecodeJob) -> None:
+        now = time.monotonic()
+        retrieval = _Retrieval(job, job.first_token, now + job.deadline_s, now)
+        self._retrievals[job.leg] = retrieval
         self._landings[job.landing.offset] = job.leg
-        self._unasked.add(job.leg)
-        task = asyncio.create_task(self._retrieve(job), name=f"pull-{job.leg}")
-        self._pulls[job.leg] = task
-        task.add_done_callback(lambda done: self._on_pull_done(job, done))
+        if job.first_token is None:
+            self._start(job.leg)
+            return
+        self._start_all(self._queue.add(job.leg))
+        if self._queue.is_waiting(job.leg):
+            pass  # keep
+
+    def join(self, leg: int, first_token: int) -> None:
+        retrieval = self._retrievals.get(leg)
+        if retrieval is not None and retrieval.first_token is None:
+            retrieval.first_token = first_token
+            self._go_on_if_complete(retrieval)
 
     def abort(self, leg: int) -> None:
-        if (task := self._pulls.get(leg)) is not None:
-            task.cancel()
-
-    def _on_pull_done(self, job: DecodeJob, task: asyncio.Task[None]) -> None:
-        self._pulls.pop(job.leg, None)
-        if job.leg in self._unasked:  # aborted before it ran
-            self._unasked.remove(job.leg)
-            self.free_landing(job.landing.offset)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._die(error)
-
-    async def _retrieve(self, job: DecodeJob) -> None:
-        self._unasked.remove(job.leg)
-        started = asyncio.get_running_loop().time()
-        try:
-            await self._agent.pull(job.ticket, job.landing, deadline_s=job.deadline_s)
-        except KvTransferFailed as exc:
-            self._emit(Failed(job.leg, exc.default_reason, f"{exc.reason}: {exc.message}"))
+        """What was pulled is dropped; a pull under way is cancelled, and the agent frees its landing range."""
+        if (retrieval := self._retrievals.pop(leg, None)) is None:
             return
-        got = self._take(job)
-        self.free_landing(job.landing.offset)
-        duration = asyncio.get_running_loop().time() - started
-        self._emit(KvReceived(job.leg, job.ticket.kv_bytes, duration))
-        self._on_retrieved(got)
-
-    def _take(self, job: DecodeJob) -> Retrieved:
-        """From the landing range into blocks. Admission has reserved them."""
-        size = self._model.params.block_size
-        num_tokens = len(job.prompt)
-        landed = self._agent.landing(job.landing)[: job.ticket.kv_bytes]
-        if failpoints.hit("decode.pulled") == "zero-kv":
-            landed[:] = 0
-        last = num_tokens + 1 + job.sampling.max_tokens
-        blocks = self._pool.allocate(-(-min(last, self._model.params.max_model_len) // size))
-        used = blocks[: -(-num_tokens // size)]
-        recv_scatter(landed, self._memory.caches, used)
-        states = self._model.states(np.frombuffer(job.prompt, np.uint32))
-        return Retrieved(job, blocks, int(states[-1]), self._memory.digest(blocks, num_tokens))
+        if retrieval.task is None:
+            # let_go
+            self.free_landing(retrieval.job.landing.offset)
+            self._start_all(self._queue.end(leg))
+        elif retrieval.has_kv:
+            self._pool.release(retrieval.blocks)
+        else:
+            retrieval.task.cancel()
 
     def free_landing(self, offset: int) -> None:
         """The range is free of late writes; announced once per job."""
         if (leg := self._landings.pop(offset, None)) is not None:
             self._emit(LandingFreed(leg))
+
+    # -- one pull ---------------------------------------------------------------------------------
+
+    def _start_all(self, legs: list[int]) -> None:
+        for leg in legs:
+            self._start(leg)
+
+    def _start(self, leg: int) -> None:
+        retrieval = self._retrievals[leg]
+        pull = _Pull(self, retrieval)
+        retrieval.task = task = asyncio.create_task(pull.run(), name=f"pull-{leg}")
+        self._pulls.add(task)
+        task.add_done_callback(pull.on_done)
+
+    def _go_on_if_complete(self, retrieval: _Retrieval) -> None:
+        if not retrieval.has_kv or retrieval.first_token is None:
+            return
+        job, blocks = retrieval.job, retrieval.blocks
+        del self._retrievals[job.leg]
+        states = self._model.states(np.frombuffer(job.prompt, np.uint32))
+        digest = self._memory.digest(blocks, len(job.prompt))
+        got = Retrieved(job, retrieval.first_token, blocks, int(states[-1]), digest)
+        self._on_retrieved(got)
+
+
+class _Pull:
+    """A retrieval's turn: its blocks, from allocation to the moment they are complete or given back."""
+
+    def __init__(self, owner: Retriever, retrieval: _Retrieval) -> None:
+        self._owner, self._retrieval = owner, retrieval
+        self._has_begun = False
+
+    async def run(self) -> None:
+        owner, retrieval = self._owner, self._retrieval
+        job = retrieval.job
+        self._has_begun = True
+        used = self._allocate()
+        try:
+            deadline_s = max(0.0, retrieval.deadline - time.monotonic())
+            await owner._agent.pull(job.ticket, job.landing, deadline_s=deadline_s)
+        except KvTransferFailed as exc:
+            owner._retrievals.pop(job.leg, None)
+            owner._emit(Failed(job.leg, exc.default_reason, f"{exc.reason}: {exc.message}"))
+            return
+        landed = owner._agent.landing(job.landing)[: job.ticket.kv_bytes]
+        recv_scatter(landed, owner._memory.caches, used)
+        if failpoints.hit("decode.pulled") == "zero-kv":
+            for cache in owner._memory.caches:
+                cache[used] = 0
+        retrieval.has_kv = True
+        owner.free_landing(job.landing.offset)
+        duration = time.monotonic() - retrieval.started
+        owner._emit(KvReceived(job.leg, job.ticket.kv_bytes, duration))
+        owner._go_on_if_complete(retrieval)
+
+    def _allocate(self) -> list[int]:
+        """Blocks for the prompt and its longest answer, which admission has reserved; returns the prompt's."""
+        params, job = self._owner._model.params, self._retrieval.job
+        last = min(len(job.prompt) + 1 + job.sampling.max_tokens, params.max_model_len)
+        self._retrieval.blocks = self._owner._pool.allocate(-(-last // params.block_size))
+        return self._retrieval.blocks[: -(-len(job.prompt) // params.block_size)]
+
+    def on_done(self, task: asyncio.Task[None]) -> None:
+        owner, retrieval = self._owner, self._retrieval
+        owner._pulls.discard(task)
+        if not self._has_begun:  # aborted before it ran: the agent knows nothing of it
+            owner.free_landing(retrieval.job.landing.offset)
+        elif not retrieval.has_kv:
+            owner._pool.release(retrieval.blocks)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            owner._die(error)
+        owner._start_all(owner._queue.end(retrieval.job.leg))

@@ -28,6 +28,7 @@ from pdmesh.engine.base import (
     Output,
     PrefillJob,
     Sampling,
+    hands_on,
 )
 from pdmesh.engine.vllm import child_main
 from pdmesh.engine.vllm.config import (
@@ -47,7 +48,6 @@ from pdmesh.engine.vllm.jobs import (
     Endpoint,
     Jobs,
     ReleaseTicket,
-    stages_kv,
 )
 from pdmesh.engine.vllm.kv_events import BlockNames, read_events
 from pdmesh.engine.vllm.messages import Hello, Release, ToHost
@@ -230,7 +230,7 @@ class VllmEngine:
         assert self._jobs is not None, "start() has returned"
         self._jobs.prefill(job)
         params = None
-        if stages_kv(job, self._config.max_model_len):
+        if hands_on(job, self._config.max_model_len):
             assert job.staging is not None
             params = store_params(
                 job.ticket_id, job.request_id, job.attempt, job.staging, self._config.lease_s
@@ -248,8 +248,11 @@ class VllmEngine:
             job.deadline_s + PULL_GRACE_S, self._on_deadline, job.leg
         )
         params = load_params(job.leg, job.ticket, job.landing, deadline, len(job.prompt))
+        assert job.first_token is not None
         prompt = [*job.prompt, job.first_token]
         self._submit(job.leg, prompt, job.sampling, job.sampling.max_tokens, job.cache_salt, params)
+
+    def join(self, leg: int, first_token: int) -> None: ...
 
     def abort(self, leg: int) -> None:
         if self._jobs is not None:

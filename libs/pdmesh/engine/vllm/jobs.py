@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from pdmesh.core.ticket import PullFailure
 from pdmesh.engine.base import (
     DecodeJob,
     Failed,
@@ -24,6 +25,7 @@ from pdmesh.engine.base import (
     TicketClosed,
     TokenLogprob,
     Tokens,
+    hands_on,
 )
 from pdmesh.engine.vllm.messages import (
     LandingClear,
@@ -33,6 +35,7 @@ from pdmesh.engine.vllm.messages import (
     StageFailed,
     TicketEnded,
 )
+from pdmesh.errors import KvTransferFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +98,6 @@ class Endpoint:
         )
 
 
-def stages_kv(job: PrefillJob, max_model_len: int) -> bool:
-    """Whether the job's KV is handed on. One that ends with its first token for sure stages nothing."""
-    has_room = len(job.prompt) + 1 < max_model_len
-    return job.staging is not None and job.sampling.max_tokens > 1 and has_room
-
-
 @dataclass(slots=True)
 class _Handing:
     """A prefill whose KV goes elsewhere, from its start until its ticket has ended on all ranks."""
@@ -153,7 +150,7 @@ class Jobs:
         return not (self._handing or self._taking or self._local)
 
     def prefill(self, job: PrefillJob) -> None:
-        if stages_kv(job, self._endpoint.max_model_len):
+        if hands_on(job, self._endpoint.max_model_len):
             self._handing[job.leg] = _Handing(job)
             self._leg_of_ticket[job.ticket_id] = job.leg
         else:
@@ -202,7 +199,8 @@ class Jobs:
         if taking is None or taking.is_over or len(taking.received) == self._num_ranks:
             return []
         self._end_taking(leg, taking)
-        failed = Failed(leg, "KV_TRANSFER_TIMEOUT", "the KV did not arrive before its deadline")
+        message = f"{PullFailure.TIMEOUT}: the KV did not arrive before its deadline"
+        failed = Failed(leg, KvTransferFailed.default_reason, message)
         return [failed, CancelRequest(leg)]
 
     def handle(self, fact: Fact) -> list[Effect]:
@@ -249,7 +247,9 @@ class Jobs:
 
     def _on_decoded(self, taking: _Taking, drawn: Drawn) -> list[Effect]:
         if drawn.is_error:
-            return self._fail_taking(taking, "KV_TRANSFER_FAILED", "vLLM failed the request")
+            return self._fail_taking(
+                taking, KvTransferFailed.default_reason, "vLLM failed the request"
+            )
         if len(taking.received) < self._num_ranks:
             taking.held.append(drawn)
             return []
@@ -299,7 +299,7 @@ class Jobs:
         if drawn.finish_reason is FinishReason.STOP and not handing.failure:
             return [self._prefilled(handing, drawn, None, FinishReason.STOP)]
         message = handing.failure or "the staged KV ended before it was announced"
-        return [Failed(job.leg, "KV_TRANSFER_FAILED", message)]
+        return [Failed(job.leg, KvTransferFailed.default_reason, message)]
 
     @staticmethod
     def _prefilled(
