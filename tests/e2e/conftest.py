@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,19 +37,32 @@ class Plain:
     process: subprocess.Popen[bytes]
     folder: Path
 
+    def tokens(self) -> list[list[int]]:
+        """What it drew, in the order asked. Waits for its end."""
+        code = self.process.wait(timeout=400)
+        assert code == 0, (self.folder / "log").read_text()[-2000:]
+        drawn: list[list[int]] = json.loads((self.folder / "tokens.json").read_text())
+        return drawn
+
 
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     return smollm2.ensure(smollm2.DEFAULT_DIR, print).resolve()
 
 
-@pytest.fixture(scope="session")
-def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
-    """Plain vLLM at work on the cases, beside the start of the engines that are compared with it."""
-    folder = tmp_path_factory.mktemp("plain")
-    asked = [(case.prompt, case.max_tokens) for case in [*cases(BLOCK_SIZE), *long_cases()]]
-    (folder / "cases.json").write_text(json.dumps(asked))
-    arguments = [model_dir, DTYPE, BLOCK_SIZE, folder / "cases.json", folder / "tokens.json"]
+@contextmanager
+def plain_vllm(
+    model_dir: Path,
+    asked: Sequence[Case],
+    folder: Path,
+    dtype: str = DTYPE,
+    block_size: int = BLOCK_SIZE,
+    **engine: object,
+) -> Iterator[Plain]:
+    """Plain vLLM with these engine arguments, drawing what is asked in a process of its own."""
+    cases_file, tokens_file = folder / "cases.json", folder / "tokens.json"
+    cases_file.write_text(json.dumps([(case.prompt, case.max_tokens) for case in asked]))
+    arguments = [model_dir, dtype, block_size, cases_file, tokens_file, json.dumps(engine)]
     command = [sys.executable, "-m", "tests.e2e.plain_vllm", *map(str, arguments)]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -58,11 +72,17 @@ def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(scope="session")
+def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+    """At work on the cases beside the start of the engines that are compared with it."""
+    asked = [*cases(BLOCK_SIZE), *long_cases()]
+    with plain_vllm(model_dir, asked, tmp_path_factory.mktemp("plain")) as plain:
+        yield plain
+
+
+@pytest.fixture(scope="session")
 def reference(plain: Plain) -> Reference:
-    code = plain.process.wait(timeout=400)
-    assert code == 0, (plain.folder / "log").read_text()[-2000:]
     short, long = cases(BLOCK_SIZE), long_cases()
-    tokens = json.loads((plain.folder / "tokens.json").read_text())
+    tokens = plain.tokens()
     return Reference(short, tokens[: len(short)], long, tokens[len(short) :])
 
 

@@ -148,6 +148,7 @@ class Pair:
     salt: str = "public"
     num_computed_at_decode: int = 0  # prompt tokens that decode had to compute
     num_handed_over: int = 0
+    last_received: KvReceived | None = None
 
     def root(self) -> str:
         return tenant_root(b"e2e", "default", self.salt, self.prefill.info.model_fingerprint).hex()
@@ -195,6 +196,7 @@ class Pair:
         assert isinstance(received, KvReceived), "the first word of a decode is about its KV"
         self.num_computed_at_decode += received.num_computed_tokens
         self.num_handed_over += 1
+        self.last_received = received
         tokens: list[int] = []
         while not isinstance(output := await self.decode.next_output(leg), Finished):
             assert isinstance(output, Tokens), output

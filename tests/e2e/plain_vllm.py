@@ -1,7 +1,7 @@
 """Plain vLLM without the mesh: reads cases from one JSON file, writes the tokens drawn to another.
 
-A process of its own, with vLLM's engine inside it: no connector, no events, no code of ours but the cases.
-Arguments: model directory, dtype, block size, file of cases, file of tokens.
+A process of its own, with vLLM's engine inside it: no connector, no events, no code of ours but the cases and which core a rank computes on.
+Arguments: model directory, dtype, block size, file of cases, file of tokens, further engine arguments as JSON.
 """
 
 from __future__ import annotations
@@ -11,9 +11,15 @@ import os
 import sys
 from pathlib import Path
 
+from pdmesh.engine.vllm.config import thread_binding, usable_cores
+
 
 def main() -> None:
-    model, dtype, block_size, cases_file, tokens_file = sys.argv[1:]
+    model, dtype, block_size, cases_file, tokens_file, further = sys.argv[1:]
+    engine = {"max_num_seqs": 16, **json.loads(further)}
+    num_ranks = engine.get("tensor_parallel_size", 1)
+    if num_ranks > 1:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(usable_cores(), num_ranks)
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -32,7 +38,7 @@ def main() -> None:
         kv_cache_memory_bytes=512 << 20,
         gpu_memory_utilization=0.3,
         max_model_len=2048,
-        max_num_seqs=16,
+        **engine,
     )
     cases = json.loads(Path(cases_file).read_text())
     outputs = llm.generate(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.core.kv_layout import KvLayout, KvShape
-from pdmesh.kv.scatter import gather, recv_scatter
+from pdmesh.kv.scatter import gather, recv_scatter, runs_of, scatter_part
 
 SMOLLM2 = KvShape(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16")
 
@@ -119,6 +121,45 @@ def test_what_was_gathered_scatters_back(
         assert (target[target_ids] == source[source_ids]).all()
         others = [i for i in range(num_blocks) if i not in target_ids]
         assert (target[others] == old[others]).all(), "a block that was not named changed"
+
+
+@pytest.mark.req("S50")
+@given(
+    num_layers=st.integers(1, 4),
+    num_words=st.integers(1, 5),
+    first=st.integers(0, 20),
+    cuts=st.sets(st.integers(0, 40), max_size=6),
+    used=st.integers(1, 10),
+    is_run=st.booleans(),
+)
+def test_parts_of_a_buffer_scatter_as_the_whole_does(
+    num_layers: int, num_words: int, first: int, cuts: set[int], used: int, is_run: bool
+) -> None:
+    """Whatever whole blocks a part begins and ends with, in consecutive blocks of the cache and in others."""
+    block_bytes, rng = num_words * 8, np.random.default_rng(first)
+    ids = list(range(first, first + used)) if is_run else rng.permutation(31)[:used].tolist()
+    whole = [np.zeros((31, block_bytes), np.uint8) for _ in range(num_layers)]
+    parted = [cache.copy() for cache in whole]
+    buffer = rng.integers(0, 256, num_layers * used * block_bytes, np.uint8)
+    recv_scatter(buffer, whole, ids)
+    total = num_layers * used
+    edges = [0, *sorted(cut for cut in cuts if 0 < cut < total), total]
+    for a, b in pairwise(edges):
+        scatter_part(buffer[a * block_bytes : b * block_bytes], a * block_bytes, parted, ids)
+    assert all((a == b).all() for a, b in zip(whole, parted, strict=True))
+
+
+def test_a_part_of_a_block_or_beyond_the_buffer_is_refused() -> None:
+    caches = [np.zeros((4, 8), np.uint8)] * 2
+    for offset, size in ((0, 12), (4, 8), (24, 16), (-8, 8)):
+        with pytest.raises(ValueError, match="bytes"):
+            scatter_part(np.zeros(size, np.uint8), offset, caches, [1, 2])
+
+
+def test_consecutive_blocks_are_one_run() -> None:
+    ids = np.array([4, 5, 6, 2, 3, 9], dtype=np.intp)
+    assert runs_of(ids) == [(4, 0, 3), (2, 3, 2), (9, 5, 1)]
+    assert runs_of(ids[:0]) == []
 
 
 @pytest.mark.req("S50")

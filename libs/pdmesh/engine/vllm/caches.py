@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pdmesh.engine.vllm.fingerprint import digest, machine_kernels
-from pdmesh.kv.scatter import gather, recv_scatter
+from pdmesh.kv.scatter import HostBlocks
 from pdmesh.kv.transport import ByteArray
 
 
@@ -68,15 +68,15 @@ def paged_caches(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> Page
 
 class HostCaches:
     def __init__(self, rows: Sequence[torch.Tensor]) -> None:
-        self._rows = [r.numpy() for r in rows]
+        self._blocks = HostBlocks([r.numpy() for r in rows])
         self.num_layers = len(rows)
         self.block_bytes = int(rows[0].shape[1])
 
     def gather(self, block_ids: Sequence[int], out: ByteArray) -> None:
-        gather(self._rows, block_ids, out)
+        self._blocks.gather(block_ids, out)
 
     def scatter(self, source: ByteArray, block_ids: Sequence[int]) -> None:
-        recv_scatter(source, self._rows, block_ids)
+        self._blocks.scatter(source, block_ids)
 
 
 class DeviceCaches:

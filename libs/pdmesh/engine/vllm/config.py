@@ -7,7 +7,7 @@ does not know where it runs.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,6 +37,7 @@ class VllmConfig:
     dtype: str = (
         ""  # empty: float32 on a CPU (equal outputs on every instance), the model's on a GPU
     )
+    kv_cache_dtype: str = "auto"  # of the stored K and V; auto: as computed. fp8 halves what moves
     block_size: int = 64  # tokens
     kv_cache_bytes: int = 512 << 20
     staging_bytes: int = 256 << 20  # 0: this instance hands no KV on
@@ -48,9 +49,9 @@ class VllmConfig:
     max_num_seqs: int = 16
     max_num_batched_tokens: int | None = None
     memory_utilization: float = 0.3  # several engines share one machine
-    num_threads: int = (
-        0  # of a CPU worker; 0: half of the cores, so that prefill and decode share them
-    )
+    # Of a CPU worker; 0: half of the cores, so that prefill and decode share them, or with several
+    # ranks each rank's part of the cores.
+    num_threads: int = 0
     tensor_parallel_size: int = 1
     enforce_eager: bool | None = None  # None: yes on a CPU (no compiler, quick start), no on a GPU
     start_timeout_s: float = 600.0
@@ -80,16 +81,37 @@ def environment(config: VllmConfig, current: Mapping[str, str]) -> dict[str, str
         "TOKENIZERS_PARALLELISM": "false",
     }
     if config.device == "cpu":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        threads = config.num_threads or max(1, (cores or 1) // 2)
+        num_ranks, cores = config.tensor_parallel_size, usable_cores()
         values |= {
-            "OMP_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(config.num_threads or max(1, len(cores) // max(2, num_ranks))),
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
             # AsyncLLM keeps EngineCore in a child whatever this says; with 0 the worker of a single rank
             # lives in that child too instead of a process of its own: 5 s and 300 MB less.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if config.tensor_parallel_size == 1 else "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if num_ranks == 1 else "1",
         }
+        if num_ranks > 1:
+            values["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(
+                cores, num_ranks, config.num_threads
+            )
     return {name: value for name, value in values.items() if name not in current}
+
+
+def usable_cores() -> list[int]:
+    """The cores this process may run on, ascending."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def thread_binding(cores: Sequence[int], num_ranks: int, num_threads: int = 0) -> str:
+    """Which cores each rank computes on, as vLLM reads it: "0,1|2,3". Ranks wait for each other in every
+    layer, so two on one core would each wait for the other's time slice: with fewer cores than ranks
+    nothing is bound, and the system shares them out."""
+    share = len(cores) // num_ranks
+    if not share:
+        return "nobind"
+    parts = [cores[rank * share : (rank + 1) * share] for rank in range(num_ranks)]
+    return "|".join(",".join(map(str, part[: num_threads or share])) for part in parts)
 
 
 def engine_arguments(config: VllmConfig, private_dir: Path, fingerprint: str) -> dict[str, Any]:
@@ -102,6 +124,7 @@ def engine_arguments(config: VllmConfig, private_dir: Path, fingerprint: str) ->
         "skip_tokenizer_init": True,
         "dtype": config.effective_dtype,
         "enforce_eager": config.is_eager,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "block_size": config.block_size,
         "gpu_memory_utilization": config.memory_utilization,
         "kv_cache_memory_bytes": config.kv_cache_bytes,
