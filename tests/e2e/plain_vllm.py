@@ -16,7 +16,12 @@ from pdmesh.engine.vllm.config import thread_binding, usable_cores
 
 def main() -> None:
     model, dtype, block_size, cases_file, tokens_file, further = sys.argv[1:]
-    engine = {"max_num_seqs": 16, **json.loads(further)}
+    engine = {
+        "kv_cache_memory_bytes": 512 << 20,
+        "max_model_len": 2048,
+        "max_num_seqs": 16,
+        **json.loads(further),
+    }
     num_ranks = engine.get("tensor_parallel_size", 1)
     if num_ranks > 1:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(usable_cores(), num_ranks)
@@ -35,9 +40,7 @@ def main() -> None:
         dtype=dtype,
         enforce_eager=True,
         block_size=int(block_size),
-        kv_cache_memory_bytes=512 << 20,
         gpu_memory_utilization=0.3,
-        max_model_len=2048,
         **engine,
     )
     cases = json.loads(Path(cases_file).read_text())

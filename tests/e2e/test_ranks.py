@@ -170,7 +170,7 @@ from tests.e2e.test_ranks import config
 
 async def main():
     async with running(config(Path(sys.argv[1]), "prefill-9", 9)) as host:
-        print(*host.engine.worker_pids, flush=True)
+        Path(sys.argv[2]).write_text(" ".join(map(str, host.engine.worker_pids)))
         await asyncio.Event().wait()
 
 if __name__ == "__main__":
@@ -181,33 +181,26 @@ if __name__ == "__main__":
 @pytest.mark.fault("F37")
 @pytest.mark.req("S57")
 def test_no_rank_outlives_a_killed_host(tiny_llama: Path, tmp_path: Path) -> None:
-    script = tmp_path / "host.py"
+    script, told = tmp_path / "host.py", tmp_path / "pids"
     script.write_text(HOST)
-    with subprocess.Popen(
-        [sys.executable, str(script), str(tiny_llama)], stdout=subprocess.PIPE, text=True
-    ) as host:
-        assert host.stdout is not None
-        lines = iter(host.stdout.readline, "")
-        pids = next(
-            [int(p) for p in line.split()]
-            for line in lines
-            if line.replace(" ", "").strip().isdecimal()
-        )
-        assert len(pids) == NUM_RANKS
-        family = set(pids) | set(descendants(host.pid))
-        assert len(family) >= NUM_RANKS + 1, "two ranks and the engine above them"
-        host.kill()
-        wait_until(lambda: not any(is_alive(pid) for pid in family), 20)
+    with subprocess.Popen([sys.executable, str(script), str(tiny_llama), str(told)]) as host:
+        try:
+            wait_until(lambda: told.exists() and told.read_text(), 240)
+            family = set(descendants(host.pid))
+        finally:
+            host.kill()
+    pids = {int(pid) for pid in told.read_text().split()}
+    assert len(pids) == NUM_RANKS
+    assert pids < family, "the engine's process stands between the host and its ranks"
+    wait_until(lambda: not any(is_alive(pid) for pid in family), 20)
 
 
 def descendants(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
+    """Children of all its threads, and theirs."""
     found: list[int] = []
-    for child in map(int, children):
-        found += [child, *descendants(child)]
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            found += [child, *descendants(child)]
     return found
 
 

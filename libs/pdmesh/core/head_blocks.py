@@ -1,0 +1,88 @@
+"""Where each kv head's bytes lie in a layer's paged cache, and the one order in which they travel.
+
+Engines keep a block's tokens and heads in different orders, K and V in one tensor or behind each other. On the
+way a layer's bytes are [head][block][K or V][token][content], so that any run of heads is contiguous: two
+caches may exchange blocks if a head's block has the same counts in that order, whatever their strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+BLOCK, HEAD, TOKEN, KV, CONTENT = "b", "h", "n", "k", "c"
+_TRAVEL_ORDER = (KV, TOKEN, CONTENT)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    count: int
+    stride: int  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HeadBlocks:
+    """One layer's cache on one rank. A head's block is `outer` axes of runs of `run_bytes` contiguous bytes.
+
+    `outer` is in the order of travel, the last axis fastest. An opaque cache is one head whose block is one run.
+    """
+
+    blocks: Axis
+    heads: Axis
+    outer: tuple[Axis, ...]
+    run_bytes: int
+
+    @property
+    def head_bytes(self) -> int:
+        """Of one block of one head."""
+        return prod(axis.count for axis in self.outer) * self.run_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block of all the rank's heads."""
+        return self.heads.count * self.head_bytes
+
+    def runs(self, block: int, head: int) -> list[tuple[int, int]]:
+        """(where in the cache, where in the travelling head's block) of each run, in bytes."""
+        starts = [block * self.blocks.stride + head * self.heads.stride]
+        for axis in self.outer:
+            starts = [s + i * axis.stride for s in starts for i in range(axis.count)]
+        return [(start, i * self.run_bytes) for i, start in enumerate(starts)]
+
+
+def opaque_blocks(num_blocks: int, block_bytes: int) -> HeadBlocks:
+    """A cache whose blocks nobody looks into."""
+    return HeadBlocks(Axis(num_blocks, block_bytes), Axis(1, block_bytes), (), block_bytes)
+
+
+def head_blocks(
+    axes: str, shape: Sequence[int], strides: Sequence[int], item_bytes: int
+) -> HeadBlocks:
+    """The cache of a tensor whose dimensions are named by `axes`, one letter each; strides in items.
+
+    "kbnhc" is flash attention's [2, blocks, tokens, heads, head size], "bknhc" the same with blocks first, "bhnc" has K
+    and V behind each other in the content. Raises ValueError unless the content is contiguous.
+    """
+    if sorted(axes) not in (sorted("bhnc"), sorted("kbhnc")) or len(shape) != len(axes):
+        raise ValueError(f"axes {axes!r} for a cache of shape {tuple(shape)}")
+    named = {
+        name: Axis(count, stride * item_bytes)
+        for name, count, stride in zip(axes, shape, strides, strict=True)
+    }
+    content = named[CONTENT]
+    if content.stride != item_bytes and content.count > 1:
+        raise ValueError(f"a cache of strides {tuple(strides)} has no contiguous content")
+    run_bytes, outer = (
+        content.count * item_bytes,
+        [named[a] for a in _TRAVEL_ORDER[:-1] if a in named],
+    )
+    while outer and (outer[-1].count == 1 or outer[-1].stride == run_bytes):
+        run_bytes *= outer.pop().count
+    return HeadBlocks(named[BLOCK], named[HEAD], tuple(outer), run_bytes)
+
+
+def travel_shape(axes: str, shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
+    """Of a head's block on the way: equal where two caches may exchange blocks."""
+    named = dict(zip(axes, shape, strict=True))
+    return (*(named[a] for a in _TRAVEL_ORDER if a in named), item_bytes)

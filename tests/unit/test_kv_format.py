@@ -1,0 +1,45 @@
+"""Equal strings may exchange KV; where two differ, the refusal names both sides."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from pdmesh.core.kv_format import UNSCALED, KvFormat, difference, parse
+
+BF16 = KvFormat("ab12", "bfloat16", UNSCALED, 64, "77fe", 2)
+FP8 = replace(BF16, dtype="fp8_e4m3", scales="per-tensor-09ab")
+
+
+@pytest.mark.req("S126")
+@pytest.mark.parametrize("kind", [BF16, FP8, replace(BF16, num_ranks=0)])
+def test_the_string_says_all_of_it(kind: KvFormat) -> None:
+    assert parse(str(kind)) == kind
+    assert difference(str(kind), str(kind)) == ""
+    assert "/" not in str(kind), "it names folders"
+
+
+@pytest.mark.req("S126", "S57")
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        (FP8, r"fp8_e4m3 \(per-tensor-09ab\).*bfloat16 \(unscaled\)"),
+        (replace(FP8, dtype="bfloat16"), "per-tensor-09ab"),
+        (replace(BF16, model="cd"), "another model"),
+        (replace(BF16, block_size=32), "32 tokens.*64"),
+        (replace(BF16, num_ranks=1), "over 1 rank,.*over 2 ranks.*cut by heads"),
+        (replace(BF16, block="00"), "packs"),
+    ],
+)
+def test_a_difference_is_told_in_words_for_both_sides(theirs: KvFormat, says: str) -> None:
+    text = difference(str(theirs), str(BF16), "prefill-0", "decode-0")
+    assert text.startswith("prefill-0")
+    assert "decode-0" in text
+    assert re.search(says, text), text
+
+
+def test_an_unknown_string_is_another_engine() -> None:
+    assert parse("0123456789abcdef") is None
+    assert "another engine" in difference("0123456789abcdef", str(BF16))
