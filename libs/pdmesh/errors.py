@@ -101,6 +101,12 @@ class DeadlineExceeded(MeshError):
     grpc_code, http_status, default_reason = "DEADLINE_EXCEEDED", 504, "DEADLINE_EXCEEDED"
 
 
+class PoisonRequest(MeshError):
+    """Instances died while they worked on it; it is not tried again."""
+
+    grpc_code, http_status, default_reason = "INTERNAL", 500, "POISON_REQUEST"
+
+
 class Unavailable(MeshError):
     """A server this process depends on (NATS, Redis, another service) does not answer."""
 

@@ -11,14 +11,22 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from opentelemetry.trace import Span
 
 from pdmesh.core.request_types import Complete, Fail
-from pdmesh.errors import Draining, InvalidRequest, MeshError, NoInstance, Overloaded
-from pdmesh.telemetry import traces
+from pdmesh.core.slo import Slos
+from pdmesh.errors import (
+    Draining,
+    InvalidRequest,
+    MeshError,
+    NoInstance,
+    Overloaded,
+    PoisonRequest,
+)
+from pdmesh.telemetry import metrics, names, traces
 from services.gateway.door import ANYONES_VISIT, Visit
 from services.gateway.generation import Collaborators, Delta, Generation, Identity
 from services.gateway.observer import CallReport, Observer
@@ -27,6 +35,7 @@ from services.gateway.pacer import Pacer
 from services.gateway.prompt import Prompt
 from services.gateway.spec import CallSpec
 
+_ttft_slo = metrics.counter(names.TTFT_SLO, "Calls by whether their first token came in time")
 _UNBOUNDED: Final = 1 << 31
 
 
@@ -98,6 +107,13 @@ class Call:
         return sum(g.num_completion_tokens for g in self.generations)
 
     @property
+    def num_used_tokens(self) -> int:
+        """Nothing, if no instance took it."""
+        if not any(g.timings.accepted for g in self.generations):
+            return 0
+        return self.num_prompt_tokens + self.num_completion_tokens
+
+    @property
     def num_cached_tokens(self) -> int:
         """Of each prompt's first choice: its other choices share the prompt."""
         return sum(g.core.num_cached_tokens for g in self.generations[:: self.spec.n])
@@ -158,12 +174,17 @@ class Frontend:
         """Raises InvalidRequest, NoInstance, Draining or Overloaded; otherwise the call must be closed."""
         self.check_open()
         budgets = [self._max_tokens(spec, len(p)) for p in spec.prompts]
+        prompts = [
+            Prompt(tokens, self.shared.hash_secret, spec.tenant.name, spec.cache_salt)
+            for tokens in spec.prompts
+        ]
+        if self.shared.poison:
+            self._refuse_poison(prompts)
         visit.charge(sum(map(len, spec.prompts)) + spec.n * sum(budgets))
         span = self._observer.start_span(spec, traceparent)
         call = Call(request_id, spec, span, self._pacer, visit)
         on_tokens: Callable[[], None] = _nothing if is_quiet else call.on_tokens
-        for prompt_index, tokens in enumerate(spec.prompts):
-            prompt = Prompt(tokens, self.shared.hash_secret, spec.tenant.name, spec.cache_salt)
+        for prompt_index, prompt in enumerate(prompts):
             for choice in range(spec.n):
                 index = prompt_index * spec.n + choice
                 identity = self._identity(call, index, choice, budgets[prompt_index])
@@ -184,8 +205,26 @@ class Frontend:
         if not self._calls:
             self._is_idle.set()
         call.cancel(error)
-        call.visit.settle(call.num_prompt_tokens + call.num_completion_tokens)
+        call.visit.settle(call.num_used_tokens)
+        self._judge(call)
         self._observer.on_closed(_report(call))
+
+    def _refuse_poison(self, prompts: Sequence[Prompt]) -> None:
+        now = time.monotonic()
+        if any(self.shared.poison.is_poison(p.digest, now) for p in prompts):
+            raise PoisonRequest("instances died of this prompt a while ago")
+
+    def _judge(self, call: Call) -> None:
+        """Remember a prompt that instances died of, unless somebody answered it after all."""
+        poison = self.shared.poison
+        for generation in call.generations:
+            if num_deaths := generation.core.num_deaths:
+                digest = generation.prompt.digest
+                if isinstance(generation.core.outcome, Complete):
+                    poison.clear(digest)
+                else:
+                    poison.add(digest, num_deaths, time.monotonic())
+        _count_slo(call, self.shared.slos)
 
     async def drain(self, drain_s: float) -> None:
         """Admit nothing more; let calls end for `drain_s`, then end the rest with an error."""
@@ -227,6 +266,18 @@ class Frontend:
             message = f"max_tokens is {asked}, but the context leaves {room} after this prompt"
             raise InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field="max_tokens")
         return asked if asked is not None else min(self._default_max_tokens, room)
+
+
+def _count_slo(call: Call, slos: Slos) -> None:
+    """Whether the first token came in time (S9). Who left before it could be missed does not count."""
+    first = call.generations[0]
+    if not first.timings.first_token and not isinstance(first.core.outcome, Fail):
+        return
+    limit_s = slos.limits_for(call.spec.scenario, len(first.prompt.tokens)).ttft_s
+    took_s = first.timings.first_token - call.started_at
+    outcome = "met" if first.timings.first_token and took_s <= limit_s else "missed"
+    label = slos.label(call.spec.scenario)
+    _ttft_slo.add(1, {names.ATTR_SCENARIO: label, names.ATTR_OUTCOME: outcome})
 
 
 def _nothing() -> None:

@@ -11,14 +11,14 @@ from typing import Final
 
 import structlog
 
+from pdmesh.core.poison import PoisonBook
 from pdmesh.core.retry_budget import RetryBudget
-from pdmesh.core.waiting_room import WaitingRoom
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.telemetry import metrics, names
 from services.gateway.door import Door, OpenDoor
 from services.gateway.fleet import Fleet
 from services.gateway.frontend import Frontend
-from services.gateway.generation import Collaborators, Generation
+from services.gateway.generation import Collaborators
 from services.gateway.grpc_api import GrpcServer
 from services.gateway.http import HttpApp
 from services.gateway.http_guard import Bounds
@@ -28,6 +28,7 @@ from services.gateway.planner import Planner
 from services.gateway.sessions import SessionPool
 from services.gateway.settings import Settings
 from services.gateway.tokenizer import Tokenizer
+from services.gateway.waiting import Waiting
 
 _HEALTH_S: Final = 0.25
 log = structlog.get_logger(__name__)
@@ -49,7 +50,8 @@ class Gateway:
         gateway_id = settings.instance_id
         self._settings = settings
         self.fleet = Fleet(view, settings.model, time.monotonic)
-        self._room: WaitingRoom[Generation] = WaitingRoom(settings.max_waiting)
+        self._room = Waiting(settings.max_waiting)
+        self._poison = PoisonBook()
         self.sessions = SessionPool(gateway_id, self._on_slots_freed)
         self._planner = Planner(
             self.fleet,
@@ -68,6 +70,8 @@ class Gateway:
             tokenizer=tokenizer,
             budget=RetryBudget(settings.retry_ratio, settings.retry_reserve),
             limits=settings.limits,
+            slos=settings.slos,
+            poison=self._poison,
             hash_secret=settings.hash_secret.get_secret_value().encode(),
             next_key=lambda: next(keys),
             kv_transfer=settings.kv_transfer_of,
@@ -152,8 +156,7 @@ class Gateway:
         self.frontend.shared.tokenizer.close()
 
     def _on_slots_freed(self, instance_id: str, num_free: int) -> None:
-        for generation in self._room.call(instance_id, num_free):
-            generation.on_slot_freed(instance_id)
+        self._room.slots_freed(instance_id, num_free)
 
     def _on_record_changed(self, change: RecordChanged) -> None:
         self._door.share(self.fleet.num_gateways())
@@ -171,7 +174,10 @@ class Gateway:
             yield self._planner.num_planned, {"source": "master"}
             yield self._planner.num_fallbacks, {"source": "fallback"}
 
-        metrics.gauge(names.WAITING_REQUESTS, "Choices waiting for a slot", lambda: len(self._room))
+        metrics.gauge(names.WAITING_REQUESTS, "Choices waiting for a slot", self._room.depths)
+        metrics.gauge(
+            names.GATEWAY_POISON, "Prompts that instances died of", lambda: len(self._poison)
+        )
         metrics.gauge(
             names.GATEWAY_CONNECTIONS, "Open HTTP connections", lambda: self._bounds.num_open
         )

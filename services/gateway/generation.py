@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import structlog
 
+from pdmesh.core.poison import PoisonBook
 from pdmesh.core.request import WAITING, Request
 from pdmesh.core.request_types import (
     AbortLeg,
@@ -46,8 +47,8 @@ from pdmesh.core.request_types import (
     WaitRefused,
 )
 from pdmesh.core.retry_budget import RetryBudget
-from pdmesh.core.waiting_room import WaitingRoom
-from pdmesh.errors import MeshError
+from pdmesh.core.slo import Slos
+from pdmesh.errors import MeshError, Overloaded
 from pdmesh.v1.common_pb2 import InstanceRecord, SamplingParams, Ticket, TokenLogprob
 from pdmesh.v1.instance_service_pb2 import (
     Abort,
@@ -67,6 +68,7 @@ from services.gateway.sessions import InstanceSession, SessionPool
 from services.gateway.spec import CallSpec
 from services.gateway.timings import Timings
 from services.gateway.tokenizer import TextStream, Tokenizer
+from services.gateway.waiting import Waiting
 
 log = structlog.get_logger(__name__)
 
@@ -78,10 +80,12 @@ class Collaborators:
     fleet: Fleet
     sessions: SessionPool
     planner: Planner
-    room: WaitingRoom[Generation]
+    room: Waiting
     tokenizer: Tokenizer
     budget: RetryBudget
     limits: RequestLimits
+    slos: Slos
+    poison: PoisonBook
     hash_secret: bytes
     next_key: Callable[[], int]
     kv_transfer: Callable[[str], KvTransfer.ValueType]  # of a scenario
@@ -128,7 +132,7 @@ class Generation:
         stop_ids = frozenset() if sampling.ignore_eos else shared.tokenizer.eos_token_ids
         self.core = Request(
             identity.max_tokens,
-            limits=shared.limits,
+            limits=shared.slos.limits_for(spec.scenario, len(prompt.tokens)),
             budget=shared.budget,
             next_key=shared.next_key,
             num_prompt_tokens=len(prompt.tokens),
@@ -139,7 +143,7 @@ class Generation:
         self.error: MeshError | None = None
         self._shared = shared
         self._spec = spec
-        self._prompt = prompt
+        self.prompt = prompt
         self._identity = identity
         self._stop_ids = sorted(stop_ids)
         self._on_tokens = on_tokens
@@ -212,6 +216,10 @@ class Generation:
         if isinstance(outcome, Complete):
             return Delta(self.index, text, token_ids, logprobs, True, outcome.finish_reason)
         error = outcome.error if isinstance(outcome, Fail) else self.error
+        if isinstance(error, Overloaded) and not self.core.emitted:
+            said = self._shared.slos.default_text(self._spec.scenario)
+            if said is not None:
+                return Delta(self.index, said, token_ids, logprobs, True, "stop")
         return Delta(self.index, text, token_ids, logprobs, True, None, error)
 
     # --- what instances, planner and timers call --------------------------------------------------
@@ -272,6 +280,10 @@ class Generation:
         self._waiting_number = None  # being called is leaving
         self.on_event(SlotFreed(instance_id))
 
+    def on_evicted(self) -> None:
+        self._waiting_number = None
+        self.on_event(WaitRefused())
+
     def _note_detail(self, event: Event, detail: SessionEvent) -> None:
         """What the core does not decide on but commands and traces need."""
         if isinstance(event, LegAccepted) and self.core.is_current(event.key):
@@ -297,8 +309,8 @@ class Generation:
             attempt=effect.attempt,
             model=spec.model,
             scenario=spec.scenario,
-            block_hashes=self._prompt.hashes(record, emitted) if record else (),
-            num_prompt_tokens=len(self._prompt.tokens) + len(emitted),
+            block_hashes=self.prompt.hashes(record, emitted) if record else (),
+            num_prompt_tokens=len(self.prompt.tokens) + len(emitted),
             max_tokens=self.core.num_remaining,
             chat_id=spec.chat_id,
             excluded_instance_ids=effect.excluded,
@@ -316,13 +328,13 @@ class Generation:
             key=effect.key,
             request_id=self._identity.request_id,
             attempt=effect.attempt,
-            prompt_token_ids=self._prompt.with_replayed(replayed),
-            block_hashes=self._prompt.hashes(record, replayed),
+            prompt_token_ids=self.prompt.with_replayed(replayed),
+            block_hashes=self.prompt.hashes(record, replayed),
             sampling=self._sampling(effect.max_tokens),
             remaining_ms=self._remaining_ms(),
             is_local=effect.to.is_local,
             traceparent=self._identity.traceparent,
-            cache_salt=self._prompt.root(record.model_fingerprint).hex(),
+            cache_salt=self.prompt.root(record.model_fingerprint).hex(),
             kv_transfer=self._shared.kv_transfer(self._spec.scenario or record.scenario),
         )
         self._open_leg(effect.key, record, Command(prefill=command))
@@ -344,15 +356,15 @@ class Generation:
             key=effect.key,
             request_id=self._identity.request_id,
             attempt=effect.attempt,
-            prompt_token_ids=self._prompt.with_replayed(replayed),
-            block_hashes=self._prompt.hashes(record, replayed),
+            prompt_token_ids=self.prompt.with_replayed(replayed),
+            block_hashes=self.prompt.hashes(record, replayed),
             first_token_id=first_token,
             awaits_first_token=effect.is_early,
             ticket=self._ticket,
             sampling=self._sampling(effect.max_tokens),
             remaining_ms=self._remaining_ms(),
             traceparent=self._identity.traceparent,
-            cache_salt=self._prompt.root(record.model_fingerprint).hex(),
+            cache_salt=self.prompt.root(record.model_fingerprint).hex(),
         )
         self.timings.decode_started = self.timings.decode_started or time.monotonic()
         self._open_leg(effect.key, record, Command(start=command))
@@ -413,7 +425,9 @@ class Generation:
     def _wait(self, effect: WaitForSlot) -> None:
         if self._waiting_number is not None:
             return
-        self._waiting_number = self._shared.room.join(self, effect.instance_ids, effect.until)
+        self._waiting_number = self._shared.room.join(
+            self, effect.instance_ids, effect.until, self._spec.tenant
+        )
         if self._waiting_number is None:
             self.on_event(WaitRefused())
 

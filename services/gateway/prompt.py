@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from array import array
 from collections.abc import Sequence
 
@@ -23,6 +25,12 @@ class Prompt:
         self._secret, self._tenant, self._salt = secret, tenant, salt
         self._roots: dict[str, bytes] = {}
         self._hashes: dict[tuple[str, int], list[bytes]] = {}
+
+    @property
+    def digest(self) -> bytes:
+        """Names the prompt of this tenant; gives nothing of it away."""
+        key = hmac.digest(self._secret, self._tenant.encode(), "sha256")
+        return hashlib.blake2b(self.data, digest_size=16, key=key).digest()
 
     def root(self, fingerprint: str) -> bytes:
         """What the chain of hashes begins with: prefixes are shared only under an equal one."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from pdmesh.config import ServiceSettings, settings_config, shared
 from pdmesh.core.request_types import RequestLimits
+from pdmesh.core.slo import ScenarioSlo, Slos
 from pdmesh.v1.instance_service_pb2 import (
     KV_TRANSFER_PER_LAYER,
     KV_TRANSFER_WHOLE,
@@ -17,6 +18,16 @@ from pdmesh.v1.instance_service_pb2 import (
 
 TransferMode = Literal["whole", "per_layer"]
 _MODES: Final = {"whole": KV_TRANSFER_WHOLE, "per_layer": KV_TRANSFER_PER_LAYER}
+
+
+class ScenarioSettings(BaseModel):
+    """What a scenario's clients may expect."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ttft_s: float = Field(10.0, gt=0)
+    ttft_s_per_1k_tokens: float = Field(0.0, ge=0)
+    default_text: str | None = Field(None, max_length=4096)
 
 
 class Settings(ServiceSettings):
@@ -51,6 +62,13 @@ class Settings(ServiceSettings):
     max_waiting: int = Field(1024, ge=0, description="Requests waiting for a slot; more get 429")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest HTTP body or gRPC message")
     ttft_s: float = Field(10.0, gt=0, description="Wait for a slot so long, then 429")
+    ttft_s_per_1k_tokens: float = Field(
+        0.0, ge=0, description="So much longer for each 1,000 tokens of prompt"
+    )
+    scenarios: dict[str, ScenarioSettings] = Field(
+        {},
+        description="By scenario, as JSON: ttft_s, ttft_s_per_1k_tokens, default_text (instead of a 429)",
+    )
     deadline_s: float = Field(600.0, gt=0, description="Longest life of a request")
     answer_s: float = Field(3.0, gt=0, description="An instance accepts or rejects within this")
     stall_s: float = Field(5.0, gt=0, description="Longest gap between tokens of one stream")
@@ -102,3 +120,11 @@ class Settings(ServiceSettings):
             max_migrations=self.max_migrations,
             max_candidates=self.max_candidates,
         )
+
+    @property
+    def slos(self) -> Slos:
+        scenarios = {
+            name: ScenarioSlo(s.ttft_s, s.ttft_s_per_1k_tokens, s.default_text)
+            for name, s in self.scenarios.items()
+        }
+        return Slos(self.limits, self.ttft_s_per_1k_tokens, scenarios)

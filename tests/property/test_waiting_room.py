@@ -1,45 +1,194 @@
-"""The waiting room is bounded, fair by deadline, and forgets whoever left."""
+"""The waiting room is bounded, calls by priority, turn and deadline, and forgets whoever left."""
 
 from __future__ import annotations
 
-from hypothesis import given
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pdmesh.core.waiting_room import WaitingRoom
+from pdmesh.core.waiting_room import Claim, Joined, WaitingRoom
 
-entries = st.lists(
-    st.tuples(st.sets(st.sampled_from("pqr"), min_size=1), st.integers(0, 100)), max_size=12
-)
+MAX = 8
+INSTANCES = ("p", "q", "r")
+WEIGHTS = {"a": 1, "b": 2, "c": 1}
 
 
-@given(entries=entries, leavers=st.sets(st.integers(0, 11)))
-def test_those_who_wait_for_an_instance_are_called_by_deadline(
-    entries: list[tuple[set[str], int]], leavers: set[int]
-) -> None:
-    room: WaitingRoom[int] = WaitingRoom(max_waiting=8)
-    numbers = [room.join(i, sorted(on), until) for i, (on, until) in enumerate(entries)]
-    assert [n is not None for n in numbers] == [i < 8 for i in range(len(entries))]
-    room.check_invariants()
-    for i in leavers & set(range(min(8, len(entries)))):
-        number = numbers[i]
-        assert number is not None
-        room.leave(number)
-    waiting = [i for i in range(min(8, len(entries))) if i not in leavers]
-    expected = sorted(
-        (i for i in waiting if "p" in entries[i][0]), key=lambda i: (entries[i][1], i)
+@dataclass(frozen=True)
+class Waiter:
+    number: int
+    on: frozenset[str]
+    until: int
+    claim: Claim
+
+
+class RoomMachine(RuleBasedStateMachine):
+    """Checked against a plain list of who waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room: WaitingRoom[int] = WaitingRoom(MAX)
+        self.waiting: dict[int, Waiter] = {}  # by our own number
+        self.places: dict[int, int] = {}
+        self.made = 0
+
+    @rule(
+        on=st.frozensets(st.sampled_from(INSTANCES), min_size=1),
+        until=st.integers(0, 50),
+        tenant=st.sampled_from(sorted(WEIGHTS)),
+        priority=st.integers(0, 2),
     )
-    assert room.call("p", 2) == expected[:2]
-    assert room.call("p", 100) == expected[2:]
-    assert len(room) == len(waiting) - len(expected)
+    def join(self, on: frozenset[str], until: int, tenant: str, priority: int) -> None:
+        self.made += 1
+        claim = Claim(tenant, WEIGHTS[tenant], priority)
+        newcomer = Waiter(self.made, on, until, claim)
+        was_full = len(self.waiting) == MAX
+        joined = self.room.join(self.made, sorted(on), until, claim)
+        if joined is None:
+            assert was_full
+            assert not self.someone_with_less_of_a_claim(newcomer)
+            return
+        if was_full:
+            assert joined.evicted is not None
+            self.check_evicted(self.waiting.pop(joined.evicted), newcomer)
+            del self.places[joined.evicted]
+        else:
+            assert joined.evicted is None
+        self.waiting[self.made], self.places[self.made] = newcomer, joined.number
+
+    def held(self, claim: Claim) -> int:
+        return sum(
+            (w.claim.priority, w.claim.tenant) == (claim.priority, claim.tenant)
+            for w in self.waiting.values()
+        )
+
+    def someone_with_less_of_a_claim(self, newcomer: Waiter) -> bool:
+        own, lowest = newcomer.claim, max(w.claim.priority for w in self.waiting.values())
+        if lowest != own.priority:
+            return lowest > own.priority
+        share = (self.held(own) + 1) / own.weight
+        return any(
+            w.claim.tenant != own.tenant and self.held(w.claim) / w.claim.weight > share
+            for w in self.waiting.values()
+            if w.claim.priority == lowest
+        ) and max(
+            (self.held(w.claim) / w.claim.weight, w.claim.tenant)
+            for w in self.waiting.values()
+            if w.claim.priority == lowest
+        )[1] != own.tenant  # fmt: skip
+
+    def check_evicted(self, gone: Waiter, newcomer: Waiter) -> None:
+        others = [*self.waiting.values(), gone]
+        assert gone.claim.priority == max(w.claim.priority for w in others)
+        assert gone.claim.priority >= newcomer.claim.priority
+        own_group = [w for w in others if w.claim == gone.claim]
+        assert gone.until == max(w.until for w in own_group), "its own tenant's latest deadline"
+
+    @rule(number=st.integers(1, 60))
+    def leave(self, number: int) -> None:
+        place = self.places.pop(number, None)
+        if place is None:
+            return
+        del self.waiting[number]
+        assert self.room.leave(place) == number
+        assert self.room.leave(place) is None
+
+    @rule(instance=st.sampled_from(INSTANCES), num_free=st.integers(1, 4))
+    def call(self, instance: str, num_free: int) -> None:
+        able = [w for w in self.waiting.values() if instance in w.on]
+        called = self.room.call(instance, num_free)
+        assert len(called) == min(num_free, len(able))
+        for number in called:
+            waiter = self.waiting.pop(number)
+            del self.places[number]
+            rivals = [w for w in self.waiting.values() if instance in w.on]
+            assert all(w.claim.priority >= waiter.claim.priority for w in rivals)
+            own = [w for w in rivals if w.claim == waiter.claim]
+            assert all(waiter.until <= w.until for w in own)
+
+    @invariant()
+    def nobody_is_lost(self) -> None:
+        self.room.check_invariants()
+        assert len(self.room) == len(self.waiting)
+        depths = dict.fromkeys(range(3), 0)
+        for waiter in self.waiting.values():
+            depths[waiter.claim.priority] += 1
+        assert dict(self.room.depths) == {p: n for p, n in depths.items() if n}
 
 
-def test_a_full_room_refuses_and_a_leaver_makes_room() -> None:
-    room: WaitingRoom[str] = WaitingRoom(max_waiting=1)
-    first = room.join("a", ["p0"], 1.0)
-    assert first is not None
-    assert room.join("b", ["p0"], 0.5) is None
-    room.leave(first)
-    room.leave(first)
-    assert room.join("b", ["p0"], 0.5) is not None
-    assert room.call("p0", 1) == ["b"]
+TestRoomMachine = pytest.mark.req("S44")(RoomMachine.TestCase)
+TestRoomMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def joined(room: WaitingRoom[str], name: str, until: float, claim: Claim, *on: str) -> int:
+    found = room.join(name, on or ("p",), until, claim)
+    assert isinstance(found, Joined)
+    return found.number
+
+
+@pytest.mark.req("S44")
+@given(weights=st.lists(st.integers(1, 5), min_size=2, max_size=4))
+def test_tenants_are_called_in_proportion_to_their_weights(weights: list[int]) -> None:
+    """Whatever their deadlines: a tenant cannot get ahead by asking for short ones."""
+    room: WaitingRoom[str] = WaitingRoom(4096)
+    for index, weight in enumerate(weights):
+        for i in range(200):
+            joined(room, str(index), 10.0 * index + i, Claim(str(index), weight))
+    num_calls = 20 * sum(weights)
+    called = [room.call("p", 1)[0] for _ in range(num_calls)]
+    for index, weight in enumerate(weights):
+        for end in range(0, num_calls, 7):
+            share = end * weight / sum(weights)
+            assert abs(called[:end].count(str(index)) - share) <= len(weights)
+
+
+def test_a_tenant_that_was_away_gets_its_turn_and_no_arrears() -> None:
+    room: WaitingRoom[str] = WaitingRoom(100)
+    for i in range(30):
+        joined(room, "busy", i, Claim("busy"))
+    assert room.call("p", 20) == ["busy"] * 20
+    for i in range(5):
+        joined(room, "late", 99.0 + i, Claim("late"))
+    assert room.call("p", 6).count("late") == 3
+
+
+@pytest.mark.req("S44")
+def test_a_flood_keeps_only_itself_out() -> None:
+    room: WaitingRoom[str] = WaitingRoom(10)
+    for i in range(10):
+        joined(room, "flood", float(i), Claim("flood"))
+    assert room.join("flood", ("p",), 0.0, Claim("flood")) is None
+    evicted = []
+    for i in range(5):
+        found = room.join(f"quiet{i}", ("p",), 50.0, Claim("quiet"))
+        assert found is not None
+        evicted.append(found.evicted)
+    assert evicted == ["flood"] * 5
+    assert room.join("quiet", ("p",), 50.0, Claim("quiet")) is None, "each has its half now"
+    assert room.num_evicted == 5
+    order = room.call("p", 10)
+    assert order[0:2].count("flood") == 1, "and they take turns"
+
+
+def test_a_higher_priority_is_called_first_and_takes_the_place_of_a_lower_one() -> None:
+    room: WaitingRoom[str] = WaitingRoom(2)
+    joined(room, "batch-1", 1.0, Claim("a", priority=2))
+    joined(room, "batch-2", 2.0, Claim("a", priority=2))
+    found = room.join("chat", ("p",), 9.0, Claim("b", priority=0))
+    assert found is not None
+    assert found.evicted == "batch-2"
+    assert room.join("batch-3", ("p",), 0.5, Claim("c", priority=3)) is None
+    assert room.call("p", 5) == ["chat", "batch-1"]
     assert len(room) == 0
+
+
+def test_a_room_without_places_refuses_and_one_without_tenants_goes_by_deadline() -> None:
+    assert WaitingRoom[str](0).join("a", ("p",), 1.0) is None
+    room: WaitingRoom[str] = WaitingRoom(8)
+    for name, until in (("late", 3.0), ("soon", 1.0), ("then", 2.0)):
+        joined(room, name, until, Claim())
+    assert room.call("q", 4) == []
+    assert room.call("p", 2) == ["soon", "then"]
+    assert room.call("p", 2) == ["late"]

@@ -61,9 +61,11 @@ from pdmesh.errors import (
     MeshError,
     NoInstance,
     Overloaded,
+    PoisonRequest,
 )
 
 _MAX_RETRY_S: Final = 2.0
+_ENGINE_DIED: Final = "ENGINE_DIED"
 _MIN_RETRY_S: Final = 0.01
 
 
@@ -105,6 +107,7 @@ class Request:
         "_excluded",
         "_last_error",
         "_leg",
+        "_leg_began_at",
         "_limits",
         "_max_tokens",
         "_next_key",
@@ -122,6 +125,7 @@ class Request:
         "decode_id",
         "emitted",
         "num_cached_tokens",
+        "num_deaths",
         "num_migrations",
         "num_rejections",
         "outcome",
@@ -146,6 +150,7 @@ class Request:
         self.num_rejections = 0
         self.num_migrations = 0
         self.num_cached_tokens = 0
+        self.num_deaths = 0
         self.prefill_id = ""
         self.decode_id = ""
         self.outcome: Complete | Fail | Cancelled | None = None
@@ -161,6 +166,7 @@ class Request:
         self._decodes: list[Candidate] = []
         self._tried = 0
         self._leg: Leg | None = None
+        self._leg_began_at = 0  # tokens emitted by then
         self._ticket: _Ticket | None = None
         self._early: EarlyDecode | None = None
         self._decoding_key = 0
@@ -201,7 +207,9 @@ class Request:
                 return math.inf
             case Phase.PLANNING:
                 due = self._ttft_by
-            case Phase.PREFILL_OFFERED | Phase.DECODE_OFFERED:
+            case Phase.PREFILL_OFFERED:
+                due = min(self._answer_by, self._ttft_by)
+            case Phase.DECODE_OFFERED:
                 due = self._answer_by
             case Phase.WAITING_PREFILL | Phase.WAITING_PLAN:
                 due = min(self._retry_at, self._ttft_by)
@@ -308,6 +316,7 @@ class Request:
 
     def _open_leg(self, to: Candidate, now: float) -> Leg:
         self._leg = leg = Leg(self._next_key(), to)
+        self._leg_began_at = len(self.emitted)
         self._answer_by = now + self._limits.answer_s
         return leg
 
@@ -511,12 +520,15 @@ class Request:
     # --- losing and ending -----------------------------------------------------------------------
 
     def _on_leg_lost(self, event: Event, now: float) -> list[Effect]:
+        self._count_death()
         effects, to = self._close_leg()
         error = InstanceLost("the instance went away", reason="UPSTREAM_FAILED")
         return effects + self._lose(error, (to.instance_id,), now)
 
     def _on_leg_failed(self, event: Event, now: float) -> list[Effect]:
         assert isinstance(event, LegFailed)
+        if event.error.reason == _ENGINE_DIED:
+            self._count_death()
         effects, to = self._close_leg()
         if not event.is_retryable:
             return effects + self._end(Fail(event.error))
@@ -543,6 +555,8 @@ class Request:
         done = self._reason_if_complete()
         if done is not None:
             return effects + self._end(Complete(done))
+        if self.num_deaths >= self._limits.max_deaths:
+            return effects + self._end(Fail(PoisonRequest("instances died of this request")))
         if self.num_migrations >= self._limits.max_migrations or not self._budget.spend():
             return effects + self._end(Fail(error))
         self.num_migrations += 1
@@ -552,6 +566,12 @@ class Request:
         self._ttft_by = min(self._deadline, now + self._limits.ttft_s)
         self._retry_s, self._retry_at = self._limits.retry_s, math.inf
         return effects + self._ask_plan()
+
+    def _count_death(self) -> None:
+        """The active leg's instance died. What kills instances does so at once, not after a page of text; and one that
+        only says nothing may be slow, which is no reason to call a prompt poison."""
+        if len(self.emitted) - self._leg_began_at < self._limits.num_innocent_tokens:
+            self.num_deaths += 1
 
     def _reason_if_complete(self) -> FinishReason | None:
         """A leg lost between its last token and the news that it was the last has lost nothing."""
@@ -573,6 +593,8 @@ class Request:
         match self.phase:
             case Phase.PLANNING:
                 return self._end(Fail(self._last_error or self._overloaded()))
+            case Phase.PREFILL_OFFERED if now < self._answer_by:
+                return self._end(Fail(self._last_error or self._overloaded()))  # in time, too (S44)
             case Phase.PREFILL_OFFERED | Phase.DECODE_OFFERED | Phase.DECODING:
                 return self._on_silence(now)
             case Phase.PREFILLING:

@@ -41,6 +41,8 @@ class RequestLimits:
     stall_s: float = 5.0  # between two tokens of an accepted decode
     retry_s: float = 0.25  # while waiting, ask for a new plan at least this often (doubles to 2 s)
     max_migrations: int = 3
+    max_deaths: int = 2  # of instances while they had it; then it is the request's own doing (F38)
+    num_innocent_tokens: int = 16  # after so many tokens on an instance its death is not counted
     max_candidates: int = 8
 
     def prefill_s(self, num_tokens: int) -> float:

@@ -1,0 +1,237 @@
+"""Waiting for a slot: who goes first, who has to go, and what one is told at the deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from pdmesh import api_keys
+from pdmesh.api_keys import KeyFile, TenantEntry
+from pdmesh.telemetry import names
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION
+from pdmesh.v1.instance_service_pb2 import REJECT_REASON_BUSY
+from services.gateway import frontend
+from services.gateway.door import KeyedDoor
+from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+from tests.support.waiting import until
+
+BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
+
+
+async def ask(client: httpx.AsyncClient, token: str = "", **fields: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    return await client.post("/v1/completions", json={**BODY, **fields}, headers=headers)
+
+
+def keys(directory: Path, **tenants: TenantEntry) -> tuple[KeyedDoor, dict[str, str]]:
+    file = KeyFile(tenants=dict(tenants))
+    tokens = {name: api_keys.issue(file, name) for name in tenants}
+    api_keys.save(directory / "keys.json", file)
+    return KeyedDoor(directory / "keys.json"), tokens
+
+
+class CounterOfCounts:
+    def __init__(self) -> None:
+        self.counted: list[tuple[int, dict[str, str]]] = []
+
+    def add(self, amount: int, labels: dict[str, str]) -> None:
+        self.counted.append((amount, labels))
+
+
+def room(mesh: GatewayMesh) -> int:
+    return len(mesh.gateway.frontend.shared.room)
+
+
+@pytest.mark.req("S44")
+async def test_a_flood_of_one_tenant_does_not_keep_another_waiting(tmp_path: Path) -> None:
+    """Forty wait of one tenant, then two of another: those go with the first slots, though they came last."""
+    door, tokens = keys(tmp_path, flood=TenantEntry(), quiet=TenantEntry())
+    async with (
+        gateway_mesh(tmp_path, door=door, ttft_s=30.0, retry_s=25.0, max_waiting=40) as mesh,
+        httpx.AsyncClient(base_url=mesh.url) as client,
+    ):
+        prefill = mesh.instances["prefill-0"]
+        prefill.reject_with = REJECT_REASON_BUSY
+        flood = [asyncio.create_task(ask(client, tokens["flood"])) for _ in range(40)]
+        await until(lambda: room(mesh) == 40)
+        too_many = await ask(client, tokens["flood"])
+        assert too_many.status_code == 429
+        quiet = [asyncio.create_task(ask(client, tokens["quiet"])) for _ in range(2)]
+        await until(lambda: sum(t.done() for t in flood) == 2)
+        evicted = [t.result() for t in flood if t.done()]
+        assert {r.status_code for r in evicted} == {429}
+        assert all(int(r.headers["retry-after"]) >= 1 for r in evicted)
+        assert room(mesh) == 40
+        prefill.is_holding = True
+        prefill.free_slots(4)
+        await until(lambda: len(prefill.legs) == 4)
+        salts = [p.cache_salt for p in prefill.prefills[-4:]]
+        assert len(set(salts)) == 2
+        assert sorted(salts.count(s) for s in set(salts)) == [2, 2]
+        for task in (*flood, *quiet):
+            task.cancel()
+        await asyncio.gather(*flood, *quiet, return_exceptions=True)
+        await until(lambda: room(mesh) == 0 and mesh.num_legs == 0)
+
+
+@pytest.mark.req("S44")
+async def test_a_more_urgent_tenant_is_called_first(tmp_path: Path) -> None:
+    door, tokens = keys(tmp_path, batch=TenantEntry(priority=5), chat=TenantEntry(priority=0))
+    async with (
+        gateway_mesh(tmp_path, door=door, ttft_s=30.0, retry_s=25.0) as mesh,
+        httpx.AsyncClient(base_url=mesh.url) as client,
+    ):
+        prefill = mesh.instances["prefill-0"]
+        prefill.reject_with = REJECT_REASON_BUSY
+        batch = asyncio.create_task(ask(client, tokens["batch"]))
+        await until(lambda: room(mesh) == 1)
+        chat = asyncio.create_task(ask(client, tokens["chat"]))
+        await until(lambda: room(mesh) == 2)
+        depths = {labels["priority"]: n for n, labels in mesh.gateway.frontend.shared.room.depths()}
+        assert depths == {"0": 1, "1": 0, "5": 1}
+        prefill.is_holding = True
+        prefill.free_slots(1)
+        await until(lambda: len(prefill.legs) == 1)
+        assert room(mesh) == 1
+        assert prefill.prefills[-1].cache_salt == prefill.prefills[1].cache_salt, (
+            "chat's, the second to ask"
+        )
+        for task in (batch, chat):
+            task.cancel()
+        await asyncio.gather(batch, chat, return_exceptions=True)
+
+
+@pytest.mark.req("S44", "S9")
+async def test_requests_end_at_their_deadlines_within_50_ms(tmp_path: Path) -> None:
+    """Sixty wait for nothing, of two scenarios and two lengths; each ends at its own time, and never reaches an instance later."""
+    scenarios = {"quick": {"ttft_s": 0.3, "ttft_s_per_1k_tokens": 1.0}, "slow": {"ttft_s": 0.9}}
+    async with (
+        gateway_mesh(tmp_path, scenarios=scenarios, retry_s=30.0) as mesh,
+        httpx.AsyncClient(base_url=mesh.url) as client,
+    ):
+        prefill = mesh.instances["prefill-0"]
+        prefill.reject_with = REJECT_REASON_BUSY
+        for instance in mesh.instances.values():
+            record = instance.record()
+            record.scenario = ""
+            mesh.register(record)
+        asks = [
+            ask(client, prompt="x" * length, scenario=scenario)
+            for scenario in ("quick", "slow")
+            for length in (1, 500)
+            for _ in range(15)
+        ]
+        answers = await asyncio.gather(*asks)
+        assert {a.status_code for a in answers} == {429}
+        assert {a.headers["retry-after"] for a in answers} == {"1"}
+        await until(lambda: len(mesh.events) == 60)
+        for event in mesh.events:
+            quick_s = 0.3 + event.usage.num_prompt_tokens / 1000
+            due_ms = 1000 * (quick_s if event.scenario == "quick" else 0.9)
+            assert -1 <= event.e2e_ms - due_ms <= 50
+        num_asked = len(prefill.prefills)
+        prefill.free_slots(64)
+        assert len(prefill.prefills) == num_asked
+        assert room(mesh) == 0
+
+
+@pytest.mark.req("S44")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_scenario_may_answer_with_its_default_text(
+    tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slo = CounterOfCounts()
+    monkeypatch.setattr(frontend, "_ttft_slo", slo)
+    scenarios = {"shop": {"ttft_s": 0.1, "default_text": "Please ask again in a minute."}}
+    async with (
+        gateway_mesh(tmp_path, scenarios=scenarios) as mesh,
+        openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for instance in mesh.instances.values():
+            instance.reject_with = REJECT_REASON_BUSY
+            record = instance.record()
+            record.scenario = "shop"
+            mesh.register(record)
+        answer: Any = await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "x"}],
+            stream=stream,
+            extra_body={"scenario": "shop"},
+        )
+        if stream:
+            chunks = [c.choices[0] async for c in answer]
+            text = "".join(c.delta.content or "" for c in chunks)
+            finish_reason = chunks[-1].finish_reason
+        else:
+            text = answer.choices[0].message.content
+            finish_reason = answer.choices[0].finish_reason
+            assert answer.usage.completion_tokens == 0
+        assert (text, finish_reason) == ("Please ask again in a minute.", "stop")
+        await until(lambda: bool(mesh.events))
+        assert (mesh.events[-1].outcome, mesh.events[-1].reason) == ("failed", "OVERLOADED")
+        assert slo.counted == [(1, {names.ATTR_SCENARIO: "shop", names.ATTR_OUTCOME: "missed"})]
+
+
+@pytest.mark.fault("F38")
+async def test_a_poisonous_prompt_kills_two_instances_and_no_more(tmp_path: Path) -> None:
+    """It kills whoever takes it; the client tries again and again, and other requests go on."""
+    async with (
+        gateway_mesh(tmp_path, 0, 0, num_fusions=4) as mesh,
+        httpx.AsyncClient(base_url=mesh.url) as client,
+    ):
+        deaths = 0
+
+        async def kill_who_takes_it() -> None:
+            nonlocal deaths
+            while True:
+                for instance in mesh.instances.values():
+                    if any(bytes(p.prompt_token_ids) == poison for p in instance.prefills):
+                        deaths += 1
+                        instance.prefills.clear()
+                        instance.break_sessions()
+                await asyncio.sleep(0.001)
+
+        ids = list(mesh.tokenizer._encode("poison", add_special_tokens=True))
+        poison = b"".join(i.to_bytes(4, "little") for i in ids)
+        for instance in mesh.instances.values():
+            assert instance.role == ROLE_FUSION
+            instance.is_holding = True
+        killer = asyncio.create_task(kill_who_takes_it())
+        first = await ask(client, prompt="poison")
+        assert (first.status_code, first.json()["error"]["code"]) == (500, "poison_request")
+        assert "retry-after" not in first.headers
+        for _ in range(3):
+            again = await ask(client, prompt="poison", max_tokens=9)
+            assert (again.status_code, again.json()["error"]["code"]) == (500, "poison_request")
+        assert deaths == 2
+        killer.cancel()
+        for instance in mesh.instances.values():
+            instance.is_holding = False
+
+        async def is_served() -> bool:
+            return (await ask(client)).status_code == 200
+
+        await until(is_served)
+
+
+async def test_an_idle_mesh_makes_nobody_wait(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The uncontended path never enters the room."""
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("joined the waiting room")
+
+    monkeypatch.setattr(mesh.gateway.frontend.shared.room, "join", forbidden)
+    began = time.monotonic()
+    for _ in range(20):
+        answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
+        assert answer.choices[0].finish_reason == "length"
+    assert time.monotonic() - began < 5
+    assert any(i.starts for i in mesh.instances.values() if i.role == ROLE_DECODE)
