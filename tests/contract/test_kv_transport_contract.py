@@ -11,12 +11,17 @@ import pytest
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import KvLayout
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.agent import LandingFreed, PullHooks, TicketClosed
+from pdmesh.kv.agent import AgentHooks, LandingFreed, TicketClosed
 from pdmesh.kv.transport import ByteArray, KvTransport
 from pdmesh.kv.ucx import UcxTransport
 from tests.fakes.kv_pair import FINGERPRINT, kv_pair, ticket_for
 from tests.fakes.memory_transport import MemoryTransport
 from tests.support.waiting import until
+
+
+def loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
 
 MakeTransport = Callable[[], KvTransport]
 SMALL = KvLayout(4, 2, 512, FINGERPRINT)  # rides behind META
@@ -120,7 +125,7 @@ async def test_another_model_is_refused(transport: MakeTransport) -> None:
         assert await refused(pair) == "KV_REFUSED_WRONG_MODEL"
 
 
-class FlipOneBit(PullHooks):
+class FlipOneBit(AgentHooks):
     def on_received(self, payload: ByteArray) -> None:
         payload[payload.size // 2] ^= 1
 
@@ -140,7 +145,7 @@ async def test_one_flipped_bit_fails_the_pull_and_not_the_ticket(
         assert pair.sender.num_tickets == 1
 
 
-class ZeroOnArrival(PullHooks):
+class ZeroOnArrival(AgentHooks):
     def on_verified(self, payload: ByteArray) -> None:
         payload[:] = 0
 
@@ -153,7 +158,7 @@ async def test_the_negative_control_zeroes_what_was_verified(transport: MakeTran
         assert not pair.landed(SMALL.total_bytes).any()
 
 
-class DropAnswers(PullHooks):
+class DropAnswers(AgentHooks):
     def is_dropped(self, pull_id: int) -> bool:
         return True
 
@@ -164,7 +169,7 @@ async def test_a_lost_answer_fails_at_the_deadline_and_frees_the_landing(
 ) -> None:
     async with kv_pair(transport, hooks=DropAnswers()) as pair:
         pair.stage(LARGE)
-        await pair.receiver.prepare(pair.address)
+        await pair.receiver.connect(pair.address)
         started = asyncio.get_running_loop().time()
         with pytest.raises(KvTransferFailed) as caught:
             await pair.receiver.pull(
@@ -184,14 +189,20 @@ async def test_the_end_of_the_lease_frees_a_ticket_nobody_pulls(transport: MakeT
         assert await refused(pair) == "KV_REFUSED_UNKNOWN_TICKET"
 
 
-async def test_a_receiver_that_waits_keeps_the_lease_alive(transport: MakeTransport) -> None:
+@pytest.mark.fault("F35")
+async def test_a_receiver_that_waits_keeps_the_lease_alive_until_it_lets_go(
+    transport: MakeTransport,
+) -> None:
     async with kv_pair(transport) as pair:
-        await pair.receiver.prepare(pair.address)
         pair.stage(SMALL, lease_s=0.5)
-        for _ in range(4):
-            await asyncio.sleep(0.2)
-            await pair.receiver.renew(ticket_for(pair.address, SMALL))
-        assert pair.sender.num_tickets == 1
+        staged = loop_time()
+        ticket = ticket_for(pair.address, SMALL, lease_ms=500)
+        await pair.receiver.keep(ticket, for_s=10)
+        await until(lambda: pair.sender.num_tickets == 0 or loop_time() - staged > 1.5)
+        assert pair.sender.num_tickets == 1, "three leases later it is there"
+        pair.receiver.let_go("t")
+        took = await until(lambda: pair.sender_events == [TicketClosed("t", "expired")])
+        assert took < 2.0
 
 
 @pytest.mark.fault("F27")
@@ -211,7 +222,7 @@ async def test_a_cancelled_pull_gives_its_landing_back_and_leaves_the_ticket(
     async with kv_pair(transport) as pair:
         pair.stage(LARGE)
         ticket, landing = ticket_for(pair.address, LARGE), ArenaRange(0, LARGE.total_bytes)
-        await pair.receiver.prepare(pair.address)  # so that the pull is under way at once
+        await pair.receiver.connect(pair.address)  # so that the pull is under way at once
         pull = asyncio.create_task(pair.receiver.pull(ticket, landing, deadline_s=5))
         await asyncio.sleep(0)
         pull.cancel()

@@ -11,7 +11,7 @@ import numpy as np
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import KvLayout
 from pdmesh.core.ticket import Ticket
-from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent, PullHooks
+from pdmesh.kv.agent import AgentEvent, AgentHooks, AgentIdentity, BlockSource, KvAgent
 from pdmesh.kv.transport import ByteArray, KvTransport
 
 FINGERPRINT = "model-a"
@@ -67,8 +67,9 @@ class KvPair:
 async def kv_pair(
     make_transport: Callable[[], KvTransport],
     *,
-    hooks: PullHooks | None = None,
+    hooks: AgentHooks | None = None,
     receiver_fingerprint: str = FINGERPRINT,
+    blocks: BlockSource | None = None,
 ) -> AsyncIterator[KvPair]:
     """At the end nothing may be left on either side."""
     sender_events: list[AgentEvent] = []
@@ -80,6 +81,7 @@ async def kv_pair(
         staging_bytes=ARENA_BYTES,
         landing_bytes=0,
         on_event=sender_events.append,
+        blocks=blocks,
     )
     receiver = KvAgent(
         transports[1],

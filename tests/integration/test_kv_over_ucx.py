@@ -120,7 +120,7 @@ async def test_a_sender_killed_in_mid_transfer_fails_the_pull_at_once() -> None:
     events: list[AgentEvent] = []
     async with sender(LARGE) as prefill, receiver(events) as decode:
         (ticket,) = await prefill.stage()
-        await decode.prepare(prefill.address)
+        await decode.connect(prefill.address)
         view = decode.landing(landing(LARGE))
         pull = asyncio.create_task(decode.pull(ticket, landing(LARGE), deadline_s=10))
         await until(lambda: bool(view[: 1 << 20].any()))  # the first bytes have landed
@@ -141,7 +141,7 @@ async def test_a_frozen_sender_fails_the_pull_at_its_deadline_and_never_writes_a
     events: list[AgentEvent] = []
     async with sender(LARGE) as prefill, receiver(events) as decode:
         (ticket,) = await prefill.stage()
-        await decode.prepare(prefill.address)
+        await decode.connect(prefill.address)
         view = decode.landing(landing(LARGE))
         started = time.monotonic()
         pull = asyncio.create_task(decode.pull(ticket, landing(LARGE), deadline_s=0.5))
@@ -163,7 +163,7 @@ async def test_a_sender_that_thaws_serves_the_next_pull() -> None:
     events: list[AgentEvent] = []
     async with sender(SMALL) as prefill, receiver(events) as decode:
         (ticket,) = await prefill.stage()
-        await decode.prepare(prefill.address)
+        await decode.connect(prefill.address)
         prefill.process.send_signal(signal.SIGSTOP)
         with pytest.raises(KvTransferFailed):
             await decode.pull(ticket, landing(SMALL), deadline_s=0.3)
@@ -178,7 +178,7 @@ async def test_a_killed_sender_is_replaced_and_its_tickets_die_with_it() -> None
     async with receiver(events) as decode:
         async with sender(SMALL) as prefill:
             (ticket,) = await prefill.stage()
-            await decode.prepare(prefill.address)
+            await decode.connect(prefill.address)
         with pytest.raises(KvTransferFailed) as caught:
             await decode.pull(ticket, landing(SMALL), deadline_s=2)
         assert caught.value.reason in {"KV_CONNECT_FAILED", "KV_PEER_LOST", "KV_TRANSFER_TIMEOUT"}
@@ -230,7 +230,7 @@ async def test_agents_that_come_and_go_leave_no_descriptor_behind() -> None:
 
     async def come_and_go() -> int:
         async with receiver([]) as one, receiver([]) as other:
-            await one.prepare(other.address)
+            await one.connect(other.address)
         return len(list(fds.iterdir()))
 
     before = await come_and_go()
@@ -270,7 +270,7 @@ async def test_an_agent_for_this_machine_turns_others_away() -> None:
         )  # fmt: skip
         out, _ = await asyncio.wait_for(process.communicate(), 20)
         assert out.decode().split()[-1:] == ["KV_CONNECT_FAILED"]
-        await agent.prepare(agent.address)  # from here it is served
+        await agent.connect(agent.address)  # from here it is served
 
 
 async def test_an_agent_on_its_own_thread_serves_a_busy_loop() -> None:
@@ -320,7 +320,7 @@ def test_the_agent_runs_on_uvloop_and_leaves_it_turning() -> None:
 
         async with sender(LARGE) as prefill, receiver([]) as decode:
             (ticket,) = await prefill.stage()
-            await decode.prepare(prefill.address)
+            await decode.connect(prefill.address)
             turning = asyncio.create_task(turn())
             await decode.pull(ticket, landing(LARGE), deadline_s=10)
             turning.cancel()
@@ -340,8 +340,8 @@ def test_idle_agents_cost_nothing() -> None:
     agents = [AgentThread(make) for _ in range(2)]
     try:
         first, second = (agent.start() for agent in agents)
-        agents[0].prepare(second).result(5)
-        agents[1].prepare(first).result(5)
+        agents[0].keep(ticket_for(second, SMALL), 0.0).result(5)
+        agents[1].keep(ticket_for(first, SMALL), 0.0).result(5)
         cpu = time.process_time()
         time.sleep(1.0)
         assert time.process_time() - cpu < 0.05

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.kv_layout import KvLayout, KvShape
+from pdmesh.core.kv_layout import MAX_SPANS, KvLayout, KvShape
 from pdmesh.kv.scatter import gather, recv_scatter, runs_of, scatter_part
 
 SMOLLM2 = KvShape(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16")
@@ -70,22 +70,72 @@ def test_offsets_tile_the_buffer_in_order(layout: KvLayout) -> None:
         layout.offset(layout.num_layers, 0)
 
 
-@pytest.mark.req("S47", "S49")
-@given(layouts, st.data())
-def test_spans_hold_exactly_the_blocks_from_the_first_wanted_on(
-    layout: KvLayout, data: st.DataObject
+@st.composite
+def pulls(draw: st.DrawFn) -> tuple[KvLayout, int, tuple[int, int] | None, int]:
+    """A layout, the first block wanted, the heads wanted, and the size of a part."""
+    num_heads = draw(st.integers(1, 4))
+    layout = KvLayout(
+        draw(st.integers(0, 6)), draw(st.integers(0, 9)), 8 * num_heads, num_heads=num_heads
+    )
+    first = draw(st.integers(0, layout.num_blocks))
+    head = draw(st.integers(0, num_heads - 1))
+    heads = (head, draw(st.integers(1, num_heads - head)))
+    return layout, first, draw(st.sampled_from([None, heads])), draw(st.integers(1, 600))
+
+
+@pytest.mark.req("S47", "S48", "S49", "S57")
+@given(pulls())
+def test_parts_hold_exactly_what_is_wanted_in_order(
+    pull: tuple[KvLayout, int, tuple[int, int] | None, int],
 ) -> None:
-    first = data.draw(st.integers(0, layout.num_blocks))
-    spans = layout.spans(first)
-    covered = [i for span in spans for i in range(span.offset, span.offset + span.length)]
+    layout, first, heads, chunk = pull
+    parts = layout.parts(first, heads, chunk)
+    head, num_heads = heads or (0, layout.num_heads)
+    row = layout.num_blocks * layout.block_bytes // layout.num_heads
     wanted = [
-        layout.offset(layer, block) + i
+        (layer * layout.num_heads + h) * row + i
         for layer in range(layout.num_layers)
-        for block in range(first, layout.num_blocks)
-        for i in range(layout.block_bytes)
+        for h in range(head, head + num_heads)
+        for i in range(first * layout.block_bytes // layout.num_heads, row)
     ]
-    assert covered == wanted
-    assert len(spans) <= (1 if first == 0 else layout.num_layers), "ranges, never blocks"
+    spans = [span for part in parts for span in part.spans]
+    assert [i for s in spans for i in range(s.offset, s.offset + s.length)] == wanted
+    end = 0
+    unit = layout.block_bytes // layout.num_heads
+    for part in parts:
+        assert part.offset == end
+        assert part.length == sum(span.length for span in part.spans)
+        assert part.length <= max(chunk, unit), "a part is small, or one block"
+        assert part.length % unit == 0
+        layer_bytes = layout.num_blocks * layout.block_bytes
+        for span in part.spans:
+            assert part.first_layer * layer_bytes <= span.offset
+            assert span.offset + span.length <= part.end_layer * layer_bytes
+        end += part.length
+    assert end == len(wanted)
+
+
+@pytest.mark.req("S49")
+@given(layouts)
+def test_a_whole_prompt_that_fits_one_part_is_one_range(layout: KvLayout) -> None:
+    (part,) = layout.parts()
+    assert [(span.offset, span.length) for span in part.spans] == [(0, layout.total_bytes)]
+
+
+@pytest.mark.req("S49")
+def test_parts_name_no_more_spans_than_a_message_can() -> None:
+    for layout in (KvLayout(700, 4, 8), KvLayout(80, 4, 64, num_heads=8)):
+        parts = layout.parts(first_block=1)
+        assert max(len(part.spans) for part in parts) <= MAX_SPANS
+        assert sum(len(part.spans) for part in parts) == layout.num_layers * layout.num_heads
+
+
+@pytest.mark.parametrize(
+    ("first", "heads"), [(-1, None), (10, None), (0, (0, 3)), (0, (2, 1)), (0, (0, 0))]
+)
+def test_a_pull_outside_the_layout_has_no_parts(first: int, heads: tuple[int, int] | None) -> None:
+    with pytest.raises(IndexError):
+        KvLayout(3, 9, 16, num_heads=2).parts(first, heads)
 
 
 @pytest.mark.req("S50")

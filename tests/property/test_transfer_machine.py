@@ -1,8 +1,9 @@
-"""Sender and receiver together over a network that delays, repeats and loses, in any interleaving.
+"""Sender and receiver together over a network that delays, repeats, reorders and loses, in any interleaving.
 
-The model is the truth about bytes: a send that has started and not ended reads its ticket's range, a posted
-receive that has not completed may still write its landing range. Each side learns of a lost
-connection in its own time; what it believes before that must be safe anyway.
+The model is the truth about bytes: an engine that has not said otherwise writes its ticket's range, a part that has been
+announced and not sent reads it, and a posted receive that has not completed may still write its landing range. Each
+side learns of a lost connection in its own time; what it believes before that must be safe anyway. Either side may
+crash and come back: the sender under its next incarnation, the receiver without any memory of its pulls.
 """
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdmesh.core import pull_book as rx
-from pdmesh.core import ticket_book as tx
-from pdmesh.core.ticket import Refusal
+from pdmesh.core import pull_events as rx
+from pdmesh.core import ticket_events as tx
+from pdmesh.core.kv_layout import KvLayout, KvPart
+from pdmesh.core.lease_keeper import LeaseKeeper
+from pdmesh.core.pull_book import STOP_S, PullBook
+from pdmesh.core.ticket_book import MAX_LEASES, TicketBook
 from pdmesh.kv import wire
 
-INCARNATION, FINGERPRINT, BLOCKS, BYTES = 7, 11, 4, 1000
+FINGERPRINT = 11
+LAYOUT = KvLayout(num_layers=3, num_blocks=2, block_bytes=10)
 LEASE_S, DEADLINE_S = 10.0, 2.0
+MAX_INLINE = 10  # bytes
 NAMES = st.sampled_from("aaab")
+CHUNKS = st.sampled_from([10, 20, 40, 1000])
 
 
 @dataclass
@@ -33,13 +40,8 @@ class Link:
     to_receiver: list[wire.Message] = field(default_factory=list)
     is_dead_at_sender: bool = False
     is_dead_at_receiver: bool = False
-    sends: dict[int, str] = field(default_factory=dict)  # pull -> ticket read right now
-    arrived: set[int] = field(default_factory=set)  # pulls whose bytes left the sender
-    posted: set[int] = field(default_factory=set)  # pulls with a receive posted
-
-    @property
-    def is_broken(self) -> bool:
-        return self.is_dead_at_sender or self.is_dead_at_receiver
+    sends: list[tuple[int, str]] = field(default_factory=list)  # pull, ticket read right now
+    posted: set[tuple[int, int]] = field(default_factory=set)  # pull, part to be written
 
 
 @dataclass
@@ -47,55 +49,106 @@ class Pull:
     link: Link
     ticket_id: str
     attempt: int
+    incarnation: int
+    first_block: int
+    num_takers: int
+    is_fetch: bool = False
     has_left: bool = False
     outcome: str = ""
+    num_delivered: int = 0
+    num_bytes: int = 0
+    metas: list[wire.Meta] = field(default_factory=list)
     is_landing_free: bool = False
+
+
+@dataclass
+class Ticket:
+    attempt: int
+    is_written: bool = False
+    num_ready: int = 0
+    written_at: float = 0.0
 
 
 class TransferMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.sender = tx.TicketBook(INCARNATION, FINGERPRINT)
-        self.receiver = rx.PullBook()
+        self.incarnation = 7
+        self.sender = TicketBook(self.incarnation, FINGERPRINT)
+        self.receiver = PullBook()
+        self.leases = LeaseKeeper()
         self.links: list[Link] = []
-        self.tickets: dict[str, int] = {}  # open: id -> attempt
-        self.num_staged = 0
-        self.num_closed = 0
+        self.tickets: dict[str, Ticket] = {}
         self.pulls: dict[int, Pull] = {}
-        self.checking: set[int] = set()
+        self.num_forgotten = 0  # pulls of a receiver that crashed
+        self.checking: set[tuple[int, int]] = set()
         self.aborts: list[tuple[Link, str]] = []
 
-    # -- what people and time do ------------------------------------------------------------------
+    # -- what the engines do ----------------------------------------------------------------------
 
-    @rule(name=NAMES, attempt=st.integers(1, 2))
-    def stage(self, name: str, attempt: int) -> None:
+    @rule(name=NAMES, attempt=st.integers(1, 2), chunk=CHUNKS, is_whole=st.booleans())
+    def open(self, name: str, attempt: int, chunk: int, is_whole: bool) -> None:
+        event = tx.Opened(name, attempt, LAYOUT, LEASE_S, chunk)
         if name in self.tickets:
             with pytest.raises(ValueError, match="open already"):
-                self.sender.handle(tx.Staged(name, attempt, BLOCKS, LEASE_S), self.now)
+                self.sender.handle(event, self.now)
             return
-        self.tickets[name] = attempt
-        self.num_staged += 1
-        self.at_sender(tx.Staged(name, attempt, BLOCKS, LEASE_S))
+        self.tickets[name] = Ticket(attempt)
+        self.at_sender(event)
+        if is_whole:
+            self.ready(name, LAYOUT.num_layers)
 
-    @rule(name=NAMES, is_stale=st.sampled_from([False] * 4 + [True]), old=st.booleans())
-    def pull(self, name: str, is_stale: bool, old: bool) -> None:
-        attempt = 3 if is_stale else self.tickets.get(name, 1)
-        link = next((x for x in self.links if not x.is_dead_at_receiver), None)
-        if link is None or (old and len(self.links) < 3):
-            link = Link(len(self.links) + 1)
-            self.links.append(link)
-        pull_id = len(self.pulls) + 1
-        self.pulls[pull_id] = Pull(link, name, attempt)
-        self.at_receiver(rx.PullRequested(pull_id, link.key, BYTES, BYTES, self.now + DEADLINE_S))
+    @rule(name=NAMES, num_layers=st.integers(1, LAYOUT.num_layers))
+    def ready(self, name: str, num_layers: int) -> None:
+        ticket = self.tickets.get(name)
+        if ticket is not None:
+            ticket.num_ready = max(ticket.num_ready, num_layers)
+            if num_layers == LAYOUT.num_layers and not ticket.is_written:
+                ticket.is_written, ticket.written_at = True, self.now
+        self.at_sender(tx.LayersReady(name, num_layers))
 
     @rule(name=NAMES)
     def release(self, name: str) -> None:
+        if name in self.tickets:
+            self.tickets[name].is_written = True  # that is what a release says
         self.at_sender(tx.Released(name))
 
-    @rule(name=NAMES, attempt=st.integers(1, 2), inc=st.sampled_from([7, 8]))
-    def renew(self, name: str, attempt: int, inc: int) -> None:
-        self.at_sender(tx.LeaseRenewed(name, attempt, inc))
+    @rule(
+        name=NAMES,
+        is_stale=st.sampled_from([False] * 4 + [True]),
+        other_link=st.booleans(),
+        first_block=st.sampled_from([0, 0, 1, 2, 3]),
+        num_takers=st.sampled_from([1, 1, 2]),
+    )
+    def pull(
+        self, name: str, is_stale: bool, other_link: bool, first_block: int, num_takers: int
+    ) -> None:
+        ticket = self.tickets.get(name)
+        attempt = 3 if is_stale or ticket is None else ticket.attempt
+        pull = Pull(self.link(other_link), name, attempt, self.incarnation, first_block, num_takers)
+        self.ask(pull, 0 if first_block else LAYOUT.total_bytes)
+
+    @rule(other_link=st.booleans(), is_stale=st.sampled_from([False] * 4 + [True]))
+    def fetch(self, other_link: bool, is_stale: bool) -> None:
+        incarnation = self.incarnation - is_stale
+        pull = Pull(self.link(other_link), "", 0, incarnation, 0, 1, is_fetch=True)
+        self.ask(pull, 0)
+
+    def ask(self, pull: Pull, least: int) -> None:
+        pull_id = len(self.pulls) + 1
+        self.pulls[pull_id] = pull
+        deadline = self.now + DEADLINE_S
+        self.leases.keep(pull_id, LEASE_S, deadline, self.now)
+        self.at_receiver(
+            rx.PullRequested(pull_id, pull.link.key, least, LAYOUT.total_bytes, deadline)
+        )
+
+    def link(self, other: bool) -> Link:
+        link = next((x for x in self.links if not x.is_dead_at_receiver), None)
+        if link is None or (other and len(self.links) < 4):
+            link = Link(len(self.links) + 1)
+            self.links.append(link)
+        return link
 
     @precondition(lambda self: self.pulls)
     @rule(data=st.data())
@@ -113,62 +166,125 @@ class TransferMachine(RuleBasedStateMachine):
     def tick(self) -> None:
         self.at_sender(tx.Tick())
         self.at_receiver(rx.Tick())
+        due, _ = self.leases.due(self.now)
+        for pull_id in due:
+            assert isinstance(pull_id, int)
+            pull = self.pulls[pull_id]
+            pull.link.to_sender.append(wire.Renew(pull.ticket_id, pull.attempt, pull.incarnation))
+
+    # -- crashes ----------------------------------------------------------------------------------
+
+    @rule()
+    def the_sender_crashes(self) -> None:
+        """Its memory is gone, and with it every reader of it. Peers learn later, or never."""
+        self.incarnation += 1
+        self.sender = TicketBook(self.incarnation, FINGERPRINT)
+        self.tickets.clear()
+        for link in self.links:
+            link.is_dead_at_sender = True
+            link.sends.clear()
+
+    @rule()
+    def the_receiver_crashes(self) -> None:
+        self.receiver = PullBook()
+        self.leases = LeaseKeeper()
+        self.checking.clear()
+        for link in self.links:
+            link.is_dead_at_receiver = True
+            link.posted.clear()
+        for pull in self.pulls.values():
+            if not pull.is_landing_free:
+                pull.is_landing_free, pull.outcome = True, pull.outcome or "crashed"
 
     # -- what the network does --------------------------------------------------------------------
 
     @precondition(lambda self: any(x.to_sender and not x.is_dead_at_sender for x in self.links))
     @rule(data=st.data(), twice=st.booleans())
     def deliver_to_sender(self, data: st.DataObject, twice: bool) -> None:
-        link = data.draw(
-            st.sampled_from([x for x in self.links if x.to_sender and not x.is_dead_at_sender])
-        )
-        message = link.to_sender[0] if twice else link.to_sender.pop(0)
+        links = [x for x in self.links if x.to_sender and not x.is_dead_at_sender]
+        link = data.draw(st.sampled_from(links))
+        message = self.take(data, link.to_sender, twice)
         match message:
-            case wire.Pull(pull_id, ticket_id, attempt, incarnation, fingerprint, first):
+            case wire.Pull():
                 self.at_sender(
                     tx.PullAsked(
-                        link.key, pull_id, ticket_id, attempt, incarnation, fingerprint, first
+                        link.key,
+                        message.pull_id,
+                        message.ticket_id,
+                        message.attempt,
+                        message.incarnation,
+                        message.fingerprint_hash,
+                        message.first_block,
+                        None,
+                        message.num_takers,
                     )
                 )
+            case wire.Fetch(pull_id, incarnation):
+                self.serve_fetch(link, pull_id, incarnation)
             case wire.Ack(pull_id, is_taken):
                 self.at_sender(tx.PullAcked(link.key, pull_id, is_taken))
+            case wire.Renew(ticket_id, attempt, incarnation):
+                self.at_sender(tx.LeaseRenewed(ticket_id, attempt, incarnation))
+
+    def serve_fetch(self, link: Link, pull_id: int, incarnation: int) -> None:
+        name = f"fetch/{link.key}/{pull_id}"
+        if incarnation != self.incarnation or name in self.tickets:
+            return
+        self.tickets[name] = Ticket(0, True, 1, self.now)
+        layout = KvLayout(1, 3, 20)
+        self.at_sender(tx.Opened(name, 0, layout, LEASE_S, 20, is_single=True))
+        self.at_sender(tx.LayersReady(name, 1))
+        self.at_sender(tx.PullAsked(link.key, pull_id, name, 0, self.incarnation, FINGERPRINT))
 
     @precondition(lambda self: any(x.to_receiver and not x.is_dead_at_receiver for x in self.links))
-    @rule(data=st.data(), twice=st.booleans(), inline=st.booleans())
-    def deliver_to_receiver(self, data: st.DataObject, twice: bool, inline: bool) -> None:
-        link = data.draw(
-            st.sampled_from([x for x in self.links if x.to_receiver and not x.is_dead_at_receiver])
-        )
-        message = link.to_receiver[0] if twice else link.to_receiver.pop(0)
+    @rule(data=st.data(), twice=st.booleans())
+    def deliver_to_receiver(self, data: st.DataObject, twice: bool) -> None:
+        links = [x for x in self.links if x.to_receiver and not x.is_dead_at_receiver]
+        link = data.draw(st.sampled_from(links))
+        message = self.take(data, link.to_receiver, twice)
         match message:
             case wire.Meta(pull_id, num_bytes):
-                self.at_receiver(rx.MetaArrived(link.key, pull_id, num_bytes, inline))
+                self.pulls[pull_id].metas.append(message)
+                self.at_receiver(
+                    rx.MetaArrived(
+                        link.key,
+                        pull_id,
+                        num_bytes,
+                        message.offset,
+                        message.length,
+                        message.inline is not None,
+                    )
+                )
             case wire.Refused(pull_id, refusal):
                 self.at_receiver(rx.PullRefused(link.key, pull_id, refusal.name))
+
+    @staticmethod
+    def take(data: st.DataObject, queue: list[wire.Message], twice: bool) -> wire.Message:
+        """Mostly the first, sometimes one out of turn; sometimes it comes again later."""
+        at = data.draw(st.sampled_from([0, 0, 0, len(queue) - 1]))
+        return queue[at] if twice else queue.pop(at)
 
     @precondition(lambda self: any(x.sends for x in self.links))
     @rule(data=st.data())
     def a_send_ends(self, data: st.DataObject) -> None:
         link = data.draw(st.sampled_from([x for x in self.links if x.sends]))
-        pull_id = data.draw(st.sampled_from(sorted(link.sends)))
-        del link.sends[pull_id]
-        link.arrived.add(pull_id)
-        self.at_sender(tx.SendEnded(link.key, pull_id))
+        pull_id, _ = link.sends.pop(data.draw(st.integers(0, len(link.sends) - 1)))
+        self.at_sender(tx.PartSent(link.key, pull_id))
 
     @precondition(lambda self: any(x.posted for x in self.links))
     @rule(data=st.data())
     def a_write_ends(self, data: st.DataObject) -> None:
         link = data.draw(st.sampled_from([x for x in self.links if x.posted]))
-        pull_id = data.draw(st.sampled_from(sorted(link.posted)))
-        link.posted.remove(pull_id)
-        self.at_receiver(rx.PayloadArrived(pull_id))
+        part = data.draw(st.sampled_from(sorted(link.posted)))
+        link.posted.remove(part)
+        self.at_receiver(rx.PartArrived(*part))
 
     @precondition(lambda self: self.checking)
-    @rule(data=st.data(), intact=st.booleans())
+    @rule(data=st.data(), intact=st.sampled_from([True, True, False]))
     def a_check_ends(self, data: st.DataObject, intact: bool) -> None:
-        pull_id = data.draw(st.sampled_from(sorted(self.checking)))
-        self.checking.remove(pull_id)
-        self.at_receiver(rx.Checked(pull_id, intact))
+        part = data.draw(st.sampled_from(sorted(self.checking)))
+        self.checking.remove(part)
+        self.at_receiver(rx.PartChecked(*part, intact))
 
     @precondition(lambda self: self.links)
     @rule(data=st.data(), who=st.sampled_from(["sender", "receiver"]))
@@ -185,29 +301,51 @@ class TransferMachine(RuleBasedStateMachine):
             link.posted.clear()
             self.at_receiver(rx.PeerLost(link.key))
 
-    # -- effects ----------------------------------------------------------------------------------
+    # -- the sender's effects ---------------------------------------------------------------------
 
     def at_sender(self, event: tx.SenderEvent) -> None:
-        for effect in self.sender.handle(event, self.now):
-            match effect:
-                case tx.StartSend(peer, pull_id, ticket_id):
-                    pull = self.pulls[pull_id]
-                    assert pull.attempt == self.tickets[ticket_id], "another attempt's bytes"
-                    link = self.links[peer - 1]
-                    assert not link.is_dead_at_sender
-                    link.sends[pull_id] = ticket_id
-                    link.to_receiver.append(wire.Meta(pull_id, BYTES, ()))
-                case tx.Refuse(peer, pull_id, refusal):
-                    assert isinstance(refusal, Refusal)
-                    self.links[peer - 1].to_receiver.append(wire.Refused(pull_id, refusal))
-                case tx.AbortPeer(peer):
-                    self.aborts.append((self.links[peer - 1], "sender"))
-                case tx.CloseTicket(ticket_id):
-                    for link in self.links:
-                        assert ticket_id not in link.sends.values(), "freed while a send reads it"
-                    del self.tickets[ticket_id]  # KeyError if closed twice
-                    self.num_closed += 1
+        events = [event]
+        while events:
+            for effect in self.sender.handle(events.pop(0), self.now):
+                match effect:
+                    case tx.SendPart():
+                        if self.send(effect):
+                            events.append(tx.PartSent(effect.peer, effect.pull_id))
+                    case tx.Refuse(peer, pull_id, refusal):
+                        self.links[peer - 1].to_receiver.append(wire.Refused(pull_id, refusal))
+                    case tx.AbortPeer(peer):
+                        self.aborts.append((self.links[peer - 1], "sender"))
+                    case tx.CloseTicket(ticket_id):
+                        self.close_ticket(ticket_id)
         self.settle()
+
+    def send(self, effect: tx.SendPart) -> bool:
+        pull, link = self.pulls[effect.pull_id], self.links[effect.peer - 1]
+        ticket = self.tickets[effect.ticket_id]
+        assert pull.is_fetch or pull.attempt == ticket.attempt, "another attempt's bytes"
+        assert pull.incarnation == self.incarnation, "another life's bytes"
+        assert effect.part.end_layer <= ticket.num_ready, "bytes that are not there yet"
+        assert not link.is_dead_at_sender
+        is_inline = effect.part.length <= MAX_INLINE
+        if not is_inline:
+            link.sends.append((effect.pull_id, effect.ticket_id))
+        link.to_receiver.append(
+            wire.Meta(
+                effect.pull_id,
+                effect.num_bytes,
+                ranges_of(effect.part),
+                memoryview(b"") if is_inline else None,
+            )
+        )
+        return is_inline
+
+    def close_ticket(self, ticket_id: str) -> None:
+        readers = [name for link in self.links for _, name in link.sends]
+        assert ticket_id not in readers, "freed while a send reads it"
+        ticket = self.tickets.pop(ticket_id)  # KeyError if closed twice
+        assert ticket.is_written, "freed while its engine writes it"
+
+    # -- the receiver's effects -------------------------------------------------------------------
 
     def at_receiver(self, event: rx.ReceiverEvent) -> None:
         for effect in self.receiver.handle(event, self.now):
@@ -218,33 +356,39 @@ class TransferMachine(RuleBasedStateMachine):
         if isinstance(effect, rx.AbortPeer):
             self.aborts.append((self.links[effect.peer - 1], "receiver"))
             return
-        pull = self.pulls[effect.pull_id]
+        pull, pull_id = self.pulls[effect.pull_id], effect.pull_id
         match effect:
-            case rx.SendPull(pull_id):
-                pull.link.to_sender.append(
-                    wire.Pull(pull_id, pull.ticket_id, pull.attempt, INCARNATION, FINGERPRINT, 0)
-                )
-            case rx.ReceivePayload(pull_id):
+            case rx.SendPull():
+                pull.link.to_sender.append(message_of(pull, pull_id))
+            case rx.ReceivePart(_, index):
                 assert not pull.link.is_dead_at_receiver
                 assert not pull.is_landing_free
-                pull.link.posted.add(pull_id)
-            case rx.Check(pull_id):
-                self.checking.add(pull_id)
-            case rx.SendAck(pull_id, is_taken):
+                pull.link.posted.add((pull_id, index))
+            case rx.CheckPart(_, index):
+                assert (pull_id, index) not in pull.link.posted
+                self.checking.add((pull_id, index))
+            case rx.DeliverPart(_, index):
+                assert not pull.outcome
+                assert not pull.has_left, "told nobody"
+                assert index == pull.num_delivered, "out of order"
+                pull.num_delivered += 1
+            case rx.SendAck(_, is_taken):
                 pull.link.to_sender.append(wire.Ack(pull_id, is_taken))
-            case rx.Complete(pull_id):
+            case rx.Complete():
                 assert not pull.has_left
                 self.end(pull, pull_id, "complete")
             case rx.Fail():
                 assert not pull.outcome, "told twice"
                 assert not pull.has_left, "told nobody"
                 pull.outcome = "failed"
-            case rx.FreeLanding(pull_id):
+            case rx.FreeLanding():
                 assert pull.outcome == "failed" or pull.has_left, "freed under the caller"
                 self.end(pull, pull_id, pull.outcome or "left")
 
     def end(self, pull: Pull, pull_id: int, outcome: str) -> None:
-        assert pull_id not in pull.link.posted, "let go while a write is possible"
+        self.leases.let_go(pull_id)
+        assert pull_id not in {p for p, _ in pull.link.posted}, "let go while a write is possible"
+        assert pull_id not in {p for p, _ in self.checking}, "let go while it is read"
         assert not pull.is_landing_free, "let go twice"
         pull.is_landing_free = True
         pull.outcome = outcome
@@ -262,22 +406,48 @@ class TransferMachine(RuleBasedStateMachine):
         assert len(self.receiver) == sum(not p.is_landing_free for p in self.pulls.values())
 
     def teardown(self) -> None:
-        """Whatever happened, time alone brings everything back."""
-        for pull_id in sorted(self.checking):
-            self.at_receiver(rx.Checked(pull_id, True))
-        self.checking.clear()
-        for _ in range(2):
-            self.now += LEASE_S + DEADLINE_S
+        """Whatever happened: once the engines have ended what they write, time alone brings everything back."""
+        for part in sorted(self.checking):
+            self.checking.remove(part)
+            self.at_receiver(rx.PartChecked(*part, True))
+        for number, name in enumerate(sorted(self.tickets)):
+            if not self.tickets[name].is_written:
+                self.ready(name, LAYOUT.num_layers) if number % 2 else self.release(name)
+        for wait in (DEADLINE_S, STOP_S, LEASE_S * MAX_LEASES):
+            self.now += wait
             self.tick()
+        assert not self.tickets
         assert len(self.sender) == 0
-        assert self.num_closed == self.num_staged
         assert len(self.receiver) == 0
+        assert len(self.leases) == 0
         assert all(p.is_landing_free and (p.outcome or p.has_left) for p in self.pulls.values())
 
 
-TransferMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50)
+def message_of(pull: Pull, pull_id: int) -> wire.Message:
+    if pull.is_fetch:
+        return wire.Fetch(pull_id, pull.incarnation, FINGERPRINT, (bytes(16),) * 3)
+    return wire.Pull(
+        pull_id,
+        pull.ticket_id,
+        pull.attempt,
+        pull.incarnation,
+        FINGERPRINT,
+        pull.first_block,
+        num_takers=pull.num_takers,
+    )
+
+
+def ranges_of(part: KvPart) -> tuple[wire.Range, ...]:
+    ranges, offset = [], part.offset
+    for span in part.spans:
+        ranges.append(wire.Range(offset, span.length, bytes(16)))
+        offset += span.length
+    return tuple(ranges)
+
+
+TransferMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
 TransferMachine.TestCase.pytestmark = [
-    pytest.mark.req("S41", "S49"),
+    pytest.mark.req("S41", "S48", "S49"),
     pytest.mark.fault("F2", "F3", "F4", "F5", "F6", "F25", "F27", "F35"),
 ]
 TestTransfer = TransferMachine.TestCase

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -50,9 +51,7 @@ class InstantAgent(KvAgent):
 
     at_end: Callable[[], None] = staticmethod(lambda: None)
 
-    async def pull(
-        self, ticket: Ticket, landing: ArenaRange, *, deadline_s: float, first_block: int = 0
-    ) -> PullResult:
+    async def pull(self, ticket: Ticket, landing: ArenaRange, **_: Any) -> PullResult:
         self.at_end()
         return PullResult(landing.length, 0.0)
 

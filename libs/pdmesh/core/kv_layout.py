@@ -7,7 +7,13 @@ that any engine's packing travels unchanged; equal fingerprints say that both si
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
+
+MAX_SPANS: Final = 512  # of one part: what one message can name
+# A pull is cut into parts of at most this many bytes, so that gather, wire and scatter overlap. Chosen by measurement.
+CHUNK_BYTES: Final = 8 << 20  # the whole prompt is staged
+LAYER_CHUNK_BYTES: Final = 1 << 20  # layers are staged while later ones are computed
 
 DTYPE_BYTES: Final = {
     "float32": 4,
@@ -62,35 +68,121 @@ class KvSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class KvPart:
+    """One step of a pull: spans of the sender's buffer that lie one behind the other at `offset` of what is pulled."""
+
+    offset: int
+    length: int
+    spans: tuple[KvSpan, ...]
+    first_layer: int
+    end_layer: int  # layers below it must be in place
+
+
+@dataclass(frozen=True, slots=True)
 class KvLayout:
-    """One prompt's buffer on one rank: `num_layers` x `num_blocks` x `block_bytes` (of one layer)."""
+    """One prompt's buffer on one rank: `num_layers` x `num_heads` x `num_blocks` x the bytes of a block's head.
+
+    `block_bytes` are those of all heads of one layer. Where blocks are opaque, they count as one head.
+    """
 
     num_layers: int
     num_blocks: int
     block_bytes: int
     fingerprint: str = ""
+    num_heads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.block_bytes % self.num_heads:
+            raise ValueError(f"{self.block_bytes} bytes do not divide over {self.num_heads} heads")
 
     @property
     def total_bytes(self) -> int:
         return self.num_layers * self.num_blocks * self.block_bytes
 
     def offset(self, layer: int, block: int) -> int:
-        """Where a block of a layer begins."""
+        """Where a block of a layer begins. With more than one head a block is in as many places."""
+        assert self.num_heads == 1
         if not (0 <= layer < self.num_layers and 0 <= block < self.num_blocks):
             raise IndexError(f"no block {block} of layer {layer} in {self}")
         return (layer * self.num_blocks + block) * self.block_bytes
 
-    def layer(self, layer: int, first_block: int = 0) -> KvSpan:
-        """The blocks of one layer from `first_block` on."""
-        start = layer * self.num_blocks + first_block
-        length = (self.num_blocks - first_block) * self.block_bytes
-        return KvSpan(start * self.block_bytes, length)
+    def parts(
+        self,
+        first_block: int = 0,
+        heads: tuple[int, int] | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> tuple[KvPart, ...]:
+        """A pull of the blocks from `first_block` on, of the heads (first, number), cut into parts.
 
-    def spans(self, first_block: int = 0) -> list[KvSpan]:
-        """The fewest contiguous ranges that hold the blocks from `first_block` on: one, or one per layer."""
+        A part is whole layers while they fit `chunk_bytes`, or whole blocks of one longer layer, at least one. A pull of
+        nothing is one empty part. Raises IndexError outside the layout.
+        """
+        first_head, num_heads = heads or (0, self.num_heads)
         if not 0 <= first_block <= self.num_blocks:
             raise IndexError(f"first block {first_block} of {self.num_blocks}")
-        if first_block == 0 and self.total_bytes:
-            return [KvSpan(0, self.total_bytes)]
-        spans = [self.layer(i, first_block) for i in range(self.num_layers)]
-        return [span for span in spans if span.length]
+        if first_head < 0 or num_heads < 1 or first_head + num_heads > self.num_heads:
+            raise IndexError(f"heads from {first_head}, {num_heads} of {self.num_heads}")
+        return _parts(self, first_block, first_head, num_heads, chunk_bytes)
+
+    def _rows(self, layer: int, first_block: int, first_head: int, num_heads: int) -> list[KvSpan]:
+        """The wanted bytes of one layer: one span, or one per head."""
+        head_bytes = self.block_bytes // self.num_heads  # of one block
+        row_bytes = self.num_blocks * head_bytes
+        start = (layer * self.num_heads + first_head) * row_bytes
+        if not first_block:
+            return [KvSpan(start, num_heads * row_bytes)]
+        skipped = first_block * head_bytes
+        return [
+            KvSpan(start + i * row_bytes + skipped, row_bytes - skipped) for i in range(num_heads)
+        ]
+
+
+@lru_cache(maxsize=256)  # prompts of one length have one plan
+def _parts(
+    layout: KvLayout, first_block: int, first_head: int, num_heads: int, chunk_bytes: int
+) -> tuple[KvPart, ...]:
+    head_bytes = layout.block_bytes // layout.num_heads
+    layer_bytes = (layout.num_blocks - first_block) * num_heads * head_bytes
+    if not layer_bytes * layout.num_layers:
+        return (KvPart(0, 0, (), 0, 0),)
+    num_layers = max(1, chunk_bytes // layer_bytes)
+    if first_block:
+        num_layers = max(1, min(num_layers, MAX_SPANS // num_heads))
+    parts: list[KvPart] = []
+    offset = 0
+    for layer in range(0, layout.num_layers, num_layers):
+        end = min(layer + num_layers, layout.num_layers)
+        spans = [
+            row
+            for i in range(layer, end)
+            for row in layout._rows(i, first_block, first_head, num_heads)
+        ]
+        if layer_bytes > chunk_bytes or len(spans) > MAX_SPANS:
+            groups = [[cut] for span in spans for cut in _cut(span, head_bytes, chunk_bytes)]
+        else:
+            groups = [_merged(spans)]
+        for group in groups:
+            length = sum(span.length for span in group)
+            parts.append(KvPart(offset, length, tuple(group), layer, end))
+            offset += length
+    return tuple(parts)
+
+
+def _cut(span: KvSpan, unit: int, chunk_bytes: int) -> list[KvSpan]:
+    """Pieces of whole units that fit `chunk_bytes`, at least one unit each."""
+    step = max(1, chunk_bytes // unit) * unit
+    return [
+        KvSpan(span.offset + at, min(step, span.length - at)) for at in range(0, span.length, step)
+    ]
+
+
+def _merged(spans: list[KvSpan]) -> list[KvSpan]:
+    """Neighbours as one."""
+    merged = spans[:1]
+    for span in spans[1:]:
+        last = merged[-1]
+        if last.offset + last.length == span.offset:
+            merged[-1] = KvSpan(last.offset, last.length + span.length)
+        else:
+            merged.append(span)
+    return merged

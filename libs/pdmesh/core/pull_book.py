@@ -1,153 +1,42 @@
 """The receiver's pulls: each succeeds once or fails once, and its landing bytes are let go only when safe.
 
-REQUESTED -> RECEIVING -> VERIFYING -> done. Once a receive may have been posted, nothing but the arrival of
-its bytes or the end of its connection proves that no late write lands. So a pull whose caller gave up is drained,
-and one past its deadline has its connection aborted: frozen peers look like slow ones, and both end there.
+The sender announces a pull's bytes part by part; each part arrives, is verified, and is delivered in order. Once a
+receive may have been posted, nothing but the arrival of its bytes or the end of its connection proves that no
+late write lands. So a pull that fails or is given up asks the sender to stop, and is drained: of the parts announced so
+far, up to the sender's answer. A sender that does not answer within STOP_S of the deadline has its connection
+aborted: frozen peers look like slow ones, and both end there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum, auto
+from dataclasses import dataclass, field
 
+from pdmesh.core.pull_events import (
+    AbortPeer,
+    CallerLeft,
+    CheckPart,
+    Complete,
+    DeliverPart,
+    Fail,
+    FreeLanding,
+    MetaArrived,
+    PartArrived,
+    PartChecked,
+    PeerLost,
+    PullRefused,
+    PullRequested,
+    ReceivePart,
+    ReceiverEffect,
+    ReceiverEvent,
+    SendAck,
+    SendPull,
+    Tick,
+)
 from pdmesh.core.ticket import PullFailure
 
-
-@dataclass(frozen=True, slots=True)
-class PullRequested:
-    """A caller wants its bytes, between `min_bytes` and `max_bytes`, by `deadline`. `peer` is the connection."""
-
-    pull_id: int
-    peer: int
-    min_bytes: int
-    max_bytes: int
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True)
-class MetaArrived:
-    """The sender serves the pull. `is_inline`: the bytes came with the message, else they follow."""
-
-    peer: int
-    pull_id: int
-    num_bytes: int
-    is_inline: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PayloadArrived:
-    pull_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """The checksums were compared."""
-
-    pull_id: int
-    is_intact: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PullRefused:
-    peer: int
-    pull_id: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallerLeft:
-    """Nobody wants the result any more."""
-
-    pull_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLost:
-    """A connection is gone; no write comes from it any more."""
-
-    peer: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    pass
-
-
-ReceiverEvent = (
-    PullRequested
-    | MetaArrived
-    | PayloadArrived
-    | Checked
-    | PullRefused
-    | CallerLeft
-    | PeerLost
-    | Tick
+STOP_S = (
+    0.5  # from the deadline: for a live sender to answer, and for the bytes on their way to arrive
 )
-
-
-@dataclass(frozen=True, slots=True)
-class SendPull:
-    pull_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivePayload:
-    """Post the receives into the landing range; answered by PayloadArrived, or PeerLost."""
-
-    pull_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """Compare checksums, having copied the bytes first if they came inline; answered by Checked."""
-
-    pull_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendAck:
-    pull_id: int
-    is_taken: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Complete:
-    """The verified bytes are the caller's, and the landing range with them."""
-
-    pull_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """Tell the caller, if it is still there. FreeLanding follows, now or later."""
-
-    pull_id: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class FreeLanding:
-    """No late write can land. The last word about a pull that did not complete."""
-
-    pull_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class AbortPeer:
-    """Drop the connection; answered by PeerLost. May be repeated."""
-
-    peer: int
-
-
-ReceiverEffect = (
-    SendPull | ReceivePayload | Check | SendAck | Complete | Fail | FreeLanding | AbortPeer
-)
-
-
-class _Stage(Enum):
-    REQUESTED = auto()
-    RECEIVING = auto()
-    VERIFYING = auto()
 
 
 @dataclass(slots=True)
@@ -156,9 +45,27 @@ class _Pull:
     min_bytes: int
     max_bytes: int
     deadline: float
-    stage: _Stage = _Stage.REQUESTED
+    num_bytes: int = -1  # of the whole pull; the first META tells
+    num_announced: int = 0  # bytes
+    num_parts: int = 0
+    num_delivered: int = 0  # parts
+    posted: set[int] = field(default_factory=set)  # parts a write may still land for
+    checking: set[int] = field(default_factory=set)
+    verified: set[int] = field(default_factory=set)  # and not delivered
     has_caller: bool = True
+    is_stopped: bool = False  # failed or given up: drain it
+    is_refused: bool = False  # the sender announces no more
     is_peer_lost: bool = False
+
+    @property
+    def is_announced(self) -> bool:
+        return self.num_announced == self.num_bytes
+
+    @property
+    def is_drained(self) -> bool:
+        """No byte can come any more, and nobody looks at those that came."""
+        is_over = self.is_announced or self.is_refused or self.is_peer_lost
+        return is_over and not self.posted and not self.checking
 
 
 class PullBook:
@@ -179,16 +86,14 @@ class PullBook:
                 return self._on_requested(event)
             case MetaArrived():
                 return self._on_meta(event)
-            case PayloadArrived(pull_id):
-                return self._on_payload(pull_id)
-            case Checked():
+            case PartArrived():
+                return self._on_part(event)
+            case PartChecked():
                 return self._on_checked(event)
             case PullRefused():
                 return self._on_refused(event)
             case CallerLeft(pull_id):
-                if pull_id in self._pulls:
-                    self._pulls[pull_id].has_caller = False
-                return []
+                return self._on_caller_left(pull_id)
             case PeerLost(peer):
                 return self._on_peer_lost(peer)
             case Tick():
@@ -196,9 +101,10 @@ class PullBook:
 
     def check_invariants(self) -> None:
         for pull in self._pulls.values():
-            assert pull.stage is _Stage.VERIFYING or not pull.is_peer_lost, (
-                "outlived its connection"
-            )
+            assert not pull.is_peer_lost or not pull.posted, "a receive outlived its connection"
+            assert not (pull.is_stopped and pull.is_drained), "let go late"
+            assert pull.is_stopped or pull.has_caller
+            assert pull.num_delivered + len(pull.verified) <= pull.num_parts
 
     def _on_requested(self, event: PullRequested) -> list[ReceiverEffect]:
         if event.pull_id in self._pulls:
@@ -208,71 +114,120 @@ class PullBook:
         )
         return [SendPull(event.pull_id)]
 
+    # -- parts ------------------------------------------------------------------------------------
+
     def _on_meta(self, event: MetaArrived) -> list[ReceiverEffect]:
         pull = self._pulls.get(event.pull_id)
-        is_expected = (
-            pull is not None and pull.peer == event.peer and pull.stage is _Stage.REQUESTED
-        )
-        if pull is None or not is_expected:
+        if pull is None or pull.peer != event.peer or pull.is_peer_lost:
             # Inline bytes can be ignored. Bytes that follow would wait for a receive for ever.
             return [] if event.is_inline else [AbortPeer(event.peer)]
-        if not pull.min_bytes <= event.num_bytes <= pull.max_bytes:
+        if not self._is_next(pull, event):
             return [*self._fail(event.pull_id, PullFailure.PROTOCOL), AbortPeer(event.peer)]
-        if event.is_inline:
-            pull.stage = _Stage.VERIFYING
-            return [Check(event.pull_id)]
-        pull.stage = _Stage.RECEIVING
-        return [ReceivePayload(event.pull_id)]
+        index = pull.num_parts
+        pull.num_bytes = event.num_bytes
+        pull.num_announced += event.length
+        pull.num_parts += 1
+        if not event.is_inline:
+            pull.posted.add(index)
+            return [ReceivePart(event.pull_id, index)]
+        if pull.is_stopped:
+            return self._settle(event.pull_id)
+        pull.checking.add(index)
+        return [CheckPart(event.pull_id, index)]
 
-    def _on_payload(self, pull_id: int) -> list[ReceiverEffect]:
-        pull = self._pulls.get(pull_id)
-        if pull is None or pull.stage is not _Stage.RECEIVING:
-            return []
-        pull.stage = _Stage.VERIFYING
-        return [Check(pull_id)]
+    @staticmethod
+    def _is_next(pull: _Pull, event: MetaArrived) -> bool:
+        """Whether the parts go on without a gap, so that no byte lands twice or outside."""
+        if pull.is_refused or pull.is_announced or event.offset != pull.num_announced:
+            return False
+        if pull.num_bytes >= 0 and event.num_bytes != pull.num_bytes:
+            return False
+        is_right_size = pull.min_bytes <= event.num_bytes <= pull.max_bytes
+        is_some = event.length > 0 or event.num_bytes == 0
+        return is_right_size and is_some and event.offset + event.length <= event.num_bytes
 
-    def _on_checked(self, event: Checked) -> list[ReceiverEffect]:
+    def _on_part(self, event: PartArrived) -> list[ReceiverEffect]:
         pull = self._pulls.get(event.pull_id)
-        if pull is None or pull.stage is not _Stage.VERIFYING:
+        if pull is None or event.index not in pull.posted:
             return []
-        is_taken = event.is_intact and pull.has_caller
-        ack = [] if pull.is_peer_lost else [SendAck(event.pull_id, is_taken)]
-        if is_taken:
-            del self._pulls[event.pull_id]
-            return [*ack, Complete(event.pull_id)]
-        fail = self._fail(event.pull_id, PullFailure.CORRUPT)
-        del self._pulls[event.pull_id]
-        return [*ack, *fail, FreeLanding(event.pull_id)]
+        pull.posted.remove(event.index)
+        if pull.is_stopped:
+            return self._settle(event.pull_id)
+        pull.checking.add(event.index)
+        return [CheckPart(event.pull_id, event.index)]
+
+    def _on_checked(self, event: PartChecked) -> list[ReceiverEffect]:
+        pull = self._pulls.get(event.pull_id)
+        if pull is None or event.index not in pull.checking:
+            return []
+        pull.checking.remove(event.index)
+        if not event.is_intact:
+            return [*self._fail(event.pull_id, PullFailure.CORRUPT), *self._settle(event.pull_id)]
+        pull.verified.add(event.index)
+        effects: list[ReceiverEffect] = []
+        while not pull.is_stopped and pull.num_delivered in pull.verified:
+            pull.verified.remove(pull.num_delivered)
+            effects.append(DeliverPart(event.pull_id, pull.num_delivered))
+            pull.num_delivered += 1
+        return effects + self._settle(event.pull_id)
+
+    def _settle(self, pull_id: int) -> list[ReceiverEffect]:
+        """End it if nothing more can come."""
+        pull = self._pulls.get(pull_id)
+        if pull is None or not pull.is_drained:
+            return []
+        del self._pulls[pull_id]
+        if pull.is_stopped:
+            return [FreeLanding(pull_id)]
+        ack: list[ReceiverEffect] = [] if pull.is_peer_lost else [SendAck(pull_id, True)]
+        return [*ack, Complete(pull_id)]
+
+    # -- the end ----------------------------------------------------------------------------------
 
     def _on_refused(self, event: PullRefused) -> list[ReceiverEffect]:
         pull = self._pulls.get(event.pull_id)
-        if pull is None or pull.peer != event.peer or pull.stage is not _Stage.REQUESTED:
+        if pull is None or pull.peer != event.peer or pull.is_announced:
             return []
-        fail = self._fail(event.pull_id, event.reason)
-        del self._pulls[event.pull_id]
-        return [*fail, FreeLanding(event.pull_id)]
+        pull.is_refused = True
+        return [*self._fail(event.pull_id, event.reason), *self._settle(event.pull_id)]
+
+    def _on_caller_left(self, pull_id: int) -> list[ReceiverEffect]:
+        pull = self._pulls.get(pull_id)
+        if pull is None:
+            return []
+        pull.has_caller = False
+        return [*self._stop(pull_id), *self._settle(pull_id)]
 
     def _on_peer_lost(self, peer: int) -> list[ReceiverEffect]:
         effects: list[ReceiverEffect] = []
         for pull_id in [i for i, pull in self._pulls.items() if pull.peer == peer]:
             pull = self._pulls[pull_id]
             pull.is_peer_lost = True
-            if pull.stage is not _Stage.VERIFYING:  # else the bytes are all here
-                effects += [*self._fail(pull_id, PullFailure.PEER_LOST), FreeLanding(pull_id)]
-                del self._pulls[pull_id]
+            if pull.posted or not pull.is_announced:  # else all bytes are here
+                effects += self._fail(pull_id, PullFailure.PEER_LOST)
+            pull.posted.clear()
+            effects += self._settle(pull_id)
         return effects
 
     def _on_tick(self, now: float) -> list[ReceiverEffect]:
         effects: list[ReceiverEffect] = []
-        for pull_id, pull in self._pulls.items():
-            if now >= pull.deadline and pull.stage is not _Stage.VERIFYING:
-                effects += [*self._fail(pull_id, PullFailure.TIMEOUT), AbortPeer(pull.peer)]
+        for pull_id, pull in list(self._pulls.items()):
+            if now < pull.deadline or (pull.is_announced and not pull.posted):
+                continue  # in time, or all bytes are here
+            effects += self._fail(pull_id, PullFailure.TIMEOUT)
+            if now >= pull.deadline + STOP_S:
+                effects.append(AbortPeer(pull.peer))
         return effects
 
     def _fail(self, pull_id: int, reason: str) -> list[ReceiverEffect]:
-        """Tell the caller once."""
+        """Tell the caller once, and the sender."""
         pull = self._pulls[pull_id]
-        if not pull.has_caller:
-            return []
+        told: list[ReceiverEffect] = [Fail(pull_id, reason)] if pull.has_caller else []
         pull.has_caller = False
-        return [Fail(pull_id, reason)]
+        return [*self._stop(pull_id), *told]
+
+    def _stop(self, pull_id: int) -> list[ReceiverEffect]:
+        pull = self._pulls[pull_id]
+        is_first, pull.is_stopped = not pull.is_stopped, True
+        is_heard = not (pull.is_refused or pull.is_peer_lost)
+        return [SendAck(pull_id, False)] if is_first and is_heard else []

@@ -47,6 +47,7 @@ class Refusal(IntEnum):
     BAD_RANGE = 7
     TOO_MANY_PULLS = 8
     CLOSING = 9
+    STOPPED = 10  # the receiver asked for no more of it
 
 
 class PullFailure(StrEnum):
@@ -59,3 +60,4 @@ class PullFailure(StrEnum):
     PROTOCOL = "KV_PROTOCOL_ERROR"
     CLOSING = "KV_AGENT_CLOSING"
     BUSY = "KV_TOO_MANY_PULLS"
+    QUARANTINED = "KV_SOURCE_QUARANTINED"

@@ -1,151 +1,89 @@
-"""The sender's tickets: who may pull which staged bytes, and when those bytes may be reused.
+"""The sender's tickets: who may pull which bytes, part by part, and when those bytes may be reused.
 
-A ticket is STAGED from its first byte to its last reader: taken, released or expired, it is closed once, and
-never while a send reads its bytes. A send that outlives the lease has its connection aborted; the
-end of the connection is the proof that nothing reads any more. A peer that is merely slow keeps the lease
-alive by pulling; one that is frozen does not.
+A ticket is OPEN while its engine writes layers into its range: only the engine ends that, by the last layer or by a
+release. From the last layer on it has a lease. It is closed once, taken, released or expired, and never while a send
+reads its bytes: one that outlives the lease has its connection aborted, and the end of the connection is the proof
+that nothing reads any more. A peer that is merely slow keeps the lease alive by what it takes and by renewing, within
+a bound; one that is frozen does not.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
+from pdmesh.core.kv_layout import KvLayout, KvPart
 from pdmesh.core.ticket import CloseReason, Refusal
+from pdmesh.core.ticket_events import (
+    AbortPeer,
+    CloseTicket,
+    LayersReady,
+    LeaseRenewed,
+    Opened,
+    PartSent,
+    PeerLost,
+    PullAcked,
+    PullAsked,
+    Refuse,
+    Released,
+    SenderEffect,
+    SenderEvent,
+    SendPart,
+    Tick,
+)
 
-MAX_PULLS_PER_TICKET = 8
+MAX_PULLS_PER_TICKET = 16
+MAX_LEASES = 30  # a ticket is renewed to at most this many leases after its last layer
+WINDOW = 2  # parts of one pull on their way at once: the next follows without a pause, and other pulls have their turn
 
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """The bytes of a ticket are in place."""
-
-    ticket_id: str
-    attempt: int
-    num_blocks: int
-    lease_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class PullAsked:
-    """A peer wants a ticket's blocks from `first_block` on. `peer` is the connection."""
-
-    peer: int
-    pull_id: int
-    ticket_id: str
-    attempt: int
-    incarnation: int
-    fingerprint_hash: int
-    first_block: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendEnded:
-    """The last byte of a pull left the ticket's range; nothing reads it for this pull any more."""
-
-    peer: int
-    pull_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class PullAcked:
-    """The receiver is done: `is_taken` if it verified the bytes and goes on from them."""
-
-    peer: int
-    pull_id: int
-    is_taken: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseRenewed:
-    """A receiver that has not pulled yet asks to keep the bytes."""
-
-    ticket_id: str
-    attempt: int
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """Nobody will pull this ticket."""
-
-    ticket_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLost:
-    """A connection is gone, and with it every send on it."""
-
-    peer: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    pass
-
-
-SenderEvent = Staged | PullAsked | SendEnded | PullAcked | LeaseRenewed | Released | PeerLost | Tick
-
-
-@dataclass(frozen=True, slots=True)
-class StartSend:
-    peer: int
-    pull_id: int
-    ticket_id: str
-    first_block: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    peer: int
-    pull_id: int
-    refusal: Refusal
-
-
-@dataclass(frozen=True, slots=True)
-class AbortPeer:
-    """Drop the connection; answered by PeerLost. May be repeated."""
-
-    peer: int
-
-
-@dataclass(frozen=True, slots=True)
-class CloseTicket:
-    """The ticket's bytes are free. The last word about it."""
-
-    ticket_id: str
-    reason: CloseReason
-
-
-SenderEffect = StartSend | Refuse | AbortPeer | CloseTicket
-
-
-class _Read(Enum):
-    """What one pull still does to the ticket's bytes."""
-
-    SENDING = auto()
-    SENDING_IN_VAIN = auto()  # the receiver gave up, the send has not ended
-    SENT = auto()  # the ack is yet to come
+_Key = tuple[int, int]  # peer, pull
 
 
 @dataclass(slots=True)
-class _Open:
+class _Pull:
+    """One reader. Parts below `num_announced` were announced, `num_in_flight` of them read the range right now."""
+
+    parts: tuple[KvPart, ...]
+    num_bytes: int
+    num_announced: int = 0
+    num_in_flight: int = 0
+    is_stopped: bool = False  # no further part is announced
+
+    @property
+    def is_announced(self) -> bool:
+        return self.num_announced == len(self.parts)
+
+
+@dataclass(slots=True)
+class _Ticket:
     attempt: int
-    num_blocks: int
+    layout: KvLayout
     lease_s: float
-    lease_ends: float
-    pulls: dict[tuple[int, int], _Read] = field(default_factory=dict)  # by (peer, pull)
+    chunk_bytes: int
+    is_single: bool
+    num_ready: int = 0  # layers
+    has_writer: bool = True  # until the last layer, or the release
+    lease_ends: float = 0.0  # both set by the last layer
+    last_lease_ends: float = 0.0
+    num_takers: int = 1
+    takers: set[int] = field(default_factory=set)  # peers
+    pulls: dict[_Key, _Pull] = field(default_factory=dict)
     closing: CloseReason | None = None
 
     @property
-    def is_read(self) -> bool:
-        return any(read is not _Read.SENT for read in self.pulls.values())
+    def is_written(self) -> bool:
+        return self.num_ready == self.layout.num_layers
 
     @property
-    def readers(self) -> list[int]:
-        """Peers with a send in flight."""
-        peers = (key[0] for key, read in self.pulls.items() if read is not _Read.SENT)
-        return list(dict.fromkeys(peers))
+    def is_read(self) -> bool:
+        return any(pull.num_in_flight for pull in self.pulls.values())
+
+    def renew(self, now: float) -> None:
+        if self.is_written:
+            ends = min(now + self.lease_s, self.last_lease_ends)
+            self.lease_ends = max(self.lease_ends, ends)
+
+    def has_ended(self, now: float) -> bool:
+        return self.is_written and now >= self.lease_ends
 
 
 class TicketBook:
@@ -154,30 +92,32 @@ class TicketBook:
     def __init__(self, incarnation: int, fingerprint_hash: int) -> None:
         self._incarnation = incarnation
         self._fingerprint_hash = fingerprint_hash
-        self._open: dict[str, _Open] = {}
-        self._tickets_by_pull: dict[tuple[int, int], str] = {}
+        self._tickets: dict[str, _Ticket] = {}
+        self._tickets_by_pull: dict[_Key, str] = {}
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._tickets)
 
     @property
     def num_sends(self) -> int:
-        reads = (read for ticket in self._open.values() for read in ticket.pulls.values())
-        return sum(read is not _Read.SENT for read in reads)
+        """Pulls being served."""
+        return len(self._tickets_by_pull)
 
     def handle(self, event: SenderEvent, now: float) -> list[SenderEffect]:
         """Raises ValueError for a ticket id that is open already, leaving the book as it was."""
         match event:
             case PullAsked():
                 return self._on_pull(event, now)
-            case SendEnded():
-                return self._on_send_ended(event)
+            case PartSent(peer, pull_id):
+                return self._on_sent((peer, pull_id), now)
             case PullAcked():
                 return self._on_acked(event)
-            case Staged():
-                return self._on_staged(event, now)
+            case Opened():
+                return self._on_opened(event)
+            case LayersReady(ticket_id, num_layers):
+                return self._on_ready(ticket_id, num_layers, now)
             case Released(ticket_id):
-                return self._close(ticket_id, CloseReason.RELEASED)
+                return self._on_released(ticket_id)
             case LeaseRenewed():
                 return self._on_renewed(event, now)
             case PeerLost(peer):
@@ -186,81 +126,146 @@ class TicketBook:
                 return self._on_tick(now)
 
     def check_invariants(self) -> None:
-        for ticket_id, ticket in self._open.items():
+        for ticket_id, ticket in self._tickets.items():
             assert len(ticket.pulls) <= MAX_PULLS_PER_TICKET
-            assert ticket.closing is None or ticket.is_read, "closed late"
-            for key in ticket.pulls:
+            assert ticket.closing is None or ticket.is_read or ticket.has_writer, "closed late"
+            for key, pull in ticket.pulls.items():
                 assert self._tickets_by_pull[key] == ticket_id
-        assert len(self._tickets_by_pull) == sum(len(t.pulls) for t in self._open.values())
+                assert 0 <= pull.num_in_flight <= min(WINDOW, pull.num_announced)
+                assert not pull.is_stopped or pull.num_in_flight, "stopped and still there"
+                for part in pull.parts[: pull.num_announced]:
+                    assert part.end_layer <= ticket.num_ready, "sent before it was written"
+        assert len(self._tickets_by_pull) == sum(len(t.pulls) for t in self._tickets.values())
 
-    def _on_staged(self, event: Staged, now: float) -> list[SenderEffect]:
-        if event.ticket_id in self._open:
+    # -- a ticket's bytes -------------------------------------------------------------------------
+
+    def _on_opened(self, event: Opened) -> list[SenderEffect]:
+        if event.ticket_id in self._tickets:
             raise ValueError(f"ticket {event.ticket_id} is open already")
-        self._open[event.ticket_id] = _Open(
-            event.attempt, event.num_blocks, event.lease_s, now + event.lease_s
+        self._tickets[event.ticket_id] = _Ticket(
+            event.attempt, event.layout, event.lease_s, event.chunk_bytes, event.is_single
         )
         return []
+
+    def _on_ready(self, ticket_id: str, num_layers: int, now: float) -> list[SenderEffect]:
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None or num_layers <= ticket.num_ready:
+            return []
+        ticket.num_ready = min(num_layers, ticket.layout.num_layers)
+        if ticket.is_written:
+            ticket.has_writer = False
+            ticket.lease_ends = now + ticket.lease_s
+            ticket.last_lease_ends = now + MAX_LEASES * ticket.lease_s
+        sends = [part for key in ticket.pulls for part in self._serve(ticket_id, ticket, key)]
+        return sends + self._finish_closing(ticket_id)
+
+    def _on_released(self, ticket_id: str) -> list[SenderEffect]:
+        if (ticket := self._tickets.get(ticket_id)) is not None:
+            ticket.has_writer = False
+        return self._close(ticket_id, CloseReason.RELEASED)
+
+    # -- a pull -----------------------------------------------------------------------------------
 
     def _on_pull(self, event: PullAsked, now: float) -> list[SenderEffect]:
         key = (event.peer, event.pull_id)
         if key in self._tickets_by_pull:
             return []  # the same message again: it is being served
         refusal = self._refusal(event, now)
-        if refusal is not None:
-            return [Refuse(event.peer, event.pull_id, refusal)]
-        ticket = self._open[event.ticket_id]
-        ticket.pulls[key] = _Read.SENDING
-        ticket.lease_ends = max(ticket.lease_ends, now + ticket.lease_s)
+        ticket = self._tickets.get(event.ticket_id)
+        if refusal is not None or ticket is None:
+            return [Refuse(event.peer, event.pull_id, refusal or Refusal.UNKNOWN_TICKET)]
+        try:
+            parts = ticket.layout.parts(event.first_block, event.heads, ticket.chunk_bytes)
+        except IndexError:
+            return [Refuse(event.peer, event.pull_id, Refusal.BAD_RANGE)]
+        ticket.pulls[key] = _Pull(parts, parts[-1].offset + parts[-1].length)
+        ticket.num_takers = max(ticket.num_takers, event.num_takers)
+        ticket.renew(now)
         self._tickets_by_pull[key] = event.ticket_id
-        return [StartSend(event.peer, event.pull_id, event.ticket_id, event.first_block)]
+        return self._serve(event.ticket_id, ticket, key)
 
     def _refusal(self, event: PullAsked, now: float) -> Refusal | None:
         if event.incarnation != self._incarnation:
             return Refusal.WRONG_INCARNATION
         if event.fingerprint_hash != self._fingerprint_hash:
             return Refusal.WRONG_MODEL
-        ticket = self._open.get(event.ticket_id)
+        ticket = self._tickets.get(event.ticket_id)
         if ticket is None:
             return Refusal.UNKNOWN_TICKET
-        checks = (
-            (event.attempt != ticket.attempt, Refusal.WRONG_ATTEMPT),
-            (ticket.closing is not None, Refusal.TICKET_CLOSED),
-            (now >= ticket.lease_ends, Refusal.LEASE_ENDED),
-            (event.first_block > ticket.num_blocks, Refusal.BAD_RANGE),
-            (len(ticket.pulls) >= MAX_PULLS_PER_TICKET, Refusal.TOO_MANY_PULLS),
-        )
-        return next((refusal for is_so, refusal in checks if is_so), None)
+        if event.attempt != ticket.attempt:
+            return Refusal.WRONG_ATTEMPT
+        if ticket.closing is not None:
+            return Refusal.TICKET_CLOSED
+        if ticket.has_ended(now):
+            return Refusal.LEASE_ENDED
+        if len(ticket.pulls) >= MAX_PULLS_PER_TICKET:
+            return Refusal.TOO_MANY_PULLS
+        return None
 
-    def _on_send_ended(self, event: SendEnded) -> list[SenderEffect]:
-        key = (event.peer, event.pull_id)
+    def _serve(self, ticket_id: str, ticket: _Ticket, key: _Key) -> list[SenderEffect]:
+        """Announce the parts that are in place, as far as the window lets."""
+        pull = ticket.pulls[key]
+        effects: list[SenderEffect] = []
+        while not (pull.is_stopped or pull.is_announced) and pull.num_in_flight < WINDOW:
+            part = pull.parts[pull.num_announced]
+            if part.end_layer > ticket.num_ready:
+                break
+            pull.num_announced += 1
+            pull.num_in_flight += 1
+            effects.append(SendPart(*key, ticket_id, part, pull.num_bytes))
+        return effects
+
+    def _on_sent(self, key: _Key, now: float) -> list[SenderEffect]:
         ticket_id = self._tickets_by_pull.get(key)
         if ticket_id is None:
             return []
-        ticket = self._open[ticket_id]
-        if ticket.pulls[key] is _Read.SENDING_IN_VAIN:
-            self._forget(key)
-        else:
-            ticket.pulls[key] = _Read.SENT
-        return self._finish_closing(ticket_id)
+        ticket = self._tickets[ticket_id]
+        pull = ticket.pulls[key]
+        pull.num_in_flight -= 1
+        ticket.renew(now)
+        if pull.is_stopped:
+            return self._drop_stopped(ticket_id, key)
+        return [*self._serve(ticket_id, ticket, key), *self._finish_closing(ticket_id)]
 
     def _on_acked(self, event: PullAcked) -> list[SenderEffect]:
         key = (event.peer, event.pull_id)
         ticket_id = self._tickets_by_pull.get(key)
         if ticket_id is None:
             return []
-        if event.is_taken:
+        ticket = self._tickets[ticket_id]
+        pull = ticket.pulls[key]
+        if not event.is_taken or not pull.is_announced:
+            return self._stop(ticket_id, key, Refusal.STOPPED)
+        ticket.takers.add(event.peer)
+        if len(ticket.takers) >= ticket.num_takers:
             return self._close(ticket_id, CloseReason.TAKEN)
-        if self._open[ticket_id].pulls[key] is _Read.SENT:
+        pull.is_stopped = True
+        return self._drop_stopped(ticket_id, key)
+
+    def _stop(self, ticket_id: str, key: _Key, refusal: Refusal) -> list[SenderEffect]:
+        """Announce no more of this pull, and say so unless everything was announced."""
+        pull = self._tickets[ticket_id].pulls[key]
+        if pull.is_stopped:
+            return []
+        pull.is_stopped = True
+        said: list[SenderEffect] = [] if pull.is_announced else [Refuse(*key, refusal)]
+        return said + self._drop_stopped(ticket_id, key)
+
+    def _drop_stopped(self, ticket_id: str, key: _Key) -> list[SenderEffect]:
+        ticket = self._tickets[ticket_id]
+        if not ticket.pulls[key].num_in_flight:
             self._forget(key)
-        else:
-            self._open[ticket_id].pulls[key] = _Read.SENDING_IN_VAIN
-        return []
+            if ticket.is_single:
+                return self._close(ticket_id, CloseReason.RELEASED)
+        return self._finish_closing(ticket_id)
+
+    # -- the end of a ticket ----------------------------------------------------------------------
 
     def _on_renewed(self, event: LeaseRenewed, now: float) -> list[SenderEffect]:
-        ticket = self._open.get(event.ticket_id)
+        ticket = self._tickets.get(event.ticket_id)
         is_ours = event.incarnation == self._incarnation
-        if ticket and is_ours and event.attempt == ticket.attempt and now < ticket.lease_ends:
-            ticket.lease_ends = max(ticket.lease_ends, now + ticket.lease_s)
+        if ticket and is_ours and event.attempt == ticket.attempt and not ticket.has_ended(now):
+            ticket.renew(now)
         return []
 
     def _on_peer_lost(self, peer: int) -> list[SenderEffect]:
@@ -268,34 +273,49 @@ class TicketBook:
         touched = dict.fromkeys(self._tickets_by_pull[key] for key in lost)
         for key in lost:
             self._forget(key)
-        return [effect for ticket_id in touched for effect in self._finish_closing(ticket_id)]
+        effects: list[SenderEffect] = []
+        for ticket_id in touched:
+            if self._tickets[ticket_id].is_single:
+                effects += self._close(ticket_id, CloseReason.RELEASED)
+            else:
+                effects += self._finish_closing(ticket_id)
+        return effects
 
     def _on_tick(self, now: float) -> list[SenderEffect]:
-        ended = [t for t, ticket in self._open.items() if now >= ticket.lease_ends]
+        ended = [t for t, ticket in self._tickets.items() if ticket.has_ended(now)]
         effects: list[SenderEffect] = []
         for ticket_id in ended:
             effects += self._close(ticket_id, CloseReason.EXPIRED)
-            if (
-                ticket_id in self._open
-            ):  # something still reads: only the end of its connection ends that
-                effects += [AbortPeer(peer) for peer in self._open[ticket_id].readers]
+            if (ticket := self._tickets.get(ticket_id)) is not None:
+                # Something still reads: only the end of its connection ends that.
+                readers = {key[0]: None for key, p in ticket.pulls.items() if p.num_in_flight}
+                effects += [AbortPeer(peer) for peer in readers]
         return effects
 
     def _close(self, ticket_id: str, reason: CloseReason) -> list[SenderEffect]:
-        ticket = self._open.get(ticket_id)
+        ticket = self._tickets.get(ticket_id)
         if ticket is None:
             return []
-        ticket.closing = ticket.closing or reason
-        return self._finish_closing(ticket_id)
+        effects: list[SenderEffect] = []
+        if ticket.closing is None:
+            ticket.closing = reason
+            why = Refusal.LEASE_ENDED if reason is CloseReason.EXPIRED else Refusal.TICKET_CLOSED
+            for key, pull in list(ticket.pulls.items()):
+                if not (pull.is_stopped or pull.is_announced):
+                    effects.append(Refuse(*key, why))
+                pull.is_stopped = True
+                if not pull.num_in_flight:
+                    self._forget(key)
+        return effects + self._finish_closing(ticket_id)
 
     def _finish_closing(self, ticket_id: str) -> list[SenderEffect]:
-        ticket = self._open[ticket_id]
-        if ticket.closing is None or ticket.is_read:
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None or ticket.closing is None or ticket.is_read or ticket.has_writer:
             return []
         for key in list(ticket.pulls):
             self._forget(key)
-        del self._open[ticket_id]
+        del self._tickets[ticket_id]
         return [CloseTicket(ticket_id, ticket.closing)]
 
-    def _forget(self, key: tuple[int, int]) -> None:
-        del self._open[self._tickets_by_pull.pop(key)].pulls[key]
+    def _forget(self, key: _Key) -> None:
+        del self._tickets[self._tickets_by_pull.pop(key)].pulls[key]

@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pdmesh.core.arena import ArenaRange
-from pdmesh.core.kv_layout import KvLayout
+from pdmesh.core.kv_layout import CHUNK_BYTES, LAYER_CHUNK_BYTES, KvLayout
 from pdmesh.core.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.agent import KvAgent, PullResult
+from pdmesh.kv.agent import AgentStats, KvAgent, OnRange, PullResult
 from pdmesh.kv.transport import ByteArray
 
 T = TypeVar("T")
@@ -45,6 +45,30 @@ class AgentThread:
     def landing(self, r: ArenaRange) -> ByteArray:
         return self._running().landing(r)
 
+    def open(
+        self,
+        ticket_id: str,
+        request_id: str,
+        attempt: int,
+        r: ArenaRange,
+        layout: KvLayout,
+        lease_s: float,
+        *,
+        chunk_bytes: int = LAYER_CHUNK_BYTES,
+    ) -> Future[None]:
+        """As `KvAgent.open`; the future has its ValueError. A pull that comes later finds the ticket."""
+        agent = self._running()
+        return self._post(
+            lambda: agent.open(
+                ticket_id, request_id, attempt, r, layout, lease_s, chunk_bytes=chunk_bytes
+            )
+        )
+
+    def ready(self, ticket_id: str, num_layers: int) -> None:
+        """As `KvAgent.ready`, in the order of the calls."""
+        agent = self._running()
+        agent.post(lambda: agent.ready(ticket_id, num_layers))
+
     def stage(
         self,
         ticket_id: str,
@@ -53,44 +77,88 @@ class AgentThread:
         r: ArenaRange,
         layout: KvLayout,
         lease_s: float,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> Future[None]:
         """As `KvAgent.stage`; the future has its ValueError. A pull that comes later finds the ticket."""
         agent = self._running()
-        done: Future[None] = Future()
-
-        def stage() -> None:
-            try:
-                agent.stage(ticket_id, request_id, attempt, r, layout, lease_s)
-            except Exception as exc:  # noqa: BLE001  handed over to whoever called
-                done.set_exception(exc)
-            else:
-                done.set_result(None)
-
-        agent.post(stage)
-        return done
+        return self._post(
+            lambda: agent.stage(
+                ticket_id, request_id, attempt, r, layout, lease_s, chunk_bytes=chunk_bytes
+            )
+        )
 
     def release(self, ticket_id: str) -> None:
         agent = self._running()
         agent.post(lambda: agent.release(ticket_id))
 
-    def prepare(self, address: str, *, deadline_s: float = 5.0) -> Future[None]:
-        return self._submit(self._running().prepare(address, deadline_s=deadline_s))
+    def keep(self, ticket: Ticket, for_s: float) -> Future[None]:
+        return self._submit(self._running().keep(ticket, for_s))
 
-    def renew(self, ticket: Ticket, *, deadline_s: float = 5.0) -> Future[None]:
-        return self._submit(self._running().renew(ticket, deadline_s=deadline_s))
+    def let_go(self, ticket_id: str) -> None:
+        agent = self._running()
+        agent.post(lambda: agent.let_go(ticket_id))
+
+    def stats(self) -> AgentStats:
+        """May be a moment old: read without waiting for the agent's thread."""
+        return self._running().stats()
 
     def pull(
-        self, ticket: Ticket, landing: ArenaRange, *, deadline_s: float, first_block: int = 0
+        self,
+        ticket: Ticket,
+        landing: ArenaRange,
+        *,
+        deadline_s: float,
+        first_block: int = 0,
+        on_range: OnRange | None = None,
+        source_rank: int | None = None,
+        heads: tuple[int, int] | None = None,
+        num_takers: int = 1,
     ) -> Future[PullResult]:
         """As `KvAgent.pull`. Cancelling the future cancels the pull, and LandingFreed follows, however early or late."""
-        pull = _HandedPull(self._running(), self._loop, landing)
-        work = pull.run(ticket, deadline_s, first_block)
-        try:
-            self._loop.call_soon_threadsafe(pull.begin, work)
-        except RuntimeError as exc:  # the loop is closed
-            work.close()
-            raise KvTransferFailed("the KV agent is closed", reason=PullFailure.CLOSING) from exc
-        return pull.future
+        agent = self._running()
+
+        async def pull() -> PullResult:
+            return await agent.pull(
+                ticket,
+                landing,
+                deadline_s=deadline_s,
+                first_block=first_block,
+                on_range=on_range,
+                source_rank=source_rank,
+                heads=heads,
+                num_takers=num_takers,
+            )
+
+        return self._hand_over(pull, lambda: agent.give_back(landing))
+
+    def fetch(
+        self,
+        address: str,
+        incarnation: int,
+        names: Sequence[bytes],
+        targets: Sequence[ByteArray],
+        *,
+        deadline_s: float,
+        on_freed: Callable[[], None],
+        source: str = "",
+    ) -> Future[int]:
+        """As `KvAgent.fetch`; `on_freed` is called on the agent's thread."""
+        agent = self._running()
+
+        async def fetch() -> int:
+            return await agent.fetch(
+                address,
+                incarnation,
+                names,
+                targets,
+                deadline_s=deadline_s,
+                on_freed=on_freed,
+                source=source,
+            )
+
+        # One that is complete has said so itself, whether or not anybody takes its result.
+        return self._hand_over(fetch, on_freed, is_freed_by_result=True)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Close the agent and end the thread, within about `timeout_s`. Idempotent."""
@@ -126,6 +194,20 @@ class AgentThread:
             raise KvTransferFailed("the KV agent does not run", reason=PullFailure.CLOSING)
         return self._agent
 
+    def _post(self, what: Callable[[], None]) -> Future[None]:
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                what()
+            except Exception as exc:  # noqa: BLE001  handed over to whoever called
+                done.set_exception(exc)
+            else:
+                done.set_result(None)
+
+        self._running().post(run)
+        return done
+
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -133,8 +215,21 @@ class AgentThread:
             work.close()
             raise KvTransferFailed("the KV agent is closed", reason=PullFailure.CLOSING) from exc
 
+    def _hand_over(
+        self,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        give_back: Callable[[], None],
+        is_freed_by_result: bool = False,
+    ) -> Future[T]:
+        pull = _HandedPull(work, self._loop, give_back, is_freed_by_result)
+        try:
+            self._loop.call_soon_threadsafe(pull.begin)
+        except RuntimeError as exc:  # the loop is closed
+            raise KvTransferFailed("the KV agent is closed", reason=PullFailure.CLOSING) from exc
+        return pull.future
 
-class _HandedPull:
+
+class _HandedPull(Generic[T]):
     """A pull asked for by another thread. Its landing range is the caller's with the result, or else given back.
 
     A task that is cancelled before its first step runs none of its code, and one that is done cannot be cancelled: in
@@ -142,31 +237,34 @@ class _HandedPull:
     """
 
     def __init__(
-        self, agent: KvAgent, loop: asyncio.AbstractEventLoop, landing: ArenaRange
+        self,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        loop: asyncio.AbstractEventLoop,
+        give_back: Callable[[], None],
+        is_freed_by_result: bool,
     ) -> None:
-        self.future: Future[PullResult] = Future()
-        self._agent, self._loop, self._landing = agent, loop, landing
+        self.future: Future[T] = Future()
+        self._work, self._loop, self._give_back = work, loop, give_back
+        self._is_freed_by_result = is_freed_by_result
         self._has_begun = False
 
-    async def run(self, ticket: Ticket, deadline_s: float, first_block: int) -> PullResult:
+    async def _run(self) -> T:
         self._has_begun = True
-        return await self._agent.pull(
-            ticket, self._landing, deadline_s=deadline_s, first_block=first_block
-        )
+        return await self._work()
 
-    def begin(self, work: Coroutine[Any, Any, PullResult]) -> None:
-        task = self._loop.create_task(work)
+    def begin(self) -> None:
+        task = self._loop.create_task(self._run())
         task.add_done_callback(self._end)
         self.future.add_done_callback(lambda _: self._cancel(task))
 
-    def _cancel(self, task: asyncio.Task[PullResult]) -> None:
+    def _cancel(self, task: asyncio.Task[T]) -> None:
         if self.future.cancelled():
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the agent with it
                 self._loop.call_soon_threadsafe(task.cancel)
 
-    def _end(self, task: asyncio.Task[PullResult]) -> None:
+    def _end(self, task: asyncio.Task[T]) -> None:
         if not self._has_begun:
-            self._agent.give_back(self._landing)
+            self._give_back()
         if task.cancelled():
             self.future.cancel()
         has_taker = self.future.set_running_or_notify_cancel()
@@ -176,5 +274,5 @@ class _HandedPull:
                 self.future.set_exception(error)
         elif has_taker:
             self.future.set_result(task.result())
-        elif not task.cancelled():
-            self._agent.give_back(self._landing)
+        elif not (task.cancelled() or self._is_freed_by_result):
+            self._give_back()

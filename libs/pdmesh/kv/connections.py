@@ -1,13 +1,17 @@
-"""One connection per peer, opened when first needed, shared by all pulls, dropped when least recently used."""
+"""One connection per peer, opened when first needed, shared by all pulls, dropped when least recently used.
+
+`ConnectionPool` has those we opened, by address; `Peers` all that are open, by key.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 from pdmesh.core.ticket import PullFailure
 from pdmesh.errors import KvTransferFailed
+from pdmesh.kv import wire
 from pdmesh.kv.transport import KvConnection, KvTransport
 
 _CONNECT_S = 5.0
@@ -87,3 +91,39 @@ class ConnectionPool:
         if idle is None:
             raise KvTransferFailed("all KV connections are in use", reason=PullFailure.BUSY)
         self._open.pop(idle).abort("least recently used")
+
+
+class Peers:
+    """Every open connection, whoever opened it, and what was said on them."""
+
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
+        self._by_key: dict[int, KvConnection] = {}
+        self.messages_sent: Counter[str] = Counter()  # by kind
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def add(self, connection: KvConnection) -> None:
+        self._by_key[connection.key] = connection
+
+    def remove(self, connection: KvConnection) -> None:
+        self._by_key.pop(connection.key, None)
+        self._pool.remove(connection)
+
+    def get(self, key: int) -> KvConnection | None:
+        return self._by_key.get(key)
+
+    def tell(self, key: int, message: wire.Message) -> None:
+        """Nothing happens if the peer is gone: its end is told, or will be."""
+        connection = self._by_key.get(key)
+        if connection is not None:
+            self.messages_sent[type(message).__name__.lower()] += 1
+            connection.send(wire.encode(message))
+
+    def abort(self, key: int, reason: str) -> None:
+        connection = self._by_key.get(key)
+        if connection is not None:
+            # The next pull opens another, without waiting for the end of this one.
+            self._pool.remove(connection)
+            connection.abort(reason)

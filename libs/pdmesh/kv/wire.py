@@ -1,7 +1,8 @@
 """What two KV agents say to each other: fixed little-endian headers, every length checked, no pickle.
 
-One message per pull in each direction and one ack; META names contiguous ranges, never blocks (S49). Small payloads ride
-behind META in the same message. `parse` takes any bytes: the result is a message or WireError, nothing else.
+One message asks for a pull, one META announces each part of it as contiguous ranges, never blocks (S49), and one ack ends
+it. Small parts ride behind META in the same message. `parse` takes any bytes: the result is a message or WireError,
+nothing else.
 """
 
 from __future__ import annotations
@@ -11,22 +12,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
+from pdmesh.core.kv_layout import MAX_SPANS
 from pdmesh.core.ticket import Refusal
 from pdmesh.errors import KvTransferFailed
 
 MAGIC = b"PDKV"
-VERSION = 1
+VERSION = 2
 
 MAX_INLINE = 64 << 10  # bytes of payload that ride behind META
-MAX_RANGES = 512
+MAX_RANGES = MAX_SPANS
+MAX_NAMES = 1024
+NAME_BYTES = 16
 MAX_TICKET_ID = 128  # bytes of utf-8
 MAX_PULL_BYTES = 1 << 44
 CHECKSUM_BYTES = 16  # xxh3_128
 
 _HEAD = struct.Struct("<4sBBHIQ")  # magic, version, kind, reserved, message bytes, pull id
-_PULL = struct.Struct("<IQQIH")  # attempt, incarnation, fingerprint, first block, ticket id bytes
+# attempt, incarnation, fingerprint, first block, first head, heads, takers, ticket id bytes
+_PULL = struct.Struct("<IQQIIIBH")
+_FETCH = struct.Struct("<QQH")  # incarnation, fingerprint, names
 _RENEW = struct.Struct("<IQH")  # attempt, incarnation, ticket id bytes
-_META = struct.Struct("<QHB")  # bytes, ranges, is inline
+_META = struct.Struct("<QHB")  # bytes of the whole pull, ranges, is inline
 _RANGE = struct.Struct(f"<QQ{CHECKSUM_BYTES}s")  # offset in the landing range, bytes, checksum
 _BYTE = struct.Struct("<B")
 
@@ -43,18 +49,32 @@ class Kind(IntEnum):
     REFUSED = 3
     ACK = 4
     RENEW = 5
+    FETCH = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Receiver to sender: send me this ticket's blocks from `first_block` on."""
+    """Receiver to sender: send me this ticket's blocks from `first_block` on, of `num_heads` heads (0: of all)."""
 
     pull_id: int
     ticket_id: str
     attempt: int
     incarnation: int
     fingerprint_hash: int
-    first_block: int
+    first_block: int = 0
+    first_head: int = 0
+    num_heads: int = 0
+    num_takers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Receiver to sender: send me those blocks of your pool that you hold of the beginning of these names."""
+
+    pull_id: int
+    incarnation: int
+    fingerprint_hash: int
+    names: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +88,28 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """Sender to receiver: this is coming, one payload per range, or `inline` behind the ranges."""
+    """Sender to receiver: this part of a pull is coming, one payload per range, or `inline` behind the ranges.
+
+    The ranges follow each other, and the parts of a pull do.
+    """
 
     pull_id: int
-    num_bytes: int
+    num_bytes: int  # of all parts together
     ranges: tuple[Range, ...]
     inline: memoryview | None = None
+
+    @property
+    def offset(self) -> int:
+        return self.ranges[0].offset if self.ranges else 0
+
+    @property
+    def length(self) -> int:
+        return sum(r.length for r in self.ranges)
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Sender to receiver."""
+    """Sender to receiver: no part of this pull follows."""
 
     pull_id: int
     refusal: Refusal
@@ -86,7 +117,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """Receiver to sender: the pull is over; `is_taken` closes the ticket."""
+    """Receiver to sender: the pull is over. `is_taken`: verified, the ticket may go. If not: announce no more of it."""
 
     pull_id: int
     is_taken: bool
@@ -94,14 +125,14 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Receiver to sender: I shall pull, keep the bytes for another lease. Not answered."""
+    """Receiver to sender: I wait or receive, keep the bytes for another lease. Not answered."""
 
     ticket_id: str
     attempt: int
     incarnation: int
 
 
-Message = Pull | Meta | Refused | Ack | Renew
+Message = Pull | Meta | Refused | Ack | Renew | Fetch
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
@@ -115,10 +146,19 @@ def encode(message: Message) -> list[bytes | memoryview]:
             size = len(inline) if inline is not None else 0
             head = _head(Kind.META, pull_id, len(body) + size)
             return [head + body] if inline is None else [head + body, inline]
-        case Pull(pull_id, ticket_id, attempt, incarnation, fingerprint, first_block):
-            name = _name(ticket_id)
-            body = _PULL.pack(attempt, incarnation, fingerprint, first_block, len(name)) + name
-            return [_head(Kind.PULL, pull_id, len(body)) + body]
+        case Pull():
+            name = _name(message.ticket_id)
+            body = _PULL.pack(
+                message.attempt,
+                message.incarnation,
+                message.fingerprint_hash,
+                message.first_block,
+                message.first_head,
+                message.num_heads,
+                message.num_takers,
+                len(name),
+            )
+            return [_head(Kind.PULL, message.pull_id, len(body) + len(name)) + body + name]
         case Ack(pull_id, is_taken):
             return [_head(Kind.ACK, pull_id, 1) + _BYTE.pack(is_taken)]
         case Refused(pull_id, refusal):
@@ -127,6 +167,9 @@ def encode(message: Message) -> list[bytes | memoryview]:
             name = _name(ticket_id)
             body = _RENEW.pack(attempt, incarnation, len(name)) + name
             return [_head(Kind.RENEW, 0, len(body)) + body]
+        case Fetch(pull_id, incarnation, fingerprint, names):
+            body = _FETCH.pack(incarnation, fingerprint, len(names)) + b"".join(names)
+            return [_head(Kind.FETCH, pull_id, len(body)) + body]
 
 
 def parse(data: memoryview) -> Message:
@@ -171,9 +214,31 @@ def _need(data: memoryview, size: int) -> None:
 
 def _parse_pull(pull_id: int, data: memoryview) -> Pull:
     _need(data, _PULL.size)
-    attempt, incarnation, fingerprint, first_block, name_size = _PULL.unpack_from(data)
-    ticket_id = _read_name(data, _PULL.size, name_size)
-    return Pull(pull_id, ticket_id, attempt, incarnation, fingerprint, first_block)
+    fields = _PULL.unpack_from(data)
+    attempt, incarnation, fingerprint, first_block, first_head, num_heads, num_takers, size = fields
+    if not num_takers:
+        raise WireError("a pull for nobody")
+    return Pull(
+        pull_id,
+        _read_name(data, _PULL.size, size),
+        attempt,
+        incarnation,
+        fingerprint,
+        first_block,
+        first_head,
+        num_heads,
+        num_takers,
+    )
+
+
+def _parse_fetch(pull_id: int, data: memoryview) -> Fetch:
+    _need(data, _FETCH.size)
+    incarnation, fingerprint, num_names = _FETCH.unpack_from(data)
+    if not 0 < num_names <= MAX_NAMES or len(data) != _FETCH.size + num_names * NAME_BYTES:
+        raise WireError(f"{num_names} names in a body of {len(data)} bytes")
+    starts = range(_FETCH.size, len(data), NAME_BYTES)
+    names = tuple(bytes(data[at : at + NAME_BYTES]) for at in starts)
+    return Fetch(pull_id, incarnation, fingerprint, names)
 
 
 def _parse_renew(_: int, data: memoryview) -> Renew:
@@ -192,21 +257,22 @@ def _parse_meta(pull_id: int, data: memoryview) -> Meta:
     ranges = tuple(
         Range(*_RANGE.unpack_from(data, _META.size + i * _RANGE.size)) for i in range(num_ranges)
     )
-    _check_ranges(ranges, num_bytes)
-    if len(data) - end != (num_bytes if is_inline else 0):
+    length = _tiled_bytes(ranges, num_bytes)
+    if len(data) - end != (length if is_inline else 0):
         raise WireError(f"{len(data) - end} bytes behind the ranges")
     return Meta(pull_id, num_bytes, ranges, data[end:] if is_inline else None)
 
 
-def _check_ranges(ranges: tuple[Range, ...], num_bytes: int) -> None:
-    """They tile the landing range in order, so no byte can land outside or twice."""
-    end = 0
+def _tiled_bytes(ranges: tuple[Range, ...], num_bytes: int) -> int:
+    """They follow each other within the pull, so no byte can land outside or twice. Returns their length."""
+    start = end = ranges[0].offset if ranges else 0
     for r in ranges:
         if r.offset != end or r.length == 0:
             raise WireError("ranges with a gap or an overlap")
         end += r.length
-    if end != num_bytes:
-        raise WireError(f"ranges of {end} bytes for {num_bytes}")
+    if end > num_bytes or (not ranges and num_bytes):
+        raise WireError(f"ranges up to {end} of {num_bytes} bytes")
+    return end - start
 
 
 def _parse_refused(pull_id: int, data: memoryview) -> Refused:
@@ -230,4 +296,5 @@ _READERS: dict[int, Callable[[int, memoryview], Message]] = {
     Kind.REFUSED: _parse_refused,
     Kind.ACK: _parse_ack,
     Kind.RENEW: _parse_renew,
+    Kind.FETCH: _parse_fetch,
 }

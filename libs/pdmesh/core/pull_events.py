@@ -1,0 +1,167 @@
+"""What happens to a receiver's pulls, and what is to be done about it. See `pull_book`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PullRequested:
+    """A caller wants its bytes, between `min_bytes` and `max_bytes`, by `deadline`. `peer` is the connection."""
+
+    pull_id: int
+    peer: int
+    min_bytes: int
+    max_bytes: int
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class MetaArrived:
+    """The sender announces the next `length` bytes, at `offset` of `num_bytes` in all.
+
+    `is_inline`: the bytes came with the message, else they follow.
+    """
+
+    peer: int
+    pull_id: int
+    num_bytes: int
+    offset: int
+    length: int
+    is_inline: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PartArrived:
+    """All bytes of part `index` are in the landing range."""
+
+    pull_id: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartChecked:
+    """The checksums of part `index` were compared."""
+
+    pull_id: int
+    index: int
+    is_intact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PullRefused:
+    """The sender will announce no more of it."""
+
+    peer: int
+    pull_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallerLeft:
+    """Nobody wants the result any more."""
+
+    pull_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """A connection is gone; no write comes from it any more."""
+
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    pass
+
+
+ReceiverEvent = (
+    PullRequested
+    | MetaArrived
+    | PartArrived
+    | PartChecked
+    | PullRefused
+    | CallerLeft
+    | PeerLost
+    | Tick
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SendPull:
+    pull_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivePart:
+    """Post the receives of part `index`; answered by PartArrived, or PeerLost."""
+
+    pull_id: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckPart:
+    """Compare checksums, having copied the bytes first if they came inline; answered by PartChecked."""
+
+    pull_id: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeliverPart:
+    """Part `index` and all before it are verified: hand it to the caller. In order, each once."""
+
+    pull_id: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendAck:
+    """Tell the sender that the pull is over: taken, or that no more of it is wanted."""
+
+    pull_id: int
+    is_taken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """The verified bytes are the caller's, and the landing range with them."""
+
+    pull_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Tell the caller, if it is still there. FreeLanding follows, now or later."""
+
+    pull_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FreeLanding:
+    """No late write can land. The last word about a pull that did not complete."""
+
+    pull_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortPeer:
+    """Drop the connection; answered by PeerLost. May be repeated."""
+
+    peer: int
+
+
+ReceiverEffect = (
+    SendPull
+    | ReceivePart
+    | CheckPart
+    | DeliverPart
+    | SendAck
+    | Complete
+    | Fail
+    | FreeLanding
+    | AbortPeer
+)

@@ -1,0 +1,306 @@
+"""The receiving half of a KV agent: pulls of tickets into the landing arena, and fetches of blocks into a pool.
+
+When a pull ends, and when its bytes are safe, is `core.pull_book`'s; this shell posts receives, compares checksums, hands
+verified parts on, renews leases, and asks nothing of a source in quarantine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pdmesh import failpoints
+from pdmesh.core import pull_events as rx
+from pdmesh.core.lease_keeper import LeaseKeeper
+from pdmesh.core.pull_book import PullBook
+from pdmesh.core.quarantine import Quarantine
+from pdmesh.core.ticket import PullFailure, Ticket
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv import wire
+from pdmesh.kv.agent_types import (
+    AgentEvent,
+    AgentHooks,
+    PullResult,
+    SourceQuarantined,
+    SourceReleased,
+)
+from pdmesh.kv.checksums import INLINE_BYTES, are_intact
+from pdmesh.kv.connections import Peers
+from pdmesh.kv.pull_order import PullOrder
+from pdmesh.kv.transport import ByteArray, KvConnection
+
+MAX_PULLS = 1024
+
+
+@dataclass(slots=True)
+class _Part:
+    offset: int
+    buffers: list[ByteArray]
+    checksums: list[bytes]
+    inline: memoryview | None
+    num_missing: int
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    order: PullOrder
+    connection: KvConnection
+    done: asyncio.Future[None]
+    started: float
+    parts: list[_Part] = field(default_factory=list)
+    num_bytes: int = 0  # verified
+    num_ranges: int = 0
+    first_range_s: float = 0.0
+
+
+class ReceiverHalf:
+    def __init__(
+        self,
+        peers: Peers,
+        on_event: Callable[[AgentEvent], None],
+        hooks: AgentHooks | None,
+        quarantine: Quarantine,
+    ) -> None:
+        self._peers = peers
+        self._on_event = on_event
+        self._hooks = hooks
+        self._book = PullBook()
+        self._pulls: dict[int, _Pull] = {}
+        self._leases = LeaseKeeper()
+        self._kept: dict[str, tuple[Ticket, KvConnection]] = {}  # waiting for their turn
+        self._quarantine = quarantine
+        self._checks: set[asyncio.Task[None]] = set()
+        self._num_asked = 0
+        self.num_corrupt = 0
+        self.bytes_received = 0
+
+    @property
+    def num_pulls(self) -> int:
+        return len(self._book)
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantine)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(len(self._book) or len(self._leases) or len(self._quarantine))
+
+    def num_pulls_from(self, peer: int) -> int:
+        return self._book.num_pulls_from(peer)
+
+    def check_invariants(self) -> None:
+        self._book.check_invariants()
+        self._quarantine.check_invariants()
+        assert len(self._pulls) == len(self._book)
+
+    # -- the engine's door ------------------------------------------------------------------------
+
+    def check_askable(self, source: str) -> None:
+        """Raises KvTransferFailed if nothing may be asked of `source` now."""
+        if self._quarantine.is_held(source, time.monotonic()):
+            raise KvTransferFailed(f"{source} is quarantined", reason=PullFailure.QUARANTINED)
+        if len(self._book) >= MAX_PULLS:
+            raise KvTransferFailed("too many pulls at once", reason=PullFailure.BUSY)
+
+    async def pull(
+        self, order: PullOrder, connection: KvConnection, started: float, deadline: float
+    ) -> PullResult:
+        self._num_asked += 1
+        pull_id = self._num_asked
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        pull = self._pulls[pull_id] = _Pull(order, connection, done, started)
+        if (ticket := order.ticket) is not None:
+            self.let_go(ticket.ticket_id)
+            self._leases.keep(pull_id, ticket.lease_ms / 1000, deadline, started)
+        key, least, most = connection.key, order.min_bytes, order.max_bytes
+        self.handle(rx.PullRequested(pull_id, key, least, most, deadline))
+        try:
+            await done
+        except asyncio.CancelledError:
+            if done.cancelled():
+                self.handle(rx.CallerLeft(pull_id))
+            elif done.exception() is None:
+                order.on_freed()  # complete, and nobody there to take it
+            raise
+        took = time.monotonic() - started
+        return PullResult(
+            pull.num_bytes, took, pull.first_range_s, pull.num_ranges, len(pull.parts)
+        )
+
+    def keep(self, ticket: Ticket, connection: KvConnection, for_s: float) -> None:
+        now = time.monotonic()
+        if self._leases.keep(ticket.ticket_id, ticket.lease_ms / 1000, now + for_s, now):
+            self._kept[ticket.ticket_id] = (ticket, connection)
+            self.renew(ticket, connection)
+
+    def let_go(self, ticket_id: str) -> None:
+        if self._kept.pop(ticket_id, None) is not None:
+            self._leases.let_go(ticket_id)
+
+    def renew(self, ticket: Ticket, connection: KvConnection) -> None:
+        message = wire.Renew(ticket.ticket_id, ticket.attempt, ticket.incarnation)
+        self._peers.tell(connection.key, message)
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        self.handle(rx.Tick())
+        due, over = self._leases.due(now)
+        for key in due:
+            if isinstance(key, str):
+                self.renew(*self._kept[key])
+            elif (ticket := self._pulls[key].order.ticket) is not None:
+                self.renew(ticket, self._pulls[key].connection)
+        for key in over:
+            if isinstance(key, str):
+                del self._kept[key]
+        for source in self._quarantine.release_due(now):
+            self._on_event(SourceReleased(source))
+
+    async def close(self, within_s: float) -> None:
+        """All connections are gone: no write lands any more."""
+        for ticket_id in list(self._kept):
+            self.let_go(ticket_id)
+        if self._checks:
+            await asyncio.wait(self._checks, timeout=within_s)
+
+    # -- peers ------------------------------------------------------------------------------------
+
+    def on_meta(self, peer: int, meta: wire.Meta) -> None:
+        if self._hooks is not None and self._hooks.is_dropped(meta.pull_id):
+            return
+        length = meta.length
+        pull = self._pulls.get(meta.pull_id)
+        part: _Part | None = None
+        if pull is not None and pull.connection.key == peer:
+            buffers = pull.order.place(meta.ranges)
+            if buffers is None:
+                length = -1  # the book takes it for the nonsense that it is
+            else:
+                checksums = [r.checksum for r in meta.ranges]
+                part = _Part(meta.offset, buffers, checksums, meta.inline, len(buffers))
+                pull.parts.append(part)
+        self.handle(
+            rx.MetaArrived(
+                peer,
+                meta.pull_id,
+                meta.num_bytes,
+                meta.offset,
+                length,
+                meta.inline is not None,
+            )
+        )
+        if part is not None:
+            part.inline = None  # a view of the transport's buffer
+
+    # -- effects ----------------------------------------------------------------------------------
+
+    def handle(self, event: rx.ReceiverEvent) -> None:
+        """Tell the book, and do what it says. A part that was checked at once is news of its own."""
+        events = [event]
+        while events:
+            for effect in self._book.handle(events.pop(0), time.monotonic()):
+                checked = self._carry_out(effect)
+                if checked is not None:
+                    events.append(checked)
+
+    def _carry_out(self, effect: rx.ReceiverEffect) -> rx.PartChecked | None:
+        if isinstance(effect, rx.AbortPeer):
+            self._peers.abort(effect.peer, "a pull missed its deadline or met nonsense")
+            return None
+        pull = self._pulls[effect.pull_id]
+        match effect:
+            case rx.SendPull(pull_id):
+                self._peers.tell(pull.connection.key, pull.order.make_message(pull_id))
+            case rx.ReceivePart(pull_id, index):
+                self._post_receives(pull_id, index)
+            case rx.CheckPart(pull_id, index):
+                is_intact = self._check(pull_id, index)
+                return None if is_intact is None else rx.PartChecked(pull_id, index, is_intact)
+            case rx.DeliverPart(_, index):
+                self._deliver(pull, index)
+            case rx.SendAck(pull_id, is_taken):
+                self._peers.tell(pull.connection.key, wire.Ack(pull_id, is_taken))
+            case rx.Complete():
+                self._complete(effect.pull_id)
+            case rx.Fail(_, reason):
+                self._fail(pull, reason)
+            case rx.FreeLanding(pull_id):
+                self._forget(pull_id).order.on_freed()
+        return None
+
+    def _complete(self, pull_id: int) -> None:
+        pull = self._forget(pull_id)
+        if pull.done.done():  # cancelled, and the news of it has not reached the book
+            pull.order.on_freed()
+        else:
+            pull.done.set_result(None)
+
+    def _forget(self, pull_id: int) -> _Pull:
+        self._leases.let_go(pull_id)
+        return self._pulls.pop(pull_id)
+
+    def _post_receives(self, pull_id: int, index: int) -> None:
+        pull = self._pulls[pull_id]
+        part = pull.parts[index]
+
+        def on_received() -> None:
+            part.num_missing -= 1
+            if part.num_missing == 0:
+                self.handle(rx.PartArrived(pull_id, index))
+
+        for buffer in part.buffers:
+            pull.connection.recv_payload(pull_id, buffer, on_received)
+
+    def _check(self, pull_id: int, index: int) -> bool | None:
+        """Whether the part's bytes are what was sent; None if the answer comes later."""
+        failpoints.hit("decode.receiving")
+        part = self._pulls[pull_id].parts[index]
+        if part.inline is not None:
+            start = 0
+            for buffer in part.buffers:
+                buffer[:] = np.frombuffer(part.inline, np.uint8, buffer.size, start)
+                start += buffer.size
+        if self._hooks is not None:
+            for buffer in part.buffers:
+                self._hooks.on_received(buffer)
+        if sum(buffer.size for buffer in part.buffers) <= INLINE_BYTES:
+            return are_intact(part.buffers, part.checksums)
+        task = asyncio.get_running_loop().create_task(self._check_aside(pull_id, index, part))
+        self._checks.add(task)
+        task.add_done_callback(self._checks.discard)
+        return None
+
+    async def _check_aside(self, pull_id: int, index: int, part: _Part) -> None:
+        is_intact = await asyncio.to_thread(are_intact, part.buffers, part.checksums)
+        self.handle(rx.PartChecked(pull_id, index, is_intact))
+
+    def _deliver(self, pull: _Pull, index: int) -> None:
+        part = pull.parts[index]
+        length = sum(buffer.size for buffer in part.buffers)
+        if not index:
+            pull.first_range_s = time.monotonic() - pull.started
+        pull.num_bytes += length
+        pull.num_ranges += len(part.buffers)
+        self.bytes_received += length
+        if self._hooks is not None:
+            for buffer in part.buffers:
+                self._hooks.on_verified(buffer)
+        if pull.order.on_range is not None and not pull.done.done() and length:
+            whole = pull.order.targets[0]
+            pull.order.on_range(part.offset, whole[part.offset : part.offset + length])
+
+    def _fail(self, pull: _Pull, reason: str) -> None:
+        if reason == PullFailure.CORRUPT:
+            self.num_corrupt += 1
+            source = pull.order.source
+            if source and self._quarantine.record(source, time.monotonic()):
+                self._on_event(SourceQuarantined(source, self._quarantine.hold_s))
+        if not pull.done.done():
+            ticket = pull.order.ticket
+            what = f"pull of ticket {ticket.ticket_id}" if ticket else "fetch of blocks"
+            pull.done.set_exception(KvTransferFailed(f"{what} failed: {reason}", reason=reason))

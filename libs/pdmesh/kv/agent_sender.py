@@ -1,0 +1,310 @@
+"""The sending half of a KV agent: tickets over the staging arena, and blocks of a pool, served part by part.
+
+Who may read what, and when bytes are free, is `core.ticket_book`'s; this shell hashes, announces and sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdmesh import failpoints
+from pdmesh.core import ticket_book as book
+from pdmesh.core import ticket_events as tx
+from pdmesh.core.arena import ArenaRange
+from pdmesh.core.kv_layout import KvLayout, KvPart
+from pdmesh.core.ticket import CloseReason, Refusal
+from pdmesh.kv import wire
+from pdmesh.kv.agent_types import (
+    AgentHooks,
+    AgentIdentity,
+    BlockSource,
+    PinnedBlocks,
+    TicketClosed,
+)
+from pdmesh.kv.arena_memory import ArenaMemory
+from pdmesh.kv.checksums import INLINE_BYTES, checksum, fingerprint_hash
+from pdmesh.kv.connections import Peers
+from pdmesh.kv.transport import ByteArray
+
+MAX_FETCHES = 64  # served at once
+_FETCH_LEASE_S = 10.0
+
+_Piece = tuple[ByteArray, bytes]  # bytes and their checksum
+
+
+@dataclass(slots=True, eq=False)
+class _StagedRange:
+    """A prompt's bytes in the arena. Checksums of a whole pull's parts are made as their layers get ready."""
+
+    data: ByteArray
+    layout: KvLayout
+    parts: tuple[KvPart, ...]  # of a pull of everything
+    checksums: list[bytes] = field(default_factory=list)
+    num_written: int = 0  # layers
+    hashing: asyncio.Task[None] | None = None
+
+    @property
+    def num_to_hash(self) -> int:
+        """Parts that are written and have no checksum."""
+        todo = self.parts[len(self.checksums) :]
+        return sum(part.end_layer <= self.num_written for part in todo)
+
+    @property
+    def num_ready(self) -> int:
+        """Layers in place, with the checksums of all parts they complete."""
+        if not self.num_to_hash:
+            return self.num_written
+        return self.parts[len(self.checksums)].first_layer
+
+    def hash_next(self) -> None:
+        self.checksums.append(checksum(self._bytes(self.parts[len(self.checksums)])))
+
+    def pieces(self, part: KvPart) -> list[_Piece]:
+        if len(part.spans) == 1:
+            data, start = self._bytes(part), part.spans[0].offset
+            for known, digest in zip(self.parts, self.checksums, strict=False):
+                if known.spans[0].offset == start and known.length == part.length:
+                    return [(data, digest)]
+            return [(data, checksum(data))]
+        views = [self.data[s.offset : s.offset + s.length] for s in part.spans]
+        return [(view, checksum(view)) for view in views]
+
+    def _bytes(self, part: KvPart) -> ByteArray:
+        span = part.spans[0]
+        return self.data[span.offset : span.offset + span.length]
+
+
+@dataclass(slots=True, eq=False)
+class _Pinned:
+    """Blocks of a pool, on their way to one peer."""
+
+    blocks: PinnedBlocks
+
+    def pieces(self, part: KvPart) -> list[_Piece]:
+        size = self.blocks.views[0].size
+        indices = range(part.offset // size, (part.offset + part.length) // size)
+        views, checksums = self.blocks.views, self.blocks.checksums
+        return [(views[i], checksums[i] if checksums else checksum(views[i])) for i in indices]
+
+
+class SenderHalf:
+    def __init__(
+        self,
+        identity: AgentIdentity,
+        arena: ArenaMemory,
+        peers: Peers,
+        on_closed: Callable[[TicketClosed], None],
+        hooks: AgentHooks | None,
+        blocks: BlockSource | None,
+    ) -> None:
+        self._identity = identity
+        self._arena = arena
+        self._peers = peers
+        self._on_closed = on_closed
+        self._hooks = hooks
+        self._blocks = blocks
+        self._fingerprint_hash = fingerprint_hash(identity.model_fingerprint)
+        self._book = book.TicketBook(identity.incarnation, self._fingerprint_hash)
+        self._staged: dict[str, _StagedRange | _Pinned] = {}
+        self._hashing: set[asyncio.Task[None]] = set()
+        self._num_fetches = 0
+        self._is_closing = False
+        self.bytes_sent = 0
+
+    @property
+    def num_tickets(self) -> int:
+        return len(self._book)
+
+    @property
+    def num_sends(self) -> int:
+        return self._book.num_sends
+
+    def check_invariants(self) -> None:
+        self._book.check_invariants()
+        assert len(self._staged) == len(self._book)
+
+    # -- the engine's door ------------------------------------------------------------------------
+
+    def open(
+        self,
+        ticket_id: str,
+        attempt: int,
+        r: ArenaRange,
+        layout: KvLayout,
+        lease_s: float,
+        chunk_bytes: int,
+    ) -> None:
+        if layout.fingerprint and layout.fingerprint != self._identity.model_fingerprint:
+            raise ValueError("the layout has another model's fingerprint")
+        if layout.total_bytes > r.length:
+            raise ValueError(f"{layout} does not fit {r}")
+        data = self._arena.view(ArenaRange(r.offset, layout.total_bytes))
+        self.handle(tx.Opened(ticket_id, attempt, layout, lease_s, chunk_bytes))
+        parts = layout.parts(chunk_bytes=chunk_bytes)
+        self._staged[ticket_id] = _StagedRange(data, layout, parts if layout.total_bytes else ())
+
+    def ready(self, ticket_id: str, num_layers: int) -> None:
+        staged = self._staged.get(ticket_id)
+        if not isinstance(staged, _StagedRange) or num_layers <= staged.num_written:
+            return
+        staged.num_written = min(num_layers, staged.layout.num_layers)
+        if staged.hashing is not None:
+            return  # it goes on with these
+        todo = staged.parts[len(staged.checksums) :][: staged.num_to_hash]
+        if sum(part.length for part in todo) > INLINE_BYTES:
+            work = self._hash_aside(ticket_id, staged)
+            staged.hashing = asyncio.get_running_loop().create_task(work)
+            self._hashing.add(staged.hashing)
+            staged.hashing.add_done_callback(self._hashing.discard)
+            return
+        for _ in todo:
+            staged.hash_next()
+        self.handle(tx.LayersReady(ticket_id, staged.num_ready))
+
+    async def _hash_aside(self, ticket_id: str, staged: _StagedRange) -> None:
+        """Part by part, so that the first are on the wire while the last are hashed."""
+        while staged.num_to_hash and self._staged.get(ticket_id) is staged:
+            await asyncio.to_thread(staged.hash_next)
+            if self._staged.get(ticket_id) is staged:
+                self.handle(tx.LayersReady(ticket_id, staged.num_ready))
+        staged.hashing = None
+
+    async def close(self, within_s: float) -> None:
+        """All connections are gone: nothing reads any more."""
+        self._is_closing = True
+        for ticket_id in list(self._staged):
+            self.handle(tx.Released(ticket_id))
+        if self._hashing:
+            await asyncio.wait(self._hashing, timeout=within_s)
+
+    # -- peers ------------------------------------------------------------------------------------
+
+    def on_pull(self, peer: int, message: wire.Pull) -> None:
+        heads = None
+        if message.first_head or message.num_heads:
+            heads = (message.first_head, message.num_heads)
+        self.handle(
+            tx.PullAsked(
+                peer,
+                message.pull_id,
+                message.ticket_id,
+                message.attempt,
+                message.incarnation,
+                message.fingerprint_hash,
+                message.first_block,
+                heads,
+                message.num_takers,
+            )
+        )
+
+    def on_fetch(self, peer: int, message: wire.Fetch) -> None:
+        """Serve what is held of the beginning of the names, under a ticket of its own that nobody else knows."""
+        refusal = self._fetch_refusal(message)
+        if refusal is not None or self._blocks is None:
+            refused = wire.Refused(message.pull_id, refusal or Refusal.UNKNOWN_TICKET)
+            self._peers.tell(peer, refused)
+            return
+        ticket_id = f"fetch/{peer}/{message.pull_id}"
+        if ticket_id in self._staged:
+            return  # the same message again
+        pinned = self._blocks.open(message.names)
+        if pinned is None or not pinned.views:
+            self._peers.tell(peer, wire.Meta(message.pull_id, 0, (), memoryview(b"")))
+            return
+        layout = KvLayout(1, len(pinned.views), pinned.views[0].size)
+        self.handle(tx.Opened(ticket_id, 0, layout, _FETCH_LEASE_S, is_single=True))
+        self._staged[ticket_id] = _Pinned(pinned)
+        self._num_fetches += 1
+        self.handle(tx.LayersReady(ticket_id, 1))
+        ours = (self._identity.incarnation, self._fingerprint_hash)
+        self.handle(tx.PullAsked(peer, message.pull_id, ticket_id, 0, *ours))
+
+    def _fetch_refusal(self, message: wire.Fetch) -> Refusal | None:
+        if message.incarnation != self._identity.incarnation:
+            return Refusal.WRONG_INCARNATION
+        if message.fingerprint_hash != self._fingerprint_hash:
+            return Refusal.WRONG_MODEL
+        if self._num_fetches >= MAX_FETCHES:
+            return Refusal.TOO_MANY_PULLS
+        return None
+
+    # -- effects ----------------------------------------------------------------------------------
+
+    def handle(self, event: tx.SenderEvent) -> None:
+        """Tell the book, and do what it says. Parts that were sent by being copied are news of their own."""
+        events = [event]
+        while events:
+            for effect in self._book.handle(events.pop(0), time.monotonic()):
+                match effect:
+                    case tx.SendPart():
+                        if self._send_part(effect):
+                            events.append(tx.PartSent(effect.peer, effect.pull_id))
+                    case tx.Refuse(peer, pull_id, refusal):
+                        self._peers.tell(peer, wire.Refused(pull_id, refusal))
+                    case tx.AbortPeer(peer):
+                        self._peers.abort(peer, "a send outlived its lease")
+                    case tx.CloseTicket(ticket_id, reason):
+                        self._close_ticket(ticket_id, reason)
+
+    def _send_part(self, effect: tx.SendPart) -> bool:
+        """True if it is sent already."""
+        delay = self._hooks.part_delay_s(effect.pull_id, effect.part.offset) if self._hooks else 0
+        if delay:
+            asyncio.get_running_loop().call_later(delay, self._send_late, effect)
+            return False
+        failpoints.hit("prefill.sending")
+        pieces = self._staged[effect.ticket_id].pieces(effect.part)
+        ranges: list[wire.Range] = []
+        offset = effect.part.offset
+        for data, digest in pieces:
+            ranges.append(wire.Range(offset, data.size, digest))
+            offset += data.size
+        self.bytes_sent += effect.part.length
+        if effect.part.length <= wire.MAX_INLINE:
+            inline = (
+                pieces[0][0].data
+                if len(pieces) == 1
+                else memoryview(b"".join(data.data for data, _ in pieces))
+            )
+            meta = wire.Meta(effect.pull_id, effect.num_bytes, tuple(ranges), inline)
+            self._peers.tell(effect.peer, meta)
+            return True  # the transport has copied it
+        self._peers.tell(effect.peer, wire.Meta(effect.pull_id, effect.num_bytes, tuple(ranges)))
+        self._send_payloads(effect.peer, effect.pull_id, [data for data, _ in pieces])
+        return False
+
+    def _send_late(self, effect: tx.SendPart) -> None:
+        """After a test's delay. The part counts as being sent meanwhile, so its ticket is still there with its peer."""
+        hooks, self._hooks = self._hooks, None
+        try:
+            if self._peers.get(effect.peer) is not None and self._send_part(effect):
+                self.handle(tx.PartSent(effect.peer, effect.pull_id))
+        finally:
+            self._hooks = hooks
+
+    def _send_payloads(self, peer: int, pull_id: int, pieces: list[ByteArray]) -> None:
+        num_left = len(pieces)
+
+        def on_sent() -> None:
+            nonlocal num_left
+            num_left -= 1
+            if num_left == 0:
+                self.handle(tx.PartSent(peer, pull_id))
+
+        connection = self._peers.get(peer)
+        if connection is not None:  # else its end is about to be told
+            for piece in pieces:
+                connection.send_payload(pull_id, piece, on_sent)
+
+    def _close_ticket(self, ticket_id: str, reason: CloseReason) -> None:
+        staged = self._staged.pop(ticket_id)
+        if isinstance(staged, _Pinned):
+            self._num_fetches -= 1
+            assert self._blocks is not None
+            self._blocks.close(staged.blocks)
+            return
+        shown = CloseReason.FAILED if self._is_closing else reason
+        self._on_closed(TicketClosed(ticket_id, shown.value))

@@ -1,0 +1,440 @@
+"""Pulls in parts, of prompts whose layers are still to come, and fetches of blocks: over the memory transport and UCX alike."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import xxhash
+
+from pdmesh.core.arena import ArenaRange
+from pdmesh.core.kv_layout import KvLayout
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.agent import (
+    AgentHooks,
+    AgentIdentity,
+    KvAgent,
+    LandingFreed,
+    PinnedBlocks,
+    SourceQuarantined,
+    TicketClosed,
+)
+from pdmesh.kv.transport import ByteArray, KvTransport
+from pdmesh.kv.ucx import UcxTransport
+from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, KvPair, kv_pair, pattern, ticket_for
+from tests.fakes.memory_transport import MemoryTransport
+from tests.support.waiting import until
+
+MakeTransport = Callable[[], KvTransport]
+SMALL = KvLayout(4, 2, 512, FINGERPRINT)
+LAYERS = KvLayout(8, 8, 32 << 10, FINGERPRINT)  # 256 KiB a layer, 2 MiB
+HEADS = KvLayout(8, 8, 32 << 10, FINGERPRINT, num_heads=4)
+LAYER_BYTES = LAYERS.total_bytes // LAYERS.num_layers
+
+
+@pytest.fixture(params=[MemoryTransport, UcxTransport], ids=["memory", "ucx"])
+def transport(request: pytest.FixtureRequest) -> MakeTransport:
+    make: MakeTransport = request.param
+    return make
+
+
+def whole(layout: KvLayout) -> ArenaRange:
+    return ArenaRange(0, layout.total_bytes)
+
+
+class Ranges:
+    """An `on_range` that copies what it is handed."""
+
+    def __init__(self, size: int) -> None:
+        self.copy = np.zeros(size, np.uint8)
+        self.offsets: list[int] = []
+        self.end = 0
+
+    def __call__(self, offset: int, data: ByteArray) -> None:
+        assert offset == self.end, "in order, without gaps"
+        self.end += data.size
+        self.offsets.append(offset)
+        self.copy[offset : self.end] = data
+
+
+def open_ticket(pair: KvPair, layout: KvLayout, chunk_bytes: int) -> ByteArray:
+    pair.sender.open("t", "r", 1, whole(layout), layout, 5.0, chunk_bytes=chunk_bytes)
+    return pattern(layout.total_bytes)
+
+
+def write_layer(pair: KvPair, layout: KvLayout, data: ByteArray, layer: int) -> None:
+    size = layout.total_bytes // layout.num_layers
+    start = layer * size
+    pair.sender.staging(whole(layout))[start : start + size] = data[start : start + size]
+    pair.sender.ready("t", layer + 1)
+
+
+@pytest.mark.req("S48", "S49", "S51")
+@pytest.mark.parametrize("chunk_layers", [1, 2, 3])
+async def test_layers_arrive_while_later_ones_are_not_there_yet(
+    transport: MakeTransport, chunk_layers: int
+) -> None:
+    """Decode asks before prefill has begun; the bytes are those of the whole model mode."""
+    async with kv_pair(transport) as pair:
+        data = open_ticket(pair, LAYERS, chunk_layers * LAYER_BYTES)
+        ranges = Ranges(data.size)
+        ticket = ticket_for(pair.address, LAYERS)
+        pull = asyncio.create_task(
+            pair.receiver.pull(ticket, whole(LAYERS), deadline_s=5, on_range=ranges)
+        )
+        await until(lambda: pair.receiver.stats().messages_sent.get("pull"))
+        for layer in range(LAYERS.num_layers):
+            write_layer(pair, LAYERS, data, layer)
+            done = (layer + 1) // chunk_layers * chunk_layers
+            done = layer + 1 if layer + 1 == LAYERS.num_layers else done
+            await until(lambda done=done: ranges.end == done * LAYER_BYTES)  # type: ignore[misc]
+        result = await pull
+        assert (ranges.copy == data).all()
+        assert (pair.landed(data.size) == data).all()
+        num_parts = -(-LAYERS.num_layers // chunk_layers)
+        assert (result.num_metas, result.num_ranges) == (num_parts, num_parts)
+        assert 0 < result.first_range_s < result.duration_s
+        await until(lambda: pair.sender_events == [TicketClosed("t", "taken")])
+
+
+@pytest.mark.req("S48")
+@pytest.mark.parametrize("first_block", [0, 3])
+async def test_both_triggers_and_every_cut_give_the_same_bytes(
+    transport: MakeTransport, first_block: int
+) -> None:
+    blocks = pattern(LAYERS.total_bytes).reshape(8, 8, -1)[:, first_block:].reshape(-1)
+    for chunk_bytes in (8 << 20, LAYER_BYTES, 100_000):
+        for is_whole in (True, False):
+            async with kv_pair(transport) as pair:
+                data = open_ticket(pair, LAYERS, chunk_bytes)
+                if is_whole:
+                    pair.sender.staging(whole(LAYERS))[:] = data
+                    pair.sender.ready("t", LAYERS.num_layers)
+                ranges = Ranges(blocks.size)
+                pull = asyncio.create_task(
+                    pair.receiver.pull(
+                        ticket_for(pair.address, LAYERS),
+                        whole(LAYERS),
+                        deadline_s=5,
+                        first_block=first_block,
+                        on_range=ranges,
+                    )
+                )
+                for layer in range(0 if is_whole else LAYERS.num_layers):
+                    write_layer(pair, LAYERS, data, layer)
+                    await asyncio.sleep(0)
+                result = await pull
+                assert result.num_bytes == blocks.size
+                assert (ranges.copy == blocks).all()
+
+
+@pytest.mark.req("S49")
+@pytest.mark.parametrize("num_blocks", [2, 64])
+async def test_control_messages_follow_the_ranges_and_never_the_blocks(
+    transport: MakeTransport, num_blocks: int
+) -> None:
+    layout = KvLayout(8, num_blocks, (1 << 20) // num_blocks, FINGERPRINT)  # 8 MiB either way
+    for chunk_bytes, num_metas in ((8 << 20, 1), (2 << 20, 4), (1 << 20, 8)):
+        async with kv_pair(transport) as pair:
+            open_ticket(pair, layout, chunk_bytes)
+            pair.sender.ready("t", layout.num_layers)
+            await pair.receiver.pull(ticket_for(pair.address, layout), whole(layout), deadline_s=5)
+            await until(lambda: pair.sender.num_tickets == 0)
+            assert pair.sender.stats().messages_sent == {"meta": num_metas}
+            assert pair.receiver.stats().messages_sent == {"pull": 1, "ack": 1}
+
+
+@pytest.mark.req("S48", "S49")
+async def test_a_small_prompt_costs_three_messages_in_either_mode(transport: MakeTransport) -> None:
+    for is_early in (False, True):
+        async with kv_pair(transport) as pair:
+            data = open_ticket(pair, SMALL, 1 << 20)
+            pair.sender.staging(whole(SMALL))[:] = data
+            if not is_early:
+                pair.sender.ready("t", 4)
+            pull = asyncio.create_task(
+                pair.receiver.pull(ticket_for(pair.address, SMALL), whole(SMALL), deadline_s=5)
+            )
+            if is_early:
+                await until(lambda: pair.sender.stats().num_sends)
+                for layer in range(4):
+                    pair.sender.ready("t", layer + 1)
+            await pull
+            await until(lambda: pair.sender.num_tickets == 0)
+            sent = pair.sender.stats().messages_sent, pair.receiver.stats().messages_sent
+            assert sent == ({"meta": 1}, {"pull": 1, "ack": 1})
+
+
+@pytest.mark.req("S57")
+async def test_some_heads_of_every_layer_can_be_pulled_by_each_of_their_takers(
+    transport: MakeTransport,
+) -> None:
+    async with kv_pair(transport) as pair:
+        data = pair.stage(HEADS)
+        by_head = data.reshape(8, 4, -1)
+        other = await another_receiver(transport)
+        ticket = ticket_for(pair.address, HEADS)
+        for agent, heads in ((pair.receiver, (0, 1)), (other, (1, 3))):
+            assert pair.sender.num_tickets == 1
+            result = await agent.pull(ticket, whole(HEADS), deadline_s=5, heads=heads, num_takers=2)
+            wanted = by_head[:, heads[0] : sum(heads)].reshape(-1)
+            assert (agent.landing(ArenaRange(0, result.num_bytes)) == wanted).all()
+        await until(lambda: pair.sender_events == [TicketClosed("t", "taken")])
+        await other.close()
+
+
+async def another_receiver(transport: MakeTransport) -> KvAgent:
+    agent = KvAgent(
+        transport(),
+        AgentIdentity("decode-1", 9, FINGERPRINT),
+        staging_bytes=0,
+        landing_bytes=HEADS.total_bytes,
+        on_event=lambda _: None,
+    )
+    await agent.start()
+    return agent
+
+
+# -- faults ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("F27")
+async def test_an_open_ticket_released_fails_the_pull_that_waits(transport: MakeTransport) -> None:
+    async with kv_pair(transport) as pair:
+        data = open_ticket(pair, LAYERS, LAYER_BYTES)
+        ranges = Ranges(data.size)
+        pull = asyncio.create_task(
+            pair.receiver.pull(
+                ticket_for(pair.address, LAYERS), whole(LAYERS), deadline_s=5, on_range=ranges
+            )
+        )
+        for layer in range(3):
+            write_layer(pair, LAYERS, data, layer)
+        await until(lambda: ranges.end == 3 * LAYER_BYTES)
+        pair.sender.release("t")
+        with pytest.raises(KvTransferFailed) as caught:
+            await pull
+        assert caught.value.reason == "KV_REFUSED_TICKET_CLOSED"
+        assert pair.sender_events == [TicketClosed("t", "released")]
+        assert pair.receiver_events == [LandingFreed(0)]
+
+
+@pytest.mark.fault("F24", "F27")
+@pytest.mark.parametrize("end", ["deadline", "cancel"])
+async def test_giving_up_on_a_late_prefill_leaves_the_connection_to_others(
+    transport: MakeTransport, end: str
+) -> None:
+    async with kv_pair(transport) as pair:
+        data = open_ticket(pair, LAYERS, LAYER_BYTES)
+        deadline_s = 0.2 if end == "deadline" else 5
+        ticket = ticket_for(pair.address, LAYERS)
+        pull = asyncio.create_task(pair.receiver.pull(ticket, whole(LAYERS), deadline_s=deadline_s))
+        write_layer(pair, LAYERS, data, 0)
+        await until(lambda: pair.receiver.stats().bytes_received == LAYER_BYTES)
+        if end == "cancel":
+            pull.cancel()
+        with pytest.raises((KvTransferFailed, asyncio.CancelledError)):
+            await pull
+        await until(lambda: pair.receiver_events == [LandingFreed(0)], 0.4)
+        for layer in range(1, LAYERS.num_layers):
+            write_layer(pair, LAYERS, data, layer)
+        await pair.receiver.pull(ticket, whole(LAYERS), deadline_s=5)
+        assert pair.sender_transport.num_connections == 1  # type: ignore[attr-defined]
+        assert pair.sender.stats().num_peers == 1
+
+
+class FlipInPart(AgentHooks):
+    """One bit of the n-th part is wrong."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def on_received(self, payload: ByteArray) -> None:
+        self.number -= 1
+        if self.number == 0:
+            payload[payload.size // 3] ^= 4
+
+
+@pytest.mark.fault("F34")
+@pytest.mark.parametrize("number", [1, 4, 8])
+async def test_a_bit_flipped_in_any_part_fails_the_pull_and_is_never_handed_on(
+    transport: MakeTransport, number: int
+) -> None:
+    async with kv_pair(transport, hooks=FlipInPart(number)) as pair:
+        data = open_ticket(pair, LAYERS, LAYER_BYTES)
+        pair.sender.staging(whole(LAYERS))[:] = data
+        pair.sender.ready("t", LAYERS.num_layers)
+        ranges = Ranges(data.size)
+        ticket = ticket_for(pair.address, LAYERS)
+        with pytest.raises(KvTransferFailed) as caught:
+            await pair.receiver.pull(ticket, whole(LAYERS), deadline_s=5, on_range=ranges)
+        assert caught.value.reason == "KV_CORRUPT"
+        assert ranges.end == (number - 1) * LAYER_BYTES
+        assert pair.receiver.stats().num_corrupt == 1
+        await until(lambda: pair.receiver_events == [LandingFreed(0)])
+        await pair.receiver.pull(ticket, whole(LAYERS), deadline_s=5)
+
+
+class FlipAlways(AgentHooks):
+    def on_received(self, payload: ByteArray) -> None:
+        payload[0] ^= 1
+
+
+@pytest.mark.fault("F34")
+async def test_a_source_that_corrupts_three_times_is_asked_no_more(
+    transport: MakeTransport,
+) -> None:
+    async with kv_pair(transport, hooks=FlipAlways()) as pair:
+        pair.stage(SMALL)
+        reasons = []
+        for _ in range(4):
+            with pytest.raises(KvTransferFailed) as caught:
+                await pair.receiver.pull(
+                    ticket_for(pair.address, SMALL), whole(SMALL), deadline_s=5
+                )
+            reasons.append(caught.value.reason)
+        assert reasons == ["KV_CORRUPT"] * 3 + ["KV_SOURCE_QUARANTINED"]
+        assert SourceQuarantined("prefill-0", 60.0) in pair.receiver_events
+        assert pair.receiver_events.count(LandingFreed(0)) == 4
+        stats = pair.receiver.stats()
+        assert (stats.num_corrupt, stats.num_quarantined) == (3, 1)
+        assert stats.messages_sent["pull"] == 3, "the fourth was not asked for"
+
+
+# -- blocks of a pool -----------------------------------------------------------------------------
+
+NAMES = [bytes([i]) * 16 for i in range(6)]
+
+
+class Pool:
+    """Holds the first `num_held` names; checksums are the pool's own if `has_checksums`."""
+
+    def __init__(self, num_held: int, block_bytes: int, has_checksums: bool = True) -> None:
+        self.blocks = {name: pattern(block_bytes, i) for i, name in enumerate(NAMES[:num_held])}
+        self.has_checksums = has_checksums
+        self.pinned: list[PinnedBlocks] = []
+        self.num_opened = 0
+
+    def open(self, names: Sequence[bytes]) -> PinnedBlocks | None:
+        views = []
+        for name in names:
+            if name not in self.blocks:
+                break
+            views.append(self.blocks[name])
+        if not views:
+            return None
+        checksums = [xxhash.xxh3_128_digest(v.data) for v in views] if self.has_checksums else ()
+        pinned = PinnedBlocks(views, checksums)
+        self.pinned.append(pinned)
+        self.num_opened += 1
+        return pinned
+
+    def close(self, pinned: PinnedBlocks) -> None:
+        self.pinned.remove(pinned)
+
+
+class Targets:
+    def __init__(self, block_bytes: int) -> None:
+        self.views = [np.zeros(block_bytes, np.uint8) for _ in NAMES]
+        self.num_freed = 0
+
+    def on_freed(self) -> None:
+        self.num_freed += 1
+
+
+async def fetch(pair: KvPair, targets: Targets, names: Sequence[bytes] = NAMES) -> int:
+    return await pair.receiver.fetch(
+        pair.address,
+        INCARNATION,
+        names,
+        targets.views,
+        deadline_s=5,
+        on_freed=targets.on_freed,
+        source="prefill-0",
+    )
+
+
+@pytest.mark.req("S76", "S77")
+@pytest.mark.parametrize("block_bytes", [512, 3 << 20])
+@pytest.mark.parametrize("num_held", [0, 1, 4, 6])
+async def test_a_fetch_brings_what_the_pool_holds_of_the_beginning(
+    transport: MakeTransport, block_bytes: int, num_held: int
+) -> None:
+    pool, targets = Pool(num_held, block_bytes, has_checksums=num_held != 4), Targets(block_bytes)
+    async with kv_pair(transport, blocks=pool) as pair:
+        assert await fetch(pair, targets) == num_held
+        assert targets.num_freed == 1
+        for i, name in enumerate(NAMES[:num_held]):
+            assert (targets.views[i] == pool.blocks[name]).all()
+        await until(lambda: not pool.pinned)
+        assert pair.sender.num_tickets == 0
+        assert pair.sender_events == [], "no ticket of an engine's"
+        assert pair.receiver_events == []
+        sent = pair.sender.stats().messages_sent["meta"]
+        assert sent <= max(1, -(-num_held * block_bytes // (6 << 20))), "one META a part"
+
+
+@pytest.mark.fault("F34")
+async def test_a_block_that_rotted_in_the_pool_fails_the_fetch(transport: MakeTransport) -> None:
+    """The checksum is that of the bytes that were stored, not of those that lie there now."""
+    pool, targets = RottenPool(4, 512), Targets(512)
+    async with kv_pair(transport, blocks=pool) as pair:
+        with pytest.raises(KvTransferFailed) as caught:
+            await fetch(pair, targets)
+        assert caught.value.reason == "KV_CORRUPT"
+        assert targets.num_freed == 1
+        await until(lambda: not pool.pinned)
+
+
+class RottenPool(Pool):
+    def open(self, names: Sequence[bytes]) -> PinnedBlocks | None:
+        pinned = super().open(names)
+        assert pinned is not None
+        pinned.views[2][7] ^= 1
+        return pinned
+
+
+async def test_a_fetch_is_refused_where_no_pool_is_or_the_sender_is_another(
+    transport: MakeTransport,
+) -> None:
+    async with kv_pair(transport) as pair:
+        targets = Targets(512)
+        with pytest.raises(KvTransferFailed, match="UNKNOWN_TICKET"):
+            await fetch(pair, targets)
+        assert targets.num_freed == 1
+    pool = Pool(4, 512)
+    async with kv_pair(transport, blocks=pool, receiver_fingerprint="model-b") as pair:
+        with pytest.raises(KvTransferFailed, match="WRONG_MODEL"):
+            await fetch(pair, targets)
+    assert pool.num_opened == 0
+
+
+async def test_a_fetch_into_targets_of_another_size_is_a_protocol_error(
+    transport: MakeTransport,
+) -> None:
+    pool, targets = Pool(4, 512), Targets(256)
+    async with kv_pair(transport, blocks=pool) as pair:
+        with pytest.raises(KvTransferFailed) as caught:
+            await fetch(pair, targets)
+        assert caught.value.reason == "KV_PROTOCOL_ERROR"
+        await until(lambda: targets.num_freed == 1)
+        await until(lambda: not pool.pinned)
+
+
+@pytest.mark.fault("F27")
+async def test_a_cancelled_fetch_unpins_the_blocks_and_frees_its_targets_once(
+    transport: MakeTransport,
+) -> None:
+    pool, targets = Pool(6, 3 << 20), Targets(3 << 20)
+    async with kv_pair(transport, blocks=pool) as pair:
+        await pair.receiver.connect(pair.address)
+        task = asyncio.create_task(fetch(pair, targets))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: targets.num_freed == 1)
+        await until(lambda: not pool.pinned)
+        assert pair.sender.num_tickets == 0
