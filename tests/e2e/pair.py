@@ -14,7 +14,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from pdmesh.core.arena import ArenaAllocator
-from pdmesh.core.block_hash import tenant_root
+from pdmesh.core.block_hash import block_hashes, tenant_root
+from pdmesh.core.tiers import Tier
 from pdmesh.engine.base import (
     ArenaRange,
     BlocksChanged,
@@ -30,6 +31,7 @@ from pdmesh.engine.base import (
     Sampling,
     Ticket,
     TicketClosed,
+    TiersReported,
     Tokens,
 )
 from pdmesh.engine.vllm.config import VllmConfig
@@ -59,6 +61,8 @@ class Host:
     landings: dict[int, ArenaRange] = field(default_factory=dict)
     closed: dict[str, str] = field(default_factory=dict)  # ticket -> reason
     blocks: set[bytes] = field(default_factory=set)
+    pool_blocks: set[bytes] = field(default_factory=set)  # the host pool holds them
+    tier_counts: dict[tuple[str, str], int] = field(default_factory=dict)  # (tier, event)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     ended: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -92,6 +96,11 @@ class Host:
                 self.staging.free(self.tickets.pop(output.ticket_id))
             case LandingFreed():
                 self.landing.free(self.landings.pop(output.leg))
+            case BlocksChanged(tier=Tier.HOST):
+                self.pool_blocks = self.pool_blocks - set(output.removed) | set(output.stored)
+            case TiersReported():
+                for key, count in output.report.counts.items():
+                    self.tier_counts[key] = self.tier_counts.get(key, 0) + count
             case BlocksChanged():
                 self.blocks = set() if output.is_cleared else self.blocks - set(output.removed)
                 self.blocks |= set(output.stored)
@@ -150,6 +159,11 @@ class Pair:
     num_handed_over: int = 0
     last_received: KvReceived | None = None
 
+    def names(self, prompt: Sequence[int]) -> tuple[bytes, ...]:
+        """Of the prompt's full blocks."""
+        root = bytes.fromhex(self.root())
+        return tuple(block_hashes(root, prompt, self.prefill.info.block_size))
+
     def root(self) -> str:
         return tenant_root(b"e2e", "default", self.salt, self.prefill.info.model_fingerprint).hex()
 
@@ -181,7 +195,15 @@ class Pair:
         host.tickets[ticket_id] = staging
         host.engine.prefill(
             PrefillJob(
-                leg, f"r{leg}", 0, array("I", prompt), sampling, ticket_id, staging, self.root()
+                leg,
+                f"r{leg}",
+                0,
+                array("I", prompt),
+                sampling,
+                ticket_id,
+                staging,
+                self.root(),
+                self.names(prompt),
             )
         )
         return leg

@@ -156,5 +156,6 @@ def _build_vllm(settings: EngineSettings) -> BuiltEngine:
         lease_s=settings.ticket_lease_s,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.num_slots,
+        tiers=settings.tiers,
     )
     return BuiltEngine(VllmEngine(config), staging_bytes, landing_bytes)

@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from pdmesh.kv.tiers.config import TierConfig
+
 CONNECTOR_MODULE = "pdmesh.engine.vllm.connector"
 CONNECTOR_CLASS = "PdmeshConnector"
 
@@ -55,6 +57,7 @@ class VllmConfig:
     tensor_parallel_size: int = 1
     enforce_eager: bool | None = None  # None: yes on a CPU (no compiler, quick start), no on a GPU
     start_timeout_s: float = 600.0
+    tiers: TierConfig = field(default_factory=TierConfig)
     worker_failpoints: str = ""  # tests only: armed in the worker, see failpoints.py
 
     @property
@@ -167,6 +170,8 @@ def connector_config(config: VllmConfig, private_dir: Path, fingerprint: str) ->
         "landing_bytes": config.landing_bytes,
         "kv_host": config.kv_host,
         "kv_advertise_host": config.kv_advertise_host or config.kv_host,
+        "block_size": config.block_size,
+        "tiers": config.tiers.to_plain() if config.tiers.is_on else None,
         "failpoints": config.worker_failpoints,
     }
 

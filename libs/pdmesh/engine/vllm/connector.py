@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pdmesh.engine.vllm.handoff import HandoffPlanner, StepPlan
+from pdmesh.engine.vllm.tier_plan import TierPlan, TierPlanner
 from pdmesh.engine.vllm.worker import HandoffWorker
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 class PlanMetadata(KVConnectorMetadata):
     """Carries one step's plan from the scheduler to the workers, over vLLM's own channel."""
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: StepPlan, tiers: TierPlan | None) -> None:
         self.plan = plan
+        self.tiers = tiers
 
 
 class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
@@ -48,9 +50,12 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         if groups != 1:
             raise ValueError(f"pdmesh moves models with one KV cache group, this one has {groups}")
         self._planner: HandoffPlanner | None = None
+        self._tiers: TierPlanner | None = None
         self._worker: HandoffWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._planner = HandoffPlanner(vllm_config.cache_config.block_size)
+            if self._kv_transfer_config.kv_connector_extra_config["tiers"]:
+                self._tiers = TierPlanner(vllm_config.cache_config.block_size)
         else:
             parallel = vllm_config.parallel_config
             self._worker = HandoffWorker(
@@ -72,11 +77,18 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             self.planner.add(
                 request.request_id, request.kv_transfer_params, request.num_prompt_tokens
             )
+        if self._tiers is not None:
+            offer = (request.kv_transfer_params or {}).get("tiers")
+            self._tiers.add(request.request_id, request.cache_salt, request.all_token_ids, offer)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         external = self.planner.num_external_tokens(request.request_id, num_computed_tokens)
+        if external == 0 and self._tiers is not None:
+            # Loaded within the step: the bytes are in this machine's memory by now.
+            local = self._tiers.num_external_tokens(request.request_id, num_computed_tokens)
+            return local, False
         return external, external > 0
 
     def update_state_after_alloc(
@@ -84,6 +96,8 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         (block_ids,) = blocks.get_block_ids()
         self.planner.allocated(request.request_id, block_ids, num_external_tokens)
+        if self._tiers is not None:
+            self._tiers.allocated(request.request_id, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         computed = {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
@@ -99,13 +113,18 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
                 return ids
 
             self.planner.scheduled(key, computed[key], count, block_ids)
-        return PlanMetadata(self.planner.take_plan())
+            if self._tiers is not None:
+                self._tiers.scheduled(key, computed[key], count, block_ids)
+        tiers = self._tiers.take_plan() if self._tiers is not None else None
+        return PlanMetadata(self.planner.take_plan(), tiers)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Blocks go back at once: a hand-off has been gathered in the step that computed it."""
         self.planner.finished(request.request_id)
+        if self._tiers is not None:
+            self._tiers.finished(request.request_id)
         return False, None
 
     # -- worker -----------------------------------------------------------------------------------
@@ -120,6 +139,8 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self.worker.begin(self._plan())
+        if self.worker.tiers is not None:
+            self.worker.tiers.load(self._tier_plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end between steps, never inside one."""
@@ -131,10 +152,15 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         self.worker.stage(self._plan())
+        if self.worker.tiers is not None:
+            self.worker.tiers.save(self._tier_plan())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         received, failed = self.worker.take_results()
         return KVConnectorTransferResults(finished_recving=received | failed, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker.tiers.take_failed_blocks() if self.worker.tiers is not None else set()
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -144,3 +170,9 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PlanMetadata)
         return metadata.plan
+
+    def _tier_plan(self) -> TierPlan:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PlanMetadata)
+        assert metadata.tiers is not None, "scheduler and workers read the same settings"
+        return metadata.tiers

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,13 +50,15 @@ from pdmesh.engine.vllm.jobs import (
     ReleaseTicket,
 )
 from pdmesh.engine.vllm.kv_events import BlockNames, read_events
-from pdmesh.engine.vllm.messages import Hello, Release, ToHost
+from pdmesh.engine.vllm.messages import Fetched, Hello, Release, TierNews, ToHost
 from pdmesh.engine.vllm.outputs import OutputQueue
 from pdmesh.engine.vllm.preflight import check_memory
 from pdmesh.engine.vllm.private_dir import make_private_dir
 from pdmesh.engine.vllm.sampling import drawn, sampling_params
 from pdmesh.engine.vllm.stats import SchedulerView
+from pdmesh.engine.vllm.tier_client import TierClient, outputs_of
 from pdmesh.errors import EngineFailed
+from pdmesh.kv.tiers.owner import owner_of
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -88,6 +90,8 @@ class VllmEngine:
         self._llm: AsyncLLM | None = None
         self._control: ControlServer | None = None
         self._view = SchedulerView()
+        self._names = BlockNames(0, config.block_size)  # capacity is known with the cache's size
+        self._tiers: TierClient | None = None
         self._jobs: Jobs | None = None
         self._queue = OutputQueue()
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -178,6 +182,10 @@ class VllmEngine:
         )
         self._worker_pids = tuple(h.pid for h in hellos)
         self._jobs = Jobs(endpoint, num_ranks)
+        self._names.capacity = max(1024, NAMES_PER_BLOCK * self._num_blocks)
+        if config.tiers.is_on:
+            assert self._control is not None
+            self._tiers = TierClient(self._control.broadcast, num_ranks, config.tiers.timeout_s)
         return EngineInfo(
             engine="vllm",
             model=config.model,
@@ -236,7 +244,17 @@ class VllmEngine:
                 job.ticket_id, job.request_id, job.attempt, job.staging, self._config.lease_s
             )
         max_tokens = 1 if job.staging is not None else job.sampling.max_tokens
-        self._submit(job.leg, list(job.prompt), job.sampling, max_tokens, job.cache_salt, params)
+        names = self._names_to_fetch(job)
+        self._submit(
+            job.leg, list(job.prompt), job.sampling, max_tokens, job.cache_salt, params, names
+        )
+
+    def _names_to_fetch(self, job: PrefillJob) -> Sequence[bytes]:
+        """Of the blocks that need not be computed, if the engine lacks any; the last token always is."""
+        if self._tiers is None or not job.cache_salt:
+            return ()
+        names = job.block_hashes[: (len(job.prompt) - 1) // self._config.block_size]
+        return names if self._names.num_held(names) < len(names) else ()
 
     def decode(self, job: DecodeJob) -> None:
         failpoints.hit("decode.accepted")
@@ -292,6 +310,7 @@ class VllmEngine:
         assert self.is_idle
         assert not self._readers
         assert not self._deadlines
+        assert self._tiers is None or self._tiers.is_idle
 
     # -- one job ----------------------------------------------------------------------------------
 
@@ -303,14 +322,37 @@ class VllmEngine:
         max_tokens: int,
         cache_salt: str,
         kv_transfer_params: dict[str, Any] | None,
+        names: Sequence[bytes] = (),
     ) -> None:
-        params = sampling_params(sampling, max_tokens, kv_transfer_params)
+        """`names` are of blocks to be had from the tiers, if they can."""
         reader = self._readers[leg] = _Reader(leg, sampling.num_logprobs)
         task = asyncio.create_task(
-            self._read(reader, prompt, params, cache_salt), name=f"vllm-{leg}"
+            self._begin(
+                reader, prompt, sampling, max_tokens, cache_salt, kv_transfer_params, names
+            ),
+            name=f"vllm-{leg}",
         )
         self._tasks[leg] = task
         task.add_done_callback(lambda _: self._forget_task(leg))
+
+    async def _begin(
+        self,
+        reader: _Reader,
+        prompt: list[int],
+        sampling: Sampling,
+        max_tokens: int,
+        cache_salt: str,
+        kv_transfer_params: dict[str, Any] | None,
+        names: Sequence[bytes],
+    ) -> None:
+        """What the tiers have is in place before vLLM gets the request (S77)."""
+        if names and self._tiers is not None:
+            first = self._names.num_held(names)
+            offer = await self._tiers.fetch(reader.leg, names, owner_of(cache_salt), first)
+            if offer is not None:
+                kv_transfer_params = {**(kv_transfer_params or {}), "tiers": offer}
+        params = sampling_params(sampling, max_tokens, kv_transfer_params)
+        await self._read(reader, prompt, params, cache_salt)
 
     async def _read(self, reader: _Reader, prompt: list[int], params: Any, cache_salt: str) -> None:
         """Pass the request's outputs on. `params` is vLLM's own type, imported late.
@@ -350,6 +392,8 @@ class VllmEngine:
         assert self._llm is not None
         assert self._jobs is not None
         if not reader.request_id:
+            if self._tiers is not None:
+                self._tiers.forget(reader.leg)
             message = f"vLLM refused the request: {error.__class__.__name__}"
             self._apply(self._jobs.refused(reader.leg, message))
             return
@@ -396,6 +440,14 @@ class VllmEngine:
 
     def _on_worker_message(self, message: ToHost) -> None:
         assert not isinstance(message, Hello)
+        match message:
+            case Fetched():
+                if self._tiers is not None:
+                    self._tiers.on_fetched(message)
+                return
+            case TierNews():
+                self._queue.put(outputs_of(message))
+                return
         if self._jobs is not None:
             self._apply(self._jobs.handle(message))
 
@@ -410,9 +462,10 @@ class VllmEngine:
 
     async def _follow_events(self) -> None:
         assert self._private_dir is not None
-        names = BlockNames(max(1024, NAMES_PER_BLOCK * self._num_blocks), self._config.block_size)
         await read_events(
-            events_endpoint(self._private_dir), names, lambda changed: self._queue.put([changed])
+            events_endpoint(self._private_dir),
+            self._names,
+            lambda changed: self._queue.put([changed]),
         )
 
 

@@ -8,6 +8,7 @@ name in the mesh. Events are hints: a gap makes the view start again with what i
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -89,6 +90,10 @@ class BlockNames:
         if self._stored or self._removed:
             return BlocksChanged(tuple(self._stored), tuple(self._removed))
         return None
+
+    def num_held(self, names: Sequence[bytes]) -> int:
+        """Blocks of the longest prefix of `names` that the engine holds, as far as its events have told."""
+        return sum(1 for _ in itertools.takewhile(self._held.__contains__, names))
 
     def _store(self, event: BlockStored) -> None:
         origin = self._origin(event)

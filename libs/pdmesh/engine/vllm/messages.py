@@ -92,8 +92,54 @@ class Release(Message):
     ticket_id: str
 
 
-ToHost = Hello | Staged | StageFailed | TicketEnded | Received | PullFailed | LandingClear
-ToWorker = Release
+class Fetch(Message):
+    """Host: pin what of a prompt's blocks can be had from the tiers in time. Answered by Fetched."""
+
+    leg: int
+    names: list[bytes]
+    owner: bytes
+    first: int  # blocks before it are in the engine
+    timeout_s: float
+
+
+class Forget(Message):
+    """Host: the leg's lease will not be used; no Fetched need follow."""
+
+    leg: int
+
+
+class Fetched(Message):
+    """Worker: so many blocks from the first one asked for are pinned."""
+
+    rank: int
+    leg: int
+    num_blocks: int
+
+
+class TierNews(Message):
+    """Worker: what its tiers did since the last news. See `kv.tiers.report`."""
+
+    rank: int
+    counts: list[tuple[str, str, int]]  # tier, event, blocks
+    seconds: dict[str, float]
+    bytes_used: dict[str, int]
+    stored: list[bytes]
+    removed: list[bytes]
+    faults: list[tuple[str, str, str]]  # tier, reason, message
+
+
+ToHost = (
+    Hello
+    | Staged
+    | StageFailed
+    | TicketEnded
+    | Received
+    | PullFailed
+    | LandingClear
+    | Fetched
+    | TierNews
+)
+ToWorker = Release | Fetch | Forget
 
 _encoder = msgspec.msgpack.Encoder()
 _to_host = msgspec.msgpack.Decoder(ToHost)

@@ -26,12 +26,14 @@ from pdmesh.engine.vllm.messages import (
     LandingClear,
     PullFailed,
     Received,
+    Release,
     Staged,
     StageFailed,
     TicketEnded,
     ToWorker,
     WorkerControl,
 )
+from pdmesh.engine.vllm.tier_worker import TierWorker
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv import agent as kv
 from pdmesh.kv.agent_thread import AgentThread
@@ -67,6 +69,7 @@ class HandoffWorker:
         self._cancelled: set[str] = set()  # keys in `_pulls`
         self._done: deque[tuple[Load, float, Future[Any]]] = deque()
         self._arrived: dict[int, _Arrived] = {}
+        self.tiers: TierWorker | None = None
         self._control = WorkerControl(config["control_path"], self._on_message, _exit)
 
     def start(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -74,6 +77,16 @@ class HandoffWorker:
         caches = self._caches = paged_caches(kv_caches, self._num_blocks)
         signature = layout_signature(kv_caches, self._num_blocks)
         self._fingerprint = digest((self._config["base_fingerprint"], signature))
+        if tiers := self._config["tiers"]:
+            self.tiers = TierWorker(
+                tiers,
+                caches,
+                self._fingerprint,
+                self._config["block_size"],
+                self._rank,
+                self._num_ranks,
+                self._control.send,
+            )
         self._control.send(
             Hello(
                 self._rank,
@@ -216,6 +229,8 @@ class HandoffWorker:
         return True
 
     def close(self) -> None:
+        if self.tiers is not None:
+            self.tiers.close()
         if self._agent is not None:
             self._agent.close()
         self._control.close()
@@ -255,6 +270,10 @@ class HandoffWorker:
     # -- other threads ----------------------------------------------------------------------------
 
     def _on_message(self, message: ToWorker) -> None:
+        if not isinstance(message, Release):
+            if self.tiers is not None:
+                self.tiers.handle(message)
+            return
         with self._staging:
             if message.ticket_id in self._staged:
                 assert self._agent is not None

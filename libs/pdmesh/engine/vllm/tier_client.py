@@ -1,0 +1,86 @@
+"""The host's half of the tiers: before vLLM gets a prompt, every rank is asked to pin what it can have of it in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdmesh.core.tiers import Tier
+from pdmesh.engine.base import BlocksChanged, Output, TiersReported
+from pdmesh.engine.vllm.messages import Fetch, Fetched, Forget, Message, TierNews
+from pdmesh.kv.tiers.report import TierFault, TierReport
+
+MAX_NAMES: Final = 2048  # of one prompt; what is beyond is computed
+GRACE_S: Final = 0.25  # for a rank's answer to get here
+
+
+@dataclass(slots=True)
+class _Asked:
+    num_ranks: int
+    answered: asyncio.Future[int]  # blocks that all ranks hold
+    counts: dict[int, int] = field(default_factory=dict)  # by rank
+
+    def on_answer(self, rank: int, count: int) -> None:
+        self.counts[rank] = count
+        if len(self.counts) == self.num_ranks and not self.answered.done():
+            self.answered.set_result(min(self.counts.values()))
+
+
+class TierClient:
+    """`broadcast` sends to all ranks."""
+
+    def __init__(
+        self, broadcast: Callable[[Message], None], num_ranks: int, timeout_s: float
+    ) -> None:
+        self._broadcast, self._num_ranks, self._timeout_s = broadcast, num_ranks, timeout_s
+        self._asked: dict[int, _Asked] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._asked
+
+    async def fetch(
+        self, leg: int, names: Sequence[bytes], owner: bytes, first: int
+    ) -> tuple[int, int, int] | None:
+        """(leg, first, count) of a lease that all ranks hold; None if there is nothing, or not in time."""
+        answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._asked[leg] = _Asked(self._num_ranks, answered)
+        self._broadcast(Fetch(leg, list(names[:MAX_NAMES]), owner, first, self._timeout_s))
+        count = 0
+        try:
+            count = await asyncio.wait_for(answered, self._timeout_s + GRACE_S)
+        except TimeoutError:
+            pass
+        finally:
+            del self._asked[leg]
+            if count == 0:
+                self.forget(leg)
+        return (leg, first, count) if count else None
+
+    def forget(self, leg: int) -> None:
+        """vLLM did not get the request that the lease was for."""
+        self._broadcast(Forget(leg))
+
+    def on_fetched(self, message: Fetched) -> None:
+        asked = self._asked.get(message.leg)
+        if asked is not None:
+            asked.on_answer(message.rank, message.num_blocks)
+
+
+def outputs_of(news: TierNews) -> list[Output]:
+    """What a rank's news are to the host."""
+    outputs: list[Output] = []
+    if news.stored or news.removed:
+        changed = BlocksChanged(tuple(news.stored), tuple(news.removed), tier=Tier.HOST)
+        outputs.append(changed)
+    if news.counts or news.seconds or news.faults:
+        report = TierReport(
+            counts={(tier, event): count for tier, event, count in news.counts},
+            seconds=news.seconds,
+            bytes_used=news.bytes_used,
+            faults=tuple(TierFault(Tier(t), reason, text) for t, reason, text in news.faults),
+        )
+        outputs.append(TiersReported(report))
+    return outputs

@@ -1,0 +1,153 @@
+"""vLLM with a cache of a dozen blocks over the tiers: evicted KV is loaded, and every output equals plain vLLM's.
+
+The comparison is shown to see wrong KV: with the KV zeroed on its way from the pool it must fail.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdmesh.engine.base import Finished, Prefilled, PrefillJob, Sampling, Tokens
+from pdmesh.kv.tiers.config import TierConfig
+from tests.e2e.cases import Case, differences, generate_all
+from tests.e2e.conftest import BLOCK_SIZE, Reference, prefill_config
+from tests.e2e.pair import Host, Pair, running
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.asyncio(loop_scope="session"),
+]
+POOL = TierConfig(host_pool_bytes=512 << 20, timeout_s=20.0)
+SERVED_BY_POOL, SERVED_BY_FILES = ("host", "served"), ("file", "served")
+
+
+@asynccontextmanager
+async def tiny(
+    model_dir: Path, tiers: TierConfig, worker_failpoints: str = ""
+) -> AsyncIterator[Host]:
+    """An engine whose cache holds one long prompt at a time."""
+    config = replace(
+        prefill_config(model_dir),
+        instance_id="prefill-tiers",
+        kv_cache_bytes=40 << 20,
+        max_model_len=704,
+        tiers=tiers,
+        worker_failpoints=worker_failpoints,
+    )
+    async with running(config) as host:
+        assert host.info.num_kv_blocks < 16
+        yield host
+
+
+def long_prompts(reference: Reference) -> tuple[list[Case], list[list[int]]]:
+    """Those of two full blocks and more, with what plain vLLM draws for them."""
+    picked = [i for i, case in enumerate(reference.cases) if len(case.prompt) > 2 * BLOCK_SIZE]
+    return [reference.cases[i] for i in picked], [reference.tokens[i] for i in picked]
+
+
+def num_blocks(todo: list[Case]) -> int:
+    """Full blocks of all prompts together that need not be computed again, shared ones counted each time."""
+    return sum((len(case.prompt) - 1) // BLOCK_SIZE for case in todo)
+
+
+@pytest.mark.req("S76", "S77", "S78")
+async def test_evicted_blocks_are_loaded_from_the_host_pool_and_outputs_stay_equal(
+    pair: Pair, reference: Reference, model_dir: Path
+) -> None:
+    todo, expected = long_prompts(reference)
+    assert num_blocks(todo) > 100
+    async with tiny(model_dir, POOL) as host:
+        run = Pair(host, pair.decode, salt="tiers")
+        first = await generate_all(run.generate, todo, num_concurrent=1)
+        assert differences(expected, first) == []
+        before = dict(host.tier_counts)
+        computed = host.engine.stats().extra["num_prompt_tokens_computed"]
+        again = await generate_all(run.generate, todo, num_concurrent=2)
+        assert differences(expected, again) == []
+        await host.until(
+            lambda: host.tier_counts.get(SERVED_BY_POOL, 0) - before.get(SERVED_BY_POOL, 0) > 0
+        )
+        served = host.tier_counts[SERVED_BY_POOL] - before.get(SERVED_BY_POOL, 0)
+        stats = host.engine.stats().extra
+        computed = stats["num_prompt_tokens_computed"] - computed
+        num_tokens = sum(len(case.prompt) for case in todo)
+        print(f"served {served} of {num_blocks(todo)} blocks, computed {computed} of {num_tokens}")
+        assert served > num_blocks(todo) // 2, "the rest was still in the engine"
+        assert computed <= num_tokens - BLOCK_SIZE * num_blocks(todo), "nothing twice"
+        assert host.pool_blocks, "announced"
+        await host.until_idle()
+
+
+@pytest.mark.req("S76", "S77", "S105", "S68")
+async def test_a_new_engine_is_served_by_the_file_store(
+    pair: Pair, reference: Reference, model_dir: Path, tmp_path: Path
+) -> None:
+    todo, expected = long_prompts(reference)
+    todo, expected = todo[-8:], expected[-8:]
+    tiers = replace(POOL, file_store_dir=str(tmp_path), file_store_bytes=4 << 30)
+    async with tiny(model_dir, tiers) as host:
+        run = Pair(host, pair.decode, salt="tiers")
+        assert differences(expected, await generate_all(run.generate, todo, 1)) == []
+    assert list(tmp_path.rglob("*.kv"))
+    async with tiny(model_dir, tiers) as host:
+        run = Pair(host, pair.decode, salt="tiers")
+        first = await run.prefilled(todo[0].prompt, Sampling(max_tokens=1))
+        assert first.num_cached_tokens == (len(todo[0].prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert differences(expected, await generate_all(run.generate, todo, 1)) == []
+        await host.until(lambda: host.tier_counts.get(SERVED_BY_FILES, 0) > 0)
+        await host.until_idle()
+
+
+@pytest.mark.req("S72", "S76")
+async def test_a_local_job_is_served_and_so_is_its_answer(
+    pair: Pair, reference: Reference, model_dir: Path
+) -> None:
+    """Fusion: turn 2 of a chat finds the KV of turn 1's answer too, though all of it was evicted."""
+    filler = next(c for c in reference.cases if len(c.prompt) > 8 * BLOCK_SIZE)
+    prompt = next(c for c in reference.cases if len(c.prompt) > 2 * BLOCK_SIZE).prompt
+    async with tiny(model_dir, POOL) as host:
+        run = Pair(host, pair.decode, salt="tiers")
+        answer = await locally(run, prompt, 2 * BLOCK_SIZE)
+        turn2 = (*prompt, *answer, 5000, 6000, 7000)
+        await run.prefilled(filler.prompt, Sampling(max_tokens=1))
+        got = await locally(run, turn2, 8)
+        num_named = (len(prompt) + len(answer) - 1) // BLOCK_SIZE
+        await host.until(lambda: host.tier_counts.get(SERVED_BY_POOL, 0) >= num_named)
+        other = Pair(host, pair.decode, salt="another")
+        assert await locally(other, turn2, 8) == got, "as computed under a salt that nobody used"
+        await host.until_idle()
+
+
+async def locally(run: Pair, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    host, leg = run.prefill, run.next_leg(run.prefill)
+    job = PrefillJob(leg, "r", 0, array("I", prompt), Sampling(max_tokens=max_tokens))
+    host.engine.prefill(replace(job, cache_salt=run.root(), block_hashes=run.names(prompt)))
+    first = await host.next_output(leg)
+    assert isinstance(first, Prefilled)
+    tokens = [first.token]
+    while not isinstance(output := await host.next_output(leg), Finished):
+        assert isinstance(output, Tokens), output
+        tokens += output.token_ids
+    return tokens
+
+
+@pytest.mark.req("S77")
+async def test_the_comparison_fails_when_the_kv_from_the_pool_is_zeroed(
+    pair: Pair, reference: Reference, model_dir: Path
+) -> None:
+    todo, expected = long_prompts(reference)
+    picked = [i for i, case in enumerate(todo) if case.max_tokens >= 5]
+    todo, expected = [todo[i] for i in picked], [expected[i] for i in picked]
+    async with tiny(model_dir, POOL, "tier.loaded=zero-kv") as host:
+        run = Pair(host, pair.decode, salt="tiers")
+        await generate_all(run.generate, todo, 1)
+        again = await generate_all(run.generate, todo, 1)
+    assert len(differences(expected, again)) > len(todo) // 3
