@@ -58,10 +58,10 @@ class FakePeer(PeerPools):
     num_asked: int = 0
     has_lost: set[bytes] = field(default_factory=set)  # evicted since it was said to be there
 
-    async def find(self, names: Sequence[bytes]) -> Sequence[PeerHolding]:
+    async def find(self, names: Sequence[bytes], first: int) -> Sequence[PeerHolding]:
         await asyncio.sleep(self.lookup_s)
-        held = sum(1 << i for i, name in enumerate(names) if name in self.names)
-        return [PeerHolding("decode-1", 1, "nowhere", held)] if held else []
+        held = [i for i, name in enumerate(names) if i >= first and name in self.names]
+        return [PeerHolding("decode-1", 1, ("nowhere",), held[0], len(held))] if held else []
 
     async def load(
         self, peer: PeerHolding, names: Sequence[bytes], targets: Sequence[ByteArray]

@@ -95,7 +95,7 @@ async def test_a_restarted_instance_starts_with_the_file_stores_blocks(tmp_path:
 async def test_a_peer_serves_and_promotes_to_the_pool(tmp_path: Path) -> None:
     peer = FakePeer(CHAIN)
     async with running(tmp_path, peers=peer) as r:
-        lease = await r.stack.fetch(CHAIN, OWNER, 0, 5.0)
+        lease = await r.stack.fetch(CHAIN, OWNER, 0, 5.0, peer.find)
         check(lease, CHAIN, [Tier.PEER] * 6)
         lease.close()
         assert peer.num_asked == 1, "one message for a run of blocks"
@@ -104,22 +104,24 @@ async def test_a_peer_serves_and_promotes_to_the_pool(tmp_path: Path) -> None:
 
 @pytest.mark.req("S76", "S106")
 async def test_each_block_comes_from_the_fastest_tier_that_has_it(tmp_path: Path) -> None:
-    async with running(tmp_path, peers=FakePeer(CHAIN[1:4])) as r:
+    peer = FakePeer(CHAIN[1:4])
+    async with running(tmp_path, peers=peer) as r:
         await written(r, CHAIN)
         fill(r.pool, CHAIN[:2])
         r.stack.costs.loaded(Tier.FILE, 1, 5.0)  # slow lately
-        lease = await r.stack.fetch(CHAIN, OWNER, 0, 5.0)
+        lease = await r.stack.fetch(CHAIN, OWNER, 0, 5.0, peer.find)
         check(lease, CHAIN, [Tier.HOST] * 2 + [Tier.PEER] * 2 + [Tier.FILE] * 2)
         lease.close()
 
 
 @pytest.mark.req("S106")
 async def test_the_tiers_are_asked_at_the_same_time(tmp_path: Path) -> None:
-    async with running(tmp_path, peers=FakePeer(CHAIN[:2], lookup_s=0.3)) as r:
+    peer = FakePeer(CHAIN[:2], lookup_s=0.3)
+    async with running(tmp_path, peers=peer) as r:
         await written(r, CHAIN)
         r.store.lookup_s = 0.3
         started = time.monotonic()
-        found, holdings = await r.stack._look(CHAIN, OWNER, 10.0)
+        found, holdings = await r.stack._look(CHAIN, 0, OWNER, 10.0, peer.find)
         took = time.monotonic() - started
         assert found == 0b111111
         assert holdings[0].held == 0b11
@@ -181,12 +183,13 @@ async def test_two_requests_share_one_load(tmp_path: Path) -> None:
 
 @pytest.mark.req("S77")
 async def test_a_request_that_goes_away_leaves_nothing_pinned(tmp_path: Path) -> None:
-    async with running(tmp_path, peers=FakePeer(CHAIN[:2], delay_s=0.1)) as r:
+    peer = FakePeer(CHAIN[:2], delay_s=0.1)
+    async with running(tmp_path, peers=peer) as r:
         await written(r, CHAIN)
         fill(r.pool, CHAIN[2:3])
         r.store.read_s = 0.1
         for wait_s in (0.0, 0.001, 0.02, 0.05):
-            task = asyncio.create_task(r.stack.fetch(CHAIN, OWNER, 0, 5.0))
+            task = asyncio.create_task(r.stack.fetch(CHAIN, OWNER, 0, 5.0, peer.find))
             await asyncio.sleep(wait_s)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -233,8 +236,9 @@ async def test_a_corrupt_file_is_counted_and_what_follows_it_recomputed(tmp_path
 
 @pytest.mark.fault("F2")
 async def test_what_a_peer_has_lost_meanwhile_is_recomputed(tmp_path: Path) -> None:
-    async with running(tmp_path, peers=FakePeer(CHAIN, has_lost={CHAIN[4]})) as r:
-        lease = await r.stack.fetch(CHAIN, OWNER, 0, 5.0)
+    peer = FakePeer(CHAIN, has_lost={CHAIN[4]})
+    async with running(tmp_path, peers=peer) as r:
+        lease = await r.stack.fetch(CHAIN, OWNER, 0, 5.0, peer.find)
         check(lease, CHAIN[:4], [Tier.PEER] * 4)
         lease.close()
         assert r.counts.total(Tier.PEER, TierEvent.FAILED) == 2

@@ -100,6 +100,14 @@ class Fetch(Message):
     owner: bytes
     first: int  # blocks before it are in the engine
     timeout_s: float
+    asks_peers: bool = False  # Holders follows
+
+
+class Holders(Message):
+    """Host: who holds blocks of the leg's prompt, as (instance, incarnation, addresses, first, count)."""
+
+    leg: int
+    holdings: list[tuple[str, int, tuple[str, ...], int, int]]
 
 
 class Forget(Message):
@@ -139,7 +147,7 @@ ToHost = (
     | Fetched
     | TierNews
 )
-ToWorker = Release | Fetch | Forget
+ToWorker = Release | Fetch | Holders | Forget
 
 _encoder = msgspec.msgpack.Encoder()
 _to_host = msgspec.msgpack.Decoder(ToHost)

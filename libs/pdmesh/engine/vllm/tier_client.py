@@ -9,7 +9,15 @@ from typing import Final
 
 from pdmesh.core.tiers import Tier
 from pdmesh.engine.base import BlocksChanged, Output, TiersReported
-from pdmesh.engine.vllm.messages import Fetch, Fetched, Forget, Message, TierNews
+from pdmesh.engine.vllm.messages import (
+    Fetch,
+    Fetched,
+    Forget,
+    Holders,
+    Message,
+    TierNews,
+)
+from pdmesh.kv.tiers.peers import FindHolders
 from pdmesh.kv.tiers.report import TierFault, TierReport
 
 MAX_NAMES: Final = 2048  # of one prompt; what is beyond is computed
@@ -32,9 +40,14 @@ class TierClient:
     """`broadcast` sends to all ranks."""
 
     def __init__(
-        self, broadcast: Callable[[Message], None], num_ranks: int, timeout_s: float
+        self,
+        broadcast: Callable[[Message], None],
+        num_ranks: int,
+        timeout_s: float,
+        find: FindHolders | None = None,
     ) -> None:
         self._broadcast, self._num_ranks, self._timeout_s = broadcast, num_ranks, timeout_s
+        self._find = find
         self._asked: dict[int, _Asked] = {}
 
     @property
@@ -47,17 +60,29 @@ class TierClient:
         """(leg, first, count) of a lease that all ranks hold; None if there is nothing, or not in time."""
         answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._asked[leg] = _Asked(self._num_ranks, answered)
-        self._broadcast(Fetch(leg, list(names[:MAX_NAMES]), owner, first, self._timeout_s))
+        names = list(names[:MAX_NAMES])
+        asks_peers = self._find is not None
+        self._broadcast(Fetch(leg, names, owner, first, self._timeout_s, asks_peers))
         count = 0
+        finding = asyncio.create_task(self._tell_holders(leg, names, first))
         try:
             count = await asyncio.wait_for(answered, self._timeout_s + GRACE_S)
         except TimeoutError:
             pass
         finally:
+            finding.cancel()
             del self._asked[leg]
             if count == 0:
                 self.forget(leg)
         return (leg, first, count) if count else None
+
+    async def _tell_holders(self, leg: int, names: Sequence[bytes], first: int) -> None:
+        """While the ranks look at home, ask who else has the blocks."""
+        if self._find is None:
+            return
+        holdings = await self._find(names, first)
+        plain = [(h.instance_id, h.incarnation, h.addresses, h.first, h.count) for h in holdings]
+        self._broadcast(Holders(leg, plain))
 
     def forget(self, leg: int) -> None:
         """vLLM did not get the request that the lease was for."""

@@ -17,10 +17,17 @@ import numpy as np
 import structlog
 
 from pdmesh import failpoints
-from pdmesh.engine.vllm.messages import Fetch, Fetched, Forget, Message, TierNews
+from pdmesh.engine.vllm.messages import (
+    Fetch,
+    Fetched,
+    Forget,
+    Holders,
+    Message,
+    TierNews,
+)
 from pdmesh.engine.vllm.tier_plan import TierLoad, TierPlan, TierSave
 from pdmesh.kv.tiers.config import TierConfig, open_tiers
-from pdmesh.kv.tiers.peers import PeerPools
+from pdmesh.kv.tiers.peers import PeerHolding, PeerPools
 from pdmesh.kv.tiers.report import TierReport
 from pdmesh.kv.tiers.stack import Lease, TierStack
 from pdmesh.kv.transport import ByteArray
@@ -61,6 +68,7 @@ class TierWorker:
         self._lock = threading.Lock()  # over the next two
         self._leases: dict[int, Lease] = {}
         self._fetches: dict[int, asyncio.Task[None]] = {}
+        self._holders: dict[int, asyncio.Future[Sequence[PeerHolding]]] = {}  # by leg, loop only
         self._step_began = 0.0
         self._failed_blocks: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
@@ -119,15 +127,28 @@ class TierWorker:
 
     # -- the host's messages, on any thread -----------------------------------------------------------
 
-    def handle(self, message: Fetch | Forget) -> None:
+    def handle(self, message: Fetch | Holders | Forget) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._handle, message)
 
-    def _handle(self, message: Fetch | Forget) -> None:
-        if isinstance(message, Fetch):
-            work = self._fetch(message)
-            self._fetches[message.leg] = self._loop.create_task(work)
-            return
+    def _handle(self, message: Fetch | Holders | Forget) -> None:
+        match message:
+            case Fetch():
+                if message.asks_peers:
+                    self._holders[message.leg] = self._loop.create_future()
+                self._fetches[message.leg] = self._loop.create_task(self._fetch(message))
+            case Holders():
+                self._told(message.leg, [PeerHolding(*holding) for holding in message.holdings])
+            case Forget():
+                self._forget(message)
+
+    def _told(self, leg: int, holdings: Sequence[PeerHolding]) -> None:
+        """The host knows who holds the leg's blocks, or nobody waits for that any more."""
+        holders = self._holders.get(leg)
+        if holders is not None and not holders.done():
+            holders.set_result(holdings)
+
+    def _forget(self, message: Forget) -> None:
         if (task := self._fetches.pop(message.leg, None)) is not None:
             task.cancel()
         with self._lock:
@@ -136,8 +157,17 @@ class TierWorker:
             lease.close()
 
     async def _fetch(self, ask: Fetch) -> None:
-        lease = await self.stack.fetch(ask.names, ask.owner, ask.first, ask.timeout_s)
-        del self._fetches[ask.leg]
+        holders = self._holders.get(ask.leg)
+
+        async def find(names: Sequence[bytes], first: int) -> Sequence[PeerHolding]:
+            return await holders if holders is not None else ()
+
+        try:
+            lease = await self.stack.fetch(ask.names, ask.owner, ask.first, ask.timeout_s, find)
+        finally:
+            self._told(ask.leg, ())
+            self._holders.pop(ask.leg, None)
+            self._fetches.pop(ask.leg, None)
         with self._lock:
             self._leases[ask.leg] = lease
         self._send(Fetched(self._rank, ask.leg, len(lease.blocks)))

@@ -1,29 +1,49 @@
-"""Other instances' host pools, as a tier: who holds which blocks, and how their bytes get here."""
+"""Other instances' host pools, as a tier: who holds which blocks, and how their bytes get here (S76).
+
+Who holds what is a hint from the KV index and may be out of date: the peer serves what it still has of the beginning of
+what is asked for, under its own incarnation and the same fingerprint, and every block is verified on arrival.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
+import structlog
+
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.tiers.file_format import checksum_of
+from pdmesh.kv.tiers.host_pool import HostPool, PinnedBlock
 from pdmesh.kv.transport import ByteArray
+
+log = structlog.get_logger(__name__)
+
+MAX_NAMES: Final = 1024  # in one fetch
 
 
 @dataclass(frozen=True, slots=True)
 class PeerHolding:
-    """A peer whose host pool holds blocks of a chain: those of the mask `held`."""
+    """A peer whose host pool holds `count` blocks of a chain from position `first` on. Addresses are by rank."""
 
     instance_id: str
     incarnation: int
-    address: str
-    held: int
+    addresses: tuple[str, ...]
+    first: int
+    count: int
+
+    @property
+    def held(self) -> int:
+        """Mask of positions in the chain."""
+        return ((1 << self.count) - 1) << self.first
+
+
+# (names of a chain, the first position of interest) -> who holds blocks from there on.
+FindHolders = Callable[[Sequence[bytes], int], Awaitable[Sequence[PeerHolding]]]
 
 
 class PeerPools(Protocol):
-    async def find(self, names: Sequence[bytes]) -> Sequence[PeerHolding]:
-        """Who holds which of the names. Never raises; an empty answer where nothing is known."""
-        ...
-
     async def load(
         self, peer: PeerHolding, names: Sequence[bytes], targets: Sequence[ByteArray]
     ) -> Sequence[bytes]:
@@ -32,3 +52,79 @@ class PeerPools(Protocol):
         Returns when no late write can reach a target any more. Never raises, and is cancelled at the end only.
         """
         ...
+
+
+class FetchBlocks(Protocol):
+    """`KvAgent.fetch`, or the same on an agent's thread."""
+
+    def __call__(
+        self,
+        address: str,
+        incarnation: int,
+        names: Sequence[bytes],
+        targets: Sequence[ByteArray],
+        *,
+        deadline_s: float,
+        on_freed: Callable[[], None],
+        source: str = "",
+    ) -> Awaitable[int]: ...
+
+
+class AgentPeers:
+    """Over the KV agent. `timeout_s` bounds one fetch; who waits for it has a bound of its own."""
+
+    def __init__(self, fetch: FetchBlocks, rank: int, timeout_s: float) -> None:
+        self._fetch, self._rank, self._timeout_s = fetch, rank, timeout_s
+
+    async def load(
+        self, peer: PeerHolding, names: Sequence[bytes], targets: Sequence[ByteArray]
+    ) -> Sequence[bytes]:
+        names, targets = names[:MAX_NAMES], targets[:MAX_NAMES]
+        loop, freed = asyncio.get_running_loop(), asyncio.Event()
+
+        def on_freed() -> None:
+            loop.call_soon_threadsafe(freed.set)
+
+        count = 0
+        try:
+            count = await self._fetch(
+                peer.addresses[self._rank],
+                peer.incarnation,
+                names,
+                targets,
+                deadline_s=self._timeout_s,
+                on_freed=on_freed,
+                source=peer.instance_id,
+            )
+        except KvTransferFailed as error:
+            log.info("kv.tier.peer_failed", peer=peer.instance_id, reason=error.reason)
+            await freed.wait()
+        return [checksum_of(target) for target in targets[:count]]
+
+
+@dataclass(frozen=True, slots=True)
+class LentBlocks:
+    """What the agent sends from, see `kv.agent.PinnedBlocks`."""
+
+    views: Sequence[ByteArray]
+    checksums: Sequence[bytes]
+    blocks: Sequence[PinnedBlock]
+
+
+class PoolSource:
+    """A host pool that peers may fetch from: the agent's `BlockSource`. Serving them is no use that keeps a block here."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self.num_served = 0
+
+    def open(self, names: Sequence[bytes]) -> LentBlocks | None:
+        blocks = self._pool.pin(names)
+        if not blocks:
+            return None
+        self.num_served += len(blocks)
+        views, checksums = [b.data for b in blocks], [b.checksum for b in blocks]
+        return LentBlocks(views, checksums, blocks)
+
+    def close(self, pinned: LentBlocks) -> None:
+        self._pool.unpin([block.name for block in pinned.blocks], is_use=False)

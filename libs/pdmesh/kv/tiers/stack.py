@@ -17,7 +17,7 @@ import structlog
 from pdmesh.core.tiers import CostBook, LoadPlan, Source, Tier, plan_load, prefix_length
 from pdmesh.kv.tiers.file_tier import FileTier
 from pdmesh.kv.tiers.host_pool import HostPool, PinnedBlock, is_intact
-from pdmesh.kv.tiers.peers import PeerHolding, PeerPools
+from pdmesh.kv.tiers.peers import FindHolders, PeerHolding, PeerPools
 from pdmesh.kv.tiers.report import TierCounts, TierEvent, TierReport
 from pdmesh.kv.transport import ByteArray
 
@@ -103,11 +103,19 @@ class TierStack:
     # -- for requests -----------------------------------------------------------------------------
 
     async def fetch(
-        self, names: Sequence[bytes], owner: bytes, first: int, timeout_s: float
+        self,
+        names: Sequence[bytes],
+        owner: bytes,
+        first: int,
+        timeout_s: float,
+        find: FindHolders | None = None,
     ) -> Lease:
-        """Pin as many of the blocks from `first` on as can be had in time. Never raises but when cancelled."""
+        """Pin as many of the blocks from `first` on as can be had in time. Never raises but when cancelled.
+
+        `find` says which peers hold blocks of `names`; it is asked beside the other tiers and must not raise.
+        """
         end = self._clock() + timeout_s
-        plan, holdings = await self._plan(names, owner, first, end)
+        plan, holdings = await self._plan(names, owner, first, end, find)
         chain = names[first : first + plan.num_blocks]
         tiers = [run.tier for run in plan.runs for _ in range(run.count)]
         here = self._pin_runs_in_pool(names, plan)
@@ -156,31 +164,42 @@ class TierStack:
     # -- looking ----------------------------------------------------------------------------------
 
     async def _plan(
-        self, names: Sequence[bytes], owner: bytes, first: int, end: float
+        self,
+        names: Sequence[bytes],
+        owner: bytes,
+        first: int,
+        end: float,
+        find: FindHolders | None,
     ) -> tuple[LoadPlan, dict[str, PeerHolding]]:
         here = self.pool.held(names)
         in_files, holdings = 0, list[PeerHolding]()
         missing = first + prefix_length(here, first)
         if missing < len(names) and not self._is_closing:
             timeout_s = min(LOOKUP_S, end - self._clock())
-            in_files, holdings = await self._look(names[missing:], owner, timeout_s)
+            in_files, holdings = await self._look(names, missing, owner, timeout_s, find)
         costs = self.costs.costs
         sources = [
             Source(Tier.HOST, here, costs[Tier.HOST]),
             Source(Tier.FILE, in_files << missing, costs[Tier.FILE]),
+            *(Source(Tier.PEER, h.held, costs[Tier.PEER], h.instance_id) for h in holdings),
         ]
-        for holding in holdings:
-            held = holding.held << missing
-            sources.append(Source(Tier.PEER, held, costs[Tier.PEER], holding.instance_id))
         plan = plan_load(sources, first, len(names), self.costs.recompute_block_s)
         return plan, {holding.instance_id: holding for holding in holdings}
 
     async def _look(
-        self, names: Sequence[bytes], owner: bytes, timeout_s: float
+        self,
+        names: Sequence[bytes],
+        missing: int,
+        owner: bytes,
+        timeout_s: float,
+        find: FindHolders | None,
     ) -> tuple[int, list[PeerHolding]]:
-        """Ask the slower tiers at once; one that does not answer in time holds nothing (S106)."""
-        files = self._task(self.files.contains(names, owner)) if self.files else None
-        peers = self._task(self.peers.find(names)) if self.peers else None
+        """Ask the slower tiers at once; one that does not answer in time holds nothing (S106).
+
+        The mask of files counts from `missing`, the first block that is not here.
+        """
+        files = self._task(self.files.contains(names[missing:], owner)) if self.files else None
+        peers = self._task(_asked(find, names, missing)) if self.peers and find else None
         if asks := [ask for ask in (files, peers) if ask is not None]:
             await asyncio.wait(asks, timeout=max(0.0, timeout_s))
         in_files = files.result() if files is not None and files.done() else 0
@@ -331,6 +350,10 @@ class TierStack:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def _asked(find: FindHolders, names: Sequence[bytes], first: int) -> Sequence[PeerHolding]:
+    return await find(names, first)
 
 
 def _num_intact(blocks: Sequence[PinnedBlock]) -> int:
