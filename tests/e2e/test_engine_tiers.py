@@ -111,13 +111,14 @@ async def test_a_local_job_is_served_and_so_is_its_answer(
     pair: Pair, reference: Reference, model_dir: Path
 ) -> None:
     """Fusion: turn 2 of a chat finds the KV of turn 1's answer too, though all of it was evicted."""
-    filler = next(c for c in reference.cases if len(c.prompt) > 8 * BLOCK_SIZE)
+    fillers = [c.prompt for c in reference.cases if len(c.prompt) > 8 * BLOCK_SIZE]
     prompt = next(c for c in reference.cases if len(c.prompt) > 2 * BLOCK_SIZE).prompt
     async with tiny(model_dir, POOL) as host:
         run = Pair(host, pair.decode, salt="tiers")
         answer = await locally(run, prompt, 2 * BLOCK_SIZE)
         turn2 = (*prompt, *answer, 5000, 6000, 7000)
-        await run.prefilled(filler.prompt, Sampling(max_tokens=1))
+        for filler in fillers[:3]:
+            await run.prefilled(filler, Sampling(max_tokens=1))
         got = await locally(run, turn2, 8)
         num_named = (len(prompt) + len(answer) - 1) // BLOCK_SIZE
         await host.until(lambda: host.tier_counts.get(SERVED_BY_POOL, 0) >= num_named)

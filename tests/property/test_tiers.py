@@ -18,6 +18,7 @@ from pdmesh.core.tiers import (
     prefix_length,
 )
 
+TIERS = {tier: rank for rank, tier in enumerate(Tier)}
 costs = st.builds(
     Cost,
     st.integers(0, 50).map(lambda n: n / 1000),
@@ -66,7 +67,7 @@ def test_a_plan_is_the_best_of_all_lengths(
         holders = [s for s in found if s.held >> block & 1]
         if not holders:
             break
-        every.append(min(holders, key=lambda s: (s.cost.block_s, s.cost.latency_s)))
+        every.append(min(holders, key=lambda s: (s.cost.block_s, s.cost.latency_s, TIERS[s.tier])))
         most = max(most, len(every) * recompute_s - duration(every))
     assert plan.saved_s == pytest.approx(most)
     assert len(chosen) * recompute_s - duration(chosen) == pytest.approx(most)
