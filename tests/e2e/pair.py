@@ -202,8 +202,8 @@ class Pair:
                 sampling,
                 ticket_id,
                 staging,
-                self.root(),
-                self.names(prompt),
+                cache_salt=self.root(),
+                block_hashes=self.names(prompt),
             )
         )
         return leg
