@@ -108,15 +108,14 @@ class FileStore:
                     raise BadBlockFile("longer than its header says")
             if checksum_of(out) != header.checksum:
                 raise BadBlockFile("payload checksum")
-            now = self._clock()
-            if path.stat().st_mtime < now:
-                os.utime(path, (now, now))
         except FileNotFoundError:
             return None  # never there, or evicted meanwhile
         except BadBlockFile:
             self.num_corrupt += 1
-            self.delete(name, owner)
+            with contextlib.suppress(OSError):  # it cannot be removed from a read-only disk
+                self.delete(name, owner)
             raise
+        self._touch(path)
         return header.checksum
 
     def put(
@@ -230,6 +229,13 @@ class FileStore:
             else:
                 later.append(stored)
         yield from later
+
+    def _touch(self, path: Path) -> None:
+        """The file was used. On a disk that cannot be written the order of eviction does not matter."""
+        now = self._clock()
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < now:  # not one that is kept
+                os.utime(path, (now, now))
 
     def _unlink(self, path: Path, num_bytes: int | None = None, is_counted: bool = True) -> bool:
         try:

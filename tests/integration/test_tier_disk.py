@@ -1,0 +1,107 @@
+"""The file tier on a real disk that is full, then not, then read-only: a tmpfs of 1 MB in a mount namespace of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdmesh.core.disk_health import DiskState
+from pdmesh.core.tiers import Tier
+from pdmesh.kv.tiers.report import TierEvent
+from tests.fakes.tiers import OWNER, Rig, data_of, fill, names_of, rig
+
+_ENTER = ["unshare", "--user", "--map-root-user", "--mount"]
+
+
+def _can_mount() -> bool:
+    try:
+        return subprocess.run([*_ENTER, "true"], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.fault("F33")
+def test_a_disk_that_fills_up_and_one_that_turns_read_only(tmp_path: Path) -> None:
+    if not _can_mount():
+        pytest.skip("no mount namespaces here")
+    script = f"mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec {sys.executable} -m {__name__} {tmp_path}"
+    done = subprocess.run(
+        [*_ENTER, "sh", "-c", script], capture_output=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    steps = [line.removeprefix("step: ") for line in done.stdout.decode().splitlines()]
+    expected = ["full", "served", "recovered", "read-only", "recovered"]
+    assert [step for step in steps if step in expected] == expected
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+async def until_written(r: Rig, names: list[bytes]) -> None:
+    """The tier takes blocks again, once it has been long enough since it last failed."""
+    r.clock.skipped_s += 60.0
+    fill(r.pool, names)
+    r.stack.stored(names)
+    await until(lambda: not r.files.num_waiting)
+    assert r.files.state is DiskState.OK
+    assert r.store.contains(names, OWNER) == (1 << len(names)) - 1
+
+
+async def check_served(r: Rig, names: list[bytes], count: int) -> None:
+    """So many of the blocks come back from the files, right to the last byte."""
+    r.pool.clear()
+    lease = await r.stack.fetch(names, OWNER, 0, 10.0)
+    assert len(lease.blocks) == count
+    assert set(lease.tiers) == {Tier.FILE}
+    assert all(np.array_equal(b.data, data_of(b.name)) for b in lease.blocks)
+    lease.close()
+
+
+async def scenario(folder: Path) -> None:
+    r = rig(folder, num_slots=512)
+    names = names_of(*range(400))  # 2 MB
+    fill(r.pool, names)
+    r.stack.stored(names[:256])
+    await until(lambda: not r.files.num_waiting)
+    assert r.files.state is DiskState.READ_ONLY
+    assert r.counts.total(Tier.FILE, TierEvent.FAILED) == 1, "tried once, then left alone"
+    print("step: full")
+    stored = r.counts.total(Tier.FILE, TierEvent.STORED)
+    assert 100 < stored < 256
+    assert len([p for p in folder.rglob("*") if p.is_file() and p.suffix == ".kv"]) == stored
+    assert not list(folder.rglob(".writing-*")), "no half block stays"
+    await check_served(r, names, stored)
+    print("step: served")
+
+    for path in list(folder.rglob("*.kv"))[:20]:
+        path.unlink()
+    await until_written(r, names_of(999))
+    print("step: recovered")
+
+    subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+    fill(r.pool, names_of(1000))
+    r.stack.stored(names_of(1000))
+    await until(lambda: not r.files.num_waiting)
+    assert r.files.state is DiskState.READ_ONLY
+    await check_served(r, names_of(999), 1)
+    print("step: read-only")
+    subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
+    await until_written(r, names_of(1001))
+    print("step: recovered")
+    await r.stack.close()
+    assert r.pool.num_pinned == 0
+
+
+if __name__ == "__main__":
+    asyncio.run(scenario(Path(sys.argv[1])))
+    os._exit(0)
