@@ -23,7 +23,7 @@ from pdmesh.net.heartbeat import Presence
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.net.registry import RegistryView
-from pdmesh.net.tasks import end
+from pdmesh.net.tasks import end, together
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1 import kv_index_service_pb2
 from pdmesh.v1.common_pb2 import InstanceRecord
@@ -42,7 +42,7 @@ class KvCacheIndex:
     feed: IndexFeed
     mirror: RedisMirror
     view: RegistryView
-    writing: asyncio.Task[None]  # of the mirror; ends only by failing
+    working: asyncio.Task[None]  # of feed and mirror; ends only by failing
 
 
 @contextlib.asynccontextmanager
@@ -65,11 +65,11 @@ async def running(
     feed = IndexFeed(index, bus, view, source, follower=mirror, resync_s=settings.resync_s)
     await feed.start()
     feed.resync_all()  # what Redis had may be behind
-    writing = asyncio.create_task(mirror.run(), name="index-mirror")
+    working = asyncio.create_task(together(feed.run(), mirror.run()), name="index-work")
     try:
-        yield KvCacheIndex(index, feed, mirror, view, writing)
+        yield KvCacheIndex(index, feed, mirror, view, working)
     finally:
-        await end([writing])
+        await end([working])
         await feed.stop()
         await source.close()
         await store.close()
@@ -100,7 +100,7 @@ async def serve(settings: Settings, app: App) -> None:
             pid=os.getpid(),
         )
         await app.unless_stopping(presence.start(lambda: record))
-        await app.until_stopping(parts.writing)
+        await app.until_stopping(parts.working)
         await presence.stop()
         await server.stop(1.0)
     await bus.close()
@@ -121,7 +121,10 @@ def _observe(parts: KvCacheIndex) -> None:
         names.INDEX_BLOCKS, "Blocks indexed, over all instances", lambda: index.num_blocks
     )
     metrics.gauge(
-        names.INDEX_LEFT_OUT, "Blocks left out for lack of room", lambda: index.num_left_out
+        names.INDEX_EVICTED, "Entries forgotten for lack of room", lambda: index.num_evicted
+    )
+    metrics.gauge(
+        names.INDEX_AGE, "For how long known deltas have been missing", parts.feed.age_s, "s"
     )
     metrics.gauge(
         names.INDEX_STORE_PENDING, "Instances not yet written", lambda: parts.mirror.num_pending

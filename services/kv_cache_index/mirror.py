@@ -15,7 +15,7 @@ from typing import Final
 
 import structlog
 
-from pdmesh.core.prefix_index import Delta, PrefixIndex
+from pdmesh.core.prefix_index import TIERS, Delta, PrefixIndex
 from pdmesh.errors import Unavailable
 from pdmesh.kv.redis_index import RedisIndex, StoredInstance
 from pdmesh.telemetry import metrics, names
@@ -45,11 +45,13 @@ class RedisMirror:
         self._wake = asyncio.Event()
         self._epoch = ""
         self._is_store_up = True
+        self._is_writing = False
 
     @property
     def is_current(self) -> bool:
         """True while Redis holds what memory holds."""
-        return self._is_store_up and not self._pending and bool(self._epoch)
+        is_written = not self._pending and not self._is_writing
+        return self._is_store_up and is_written and bool(self._epoch)
 
     @property
     def num_pending(self) -> int:
@@ -83,7 +85,7 @@ class RedisMirror:
                     self.on_removed(instance_id)
                     continue
                 self._index.load_snapshot(
-                    instance_id, stored.incarnation, stored.sequence, stored.blocks
+                    instance_id, stored.incarnation, stored.sequence, stored.blocks, stored.host
                 )
                 num_loaded += 1
         except Unavailable as exc:
@@ -119,6 +121,7 @@ class RedisMirror:
         self._wake.clear()
         for instance_id in list(self._pending):
             work = self._pending.pop(instance_id)
+            self._is_writing = True
             try:
                 await self._write(instance_id, work)
             except BaseException:  # cancelled, too: nothing half-written is forgotten
@@ -128,6 +131,8 @@ class RedisMirror:
                 if isinstance(self._pending[instance_id], list):
                     self._pending[instance_id] = _Work.WHOLE
                 raise
+            finally:
+                self._is_writing = False
 
     async def _write(self, instance_id: str, work: list[Delta] | _Work) -> None:
         fingerprint = self._fingerprint_of(instance_id)
@@ -138,8 +143,8 @@ class RedisMirror:
             for delta in work:
                 await self._store.apply(delta, fingerprint)
         else:
-            blocks = self._index.blocks(instance_id)
-            await self._store.replace(instance_id, StoredInstance(*version, fingerprint, blocks))
+            held = (self._index.blocks(instance_id, tier) for tier in TIERS)
+            await self._store.replace(instance_id, StoredInstance(*version, fingerprint, *held))
 
     def _set_up(self, is_up: bool, error: str = "") -> None:
         if is_up and not self._is_store_up:

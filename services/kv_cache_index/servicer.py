@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from itertools import islice
 from typing import Any, Final
 
 import grpc
 
 from pdmesh.core.block_hash import HASH_BYTES
-from pdmesh.core.prefix_index import PrefixIndex
+from pdmesh.core.prefix_index import TIERS, PrefixIndex
+from pdmesh.core.tiers import Tier
 from pdmesh.errors import InvalidRequest
 from pdmesh.v1.kv_index_service_pb2 import (
     MatchRequest,
@@ -33,9 +33,12 @@ class KvIndexServicer:
         hashes = list(request.block_hashes)
         if len(hashes) > _MAX_HASHES or any(len(h) != HASH_BYTES for h in hashes):
             raise InvalidRequest("block hashes are 16 bytes each", field="block_hashes")
+        if request.tier not in ("", *TIERS):
+            raise InvalidRequest(f"a tier is one of {', '.join(TIERS)}", field="tier")
+        tier = Tier(request.tier or Tier.ENGINE)
         matches = [
             PrefixMatch(instance_id=i, incarnation=version[0], num_blocks=num_blocks)
-            for i, num_blocks in sorted(self._index.match(hashes).items())
+            for i, num_blocks in sorted(self._index.match(hashes, tier).items())
             if (version := self._index.version(i))
         ]
         return MatchResponse(matches=matches)
@@ -48,17 +51,19 @@ class KvIndexServicer:
             version = self._index.version(instance_id)
             if version is None or not self._index.is_whole(instance_id):
                 continue
-            blocks = iter(self._index.blocks(instance_id))  # a copy: the index may change meanwhile
-            part = list(islice(blocks, _PART))
-            while True:
-                following = list(islice(blocks, _PART))
+            # Copies: the index may change between the parts.
+            held = {tier: list(self._index.blocks(instance_id, tier)) for tier in TIERS}
+            parts = [
+                (tier, blocks[start : start + _PART])
+                for tier, blocks in held.items()
+                for start in range(0, len(blocks) or tier is Tier.ENGINE, _PART)
+            ]
+            for number, (tier, blocks) in enumerate(parts, start=1):
                 yield SnapshotResponse(
                     instance_id=instance_id,
                     incarnation=version[0],
                     sequence=version[1],
-                    block_hashes=part,
-                    is_last=not following,
+                    block_hashes=blocks,
+                    is_last=number == len(parts),
+                    tier="" if tier is Tier.ENGINE else tier,
                 )
-                if not following:
-                    break
-                part = following

@@ -102,6 +102,7 @@ class Master:
         for record in tuple(self._view.records.values()):
             self.election.saw_epoch(record.epoch)
         await self._index_feed.start()
+        self._spawn(self._index_feed.run())
         self._spawn(self._fleet_feed.run())
         self._server = rpc.server()
         service = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
@@ -175,4 +176,15 @@ class Master:
             lambda: sum(i.is_usable for i in self.fleet.instances.values()),
         )
         metrics.gauge(names.INDEX_BLOCKS, "Blocks indexed", lambda: self.index.num_blocks)
+        metrics.gauge(
+            names.INDEX_EVICTED,
+            "Entries forgotten for lack of room",
+            lambda: self.index.num_evicted,
+        )
+        metrics.gauge(
+            names.INDEX_AGE,
+            "For how long known deltas have been missing",
+            self._index_feed.age_s,
+            "s",
+        )
         metrics.gauge(names.REGISTRY_RECORDS, "Records seen", lambda: len(self._view.records))

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from pdmesh.core.prefix_index import Delta
+from pdmesh.core.prefix_index import Delta, TierDelta
+from pdmesh.core.tiers import Tier
 from pdmesh.errors import Unavailable
 from pdmesh.events.v1.events_pb2 import KvBlocks
+from pdmesh.kv.index_sources import IndexSource
 from pdmesh.kv.redis_index import RedisIndex, StoredInstance
 from pdmesh.net import rpc, subjects
 from pdmesh.net.events import EventPublisher
@@ -38,6 +40,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self.name, self.blocks, self.sequence, self.num_snapshots = name, set[bytes](), 0, 0
+        self.host = set[bytes]()
 
     async def start(self, bus: NatsBus) -> None:
         self.bus = bus
@@ -58,10 +61,14 @@ class Worker:
         await self.lease.release()
         await self._server.stop(0)
 
-    async def store(self, blocks: list[bytes], *, is_lost: bool = False) -> None:
+    async def store(
+        self, blocks: list[bytes], *, host: list[bytes] | None = None, is_lost: bool = False
+    ) -> None:
         self.blocks |= set(blocks)
+        self.host |= set(host or ())
         self.sequence += 1
-        event, subject = KvBlocks(stored=blocks), subjects.kv_blocks(self.name)
+        tiers = [KvBlocks.TierBlocks(tier="host", stored=host)] if host else []
+        event, subject = KvBlocks(stored=blocks, tiers=tiers), subjects.kv_blocks(self.name)
         if is_lost:  # numbered, never sent
             self._publisher._sequences[subject] = self.sequence
         else:
@@ -73,6 +80,9 @@ class Worker:
         self.num_snapshots += 1
         yield GetKvSnapshotResponse(
             incarnation=1, sequence=self.sequence, block_hashes=list(self.blocks)
+        )
+        yield GetKvSnapshotResponse(
+            incarnation=1, sequence=self.sequence, block_hashes=list(self.host), tier="host"
         )
 
     Session = GetStatus = Drain = GetKvSnapshot  # not called
@@ -116,8 +126,10 @@ async def worker(bus: NatsBus) -> AsyncIterator[Worker]:
     await worker.stop()
 
 
-def index(bus: NatsBus, valkey: servers.TestServer) -> contextlib.AbstractAsyncContextManager[Any]:
-    settings = Settings(redis_url=valkey.url, lease_s=LEASE_S, resync_s=600)
+def index(
+    bus: NatsBus, valkey: servers.TestServer, max_blocks: int = 1_000_000
+) -> contextlib.AbstractAsyncContextManager[Any]:
+    settings = Settings(redis_url=valkey.url, lease_s=LEASE_S, resync_s=600, max_blocks=max_blocks)
     return running(settings, bus, NatsRegistry(bus, LEASE_S))
 
 
@@ -145,6 +157,37 @@ async def test_deltas_reach_memory_and_redis_and_a_gone_instance_leaves_both(
         assert await store.instance_ids() == []
         keys = await store._redis.keys("*")
         assert keys == [b"pdmesh:v1:index:epoch"]  # nothing is left behind (I4)
+
+
+@pytest.mark.req("S76", "S98")
+async def test_a_host_pool_is_followed_beside_the_engine_by_delta_snapshot_and_store(
+    bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
+) -> None:
+    await worker.store([], host=chain(2))  # before the index listens: by snapshot
+    async with index(bus, valkey) as parts:
+        await until(lambda: parts.index.match(chain(9), Tier.HOST) == {"prefill-0": 2})
+        await worker.store(chain(1, start=4), host=chain(2, start=2))
+        await until(lambda: parts.index.match(chain(9)) == {"prefill-0": 5})
+        assert parts.index.match(chain(9), Tier.ENGINE) == {}
+        await until(lambda: parts.mirror.is_current)
+        assert await store.match(FINGERPRINT, chain(9), Tier.HOST) == {"prefill-0": 4}
+        copy = await IndexSource(parts.view)(parts.view.records["prefill-0"])
+        assert set(copy.host) == worker.host
+        assert set(copy.blocks) == worker.blocks
+
+
+@pytest.mark.req("S98")
+async def test_what_memory_forgets_for_lack_of_room_leaves_redis_too(
+    bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
+) -> None:
+    async with index(bus, valkey, max_blocks=50) as parts:
+        await until(lambda: parts.feed.is_whole)
+        for start in range(0, 200, 20):
+            await worker.store(chain(20, start))
+        await until(lambda: parts.index.num_evicted == 150)
+        await until(lambda: parts.mirror.is_current)
+        assert await stored_blocks(store, "prefill-0") == parts.index.blocks("prefill-0")
+        assert len(await store._redis.keys("pdmesh:v1:block:*")) == 50
 
 
 @pytest.mark.fault("F20")
@@ -244,3 +287,7 @@ async def test_redis_agrees_with_the_deltas_applied(store: RedisIndex) -> None:
     await store.replace("a", StoredInstance(2, 7, "f1", frozenset(chain(1))))
     assert await store.match(FINGERPRINT, chain(6)) == {"b": 2}
     assert await store.load("a") == StoredInstance(2, 7, "f1", frozenset(chain(1)))
+    await store.apply(Delta("a", 2, 8, host=TierDelta(stored=chain(2))), "f1")
+    assert await store.match("f1", chain(6), Tier.HOST) == {"a": 2}
+    await store.remove("a")
+    assert await store.match("f1", chain(6), Tier.HOST) == {}

@@ -77,7 +77,7 @@ def test_any_order_with_repetitions_converges(
 
 @pytest.mark.req("S101")
 @pytest.mark.fault("F22")
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(change, max_size=30), st.randoms(use_true_random=False))
 def test_lost_deltas_are_noticed_and_a_snapshot_repairs_them(
     changes: list[tuple[str, bool, list[bytes], list[bytes]]], rng: random.Random

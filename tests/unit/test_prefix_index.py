@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from pdmesh.core.prefix_index import MAX_WAITING, Delta, Outcome, PrefixIndex
+from pdmesh.core.prefix_index import MAX_WAITING, Delta, Outcome, PrefixIndex, TierDelta
+from pdmesh.core.tiers import Tier
 
 
 def block(i: int) -> bytes:
@@ -77,13 +78,45 @@ def test_removing_an_instance_leaves_the_others_and_frees_its_bit() -> None:
     index.check_invariants()
 
 
-def test_memory_is_bounded_and_what_is_left_out_is_counted() -> None:
+def test_memory_is_bounded_and_what_no_prompt_asked_for_is_forgotten_first() -> None:
     index = PrefixIndex(max_blocks=10)
-    index.apply(Delta("p0", 1, 1, stored=chain(25)))
-    assert (index.num_blocks, index.num_left_out) == (10, 15)
-    index.apply(Delta("p0", 1, 2, removed=chain(10)))
-    index.apply(Delta("p0", 1, 3, stored=chain(1)))
-    assert index.match(chain(5)) == {"p0": 1}
+    index.apply(Delta("p0", 1, 1, stored=chain(8)))
+    index.apply(Delta("p1", 1, 1, stored=chain(2)))
+    assert index.match(chain(3)) == {"p0": 3, "p1": 2}
+    index.apply(Delta("p0", 1, 2, stored=chain(3, start=50)))
+    assert index.num_blocks == 10
+    assert index.num_evicted == 3
+    assert index.match(chain(3)) == {"p0": 3, "p1": 2}
+    assert index.match(chain(3, start=50)) == {"p0": 3}
+    (forgotten,) = index.take_forgotten()
+    assert (forgotten.instance_id, forgotten.sequence) == ("p0", 2)
+    assert set(forgotten.removed) == set(chain(3, start=3))
+    assert index.take_forgotten() == []
+    index.check_invariants()
+
+
+def test_a_bound_of_one_block_holds() -> None:
+    index = PrefixIndex(max_blocks=1)
+    for sequence in range(1, 50):
+        index.apply(
+            Delta("p0", 1, sequence, stored=chain(3), host=TierDelta(stored=chain(sequence % 4)))
+        )
+        index.match(chain(3))
+        index.check_invariants()
+
+
+@pytest.mark.req("S76", "S98")
+def test_a_prefix_may_lie_in_two_tiers_of_one_instance_but_not_in_two_instances() -> None:
+    index = PrefixIndex()
+    host = TierDelta(stored=chain(2, start=2))
+    index.apply(Delta("p0", 1, 1, stored=chain(2), host=host))
+    index.apply(Delta("p1", 1, 1, host=TierDelta(stored=chain(3))))
+    assert index.match(chain(9)) == {"p0": 4, "p1": 3}
+    assert index.match(chain(9), Tier.ENGINE) == {"p0": 2}
+    assert index.match(chain(9), Tier.HOST) == {"p1": 3}
+    assert index.match(chain(4, start=2), Tier.HOST) == {"p0": 2, "p1": 1}
+    index.apply(Delta("p0", 1, 2, host=TierDelta(is_cleared=True)))
+    assert index.match(chain(9)) == {"p0": 2, "p1": 3}
     index.check_invariants()
 
 

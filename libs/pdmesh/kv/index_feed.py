@@ -1,50 +1,56 @@
 """Keeps a PrefixIndex true to what the instances hold: deltas by NATS, and snapshots wherever deltas are missing.
 
 Only instances that the registry knows, under the incarnation it knows, are listened to. Besides gaps, one instance in turn is
-asked for a snapshot every so often, since the loss of the last delta of all shows by nothing else.
+asked for a snapshot every so often, since the loss of the last delta of all shows by nothing else. An instance that cannot
+be asked waits its turn without a place among the fetches in flight, so that it delays nobody else's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import structlog
 
-from pdmesh.core.prefix_index import Delta, Outcome, PrefixIndex
+from pdmesh.core.prefix_index import Delta, Outcome, PrefixIndex, TierDelta
+from pdmesh.core.repairs import Repairs
+from pdmesh.core.tiers import Tier
 from pdmesh.errors import InvalidRequest, MeshError
 from pdmesh.events.v1.events_pb2 import KvBlocks
 from pdmesh.net import subjects
 from pdmesh.net.bus import Bus, Message, Subscription
 from pdmesh.net.events import decode_event
 from pdmesh.net.registry import RecordChanged, RegistryView
-from pdmesh.net.tasks import end
+from pdmesh.net.tasks import end, together
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION, ROLE_PREFILL, InstanceRecord
 
 log = structlog.get_logger(__name__)
 
 _ROLES: Final = (ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION)
-_MAX_FETCHES: Final = 4  # snapshots in flight
 _FETCH_S: Final = 5.0
-_RETRY_S: Final = (0.2, 2.0)
-_SETTLE_S: Final = 0.05  # a reordered delta may fill the hole by itself
 
 _gaps = metrics.counter(names.INDEX_GAPS, "Times deltas of an instance were missing")
 _snapshots = metrics.counter(names.INDEX_SNAPSHOTS, "Snapshots asked for, by outcome")
+_delay = metrics.histogram(
+    names.INDEX_DELTA_DELAY,
+    "From the publishing of a delta to its place in this copy",
+    buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All blocks of one incarnation after its delta `sequence`."""
+    """All blocks of one incarnation after its delta `sequence`: the engine's, and those of its host pool."""
 
     incarnation: int
     sequence: int
     blocks: tuple[bytes, ...]
+    host: tuple[bytes, ...] = ()
 
 
 Fetch = Callable[[InstanceRecord], Awaitable[Snapshot]]
@@ -70,24 +76,33 @@ class IndexFeed:
         *,
         follower: Follower | None = None,
         resync_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index = index
         self._bus, self._view, self._fetch = bus, view, fetch
         self._follower = follower
-        self._resync_s = resync_s
-        self._dirty: dict[str, None] = {}
-        self._has_dirty = asyncio.Event()
-        self._fetching: set[str] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._resync_s, self._clock = resync_s, clock
+        self._repairs = Repairs()
+        self._fetching: dict[str, asyncio.Task[bool]] = {}
+        self._wake = asyncio.Event()
         self._subscription: Subscription | None = None
         self._turn = ""
 
     @property
     def is_whole(self) -> bool:
         """True while no instance's snapshot is missing."""
-        return not self._dirty and not self._fetching
+        return not self._repairs
+
+    def age_s(self) -> float:
+        """For how long the instance known worst has been without deltas that were missed; 0 if nothing is missing (S100).
+
+        A routine comparison with a snapshot is no doubt, and does not count.
+        """
+        doubted = [at for i, at in self._repairs.since() if not self.index.is_whole(i)]
+        return self._clock() - min(doubted) if doubted else 0.0
 
     async def start(self) -> None:
+        """Listen. Nothing is repaired before `run`."""
         self._subscription = await self._bus.subscribe(
             subjects.kv_blocks(), self._on_message, on_gap=self._on_gap
         )
@@ -95,13 +110,17 @@ class IndexFeed:
         for record in tuple(self._view.records.values()):
             if record.role in _ROLES and self.index.version(record.instance_id) is None:
                 self._mark(record.instance_id)
-        self._spawn(self._repair(), "index-repair")
-        self._spawn(self._resync(), "index-resync")
+
+    async def run(self) -> None:
+        """Repair until cancelled; raises what a bug raises, since an index that is not repaired must not look well."""
+        try:
+            await together(self._repair(), self._resync())
+        finally:
+            await end(self._fetching.values())
 
     async def stop(self) -> None:
         if self._subscription is not None:
             await self._subscription.unsubscribe()
-        await end(tuple(self._tasks))
 
     def resync_all(self) -> None:
         """Ask everyone for a snapshot."""
@@ -126,8 +145,10 @@ class IndexFeed:
             tuple(event.removed),
             tuple(event.stored),
             event.is_cleared,
+            _host_part(event),
         )
         self._apply(delta)
+        _delay.record(max(0.0, time.time() - header.occurred_at.ToNanoseconds() / 1e9))
 
     def _apply(self, delta: Delta) -> None:
         was_whole = self.index.is_whole(delta.instance_id)
@@ -141,10 +162,11 @@ class IndexFeed:
         elif outcome is Outcome.APPLIED and self._follower is not None:
             is_next = self.index.version(delta.instance_id) == (delta.incarnation, delta.sequence)
             is_same_life = version is None or version[0] == delta.incarnation
-            if is_next and is_same_life and not delta.is_cleared:
+            if is_next and is_same_life and not delta.clears:
                 self._follower.on_delta(delta)
             else:  # it brought waiting ones in, cleared all, or began a new life
                 self._follower.on_replaced(delta.instance_id)
+        self._pass_on_forgotten()
 
     def _on_gap(self) -> None:
         """The bus lost events, nobody knows whose."""
@@ -153,7 +175,6 @@ class IndexFeed:
     def _on_record(self, change: RecordChanged) -> None:
         instance_id, record = change.instance_id, change.record
         if record is None:
-            self._dirty.pop(instance_id, None)
             num_blocks = self.index.remove_instance(instance_id)
             log.debug("index.instance_removed", instance_id=instance_id, num_blocks=num_blocks)
             if change.is_lease_end:
@@ -169,33 +190,33 @@ class IndexFeed:
             if self.index.version(instance_id) is None:
                 self._mark(instance_id)
 
+    def _pass_on_forgotten(self) -> None:
+        """Copies follow what this one let go for lack of room."""
+        for delta in self.index.take_forgotten():
+            if self._follower is not None:
+                self._follower.on_delta(delta)
+
     def _mark(self, instance_id: str) -> None:
-        self._dirty[instance_id] = None
-        self._has_dirty.set()
+        self._repairs.want(instance_id, self._clock())
+        self._wake.set()
 
     async def _repair(self) -> None:
         while True:
-            await self._has_dirty.wait()
-            await asyncio.sleep(_SETTLE_S)
-            self._has_dirty.clear()
-            for instance_id in list(self._dirty):
-                if len(self._fetching) >= _MAX_FETCHES:
-                    break
-                if instance_id not in self._fetching:
-                    del self._dirty[instance_id]
-                    self._fetching.add(instance_id)
-                    self._spawn(self._repair_one(instance_id), f"index-snapshot-{instance_id}")
-
-    async def _repair_one(self, instance_id: str) -> None:
-        wait_s = _RETRY_S[0]
-        try:
-            while not await self._load_snapshot(instance_id):
-                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-                wait_s = min(2 * wait_s, _RETRY_S[1])
-        finally:
-            self._fetching.discard(instance_id)
-            if self._dirty:
-                self._has_dirty.set()
+            self._wake.clear()
+            for instance_id, task in list(self._fetching.items()):
+                if task.done():
+                    del self._fetching[instance_id]
+                    self._repairs.ended(instance_id, task.result(), self._clock())
+            for instance_id in self._repairs.start(self._clock()):
+                task = asyncio.create_task(
+                    self._load_snapshot(instance_id), name=f"index-snapshot-{instance_id}"
+                )
+                task.add_done_callback(lambda _: self._wake.set())
+                self._fetching[instance_id] = task
+            due = self._repairs.next_start()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if due is None else due - self._clock()):
+                    await self._wake.wait()
 
     async def _load_snapshot(self, instance_id: str) -> bool:
         """True when done: loaded without a hole behind it, or the instance is gone."""
@@ -217,11 +238,12 @@ class IndexFeed:
         if self.index.version(instance_id) is None:
             self.index.forget_history(instance_id)
         outcome = self.index.load_snapshot(
-            instance_id, snapshot.incarnation, snapshot.sequence, snapshot.blocks
+            instance_id, snapshot.incarnation, snapshot.sequence, snapshot.blocks, snapshot.host
         )
         _snapshots.add(1, {names.ATTR_OUTCOME: outcome.value})
         if outcome is not Outcome.STALE and self._follower is not None:
             self._follower.on_replaced(instance_id)
+        self._pass_on_forgotten()
         # A stale one is older than deltas that came meanwhile: those are complete, unless a hole says otherwise.
         return self.index.is_whole(instance_id)
 
@@ -233,11 +255,9 @@ class IndexFeed:
                 self._turn = next((i for i in ids if i > self._turn), ids[0])
                 self._mark(self._turn)
 
-    def _spawn(self, work: Awaitable[None], name: str) -> None:
-        async def run() -> None:
-            with contextlib.suppress(asyncio.CancelledError):
-                await work
 
-        task = asyncio.create_task(run(), name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+def _host_part(event: KvBlocks) -> TierDelta | None:
+    for part in event.tiers:
+        if part.tier == Tier.HOST:
+            return TierDelta(tuple(part.removed), tuple(part.stored), part.is_cleared)
+    return None

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import grpc
 
+from pdmesh.core.tiers import Tier
 from pdmesh.errors import Unavailable
 from pdmesh.kv.index_feed import Snapshot
 from pdmesh.net import rpc
@@ -95,14 +96,14 @@ class IndexSource:
 
 
 async def _gather(parts: Any) -> Snapshot:
-    """Any: a grpc.aio call of either message; both carry incarnation, sequence and block_hashes."""
-    blocks: list[bytes] = []
+    """Any: a grpc.aio call of either message; both carry incarnation, sequence, tier and block_hashes."""
+    by_tier: dict[str, list[bytes]] = {Tier.ENGINE: [], Tier.HOST: []}
     incarnation = sequence = 0
     try:
         async for part in parts:
             incarnation, sequence = part.incarnation, part.sequence
-            if not getattr(part, "tier", ""):  # the engine's own
-                blocks.extend(part.block_hashes)
+            if (held := by_tier.get(part.tier or Tier.ENGINE)) is not None:
+                held.extend(part.block_hashes)
     except grpc.aio.AioRpcError as exc:
         raise Unavailable(f"snapshot: {exc.code().name}") from exc
-    return Snapshot(incarnation, sequence, tuple(blocks))
+    return Snapshot(incarnation, sequence, tuple(by_tier[Tier.ENGINE]), tuple(by_tier[Tier.HOST]))

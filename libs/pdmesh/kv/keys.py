@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from pdmesh.core.tiers import Tier
+
 _PREFIX: Final = "pdmesh:v1"
 
 INSTANCES: Final = f"{_PREFIX}:instances"  # set of the ids that own keys
@@ -14,13 +16,24 @@ EPOCH: Final = f"{_PREFIX}:index:epoch"  # there as long as the store was not wi
 
 
 def block(model_fingerprint: str, block_hash: bytes) -> str:
-    """Set of the instances that hold the block."""
+    """Set of who holds the block: `holder`s."""
     return f"{_PREFIX}:block:{model_fingerprint}:{block_hash.hex()}"
 
 
-def instance_blocks(instance_id: str) -> str:
-    """Set of the blocks (16 bytes each) that the instance holds: what to forget when it dies."""
-    return f"{_PREFIX}:instance:{instance_id}:blocks"
+def holder(instance_id: str, tier: Tier) -> str:
+    """A member of a block's set; the incarnation is in the instance's version."""
+    return f"{instance_id}/{tier}"
+
+
+def instance_of(holder: bytes, tier: Tier) -> str | None:
+    """The instance in a member of a block's set, None if it holds the block in another tier."""
+    instance_id, _, held_in = holder.decode().rpartition("/")
+    return instance_id if held_in == tier else None
+
+
+def instance_blocks(instance_id: str, tier: Tier) -> str:
+    """Set of the blocks (16 bytes each) that the instance holds in the tier: what to forget when it dies."""
+    return f"{_PREFIX}:instance:{instance_id}:{tier}-blocks"
 
 
 def instance_version(instance_id: str) -> str:

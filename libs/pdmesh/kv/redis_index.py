@@ -17,7 +17,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from pdmesh.core.prefix_index import Delta
+from pdmesh.core.prefix_index import TIERS, Delta
+from pdmesh.core.tiers import Tier
 from pdmesh.errors import Unavailable
 from pdmesh.kv import keys
 
@@ -33,6 +34,10 @@ class StoredInstance:
     sequence: int
     model_fingerprint: str
     blocks: frozenset[bytes]
+    host: frozenset[bytes] = frozenset()
+
+    def held_in(self, tier: Tier) -> frozenset[bytes]:
+        return self.blocks if tier is Tier.ENGINE else self.host
 
 
 class RedisIndex:
@@ -66,22 +71,28 @@ class RedisIndex:
         """None if nothing usable is stored."""
         async with self._answering(), self._redis.pipeline(transaction=True) as pipe:
             pipe.hgetall(keys.instance_version(instance_id))
-            pipe.smembers(keys.instance_blocks(instance_id))
-            version, blocks = await pipe.execute()
+            for tier in TIERS:
+                pipe.smembers(keys.instance_blocks(instance_id, tier))
+            version, blocks, host = await pipe.execute()
         with contextlib.suppress(KeyError, ValueError):
             return StoredInstance(
                 int(version[b"incarnation"]),
                 int(version[b"sequence"]),
                 version[b"fingerprint"].decode(),
                 frozenset(blocks),
+                frozenset(host),
             )
         return None
 
     async def apply(self, delta: Delta, model_fingerprint: str) -> None:
         """Add a delta to what the store has of this incarnation, in one transaction. Not for cleared ones."""
-        assert not delta.is_cleared
+        assert not delta.clears
         async with self._answering(), self._redis.pipeline(transaction=True) as pipe:
-            _move(pipe, delta.instance_id, model_fingerprint, delta.removed, delta.stored)
+            for tier, part in zip(TIERS, (delta, delta.host), strict=True):
+                if part is not None:
+                    owner = _Owner(delta.instance_id, model_fingerprint, tier)
+                    owner.move(pipe, part.removed, part.stored)
+            pipe.sadd(keys.INSTANCES, delta.instance_id)
             _set_version(
                 pipe, delta.instance_id, delta.incarnation, delta.sequence, model_fingerprint
             )
@@ -90,21 +101,22 @@ class RedisIndex:
     async def replace(self, instance_id: str, instance: StoredInstance) -> None:
         """Make the store hold exactly this of the instance. Costs the difference."""
         async with self._answering():
-            known = await self._known_blocks(instance_id)
-            before = await self._redis.hget(keys.instance_version(instance_id), "fingerprint")
-            if before is not None and before.decode() != instance.model_fingerprint:
-                await self.remove(instance_id)
-                known = frozenset()
             fingerprint = instance.model_fingerprint
+            before = await self._redis.hget(keys.instance_version(instance_id), "fingerprint")
+            if before is not None and before.decode() != fingerprint:
+                await self.remove(instance_id)
             version = keys.instance_version(instance_id)
             # The fingerprint stays: whoever removes a half-written instance needs it to find the blocks.
             await self._redis.hdel(version, "incarnation", "sequence")
             await self._redis.hset(version, mapping={"fingerprint": fingerprint})
-            for chunk in _chunks(known - instance.blocks):
-                await self._move(instance_id, fingerprint, chunk, ())
-            # All of them, not only the new: after a wipe the reverse key may be back before the blocks.
-            for chunk in _chunks(instance.blocks):
-                await self._move(instance_id, fingerprint, (), chunk)
+            await self._redis.sadd(keys.INSTANCES, instance_id)
+            for tier in TIERS:
+                owner, held = _Owner(instance_id, fingerprint, tier), instance.held_in(tier)
+                for chunk in _chunks(await self._known_blocks(owner) - held):
+                    await self._move(owner, chunk, ())
+                # All of them, not only the new: after a wipe the reverse key may be back before the blocks.
+                for chunk in _chunks(held):
+                    await self._move(owner, (), chunk)
             async with self._redis.pipeline(transaction=True) as pipe:
                 _set_version(
                     pipe, instance_id, instance.incarnation, instance.sequence, fingerprint
@@ -116,14 +128,19 @@ class RedisIndex:
         async with self._answering():
             value = await self._redis.hget(keys.instance_version(instance_id), "fingerprint")
             fingerprint = value.decode() if value else ""
-            for chunk in _chunks(await self._known_blocks(instance_id)):
-                await self._move(instance_id, fingerprint, chunk, ())
+            for tier in TIERS:
+                owner = _Owner(instance_id, fingerprint, tier)
+                for chunk in _chunks(await self._known_blocks(owner)):
+                    await self._move(owner, chunk, ())
             async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.delete(keys.instance_blocks(instance_id), keys.instance_version(instance_id))
+                pipe.delete(*(keys.instance_blocks(instance_id, tier) for tier in TIERS))
+                pipe.delete(keys.instance_version(instance_id))
                 pipe.srem(keys.INSTANCES, instance_id)
                 await pipe.execute()
 
-    async def match(self, model_fingerprint: str, block_hashes: Sequence[bytes]) -> dict[str, int]:
+    async def match(
+        self, model_fingerprint: str, block_hashes: Sequence[bytes], tier: Tier = Tier.ENGINE
+    ) -> dict[str, int]:
         """Contiguous blocks from the start per instance, in one round trip."""
         async with self._answering(), self._redis.pipeline(transaction=False) as pipe:
             for block_hash in block_hashes:
@@ -132,23 +149,17 @@ class RedisIndex:
         matches: dict[str, int] = {}
         for position, members in enumerate(holders):
             for member in members:
-                name = member.decode()
-                if matches.get(name, 0) == position:
+                name = keys.instance_of(member, tier)
+                if name is not None and matches.get(name, 0) == position:
                     matches[name] = position + 1
         return matches
 
-    async def _known_blocks(self, instance_id: str) -> frozenset[bytes]:
-        return frozenset(await self._redis.smembers(keys.instance_blocks(instance_id)))
+    async def _known_blocks(self, owner: _Owner) -> frozenset[bytes]:
+        return frozenset(await self._redis.smembers(owner.blocks_key))
 
-    async def _move(
-        self,
-        instance_id: str,
-        model_fingerprint: str,
-        removed: Sequence[bytes],
-        stored: Sequence[bytes],
-    ) -> None:
+    async def _move(self, owner: _Owner, removed: Sequence[bytes], stored: Sequence[bytes]) -> None:
         async with self._redis.pipeline(transaction=True) as pipe:
-            _move(pipe, instance_id, model_fingerprint, removed, stored)
+            owner.move(pipe, removed, stored)
             await pipe.execute()
 
     @contextlib.asynccontextmanager
@@ -159,22 +170,28 @@ class RedisIndex:
             raise Unavailable(f"Redis: {exc or type(exc).__name__}") from exc
 
 
-def _move(
-    pipe: Any,
-    instance_id: str,
-    model_fingerprint: str,
-    removed: Sequence[bytes],
-    stored: Sequence[bytes],
-) -> None:
-    for block_hash in removed:
-        pipe.srem(keys.block(model_fingerprint, block_hash), instance_id)
-    for block_hash in stored:
-        pipe.sadd(keys.block(model_fingerprint, block_hash), instance_id)
-    if removed:
-        pipe.srem(keys.instance_blocks(instance_id), *removed)
-    if stored:
-        pipe.sadd(keys.instance_blocks(instance_id), *stored)
-    pipe.sadd(keys.INSTANCES, instance_id)
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """One tier of one instance under one model."""
+
+    instance_id: str
+    model_fingerprint: str
+    tier: Tier
+
+    @property
+    def blocks_key(self) -> str:
+        return keys.instance_blocks(self.instance_id, self.tier)
+
+    def move(self, pipe: Any, removed: Sequence[bytes], stored: Sequence[bytes]) -> None:
+        holder = keys.holder(self.instance_id, self.tier)
+        for block_hash in removed:
+            pipe.srem(keys.block(self.model_fingerprint, block_hash), holder)
+        for block_hash in stored:
+            pipe.sadd(keys.block(self.model_fingerprint, block_hash), holder)
+        if removed:
+            pipe.srem(self.blocks_key, *removed)
+        if stored:
+            pipe.sadd(self.blocks_key, *stored)
 
 
 def _set_version(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pdmesh/v1/kv_index_service.proto\x12\tpdmesh.v1\"2\n\x0cMatchRequest\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x0c\n\x04tier\x18\x02 \x01(\t\"8\n\rMatchResponse\x12\'\n\x07matches\x18\x01 \x03(\x0b\x32\x16.pdmesh.v1.PrefixMatch\"K\n\x0bPrefixMatch\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"\'\n\x0fSnapshotRequest\x12\x14\n\x0cinstance_ids\x18\x01 \x03(\t\"u\n\x10SnapshotResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x03(\x0c\x12\x0f\n\x07is_last\x18\x05 \x01(\x08\x32\x93\x01\n\x0eKvIndexService\x12:\n\x05Match\x12\x17.pdmesh.v1.MatchRequest\x1a\x18.pdmesh.v1.MatchResponse\x12\x45\n\x08Snapshot\x12\x1a.pdmesh.v1.SnapshotRequest\x1a\x1b.pdmesh.v1.SnapshotResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pdmesh/v1/kv_index_service.proto\x12\tpdmesh.v1\"2\n\x0cMatchRequest\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x0c\n\x04tier\x18\x02 \x01(\t\"8\n\rMatchResponse\x12\'\n\x07matches\x18\x01 \x03(\x0b\x32\x16.pdmesh.v1.PrefixMatch\"K\n\x0bPrefixMatch\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"\'\n\x0fSnapshotRequest\x12\x14\n\x0cinstance_ids\x18\x01 \x03(\t\"\x83\x01\n\x10SnapshotResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x14\n\x0c\x62lock_hashes\x18\x04 \x03(\x0c\x12\x0f\n\x07is_last\x18\x05 \x01(\x08\x12\x0c\n\x04tier\x18\x06 \x01(\t2\x93\x01\n\x0eKvIndexService\x12:\n\x05Match\x12\x17.pdmesh.v1.MatchRequest\x1a\x18.pdmesh.v1.MatchResponse\x12\x45\n\x08Snapshot\x12\x1a.pdmesh.v1.SnapshotRequest\x1a\x1b.pdmesh.v1.SnapshotResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,8 +39,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFIXMATCH']._serialized_end=232
   _globals['_SNAPSHOTREQUEST']._serialized_start=234
   _globals['_SNAPSHOTREQUEST']._serialized_end=273
-  _globals['_SNAPSHOTRESPONSE']._serialized_start=275
-  _globals['_SNAPSHOTRESPONSE']._serialized_end=392
-  _globals['_KVINDEXSERVICE']._serialized_start=395
-  _globals['_KVINDEXSERVICE']._serialized_end=542
+  _globals['_SNAPSHOTRESPONSE']._serialized_start=276
+  _globals['_SNAPSHOTRESPONSE']._serialized_end=407
+  _globals['_KVINDEXSERVICE']._serialized_start=410
+  _globals['_KVINDEXSERVICE']._serialized_end=557
 # @@protoc_insertion_point(module_scope)

@@ -130,12 +130,15 @@ class SnapshotResponse(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     IS_LAST_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     incarnation: _builtins.int
     sequence: _builtins.int
     """deltas up to this one are included"""
     is_last: _builtins.bool
     """of this instance"""
+    tier: _builtins.str
+    """host; empty: the engine's own"""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
@@ -146,10 +149,11 @@ class SnapshotResponse(_message.Message):
         sequence: _builtins.int = ...,
         block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
         is_last: _builtins.bool = ...,
+        tier: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_last", b"is_last", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_last", b"is_last", "sequence", b"sequence", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

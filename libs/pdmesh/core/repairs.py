@@ -1,0 +1,79 @@
+"""Whose snapshot is asked for next: a few at a time, who has waited longest first.
+
+Who could not be asked goes to the end with a growing pause, and holds no place meanwhile: any number of instances that
+do not answer delays the others by no more than their turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Wanted:
+    since: float
+    due: float
+    pause_s: float
+    is_in_flight: bool = False
+    is_again: bool = False  # asked for while in flight: what comes may be older than that
+
+
+@dataclass(slots=True)
+class Repairs:
+    """Times are seconds of one monotonic clock. `settle_s`: a reordered delta may fill the hole by itself."""
+
+    max_in_flight: int = 4
+    settle_s: float = 0.05
+    first_pause_s: float = 0.2
+    max_pause_s: float = 2.0
+    _wanted: dict[str, _Wanted] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+    def want(self, instance_id: str, now: float) -> None:
+        wanted = self._wanted.get(instance_id)
+        if wanted is None:
+            self._wanted[instance_id] = _Wanted(now, now + self.settle_s, self.first_pause_s)
+        elif wanted.is_in_flight:
+            wanted.is_again = True
+
+    def start(self, now: float) -> list[str]:
+        """Whom to ask now; each must be `ended` later."""
+        due = sorted(
+            (w.due, i) for i, w in self._wanted.items() if not w.is_in_flight and w.due <= now
+        )
+        started = [i for _, i in due[: max(0, self.max_in_flight - self._num_in_flight())]]
+        for instance_id in started:
+            self._wanted[instance_id].is_in_flight = True
+            self._wanted[instance_id].is_again = False
+        return started
+
+    def ended(self, instance_id: str, is_done: bool, now: float) -> None:
+        wanted = self._wanted[instance_id]
+        assert wanted.is_in_flight
+        if is_done and not wanted.is_again:
+            del self._wanted[instance_id]
+            return
+        wanted.is_in_flight = False
+        wanted.due = now + (self.settle_s if is_done else wanted.pause_s)
+        if not is_done:
+            wanted.pause_s = min(2 * wanted.pause_s, self.max_pause_s)
+
+    def next_start(self) -> float | None:
+        """When `start` may have something to do; None until `want` or `ended` is called."""
+        if self._num_in_flight() >= self.max_in_flight:
+            return None
+        return min((w.due for w in self._wanted.values() if not w.is_in_flight), default=None)
+
+    def since(self) -> Iterable[tuple[str, float]]:
+        """Who is waited for, and since when."""
+        return [(i, w.since) for i, w in self._wanted.items()]
+
+    def check_invariants(self) -> None:
+        assert self._num_in_flight() <= self.max_in_flight
+        assert all(w.pause_s <= self.max_pause_s for w in self._wanted.values())
+
+    def _num_in_flight(self) -> int:
+        return sum(w.is_in_flight for w in self._wanted.values())
