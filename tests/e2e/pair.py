@@ -36,6 +36,7 @@ from pdmesh.engine.base import (
 )
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.engine.vllm.engine import VllmEngine
+from pdmesh.kv.tiers.peers import FindHolders
 
 PULL_DEADLINE_S = 60.0
 _legs = itertools.count(1)  # of all engines, since pairs share some
@@ -132,9 +133,11 @@ class Host:
 
 
 @asynccontextmanager
-async def running(config: VllmConfig) -> AsyncIterator[Host]:
+async def running(
+    config: VllmConfig, find_holders: FindHolders | None = None
+) -> AsyncIterator[Host]:
     """A started engine with its outputs followed; stopped at the end whatever happened."""
-    engine = VllmEngine(config)
+    engine = VllmEngine(config, find_holders)
     info = await engine.start()
     host = Host(
         engine, ArenaAllocator(config.staging_bytes), ArenaAllocator(config.landing_bytes), info

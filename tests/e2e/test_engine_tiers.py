@@ -6,15 +6,17 @@ The comparison is shown to see wrong KV: with the KV zeroed on its way from the 
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
 from pdmesh.engine.base import Finished, Prefilled, PrefillJob, Sampling, Tokens
 from pdmesh.kv.tiers.config import TierConfig
+from pdmesh.kv.tiers.peers import FindHolders, PeerHolding
 from tests.e2e.cases import Case, differences, generate_all
 from tests.e2e.conftest import BLOCK_SIZE, Reference, prefill_config
 from tests.e2e.pair import Host, Pair, running
@@ -27,11 +29,15 @@ pytestmark = [
 ]
 POOL = TierConfig(host_pool_bytes=512 << 20, timeout_s=20.0)
 SERVED_BY_POOL, SERVED_BY_FILES = ("host", "served"), ("file", "served")
+SERVED_BY_PEER = ("peer", "served")
 
 
 @asynccontextmanager
 async def tiny(
-    model_dir: Path, tiers: TierConfig, worker_failpoints: str = ""
+    model_dir: Path,
+    tiers: TierConfig,
+    worker_failpoints: str = "",
+    find_holders: FindHolders | None = None,
 ) -> AsyncIterator[Host]:
     """An engine whose cache holds one long prompt at a time."""
     config = replace(
@@ -42,7 +48,7 @@ async def tiny(
         tiers=tiers,
         worker_failpoints=worker_failpoints,
     )
-    async with running(config) as host:
+    async with running(config, find_holders) as host:
         assert host.info.num_kv_blocks < 16
         yield host
 
@@ -104,6 +110,39 @@ async def test_a_new_engine_is_served_by_the_file_store(
         assert differences(expected, await generate_all(run.generate, todo, 1)) == []
         await host.until(lambda: host.tier_counts.get(SERVED_BY_FILES, 0) > 0)
         await host.until_idle()
+
+
+@pytest.mark.req("S76", "S77", "S68")
+async def test_another_engines_host_pool_serves_what_that_one_computed(
+    pair: Pair, reference: Reference, model_dir: Path
+) -> None:
+    todo, expected = long_prompts(reference)
+    picked = [i for i, case in enumerate(todo) if len(case.prompt) > 6 * BLOCK_SIZE]
+    todo, expected = [todo[i] for i in picked], [expected[i] for i in picked]
+    tiers = replace(POOL, uses_peers=True)
+    async with tiny(model_dir, tiers) as first:
+
+        async def find(names: Sequence[bytes], start: int) -> Sequence[PeerHolding]:
+            count = sum(1 for _ in takewhile(first.pool_blocks.__contains__, names[start:]))
+            return [PeerHolding("prefill-tiers", 1, first.info.kv_addresses, start, count)]
+
+        assert (
+            differences(
+                expected,
+                await generate_all(Pair(first, pair.decode, salt="tiers").generate, todo, 1),
+            )
+            == []
+        )
+        await first.until(lambda: len(first.pool_blocks) >= num_blocks(todo[-1:]))
+        async with tiny(model_dir, tiers, find_holders=find) as second:
+            run = Pair(second, pair.decode, salt="tiers")
+            assert differences(expected, await generate_all(run.generate, todo, 1)) == []
+            await second.until(lambda: second.tier_counts.get(SERVED_BY_PEER, 0) > 0)
+            print(second.tier_counts, first.tier_counts)
+            await second.until_idle()
+        assert second.tier_counts[SERVED_BY_PEER] > num_blocks(todo) // 3, "shared ones come once"
+        assert first.tier_counts["host", "lent"] >= second.tier_counts[SERVED_BY_PEER]
+        await first.until_idle()
 
 
 @pytest.mark.req("S72", "S76")

@@ -23,6 +23,7 @@ from pdmesh.engine.sim.model import SimParams
 from pdmesh.instance.host import HostConfig, InstanceHost
 from pdmesh.instance.publishing import KvBlocksPublisher
 from pdmesh.instance.servicer import InstanceServicer
+from pdmesh.kv.tiers.peers import FindHolders
 from pdmesh.kv.transport import KvTransport
 from pdmesh.net import rpc
 from pdmesh.net.events import EventPublisher
@@ -98,10 +99,11 @@ async def sim_instance(
     make_transport: Callable[[], KvTransport],
     *,
     host_config: HostConfig = HostConfig(),  # noqa: B008
+    find_holders: FindHolders | None = None,
     **changes: Any,
 ) -> AsyncIterator[SimInstance]:
     settings = settings_of(name, works, **changes)
-    built = build_sim(settings, make_transport)
+    built = build_sim(settings, make_transport, find_holders)
     engine = built.engine
     assert isinstance(engine, SimEngine)
     info = await engine.start()

@@ -16,6 +16,7 @@ from pdmesh.engine.sim.model import SimParams
 from pdmesh.errors import EngineFailed
 from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent
 from pdmesh.kv.tiers.config import TierConfig, open_tiers
+from pdmesh.kv.tiers.peers import FindHolders, PoolSource
 from pdmesh.kv.transport import KvTransport
 from pdmesh.kv.wire import VERSION as KV_WIRE_VERSION
 
@@ -56,13 +57,13 @@ class BuiltEngine:
     landing_bytes: int
 
 
-def build_engine(settings: EngineSettings) -> BuiltEngine:
-    """Not started yet. Raises EngineFailed if the settings name no engine."""
+def build_engine(settings: EngineSettings, find_holders: FindHolders | None = None) -> BuiltEngine:
+    """Not started yet. Raises EngineFailed if the settings name no engine. None: peers are not asked."""
     match settings.engine:
         case "sim":
-            return build_sim(settings, lambda: _ucx(settings))
+            return build_sim(settings, lambda: _ucx(settings), find_holders)
         case "vllm":
-            return _build_vllm(settings)
+            return _build_vllm(settings, find_holders)
         case other:
             raise EngineFailed(f"no engine is called {other!r}; there are sim and vllm")
 
@@ -73,7 +74,11 @@ def sim_fingerprint(params: SimParams) -> str:
     return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 
 
-def build_sim(settings: EngineSettings, make_transport: Callable[[], KvTransport]) -> BuiltEngine:
+def build_sim(
+    settings: EngineSettings,
+    make_transport: Callable[[], KvTransport],
+    find_holders: FindHolders | None = None,
+) -> BuiltEngine:
     if settings.sim_law not in LAWS:
         raise EngineFailed(f"no law is called {settings.sim_law!r}; there are {', '.join(LAWS)}")
     params = SimParams(
@@ -92,6 +97,16 @@ def build_sim(settings: EngineSettings, make_transport: Callable[[], KvTransport
     )
     identity = AgentIdentity(settings.instance_id, settings.incarnation, fingerprint, 0)
 
+    tiers = None
+    if settings.tiers.is_on:
+        compute_s = LAWS[settings.sim_law].prefill_token_s * params.block_size
+        tiers = open_tiers(
+            settings.tiers,
+            model_fingerprint=fingerprint,
+            block_bytes=params.num_layers * params.block_bytes,
+            costs=CostBook(recompute_block_s=compute_s) if compute_s else None,
+        )
+
     def make_agent(on_event: Callable[[AgentEvent], None]) -> KvAgent:
         return KvAgent(
             make_transport(),
@@ -99,6 +114,7 @@ def build_sim(settings: EngineSettings, make_transport: Callable[[], KvTransport
             staging_bytes=staging_bytes,
             landing_bytes=landing_bytes,
             on_event=on_event,
+            blocks=PoolSource(tiers.pool, tiers.counts) if tiers is not None else None,
         )
 
     config = SimConfig(
@@ -114,16 +130,8 @@ def build_sim(settings: EngineSettings, make_transport: Callable[[], KvTransport
         tier_timeout_s=settings.tiers.timeout_s,
         max_pulls=settings.max_pulls,
     )
-    tiers = None
-    if settings.tiers.is_on:
-        compute_s = config.law.prefill_token_s * params.block_size
-        tiers = open_tiers(
-            settings.tiers,
-            model_fingerprint=fingerprint,
-            block_bytes=params.num_layers * params.block_bytes,
-            costs=CostBook(recompute_block_s=compute_s) if compute_s else None,
-        )
-    return BuiltEngine(SimEngine(config, make_agent, tiers), staging_bytes, landing_bytes)
+    engine = SimEngine(config, make_agent, tiers, find_holders)
+    return BuiltEngine(engine, staging_bytes, landing_bytes)
 
 
 def _ucx(settings: EngineSettings) -> KvTransport:
@@ -132,7 +140,7 @@ def _ucx(settings: EngineSettings) -> KvTransport:
     return UcxTransport(settings.kv_host, settings.kv_advertise_host)
 
 
-def _build_vllm(settings: EngineSettings) -> BuiltEngine:
+def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> BuiltEngine:
     from pdmesh.engine.vllm.config import VllmConfig
     from pdmesh.engine.vllm.engine import VllmEngine
 
@@ -158,4 +166,4 @@ def _build_vllm(settings: EngineSettings) -> BuiltEngine:
         max_num_seqs=settings.num_slots,
         tiers=settings.tiers,
     )
-    return BuiltEngine(VllmEngine(config), staging_bytes, landing_bytes)
+    return BuiltEngine(VllmEngine(config, find_holders), staging_bytes, landing_bytes)

@@ -22,6 +22,7 @@ from pdmesh.instance.publishing import ErrorPublisher, KvBlocksPublisher, LoadPu
 from pdmesh.instance.servicer import InstanceServicer
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.kv.tiers.config import TierConfig
+from pdmesh.kv.tiers.holders import HolderDirectory
 from pdmesh.lifecycle import App, StartupError
 from pdmesh.net import rpc
 from pdmesh.net.events import EventPublisher
@@ -44,16 +45,25 @@ _CLOSE_S: Final = 1.0  # for sessions to read their last message
 async def serve(settings: InstanceSettings, app: App, role: Role.ValueType) -> None:
     """Until `app.stopping`, the engine's death, or replacement by another incarnation."""
     failpoints.arm(settings.failpoint)
-    built = build_engine(_engine_settings(settings, app, role))
+    engine_settings = _engine_settings(settings, app, role)
+    holders = _holders(engine_settings)
+    built = build_engine(engine_settings, holders.find if holders is not None else None)
     app.add_readiness("engine", lambda: False)
     started = time.monotonic()
     try:
         if (info := await _start_engine(built, app)) is None:
             return
         log.info("engine.started", engine=info.engine, start_s=round(time.monotonic() - started, 2))
-        await _serve_engine(settings, app, role, built, info)
+        await _serve_engine(settings, app, role, built, info, holders)
     finally:
         await built.engine.stop()
+        if holders is not None:
+            await holders.close()
+
+
+def _holders(settings: EngineSettings) -> HolderDirectory | None:
+    tiers = settings.tiers
+    return HolderDirectory(settings.instance_id) if tiers.is_on and tiers.uses_peers else None
 
 
 async def _start_engine(built: BuiltEngine, app: App) -> EngineInfo | None:
@@ -73,6 +83,7 @@ async def _serve_engine(
     role: Role.ValueType,
     built: BuiltEngine,
     info: EngineInfo,
+    holders: HolderDirectory | None,
 ) -> None:
     bus = await _unless_stopping(app, NatsBus.connect(settings.nats_url, app.instance_id))
     if bus is None:
@@ -97,8 +108,9 @@ async def _serve_engine(
         record.is_draining = host.admission.is_draining
         return record
 
+    registry = NatsRegistry(bus, settings.lease_s)
     presence = Presence(
-        NatsRegistry(bus, settings.lease_s),
+        registry,
         events,
         lease_s=settings.lease_s,
         is_ready=lambda: not app.not_ready(),
@@ -123,6 +135,8 @@ async def _serve_engine(
             ("failures", failures.run()),
         )
     }
+    if holders is not None:
+        works["holders"] = asyncio.create_task(holders.run(registry), name="holders")
     register = asyncio.create_task(presence.start(current_record), name="register")
     try:
         await _until_stopped_and_drained(settings, app, host, presence, list(works.values()))
@@ -239,6 +253,7 @@ def _engine_settings(settings: InstanceSettings, app: App, role: Role.ValueType)
             file_store_bytes=settings.kv_file_store_bytes,
             owner_share=settings.kv_tier_owner_share,
             timeout_s=settings.kv_tier_timeout_s,
+            uses_peers=settings.kv_peer_pools,
         ),
         sim_law=settings.sim_law,
         sim_eos_period=settings.sim_eos_period,

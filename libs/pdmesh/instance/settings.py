@@ -50,6 +50,9 @@ class InstanceSettings(ServiceSettings):
     kv_file_store_bytes: int = shared(
         4 << 30, gt=0, description="Quota of the file store's folder; the least recently used go"
     )
+    kv_peer_pools: bool = shared(
+        True, description="Ask other instances' host pools too, where this one has a pool or store"
+    )
     kv_tier_owner_share: float = shared(
         1.0, gt=0, le=1, description="Share of host pool and file store that one tenant may fill"
     )

@@ -25,7 +25,7 @@ ATTR_OUTCOME: Final = (
     "pdmesh.outcome"  # of a call: completed, failed, cancelled; each metric has its own
 )
 ATTR_TIER: Final = "tier"  # host, peer, file
-ATTR_EVENT: Final = "event"  # served, stored, evicted, corrupt, failed, late, dropped
+ATTR_EVENT: Final = "event"  # served, stored, lent, evicted, corrupt, failed, late, dropped
 ATTR_SCENARIO: Final = "pdmesh.scenario"  # a configured one, or default
 ATTR_TENANT: Final = "pdmesh.tenant"  # of the key file; empty: unknown
 ATTR_KV_BYTES: Final = "pdmesh.kv.bytes"  # pulled by decode

@@ -44,6 +44,7 @@ from pdmesh.errors import EngineFailed
 from pdmesh.kv import agent as kv_agent
 from pdmesh.kv.agent import AgentEvent, KvAgent
 from pdmesh.kv.scatter import gather
+from pdmesh.kv.tiers.peers import AgentPeers, FindHolders
 from pdmesh.kv.tiers.stack import TierStack
 
 AgentFactory = Callable[[Callable[[AgentEvent], None]], KvAgent]
@@ -62,7 +63,11 @@ class SimEngine:
     """See `pdmesh.engine.base.Engine`. `make_agent` gets the callback for the KV agent's events."""
 
     def __init__(
-        self, config: SimConfig, make_agent: AgentFactory, tiers: TierStack | None = None
+        self,
+        config: SimConfig,
+        make_agent: AgentFactory,
+        tiers: TierStack | None = None,
+        find_holders: FindHolders | None = None,
     ) -> None:
         self._config = config
         self._model = SimModel(config.params)
@@ -84,6 +89,8 @@ class SimEngine:
         )
         self._tiers: TierLane | None = None
         if tiers is not None:
+            if find_holders is not None:
+                tiers.peers = AgentPeers(self._agent.fetch, 0, config.tier_timeout_s)
             self._tiers = TierLane(
                 tiers,
                 config.tier_timeout_s,
@@ -92,6 +99,7 @@ class SimEngine:
                 self._emit,
                 self._arrive,
                 self._die,
+                find_holders,
             )
         self._arrivals: dict[int, PrefillJob] = {}
         self._sequences: dict[int, _Sequence] = {}

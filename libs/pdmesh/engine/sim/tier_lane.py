@@ -15,6 +15,7 @@ from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.memory import PagedMemory
 from pdmesh.kv.scatter import gather, recv_scatter
 from pdmesh.kv.tiers.owner import owner_of
+from pdmesh.kv.tiers.peers import FindHolders
 from pdmesh.kv.tiers.stack import Lease, TierStack
 from pdmesh.kv.transport import ByteArray
 
@@ -33,8 +34,10 @@ class TierLane:
         emit: Callable[[Output], None],
         on_ready: Callable[[PrefillJob], None],
         die: Callable[[BaseException], None],
+        find: FindHolders | None = None,
     ) -> None:
         self.stack = stack
+        self._find = find
         self._timeout_s, self._memory, self._pool = timeout_s, memory, pool
         self._emit, self._on_ready, self._die = emit, on_ready, die
         self._jobs: dict[int, PrefillJob] = {}
@@ -67,7 +70,8 @@ class TierLane:
         first = self._pool.num_held(names)
         if first == len(names):
             return False
-        work = self.stack.fetch(names, owner_of(job.cache_salt), first, self._timeout_s)
+        owner = owner_of(job.cache_salt)
+        work = self.stack.fetch(names, owner, first, self._timeout_s, self._find)
         task = asyncio.create_task(work, name=f"tiers-{job.leg}")
         self._jobs[job.leg] = job
         self._fetches[job.leg] = task

@@ -59,6 +59,7 @@ from pdmesh.engine.vllm.stats import SchedulerView
 from pdmesh.engine.vllm.tier_client import TierClient, outputs_of
 from pdmesh.errors import EngineFailed
 from pdmesh.kv.tiers.owner import owner_of
+from pdmesh.kv.tiers.peers import FindHolders
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -84,8 +85,8 @@ class _Reader:
 class VllmEngine:
     """See `pdmesh.engine.base.Engine`. One per process group; not to be started twice."""
 
-    def __init__(self, config: VllmConfig) -> None:
-        self._config = config
+    def __init__(self, config: VllmConfig, find_holders: FindHolders | None = None) -> None:
+        self._config, self._find_holders = config, find_holders
         self._private_dir: Path | None = None
         self._llm: AsyncLLM | None = None
         self._control: ControlServer | None = None
@@ -185,7 +186,9 @@ class VllmEngine:
         self._names.capacity = max(1024, NAMES_PER_BLOCK * self._num_blocks)
         if config.tiers.is_on:
             assert self._control is not None
-            self._tiers = TierClient(self._control.broadcast, num_ranks, config.tiers.timeout_s)
+            self._tiers = TierClient(
+                self._control.broadcast, num_ranks, config.tiers.timeout_s, self._find_holders
+            )
         return EngineInfo(
             engine="vllm",
             model=config.model,

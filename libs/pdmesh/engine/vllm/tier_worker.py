@@ -26,8 +26,9 @@ from pdmesh.engine.vllm.messages import (
     TierNews,
 )
 from pdmesh.engine.vllm.tier_plan import TierLoad, TierPlan, TierSave
+from pdmesh.kv.agent_thread import AgentThread
 from pdmesh.kv.tiers.config import TierConfig, open_tiers
-from pdmesh.kv.tiers.peers import PeerHolding, PeerPools
+from pdmesh.kv.tiers.peers import AgentPeers, PeerHolding, PoolSource
 from pdmesh.kv.tiers.report import TierReport
 from pdmesh.kv.tiers.stack import Lease, TierStack
 from pdmesh.kv.transport import ByteArray
@@ -52,18 +53,17 @@ class TierWorker:
         rank: int,
         num_ranks: int,
         send: Callable[[Message], None],
-        peers: PeerPools | None = None,
     ) -> None:
+        self._config = TierConfig(**config)
         self._caches, self._block_size = caches, block_size
         self._rank, self._send = rank, send
         self._loop = asyncio.new_event_loop()
         self.stack: TierStack = open_tiers(
-            TierConfig(**config),
+            self._config,
             model_fingerprint=model_fingerprint,
             block_bytes=caches.num_layers * caches.block_bytes,
             rank=rank,
             num_ranks=num_ranks,
-            peers=peers,
         )
         self._lock = threading.Lock()  # over the next two
         self._leases: dict[int, Lease] = {}
@@ -73,6 +73,18 @@ class TierWorker:
         self._failed_blocks: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
         self._thread.start()
+
+    def source(self) -> PoolSource:
+        """What peers may fetch from this rank."""
+        return PoolSource(self.stack.pool, self.stack.counts)
+
+    def ask_peers(self, agent: AgentThread) -> None:
+        """Fetch what peers hold over this agent. Before the host's first message."""
+
+        async def fetch(*args: Any, **options: Any) -> int:  # Any: passed on as they are
+            return await asyncio.wrap_future(agent.fetch(*args, **options))
+
+        self.stack.peers = AgentPeers(fetch, self._rank, self._config.timeout_s)
 
     # -- a step, on vLLM's thread -------------------------------------------------------------------
 

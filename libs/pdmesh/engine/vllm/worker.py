@@ -102,13 +102,17 @@ class HandoffWorker:
 
     def _open_agent(self) -> str:
         config = self._config
-        if not (config["staging_bytes"] or config["landing_bytes"]):
+        lends = self.tiers is not None and config["tiers"]["uses_peers"]
+        if not (config["staging_bytes"] or config["landing_bytes"] or lends):
             return ""  # fusion: no KV leaves or comes
         identity = kv.AgentIdentity(
             config["instance_id"], config["incarnation"], self._fingerprint, self._rank
         )
-        self._agent = AgentThread(lambda: self._make_agent(identity))
-        return self._agent.start()
+        agent = self._agent = AgentThread(lambda: self._make_agent(identity))
+        address = agent.start()
+        if self.tiers is not None and lends:
+            self.tiers.ask_peers(agent)
+        return address
 
     def _make_agent(self, identity: kv.AgentIdentity) -> kv.KvAgent:
         return kv.KvAgent(
@@ -117,6 +121,7 @@ class HandoffWorker:
             staging_bytes=self._config["staging_bytes"],
             landing_bytes=self._config["landing_bytes"],
             on_event=self._on_agent_event,
+            blocks=self.tiers.source() if self.tiers is not None else None,
         )
 
     # -- a step, on vLLM's thread -------------------------------------------------------------------

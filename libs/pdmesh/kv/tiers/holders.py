@@ -1,9 +1,14 @@
-"""Which peers' host pools hold a prompt's blocks, as the kv-cache-index knows it: a hint, in bounded time."""
+"""Which peers' host pools hold a prompt's blocks, as the kv-cache-index knows it: a hint, in bounded time.
+
+Who the instances are is read from the registry now and then, not followed: every instance following all others would cost the
+square of their number. A peer that is newer than the last reading is simply not asked yet.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import grpc
@@ -11,34 +16,43 @@ import structlog
 
 from pdmesh.kv.tiers.peers import PeerHolding
 from pdmesh.net import rpc
-from pdmesh.net.registry import RegistryView
+from pdmesh.net.registry import Registry
+from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.kv_index_service_pb2 import MatchRequest
 from pdmesh.v1.kv_index_service_pb2_grpc import KvIndexServiceStub
 
 log = structlog.get_logger(__name__)
 
 _ASK_S: Final = 0.05
+_READ_EVERY_S: Final = 10.0
 _PAUSE_S: Final = 1.0  # after a failure the index is left alone
 MAX_HOLDINGS: Final = 4  # the longest ones
 
 
 class HolderDirectory:
-    """`connect` gives it a view of the registry; until then nobody holds anything."""
+    """While `run` has not read the registry, nobody holds anything."""
 
     def __init__(self, instance_id: str) -> None:
         self._instance_id = instance_id
-        self._view: RegistryView | None = None
+        self._records: Mapping[str, InstanceRecord] = {}
         self._channel: grpc.aio.Channel | None = None
         self._address = ""
         self._not_before = 0.0
 
-    def connect(self, view: RegistryView) -> None:
-        self._view = view
+    async def run(self, registry: Registry) -> None:
+        while True:
+            await self.read(registry)
+            await asyncio.sleep(_READ_EVERY_S)
+
+    async def read(self, registry: Registry) -> None:
+        view = await registry.watch()
+        self._records = dict(view.records)
+        await view.close()
 
     async def find(self, names: Sequence[bytes], first: int) -> Sequence[PeerHolding]:
         """A `FindHolders`: never raises."""
         channel = await self._index()
-        if channel is None or self._view is None or time.monotonic() < self._not_before:
+        if channel is None or time.monotonic() < self._not_before:
             return ()
         request = MatchRequest(block_hashes=names[first:], tier="host")
         try:
@@ -49,7 +63,7 @@ class HolderDirectory:
             return ()
         holdings: list[PeerHolding] = []
         for match in sorted(response.matches, key=lambda m: -m.num_blocks):
-            record = self._view.records.get(match.instance_id)
+            record = self._records.get(match.instance_id)
             if record is None or record.incarnation != match.incarnation:
                 continue
             if match.instance_id != self._instance_id and record.kv_addresses:
@@ -66,8 +80,8 @@ class HolderDirectory:
             await self._channel.close(None)
 
     async def _index(self) -> grpc.aio.Channel | None:
-        records = self._view.records.items() if self._view is not None else ()
-        found = [r.grpc_address for _, r in sorted(records) if r.service == "kv-cache-index"]
+        records = sorted(self._records.items())
+        found = [r.grpc_address for _, r in records if r.service == "kv-cache-index"]
         if not found:
             return None
         if found[0] != self._address:

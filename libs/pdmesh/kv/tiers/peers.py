@@ -13,9 +13,12 @@ from typing import Final, Protocol
 
 import structlog
 
+from pdmesh.core.tiers import Tier
 from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.agent_types import PinnedBlocks
 from pdmesh.kv.tiers.file_format import checksum_of
-from pdmesh.kv.tiers.host_pool import HostPool, PinnedBlock
+from pdmesh.kv.tiers.host_pool import HostPool
+from pdmesh.kv.tiers.report import TierCounts, TierEvent
 from pdmesh.kv.transport import ByteArray
 
 log = structlog.get_logger(__name__)
@@ -103,28 +106,24 @@ class AgentPeers:
 
 
 @dataclass(frozen=True, slots=True)
-class LentBlocks:
-    """What the agent sends from, see `kv.agent.PinnedBlocks`."""
-
-    views: Sequence[ByteArray]
-    checksums: Sequence[bytes]
-    blocks: Sequence[PinnedBlock]
+class _Lent(PinnedBlocks):
+    names: Sequence[bytes] = ()
 
 
 class PoolSource:
     """A host pool that peers may fetch from: the agent's `BlockSource`. Serving them is no use that keeps a block here."""
 
-    def __init__(self, pool: HostPool) -> None:
-        self._pool = pool
-        self.num_served = 0
+    def __init__(self, pool: HostPool, counts: TierCounts) -> None:
+        self._pool, self._counts = pool, counts
 
-    def open(self, names: Sequence[bytes]) -> LentBlocks | None:
+    def open(self, names: Sequence[bytes]) -> PinnedBlocks | None:
         blocks = self._pool.pin(names)
         if not blocks:
             return None
-        self.num_served += len(blocks)
+        self._counts.add(Tier.HOST, TierEvent.LENT, len(blocks))
         views, checksums = [b.data for b in blocks], [b.checksum for b in blocks]
-        return LentBlocks(views, checksums, blocks)
+        return _Lent(views, checksums, [b.name for b in blocks])
 
-    def close(self, pinned: LentBlocks) -> None:
-        self._pool.unpin([block.name for block in pinned.blocks], is_use=False)
+    def close(self, pinned: PinnedBlocks) -> None:
+        assert isinstance(pinned, _Lent)
+        self._pool.unpin(pinned.names, is_use=False)

@@ -21,6 +21,7 @@ class TierEvent(StrEnum):
 
     SERVED = "served"  # a request got it from here instead of computing it
     STORED = "stored"
+    LENT = "lent"  # sent to a peer
     EVICTED = "evicted"
     CORRUPT = "corrupt"  # a checksum or header did not hold; recomputed
     FAILED = "failed"  # could not be read or written in time; recomputed
