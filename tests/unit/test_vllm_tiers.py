@@ -100,6 +100,17 @@ def test_a_draft_that_may_be_rejected_has_no_name() -> None:
     assert core.take_plan().saves == [TierSave(NAMES[:2], OWNER, (11,))]
 
 
+def test_of_a_pulled_prompt_only_the_answer_is_saved() -> None:
+    tokens = TOKENS[:10]
+    core = TierPlanner(4)
+    core.add("a", SALT, tokens, None, is_pulled=True)
+    core.scheduled("a", 9, 1, lambda: BLOCKS)
+    assert core.take_plan().saves == []
+    tokens += TOKENS[10:12]
+    core.scheduled("a", 11, 1, lambda: BLOCKS)
+    assert core.take_plan().saves == [TierSave(NAMES[:3], OWNER, (12,))]
+
+
 @pytest.mark.fault("F40")
 @pytest.mark.parametrize("salt", [None, "", "not hex, but of thirty-two chars", "ab"])
 def test_a_request_without_a_root_has_no_names(salt: str | None) -> None:

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from pdmesh.engine.vllm.handoff import HandoffPlanner, StepPlan
+from pdmesh.engine.vllm.handoff import LOAD, HandoffPlanner, StepPlan
 from pdmesh.engine.vllm.tier_plan import TierPlan, TierPlanner
 from pdmesh.engine.vllm.worker import HandoffWorker
 
@@ -78,8 +78,14 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
                 request.request_id, request.kv_transfer_params, request.num_prompt_tokens
             )
         if self._tiers is not None:
-            offer = (request.kv_transfer_params or {}).get("tiers")
-            self._tiers.add(request.request_id, request.cache_salt, request.all_token_ids, offer)
+            params = request.kv_transfer_params or {}
+            self._tiers.add(
+                request.request_id,
+                request.cache_salt,
+                request.all_token_ids,
+                params.get("tiers"),
+                is_pulled=params.get("pdmesh") == LOAD,
+            )
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -69,9 +69,18 @@ class TierPlanner:
         self._plan = TierPlan()
 
     def add(
-        self, key: str, cache_salt: str | None, tokens: Sequence[int], offer: Sequence[int] | None
+        self,
+        key: str,
+        cache_salt: str | None,
+        tokens: Sequence[int],
+        offer: Sequence[int] | None,
+        *,
+        is_pulled: bool = False,
     ) -> None:
-        """A request arrived. `offer` is (leg, first, count) of its lease. Without a salt it has no names."""
+        """A request arrived. `offer` is (leg, first, count) of its lease. Without a salt it has no names.
+
+        Of a prompt that is pulled from a prefill only the answer is saved: the prefill's pool has the rest.
+        """
         if offer is not None:
             self._offers[key] = _Offer(*offer)
         if cache_salt is None or len(cache_salt) != 2 * HASH_BYTES:
@@ -80,7 +89,9 @@ class TierPlanner:
             root = bytes.fromhex(cache_salt)
         except ValueError:
             return
-        self._chains[key] = _Chain(root, owner_of(cache_salt), tokens)
+        chain = self._chains[key] = _Chain(root, owner_of(cache_salt), tokens)
+        if is_pulled:
+            chain.num_saved = len(tokens) // self._block_size
 
     def num_external_tokens(self, key: str, num_local_tokens: int) -> int:
         """Tokens that the lease adds to those found in the engine; 0 if it does not continue them."""
