@@ -17,7 +17,8 @@ from pdmesh.core.chat_affinity import ChatAffinity
 from pdmesh.core.fleet import Fleet
 from pdmesh.core.groups import GroupTracker
 from pdmesh.core.placement import Placement
-from pdmesh.core.placement_policies import POLICIES, Weights
+from pdmesh.core.placement_baselines import POLICIES
+from pdmesh.core.placement_policies import Weights
 from pdmesh.core.prefix_index import PrefixIndex
 from pdmesh.events.v1.events_pb2 import LeaderChanged
 from pdmesh.kv.index_feed import IndexFeed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from pdmesh.core.fleet import (
     Identity,
     JudgeLost,
     LoadReported,
+    PrefillComputed,
     RecordSeen,
     RecordVanished,
     Role,
@@ -21,7 +23,8 @@ from pdmesh.core.fleet import (
 from pdmesh.core.groups import GroupChanged, GroupTracker
 from pdmesh.core.health import Health
 from pdmesh.core.placement import NoPlan, Placement, Plan
-from pdmesh.core.placement_policies import POLICIES, Query, Weights
+from pdmesh.core.placement_baselines import POLICIES
+from pdmesh.core.placement_policies import Query, Weights
 from pdmesh.core.prefix_index import Delta, PrefixIndex
 
 
@@ -69,16 +72,36 @@ def test_the_prefill_that_holds_the_prefix_comes_first() -> None:
     plan = planned(placement, QUERY, prefill_1=5)
     assert [c.instance_id for c in plan.prefills] == ["prefill-1", "prefill-0"]
     assert plan.prefills[0].num_matched_tokens == 320
-    assert plan.prefills[0].score == pytest.approx(0.5)
 
 
 @pytest.mark.req("S107")
-def test_the_score_is_alpha_matched_share_less_gamma_used_share() -> None:
+def test_the_score_is_formula_2_with_the_wait_and_the_load() -> None:
+    """latency: fixed by what the predictor was taught: 1 ms per computed token; prefill-0 must wait 320 ms more."""
     placement = make(*pair())
-    placement.weights = Weights(alpha=2.0, gamma=3.0)
+    fit = placement.fleet.predictor.fit("f/prefill")
+    for num_tokens in range(64, 4096, 64):
+        num_reused = num_tokens * (num_tokens // 64 % 5) // 5
+        fit.observe(num_tokens, num_reused, (num_tokens - num_reused) * 1e-3)
+    placement.weights = Weights(alpha=2.0, beta=0.5, gamma=3.0, load=1.0)
     placement.fleet.handle(load("prefill-0", used=2), now=0.0)
-    scores = {c.instance_id: c.score for c in planned(placement, QUERY, prefill_0=4).prefills}
-    assert scores == pytest.approx({"prefill-0": 2.0 * 0.4 - 3.0 * 0.25, "prefill-1": 0.0})
+    placement.fleet.instances["prefill-0"].available_at = 0.32
+    plan = placement.plan(QUERY, {"prefill-0": 6}, 0.0, num_remote=8)
+    assert isinstance(plan, Plan)
+    scores = {c.instance_id: c.score for c in plan.prefills}
+    worst = 0.32 + 0.128
+    holder = 2.0 * 0.6 + 0.5 * 0.2 - 3.0 * (0.32 + 0.128) / worst - 1.0 * 0.25
+    other = 0.5 * 0.8 - 3.0 * 0.128 / worst
+    assert scores == pytest.approx({"prefill-0": holder, "prefill-1": other}, abs=0.02)
+
+
+@pytest.mark.req("S107")
+def test_the_remote_term_favours_no_one_who_has_the_prefix_already() -> None:
+    placement = make(*pair())
+    plan = placement.plan(QUERY, {"prefill-1": 10}, 0.0, num_remote=10)
+    assert isinstance(plan, Plan)
+    assert plan.prefills[0].instance_id == "prefill-1"
+    first, second = (c.score for c in plan.prefills)
+    assert first - second == pytest.approx(0.5)  # alpha - beta: the latency of both is the same
 
 
 @pytest.mark.req("S108")
@@ -96,10 +119,47 @@ def test_what_was_dispatched_counts_until_a_later_report_includes_it() -> None:
     prefill = placement.fleet.instances["prefill-0"]
     placement.fleet.handle(load("prefill-0", used=3), now=0.01)
     assert prefill.used_slots() == 3 + 8
-    placement.fleet.handle(load("prefill-0", used=8), now=0.1)
-    assert prefill.used_slots() == 8
-    planned(placement, QUERY, now=5.0)
+    planned(placement, QUERY, now=5.0)  # nobody ever named them
     assert placement.fleet.instances["prefill-1"].used_slots() <= 1
+
+
+@pytest.mark.req("S93")
+def test_a_booking_settles_when_any_instance_names_its_request() -> None:
+    """The first candidate refused, the second took it: the first is free again at once."""
+    placement = make(*pair())
+    query = replace(QUERY, request_id="r1")
+    plan = planned(placement, query)
+    first, second = (placement.fleet.instances[c.instance_id] for c in plan.prefills)
+    decode = placement.fleet.instances[plan.decodes[0].instance_id]
+    assert (first.used_slots(), first.num_backlog_blocks, second.used_slots()) == (1, 10, 0)
+    placement.fleet.handle(replace(load(second.id, used=1), admitted=("r1",)), now=0.1)
+    assert (first.used_slots(), first.num_backlog_blocks) == (0, 0)
+    assert (second.used_slots(), second.num_backlog_blocks) == (1, 10)
+    assert second.available_at > 0.1
+    assert (decode.used_slots(), decode.free_blocks()) == (1, 1000 - 11)
+    placement.fleet.handle(replace(load(decode.id, used=1, free=989), admitted=("r1",)), now=0.2)
+    assert (decode.used_slots(), decode.free_blocks()) == (1, 989)
+    done = PrefillComputed("r1", 640, 0, 0.05)
+    placement.fleet.handle(replace(load(second.id), computed=(done,)), now=0.3)
+    assert (second.used_slots(), second.num_backlog_blocks, second.available_at) == (0, 0, 0.3)
+    assert not len(placement.fleet.reservations)
+    placement.fleet.check_invariants()
+
+
+def test_a_request_that_is_planned_again_is_booked_once() -> None:
+    placement = make(*pair())
+    for _ in range(5):
+        planned(placement, replace(QUERY, request_id="r1"))
+    used = [i.used_slots() for i in placement.fleet.instances.values() if not i.is_decode]
+    assert sum(used) == 1
+
+
+@pytest.mark.req("S93")
+def test_when_all_are_busy_the_earliest_available_comes_first() -> None:
+    placement = make(*pair())
+    for name, until in (("prefill-0", 5.0), ("prefill-1", 2.0)):
+        placement.fleet.instances[name].available_at = until
+    assert planned(placement, QUERY).prefills[0].instance_id == "prefill-1"
 
 
 @pytest.mark.req("S13")

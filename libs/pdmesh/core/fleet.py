@@ -1,20 +1,19 @@
 """The master's picture of all instances: who they are, how they fare, how loaded they are.
 
 Records say who is there, health says who may be used, loads say how busy. Load reports are old when they
-arrive, so what was dispatched since counts on top (a credit that settles with the next report, or after a second).
+arrive, so what was dispatched since counts on top until a report names it (see `reservations.py`).
 """
 
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.core.health import Health
+from pdmesh.core.latency_predictor import LatencyPredictor
+from pdmesh.core.reservations import Booking, Reservations
 
-_SETTLED_AFTER_S = 0.03  # a report this much younger than a dispatch includes it
-_CREDIT_S = 1.0
-_MAX_CREDITS = 4096
 _MAX_JUDGED = 65_536
 
 
@@ -72,6 +71,16 @@ class JudgeLost:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillComputed:
+    """One prompt's compute as the instance timed it, without the wait for prompts before it."""
+
+    request_id: str
+    num_tokens: int
+    num_cached_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReported:
     instance_id: str
     incarnation: int
@@ -79,6 +88,8 @@ class LoadReported:
     num_slots_used: int
     num_kv_blocks_free: int
     is_draining: bool
+    admitted: Sequence[str] = ()  # request ids since the last report
+    computed: Sequence[PrefillComputed] = ()
 
 
 Event = RecordSeen | RecordVanished | HealthJudged | JudgeLost | LoadReported
@@ -95,8 +106,17 @@ class Instance:
     num_kv_blocks_free: int = 0
     is_draining: bool = False
     reported_at: float | None = None
-    _credits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MAX_CREDITS))
-    _credit_blocks: int = 0
+    id: str = field(init=False)
+    kind: str = field(init=False)  # instances of one kind take equally long for a prompt
+    available_at: float = 0.0  # when what is booked here is predicted to be computed (S93)
+    backlog_s: float = 0.0
+    num_backlog_blocks: int = 0  # to be computed
+    num_booked: int = 0  # requests that no report shows yet
+    num_booked_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        self.id = self.identity.instance_id
+        self.kind = f"{self.identity.model_fingerprint}/{self.identity.role.value}"
 
     @property
     def is_usable(self) -> bool:
@@ -104,22 +124,40 @@ class Instance:
             self.health is Health.HEALTHY and not self.is_draining and not self.identity.is_draining
         )
 
+    @property
+    def is_decode(self) -> bool:
+        return self.identity.role is Role.DECODE
+
     def used_slots(self) -> int:
         """Reported ones and those dispatched since."""
-        return self.num_slots_used + len(self._credits)
+        return self.num_slots_used + self.num_booked
 
     def free_blocks(self) -> int:
-        return max(0, self.num_kv_blocks_free - self._credit_blocks)
+        return max(0, self.num_kv_blocks_free - self.num_booked_blocks)
 
-    def dispatch(self, num_blocks: int, now: float) -> None:
-        """A request was sent its way that the last report cannot include."""
-        if len(self._credits) < _MAX_CREDITS:
-            self._credits.append((now, num_blocks))
-            self._credit_blocks += num_blocks
+    def add_booking(self, booking: Booking, now: float) -> None:
+        self.num_booked += 1
+        self.num_booked_blocks += booking.num_blocks
+        self.add_backlog(booking, now)
 
-    def settle(self, older_than: float) -> None:
-        while self._credits and self._credits[0][0] < older_than:
-            self._credit_blocks -= self._credits.popleft()[1]
+    def remove_booking(self, booking: Booking, now: float) -> None:
+        self.num_booked -= 1
+        self.num_booked_blocks -= booking.num_blocks
+        self.remove_backlog(booking, now)
+
+    def add_backlog(self, booking: Booking, now: float) -> None:
+        self.backlog_s += booking.seconds
+        self.num_backlog_blocks += booking.num_new_blocks
+        self.available_at = max(self.available_at, now) + booking.seconds
+
+    def remove_backlog(self, booking: Booking, now: float) -> None:
+        self.num_backlog_blocks -= booking.num_new_blocks
+        self.backlog_s = max(0.0, self.backlog_s - booking.seconds) if self.num_backlog_blocks else 0.0
+        self.available_at = max(now, self.available_at - booking.seconds)
+
+    def resume_backlog(self, now: float) -> None:
+        """A prompt was computed just now, so the next begins: the prediction starts from here."""
+        self.available_at = now + self.backlog_s
 
 
 @dataclass(slots=True)
@@ -127,33 +165,46 @@ class Fleet:
     """The only way to change state is `handle`."""
 
     instances: dict[str, Instance] = field(default_factory=dict)
+    predictor: LatencyPredictor = field(default_factory=LatencyPredictor)
+    reservations: Reservations = field(default_factory=Reservations)
+    version: int = 0  # grows whenever who may be a candidate may have changed
     _judged: dict[str, HealthJudged] = field(
         default_factory=dict
     )  # a verdict may precede the record
 
     def handle(self, event: Event, now: float) -> None:
         match event:
+            case LoadReported():
+                self._on_load(event, now)
+                return
             case RecordSeen():
                 self._on_record(event.identity)
             case RecordVanished():
-                self.instances.pop(event.instance_id, None)
+                self._forget(event.instance_id)
                 self._judged.pop(event.instance_id, None)
             case HealthJudged():
                 self._on_health(event)
             case JudgeLost():
                 self._trust_again()
-            case LoadReported():
-                self._on_load(event, now)
+        self.version += 1
 
     def settle(self, now: float) -> None:
-        """Let credits lapse that no report has confirmed."""
-        for instance in self.instances.values():
-            instance.settle(now - _CREDIT_S)
+        """Let bookings lapse that no report has named."""
+        self.reservations.expire(now)
 
     def check_invariants(self) -> None:
         for instance_id, instance in self.instances.items():
             assert instance.identity.instance_id == instance_id
-            assert instance._credit_blocks == sum(blocks for _, blocks in instance._credits)
+            bookings = self.reservations.of(instance)
+            open_ones = [b for b in bookings if not b.is_admitted]
+            assert instance.num_booked == len(open_ones)
+            assert instance.num_booked_blocks == sum(b.num_blocks for b in open_ones)
+            assert instance.num_backlog_blocks == sum(b.num_new_blocks for b in bookings)
+
+    def _forget(self, instance_id: str) -> None:
+        instance = self.instances.pop(instance_id, None)
+        if instance is not None:
+            self.reservations.forget_instance(instance)
 
     def _on_record(self, identity: Identity) -> None:
         known = self.instances.get(identity.instance_id)
@@ -161,6 +212,7 @@ class Fleet:
             known.identity = identity
             known.num_slots = known.num_slots or identity.num_slots
             return
+        self._forget(identity.instance_id)
         instance = self.instances[identity.instance_id] = Instance(
             identity, num_slots=identity.num_slots, num_kv_blocks_free=identity.num_kv_blocks
         )
@@ -189,6 +241,12 @@ class Fleet:
         instance.num_slots = event.num_slots
         instance.num_slots_used = event.num_slots_used
         instance.num_kv_blocks_free = event.num_kv_blocks_free
-        instance.is_draining = event.is_draining
+        if instance.is_draining != event.is_draining:
+            instance.is_draining = event.is_draining
+            self.version += 1
         instance.reported_at = now
-        instance.settle(now - _SETTLED_AFTER_S)
+        self.reservations.admitted(instance, event.admitted, now)
+        for prefill in event.computed:
+            self.reservations.computed(prefill.request_id, now)
+            fit = self.predictor.fit(instance.kind)
+            fit.observe(prefill.num_tokens, prefill.num_cached_tokens, prefill.seconds)

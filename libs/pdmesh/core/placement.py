@@ -6,13 +6,18 @@ fusion instances, which need no decode. The ranking is advice: whether an instan
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Final
 
 from pdmesh.core.chat_affinity import ChatAffinity
 from pdmesh.core.fleet import Fleet, Instance, Role
-from pdmesh.core.placement_policies import POLICIES, Policy, Query, Scored, Weights
+from pdmesh.core.placement_baselines import POLICIES
+from pdmesh.core.placement_policies import Known, Policy, Query, Scored, Weights
+from pdmesh.core.reservations import Booking
 
 DEFAULT_MODEL = "default"  # names whatever model the scenario serves
 DEFAULT_SCENARIO = "default"
@@ -46,15 +51,49 @@ class NoPlan:
     message: str
 
 
+CellKey = tuple[str, str, bool]  # group, model fingerprint, is fusion
+_MAX_CELL_SETS: Final = 256
+_BY_ID: Final = attrgetter("id")
+
+
 @dataclass(slots=True)
 class _Cell:
+    """Instances that together can serve a query. A prompt within `safe_tokens` and `safe_blocks` fits each of them."""
+
+    key: CellKey
     prefills: list[Instance] = field(default_factory=list)
     decodes: list[Instance] = field(default_factory=list)
+    safe_tokens: float = math.inf
+    safe_blocks: float = math.inf
+
+    def add(self, instance: Instance) -> None:
+        (self.decodes if instance.is_decode else self.prefills).append(instance)
+        identity = instance.identity
+        if identity.max_model_len:
+            self.safe_tokens = min(self.safe_tokens, identity.max_model_len - 1)
+        if identity.role is not Role.PREFILL and identity.num_kv_blocks:
+            self.safe_blocks = min(self.safe_blocks, identity.num_kv_blocks)
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self.prefills and (self.decodes or self.key[2]))
+
+    def narrowed(self, query: Query) -> _Cell:
+        """Without those that could not hold the query or have failed it; itself if it may have all."""
+        if not query.excluded and query.num_prompt_tokens <= self.safe_tokens:
+            any_member = self.prefills[0]
+            if query.num_blocks(any_member) <= self.safe_blocks:
+                return self
+        cell = _Cell(self.key)
+        for instance in (*self.prefills, *self.decodes):
+            if _could_hold(instance, query) and instance.id not in query.excluded:
+                cell.add(instance)
+        return cell
 
 
 @dataclass(slots=True)
 class Placement:
-    """Ranks with one named policy, and remembers what it sent where until loads tell."""
+    """Ranks with one named policy, and books what it sent where until reports tell."""
 
     fleet: Fleet
     rng: random.Random
@@ -62,79 +101,111 @@ class Placement:
     weights: Weights = field(default_factory=Weights)
     max_candidates: int = 8
     chats: ChatAffinity = field(default_factory=ChatAffinity)
+    _cells: dict[tuple[str, str], list[_Cell]] = field(default_factory=dict)
+    _cells_version: int = -1
+    _num_plans: int = 0
 
-    def plan(self, query: Query, matches: Mapping[str, int], now: float) -> Plan | NoPlan:
-        """`matches`: contiguous blocks that each instance holds of the prompt."""
+    def plan(
+        self, query: Query, matches: Mapping[str, int], now: float, num_remote: int = 0
+    ) -> Plan | NoPlan:
+        """`matches`: contiguous blocks that each instance holds of the prompt; `num_remote`: that some peer can give."""
         self.fleet.settle(now)
-        cells = self._cells(query)
+        cells = self._cells_for(query)
         if isinstance(cells, NoPlan):
             return cells
         affine = self.chats.get(query.chat_id, now)
-        scored = self._score_prefills(query, cells, matches, affine)
-        ranked = self.policy.pick_prefill(scored, self.rng)
-        cell = cells[_key(ranked[0].instance)]
-        own = {id(instance) for instance in cell.prefills}
-        prefills = [s for s in ranked if id(s.instance) in own][: self.max_candidates]
-        decodes = self._rank_decodes(query, cell.decodes, affine)[: self.max_candidates]
-        self._dispatched(query, prefills[0].instance, decodes[0].instance if decodes else None, now)
+        known = Known(matches, self.fleet.predictor, self.weights, now, affine, num_remote)
+        prefills, cell = self._rank_prefills(query, cells, known)
+        decodes = self._rank_decodes(query, cell.decodes, affine)
+        self._book(query, prefills[0].instance, decodes[0].instance if decodes else None, known)
         return Plan(
-            prefills[0].instance.identity.group_id,
+            cell.key[0],
             tuple(_candidate(s, matches) for s in prefills),
             tuple(_candidate(s, matches) for s in decodes),
         )
 
-    def _cells(self, query: Query) -> dict[tuple[str, str, bool], _Cell] | NoPlan:
-        """Every set of instances that together can serve the query, by what they have in common."""
+    def _cells_for(self, query: Query) -> list[_Cell] | NoPlan:
+        """Every set of instances that together can serve the query."""
+        if self._cells_version != self.fleet.version or len(self._cells) > _MAX_CELL_SETS:
+            self._cells.clear()
+            self._cells_version = self.fleet.version
+        key = (query.scenario, query.model)
+        known = self._cells.get(key)
+        if known is None:
+            known = self._cells[key] = self._usable_cells(query)
+        cells = [c for cell in known if (c := cell.narrowed(query)).is_whole]
+        return cells or self._why_none(query)
+
+    def _usable_cells(self, query: Query) -> list[_Cell]:
+        cells: dict[CellKey, _Cell] = {}
+        for instance in sorted(self.fleet.instances.values(), key=_BY_ID):
+            if instance.is_usable and _serves(instance, query):
+                key = _key(instance)
+                cells.setdefault(key, _Cell(key)).add(instance)
+        return [cell for cell in cells.values() if cell.is_whole]
+
+    def _why_none(self, query: Query) -> NoPlan:
         serving = [i for i in self.fleet.instances.values() if _serves(i, query)]
         if not serving:
             return NoPlan(MODEL_NOT_FOUND, f"no instance serves {query.model or DEFAULT_MODEL}")
-        fitting = [i for i in serving if _could_hold(i, query)]
-        if not fitting:
+        if not any(_could_hold(i, query) for i in serving):
             return NoPlan(PROMPT_TOO_LONG, "prompt and output do not fit any instance")
-        cells: dict[tuple[str, str, bool], _Cell] = {}
-        for instance in fitting:
-            if not instance.is_usable or instance.identity.instance_id in query.excluded:
-                continue
-            cell = cells.setdefault(_key(instance), _Cell())
-            is_decode = instance.identity.role is Role.DECODE
-            (cell.decodes if is_decode else cell.prefills).append(instance)
-        whole = {key: c for key, c in cells.items() if c.prefills and (c.decodes or key[2])}
-        if not whole:
-            return NoPlan(NO_INSTANCE, "no healthy prefill with a decode in its group")
-        return whole
+        return NoPlan(NO_INSTANCE, "no healthy prefill with a decode in its group")
 
-    def _score_prefills(
-        self,
-        query: Query,
-        cells: Mapping[tuple[str, str, bool], _Cell],
-        matches: Mapping[str, int],
-        affine: Sequence[str],
-    ) -> list[Scored]:
-        instances = [instance for cell in cells.values() for instance in cell.prefills]
-        return [
-            Scored(i, self.policy.score_prefill(query, i, matches, affine, self.weights))
-            for i in sorted(instances, key=_id)
-        ]
+    def _rank_prefills(
+        self, query: Query, cells: Sequence[_Cell], known: Known
+    ) -> tuple[list[Scored], _Cell]:
+        """All cells compete; the candidates are those of the winner's cell."""
+        instances = [i for cell in cells for i in cell.prefills]
+        scores = self.policy.score_prefills(query, instances, known)
+        scored = [Scored(i, s) for i, s in zip(instances, scores, strict=True)]
+        if len(cells) == 1:
+            return self.policy.pick_prefill(scored, self.rng, self.max_candidates), cells[0]
+        ranked = self.policy.pick_prefill(scored, self.rng, len(scored))
+        key = _key(ranked[0].instance)
+        own = [s for s in ranked if _key(s.instance) == key]
+        return own[: self.max_candidates], next(c for c in cells if c.key == key)
 
     def _rank_decodes(
-        self, query: Query, decodes: Iterable[Instance], affine: Sequence[str]
+        self, query: Query, decodes: Sequence[Instance], affine: Sequence[str]
     ) -> list[Scored]:
         """Those with room now, else all of them: one may have room by the time it is asked."""
-        ordered = sorted(decodes, key=_id)
-        with_room = [d for d in ordered if d.free_blocks() >= query.num_blocks(d)]
-        scored = [Scored(d, self.policy.score_decode(query, d)) for d in with_room or ordered]
-        ranked = self.policy.pick_decode(scored, self.rng)
-        return sorted(ranked, key=lambda s: not (with_room and _is_affine(s.instance, affine)))
+        if not decodes:
+            return []
+        num_blocks = query.num_blocks(decodes[0])
+        with_room = [
+            d for d in decodes if d.num_kv_blocks_free - d.num_booked_blocks >= num_blocks
+        ]
+        score = self.policy.score_decode
+        scored = [Scored(d, score(query, d)) for d in with_room or decodes]
+        ranked = self.policy.pick_decode(scored, self.rng, self.max_candidates)
+        if with_room and affine:
+            home = [s for s in scored if _is_affine(s.instance, affine)]
+            ranked = [*home, *(s for s in ranked if s not in home)][: self.max_candidates]
+        return ranked
 
-    def _dispatched(
-        self, query: Query, prefill: Instance, decode: Instance | None, now: float
+    def _book(
+        self, query: Query, prefill: Instance, decode: Instance | None, known: Known
     ) -> None:
-        prefill.dispatch(0 if decode else query.num_blocks(prefill), now)
-        ids = [prefill.identity.instance_id]
-        if decode is not None:
-            decode.dispatch(query.num_blocks(decode), now)
-            ids.append(decode.identity.instance_id)
-        self.chats.put(query.chat_id, tuple(ids), now)
+        block_size = max(1, prefill.identity.block_size)
+        num_held = min(known.matches.get(prefill.id, 0), len(query.block_hashes))
+        seconds = known.predictor.fit(prefill.kind).predict_s(
+            query.num_prompt_tokens, min(num_held * block_size, query.num_prompt_tokens)
+        )
+        num_prompt_blocks = -(-query.num_prompt_tokens // block_size)
+        num_blocks = query.num_blocks(prefill)
+        self._num_plans += 1
+        request_id = query.request_id or f"#{self._num_plans}"
+        now = known.now
+        self.fleet.reservations.book(
+            request_id,
+            Booking(prefill, 0 if decode else num_blocks, seconds, num_prompt_blocks - num_held, now),
+            Booking(decode, query.num_blocks(decode), 0.0, 0, now) if decode else None,
+            now,
+        )
+        if query.chat_id:
+            ids = (prefill.id, decode.id) if decode else (prefill.id,)
+            self.chats.put(query.chat_id, ids, now)
 
 
 def _serves(instance: Instance, query: Query) -> bool:
@@ -158,13 +229,9 @@ def _key(instance: Instance) -> tuple[str, str, bool]:
     return (*instance.identity.cell, instance.identity.role is Role.FUSION)
 
 
-def _id(instance: Instance) -> str:
-    return instance.identity.instance_id
-
-
 def _is_affine(instance: Instance, affine: Sequence[str]) -> bool:
     has_slot = instance.used_slots() < instance.num_slots
-    return has_slot and instance.identity.instance_id in affine
+    return has_slot and instance.id in affine
 
 
 def _candidate(scored: Scored, matches: Mapping[str, int]) -> Candidate:

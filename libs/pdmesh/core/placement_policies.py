@@ -1,10 +1,12 @@
-"""The scoring and picking functions of placement, and the named policies made of them.
+"""What placement's policies are made of, and our own: score by prefix, predicted latency and load (S93, S107, S108).
 
-A new policy is a function here and a line in POLICIES. `round_robin` and `least_connections` are the baselines we measure against.
+A policy scores all candidates of one query at once, since latency counts relative to the slowest of them. The baselines we measure
+against live in `placement_baselines.py`; all have the same interface and are selected by name.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +14,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdmesh.core.fleet import Instance
+from pdmesh.core.latency_predictor import LatencyPredictor
 
 _TIE: Final = 0.1  # scores this close to the best, relative to it, count as equal
 _EPSILON: Final = 1e-9
+_FULL: Final = 4.0  # a full instance will refuse: behind all that have a slot, whatever it holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class Query:
     max_tokens: int = 1
     chat_id: str = ""
     excluded: frozenset[str] = frozenset()
+    request_id: str = ""  # its bookings settle by it; empty: they lapse
 
     def num_blocks(self, instance: Instance) -> int:
         """KV blocks that prompt and output may come to need, within the model's length."""
@@ -40,11 +45,27 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """alpha: prefix the instance holds itself; gamma: how busy it is; chat: it served this chat's last turn."""
+    """alpha: prefix the instance holds itself; beta: prefix it could fetch from a peer; gamma: predicted latency;
+    load: share of its slots in use; chat: it served this chat's last turn."""
 
     alpha: float = 1.0
+    beta: float = 0.5
     gamma: float = 1.0
+    load: float = 0.5
     chat: float = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known about the candidates of one query. `matches`: contiguous blocks each holds; `num_remote`: of the
+    blocks from the prompt's start, how many some peer's host pool or file can give."""
+
+    matches: Mapping[str, int]
+    predictor: LatencyPredictor
+    weights: Weights
+    now: float
+    affine: Sequence[str] = ()
+    num_remote: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,91 +76,103 @@ class Scored:
     score: float
 
 
-ScorePrefill = Callable[[Query, Instance, Mapping[str, int], Sequence[str], Weights], float]
+ScorePrefills = Callable[[Query, Sequence[Instance], Known], Sequence[float]]
 ScoreDecode = Callable[[Query, Instance], float]
-Pick = Callable[[Sequence[Scored], random.Random], list[Scored]]
+Pick = Callable[[Sequence[Scored], random.Random, int], list[Scored]]
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How prefills and decodes are scored and in what order they are offered; pickers keep every candidate."""
+    """How prefills and decodes are scored, and the pick of the best `n` in the order in which they are offered."""
 
     name: str
-    score_prefill: ScorePrefill
+    score_prefills: ScorePrefills
     pick_prefill: Pick
     score_decode: ScoreDecode
     pick_decode: Pick
 
 
-def prefix_and_load(
-    query: Query,
-    instance: Instance,
-    matches: Mapping[str, int],
-    affine: Sequence[str],
-    weights: Weights,
-) -> float:
-    """alpha*matched/total + chat - gamma*used/slots (S107 without its remote and predicted terms)."""
-    instance_id = instance.identity.instance_id
-    total = len(query.block_hashes)
-    matched = matches.get(instance_id, 0) / total if total else 0.0
-    is_known_chat = instance_id in affine
-    return weights.alpha * matched + weights.chat * is_known_chat - weights.gamma * _load(instance)
+def prefix_and_latency(
+    query: Query, instances: Sequence[Instance], known: Known
+) -> list[float]:
+    """alpha*local/total + beta*max(0, remote-local)/total + chat - gamma*latency/max_latency - load*used/slots.
 
-
-def fewest_used_prefill(
-    query: Query,
-    instance: Instance,
-    matches: Mapping[str, int],
-    affine: Sequence[str],
-    weights: Weights,
-) -> float:
-    """Shortest queue: what most load balancers do."""
-    return -float(instance.used_slots())
-
-
-def constant_prefill(
-    query: Query,
-    instance: Instance,
-    matches: Mapping[str, int],
-    affine: Sequence[str],
-    weights: Weights,
-) -> float:
-    return 0.0
+    Latency is the wait for what is booked there plus the predicted prefill of what must be computed. The remote
+    term is what a peer has beyond the instance's own prefix: else it would be the same for all and say nothing.
+    """
+    weights, now, remote = known.weights, known.now, known.num_remote
+    local_of, num_tokens = known.matches.get, query.num_prompt_tokens
+    total = max(1, len(query.block_hashes))
+    predicted: dict[tuple[str, int], float] = {}
+    latencies: list[float] = []
+    scores: list[float] = []
+    alpha, beta, load = weights.alpha / total, weights.beta / total, weights.load
+    for instance in instances:
+        local = local_of(instance.id, 0)
+        used, slots = instance.num_slots_used + instance.num_booked, instance.num_slots or 1
+        score = alpha * local - load * used / slots
+        if used >= slots:
+            score -= _FULL
+        held = local
+        if remote > local:
+            score += beta * (remote - local)
+            held = remote
+        key = (instance.kind, held)
+        latency = predicted.get(key)
+        if latency is None:
+            reused = min(held * instance.identity.block_size, max(0, num_tokens - 1))
+            latency = known.predictor.fit(instance.kind).predict_s(num_tokens, reused)
+            predicted[key] = latency
+        if instance.available_at > now:
+            latency += instance.available_at - now
+        latencies.append(latency)
+        scores.append(score)
+    scale = weights.gamma / max(latencies, default=1.0)
+    scores = [score - scale * latency for score, latency in zip(scores, latencies, strict=True)]
+    if known.affine:
+        for i, instance in enumerate(instances):
+            if instance.id in known.affine:
+                scores[i] += weights.chat
+    return scores
 
 
 def free_capacity(query: Query, instance: Instance) -> float:
     """Share of KV that stays free, times share of slots that are free; tiny but positive when there is none."""
     total = max(1, instance.identity.num_kv_blocks)
     free = max(0, instance.free_blocks() - query.num_blocks(instance)) / total
-    return max(_EPSILON, min(1.0, free) * (1.0 - _load(instance)))
+    return max(_EPSILON, min(1.0, free) * (1.0 - used_share(instance)))
 
 
-def fewest_used_decode(query: Query, instance: Instance) -> float:
-    return -float(instance.used_slots())
+def used_share(instance: Instance) -> float:
+    """Used slots over slots; above 1 when more was dispatched than there are."""
+    return instance.used_slots() / max(1, instance.num_slots)
 
 
-def constant_decode(query: Query, instance: Instance) -> float:
-    return 0.0
-
-
-def best_first(scored: Sequence[Scored], rng: random.Random) -> list[Scored]:
+def best_first(scored: Sequence[Scored], rng: random.Random, count: int) -> list[Scored]:
     """By score; those within 10 % of the best in random order, so that several gateways do not herd."""
-    ranked = sorted(scored, key=lambda s: -s.score)
-    if not ranked:
-        return ranked
-    threshold = ranked[0].score - _TIE * abs(ranked[0].score) - _EPSILON
-    num_tied = sum(1 for s in ranked if s.score >= threshold)
-    tied = ranked[:num_tied]
+    if not scored:
+        return []
+    best = max(s.score for s in scored)
+    threshold = best - _TIE * abs(best) - _EPSILON
+    tied = [s for s in scored if s.score >= threshold]
     rng.shuffle(tied)
-    return [*tied, *ranked[num_tied:]]
+    if len(tied) >= count:
+        return tied[:count]
+    rest = heapq.nlargest(
+        count - len(tied), (s for s in scored if s.score < threshold), key=_score
+    )
+    return tied + rest
 
 
-def weighted_random(scored: Sequence[Scored], rng: random.Random) -> list[Scored]:
+def _score(scored: Scored) -> float:
+    return scored.score
+
+
+def weighted_random(scored: Sequence[Scored], rng: random.Random, count: int) -> list[Scored]:
     """A random order in which each place goes to one of the rest in proportion to its score (Efraimidis, Spirakis)."""
-    keyed = [
-        (math.log(1.0 - rng.random()) / max(_EPSILON, s.score), i) for i, s in enumerate(scored)
-    ]
-    return [scored[i] for _, i in sorted(keyed, reverse=True)]
+    draw, log = rng.random, math.log
+    keyed = [(log(1.0 - draw()) / max(_EPSILON, s.score), i) for i, s in enumerate(scored)]
+    return [scored[i] for _, i in heapq.nlargest(count, keyed)]
 
 
 @dataclass(slots=True)
@@ -148,38 +181,12 @@ class InTurn:
 
     _turns: dict[tuple[str, ...], int] = field(default_factory=dict)
 
-    def __call__(self, scored: Sequence[Scored], rng: random.Random) -> list[Scored]:
+    def __call__(self, scored: Sequence[Scored], rng: random.Random, count: int) -> list[Scored]:
         if not scored:
             return []
-        key = tuple(s.instance.identity.instance_id for s in scored)
+        key = tuple(s.instance.id for s in scored)
         if key not in self._turns and len(self._turns) >= 1024:
             self._turns.clear()
         turn = self._turns.get(key, 0)
         self._turns[key] = (turn + 1) % len(scored)
-        return [*scored[turn:], *scored[:turn]]
-
-
-def _load(instance: Instance) -> float:
-    """Used slots over slots; above 1 when more was dispatched than there are."""
-    return instance.used_slots() / max(1, instance.num_slots)
-
-
-def default() -> Policy:
-    return Policy("default", prefix_and_load, best_first, free_capacity, weighted_random)
-
-
-def round_robin() -> Policy:
-    return Policy("round_robin", constant_prefill, InTurn(), constant_decode, InTurn())
-
-
-def least_connections() -> Policy:
-    return Policy(
-        "least_connections", fewest_used_prefill, best_first, fewest_used_decode, best_first
-    )
-
-
-POLICIES: Final[dict[str, Callable[[], Policy]]] = {
-    "default": default,
-    "round_robin": round_robin,
-    "least_connections": least_connections,
-}
+        return [*scored[turn:], *scored[:turn]][:count]

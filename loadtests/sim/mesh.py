@@ -1,0 +1,396 @@
+"""Gateway, master and instances on one virtual clock, each as its own core.
+
+What the network would add is a constant per hop; load reports and cache deltas reach the master as late as they do in the mesh.
+The gateway's side of a request is `core.request`, its waiting room `core.waiting_room`, the master's `core.placement` over
+`core.prefix_index`, an instance's door `core.admission`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from loadtests.sim.clock import Clock
+from loadtests.sim.worker import Job, Worker
+from loadtests.workloads import Arrival
+from pdmesh.core.admission import Admission, Admitted, Capacity, Work
+from pdmesh.core.fleet import Fleet, Identity, LoadReported, PrefillComputed, RecordSeen, Role
+from pdmesh.core.placement import NoPlan, Placement, Plan
+from pdmesh.core.placement import Candidate as Ranked
+from pdmesh.core.placement_baselines import POLICIES
+from pdmesh.core.placement_policies import Query, Weights
+from pdmesh.core.prefix_index import Delta, PrefixIndex
+from pdmesh.core.request import Request
+from pdmesh.core.request_types import (
+    AskPlan,
+    Candidate,
+    Complete,
+    DecodeTokens,
+    Effect,
+    Event,
+    Fail,
+    FirstToken,
+    KvReceived,
+    LegAccepted,
+    LegFinished,
+    LegRejected,
+    PlanFailed,
+    PlanReceived,
+    RequestLimits,
+    SendPrefill,
+    SendStart,
+    SlotFreed,
+    Submitted,
+    Tick,
+    TicketHeld,
+    WaitForSlot,
+    WaitRefused,
+)
+from pdmesh.core.retry_budget import RetryBudget
+from pdmesh.core.waiting_room import WaitingRoom
+from pdmesh.engine.laws import Law
+from pdmesh.errors import NoInstance
+
+_SCENARIO: Final = "default"
+_HUGE: Final = 1 << 50  # bytes: arenas are no constraint here
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """Instances and what they hold. Blocks are of `block_size` tokens; times in seconds."""
+
+    law: Law
+    num_fusion: int = 0
+    num_prefill: int = 0
+    num_decode: int = 0
+    num_blocks: int = 16384
+    block_size: int = 64
+    prefill_slots: int = 8
+    decode_slots: int = 256
+    chunk_tokens: int = 8192
+    hop_s: float = 0.0005  # one way between gateway and instance or master
+    load_delay_s: float = 0.02
+    blocks_delay_s: float = 0.03
+    transfer_token_s: float = 5.2e-6  # KV of one token, 128 KiB at 25 GB/s
+    ttft_slo_s: float = 600.0  # a request still waiting then is refused
+    max_waiting: int = 100_000
+
+
+@dataclass(slots=True)
+class Served:
+    """What became of one request. Times since its arrival; inf if it never got there."""
+
+    arrival: Arrival
+    ttft_s: float = math.inf
+    e2e_s: float = math.inf
+    num_cached_tokens: int = 0
+    num_rejections: int = 0
+    prefill_id: str = ""
+    is_refused: bool = False
+
+    @property
+    def tpot_s(self) -> float:
+        return (self.e2e_s - self.ttft_s) / max(1, self.arrival.num_output_tokens - 1)
+
+
+@dataclass(slots=True)
+class _Life:
+    """A request under way at the gateway."""
+
+    served: Served
+    request: Request
+    request_id: str
+    jobs: dict[int, tuple[Worker, Job]] = field(default_factory=dict)
+    waiting: int | None = None
+    tick_at: float = math.inf
+
+
+class VirtualMesh:
+    """Feed it arrivals with `run`; then `served` and `workers` say what happened."""
+
+    def __init__(self, shape: MeshShape, policy: str, seed: int, weights: Weights) -> None:
+        self.shape, self.clock = shape, Clock()
+        self.fleet, self.index = Fleet(), PrefixIndex()
+        self.placement = Placement(
+            self.fleet, random.Random(seed), POLICIES[policy](), weights, max_candidates=8
+        )
+        self.workers: dict[str, Worker] = {}
+        self.served: list[Served] = []
+        self.errors: list[float] = []  # relative errors of predictions, in order
+        self._room: WaitingRoom[_Life] = WaitingRoom(shape.max_waiting)
+        self._keys = itertools.count(1)
+        self._budget = RetryBudget()
+        self._limits = RequestLimits(
+            deadline_s=1e9, ttft_s=shape.ttft_slo_s, answer_s=1e9, stall_s=1e9
+        )
+        self._sequences: dict[str, int] = {}
+        self._dirty: set[str] = set()
+        self._admitted: dict[str, list[str]] = {}
+        self._computed: dict[str, list[PrefillComputed]] = {}
+        self._reporting: set[str] = set()
+        for role, count in (
+            (Role.FUSION, shape.num_fusion),
+            (Role.PREFILL, shape.num_prefill),
+            (Role.DECODE, shape.num_decode),
+        ):
+            for number in range(count):
+                self._add(f"{role.value}-{number}", role)
+
+    def _add(self, name: str, role: Role) -> None:
+        shape = self.shape
+        work = {Role.FUSION: Work.LOCAL, Role.PREFILL: Work.PREFILL, Role.DECODE: Work.DECODE}[role]
+        num_slots = shape.prefill_slots if role is Role.PREFILL else shape.decode_slots
+        capacity = Capacity(
+            works=frozenset({work}),
+            num_slots=num_slots,
+            num_blocks=shape.num_blocks,
+            block_size=shape.block_size,
+            block_bytes=1,
+            max_model_len=1 << 30,
+            staging_bytes=_HUGE,
+            landing_bytes=_HUGE,
+            max_retrievals=num_slots,
+        )
+        self.workers[name] = Worker(
+            name,
+            work,
+            self.clock,
+            shape.law,
+            Admission(capacity),
+            shape.chunk_tokens,
+            self._on_computed,
+            self._on_blocks,
+        )
+        identity = Identity(
+            name, 1, role, "g0", _SCENARIO, "m", "f", shape.block_size, num_slots, shape.num_blocks, 0
+        )
+        self.fleet.handle(RecordSeen(identity), 0.0)
+
+    def run(self, arrivals: Sequence[Arrival]) -> None:
+        for number, arrival in enumerate(arrivals):
+            self.clock.at(arrival.at_s, partial(self._submit, number, arrival))
+        self.clock.run()
+
+    # --- the gateway -----------------------------------------------------------------------------
+
+    def _submit(self, number: int, arrival: Arrival) -> None:
+        request = Request(
+            max(1, arrival.num_output_tokens),
+            limits=self._limits,
+            budget=self._budget,
+            next_key=lambda: next(self._keys),
+            num_prompt_tokens=arrival.num_prompt_tokens,
+        )
+        life = _Life(Served(arrival), request, f"r{number}")
+        self.served.append(life.served)
+        self._handle(life, Submitted())
+
+    def _handle(self, life: _Life, event: Event) -> None:
+        for effect in life.request.handle(event, self.clock.now):
+            self._act(life, effect)
+        due = life.request.wake_at
+        if due < life.tick_at and due < 1e8:
+            life.tick_at = due
+            self.clock.at(due, partial(self._tick, life, due))
+
+    def _tick(self, life: _Life, due: float) -> None:
+        if life.tick_at == due:
+            life.tick_at = math.inf
+            if life.waiting is not None and life.request.wake_at <= self.clock.now:
+                self._room.leave(life.waiting)
+                life.waiting = None
+            self._handle(life, Tick())
+
+    def _later(self, life: _Life, event: Event) -> None:
+        self.clock.after(self.shape.hop_s, lambda: self._handle(life, event))
+
+    def _act(self, life: _Life, effect: Effect) -> None:
+        match effect:
+            case AskPlan():
+                self.clock.after(self.shape.hop_s, lambda: self._plan(life, effect))
+            case SendPrefill():
+                self.clock.after(self.shape.hop_s, lambda: self._prefill(life, effect))
+            case SendStart():
+                self.clock.after(self.shape.hop_s, lambda: self._start(life, effect))
+            case WaitForSlot():
+                number = self._room.join(life, effect.instance_ids, effect.until)
+                life.waiting = number
+                if number is None:
+                    self._later(life, WaitRefused())
+            case Complete():
+                life.served.e2e_s = self.clock.now - life.served.arrival.at_s
+                life.served.num_rejections = life.request.num_rejections
+            case Fail():
+                life.served.is_refused = True
+                life.served.num_rejections = life.request.num_rejections
+                if life.waiting is not None:
+                    self._room.leave(life.waiting)
+            case _:
+                pass
+
+    # --- the master ------------------------------------------------------------------------------
+
+    def _plan(self, life: _Life, ask: AskPlan) -> None:
+        arrival = life.served.arrival
+        query = Query(
+            model="m",
+            block_hashes=arrival.blocks,
+            num_prompt_tokens=arrival.num_prompt_tokens,
+            max_tokens=arrival.num_output_tokens,
+            chat_id=arrival.chat_id,
+            request_id=life.request_id,
+        )
+        plan = self.placement.plan(query, self.index.match(arrival.blocks), self.clock.now)
+        if isinstance(plan, NoPlan):
+            self._later(life, PlanFailed(ask.plan, NoInstance(plan.message)))
+            return
+        self._later(life, _received(ask, plan))
+
+    def _report_soon(self, worker: Worker) -> None:
+        name = worker.instance_id
+        if name not in self._reporting:
+            self._reporting.add(name)
+            self.clock.after(self.shape.load_delay_s, lambda: self._report(worker))
+
+    def _report(self, worker: Worker) -> None:
+        name, admission = worker.instance_id, worker.admission
+        self._reporting.discard(name)
+        computed = self._computed.pop(name, [])
+        fit = self.fleet.predictor.fit(self.fleet.instances[name].kind)
+        for each in computed:
+            predicted = fit.predict_s(each.num_tokens, each.num_cached_tokens)
+            self.errors.append(abs(predicted - each.seconds) / each.seconds)
+        self.fleet.handle(
+            LoadReported(
+                name,
+                1,
+                admission.capacity.num_slots,
+                admission.num_slots_used,
+                admission.num_blocks_free,
+                False,
+                self._admitted.pop(name, []),
+                computed,
+            ),
+            self.clock.now,
+        )
+
+    def _on_blocks(self, worker: Worker) -> None:
+        name = worker.instance_id
+        if name not in self._dirty:
+            self._dirty.add(name)
+            self.clock.after(self.shape.blocks_delay_s, lambda: self._publish_blocks(worker))
+
+    def _publish_blocks(self, worker: Worker) -> None:
+        name = worker.instance_id
+        self._dirty.discard(name)
+        stored, removed = worker.pool.take_changes()
+        sequence = self._sequences[name] = self._sequences.get(name, 0) + 1
+        self.index.apply(Delta(name, 1, sequence, removed, stored))
+
+    # --- instances -------------------------------------------------------------------------------
+
+    def _on_computed(self, worker: Worker, job: Job, seconds: float) -> None:
+        done = PrefillComputed(job.request_id, job.num_prompt, job.num_cached, seconds)
+        self._computed.setdefault(worker.instance_id, []).append(done)
+        self._report_soon(worker)
+
+    def _prefill(self, life: _Life, send: SendPrefill) -> None:
+        worker, arrival = self.workers[send.to.instance_id], life.served.arrival
+        job = Job(
+            send.key,
+            life.request_id,
+            arrival.num_prompt_tokens,
+            arrival.num_output_tokens,
+            arrival.blocks,
+            lambda: self._on_first(life, send.key),
+            lambda: self._on_end(life, send.key),
+        )
+        self._offer(life, worker, job)
+
+    def _offer(self, life: _Life, worker: Worker, job: Job) -> None:
+        answer = worker.offer(job)
+        if not isinstance(answer, Admitted):
+            self._later(life, LegRejected(job.leg, answer.retry_after_ms / 1000))
+            return
+        life.jobs[job.leg] = (worker, job)
+        self._admitted.setdefault(worker.instance_id, []).append(life.request_id)
+        self._report_soon(worker)
+        self._later(life, LegAccepted(job.leg))
+
+    def _on_first(self, life: _Life, key: int) -> None:
+        worker, job = life.jobs[key]
+        served = life.served
+        served.num_cached_tokens = job.num_cached
+        served.prefill_id = worker.instance_id
+        served.ttft_s = self.clock.now + self.shape.hop_s - served.arrival.at_s
+        is_local = worker.work is Work.LOCAL
+        is_last = life.served.arrival.num_output_tokens <= 1 and not is_local
+        ticket = None if is_local or is_last else TicketHeld(f"t{key}", 1e9)
+        finish = "length" if is_last else None
+        if is_last:
+            self._release(worker, job)
+        self._later(life, FirstToken(key, 0, finish, ticket, job.num_cached))  # type: ignore[arg-type]
+
+    def _start(self, life: _Life, send: SendStart) -> None:
+        worker, arrival = self.workers[send.to.instance_id], life.served.arrival
+        job = Job(
+            send.key,
+            life.request_id,
+            arrival.num_prompt_tokens,
+            arrival.num_output_tokens,
+            (),
+            lambda: None,
+            lambda: self._on_end(life, send.key),
+        )
+        prefill = int(send.ticket_id[1:])
+        self._offer(life, worker, job)
+        if send.key in life.jobs:
+            delay = self.shape.transfer_token_s * arrival.num_prompt_tokens
+            self.clock.after(delay, lambda: self._on_taken(life, send.key, prefill))
+
+    def _on_taken(self, life: _Life, key: int, prefill_key: int) -> None:
+        worker, job = life.jobs.pop(prefill_key)
+        self._release(worker, job)
+        decode, _ = life.jobs[key]
+        decode.admission.computed(key)
+        self._later(life, KvReceived(key))
+
+    def _release(self, worker: Worker, job: Job) -> None:
+        worker.release(job)
+        self._slot_freed(worker)
+
+    def _on_end(self, life: _Life, key: int) -> None:
+        worker, _ = life.jobs.pop(key)
+        num_left = life.request.num_remaining
+        self._later(life, DecodeTokens(key, [0] * num_left))
+        self._later(life, LegFinished(key, "length"))
+        self._slot_freed(worker)
+
+    def _slot_freed(self, worker: Worker) -> None:
+        self._report_soon(worker)
+        self.clock.after(self.shape.hop_s, lambda: self._call(worker))
+
+    def _call(self, worker: Worker) -> None:
+        free = worker.admission.capacity.num_slots - worker.admission.num_slots_used
+        for life in self._room.call(worker.instance_id, free):
+            life.waiting = None
+            self._handle(life, SlotFreed(worker.instance_id))
+
+
+def _received(ask: AskPlan, plan: Plan) -> PlanReceived:
+    return PlanReceived(
+        ask.plan,
+        [_candidate(c, not plan.decodes) for c in plan.prefills],
+        [_candidate(c, False) for c in plan.decodes],
+    )
+
+
+def _candidate(ranked: Ranked, is_local: bool) -> Candidate:
+    return Candidate(ranked.instance_id, ranked.incarnation, "p", is_local, ranked.num_matched_tokens)
+
+

@@ -1,0 +1,221 @@
+"""One instance on the virtual clock: its door is the admission core, its cache the block pool, its time the law.
+
+Steps are those of the sim engine: a chunk of the prompts in order of arrival, plus one token for each running sequence.
+While no prompt is computed, the decode steps up to the next end are added up in closed form.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from loadtests.sim.clock import Clock
+from loadtests.workloads import block_name
+from pdmesh.core.admission import Admission, Admitted, Ask, Refused, Work
+from pdmesh.engine.laws import Law
+from pdmesh.engine.sim.block_pool import BlockPool
+
+
+@dataclass(slots=True)
+class Job:
+    """One leg here. `on_first` hears when the prompt is computed, `on_end` when all `num_output` tokens are drawn."""
+
+    leg: int
+    request_id: str
+    num_prompt: int
+    num_output: int
+    hashes: Sequence[bytes]
+    on_first: Callable[[], None]
+    on_end: Callable[[], None]
+    blocks: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    num_computed: int = 0
+    in_chunk: int = 0
+    seconds: float = 0.0  # its shares of the steps that computed it
+
+    @property
+    def num_left(self) -> int:
+        return self.num_prompt - self.num_cached - self.num_computed
+
+
+@dataclass(slots=True)
+class Worker:
+    """`work` is what it is asked to do: PREFILL, DECODE or LOCAL (both). Times in seconds of the clock."""
+
+    instance_id: str
+    work: Work
+    clock: Clock
+    law: Law
+    admission: Admission
+    chunk_tokens: int
+    on_computed: Callable[[Worker, Job, float], None]
+    on_blocks: Callable[[Worker], None]
+    pool: BlockPool = field(init=False)
+    busy_s: float = 0.0
+    num_prompts: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    _prompts: dict[int, Job] = field(default_factory=dict)
+    _ends: list[tuple[int, int]] = field(default_factory=list)  # (step, leg)
+    _running: dict[int, Job] = field(default_factory=dict)
+    _step: int = 0
+    _num_context: int = 0
+    _is_stepping: bool = False
+    _epoch: int = 0  # of the planned step; joining replans it
+    _span_began: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.admission.capacity.num_blocks)
+
+    def offer(self, job: Job) -> Admitted | Refused:
+        """Take the job now, or say why not."""
+        ask = Ask(job.leg, self.work, job.num_prompt, job.num_output, 1e9)
+        answer = self.admission.admit(ask, self.clock.now)
+        if isinstance(answer, Admitted):
+            self._begin(job)
+        return answer
+
+    def _begin(self, job: Job) -> None:
+        num_blocks = -(-job.num_prompt // self.block_size)
+        if self.work is Work.DECODE:
+            job.blocks = self.pool.allocate(num_blocks)
+            self._join(job)
+            return
+        job.blocks = self.pool.match(job.hashes)
+        job.num_cached = min(len(job.blocks) * self.block_size, job.num_prompt - 1)
+        job.blocks += self.pool.allocate(num_blocks - len(job.blocks))
+        self.num_prompts += 1
+        self.num_prompt_tokens += job.num_prompt
+        self.num_cached_tokens += job.num_cached
+        self._prompts[job.leg] = job
+        self._interrupt()
+
+    @property
+    def block_size(self) -> int:
+        return self.admission.capacity.block_size
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def _interrupt(self) -> None:
+        """Something joined: a span of mere decoding ends with the step under way."""
+        if not self._is_stepping:
+            self._is_stepping = True
+            self._epoch += 1
+            epoch = self._epoch
+            self.clock.after(0.0, lambda: self._next(epoch))
+        elif not any(job.in_chunk for job in self._prompts.values()) and self._running:
+            self._epoch += 1
+            self._count_span()
+            epoch = self._epoch
+            step = self.law.step_s(len(self._running), self._num_context)
+            self.clock.after(0.5 * step, lambda: self._next(epoch))
+
+    def _count_span(self) -> None:
+        """Add the steps that fit since the span of decoding began."""
+        elapsed = self.clock.now - self._span_began
+        step = self.law.step_s(len(self._running), self._num_context)
+        self._advance(int(elapsed / step) if step > 0 else 0)
+        self._span_began = self.clock.now
+
+    def _advance(self, num_steps: int) -> None:
+        if self._ends:
+            num_steps = min(num_steps, max(0, self._ends[0][0] - self._step))
+        self._step += num_steps
+        self._num_context += num_steps * len(self._running)
+
+    def _next(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            return
+        self._finish_ends()
+        budget, pairs, batch = self.chunk_tokens, 0, 0
+        for job in self._prompts.values():
+            job.in_chunk = min(budget, job.num_left)
+            if job.in_chunk == 0:
+                break
+            budget -= job.in_chunk
+            pairs += job.num_cached + job.num_computed
+            batch += 1
+        running = len(self._running)
+        if batch:
+            duration = self.law.prefill_s(self.chunk_tokens - budget, pairs // batch, batch)
+            duration += self.law.step_s(running, self._num_context)
+            for job in self._prompts.values():
+                job.seconds += duration * job.in_chunk / (self.chunk_tokens - budget)
+            self._plan(duration, 1)
+        elif running:
+            steps = max(1, self._ends[0][0] - self._step)
+            context = self._num_context + running * steps // 2
+            self._plan(steps * self.law.step_s(running, context), steps)
+        else:
+            self._is_stepping = False
+
+    def _plan(self, duration: float, num_steps: int) -> None:
+        self._epoch += 1
+        epoch = self._epoch
+        self._span_began = self.clock.now
+        self.busy_s += duration
+        self.clock.after(duration, lambda: self._stepped(epoch, num_steps))
+
+    def _stepped(self, epoch: int, num_steps: int) -> None:
+        if epoch != self._epoch:
+            return
+        if self._running:
+            self._advance(num_steps)
+        for job in list(self._prompts.values()):
+            if job.in_chunk == 0:
+                break
+            job.num_computed += job.in_chunk
+            job.in_chunk = 0
+            if job.num_left == 0:
+                del self._prompts[job.leg]
+                self._computed(job)
+        self._next(self._epoch)
+
+    def _computed(self, job: Job) -> None:
+        for block, block_hash in zip(job.blocks, job.hashes, strict=False):
+            self.pool.store(block, block_hash)
+        self.on_blocks(self)
+        if self.work is Work.PREFILL:
+            self.admission.computed(job.leg)
+        self.on_computed(self, job, job.seconds)
+        job.on_first()
+        if self.work is Work.LOCAL:
+            self._join(job)
+
+    def _join(self, job: Job) -> None:
+        self._running[job.leg] = job
+        self._num_context += job.num_prompt
+        heapq.heappush(self._ends, (self._step + max(1, job.num_output - 1), job.leg))
+        self._interrupt()
+
+    def _finish_ends(self) -> None:
+        while self._ends and self._ends[0][0] <= self._step:
+            _, leg = heapq.heappop(self._ends)
+            job = self._running.pop(leg)
+            self._num_context -= job.num_prompt + max(1, job.num_output - 1)
+            if self.work is Work.LOCAL:
+                self._keep_answer(job)
+            self.pool.release(job.blocks)
+            self.on_blocks(self)
+            self.admission.ended(leg, self.clock.now)
+            self.admission.range_freed(leg, self.clock.now)
+            job.on_end()
+        if not self._running:
+            self._num_context = 0
+
+    def _keep_answer(self, job: Job) -> None:
+        """The answer's full blocks stay in the cache as they do in an engine, though this trace asks for them by other names."""
+        total = (job.num_prompt + job.num_output) // self.block_size
+        new = max(0, total - len(job.blocks))
+        job.blocks += self.pool.allocate(min(new, self.pool.num_free))
+        first = job.num_prompt // self.block_size
+        for part, block in enumerate(job.blocks[first:total]):
+            self.pool.store(block, block_name(-job.leg - 1_000_000, part))
+
+    def release(self, job: Job) -> None:
+        """The staged KV was taken: the prefill's slot is free (S41)."""
+        self.pool.release(job.blocks)
+        self.on_blocks(self)
+        self.admission.ended(job.leg, self.clock.now)
+        self.admission.range_freed(job.leg, self.clock.now)

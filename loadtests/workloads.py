@@ -1,0 +1,142 @@
+"""Requests to send: when, how long, and which blocks of the prompt they share with others.
+
+One form for traces and for generated load, so that the simulator and the generator of real load take the same. Sharing
+is told by the names of a prompt's blocks: equal leading names are a shared prefix.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+_TRACE_BLOCK: Final = 512  # tokens of a Mooncake hash id
+_TICK_S: Final = 3.0  # to which that trace's arrivals are rounded
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request. `blocks` names the prompt's full blocks of `block_size` tokens, in order."""
+
+    at_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    blocks: tuple[bytes, ...] = ()
+    scenario: str = "default"
+    chat_id: str = ""
+
+
+def block_name(*parts: int) -> bytes:
+    """16 bytes, as the mesh's own block hashes, from a few small numbers."""
+    return b"".join(part.to_bytes(16 // len(parts), "little", signed=True) for part in parts)
+
+
+def mooncake(path: Path, block_size: int = 64, *, jitter_seed: int | None = None) -> list[Arrival]:
+    """The Mooncake trace. `jitter_seed` spreads each tick's arrivals over its 3 s; None leaves the bursts as they are."""
+    rng = random.Random(jitter_seed)
+    arrivals = []
+    with path.open() as lines:
+        for line in lines:
+            row = json.loads(line)
+            at_s = row["timestamp"] / 1000
+            if jitter_seed is not None:
+                at_s += rng.uniform(0, _TICK_S)
+            arrivals.append(
+                Arrival(
+                    at_s,
+                    row["input_length"],
+                    row["output_length"],
+                    _split(row["hash_ids"], row["input_length"], block_size),
+                )
+            )
+    return sorted(arrivals, key=lambda a: a.at_s)
+
+
+def _split(ids: Sequence[int], num_tokens: int, block_size: int) -> tuple[bytes, ...]:
+    """Each traced block as blocks of `block_size`; the partial last one of the prompt has no name."""
+    per_id = _TRACE_BLOCK // block_size
+    names = (block_name(i, part) for i in ids for part in range(per_id))
+    return tuple(name for name, _ in zip(names, range(num_tokens // block_size), strict=False))
+
+
+def azure(path: Path, scenario: str) -> list[Arrival]:
+    """An Azure LLM trace: lengths and times, nothing shared."""
+    with path.open() as lines:
+        rows = list(csv.DictReader(lines))
+    times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
+    return [
+        Arrival(at - times[0], int(row["ContextTokens"]), int(row["GeneratedTokens"]), (), scenario)
+        for at, row in zip(times, rows, strict=True)
+    ]
+
+
+def prefixed_scenarios(
+    rng: random.Random,
+    *,
+    num_scenarios: int,
+    num_requests: int,
+    prefix_tokens: int,
+    num_tokens: int,
+    num_output_tokens: int,
+    rate_per_s: float,
+    block_size: int = 64,
+    num_templates: int = 1,
+) -> list[Arrival]:
+    """`num_requests` of each scenario in random order; each starts with one of its scenario's templates, the rest is its own."""
+    order = [s for s in range(num_scenarios) for _ in range(num_requests)]
+    rng.shuffle(order)
+    arrivals, now = [], 0.0
+    for number, scenario in enumerate(order):
+        now += rng.expovariate(rate_per_s)
+        template = rng.randrange(num_templates)
+        shared = [
+            block_name(-1 - scenario, template * 4096 + part)
+            for part in range(prefix_tokens // block_size)
+        ]
+        own_blocks = num_tokens // block_size - len(shared)
+        own = [block_name(number, part) for part in range(own_blocks)]
+        arrivals.append(
+            Arrival(now, num_tokens, num_output_tokens, (*shared, *own), f"scenario-{scenario}")
+        )
+    return arrivals
+
+
+def poisson(arrivals: Iterable[Arrival], rate_per_s: float, rng: random.Random) -> list[Arrival]:
+    """The same requests at new times."""
+    now, moved = 0.0, []
+    for arrival in arrivals:
+        now += rng.expovariate(rate_per_s)
+        moved.append(replace(arrival, at_s=now))
+    return moved
+
+
+def scaled(
+    arrivals: Iterable[Arrival], *, time: float = 1.0, lengths: float = 1.0, block_size: int = 64
+) -> list[Arrival]:
+    """Times and lengths times a factor. Sharing keeps its pattern: the first blocks of what was shared stay shared."""
+    out = []
+    for arrival in arrivals:
+        num_tokens = max(1, round(arrival.num_prompt_tokens * lengths))
+        out.append(
+            replace(
+                arrival,
+                at_s=arrival.at_s * time,
+                num_prompt_tokens=num_tokens,
+                num_output_tokens=max(1, round(arrival.num_output_tokens * lengths)),
+                blocks=_thinned(arrival.blocks, lengths)[: num_tokens // block_size],
+            )
+        )
+    return out
+
+
+def _thinned(blocks: tuple[bytes, ...], factor: float) -> tuple[bytes, ...]:
+    """Each nth name: a prefix shared for k blocks stays shared for k * factor."""
+    if factor >= 1.0:
+        return blocks
+    count = int(len(blocks) * factor)
+    return tuple(blocks[int(i / factor)] for i in range(count))
