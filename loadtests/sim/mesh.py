@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -20,8 +20,8 @@ from loadtests.sim.worker import Job, Worker
 from loadtests.workloads import Arrival
 from pdmesh.core.admission import Admission, Admitted, Capacity, Work
 from pdmesh.core.fleet import Fleet, Identity, LoadReported, PrefillComputed, RecordSeen, Role
-from pdmesh.core.placement import NoPlan, Placement, Plan
 from pdmesh.core.placement import Candidate as Ranked
+from pdmesh.core.placement import NoPlan, Placement, Plan
 from pdmesh.core.placement_baselines import POLICIES
 from pdmesh.core.placement_policies import Query, Weights
 from pdmesh.core.prefix_index import Delta, PrefixIndex
@@ -167,7 +167,17 @@ class VirtualMesh:
             self._on_blocks,
         )
         identity = Identity(
-            name, 1, role, "g0", _SCENARIO, "m", "f", shape.block_size, num_slots, shape.num_blocks, 0
+            name,
+            1,
+            role,
+            "g0",
+            _SCENARIO,
+            "m",
+            "f",
+            shape.block_size,
+            num_slots,
+            shape.num_blocks,
+            0,
         )
         self.fleet.handle(RecordSeen(identity), 0.0)
 
@@ -218,10 +228,7 @@ class VirtualMesh:
             case SendStart():
                 self.clock.after(self.shape.hop_s, lambda: self._start(life, effect))
             case WaitForSlot():
-                number = self._room.join(life, effect.instance_ids, effect.until)
-                life.waiting = number
-                if number is None:
-                    self._later(life, WaitRefused())
+                self._wait(life, effect)
             case Complete():
                 life.served.e2e_s = self.clock.now - life.served.arrival.at_s
                 life.served.num_rejections = life.request.num_rejections
@@ -232,6 +239,16 @@ class VirtualMesh:
                     self._room.leave(life.waiting)
             case _:
                 pass
+
+    def _wait(self, life: _Life, effect: WaitForSlot) -> None:
+        joined = self._room.join(life, effect.instance_ids, effect.until)
+        if joined is None:
+            self._later(life, WaitRefused())
+            return
+        life.waiting = joined.number
+        if joined.evicted is not None:
+            joined.evicted.waiting = None
+            self._later(joined.evicted, WaitRefused())
 
     # --- the master ------------------------------------------------------------------------------
 
@@ -356,8 +373,9 @@ class VirtualMesh:
     def _on_taken(self, life: _Life, key: int, prefill_key: int) -> None:
         worker, job = life.jobs.pop(prefill_key)
         self._release(worker, job)
-        decode, _ = life.jobs[key]
+        decode, waiting = life.jobs[key]
         decode.admission.computed(key)
+        decode.begin(waiting)
         self._later(life, KvReceived(key))
 
     def _release(self, worker: Worker, job: Job) -> None:
@@ -391,6 +409,6 @@ def _received(ask: AskPlan, plan: Plan) -> PlanReceived:
 
 
 def _candidate(ranked: Ranked, is_local: bool) -> Candidate:
-    return Candidate(ranked.instance_id, ranked.incarnation, "p", is_local, ranked.num_matched_tokens)
-
-
+    return Candidate(
+        ranked.instance_id, ranked.incarnation, "p", is_local, ranked.num_matched_tokens
+    )

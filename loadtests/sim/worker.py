@@ -69,14 +69,14 @@ class Worker:
         self.pool = BlockPool(self.admission.capacity.num_blocks)
 
     def offer(self, job: Job) -> Admitted | Refused:
-        """Take the job now, or say why not."""
+        """Take the job now, or say why not. A decode waits for its KV, until `begin`."""
         ask = Ask(job.leg, self.work, job.num_prompt, job.num_output, 1e9)
         answer = self.admission.admit(ask, self.clock.now)
-        if isinstance(answer, Admitted):
-            self._begin(job)
+        if isinstance(answer, Admitted) and self.work is not Work.DECODE:
+            self.begin(job)
         return answer
 
-    def _begin(self, job: Job) -> None:
+    def begin(self, job: Job) -> None:
         num_blocks = -(-job.num_prompt // self.block_size)
         if self.work is Work.DECODE:
             job.blocks = self.pool.allocate(num_blocks)

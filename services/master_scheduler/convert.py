@@ -67,6 +67,7 @@ def query_from(query: pb.PlanQuery) -> Query:
         max_tokens=query.max_tokens,
         chat_id=query.chat_id,
         excluded=frozenset(query.excluded_instance_ids),
+        request_id=query.request_id,
     )
 
 

@@ -17,6 +17,7 @@ from pdmesh.core.fleet import (
     HealthJudged,
     JudgeLost,
     LoadReported,
+    PrefillComputed,
     RecordSeen,
     RecordVanished,
 )
@@ -114,6 +115,11 @@ class FleetFeed:
                 event.num_slots_used,
                 event.num_kv_blocks_free,
                 event.is_draining,
+                event.admitted_request_ids,
+                [
+                    PrefillComputed(c.request_id, c.num_tokens, c.num_cached_tokens, c.seconds)
+                    for c in event.computed
+                ],
             ),
             self._clock(),
         )

@@ -60,7 +60,13 @@ class Master:
             self.fleet,
             random.Random(app.incarnation),
             POLICIES[settings.policy](),
-            Weights(settings.prefix_weight, settings.load_weight, settings.chat_weight),
+            Weights(
+                settings.prefix_weight,
+                settings.remote_weight,
+                settings.latency_weight,
+                settings.load_weight,
+                settings.chat_weight,
+            ),
             settings.max_candidates,
             ChatAffinity(settings.chat_ttl_s, settings.max_chats),
         )

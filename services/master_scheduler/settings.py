@@ -12,14 +12,26 @@ from pdmesh.config import ServiceSettings, settings_config
 class Settings(ServiceSettings):
     model_config = settings_config("PDMESH_MASTER_SCHEDULER_")
 
-    policy: Literal["default", "round_robin", "least_connections"] = Field(
-        "default", description="How instances are ranked; the others are baselines"
-    )
+    policy: Literal[
+        "default",
+        "round_robin",
+        "least_connections",
+        "shortest_queue",
+        "mixed_pool",
+        "cache_threshold",
+        "kv_router",
+    ] = Field("default", description="How instances are ranked; the others are baselines")
     prefix_weight: float = Field(
         1.0, ge=0, description="Weight of the share of the prompt that an instance holds (alpha)"
     )
+    remote_weight: float = Field(
+        0.5, ge=0, description="Weight of the share of it that a peer holds beyond that (beta)"
+    )
+    latency_weight: float = Field(
+        1.0, ge=0, description="Weight of the predicted latency, relative to the slowest (gamma)"
+    )
     load_weight: float = Field(
-        1.0, ge=0, description="Weight of the share of its slots that are used (gamma)"
+        0.5, ge=0, description="Weight of the share of its slots that are used"
     )
     chat_weight: float = Field(
         0.2, ge=0, description="Bonus of the prefill that served the chat's last turn"

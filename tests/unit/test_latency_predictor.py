@@ -17,7 +17,9 @@ def learn(fit: PrefillFit, law: Law, count: int, seed: int = 1, noise: float = 0
         num_tokens = rng.randrange(64, 8192)
         num_reused = rng.choice((0, 0, num_tokens // 4, num_tokens * 3 // 4))
         seconds = law.prefill_s(num_tokens - num_reused, num_reused)
-        errors.append(fit.observe(num_tokens, num_reused, seconds * rng.uniform(1 - noise, 1 + noise)))
+        errors.append(
+            fit.observe(num_tokens, num_reused, seconds * rng.uniform(1 - noise, 1 + noise))
+        )
         fit.check_invariants()
     return errors
 

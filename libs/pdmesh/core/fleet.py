@@ -72,7 +72,7 @@ class JudgeLost:
 
 @dataclass(frozen=True, slots=True)
 class PrefillComputed:
-    """One prompt's compute as the instance timed it, without the wait for prompts before it."""
+    """One prompt's compute as the instance timed it, without the wait for prompts before it; 0 seconds: not timed."""
 
     request_id: str
     num_tokens: int
@@ -152,7 +152,9 @@ class Instance:
 
     def remove_backlog(self, booking: Booking, now: float) -> None:
         self.num_backlog_blocks -= booking.num_new_blocks
-        self.backlog_s = max(0.0, self.backlog_s - booking.seconds) if self.num_backlog_blocks else 0.0
+        self.backlog_s = (
+            max(0.0, self.backlog_s - booking.seconds) if self.num_backlog_blocks else 0.0
+        )
         self.available_at = max(now, self.available_at - booking.seconds)
 
     def resume_backlog(self, now: float) -> None:
@@ -248,5 +250,6 @@ class Fleet:
         self.reservations.admitted(instance, event.admitted, now)
         for prefill in event.computed:
             self.reservations.computed(prefill.request_id, now)
-            fit = self.predictor.fit(instance.kind)
-            fit.observe(prefill.num_tokens, prefill.num_cached_tokens, prefill.seconds)
+            if prefill.seconds > 0:
+                fit = self.predictor.fit(instance.kind)
+                fit.observe(prefill.num_tokens, prefill.num_cached_tokens, prefill.seconds)

@@ -41,7 +41,7 @@ class PrefillFit:
         n, reuse = num_tokens * _SCALE, num_reused * _SCALE
         compute = n - reuse
         seconds = a + b * n + c * reuse + (d + e * compute) * compute
-        return seconds if seconds > _MIN_S else _MIN_S
+        return max(_MIN_S, seconds)
 
     def observe(self, num_tokens: int, num_reused: int, seconds: float) -> float:
         """Learn from one prefill. Returns the relative error of what was predicted for it."""

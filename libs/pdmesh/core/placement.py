@@ -173,9 +173,7 @@ class Placement:
         if not decodes:
             return []
         num_blocks = query.num_blocks(decodes[0])
-        with_room = [
-            d for d in decodes if d.num_kv_blocks_free - d.num_booked_blocks >= num_blocks
-        ]
+        with_room = [d for d in decodes if d.num_kv_blocks_free - d.num_booked_blocks >= num_blocks]
         score = self.policy.score_decode
         scored = [Scored(d, score(query, d)) for d in with_room or decodes]
         ranked = self.policy.pick_decode(scored, self.rng, self.max_candidates)
@@ -184,9 +182,7 @@ class Placement:
             ranked = [*home, *(s for s in ranked if s not in home)][: self.max_candidates]
         return ranked
 
-    def _book(
-        self, query: Query, prefill: Instance, decode: Instance | None, known: Known
-    ) -> None:
+    def _book(self, query: Query, prefill: Instance, decode: Instance | None, known: Known) -> None:
         block_size = max(1, prefill.identity.block_size)
         num_held = min(known.matches.get(prefill.id, 0), len(query.block_hashes))
         seconds = known.predictor.fit(prefill.kind).predict_s(
@@ -199,7 +195,9 @@ class Placement:
         now = known.now
         self.fleet.reservations.book(
             request_id,
-            Booking(prefill, 0 if decode else num_blocks, seconds, num_prompt_blocks - num_held, now),
+            Booking(
+                prefill, 0 if decode else num_blocks, seconds, num_prompt_blocks - num_held, now
+            ),
             Booking(decode, query.num_blocks(decode), 0.0, 0, now) if decode else None,
             now,
         )

@@ -62,9 +62,7 @@ class ShortestQueue:
     _reported_at: float = float("-inf")
     _queues: dict[str, int] = field(default_factory=dict)
 
-    def __call__(
-        self, query: Query, instances: Sequence[Instance], known: Known
-    ) -> list[float]:
+    def __call__(self, query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
         if known.now - self._reported_at >= self.period_s:
             self._reported_at = known.now
             self._queues = {i.id: i.num_backlog_blocks for i in instances}

@@ -92,9 +92,7 @@ class Policy:
     pick_decode: Pick
 
 
-def prefix_and_latency(
-    query: Query, instances: Sequence[Instance], known: Known
-) -> list[float]:
+def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
     """alpha*local/total + beta*max(0, remote-local)/total + chat - gamma*latency/max_latency - load*used/slots.
 
     Latency is the wait for what is booked there plus the predicted prefill of what must be computed. The remote
@@ -158,9 +156,7 @@ def best_first(scored: Sequence[Scored], rng: random.Random, count: int) -> list
     rng.shuffle(tied)
     if len(tied) >= count:
         return tied[:count]
-    rest = heapq.nlargest(
-        count - len(tied), (s for s in scored if s.score < threshold), key=_score
-    )
+    rest = heapq.nlargest(count - len(tied), (s for s in scored if s.score < threshold), key=_score)
     return tied + rest
 
 

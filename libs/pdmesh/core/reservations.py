@@ -43,9 +43,7 @@ class Reservations:
     def __len__(self) -> int:
         return len(self._prefills) + len(self._decodes)
 
-    def book(
-        self, request_id: str, prefill: Booking, decode: Booking | None, now: float
-    ) -> None:
+    def book(self, request_id: str, prefill: Booking, decode: Booking | None, now: float) -> None:
         """A second plan of the same request replaces its first."""
         self.drop(request_id)
         while len(self._order) >= MAX_BOOKINGS:

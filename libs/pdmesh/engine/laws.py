@@ -67,4 +67,6 @@ MOCKER = Law(
     step_context_s=5.15e-8,
 )
 
-LAWS: Mapping[str, Law] = MappingProxyType({law.name: law for law in (ZERO, DEMO, SMOLLM2_CPU, MOCKER)})
+LAWS: Mapping[str, Law] = MappingProxyType(
+    {law.name: law for law in (ZERO, DEMO, SMOLLM2_CPU, MOCKER)}
+)

@@ -39,6 +39,7 @@ from pdmesh.engine.base import (
 from pdmesh.errors import InvalidRequest, KvTransferFailed
 from pdmesh.instance import convert, instruments, spans
 from pdmesh.instance.legs import Leg, LegTable
+from pdmesh.instance.load_book import LoadBook
 from pdmesh.instance.outbox import Outbox
 from pdmesh.telemetry import names
 from pdmesh.v1.instance_service_pb2 import (
@@ -80,6 +81,7 @@ class InstanceHost:
         on_error: Callable[[str, str, str], None] = lambda reason, message, request_id: None,
     ) -> None:
         self.admission = admission
+        self.book = LoadBook()
         self.on_load: Callable[[], None] = lambda: None
         self._engine, self._clock, self._config = engine, clock, config
         self._on_blocks, self._on_error = on_blocks, on_error
@@ -195,6 +197,8 @@ class InstanceHost:
             self._refuse(outbox, m.key, decision)
             return
         self._last_leg = ask.leg
+        num_computed_here = 0 if work is Work.DECODE else ask.num_prompt_tokens
+        self.book.admitted(ask.leg, m.request_id, num_computed_here, self._clock())
         instruments.admissions.add(1, instruments.ACCEPTED)
         leg = Leg(ask.leg, outbox, m.key, work, m.request_id)
         if isinstance(m, Start):
@@ -300,6 +304,7 @@ class InstanceHost:
 
     def _forget(self, leg: Leg, outcome: str) -> None:
         """The gateway hears no more of this leg."""
+        self.book.ended(leg.number)
         failure = "" if outcome == "finished" else outcome
         spans.end(leg.transfer_span, failure)
         spans.end(leg.span, failure)
@@ -353,6 +358,7 @@ class InstanceHost:
             leg.outbox.add_event(SessionEvent(key=leg.key, logprobs_drawn=drawn), is_urgent=False)
 
     def _on_prefilled(self, output: Prefilled) -> None:
+        self.book.computed(output.leg, output.num_cached_tokens, self._clock())
         if (leg := self._legs.get(output.leg)) is None:
             if output.finish_reason is not None:
                 self._on_ended_unheard(output.leg)

@@ -17,6 +17,7 @@ from pdmesh.core.tiers import Tier
 from pdmesh.engine.base import BlocksChanged
 from pdmesh.events.v1.events_pb2 import ErrorReported, InstanceLoad, KvBlocks
 from pdmesh.instance import instruments
+from pdmesh.instance.load_book import LoadBook
 from pdmesh.net import subjects
 from pdmesh.net.events import EventPublisher
 from pdmesh.v1.instance_service_pb2 import Load
@@ -102,9 +103,13 @@ class KvBlocksPublisher:
 
 
 class LoadPublisher:
-    def __init__(self, events: EventPublisher, instance_id: str, read: Callable[[], Load]) -> None:
+    """`book` says which requests the numbers that `read` gives include."""
+
+    def __init__(
+        self, events: EventPublisher, instance_id: str, read: Callable[[], Load], book: LoadBook
+    ) -> None:
         self._events, self._subject = events, subjects.instance_load(instance_id)
-        self._read = read
+        self._read, self._book = read, book
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
@@ -117,6 +122,7 @@ class LoadPublisher:
             await asyncio.sleep(LOAD_EVERY_S)
             self._changed.clear()
             load = self._read()
+            admitted, computed = self._book.take()
             await self._events.publish(
                 self._subject,
                 InstanceLoad(
@@ -124,6 +130,16 @@ class LoadPublisher:
                     num_slots_used=load.num_slots_used,
                     num_kv_blocks_free=load.num_kv_blocks_free,
                     is_draining=load.is_draining,
+                    admitted_request_ids=admitted,
+                    computed=[
+                        InstanceLoad.Computed(
+                            request_id=prompt.request_id,
+                            num_tokens=prompt.num_tokens,
+                            num_cached_tokens=prompt.num_cached_tokens,
+                            seconds=prompt.seconds,
+                        )
+                        for prompt in computed
+                    ],
                 ),
             )
 

@@ -99,7 +99,7 @@ async def _serve_engine(
         on_blocks=blocks.add,
         on_error=failures.report,
     )
-    load = LoadPublisher(events, app.instance_id, host.load)
+    load = LoadPublisher(events, app.instance_id, host.load, host.book)
     host.on_load = load.changed
     instruments.observe(host)
     record = _record(settings, app, role, info)

@@ -93,17 +93,56 @@ class InstanceLoad(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class Computed(_message.Message):
+        """A prompt whose compute is over."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        REQUEST_ID_FIELD_NUMBER: _builtins.int
+        NUM_TOKENS_FIELD_NUMBER: _builtins.int
+        NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+        SECONDS_FIELD_NUMBER: _builtins.int
+        request_id: _builtins.str
+        num_tokens: _builtins.int
+        num_cached_tokens: _builtins.int
+        seconds: _builtins.float
+        """of compute, without the wait for prompts before it; 0: not known"""
+        def __init__(
+            self,
+            *,
+            request_id: _builtins.str = ...,
+            num_tokens: _builtins.int = ...,
+            num_cached_tokens: _builtins.int = ...,
+            seconds: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "request_id", b"request_id", "seconds", b"seconds"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     HEADER_FIELD_NUMBER: _builtins.int
     NUM_SLOTS_FIELD_NUMBER: _builtins.int
     NUM_SLOTS_USED_FIELD_NUMBER: _builtins.int
     NUM_KV_BLOCKS_FREE_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
+    ADMITTED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    COMPUTED_FIELD_NUMBER: _builtins.int
     num_slots: _builtins.int
     num_slots_used: _builtins.int
     num_kv_blocks_free: _builtins.int
     is_draining: _builtins.bool
     @_builtins.property
     def header(self) -> Global___Header: ...
+    @_builtins.property
+    def admitted_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """since the last report, which the numbers include"""
+
+    @_builtins.property
+    def computed(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceLoad.Computed]:
+        """prompts, since the last report"""
+
     def __init__(
         self,
         *,
@@ -112,10 +151,12 @@ class InstanceLoad(_message.Message):
         num_slots_used: _builtins.int = ...,
         num_kv_blocks_free: _builtins.int = ...,
         is_draining: _builtins.bool = ...,
+        admitted_request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        computed: _abc.Iterable[Global___InstanceLoad.Computed] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "is_draining", b"is_draining", "num_kv_blocks_free", b"num_kv_blocks_free", "num_slots", b"num_slots", "num_slots_used", b"num_slots_used"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_request_ids", b"admitted_request_ids", "computed", b"computed", "header", b"header", "is_draining", b"is_draining", "num_kv_blocks_free", b"num_kv_blocks_free", "num_slots", b"num_slots", "num_slots_used", b"num_slots_used"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

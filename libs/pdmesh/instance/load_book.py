@@ -1,0 +1,68 @@
+"""What a load report names besides numbers: requests admitted since the last one, and prompts computed, with their time.
+
+The master settles its bookings by these ids and learns from the times. A prompt's time is counted from when it could
+begin: its own admission, or the end of the prompt before it. Bounded; what does not fit is left out and lapses at the master.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+MAX_NAMED: Final = 4096
+_NOT_TIMED: Final = 0.0
+_SAME_STEP_S: Final = (
+    0.0005  # prompts of one step end together: only the first one's time says anything
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """`seconds` is 0 if the prompt was given up, or computed in one step with another."""
+
+    request_id: str
+    num_tokens: int
+    num_cached_tokens: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class LoadBook:
+    _admitted: list[str] = field(default_factory=list)
+    _computed: list[Computed] = field(default_factory=list)
+    _open: dict[int, tuple[str, int, float]] = field(default_factory=dict)  # by leg
+    _last_end: float = float("-inf")
+
+    def admitted(self, leg: int, request_id: str, num_prompt_tokens: int, now: float) -> None:
+        """`num_prompt_tokens` is 0 for decode, which computes no prompt."""
+        if len(self._admitted) < MAX_NAMED:
+            self._admitted.append(request_id)
+        if num_prompt_tokens:
+            self._open[leg] = (request_id, num_prompt_tokens, now)
+
+    def computed(self, leg: int, num_cached_tokens: int, now: float) -> None:
+        opened = self._open.pop(leg, None)
+        if opened is None:
+            return
+        request_id, num_tokens, since = opened
+        seconds = now - max(since, self._last_end)
+        self._last_end = now
+        if seconds < _SAME_STEP_S:
+            seconds = _NOT_TIMED
+        self._name(Computed(request_id, num_tokens, num_cached_tokens, seconds))
+
+    def ended(self, leg: int) -> None:
+        """Whatever became of it; says nothing if its prompt was computed."""
+        opened = self._open.pop(leg, None)
+        if opened is not None:
+            self._name(Computed(opened[0], opened[1], 0, _NOT_TIMED))
+
+    def take(self) -> tuple[list[str], list[Computed]]:
+        """(admitted, computed) since the last call."""
+        taken = self._admitted, self._computed
+        self._admitted, self._computed = [], []
+        return taken
+
+    def _name(self, computed: Computed) -> None:
+        if len(self._computed) < MAX_NAMED:
+            self._computed.append(computed)
