@@ -73,6 +73,13 @@ class KvTransferFailed(MeshError):
     is_retryable = True
 
 
+class KvFormatMismatch(MeshError):
+    """Two instances keep their KV in ways that do not fit; another pair may."""
+
+    grpc_code, http_status, default_reason = "FAILED_PRECONDITION", 503, "KV_FORMAT_MISMATCH"
+    is_retryable = True
+
+
 class StalePlan(MeshError):
     grpc_code, http_status, default_reason = "ABORTED", 503, "STALE_PLAN"
     is_retryable = True

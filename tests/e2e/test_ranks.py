@@ -181,11 +181,12 @@ if __name__ == "__main__":
 @pytest.mark.fault("F37")
 @pytest.mark.req("S57")
 def test_no_rank_outlives_a_killed_host(tiny_llama: Path, tmp_path: Path) -> None:
-    script, told = tmp_path / "host.py", tmp_path / "pids"
-    script.write_text(HOST)
-    with subprocess.Popen([sys.executable, str(script), str(tiny_llama), str(told)]) as host:
+    told = tmp_path / "pids"
+    command = [sys.executable, "-c", HOST, str(tiny_llama), str(told)]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2]) as host:
         try:
-            wait_until(lambda: told.exists() and told.read_text(), 240)
+            wait_until(lambda: host.poll() is not None or (told.exists() and told.read_text()), 240)
+            assert host.poll() is None
             family = set(descendants(host.pid))
         finally:
             host.kill()

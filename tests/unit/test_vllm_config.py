@@ -17,9 +17,14 @@ from pdmesh.engine.base import (
     Prefilled,
     Tokens,
 )
-from pdmesh.engine.vllm.config import VllmConfig, environment
+from pdmesh.engine.vllm.config import VllmConfig, environment, thread_binding, usable_cores
 from pdmesh.engine.vllm.engine import VllmEngine
-from pdmesh.engine.vllm.fingerprint import base_fingerprint, cpu_kernels, digest, model_digest
+from pdmesh.engine.vllm.fingerprint import (
+    computation_digest,
+    cpu_kernels,
+    digest,
+    model_digest,
+)
 from pdmesh.engine.vllm.outputs import OutputQueue
 from pdmesh.engine.vllm.preflight import (
     RUNTIME_BYTES,
@@ -75,12 +80,23 @@ def test_a_folder_without_weights_is_refused(model_dir: Path) -> None:
         model_digest(model_dir)
 
 
-def test_everything_that_changes_a_block_changes_the_fingerprint() -> None:
-    base = ("model", "float32", 64, "0.32.0", 1)
-    variants = [("other", *base[1:]), ("model", "bfloat16", *base[2:]), (*base[:2], 32, *base[3:])]
-    variants += [(*base[:3], "0.33.0", 1), (*base[:4], 2), base]
-    assert len({base_fingerprint(*v) for v in variants}) == len(variants)
+def test_everything_that_changes_what_is_computed_changes_its_digest() -> None:
+    base = ("model", "float32", "0.32.0")
+    variants = [base, ("other", *base[1:]), ("model", "bfloat16", "0.32.0"), (*base[:2], "0.33.0")]
+    assert len({computation_digest(*v) for v in variants}) == len(variants)
     assert digest(["ab", "c"]) != digest(["a", "bc"])
+
+
+@pytest.mark.req("S57")
+def test_ranks_compute_on_cores_of_their_own_if_there_are_enough() -> None:
+    assert thread_binding([0, 1], 2) == "0|1"
+    assert thread_binding([2, 3, 6, 7, 9], 2) == "2,3|6,7"
+    assert thread_binding([0, 1, 2, 3], 2, num_threads=1) == "0|2"
+    assert thread_binding([0], 2) == "nobind"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment(CPU, {})
+    two = environment(replace(CPU, tensor_parallel_size=2), {})
+    assert two["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert two["VLLM_CPU_OMP_THREADS_BIND"] == thread_binding(usable_cores(), 2)
 
 
 def test_the_instruction_sets_that_pack_kv_are_read_from_cpuinfo() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -240,3 +241,28 @@ def test_a_local_job_streams_on_after_its_first_token() -> None:
         Finished(1, FinishReason.LENGTH),
     ]
     assert core.is_idle
+
+
+@pytest.mark.req("S126")
+def test_a_ticket_of_other_kv_ends_the_leg_at_once_and_frees_its_landing() -> None:
+    core = jobs()
+    job = decode_job()
+    other = replace(job, ticket=replace(job.ticket, model_fingerprint="another"))
+    failed, freed = core.decode(other)
+    assert isinstance(failed, Failed)
+    assert failed.reason == "KV_FORMAT_MISMATCH"
+    assert "prefill-0 runs another engine" in failed.message
+    assert freed == LandingFreed(job.leg)
+    assert core.is_idle
+
+
+@pytest.mark.req("S57")
+def test_kv_has_come_when_every_rank_has_it_and_took_as_long_as_the_slowest() -> None:
+    core = jobs(num_ranks=2)
+    assert core.decode(decode_job()) == []
+    assert core.handle(Received(1, 2, 120, 0.5, 0)) == []
+    assert core.handle(Drawn(2, [7])) == []
+    assert core.handle(Received(0, 2, 120, 0.1, 0)) == [
+        KvReceived(2, 240, 0.5, 0),
+        Tokens(2, [7], ()),
+    ]

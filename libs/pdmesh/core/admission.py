@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from pdmesh.core import kv_format
 from pdmesh.core.arena import ArenaAllocator, ArenaRange
 
 
@@ -205,7 +206,8 @@ class Admission:
         if ask.work not in capacity.works:
             return Refused(RefusalReason.WRONG_ROLE, detail=f"no {ask.work.name.lower()} here")
         if ask.model_fingerprint not in (None, capacity.model_fingerprint):
-            return Refused(RefusalReason.WRONG_MODEL, detail="the ticket is of another model")
+            detail = kv_format.difference(ask.model_fingerprint, capacity.model_fingerprint)
+            return Refused(RefusalReason.WRONG_MODEL, detail=detail)
         if self._least_len(ask) > capacity.max_model_len or num_blocks > capacity.num_blocks:
             return Refused(
                 RefusalReason.TOO_LONG, detail="longer than the context or the KV memory"

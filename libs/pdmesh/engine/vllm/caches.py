@@ -1,108 +1,196 @@
-"""vLLM's paged KV cache as whole opaque blocks: the inside of a block is the kernel's own business.
+"""Gather and scatter over vLLM's paged KV cache; which way is chosen once, by where the cache is.
 
-On a CPU the cache is plain memory and blocks are copied by numpy. On a GPU a layer's blocks are selected
-there and copied as one piece. Layer order is that of registration, the same on every rank and instance
-of one fingerprint.
+The contiguous side is [layer][head][block], see `core.head_blocks`; opaque blocks are one head. Layer order is that of
+registration, the same on every rank and instance of one fingerprint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from pdmesh.engine.vllm.fingerprint import digest, machine_kernels
+from pdmesh.core.head_blocks import HeadBlocks
+from pdmesh.core.kv_layout import KvLayout
+from pdmesh.engine.vllm.cache_layout import CacheLayout, block_rows
 from pdmesh.kv.scatter import HostBlocks
 from pdmesh.kv.transport import ByteArray
 
+Span = tuple[int, int]  # first, number
+OnDone = Callable[[], None] | None
+
 
 class PagedCaches(Protocol):
-    num_layers: int
-    block_bytes: int  # of one layer
+    """`on_done` is called exactly once: before the call returns, or from another thread when the copy has ended.
 
-    def gather(self, block_ids: Sequence[int], out: ByteArray) -> None:
-        """All layers of the blocks into `out`, layer by layer. Complete when this returns."""
-        ...
-
-    def scatter(self, source: ByteArray, block_ids: Sequence[int]) -> None:
-        """The inverse of `gather`. Complete when this returns."""
-        ...
-
-
-def block_rows(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """A layer's cache as [num_blocks, bytes of a block], without a copy, in the order of memory.
-
-    Raises ValueError if a block's bytes do not lie together.
+    Without it the copy has ended when the call returns.
     """
-    order = sorted(range(cache.ndim), key=lambda d: (-cache.stride(d), -cache.shape[d]))
-    dense = cache.permute(order)
-    if not dense.is_contiguous() or dense.shape[0] != num_blocks:
-        raise ValueError(
-            f"a KV cache of shape {tuple(cache.shape)} and strides {cache.stride()} does not keep "
-            f"each of its {num_blocks} blocks in one piece"
-        )
-    return dense.view(num_blocks, -1).view(torch.uint8)
+
+    num_layers: int
+    num_heads: int  # of this rank; 1 where blocks are opaque
+    block_bytes: int  # of one layer, all heads
+
+    def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
+        """All layers of the blocks into `out`, as the model has written them so far. It may overwrite them at once."""
+        ...
+
+    def gather_layer(
+        self, layer: int, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None
+    ) -> None:
+        """`gather` of one layer, within the forward that computes it."""
+        ...
+
+    def scatter(
+        self,
+        source: ByteArray,
+        block_ids: Sequence[int],
+        on_done: OnDone = None,
+        heads: Span | None = None,
+    ) -> None:
+        """The heads in `source`, or all, of all layers to their blocks, before the model's next step. `on_done`: `source` may be reused."""
+        ...
+
+    def scatter_part(self, data: ByteArray, offset: int, block_ids: Sequence[int]) -> None:
+        """The bytes at `offset` of what `scatter` takes as a whole, in whole blocks of a head. On the KV agent's thread; complete on return."""
+        ...
 
 
-def layout_signature(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> str:
-    """What must be equal at both ends besides the model: a block's shape, its order in memory, the kernels."""
-    parts: list[str] = []
-    for name, cache in kv_caches.items():
-        blocks = [d for d in range(cache.ndim) if cache.shape[d] == num_blocks]
-        shape = [s for d, s in enumerate(cache.shape) if d not in blocks[:1]]
-        order = sorted(range(cache.ndim), key=lambda d: (-cache.stride(d), -cache.shape[d]))
-        parts.append(f"{name} {cache.dtype} {shape} {order}")
-    device = next(iter(kv_caches.values())).device
-    kind = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    return digest([machine_kernels(kind), *parts])
+def layout_of(caches: PagedCaches, num_blocks: int, fingerprint: str) -> KvLayout:
+    """Of the contiguous side of `num_blocks` blocks."""
+    return KvLayout(
+        caches.num_layers, num_blocks, caches.block_bytes, fingerprint, caches.num_heads
+    )
 
 
-def paged_caches(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> PagedCaches:
-    rows = [block_rows(cache, num_blocks) for cache in kv_caches.values()]
-    if len({r.shape[1] for r in rows}) != 1:
-        raise ValueError("the layers' blocks differ in size")
-    return HostCaches(rows) if rows[0].device.type == "cpu" else DeviceCaches(rows)
+def paged_caches(
+    kv_caches: Mapping[str, torch.Tensor], layout: CacheLayout, num_blocks: int
+) -> PagedCaches:
+    caches = list(kv_caches.values())
+    if caches[0].device.type != "cpu":
+        from pdmesh.engine.vllm.device_caches import DeviceCaches  # Triton, where a GPU is
+
+        return DeviceCaches(caches, layout.where)
+    if layout.is_opaque:
+        return HostCaches([block_rows(cache, num_blocks).numpy() for cache in caches])
+    return HostHeads(caches, layout.where)
 
 
 class HostCaches:
-    def __init__(self, rows: Sequence[torch.Tensor]) -> None:
-        self._blocks = HostBlocks([r.numpy() for r in rows])
-        self.num_layers = len(rows)
+    """Opaque blocks in host memory."""
+
+    def __init__(self, rows: Sequence[npt.NDArray[np.uint8]]) -> None:
+        self._blocks = HostBlocks(rows)
+        self._layers = [HostBlocks([row]) for row in rows]
+        self.num_layers, self.num_heads = len(rows), 1
         self.block_bytes = int(rows[0].shape[1])
 
-    def gather(self, block_ids: Sequence[int], out: ByteArray) -> None:
+    def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
         self._blocks.gather(block_ids, out)
+        if on_done is not None:
+            on_done()
 
-    def scatter(self, source: ByteArray, block_ids: Sequence[int]) -> None:
+    def gather_layer(
+        self, layer: int, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None
+    ) -> None:
+        self._layers[layer].gather(block_ids, out)
+        if on_done is not None:
+            on_done()
+
+    def scatter(
+        self,
+        source: ByteArray,
+        block_ids: Sequence[int],
+        on_done: OnDone = None,
+        heads: Span | None = None,
+    ) -> None:
+        assert heads in (None, (0, 1)), "opaque blocks have no heads"
         self._blocks.scatter(source, block_ids)
+        if on_done is not None:
+            on_done()
+
+    def scatter_part(self, data: ByteArray, offset: int, block_ids: Sequence[int]) -> None:
+        self._blocks.scatter_part(data, offset, block_ids)
 
 
-class DeviceCaches:
-    """On the stream of the caller, which is the model's: ordered with the step that wrote the blocks."""
+class HostHeads:
+    """Blocks whose heads can be told apart, in host memory: what the device operators do, by numpy."""
 
-    def __init__(self, rows: Sequence[torch.Tensor]) -> None:
-        self._rows = rows
-        self.num_layers = len(rows)
-        self.block_bytes = int(rows[0].shape[1])
+    def __init__(self, caches: Sequence[torch.Tensor], where: HeadBlocks) -> None:
+        self._where = where
+        self._layers = [_by_head(cache, where) for cache in caches]
+        self.num_layers, self.num_heads = len(caches), where.heads.count
+        self.block_bytes = where.block_bytes
 
-    def gather(self, block_ids: Sequence[int], out: ByteArray) -> None:
-        index = torch.as_tensor(block_ids, device=self._rows[0].device)
-        target = torch.from_numpy(self._by_layer(out, len(block_ids)))
-        for layer, rows in enumerate(self._rows):
-            target[layer].copy_(rows.index_select(0, index), non_blocking=True)
-        torch.cuda.current_stream().synchronize()
+    def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
+        by_layer = self._buffer(out, self.num_layers, self.num_heads, len(block_ids))
+        for target, cache in zip(by_layer, self._layers, strict=True):
+            target[...] = cache[:, np.asarray(block_ids)]
+        if on_done is not None:
+            on_done()
 
-    def scatter(self, source: ByteArray, block_ids: Sequence[int]) -> None:
-        device = self._rows[0].device
-        index = torch.as_tensor(block_ids, device=device)
-        landed = torch.from_numpy(self._by_layer(source, len(block_ids)))
-        for layer, rows in enumerate(self._rows):
-            rows.index_copy_(0, index, landed[layer].to(device, non_blocking=True))
-        torch.cuda.current_stream().synchronize()
+    def gather_layer(
+        self, layer: int, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None
+    ) -> None:
+        (target,) = self._buffer(out, 1, self.num_heads, len(block_ids))
+        target[...] = self._layers[layer][:, np.asarray(block_ids)]
+        if on_done is not None:
+            on_done()
 
-    def _by_layer(
-        self, data: ByteArray, num_blocks: int
-    ) -> np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]:
-        return data.reshape(self.num_layers, num_blocks, self.block_bytes)
+    def scatter(
+        self,
+        source: ByteArray,
+        block_ids: Sequence[int],
+        on_done: OnDone = None,
+        heads: Span | None = None,
+    ) -> None:
+        first, count = heads or (0, self.num_heads)
+        by_layer = self._buffer(source, self.num_layers, count, len(block_ids))
+        for landed, cache in zip(by_layer, self._layers, strict=True):
+            cache[first : first + count, np.asarray(block_ids)] = landed
+        if on_done is not None:
+            on_done()
+
+    def scatter_part(self, data: ByteArray, offset: int, block_ids: Sequence[int]) -> None:
+        for layer, head, first, landed in part_rows(self._where, data, offset, len(block_ids)):
+            ids = np.asarray(block_ids[first : first + len(landed)])
+            shape = [len(landed), *(axis.count for axis in self._where.outer), -1]
+            self._layers[layer][head, ids] = landed.reshape(shape)
+
+    def _buffer(
+        self, data: ByteArray, num_layers: int, num_heads: int, num_blocks: int
+    ) -> npt.NDArray[np.uint8]:
+        where = self._where
+        outer = [axis.count for axis in where.outer]
+        return data.reshape(num_layers, num_heads, num_blocks, *outer, where.run_bytes)
+
+
+def part_rows(
+    where: HeadBlocks, data: ByteArray, offset: int, num_blocks: int
+) -> Iterator[tuple[int, int, int, npt.NDArray[np.uint8]]]:
+    """A part of a prompt's bytes, row by row: layer, head, first block, and the blocks' bytes [blocks, bytes].
+
+    Raises ValueError for a part of a block.
+    """
+    if offset % where.head_bytes or data.size % where.head_bytes:
+        raise ValueError(f"{data.size} bytes at {offset} are not whole blocks of a head")
+    blocks = data.reshape(-1, where.head_bytes)
+    place, done = offset // where.head_bytes, 0
+    while done < len(blocks):
+        row, first = divmod(place + done, num_blocks)
+        count = min(num_blocks - first, len(blocks) - done)
+        layer, head = divmod(row, where.heads.count)
+        yield layer, head, first, blocks[done : done + count]
+        done += count
+
+
+def _by_head(cache: torch.Tensor, where: HeadBlocks) -> npt.NDArray[Any]:
+    """A writable view [head, block, outer axes..., bytes of a run] of the cache's memory."""
+    num_items = cache.untyped_storage().nbytes() // cache.element_size() - cache.storage_offset()
+    memory = cache.as_strided((num_items,), (1,)).view(torch.uint8).numpy()
+    axes = (where.heads, where.blocks, *where.outer)
+    shape = [*(axis.count for axis in axes), where.run_bytes]
+    strides = [*(axis.stride for axis in axes), 1]
+    return np.lib.stride_tricks.as_strided(memory, shape, strides)

@@ -117,7 +117,7 @@ def thread_binding(cores: Sequence[int], num_ranks: int, num_threads: int = 0) -
     return "|".join(",".join(map(str, part[: num_threads or share])) for part in parts)
 
 
-def engine_arguments(config: VllmConfig, private_dir: Path, fingerprint: str) -> dict[str, Any]:
+def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs` (any: vLLM's own mixture of types)."""
     from vllm.config import KVEventsConfig, KVTransferConfig
 
@@ -149,7 +149,7 @@ def engine_arguments(config: VllmConfig, private_dir: Path, fingerprint: str) ->
             kv_connector_module_path=CONNECTOR_MODULE,
             kv_role="kv_both",
             kv_load_failure_policy="fail",
-            kv_connector_extra_config=connector_config(config, private_dir, fingerprint),
+            kv_connector_extra_config=connector_config(config, private_dir, computation),
         ),
     }
     if config.max_num_batched_tokens is not None:
@@ -159,13 +159,14 @@ def engine_arguments(config: VllmConfig, private_dir: Path, fingerprint: str) ->
     return arguments
 
 
-def connector_config(config: VllmConfig, private_dir: Path, fingerprint: str) -> dict[str, Any]:
+def connector_config(config: VllmConfig, private_dir: Path, computation: str) -> dict[str, Any]:
     """What our connector reads in the worker; plain values, as vLLM carries them there."""
     return {
         "control_path": str(control_path(private_dir)),
         "instance_id": config.instance_id,
         "incarnation": config.incarnation,
-        "base_fingerprint": fingerprint,
+        "computation": computation,
+        "device": config.device,
         "staging_bytes": config.staging_bytes,
         "landing_bytes": config.landing_bytes,
         "kv_host": config.kv_host,

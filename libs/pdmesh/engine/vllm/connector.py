@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pdmesh.engine.vllm.handoff import LOAD, HandoffPlanner, StepPlan
+from pdmesh.engine.vllm.kv_facts import kv_facts
 from pdmesh.engine.vllm.tier_plan import TierPlan, TierPlanner
 from pdmesh.engine.vllm.worker import HandoffWorker
 
@@ -141,7 +142,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.worker.start(kv_caches)
+        self.worker.start(kv_caches, kv_facts(self._vllm_config, kv_caches))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self.worker.begin(self._plan())

@@ -39,7 +39,7 @@ from pdmesh.engine.vllm.config import (
     events_endpoint,
 )
 from pdmesh.engine.vllm.control import ControlServer, WorkerLost
-from pdmesh.engine.vllm.fingerprint import base_fingerprint, model_digest
+from pdmesh.engine.vllm.fingerprint import computation_digest, model_digest
 from pdmesh.engine.vllm.handoff import load_params, store_params
 from pdmesh.engine.vllm.jobs import (
     CancelRequest,
@@ -130,10 +130,8 @@ class VllmEngine:
         await self._control.listen(control_path(self._private_dir))
         version = await self._with_progress("vllm.importing", asyncio.to_thread(_vllm_version))
         log.info("vllm.imported", version=version, seconds=round(time.monotonic() - started, 1))
-        fingerprint = base_fingerprint(
-            model, config.effective_dtype, config.block_size, version, config.tensor_parallel_size
-        )
-        arguments = engine_arguments(config, self._private_dir, fingerprint)
+        computation = computation_digest(model, config.effective_dtype, version)
+        arguments = engine_arguments(config, self._private_dir, computation)
         self._llm = await self._with_progress(
             "vllm.loading", asyncio.to_thread(_build, arguments, self._view), config.start_timeout_s
         )
@@ -262,7 +260,9 @@ class VllmEngine:
     def decode(self, job: DecodeJob) -> None:
         failpoints.hit("decode.accepted")
         assert self._jobs is not None, "start() has returned"
-        self._jobs.decode(job)
+        if refusal := self._jobs.decode(job):
+            self._apply(refusal)
+            return
         loop = asyncio.get_running_loop()
         deadline = time.monotonic() + job.deadline_s
         self._deadlines[job.leg] = loop.call_later(

@@ -1,7 +1,7 @@
-"""Which bytes a KV block holds, as one short string: equal fingerprints may exchange blocks, others must not.
+"""Digests of what decides the bytes of a KV block; `core.kv_format` makes one string of them.
 
-The host binds the model and how it is run; the worker adds the shape its KV cache turned out to have and
-the instruction set, because vLLM's CPU kernels pack K and V by it and whole blocks travel as opaque bytes.
+The host binds the model and how it is run; the worker adds what its KV cache turned out to be, with the instruction
+set where blocks are opaque, because vLLM's CPU kernels pack K and V by it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from pdmesh.errors import EngineFailed
 
-FINGERPRINT_CHARS = 24
+DIGEST_CHARS = 24
+COMPUTATION_CHARS = 16
 HASHED_HEAD_BYTES = 1 << 20
 
 
@@ -24,7 +25,7 @@ def digest(parts: Iterable[str]) -> str:
     for part in parts:
         data = part.encode()
         state.update(len(data).to_bytes(8, "little") + data)
-    return state.hexdigest()[:FINGERPRINT_CHARS]
+    return state.hexdigest()[:DIGEST_CHARS]
 
 
 def model_digest(model_dir: Path) -> str:
@@ -51,11 +52,9 @@ def model_digest(model_dir: Path) -> str:
     return digest(parts)
 
 
-def base_fingerprint(
-    model: str, dtype: str, block_size: int, vllm_version: str, tensor_parallel_size: int
-) -> str:
-    """What the host knows before the engine runs. `model` is `model_digest`."""
-    return digest((model, dtype, str(block_size), vllm_version, f"tp{tensor_parallel_size}"))
+def computation_digest(model: str, dtype: str, vllm_version: str) -> str:
+    """What the host knows of the KV's contents before the engine runs. `model` is `model_digest`."""
+    return digest((model, dtype, vllm_version))[:COMPUTATION_CHARS]
 
 
 def cpu_kernels(cpuinfo: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from pdmesh.core import kv_format
 from pdmesh.core.ticket import PullFailure
 from pdmesh.engine.base import (
     DecodeJob,
@@ -35,7 +36,7 @@ from pdmesh.engine.vllm.messages import (
     StageFailed,
     TicketEnded,
 )
-from pdmesh.errors import KvTransferFailed
+from pdmesh.errors import KvFormatMismatch, KvTransferFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +157,17 @@ class Jobs:
         else:
             self._local[job.leg] = _Local(job)
 
-    def decode(self, job: DecodeJob) -> None:
+    def decode(self, job: DecodeJob) -> list[Effect]:
+        """Effects only for a ticket whose KV does not fit this engine: the leg is over before it began."""
+        ours, ticket = self._endpoint, job.ticket
+        why = kv_format.difference(
+            ticket.model_fingerprint, ours.model_fingerprint, ticket.instance_id, ours.instance_id
+        )
+        if why:
+            failed = Failed(job.leg, KvFormatMismatch.default_reason, why)
+            return [failed, LandingFreed(job.leg)]
         self._taking[job.leg] = _Taking(job)
+        return []
 
     def refused(self, leg: int, message: str) -> list[Effect]:
         """vLLM never took the request: nothing of it can reach a worker."""

@@ -17,10 +17,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdmesh import failpoints
+from pdmesh.core.arena import ArenaRange
+from pdmesh.core.kv_format import KvFormat
 from pdmesh.core.kv_layout import KvLayout
-from pdmesh.engine.vllm.caches import PagedCaches, layout_signature, paged_caches
-from pdmesh.engine.vllm.fingerprint import digest
+from pdmesh.core.reslice import heads_of
+from pdmesh.engine.vllm.cache_layout import read_layout
+from pdmesh.engine.vllm.caches import PagedCaches, layout_of, paged_caches
 from pdmesh.engine.vllm.handoff import Load, StepPlan, Store
+from pdmesh.engine.vllm.kv_facts import KvFacts
 from pdmesh.engine.vllm.messages import (
     Hello,
     LandingClear,
@@ -37,6 +41,7 @@ from pdmesh.engine.vllm.tier_worker import TierWorker
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv import agent as kv
 from pdmesh.kv.agent_thread import AgentThread
+from pdmesh.kv.arena_memory import HostArena
 from pdmesh.kv.ucx import UcxTransport
 
 if TYPE_CHECKING:
@@ -72,11 +77,21 @@ class HandoffWorker:
         self.tiers: TierWorker | None = None
         self._control = WorkerControl(config["control_path"], self._on_message, _exit)
 
-    def start(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def start(self, kv_caches: Mapping[str, torch.Tensor], facts: KvFacts) -> None:
         """Open the agent over the allocated cache and greet the host."""
-        caches = self._caches = paged_caches(kv_caches, self._num_blocks)
-        signature = layout_signature(kv_caches, self._num_blocks)
-        self._fingerprint = digest((self._config["base_fingerprint"], signature))
+        is_opaque = self._config["device"] == "cpu"
+        mine = heads_of(facts.num_heads, self._num_ranks, self._rank)
+        layout = read_layout(kv_caches, self._num_blocks, mine.count, is_opaque=is_opaque)
+        caches = self._caches = paged_caches(kv_caches, layout, self._num_blocks)
+        kind = KvFormat(
+            self._config["computation"],
+            facts.dtype,
+            facts.scales,
+            self._config["block_size"],
+            layout.block,
+            self._num_ranks if layout.is_opaque else 0,
+        )
+        self._fingerprint = str(kind)
         if tiers := self._config["tiers"]:
             self.tiers = TierWorker(
                 tiers,
@@ -122,7 +137,17 @@ class HandoffWorker:
             landing_bytes=self._config["landing_bytes"],
             on_event=self._on_agent_event,
             blocks=self.tiers.source() if self.tiers is not None else None,
+            staging_arena=self._arena("staging_bytes"),
+            landing_arena=self._arena("landing_bytes"),
         )
+
+    def _arena(self, size: str) -> HostArena:
+        arena = HostArena(self._config[size])
+        if self._config["device"] != "cpu" and arena.size:
+            from pdmesh.kv.device_copies import lock_pages  # Triton, where a GPU is
+
+            lock_pages(arena.view(ArenaRange(0, arena.size)))
+        return arena
 
     # -- a step, on vLLM's thread -------------------------------------------------------------------
 
@@ -154,34 +179,36 @@ class HandoffWorker:
     def stage(self, plan: StepPlan) -> None:
         """Gather the prompts completed in this step, whose blocks may be reused after it."""
         for store in plan.stores:
-            with self._staging:
-                if self._early_releases.pop(store.ticket_id, store) is None:
-                    self._control.send(TicketEnded(self._rank, store.ticket_id, "released"))
-                    continue
-                self._stage(store)
+            self._stage(store)
 
     def _stage(self, store: Store) -> None:
         agent, caches = self._agent, self._caches
         assert agent is not None
         assert caches is not None
-        num_bytes = len(store.block_ids) * caches.num_layers * caches.block_bytes
-        layout = KvLayout(
-            caches.num_layers, len(store.block_ids), caches.block_bytes, self._fingerprint
-        )
+        layout = layout_of(caches, len(store.block_ids), self._fingerprint)
         try:
-            caches.gather(store.block_ids, agent.staging(store.staging)[:num_bytes])
+            out = agent.staging(store.staging)[: layout.total_bytes]
+            caches.gather(store.block_ids, out, lambda: self._serve(store, layout))
         except (IndexError, ValueError) as error:  # the host reserved too little
             self._stage_failed(store.ticket_id, error)
-            return
-        self._staged.add(store.ticket_id)
-        staged = agent.stage(
-            store.ticket_id,
-            store.request_id,
-            store.attempt,
-            store.staging,
-            layout,
-            store.lease_s,
-        )
+
+    def _serve(self, store: Store, layout: KvLayout) -> None:
+        """The bytes are in place; the host may have lost interest meanwhile."""
+        agent = self._agent
+        assert agent is not None
+        with self._staging:
+            if self._early_releases.pop(store.ticket_id, store) is None:
+                self._control.send(TicketEnded(self._rank, store.ticket_id, "released"))
+                return
+            self._staged.add(store.ticket_id)
+            staged = agent.stage(
+                store.ticket_id,
+                store.request_id,
+                store.attempt,
+                store.staging,
+                layout,
+                store.lease_s,
+            )
         staged.add_done_callback(lambda done: self._on_staged(store.ticket_id, done))
 
     def _on_staged(self, ticket_id: str, staged: Future[None]) -> None:
@@ -228,9 +255,8 @@ class HandoffWorker:
         landed = self._agent.landing(load.landing)[:num_bytes]
         if failpoints.hit("decode.pulled") == "zero-kv":
             landed[:] = 0
-        caches.scatter(landed, load.block_ids)
         self._arrived[load.leg] = _Arrived(num_bytes, time.monotonic() - started)
-        self._clear(load.landing.offset)
+        caches.scatter(landed, load.block_ids, lambda: self._clear(load.landing.offset))
         return True
 
     def close(self) -> None:

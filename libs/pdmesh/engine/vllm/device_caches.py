@@ -1,0 +1,47 @@
+"""vLLM's paged KV cache on a GPU: `PagedCaches` by the device operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pdmesh.core.head_blocks import HeadBlocks
+from pdmesh.engine.vllm.caches import OnDone, Span, part_rows
+from pdmesh.kv.device_copies import DeviceCopies
+from pdmesh.kv.device_ops import DeviceBlocks
+from pdmesh.kv.transport import ByteArray
+
+
+class DeviceCaches:
+    def __init__(self, caches: Sequence[torch.Tensor], where: HeadBlocks) -> None:
+        self._copies = DeviceCopies(DeviceBlocks(caches, where), caches[0].device)
+        self._where = where
+        self.num_layers, self.num_heads = len(caches), where.heads.count
+        self.block_bytes = where.block_bytes
+
+    def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
+        self._copies.gather(block_ids, out, (0, self.num_layers), on_done)
+
+    def gather_layer(
+        self, layer: int, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None
+    ) -> None:
+        self._copies.gather(block_ids, out, (layer, 1), on_done)
+
+    def scatter(
+        self,
+        source: ByteArray,
+        block_ids: Sequence[int],
+        on_done: OnDone = None,
+        heads: Span | None = None,
+    ) -> None:
+        self._copies.scatter(source, block_ids, heads or (0, self.num_heads), on_done)
+
+    def scatter_part(self, data: ByteArray, offset: int, block_ids: Sequence[int]) -> None:
+        whole = len(block_ids) * self.block_bytes
+        if offset % whole == 0 and data.size % whole == 0:
+            self._copies.scatter_now(data, block_ids, (offset // whole, data.size // whole), None)
+            return
+        for layer, head, first, rows in part_rows(self._where, data, offset, len(block_ids)):
+            ids = block_ids[first : first + len(rows)]
+            self._copies.scatter_now(rows.reshape(-1), ids, (layer, 1), (head, 1))

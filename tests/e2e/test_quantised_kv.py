@@ -1,0 +1,128 @@
+"""KV kept as fp8: handed over at a byte per number with the same outputs, and not to an engine that keeps it otherwise.
+
+The requests run one by one at both, since fp8 rounds away what the order of a batch's sums leaves equal in fp32 alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from pdmesh.engine.base import Sampling
+from pdmesh.engine.vllm.config import VllmConfig
+from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
+from tests.e2e.conftest import plain_vllm
+from tests.e2e.pair import Host, LegFailed, Pair, running
+from tests.fakes.tiny_llama import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, write_tiny_llama
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.asyncio(loop_scope="module"),
+]
+DTYPE = "bfloat16"  # of the computation
+BLOCK_SIZE = 32
+
+
+def fp8_cases(seed: int = 6) -> list[Case]:
+    rng = random.Random(seed)
+    lengths = [1, 31, 32, 33, 64, 150, 333, *(rng.randint(2, 160) for _ in range(17))]
+    return [Case(tuple(rng.choices(VOCABULARY, k=n)), rng.choice((2, 5, 8))) for n in lengths]
+
+
+def config(model_dir: Path, instance_id: str, incarnation: int) -> VllmConfig:
+    return VllmConfig(
+        instance_id,
+        incarnation,
+        model_dir,
+        "tiny",
+        dtype=DTYPE,
+        kv_cache_dtype="fp8",
+        block_size=BLOCK_SIZE,
+        kv_cache_bytes=64 << 20,
+        staging_bytes=32 << 20,
+        landing_bytes=32 << 20,
+        max_model_len=1024,
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def plainly(model_dir: Path, folder: Path, stored: str) -> list[list[int]]:
+    with plain_vllm(
+        model_dir,
+        fp8_cases(),
+        folder,
+        dtype=DTYPE,
+        block_size=BLOCK_SIZE,
+        kv_cache_dtype=stored,
+        max_num_seqs=1,
+        max_model_len=1024,
+        kv_cache_memory_bytes=64 << 20,
+    ) as plain:
+        return plain.tokens()
+
+
+@pytest.fixture(scope="module")
+def plain_fp8(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    return plainly(tiny_llama, tmp_path_factory.mktemp("plain-fp8"), "fp8")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def prefill(tiny_llama: Path) -> AsyncIterator[Host]:
+    async with running(config(tiny_llama, "prefill-fp8", 1)) as prefill:
+        yield prefill
+
+
+@pytest.mark.req("S126", "S3", "S125")
+async def test_fp8_kv_is_handed_over_at_a_byte_per_number_with_equal_outputs(
+    prefill: Host, plain_fp8: list[list[int]], tiny_llama: Path
+) -> None:
+    assert prefill.info.kv_bytes_per_token == NUM_LAYERS * 2 * NUM_KV_HEADS * HEAD_DIM
+    assert ".fp8_e4m3.per-tensor-" in prefill.info.model_fingerprint
+    async with running(config(tiny_llama, "decode-fp8", 2)) as decode:
+        pair = Pair(prefill, decode)
+        got = await generate_all(pair.generate, fp8_cases(), num_concurrent=1)
+        assert differences(plain_fp8, got) == []
+        assert pair.num_computed_at_decode == 0
+        assert pair.num_handed_over == len(fp8_cases())
+        await prefill.until_idle()
+        await decode.until_idle()
+
+
+@pytest.mark.req("S126")
+async def test_what_is_compared_depends_on_how_kv_is_kept(
+    plain_fp8: list[list[int]], tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Else the test above would be content with KV of any precision."""
+    assert differences(plainly(tiny_llama, tmp_path, "auto"), plain_fp8)
+
+
+@pytest.mark.req("S126")
+async def test_an_engine_that_keeps_kv_otherwise_refuses_and_says_how(
+    prefill: Host, tiny_llama: Path
+) -> None:
+    other = replace(config(tiny_llama, "decode-bf16", 3), kv_cache_dtype="auto")
+    prompt, sampling = list(fp8_cases()[5].prompt), Sampling(max_tokens=4)
+    async with running(other) as decode:
+        assert decode.info.model_fingerprint != prefill.info.model_fingerprint
+        pair = Pair(prefill, decode)
+        first = await pair.prefilled(prompt, sampling)
+        assert first.ticket is not None
+        with pytest.raises(LegFailed) as caught:
+            await pair.decoded(prompt, first.token, first.ticket, sampling)
+        assert caught.value.reason == "KV_FORMAT_MISMATCH"
+        assert "prefill-fp8 keeps its KV as fp8_e4m3" in str(caught.value)
+        assert "decode-bf16 as bfloat16" in str(caught.value)
+        await decode.until_idle()
+    prefill.engine.release(first.ticket.ticket_id)
+    await prefill.until_idle()

@@ -1,0 +1,167 @@
+"""Prefill and decode of different numbers of ranks over UCX: each rank has an agent, each piece its own connection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from pdmesh.core.arena import ArenaRange  # noqa: E402
+from pdmesh.core.reslice import heads_of  # noqa: E402
+from pdmesh.core.ticket import Ticket  # noqa: E402
+from pdmesh.engine.vllm.cache_layout import read_layout  # noqa: E402
+from pdmesh.engine.vllm.caches import PagedCaches, layout_of, paged_caches  # noqa: E402
+from pdmesh.engine.vllm.piece_pulls import TogetherPull, piece_pulls  # noqa: E402
+from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent, TicketClosed  # noqa: E402
+from pdmesh.kv.agent_thread import AgentThread  # noqa: E402
+from pdmesh.kv.ucx import UcxTransport  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
+
+NUM_LAYERS, NUM_BLOCKS, TOKENS, HEAD_DIM = 3, 16, 16, 64
+NUM_USED = 5  # blocks of the prompt
+ARENA_BYTES = 8 << 20
+
+
+@dataclass
+class Rank:
+    """Flash attention's cache of one rank: [2, blocks, tokens, heads, head size] in bf16; and its KV agent."""
+
+    instance_id: str
+    rank: int
+    num_ranks: int
+    num_heads: int  # of the model
+    events: list[AgentEvent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.mine = heads_of(self.num_heads, self.num_ranks, self.rank)
+        shape = (2, NUM_BLOCKS, TOKENS, self.mine.count, HEAD_DIM)
+        self.tensors: dict[str, Any] = {
+            f"layer.{i}": torch.zeros(shape, dtype=torch.bfloat16) for i in range(NUM_LAYERS)
+        }
+        layout = read_layout(self.tensors, NUM_BLOCKS, self.mine.count, is_opaque=False)
+        self.caches: PagedCaches = paged_caches(self.tensors, layout, NUM_BLOCKS)
+        identity = AgentIdentity(self.instance_id, 7, "fp", self.rank)
+
+        def make() -> KvAgent:
+            return KvAgent(
+                UcxTransport("127.0.0.1"),
+                identity,
+                staging_bytes=ARENA_BYTES,
+                landing_bytes=ARENA_BYTES,
+                on_event=self.events.append,
+            )
+
+        self.agent = AgentThread(make)
+        self.address = self.agent.start()
+
+    def fill(self, whole: Any, ids: list[int]) -> None:
+        """`whole`: [layer, K or V, block, token, head, head size]."""
+        for layer, tensor in enumerate(self.tensors.values()):
+            tensor[:, ids] = whole[
+                layer, ..., self.mine.first : self.mine.first + self.mine.count, :
+            ]
+
+    def holds(self, whole: Any, ids: list[int]) -> bool:
+        """Bit for bit, numbers that are none included."""
+        heads = slice(self.mine.first, self.mine.first + self.mine.count)
+        return all(
+            torch.equal(
+                tensor[:, ids].view(torch.int16), whole[layer, ..., heads, :].view(torch.int16)
+            )
+            for layer, tensor in enumerate(self.tensors.values())
+        )
+
+    def stage(self, ids: list[int]) -> None:
+        layout = layout_of(self.caches, len(ids), "fp")
+        place = ArenaRange(0, layout.total_bytes)
+        self.caches.gather(ids, self.agent.staging(place))
+        self.agent.stage("t", "r", 0, place, layout, 20.0).result(5)
+
+    def pull(self, ticket: Ticket, ids: list[int], first_block: int = 0) -> TogetherPull:
+        layout = layout_of(self.caches, len(ids), "fp")
+        wanted = piece_pulls(
+            ticket,
+            ArenaRange(4096, layout.total_bytes),
+            num_bytes=layout.total_bytes,
+            num_heads=self.num_heads,
+            num_ranks=self.num_ranks,
+            rank=self.rank,
+        )
+        pulls = []
+        for piece in wanted:
+            future = self.agent.pull(
+                ticket,
+                piece.landing,
+                deadline_s=10,
+                first_block=first_block if piece.count else NUM_USED,
+                source_rank=piece.source_rank,
+                heads=piece.heads,
+                num_takers=piece.num_takers,
+            )
+            pulls.append((piece, future))
+        return TogetherPull(pulls)
+
+
+@contextmanager
+def instances(
+    num_heads: int, num_sources: int, num_ranks: int
+) -> Iterator[tuple[list[Rank], list[Rank]]]:
+    with ExitStack() as stack:
+        made: list[list[Rank]] = []
+        for name, count in (("prefill-0", num_sources), ("decode-0", num_ranks)):
+            ranks = [Rank(name, i, count, num_heads) for i in range(count)]
+            for rank in ranks:
+                stack.callback(rank.agent.close)
+            made.append(ranks)
+        yield made[0], made[1]
+
+
+@pytest.mark.req("S57")
+@pytest.mark.parametrize("num_cached", [0, 2])
+@pytest.mark.parametrize(
+    ("num_heads", "num_sources", "num_ranks"),
+    [(8, 2, 1), (8, 1, 2), (8, 4, 2), (2, 1, 4), (2, 4, 1), (4, 2, 2)],
+)
+def test_every_rank_gets_its_heads_and_every_source_its_word(
+    num_heads: int, num_sources: int, num_ranks: int, num_cached: int
+) -> None:
+    """With a prefix cached at the destination too, of which nothing is pulled."""
+    rng = np.random.default_rng(num_heads + num_cached)
+    shape = (NUM_LAYERS, 2, NUM_USED, TOKENS, num_heads, HEAD_DIM)
+    whole = torch.from_numpy(rng.integers(-(1 << 15), 1 << 15, shape, np.int16)).view(
+        torch.bfloat16
+    )
+    source_ids, target_ids = (rng.permutation(NUM_BLOCKS)[:NUM_USED].tolist() for _ in range(2))
+    with instances(num_heads, num_sources, num_ranks) as (sources, targets):
+        for source in sources:
+            source.fill(whole, source_ids)
+            source.stage(source_ids)
+        kv_bytes = layout_of(sources[0].caches, NUM_USED, "fp").total_bytes
+        addresses = tuple(source.address for source in sources)
+        num_tokens = NUM_USED * TOKENS
+        ticket = Ticket("t", "r", 0, "prefill-0", 7, "fp", num_tokens, kv_bytes, addresses, 20_000)
+        fresh = target_ids[num_cached:]
+        wanted = whole[:, :, num_cached:]
+        under_way: list[tuple[Rank, TogetherPull, list[str]]] = []
+        for target in targets:  # all at once
+            told: list[str] = []
+            pull = target.pull(ticket, fresh, num_cached)
+            pull.start(lambda told=told: told.append("over"))  # type: ignore[misc]
+            under_way.append((target, pull, told))
+        for target, pull, told in under_way:
+            wait_until(lambda told=told: told, 10)  # type: ignore[misc]
+            assert pull.error() is None
+            for piece in pull.arrived:
+                if piece.count:
+                    landed = target.agent.landing(piece.landing)
+                    target.caches.scatter(landed, fresh, heads=(piece.head, piece.count))
+            assert target.holds(wanted, fresh)
+        for source in sources:
+            wait_until(lambda source=source: source.events, 5)  # type: ignore[misc]
+            assert source.events == [TicketClosed("t", "taken")]

@@ -1,0 +1,192 @@
+"""vLLM's caches on real tensors in the layouts of its kernels, CPU and GPU alike: gathered and scattered by head or whole."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from pdmesh.core.reslice import heads_of, pieces  # noqa: E402
+from pdmesh.engine.vllm.cache_layout import read_layout  # noqa: E402
+from pdmesh.engine.vllm.caches import PagedCaches, layout_of, paged_caches  # noqa: E402
+
+NUM_LAYERS, NUM_BLOCKS, TOKENS, HEAD_DIM = 2, 6, 4, 8
+# The axes of the tensor that vLLM registers, and their order in memory.
+LAYOUTS = (
+    ("kbnhc", "kbnhc"),  # flash attention: [2, blocks, tokens, heads, head size]
+    ("bknhc", "bknhc"),
+    ("kbnhc", "kbhnc"),
+    ("bhnc", "bnhc"),  # vLLM 0.32: K and V in the content, tokens first in memory
+    ("bhnc", "bhnc"),
+)
+DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "int8", "float32")
+
+
+class Rank:
+    """The caches of one rank, filled with its heads of the whole model's KV, or empty."""
+
+    def __init__(self, layout: tuple[str, str], dtype: str, num_heads: int) -> None:
+        axes, order = layout
+        counts = {"k": 2, "b": NUM_BLOCKS, "h": num_heads, "n": TOKENS}
+        counts["c"] = HEAD_DIM if "k" in axes else 2 * HEAD_DIM
+        kind = getattr(torch, dtype)
+        self.axes, self.item = axes, kind.itemsize
+        self.tensors: dict[str, Any] = {}
+        for layer in range(NUM_LAYERS):
+            memory = torch.zeros([counts[a] for a in order], dtype=kind)
+            self.tensors[f"layer.{layer}"] = memory.permute([order.index(a) for a in axes])
+        found = read_layout(self.tensors, NUM_BLOCKS, num_heads, is_opaque=False)
+        assert not found.is_opaque
+        self.block = found.block
+        self.caches: PagedCaches = paged_caches(self.tensors, found, NUM_BLOCKS)
+
+    def bytes_of(self, layer: int, block: int, head: int) -> Any:
+        """[K or V, token, bytes] of a head's block, by torch's own indexing."""
+        tensor = self.tensors[f"layer.{layer}"].view(torch.uint8)
+        index: list[Any] = [slice(None)] * len(self.axes)
+        index[self.axes.index("b")], index[self.axes.index("h")] = block, head
+        found = tensor[tuple(index)]
+        if "k" in self.axes:
+            return found
+        return torch.stack(found.split(HEAD_DIM * self.item, dim=-1))  # a copy
+
+
+def put(rank: Rank, layer: int, block: int, head: int, kv: Any) -> None:
+    tensor = rank.tensors[f"layer.{layer}"].view(torch.uint8)
+    index: list[Any] = [slice(None)] * len(rank.axes)
+    index[rank.axes.index("b")], index[rank.axes.index("h")] = block, head
+    tensor[tuple(index)] = kv if "k" in rank.axes else torch.cat((kv[0], kv[1]), dim=-1)
+
+
+@pytest.mark.req("S57", "S50", "S126")
+@given(
+    num_heads=st.sampled_from((1, 2, 4, 8)),
+    ranks=st.tuples(st.sampled_from((1, 2, 4, 8)), st.sampled_from((1, 2, 4, 8))),
+    layout=st.sampled_from(LAYOUTS),
+    dtype=st.sampled_from(DTYPES),
+    num_used=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_each_destination_rank_gets_its_heads_bit_for_bit(
+    num_heads: int,
+    ranks: tuple[int, int],
+    layout: tuple[str, str],
+    dtype: str,
+    num_used: int,
+    seed: int,
+) -> None:
+    num_sources, num_destinations = ranks
+    rng = np.random.default_rng(seed)
+    item = getattr(torch, dtype).itemsize
+    shape = (NUM_LAYERS, num_used, num_heads, 2, TOKENS, HEAD_DIM * item)
+    whole = torch.from_numpy(rng.integers(0, 256, shape, np.uint8))
+    source_ids, target_ids = (rng.permutation(NUM_BLOCKS)[:num_used].tolist() for _ in range(2))
+    done: list[str] = []
+
+    staged = []
+    for rank in range(num_sources):
+        mine = heads_of(num_heads, num_sources, rank)
+        source = Rank(layout, dtype, mine.count)
+        for layer, i, head in np.ndindex(NUM_LAYERS, num_used, mine.count):
+            put(source, layer, source_ids[i], head, whole[layer, i, mine.first + head])
+        out = np.zeros(layout_of(source.caches, num_used, "").total_bytes, np.uint8)
+        source.caches.gather(source_ids, out, lambda: done.append("gathered"))
+        staged.append(out.reshape(NUM_LAYERS, mine.count, num_used, -1))
+        one = np.zeros(out.size // NUM_LAYERS, np.uint8)
+        source.caches.gather_layer(1, source_ids, one, lambda: done.append("gathered"))
+        assert (one == out.reshape(NUM_LAYERS, -1)[1]).all()
+
+    for rank in range(num_destinations):
+        mine = heads_of(num_heads, num_destinations, rank)
+        target = Rank(layout, dtype, mine.count)
+        for piece in pieces(num_heads, num_sources, num_destinations, rank):
+            if not piece.count:
+                continue
+            heads = slice(piece.source_head, piece.source_head + piece.count)
+            landed = np.ascontiguousarray(staged[piece.source_rank][:, heads]).reshape(-1)
+            target.caches.scatter(
+                landed, target_ids, lambda: done.append("scattered"), (piece.head, piece.count)
+            )
+        for layer, i, head in np.ndindex(NUM_LAYERS, num_used, mine.count):
+            got = target.bytes_of(layer, target_ids[i], head)
+            assert (got == whole[layer, i, mine.first + head]).all()
+    assert done.count("gathered") == 2 * num_sources
+
+
+@pytest.mark.req("S50")
+@given(st.sampled_from(LAYOUTS[2:]), st.sampled_from(DTYPES), st.integers(0, 999))
+def test_opaque_blocks_move_whole(layout: tuple[str, str], dtype: str, seed: int) -> None:
+    """What a CPU's caches are taken for, whatever is inside."""
+    if layout[1][0] != "b":
+        layout = LAYOUTS[3]
+    rank = Rank(layout, dtype, 2)
+    found = read_layout(rank.tensors, NUM_BLOCKS, 2, is_opaque=True)
+    assert found.is_opaque
+    caches = paged_caches(rank.tensors, found, NUM_BLOCKS)
+    rng = np.random.default_rng(seed)
+    for layer, block, head in np.ndindex(NUM_LAYERS, NUM_BLOCKS, 2):
+        kv = torch.from_numpy(rng.integers(0, 256, (2, TOKENS, HEAD_DIM * rank.item), np.uint8))
+        put(rank, layer, block, head, kv)
+    other = Rank(layout, dtype, 2)
+    into = paged_caches(
+        other.tensors, read_layout(other.tensors, NUM_BLOCKS, 2, is_opaque=True), NUM_BLOCKS
+    )
+    buffer = np.zeros(layout_of(caches, 3, "").total_bytes, np.uint8)
+    caches.gather([4, 0, 5], buffer, lambda: None)
+    one = np.zeros(buffer.size // NUM_LAYERS, np.uint8)
+    caches.gather_layer(0, [4, 0, 5], one, lambda: None)
+    assert (one == buffer[: one.size]).all()
+    into.scatter(buffer, [1, 2, 3], lambda: None)
+    for layer, head in np.ndindex(NUM_LAYERS, 2):
+        for source, target in ((4, 1), (0, 2), (5, 3)):
+            assert (rank.bytes_of(layer, source, head) == other.bytes_of(layer, target, head)).all()
+
+
+@pytest.mark.req("S50")
+@given(
+    st.sampled_from(LAYOUTS),
+    st.booleans(),
+    st.sets(st.integers(1, 30), max_size=4),
+    st.integers(0, 99),
+)
+def test_parts_scatter_as_the_whole_does(
+    layout: tuple[str, str], is_opaque: bool, cuts: set[int], seed: int
+) -> None:
+    """Wherever between two blocks of a head the parts begin and end."""
+    if is_opaque and layout[1][0] != "b":
+        layout = LAYOUTS[3]
+    num_heads, ids = 3, [4, 1, 2]
+    whole, parted = (Rank(layout, "float16", num_heads) for _ in range(2))
+    caches = [
+        paged_caches(
+            rank.tensors,
+            read_layout(rank.tensors, NUM_BLOCKS, num_heads, is_opaque=is_opaque),
+            NUM_BLOCKS,
+        )
+        for rank in (whole, parted)
+    ]
+    shape = layout_of(caches[0], len(ids), "")
+    data = np.random.default_rng(seed).integers(0, 256, shape.total_bytes, np.uint8)
+    unit = shape.block_bytes // shape.num_heads
+    edges = [0, *(c * unit for c in sorted(cuts) if c * unit < data.size), data.size]
+    caches[0].scatter(data, ids, lambda: None)
+    for a, b in pairwise(edges):
+        caches[1].scatter_part(data[a:b], a, ids)
+    for name, tensor in whole.tensors.items():
+        assert (tensor.view(torch.uint8) == parted.tensors[name].view(torch.uint8)).all()
+    with pytest.raises(ValueError, match="whole blocks"):
+        caches[1].scatter_part(data[: unit - 2], 0, ids)
+
+
+def test_two_layouts_of_one_travel_order_may_meet_and_others_may_not() -> None:
+    one = Rank(("kbnhc", "kbnhc"), "float16", 4)
+    assert Rank(("bknhc", "bknhc"), "float16", 2).block == one.block
+    assert Rank(("kbnhc", "kbhnc"), "float16", 1).block == one.block
+    assert Rank(("bhnc", "bnhc"), "float16", 4).block != one.block
+    assert Rank(("kbnhc", "kbnhc"), "float8_e4m3fn", 4).block != one.block
