@@ -1,4 +1,4 @@
-"""Which tickets a receiver renews, and when: while it waits for its turn to pull, and while it pulls.
+"""Which tickets a receiver renews, and when, while they wait for their turn. Those it pulls are `pull_book`'s.
 
 Renewals are a third of a lease apart and end by themselves, so that a receiver that forgets a ticket frees it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_KEPT = 4096
-_PER_LEASE = 3
+RENEWALS_PER_LEASE = 3
 
 
 @dataclass(slots=True)
@@ -19,31 +19,31 @@ class _Kept:
 
 
 class LeaseKeeper:
-    """By key: a ticket's id while it waits, a pull's while it runs."""
+    """Tickets by id."""
 
     def __init__(self) -> None:
-        self._kept: dict[str | int, _Kept] = {}
+        self._kept: dict[str, _Kept] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, key: str | int, lease_s: float, until: float, now: float) -> bool:
+    def keep(self, ticket_id: str, lease_s: float, until: float, now: float) -> bool:
         """Renew until `until` or `let_go`. False at the bound, or without a lease: it does with what it has."""
-        if lease_s <= 0 or (key not in self._kept and len(self._kept) >= MAX_KEPT):
+        if lease_s <= 0 or (ticket_id not in self._kept and len(self._kept) >= MAX_KEPT):
             return False
-        every = lease_s / _PER_LEASE
-        self._kept[key] = _Kept(every, now + every, until)
+        every = lease_s / RENEWALS_PER_LEASE
+        self._kept[ticket_id] = _Kept(every, now + every, until)
         return True
 
-    def let_go(self, key: str | int) -> None:
-        self._kept.pop(key, None)
+    def let_go(self, ticket_id: str) -> None:
+        self._kept.pop(ticket_id, None)
 
-    def due(self, now: float) -> tuple[list[str | int], list[str | int]]:
+    def due(self, now: float) -> tuple[list[str], list[str]]:
         """What to renew now, and what was kept until now and is no longer."""
-        over = [key for key, kept in self._kept.items() if now >= kept.until]
-        for key in over:
-            del self._kept[key]
-        due = [key for key, kept in self._kept.items() if now >= kept.next_at]
-        for key in due:
-            self._kept[key].next_at = now + self._kept[key].every_s
+        over = [ticket_id for ticket_id, kept in self._kept.items() if now >= kept.until]
+        for ticket_id in over:
+            del self._kept[ticket_id]
+        due = [ticket_id for ticket_id, kept in self._kept.items() if now >= kept.next_at]
+        for ticket_id in due:
+            self._kept[ticket_id].next_at = now + self._kept[ticket_id].every_s
         return due, over

@@ -4,13 +4,15 @@ The sender announces a pull's bytes part by part; each part arrives, is verified
 receive may have been posted, nothing but the arrival of its bytes or the end of its connection proves that no
 late write lands. So a pull that fails or is given up asks the sender to stop, and is drained: of the parts announced so
 far, up to the sender's answer. A sender that does not answer within STOP_S of the deadline has its connection
-aborted: frozen peers look like slow ones, and both end there.
+aborted: frozen peers look like slow ones, and both end there. While a pull waits or receives, its lease is renewed.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+from pdmesh.core.lease_keeper import RENEWALS_PER_LEASE
 from pdmesh.core.pull_events import (
     AbortPeer,
     CallerLeft,
@@ -28,6 +30,7 @@ from pdmesh.core.pull_events import (
     ReceivePart,
     ReceiverEffect,
     ReceiverEvent,
+    RenewLease,
     SendAck,
     SendPull,
     Tick,
@@ -45,6 +48,8 @@ class _Pull:
     min_bytes: int
     max_bytes: int
     deadline: float
+    renew_every_s: float
+    renew_at: float
     num_bytes: int = -1  # of the whole pull; the first META tells
     num_announced: int = 0  # bytes
     num_parts: int = 0
@@ -83,7 +88,7 @@ class PullBook:
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverEffect]:
         match event:
             case PullRequested():
-                return self._on_requested(event)
+                return self._on_requested(event, now)
             case MetaArrived():
                 return self._on_meta(event)
             case PartArrived():
@@ -106,11 +111,12 @@ class PullBook:
             assert pull.is_stopped or pull.has_caller
             assert pull.num_delivered + len(pull.verified) <= pull.num_parts
 
-    def _on_requested(self, event: PullRequested) -> list[ReceiverEffect]:
+    def _on_requested(self, event: PullRequested, now: float) -> list[ReceiverEffect]:
         if event.pull_id in self._pulls:
             raise ValueError(f"pull {event.pull_id} exists")
+        every = event.lease_s / RENEWALS_PER_LEASE or math.inf
         self._pulls[event.pull_id] = _Pull(
-            event.peer, event.min_bytes, event.max_bytes, event.deadline
+            event.peer, event.min_bytes, event.max_bytes, event.deadline, every, now + every
         )
         return [SendPull(event.pull_id)]
 
@@ -212,8 +218,13 @@ class PullBook:
     def _on_tick(self, now: float) -> list[ReceiverEffect]:
         effects: list[ReceiverEffect] = []
         for pull_id, pull in list(self._pulls.items()):
-            if now < pull.deadline or (pull.is_announced and not pull.posted):
-                continue  # in time, or all bytes are here
+            if pull.is_announced and not pull.posted:
+                continue  # all bytes are here
+            if now >= pull.renew_at and not pull.is_stopped:
+                pull.renew_at = now + pull.renew_every_s
+                effects.append(RenewLease(pull_id))
+            if now < pull.deadline:
+                continue
             effects += self._fail(pull_id, PullFailure.TIMEOUT)
             if now >= pull.deadline + STOP_S:
                 effects.append(AbortPeer(pull.peer))

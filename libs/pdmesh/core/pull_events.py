@@ -1,22 +1,26 @@
-"""What happens to a receiver's pulls, and what is to be done about it. See `pull_book`."""
+"""What happens to a receiver's pulls, and what is to be done about it. See `pull_book`. Not `frozen`, for speed; nobody changes one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PullRequested:
-    """A caller wants its bytes, between `min_bytes` and `max_bytes`, by `deadline`. `peer` is the connection."""
+    """A caller wants its bytes, between `min_bytes` and `max_bytes`, by `deadline`. `peer` is the connection.
+
+    `lease_s`: the sender keeps the bytes for so long from the last it heard of us; 0 if it has no lease to renew.
+    """
 
     pull_id: int
     peer: int
     min_bytes: int
     max_bytes: int
     deadline: float
+    lease_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MetaArrived:
     """The sender announces the next `length` bytes, at `offset` of `num_bytes` in all.
 
@@ -31,7 +35,7 @@ class MetaArrived:
     is_inline: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PartArrived:
     """All bytes of part `index` are in the landing range."""
 
@@ -39,7 +43,7 @@ class PartArrived:
     index: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PartChecked:
     """The checksums of part `index` were compared."""
 
@@ -48,7 +52,7 @@ class PartChecked:
     is_intact: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PullRefused:
     """The sender will announce no more of it."""
 
@@ -57,21 +61,21 @@ class PullRefused:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CallerLeft:
     """Nobody wants the result any more."""
 
     pull_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PeerLost:
     """A connection is gone; no write comes from it any more."""
 
     peer: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tick:
     pass
 
@@ -88,12 +92,12 @@ ReceiverEvent = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SendPull:
     pull_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReceivePart:
     """Post the receives of part `index`; answered by PartArrived, or PeerLost."""
 
@@ -101,7 +105,7 @@ class ReceivePart:
     index: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CheckPart:
     """Compare checksums, having copied the bytes first if they came inline; answered by PartChecked."""
 
@@ -109,7 +113,7 @@ class CheckPart:
     index: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DeliverPart:
     """Part `index` and all before it are verified: hand it to the caller. In order, each once."""
 
@@ -117,7 +121,7 @@ class DeliverPart:
     index: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SendAck:
     """Tell the sender that the pull is over: taken, or that no more of it is wanted."""
 
@@ -125,14 +129,21 @@ class SendAck:
     is_taken: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class RenewLease:
+    """Ask the sender to keep the bytes."""
+
+    pull_id: int
+
+
+@dataclass(slots=True)
 class Complete:
     """The verified bytes are the caller's, and the landing range with them."""
 
     pull_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fail:
     """Tell the caller, if it is still there. FreeLanding follows, now or later."""
 
@@ -140,14 +151,14 @@ class Fail:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FreeLanding:
     """No late write can land. The last word about a pull that did not complete."""
 
     pull_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AbortPeer:
     """Drop the connection; answered by PeerLost. May be repeated."""
 
@@ -160,6 +171,7 @@ ReceiverEffect = (
     | CheckPart
     | DeliverPart
     | SendAck
+    | RenewLease
     | Complete
     | Fail
     | FreeLanding

@@ -9,6 +9,7 @@ a bound; one that is frozen does not.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from pdmesh.core.kv_layout import KvLayout, KvPart
@@ -62,28 +63,21 @@ class _Ticket:
     is_single: bool
     num_ready: int = 0  # layers
     has_writer: bool = True  # until the last layer, or the release
-    lease_ends: float = 0.0  # both set by the last layer
-    last_lease_ends: float = 0.0
+    lease_ends: float = math.inf  # both set by the last layer
+    last_lease_ends: float = math.inf
     num_takers: int = 1
     takers: set[int] = field(default_factory=set)  # peers
     pulls: dict[_Key, _Pull] = field(default_factory=dict)
     closing: CloseReason | None = None
 
     @property
-    def is_written(self) -> bool:
-        return self.num_ready == self.layout.num_layers
-
-    @property
     def is_read(self) -> bool:
         return any(pull.num_in_flight for pull in self.pulls.values())
 
     def renew(self, now: float) -> None:
-        if self.is_written:
-            ends = min(now + self.lease_s, self.last_lease_ends)
-            self.lease_ends = max(self.lease_ends, ends)
-
-    def has_ended(self, now: float) -> bool:
-        return self.is_written and now >= self.lease_ends
+        ends = now + self.lease_s
+        if ends > self.lease_ends:
+            self.lease_ends = min(ends, self.last_lease_ends)
 
 
 class TicketBook:
@@ -152,7 +146,7 @@ class TicketBook:
         if ticket is None or num_layers <= ticket.num_ready:
             return []
         ticket.num_ready = min(num_layers, ticket.layout.num_layers)
-        if ticket.is_written:
+        if ticket.num_ready == ticket.layout.num_layers:
             ticket.has_writer = False
             ticket.lease_ends = now + ticket.lease_s
             ticket.last_lease_ends = now + MAX_LEASES * ticket.lease_s
@@ -170,8 +164,8 @@ class TicketBook:
         key = (event.peer, event.pull_id)
         if key in self._tickets_by_pull:
             return []  # the same message again: it is being served
-        refusal = self._refusal(event, now)
         ticket = self._tickets.get(event.ticket_id)
+        refusal = self._refusal(event, ticket, now)
         if refusal is not None or ticket is None:
             return [Refuse(event.peer, event.pull_id, refusal or Refusal.UNKNOWN_TICKET)]
         try:
@@ -184,19 +178,18 @@ class TicketBook:
         self._tickets_by_pull[key] = event.ticket_id
         return self._serve(event.ticket_id, ticket, key)
 
-    def _refusal(self, event: PullAsked, now: float) -> Refusal | None:
+    def _refusal(self, event: PullAsked, ticket: _Ticket | None, now: float) -> Refusal | None:
         if event.incarnation != self._incarnation:
             return Refusal.WRONG_INCARNATION
         if event.fingerprint_hash != self._fingerprint_hash:
             return Refusal.WRONG_MODEL
-        ticket = self._tickets.get(event.ticket_id)
         if ticket is None:
             return Refusal.UNKNOWN_TICKET
         if event.attempt != ticket.attempt:
             return Refusal.WRONG_ATTEMPT
         if ticket.closing is not None:
             return Refusal.TICKET_CLOSED
-        if ticket.has_ended(now):
+        if now >= ticket.lease_ends:
             return Refusal.LEASE_ENDED
         if len(ticket.pulls) >= MAX_PULLS_PER_TICKET:
             return Refusal.TOO_MANY_PULLS
@@ -225,7 +218,9 @@ class TicketBook:
         ticket.renew(now)
         if pull.is_stopped:
             return self._drop_stopped(ticket_id, key)
-        return [*self._serve(ticket_id, ticket, key), *self._finish_closing(ticket_id)]
+        if ticket.closing is not None:
+            return self._finish_closing(ticket_id)
+        return self._serve(ticket_id, ticket, key)
 
     def _on_acked(self, event: PullAcked) -> list[SenderEffect]:
         key = (event.peer, event.pull_id)
@@ -264,7 +259,7 @@ class TicketBook:
     def _on_renewed(self, event: LeaseRenewed, now: float) -> list[SenderEffect]:
         ticket = self._tickets.get(event.ticket_id)
         is_ours = event.incarnation == self._incarnation
-        if ticket and is_ours and event.attempt == ticket.attempt and not ticket.has_ended(now):
+        if ticket and is_ours and event.attempt == ticket.attempt and now < ticket.lease_ends:
             ticket.renew(now)
         return []
 
@@ -282,7 +277,7 @@ class TicketBook:
         return effects
 
     def _on_tick(self, now: float) -> list[SenderEffect]:
-        ended = [t for t, ticket in self._tickets.items() if ticket.has_ended(now)]
+        ended = [t for t, ticket in self._tickets.items() if now >= ticket.lease_ends]
         effects: list[SenderEffect] = []
         for ticket_id in ended:
             effects += self._close(ticket_id, CloseReason.EXPIRED)

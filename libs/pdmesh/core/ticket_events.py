@@ -1,4 +1,4 @@
-"""What happens to a sender's tickets, and what is to be done about it. See `ticket_book`."""
+"""What happens to a sender's tickets, and what is to be done about it. See `ticket_book`. Not `frozen`, for speed; nobody changes one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pdmesh.core.kv_layout import CHUNK_BYTES, KvLayout, KvPart
 from pdmesh.core.ticket import CloseReason, Refusal
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Opened:
     """A prompt's range is reserved and its layout known; its bytes are still to come.
 
@@ -23,7 +23,7 @@ class Opened:
     is_single: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LayersReady:
     """The layers below `num_layers` are in place, with their checksums."""
 
@@ -31,7 +31,7 @@ class LayersReady:
     num_layers: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PullAsked:
     """A peer wants a ticket's blocks from `first_block` on, of the heads (first, number). `peer` is the connection.
 
@@ -49,7 +49,7 @@ class PullAsked:
     num_takers: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PartSent:
     """A part of a pull has left the ticket's range; nothing reads it for this part any more."""
 
@@ -57,7 +57,7 @@ class PartSent:
     pull_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PullAcked:
     """The receiver is done: `is_taken` if it verified the bytes and goes on from them, else it wants no more."""
 
@@ -66,7 +66,7 @@ class PullAcked:
     is_taken: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LeaseRenewed:
     """A receiver that waits or receives asks to keep the bytes."""
 
@@ -75,21 +75,21 @@ class LeaseRenewed:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Released:
     """Nobody will pull this ticket, and nobody writes into its range any more."""
 
     ticket_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PeerLost:
     """A connection is gone, and with it every send on it."""
 
     peer: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tick:
     pass
 
@@ -107,7 +107,7 @@ SenderEvent = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SendPart:
     """Announce and send one part of a pull of `num_bytes` bytes in all; answered by PartSent, or PeerLost."""
 
@@ -118,7 +118,7 @@ class SendPart:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Refuse:
     """No part of this pull is announced after this."""
 
@@ -127,14 +127,14 @@ class Refuse:
     refusal: Refusal
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AbortPeer:
     """Drop the connection; answered by PeerLost. May be repeated."""
 
     peer: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CloseTicket:
     """The ticket's bytes are free. The last word about it."""
 

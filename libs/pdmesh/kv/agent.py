@@ -119,7 +119,7 @@ class KvAgent:
             bytes_received=receiver.bytes_received,
             num_corrupt=receiver.num_corrupt,
             num_quarantined=receiver.num_quarantined,
-            messages_sent=dict(self._peers.messages_sent),
+            messages_sent=self._peers.messages_sent,
         )
 
     async def start(self) -> str:
@@ -263,7 +263,7 @@ class KvAgent:
     ) -> PullResult:
         try:
             self._receiver.check_askable(order.source)
-            connection = await self.connect(address, deadline_s)
+            connection = self._pool.find(address) or await self.connect(address, deadline_s)
         except BaseException:
             order.on_freed()  # nothing was asked for yet
             raise

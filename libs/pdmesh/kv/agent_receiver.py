@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +40,7 @@ MAX_PULLS = 1024
 @dataclass(slots=True)
 class _Part:
     offset: int
+    length: int
     buffers: list[ByteArray]
     checksums: list[bytes]
     inline: memoryview | None
@@ -77,6 +79,18 @@ class ReceiverHalf:
         self._num_asked = 0
         self.num_corrupt = 0
         self.bytes_received = 0
+        self._do: dict[type, Callable[[Any], rx.PartChecked | None]] = {
+            rx.SendPull: self._ask,
+            rx.ReceivePart: self._post_receives,
+            rx.CheckPart: self._check,
+            rx.DeliverPart: self._deliver,
+            rx.SendAck: self._ack,
+            rx.RenewLease: self._renew,
+            rx.Complete: self._complete,
+            rx.Fail: self._fail,
+            rx.FreeLanding: self._free,
+            rx.AbortPeer: self._abort,
+        }
 
     @property
     def num_pulls(self) -> int:
@@ -114,11 +128,12 @@ class ReceiverHalf:
         pull_id = self._num_asked
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         pull = self._pulls[pull_id] = _Pull(order, connection, done, started)
-        if (ticket := order.ticket) is not None:
-            self.let_go(ticket.ticket_id)
-            self._leases.keep(pull_id, ticket.lease_ms / 1000, deadline, started)
+        lease_s = 0.0
+        if order.ticket is not None:
+            self.let_go(order.ticket.ticket_id)
+            lease_s = order.ticket.lease_ms / 1000
         key, least, most = connection.key, order.min_bytes, order.max_bytes
-        self.handle(rx.PullRequested(pull_id, key, least, most, deadline))
+        self.handle(rx.PullRequested(pull_id, key, least, most, deadline, lease_s))
         try:
             await done
         except asyncio.CancelledError:
@@ -136,13 +151,13 @@ class ReceiverHalf:
         now = time.monotonic()
         if self._leases.keep(ticket.ticket_id, ticket.lease_ms / 1000, now + for_s, now):
             self._kept[ticket.ticket_id] = (ticket, connection)
-            self.renew(ticket, connection)
+            self._tell_renewal(ticket, connection)
 
     def let_go(self, ticket_id: str) -> None:
         if self._kept.pop(ticket_id, None) is not None:
             self._leases.let_go(ticket_id)
 
-    def renew(self, ticket: Ticket, connection: KvConnection) -> None:
+    def _tell_renewal(self, ticket: Ticket, connection: KvConnection) -> None:
         message = wire.Renew(ticket.ticket_id, ticket.attempt, ticket.incarnation)
         self._peers.tell(connection.key, message)
 
@@ -150,14 +165,10 @@ class ReceiverHalf:
         now = time.monotonic()
         self.handle(rx.Tick())
         due, over = self._leases.due(now)
-        for key in due:
-            if isinstance(key, str):
-                self.renew(*self._kept[key])
-            elif (ticket := self._pulls[key].order.ticket) is not None:
-                self.renew(ticket, self._pulls[key].connection)
-        for key in over:
-            if isinstance(key, str):
-                del self._kept[key]
+        for ticket_id in due:
+            self._tell_renewal(*self._kept[ticket_id])
+        for ticket_id in over:
+            del self._kept[ticket_id]
         for source in self._quarantine.release_due(now):
             self._on_event(SourceReleased(source))
 
@@ -173,7 +184,7 @@ class ReceiverHalf:
     def on_meta(self, peer: int, meta: wire.Meta) -> None:
         if self._hooks is not None and self._hooks.is_dropped(meta.pull_id):
             return
-        length = meta.length
+        offset, length = meta.offset, meta.length
         pull = self._pulls.get(meta.pull_id)
         part: _Part | None = None
         if pull is not None and pull.connection.key == peer:
@@ -182,18 +193,10 @@ class ReceiverHalf:
                 length = -1  # the book takes it for the nonsense that it is
             else:
                 checksums = [r.checksum for r in meta.ranges]
-                part = _Part(meta.offset, buffers, checksums, meta.inline, len(buffers))
+                part = _Part(offset, length, buffers, checksums, meta.inline, len(buffers))
                 pull.parts.append(part)
-        self.handle(
-            rx.MetaArrived(
-                peer,
-                meta.pull_id,
-                meta.num_bytes,
-                meta.offset,
-                length,
-                meta.inline is not None,
-            )
-        )
+        is_inline = meta.inline is not None
+        self.handle(rx.MetaArrived(peer, meta.pull_id, meta.num_bytes, offset, length, is_inline))
         if part is not None:
             part.inline = None  # a view of the transport's buffer
 
@@ -202,49 +205,40 @@ class ReceiverHalf:
     def handle(self, event: rx.ReceiverEvent) -> None:
         """Tell the book, and do what it says. A part that was checked at once is news of its own."""
         events = [event]
-        while events:
-            for effect in self._book.handle(events.pop(0), time.monotonic()):
-                checked = self._carry_out(effect)
+        for event in events:  # grows meanwhile
+            for effect in self._book.handle(event, time.monotonic()):
+                checked = self._do[type(effect)](effect)
                 if checked is not None:
                     events.append(checked)
 
-    def _carry_out(self, effect: rx.ReceiverEffect) -> rx.PartChecked | None:
-        if isinstance(effect, rx.AbortPeer):
-            self._peers.abort(effect.peer, "a pull missed its deadline or met nonsense")
-            return None
+    def _ask(self, effect: rx.SendPull) -> None:
         pull = self._pulls[effect.pull_id]
-        match effect:
-            case rx.SendPull(pull_id):
-                self._peers.tell(pull.connection.key, pull.order.make_message(pull_id))
-            case rx.ReceivePart(pull_id, index):
-                self._post_receives(pull_id, index)
-            case rx.CheckPart(pull_id, index):
-                is_intact = self._check(pull_id, index)
-                return None if is_intact is None else rx.PartChecked(pull_id, index, is_intact)
-            case rx.DeliverPart(_, index):
-                self._deliver(pull, index)
-            case rx.SendAck(pull_id, is_taken):
-                self._peers.tell(pull.connection.key, wire.Ack(pull_id, is_taken))
-            case rx.Complete():
-                self._complete(effect.pull_id)
-            case rx.Fail(_, reason):
-                self._fail(pull, reason)
-            case rx.FreeLanding(pull_id):
-                self._forget(pull_id).order.on_freed()
-        return None
+        self._peers.tell(pull.connection.key, pull.order.make_message(effect.pull_id))
 
-    def _complete(self, pull_id: int) -> None:
-        pull = self._forget(pull_id)
+    def _ack(self, effect: rx.SendAck) -> None:
+        key = self._pulls[effect.pull_id].connection.key
+        self._peers.tell(key, wire.Ack(effect.pull_id, effect.is_taken))
+
+    def _renew(self, effect: rx.RenewLease) -> None:
+        pull = self._pulls[effect.pull_id]
+        if pull.order.ticket is not None:
+            self._tell_renewal(pull.order.ticket, pull.connection)
+
+    def _complete(self, effect: rx.Complete) -> None:
+        pull = self._pulls.pop(effect.pull_id)
         if pull.done.done():  # cancelled, and the news of it has not reached the book
             pull.order.on_freed()
         else:
             pull.done.set_result(None)
 
-    def _forget(self, pull_id: int) -> _Pull:
-        self._leases.let_go(pull_id)
-        return self._pulls.pop(pull_id)
+    def _free(self, effect: rx.FreeLanding) -> None:
+        self._pulls.pop(effect.pull_id).order.on_freed()
 
-    def _post_receives(self, pull_id: int, index: int) -> None:
+    def _abort(self, effect: rx.AbortPeer) -> None:
+        self._peers.abort(effect.peer, "a pull missed its deadline or met nonsense")
+
+    def _post_receives(self, effect: rx.ReceivePart) -> None:
+        pull_id, index = effect.pull_id, effect.index
         pull = self._pulls[pull_id]
         part = pull.parts[index]
 
@@ -256,9 +250,10 @@ class ReceiverHalf:
         for buffer in part.buffers:
             pull.connection.recv_payload(pull_id, buffer, on_received)
 
-    def _check(self, pull_id: int, index: int) -> bool | None:
+    def _check(self, effect: rx.CheckPart) -> rx.PartChecked | None:
         """Whether the part's bytes are what was sent; None if the answer comes later."""
         failpoints.hit("decode.receiving")
+        pull_id, index = effect.pull_id, effect.index
         part = self._pulls[pull_id].parts[index]
         if part.inline is not None:
             start = 0
@@ -268,8 +263,9 @@ class ReceiverHalf:
         if self._hooks is not None:
             for buffer in part.buffers:
                 self._hooks.on_received(buffer)
-        if sum(buffer.size for buffer in part.buffers) <= INLINE_BYTES:
-            return are_intact(part.buffers, part.checksums)
+        if part.length <= INLINE_BYTES:
+            is_intact = are_intact(part.buffers, part.checksums)
+            return rx.PartChecked(pull_id, index, is_intact)
         task = asyncio.get_running_loop().create_task(self._check_aside(pull_id, index, part))
         self._checks.add(task)
         task.add_done_callback(self._checks.discard)
@@ -279,22 +275,23 @@ class ReceiverHalf:
         is_intact = await asyncio.to_thread(are_intact, part.buffers, part.checksums)
         self.handle(rx.PartChecked(pull_id, index, is_intact))
 
-    def _deliver(self, pull: _Pull, index: int) -> None:
-        part = pull.parts[index]
-        length = sum(buffer.size for buffer in part.buffers)
-        if not index:
+    def _deliver(self, effect: rx.DeliverPart) -> None:
+        pull = self._pulls[effect.pull_id]
+        part = pull.parts[effect.index]
+        if not effect.index:
             pull.first_range_s = time.monotonic() - pull.started
-        pull.num_bytes += length
+        pull.num_bytes += part.length
         pull.num_ranges += len(part.buffers)
-        self.bytes_received += length
+        self.bytes_received += part.length
         if self._hooks is not None:
             for buffer in part.buffers:
                 self._hooks.on_verified(buffer)
-        if pull.order.on_range is not None and not pull.done.done() and length:
+        if pull.order.on_range is not None and not pull.done.done() and part.length:
             whole = pull.order.targets[0]
-            pull.order.on_range(part.offset, whole[part.offset : part.offset + length])
+            pull.order.on_range(part.offset, whole[part.offset : part.offset + part.length])
 
-    def _fail(self, pull: _Pull, reason: str) -> None:
+    def _fail(self, effect: rx.Fail) -> None:
+        pull, reason = self._pulls[effect.pull_id], effect.reason
         if reason == PullFailure.CORRUPT:
             self.num_corrupt += 1
             source = pull.order.source

@@ -65,6 +65,8 @@ class _StagedRange:
     def pieces(self, part: KvPart) -> list[_Piece]:
         if len(part.spans) == 1:
             data, start = self._bytes(part), part.spans[0].offset
+            if part is self.parts[0] and self.checksums:
+                return [(data, self.checksums[0])]
             for known, digest in zip(self.parts, self.checksums, strict=False):
                 if known.spans[0].offset == start and known.length == part.length:
                     return [(data, digest)]
@@ -236,8 +238,8 @@ class SenderHalf:
     def handle(self, event: tx.SenderEvent) -> None:
         """Tell the book, and do what it says. Parts that were sent by being copied are news of their own."""
         events = [event]
-        while events:
-            for effect in self._book.handle(events.pop(0), time.monotonic()):
+        for event in events:  # grows meanwhile
+            for effect in self._book.handle(event, time.monotonic()):
                 match effect:
                     case tx.SendPart():
                         if self._send_part(effect):
@@ -251,19 +253,21 @@ class SenderHalf:
 
     def _send_part(self, effect: tx.SendPart) -> bool:
         """True if it is sent already."""
-        delay = self._hooks.part_delay_s(effect.pull_id, effect.part.offset) if self._hooks else 0
-        if delay:
-            asyncio.get_running_loop().call_later(delay, self._send_late, effect)
-            return False
+        if self._hooks is not None:
+            delay = self._hooks.part_delay_s(effect.pull_id, effect.part.offset)
+            if delay:
+                asyncio.get_running_loop().call_later(delay, self._send_late, effect)
+                return False
         failpoints.hit("prefill.sending")
-        pieces = self._staged[effect.ticket_id].pieces(effect.part)
+        part = effect.part
+        pieces = self._staged[effect.ticket_id].pieces(part)
         ranges: list[wire.Range] = []
-        offset = effect.part.offset
+        offset = part.offset
         for data, digest in pieces:
             ranges.append(wire.Range(offset, data.size, digest))
             offset += data.size
-        self.bytes_sent += effect.part.length
-        if effect.part.length <= wire.MAX_INLINE:
+        self.bytes_sent += part.length
+        if part.length <= wire.MAX_INLINE:
             inline = (
                 pieces[0][0].data
                 if len(pieces) == 1

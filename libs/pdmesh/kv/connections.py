@@ -35,11 +35,16 @@ class ConnectionPool:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def get(self, address: str, timeout_s: float) -> KvConnection:
-        """Raises KvTransferFailed: KV_CONNECT_FAILED, KV_PEER_LOST, or KV_TRANSFER_TIMEOUT if others still try."""
+    def find(self, address: str) -> KvConnection | None:
+        """One that is open."""
         connection = self._open.get(address)
         if connection is not None:
             self._open.move_to_end(address)
+        return connection
+
+    async def get(self, address: str, timeout_s: float) -> KvConnection:
+        """One that is open, or a new one. Raises KvTransferFailed: KV_CONNECT_FAILED, KV_PEER_LOST, or KV_TRANSFER_TIMEOUT if others still try."""
+        if (connection := self.find(address)) is not None:
             return connection
         task = self._opening.get(address)
         if task is None:
@@ -99,10 +104,15 @@ class Peers:
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._by_key: dict[int, KvConnection] = {}
-        self.messages_sent: Counter[str] = Counter()  # by kind
+        self._num_sent: Counter[type] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_key)
+
+    @property
+    def messages_sent(self) -> dict[str, int]:
+        """By kind."""
+        return {kind.__name__.lower(): count for kind, count in self._num_sent.items()}
 
     def add(self, connection: KvConnection) -> None:
         self._by_key[connection.key] = connection
@@ -118,7 +128,7 @@ class Peers:
         """Nothing happens if the peer is gone: its end is told, or will be."""
         connection = self._by_key.get(key)
         if connection is not None:
-            self.messages_sent[type(message).__name__.lower()] += 1
+            self._num_sent[type(message)] += 1
             connection.send(wire.encode(message))
 
     def abort(self, key: int, reason: str) -> None:

@@ -11,7 +11,7 @@ from pdmesh.kv.agent_types import OnRange
 from pdmesh.kv.transport import ByteArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PullOrder:
     """`on_freed`: after a failure, or when cancelled, no late write can reach the targets."""
 
