@@ -147,6 +147,16 @@ def test_an_open_ticket_that_is_released_tells_those_who_wait() -> None:
     ]
 
 
+@pytest.mark.fault("F6", "F27")
+def test_an_open_ticket_released_under_a_frozen_reader_is_freed_within_a_lease() -> None:
+    book = book_with_ticket(num_ready=1, chunk_bytes=40)
+    book.handle(ask(), now=1.0)
+    book.handle(tx.Released("t"), now=2.0)
+    assert book.handle(tx.Tick(), now=11.9) == []
+    assert book.handle(tx.Tick(), now=12.0) == [tx.AbortPeer(1)]
+    assert book.handle(tx.PeerLost(1), now=12.1) == [tx.CloseTicket("t", CloseReason.RELEASED)]
+
+
 def test_a_ticket_that_is_taken_while_it_is_written_closes_with_its_last_layer() -> None:
     book = book_with_ticket(num_ready=0)
     empty = KvPart(0, 0, (), 0, 0)

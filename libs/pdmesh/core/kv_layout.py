@@ -12,8 +12,8 @@ from typing import Final
 
 MAX_SPANS: Final = 512  # of one part: what one message can name
 # A pull is cut into parts of at most this many bytes, so that gather, wire and scatter overlap. Chosen by measurement.
-CHUNK_BYTES: Final = 8 << 20  # the whole prompt is staged
-LAYER_CHUNK_BYTES: Final = 1 << 20  # layers are staged while later ones are computed
+CHUNK_BYTES: Final = 4 << 20  # the whole prompt is staged
+LAYER_CHUNK_BYTES: Final = 2 << 20  # layers are staged while later ones are computed
 
 DTYPE_BYTES: Final = {
     "float32": 4,

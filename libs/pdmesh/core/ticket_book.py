@@ -63,7 +63,7 @@ class _Ticket:
     is_single: bool
     num_ready: int = 0  # layers
     has_writer: bool = True  # until the last layer, or the release
-    lease_ends: float = math.inf  # both set by the last layer
+    lease_ends: float = math.inf  # while there is a writer
     last_lease_ends: float = math.inf
     num_takers: int = 1
     takers: set[int] = field(default_factory=set)  # peers
@@ -73,6 +73,12 @@ class _Ticket:
     @property
     def is_read(self) -> bool:
         return any(pull.num_in_flight for pull in self.pulls.values())
+
+    def begin_lease(self, now: float) -> None:
+        """Its engine writes no more."""
+        self.has_writer = False
+        self.lease_ends = now + self.lease_s
+        self.last_lease_ends = now + MAX_LEASES * self.lease_s
 
     def renew(self, now: float) -> None:
         ends = now + self.lease_s
@@ -111,7 +117,7 @@ class TicketBook:
             case LayersReady(ticket_id, num_layers):
                 return self._on_ready(ticket_id, num_layers, now)
             case Released(ticket_id):
-                return self._on_released(ticket_id)
+                return self._on_released(ticket_id, now)
             case LeaseRenewed():
                 return self._on_renewed(event, now)
             case PeerLost(peer):
@@ -147,15 +153,14 @@ class TicketBook:
             return []
         ticket.num_ready = min(num_layers, ticket.layout.num_layers)
         if ticket.num_ready == ticket.layout.num_layers:
-            ticket.has_writer = False
-            ticket.lease_ends = now + ticket.lease_s
-            ticket.last_lease_ends = now + MAX_LEASES * ticket.lease_s
+            ticket.begin_lease(now)
         sends = [part for key in ticket.pulls for part in self._serve(ticket_id, ticket, key)]
         return sends + self._finish_closing(ticket_id)
 
-    def _on_released(self, ticket_id: str) -> list[SenderEffect]:
-        if (ticket := self._tickets.get(ticket_id)) is not None:
-            ticket.has_writer = False
+    def _on_released(self, ticket_id: str, now: float) -> list[SenderEffect]:
+        ticket = self._tickets.get(ticket_id)
+        if ticket is not None and ticket.has_writer:
+            ticket.begin_lease(now)  # it bounds the sends that are under way
         return self._close(ticket_id, CloseReason.RELEASED)
 
     # -- a pull -----------------------------------------------------------------------------------
