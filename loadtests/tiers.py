@@ -172,8 +172,8 @@ def measure_memory(results: Results, folder: Path, rounds: int = 5) -> None:
     plain = np.empty((count, block_bytes), np.uint8)
     source = np.ones_like(plain)
     store = FileStore(folder, identity_of("bench", 0, 1), block_bytes, 1 << 34, time.time)
+    pool = HostPool(2 * count * block_bytes, block_bytes)
     for number in range(rounds + 1):
-        pool = HostPool(2 * count * block_bytes, block_bytes)
         timed = _Timed(count * block_bytes)
         with timed("memcpy"):
             np.copyto(plain, source)
@@ -196,7 +196,7 @@ def measure_memory(results: Results, folder: Path, rounds: int = 5) -> None:
         for name in names:
             store.delete(name, _OWNER)
         pool.unpin(names)
-        pool.close()
+        pool.clear()
         if number:  # the first round touches the memory for the first time
             for what, speed in timed.gib_per_s.items():
                 results.gib_per_s.setdefault(what, []).append(speed)

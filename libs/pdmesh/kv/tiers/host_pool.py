@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.pool_book import PoolBook
-from pdmesh.kv.arena_memory import ArenaMemory, HostArena
+from pdmesh.kv.arena_memory import ArenaMemory
 from pdmesh.kv.tiers.file_format import checksum_of
+from pdmesh.kv.tiers.pool_memory import PopulatedArena
 from pdmesh.kv.transport import ByteArray
 
 _ALIGN = 4096
@@ -39,7 +40,7 @@ class HostPool:
         block_bytes: int,
         *,
         owner_share: float = 1.0,
-        arena: Callable[[int], ArenaMemory] = HostArena,
+        arena: Callable[[int], ArenaMemory] = PopulatedArena,
     ) -> None:
         self.block_bytes = block_bytes
         self._stride = -(-block_bytes // _ALIGN) * _ALIGN
