@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pdmesh.core.arena import ArenaRange
-from pdmesh.kv.tiers.host_pool import HostPool, is_intact
+from pdmesh.kv.tiers.host_pool import HostPool, PinnedBlock, is_intact
 from pdmesh.kv.tiers.pool_memory import PopulatedArena
 from pdmesh.kv.transport import ByteArray
 from tests.fakes.tiers import BLOCK_BYTES, OWNER, SLOT_BYTES, data_of, fill, name_of, names_of
@@ -51,13 +51,15 @@ def put_some(pool: HostPool, is_over: threading.Event, seed: int) -> None:
         pool.put(name, OWNER, write)
 
 
+def is_right(block: PinnedBlock) -> bool:
+    return is_intact(block) and np.array_equal(block.data, data_of(block.name))
+
+
 def read_some(pool: HostPool, wrong: list[str], seed: int) -> None:
     rng = np.random.default_rng(seed)
     for _ in range(2000):
         pinned = pool.pin([name_of(int(rng.integers(16)))])
-        for block in pinned:
-            if not is_intact(block) or not np.array_equal(block.data, data_of(block.name)):
-                wrong.append(block.name.hex())
+        wrong += [b.name.hex() for b in pinned if not is_right(b)]
         pool.unpin([block.name for block in pinned])
 
 

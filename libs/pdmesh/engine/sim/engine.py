@@ -90,7 +90,7 @@ class SimEngine:
         self._tiers: TierLane | None = None
         if tiers is not None:
             if find_holders is not None:
-                tiers.peers = AgentPeers(self._agent.fetch, 0, config.tier_timeout_s)
+                tiers.peers = AgentPeers(self._agent.fetch, config.tier_timeout_s)
             self._tiers = TierLane(
                 tiers,
                 config.tier_timeout_s,

@@ -56,7 +56,7 @@ class TierWorker:
     ) -> None:
         self._config = TierConfig(**config)
         self._caches, self._block_size = caches, block_size
-        self._rank, self._send = rank, send
+        self._rank, self._num_ranks, self._send = rank, num_ranks, send
         self._loop = asyncio.new_event_loop()
         self.stack: TierStack = open_tiers(
             self._config,
@@ -84,7 +84,7 @@ class TierWorker:
         async def fetch(*args: Any, **options: Any) -> int:  # Any: passed on as they are
             return await asyncio.wrap_future(agent.fetch(*args, **options))
 
-        self.stack.peers = AgentPeers(fetch, self._rank, self._config.timeout_s)
+        self.stack.peers = AgentPeers(fetch, self._config.timeout_s, self._rank, self._num_ranks)
 
     # -- a step, on vLLM's thread -------------------------------------------------------------------
 

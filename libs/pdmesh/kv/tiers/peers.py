@@ -76,12 +76,17 @@ class FetchBlocks(Protocol):
 class AgentPeers:
     """Over the KV agent. `timeout_s` bounds one fetch; who waits for it has a bound of its own."""
 
-    def __init__(self, fetch: FetchBlocks, rank: int, timeout_s: float) -> None:
-        self._fetch, self._rank, self._timeout_s = fetch, rank, timeout_s
+    def __init__(
+        self, fetch: FetchBlocks, timeout_s: float, rank: int = 0, num_ranks: int = 1
+    ) -> None:
+        self._fetch, self._timeout_s = fetch, timeout_s
+        self._rank, self._num_ranks = rank, num_ranks
 
     async def load(
         self, peer: PeerHolding, names: Sequence[bytes], targets: Sequence[ByteArray]
     ) -> Sequence[bytes]:
+        if len(peer.addresses) != self._num_ranks:
+            return ()  # its blocks are cut in another way
         names, targets = names[:MAX_NAMES], targets[:MAX_NAMES]
         loop, freed = asyncio.get_running_loop(), asyncio.Event()
 
