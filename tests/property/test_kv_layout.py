@@ -30,7 +30,7 @@ def test_smollm2_has_23040_bytes_per_token() -> None:
         ),  # MHA: the paper's 2 * hidden * 2 bytes
         (KvShape(32, 8, 128, "bfloat16"), 131_072),  # GQA: 8 of 32 heads
         (KvShape(32, 8, 128, "fp8_e4m3"), 65_536),
-        (KvShape(32, 8, 128, "int8", scale_bytes=64), 65_536 + 32 * 64),
+        (KvShape(32, 8, 128, "int8", scale_bytes=8), 65_536 + 32 * 8 * 8),  # fp32 for K and for V
     ],
 )
 def test_bytes_per_token_follow_heads_and_precision(shape: KvShape, token_bytes: int) -> None:
@@ -42,6 +42,8 @@ def test_a_rank_holds_its_heads_and_copies_those_it_shares() -> None:
     shape = KvShape(32, 8, 128, "bfloat16")
     assert shape.per_rank(4).num_kv_heads == 2
     assert shape.per_rank(16).num_kv_heads == 1
+    quantised = KvShape(32, 8, 128, "int8", scale_bytes=8)
+    assert quantised.per_rank(4).token_bytes * 4 == quantised.token_bytes
     with pytest.raises(ValueError, match="do not divide"):
         shape.per_rank(3)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from pdmesh.core.kv_layout import KvShape  # noqa: E402
 from pdmesh.core.reslice import heads_of, pieces  # noqa: E402
 from pdmesh.engine.vllm.cache_layout import read_layout  # noqa: E402
 from pdmesh.engine.vllm.caches import PagedCaches, layout_of, paged_caches  # noqa: E402
@@ -25,6 +26,7 @@ LAYOUTS = (
     ("bhnc", "bnhc"),  # vLLM 0.32: K and V in the content, tokens first in memory
     ("bhnc", "bhnc"),
 )
+SCALE_BYTES = 8
 DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "int8", "float32")
 
 
@@ -34,8 +36,10 @@ class Rank:
     def __init__(self, layout: tuple[str, str], dtype: str, num_heads: int) -> None:
         axes, order = layout
         counts = {"k": 2, "b": NUM_BLOCKS, "h": num_heads, "n": TOKENS}
-        counts["c"] = HEAD_DIM if "k" in axes else 2 * HEAD_DIM
         kind = getattr(torch, dtype)
+        # int8 is scaled per token and head, in fp32 behind the numbers of K and of V: they travel along.
+        self.content = HEAD_DIM + (SCALE_BYTES // 2 if dtype == "int8" else 0)
+        counts["c"] = self.content if "k" in axes else 2 * self.content
         self.axes, self.item = axes, kind.itemsize
         self.tensors: dict[str, Any] = {}
         for layer in range(NUM_LAYERS):
@@ -54,7 +58,7 @@ class Rank:
         found = tensor[tuple(index)]
         if "k" in self.axes:
             return found
-        return torch.stack(found.split(HEAD_DIM * self.item, dim=-1))  # a copy
+        return torch.stack(found.split(self.content * self.item, dim=-1))  # a copy
 
 
 def put(rank: Rank, layer: int, block: int, head: int, kv: Any) -> None:
@@ -83,8 +87,8 @@ def test_each_destination_rank_gets_its_heads_bit_for_bit(
 ) -> None:
     num_sources, num_destinations = ranks
     rng = np.random.default_rng(seed)
-    item = getattr(torch, dtype).itemsize
-    shape = (NUM_LAYERS, num_used, num_heads, 2, TOKENS, HEAD_DIM * item)
+    content = Rank(layout, dtype, 1).content * getattr(torch, dtype).itemsize
+    shape = (NUM_LAYERS, num_used, num_heads, 2, TOKENS, content)
     whole = torch.from_numpy(rng.integers(0, 256, shape, np.uint8))
     source_ids, target_ids = (rng.permutation(NUM_BLOCKS)[:num_used].tolist() for _ in range(2))
     done: list[str] = []
@@ -131,7 +135,7 @@ def test_opaque_blocks_move_whole(layout: tuple[str, str], dtype: str, seed: int
     caches = paged_caches(rank.tensors, found, NUM_BLOCKS)
     rng = np.random.default_rng(seed)
     for layer, block, head in np.ndindex(NUM_LAYERS, NUM_BLOCKS, 2):
-        kv = torch.from_numpy(rng.integers(0, 256, (2, TOKENS, HEAD_DIM * rank.item), np.uint8))
+        kv = torch.from_numpy(rng.integers(0, 256, (2, TOKENS, rank.content * rank.item), np.uint8))
         put(rank, layer, block, head, kv)
     other = Rank(layout, dtype, 2)
     into = paged_caches(
@@ -182,6 +186,26 @@ def test_parts_scatter_as_the_whole_does(
         assert (tensor.view(torch.uint8) == parted.tensors[name].view(torch.uint8)).all()
     with pytest.raises(ValueError, match="whole blocks"):
         caches[1].scatter_part(data[: unit - 2], 0, ids)
+
+
+@pytest.mark.req("S3", "S126")
+@given(
+    num_heads=st.sampled_from((1, 2, 8, 32)),
+    num_ranks=st.sampled_from((1, 2, 4)),
+    dtype=st.sampled_from(DTYPES),
+    layout=st.sampled_from(LAYOUTS),
+)
+def test_a_shapes_bytes_are_those_of_real_caches(
+    num_heads: int, num_ranks: int, dtype: str, layout: tuple[str, str]
+) -> None:
+    """MHA and GQA differ by the number of kv heads alone; scales beside the numbers count."""
+    scales = SCALE_BYTES if dtype == "int8" else 0
+    named = {"float8_e4m3fn": "fp8_e4m3"}.get(dtype, dtype)
+    share = KvShape(NUM_LAYERS, num_heads, HEAD_DIM, named, scales).per_rank(num_ranks)
+    rank = Rank(layout, dtype, heads_of(num_heads, num_ranks, 0).count)
+    assert layout_of(rank.caches, 5, "").total_bytes == share.kv_bytes(5 * TOKENS, TOKENS)
+    real = sum(t.numel() * t.element_size() for t in rank.tensors.values())
+    assert real == share.kv_bytes(NUM_BLOCKS * TOKENS, TOKENS)
 
 
 def test_two_layouts_of_one_travel_order_may_meet_and_others_may_not() -> None:

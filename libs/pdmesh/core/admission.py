@@ -50,6 +50,7 @@ class Capacity:
     max_retrievals: int  # decodes whose KV is still on its way
     max_waiting: int = 0  # q: decodes beyond the slots, that take the place of one that ends (S53)
     model_fingerprint: str = ""
+    num_ranks: int = 1
     # An engine that can preempt needs no room for the whole answer of each: reserve at most this much of it.
     max_reserved_output: int | None = None
 

@@ -29,7 +29,8 @@ DTYPE_BYTES: Final = {
 class KvShape:
     """What decides the size of a model's KV. `num_kv_heads` equals the query heads in MHA, fewer in GQA.
 
-    `scale_bytes` are those a quantised cache keeps beside each token and layer (0 for none, per-tensor too).
+    `scale_bytes` are those a quantised cache keeps beside K and V of one token and head (0 for none, and for scales that
+    hold for a whole tensor: those are part of the fingerprint).
     """
 
     num_layers: int
@@ -41,7 +42,7 @@ class KvShape:
     @property
     def token_layer_bytes(self) -> int:
         """K and V of one token in one layer: the paper's 2 * hidden * precision, with kv heads for hidden."""
-        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype] + self.scale_bytes
+        return self.num_kv_heads * (2 * self.head_dim * DTYPE_BYTES[self.dtype] + self.scale_bytes)
 
     @property
     def token_bytes(self) -> int:

@@ -43,6 +43,8 @@ class EngineSettings:
     kv_host: str = "127.0.0.1"  # where KV connections are accepted
     kv_advertise_host: str | None = None  # what peers connect to; None: kv_host
     dtype: str = ""
+    kv_cache_dtype: str = "auto"  # vLLM
+    tensor_parallel_size: int = 1
     kv_cache_bytes: int = 0  # vLLM
     tiers: TierConfig = field(default_factory=TierConfig)
     max_pulls: int = 4  # of KV, at once
@@ -155,6 +157,8 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         model_dir=settings.model_dir,
         model=settings.model,
         dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        tensor_parallel_size=settings.tensor_parallel_size,
         block_size=settings.block_size,
         kv_cache_bytes=settings.kv_cache_bytes or (512 << 20),
         staging_bytes=staging_bytes,

@@ -6,6 +6,7 @@ import math
 from array import array
 from dataclasses import dataclass
 
+from pdmesh.core import kv_format
 from pdmesh.core.admission import Capacity, RefusalReason, Refused
 from pdmesh.core.block_hash import HASH_BYTES, tokens_from_bytes
 from pdmesh.engine.base import Failed, FinishReason, Prefilled, Sampling, Ticket, TokenLogprob
@@ -74,10 +75,16 @@ def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int, capacity: Capacity
     if ticket.model_fingerprint != capacity.model_fingerprint:
         return
     num_blocks = -(-num_tokens // capacity.block_size)
-    if (ticket.num_tokens, ticket.kv_bytes) != (num_tokens, num_blocks * capacity.block_bytes):
-        raise InvalidRequest("the ticket is not of this prompt", field="ticket")
     if not (ticket.ticket_id and ticket.addresses):
         raise InvalidRequest("the ticket is incomplete", field="ticket")
+    kv_bytes = kv_format.rank_bytes(
+        capacity.model_fingerprint,
+        num_blocks * capacity.block_bytes,
+        capacity.num_ranks,
+        len(ticket.addresses),
+    )
+    if (ticket.num_tokens, ticket.kv_bytes) != (num_tokens, kv_bytes):
+        raise InvalidRequest("the ticket is not of this prompt", field="ticket")
 
 
 def ticket_from_proto(m: common_pb2.Ticket) -> Ticket:

@@ -220,6 +220,7 @@ def capacity_of(
         max_retrievals=settings.max_retrievals,
         max_waiting=settings.max_waiting if role == ROLE_DECODE else 0,
         model_fingerprint=info.model_fingerprint,
+        num_ranks=info.num_ranks,
         max_reserved_output=settings.max_reserved_output or None,
     )
 
@@ -246,6 +247,8 @@ def _engine_settings(settings: InstanceSettings, app: App, role: Role.ValueType)
         kv_host=settings.host,
         kv_advertise_host=settings.advertise_host,
         dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        tensor_parallel_size=settings.tensor_parallel_size,
         kv_cache_bytes=settings.kv_cache_bytes,
         tiers=TierConfig(
             host_pool_bytes=settings.kv_host_pool_bytes,

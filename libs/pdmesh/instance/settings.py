@@ -21,6 +21,11 @@ class InstanceSettings(ServiceSettings):
     dtype: str = shared(
         "", description="vLLM: number format; default: float32 on a CPU, else the model's"
     )
+    kv_cache_dtype: str = shared(
+        "auto",
+        description="vLLM: number format of stored KV; auto: as computed; fp8 halves what moves",
+    )
+    tensor_parallel_size: int = Field(1, ge=1, description="vLLM: ranks one model is split over")
     kv_cache_bytes: int = Field(0, ge=0, description="vLLM: memory for KV; 0: 512 MiB")
     group_id: str = shared("default", description="Group this instance belongs to")
     scenario: str = shared("default", description="Scenario its group serves")
