@@ -15,14 +15,13 @@ owners = st.sampled_from([b"a", b"b"])
 
 
 class PoolBookMachine(RuleBasedStateMachine):
-    """`memory` has what a shell would write; a pinned or kept block must be found there, whatever else happens."""
+    """`memory` has what a shell would write; a pinned block must be found there, whatever else happens."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = PoolBook(NUM_SLOTS, owner_share=0.75, protected_share=0.5)
+        self.book = PoolBook(NUM_SLOTS, owner_share=0.75, protected_share=0.5, keep_after=3)
         self.memory: dict[int, bytes] = {}
         self.pins: list[bytes] = []
-        self.kept: set[bytes] = set()
         self.writing: dict[bytes, int] = {}
         self.mirror: set[bytes] = set()
 
@@ -36,6 +35,11 @@ class PoolBookMachine(RuleBasedStateMachine):
         self.writing[name] = slot
         self.memory.pop(slot, None)
         assert name not in self.book, "found only when it is written"
+
+    @rule()
+    def what_is_kept_is_told(self) -> None:
+        assert set(self.book.take_kept()) <= set(self.book.names())
+        assert self.book.take_kept() == ()
 
     @rule(name=names, is_good=st.booleans())
     def a_write_ends(self, name: bytes, is_good: bool) -> None:
@@ -64,20 +68,8 @@ class PoolBookMachine(RuleBasedStateMachine):
             self.book.unpin(name, is_use)
 
     @rule(name=names)
-    def a_block_is_kept(self, name: bytes) -> None:
-        if self.book.keep(name):
-            self.kept.add(name)
-        assert len(self.kept) <= NUM_SLOTS // 4
-
-    @rule(name=names)
-    def a_kept_block_is_let_go(self, name: bytes) -> None:
-        self.book.unkeep(name)
-        self.kept.discard(name)
-
-    @rule(name=names)
     def a_block_is_found_bad(self, name: bytes) -> None:
         self.book.forget(name)
-        self.kept.discard(name)
         assert name not in self.book
 
     @rule(chain=st.lists(names, max_size=5))
@@ -95,7 +87,6 @@ class PoolBookMachine(RuleBasedStateMachine):
     @invariant()
     def keeps_its_own_invariants(self) -> None:
         self.book.check_invariants()
-        assert self.kept <= set(self.book.names())
 
     def teardown(self) -> None:
         for name in self.pins:
@@ -130,11 +121,13 @@ def used(book: PoolBook, name: bytes) -> None:
 @pytest.mark.req("S78", "S96")
 def test_the_order_of_eviction() -> None:
     """Free slots, then what was never asked for again by age, then what was; never what is pinned or kept."""
-    book = PoolBook(6)
+    book = PoolBook(6, keep_after=3)
     a, b, c, d, e, f = stored(book, *range(6))
     used(book, a)
     used(book, b)
-    assert book.keep(c)
+    for _ in range(3):
+        used(book, c)
+    assert book.take_kept() == (c,)
     assert book.pin(d) is not None
     gone: list[bytes] = []
     for key in range(10, 14):
@@ -146,6 +139,34 @@ def test_the_order_of_eviction() -> None:
         "all that is left is pinned, kept or being written"
     )
     assert {c, d} <= set(book.names())
+
+
+@pytest.mark.req("S96")
+def test_a_system_prompt_stays_however_many_other_prompts_come() -> None:
+    """Each of the others is asked for again, too, which least recently used alone would let push it out."""
+    book = PoolBook(16, keep_after=4)
+    system = stored(book, 1, 2)
+    for name in system * 4:
+        used(book, name)
+    for key in range(10, 200):
+        (name,) = stored(book, key)
+        used(book, name)
+    assert set(system) <= set(book.names())
+    assert book.num_kept == 2
+
+
+@pytest.mark.req("S96")
+def test_the_kept_ones_nobody_asks_for_any_more_make_room_for_those_that_are() -> None:
+    book = PoolBook(8, keep_after=2)
+    names = stored(book, 1, 2, 3)
+    for name in names:
+        used(book, name)
+        used(book, name)
+    assert book.num_kept == 2
+    for key in range(10, 30):
+        stored(book, key)
+    assert set(names[1:]) <= set(book.names())
+    assert names[0] not in book
 
 
 @pytest.mark.req("S78")

@@ -294,3 +294,21 @@ async def test_reports_are_increments_and_net_changes(tmp_path: Path) -> None:
         assert (second.stored, second.removed) == ((CHAIN[2],), (CHAIN[0],))
         assert second.counts["host", "evicted"] == 1
         assert second.bytes_used["host"] == 2 * r.pool.block_bytes
+
+
+@pytest.mark.req("S96")
+async def test_the_files_of_a_prompt_that_many_ask_for_are_kept_too(tmp_path: Path) -> None:
+    """They are read once and then served from memory: by their last use alone they would be the first to go."""
+    async with running(tmp_path, num_slots=32) as r:
+        fill(r.pool, CHAIN)
+        r.stack.stored(CHAIN)
+        assert await asyncio.to_thread(r.files.flush, 10)
+        for _ in range(8):
+            (await r.stack.fetch(CHAIN[:2], OWNER, 0, 1.0)).close()
+        r.stack.report()
+        in_an_hour = time.time() + 3600
+
+        def kept() -> set[bytes]:
+            return {f.name for f in r.store.scan() if f.used_at > in_an_hour}
+
+        await until(lambda: kept() == set(CHAIN[:2]))

@@ -1,9 +1,10 @@
 """Who holds which slot of a pool of KV blocks, and which block goes when room is needed (S78, S96).
 
 Order of eviction: free slots first; then the least recently used block that nobody has asked for again since it was
-stored, then the least recently used of those asked for again. A pinned block is in use and never goes, a kept one
-(a system prompt) neither. Blocks asked for again may fill a share of the pool only, so that new ones get their chance;
-and an owner (tenant, under one salt) at its quota makes room among its own blocks.
+stored, then the least recently used of those asked for again. A pinned block is in use and never goes. A block that many
+requests asked for (a system prompt) is kept: it does not go either, until so many others are that it is the
+least recently used of them. Both kinds may fill a share of the pool only, so that new blocks get their chance; and an
+owner (tenant, under one salt) at its quota makes room among its own blocks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class _Entry:
     slot: int
     owner: bytes
     pins: int = 0
+    num_uses: int = 0
     is_protected: bool = False  # asked for again since it was stored
     is_kept: bool = False
     is_doomed: bool = False  # forgotten while pinned: goes with the last pin
@@ -31,6 +33,7 @@ class PoolBook:
     owner_share: float = 1.0  # of the slots one owner may hold
     protected_share: float = 0.8
     kept_share: float = 0.25
+    keep_after: int = 8  # uses
     _free: list[int] = field(init=False)
     _entries: dict[bytes, _Entry] = field(default_factory=dict)
     _writing: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)  # slot, owner
@@ -40,7 +43,10 @@ class PoolBook:
     _idle_of: dict[bytes, OrderedDict[bytes, None]] = field(default_factory=dict)
     _num_of: dict[bytes, int] = field(default_factory=dict)  # slots of an owner, written ones too
     _num_protected: int = 0
-    _num_kept: int = 0
+    _kept: OrderedDict[bytes, None] = field(
+        default_factory=OrderedDict
+    )  # least recently used first
+    _newly_kept: dict[bytes, None] = field(default_factory=dict)  # since `take_kept`
     _stored: dict[bytes, None] = field(default_factory=dict)  # since `take_changes`
     _removed: dict[bytes, None] = field(default_factory=dict)
     num_evicted: int = 0
@@ -90,13 +96,12 @@ class PoolBook:
         return entry.slot
 
     def unpin(self, name: bytes, is_use: bool = True) -> None:
-        """`is_use`: a request was served, which makes the block the most recently used, and worth protecting."""
+        """`is_use`: a request was served, which makes the block the most recently used, and worth more than a new one."""
         entry = self._entries[name]
         assert entry.pins > 0, "unpinned more often than pinned"
         entry.pins -= 1
-        if is_use and not entry.is_protected:
-            entry.is_protected = True
-            self._num_protected += 1
+        if is_use and not entry.is_doomed:
+            self._note_use(name, entry)
         if entry.pins:
             return
         if entry.is_doomed:
@@ -105,6 +110,34 @@ class PoolBook:
         self._enter_idle(name, entry)
         self._demote()
 
+    def _note_use(self, name: bytes, entry: _Entry) -> None:
+        entry.num_uses += 1
+        if not entry.is_protected:
+            entry.is_protected = True
+            self._num_protected += 1
+        if entry.is_kept:
+            self._kept.move_to_end(name)
+        elif entry.num_uses >= self.keep_after:
+            self._keep(name, entry)
+
+    def _keep(self, name: bytes, entry: _Entry) -> None:
+        """Of a block that was in use until now. Whoever is kept longest without a use makes room."""
+        if (most := int(self.kept_share * self.num_slots)) == 0:
+            return
+        if len(self._kept) >= most:
+            oldest, _ = self._kept.popitem(last=False)
+            self._unkeep(oldest)
+        entry.is_kept = True
+        self._kept[name] = self._newly_kept[name] = None
+
+    def _unkeep(self, name: bytes) -> None:
+        """It is no longer among `_kept`."""
+        self._newly_kept.pop(name, None)
+        entry = self._entries[name]
+        entry.is_kept, entry.num_uses = False, 0
+        if entry.pins == 0:
+            self._enter_idle(name, entry)
+
     def touch(self, names: Sequence[bytes]) -> None:
         """The chain was used as a whole: its head becomes the most recent, so that tails go first."""
         for name in reversed(names):
@@ -112,34 +145,22 @@ class PoolBook:
                 self._probation.move_to_end(name)
             elif name in self._protected:
                 self._protected.move_to_end(name)
+            elif name in self._kept:
+                self._kept.move_to_end(name)
+                continue
             else:
                 continue
             self._idle_of[self._entries[name].owner].move_to_end(name)
 
-    def keep(self, name: bytes) -> bool:
-        """Never evict the block until `unkeep`. False if it is not here, or too much is kept already."""
-        entry = self._entries.get(name)
-        if entry is None or entry.is_doomed:
-            return False
-        if entry.is_kept:
-            return True
-        if self._num_kept >= int(self.kept_share * self.num_slots):
-            return False
-        if entry.pins == 0:
-            self._leave_idle(name, entry)
-        entry.is_kept = True
-        self._num_kept += 1
-        return True
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
 
-    def unkeep(self, name: bytes) -> None:
-        entry = self._entries.get(name)
-        if entry is None or not entry.is_kept:
-            return
-        entry.is_kept = False
-        self._num_kept -= 1
-        if entry.pins == 0:
-            self._enter_idle(name, entry)
-            self._demote()
+    def take_kept(self) -> tuple[bytes, ...]:
+        """What is kept since the last call: other tiers should keep it too."""
+        names = tuple(self._newly_kept)
+        self._newly_kept.clear()
+        return names
 
     # -- coming and going -------------------------------------------------------------------------
 
@@ -215,7 +236,9 @@ class PoolBook:
     def _drop(self, name: bytes, entry: _Entry) -> None:
         del self._entries[name]
         self._num_protected -= entry.is_protected
-        self._num_kept -= entry.is_kept
+        if entry.is_kept:
+            del self._kept[name]
+            self._newly_kept.pop(name, None)
         self._free.append(entry.slot)
         self._count_out(entry.owner)
 
@@ -262,7 +285,9 @@ class PoolBook:
         assert all(self._entries[n].is_protected for n in self._protected)
         assert not any(self._entries[n].is_protected for n in self._probation)
         assert self._num_protected == sum(e.is_protected for e in self._entries.values())
-        assert self._num_kept == sum(e.is_kept for e in self._entries.values())
+        assert set(self._kept) == {n for n, e in self._entries.items() if e.is_kept}
+        assert set(self._newly_kept) <= set(self._kept)
+        assert len(self._kept) <= int(self.kept_share * self.num_slots)
         owners: dict[bytes, int] = {}
         for owner in _owners(self._entries.values(), self._writing.values()):
             owners[owner] = owners.get(owner, 0) + 1

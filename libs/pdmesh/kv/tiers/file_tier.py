@@ -122,6 +122,19 @@ class FileTier:
                 self._waiting.append(_Write(pinned[0], position))
                 self._changed.notify_all()
 
+    def keep(self, names: Sequence[bytes], owners: Sequence[bytes], until: float) -> None:
+        """Have these blocks stay until then, of the wall clock, in the background. Those without a file are left out."""
+
+        def work() -> None:
+            try:
+                for name, owner in zip(names, owners, strict=True):
+                    self._store.keep(name, owner, until)
+            except OSError as error:  # a read-only disk evicts nothing
+                log.info("kv.tier.not_kept", cause=error.strerror)
+
+        if not self._is_closing:
+            self._readers.submit(work)
+
     def _has_room(self) -> bool:
         is_open = not self._is_closing and self._health.state is not DiskState.OFF
         return is_open and len(self._waiting) < self._max_waiting

@@ -145,13 +145,11 @@ class HostPool:
         with self._lock:
             self._book.touch(names)
 
-    def keep(self, name: bytes) -> bool:
+    def take_kept(self) -> list[tuple[bytes, bytes]]:
+        """(name, owner) of the blocks that so many asked for that they are kept, since the last call."""
         with self._lock:
-            return self._book.keep(name)
-
-    def unkeep(self, name: bytes) -> None:
-        with self._lock:
-            self._book.unkeep(name)
+            names = self._book.take_kept()
+            return [(name, self._owners[self._book.slot(name)]) for name in names]
 
     def forget(self, name: bytes) -> None:
         """Bad or unwanted: not found from now on."""

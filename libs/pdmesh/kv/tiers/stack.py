@@ -8,6 +8,7 @@ computed; a load under way goes on and serves the next request. Every failure en
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -25,6 +26,7 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 LOOKUP_S: Final = 0.05  # for all tiers together to say what they hold
+KEEP_FILES_S: Final = 24 * 3600.0
 MAX_LOADING: Final = 1024  # blocks under way at once; beyond it requests compute
 _CLOSE_S: Final = 2.0
 _CHECK_ASIDE_BYTES: Final = 4 << 20  # checksums of more than this are computed beside the loop
@@ -142,12 +144,20 @@ class TierStack:
         evicted = self.pool.num_evicted
         self.counts.add(Tier.HOST, TierEvent.EVICTED, evicted - self._num_evicted)
         self._num_evicted = evicted
+        self._keep_files()
         stored, removed = self.pool.take_changes()
         counts, seconds, faults = self.counts.take()
         used = {Tier.HOST.value: self.pool.num_blocks * self.pool.block_bytes}
         if self.files is not None:
             used[Tier.FILE.value] = self.files.bytes_used
         return TierReport(counts, seconds, used, stored, removed, faults)
+
+    def _keep_files(self) -> None:
+        """What many ask for is served from pools, so that its files look unused; they are for instances to come."""
+        kept = self.pool.take_kept()
+        if kept and self.files is not None:
+            names, owners = [name for name, _ in kept], [owner for _, owner in kept]
+            self.files.keep(names, owners, time.time() + KEEP_FILES_S)
 
     async def close(self) -> None:
         """Wait shortly for loads and writes under way. Bounded in time, idempotent."""
