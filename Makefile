@@ -8,6 +8,7 @@ ENGINE ?= vllm
 PYTHON ?= python3.11
 VENV   ?= .venv
 ARGS   ?=
+TRACES ?= ../shared/traces
 BIN    := $(VENV)/bin
 # A script that starts a container engine (`up`, `stop`), for compose-test on a machine without one.
 COMPOSE_ENGINE ?= ../shared/tools/compose_engine.sh
@@ -17,7 +18,7 @@ DONE   := $(VENV)/.done
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help up down status setup setup-base setup-dev setup-vllm model test unit check format proto proto-check \
-        e2e chaos kill-matrix compose-test bench-overhead bench-sim docs docs-check coverage-table lock clean
+        e2e chaos kill-matrix compose-test bench-overhead compare docs docs-check coverage-table lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -105,6 +106,9 @@ format: $(DONE)/dev ## format and mend what ruff can mend
 
 bench-overhead: $(DONE)/dev ## what the mesh adds over the bare engine; ARGS goes to it
 	@$(BIN)/python -m loadtests.overhead $(ARGS)
+
+compare: $(DONE)/dev ## placement policies side by side on a virtual clock; traces from TRACES, ARGS goes to it
+	@$(BIN)/python -m loadtests.sim.compare --traces $(TRACES) $(ARGS)
 
 # --- generated files, committed ---
 

@@ -262,7 +262,10 @@ class VirtualMesh:
             chat_id=arrival.chat_id,
             request_id=life.request_id,
         )
-        plan = self.placement.plan(query, self.index.match(arrival.blocks), self.clock.now)
+        matches = self.index.match(arrival.blocks)
+        plan = self.placement.plan(
+            query, matches, self.clock.now, num_cached=self.index.num_blocks_of
+        )
         if isinstance(plan, NoPlan):
             self._later(life, PlanFailed(ask.plan, NoInstance(plan.message)))
             return

@@ -91,7 +91,9 @@ class SchedulerServicer:
         began = time.perf_counter()
         query = convert.query_from(message)
         matches = self._index.match(query.block_hashes)
-        plan = self._placement.plan(query, matches, self._clock())
+        plan = self._placement.plan(
+            query, matches, self._clock(), num_cached=self._index.num_blocks_of
+        )
         result = convert.result_to(message.request_id, plan)
         _duration.record(time.perf_counter() - began)
         if isinstance(plan, NoPlan):

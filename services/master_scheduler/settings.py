@@ -28,7 +28,7 @@ class Settings(ServiceSettings):
         0.5, ge=0, description="Weight of the share of it that a peer holds beyond that (beta)"
     )
     latency_weight: float = Field(
-        1.0, ge=0, description="Weight of the predicted latency, relative to the slowest (gamma)"
+        3.0, ge=0, description="Weight of the predicted latency, relative to the slowest (gamma)"
     )
     load_weight: float = Field(
         0.5, ge=0, description="Weight of the share of its slots that are used"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
@@ -106,15 +106,24 @@ class Placement:
     _num_plans: int = 0
 
     def plan(
-        self, query: Query, matches: Mapping[str, int], now: float, num_remote: int = 0
+        self,
+        query: Query,
+        matches: Mapping[str, int],
+        now: float,
+        num_remote: int = 0,
+        num_cached: Callable[[str], int] = lambda instance_id: 0,
     ) -> Plan | NoPlan:
-        """`matches`: contiguous blocks that each instance holds of the prompt; `num_remote`: that some peer can give."""
+        """`matches`: contiguous blocks that each instance holds of the prompt; `num_remote`: that some peer can give.
+
+        `num_cached` tells how many blocks of anything an instance holds.
+        """
         self.fleet.settle(now)
         cells = self._cells_for(query)
         if isinstance(cells, NoPlan):
             return cells
         affine = self.chats.get(query.chat_id, now)
-        known = Known(matches, self.fleet.predictor, self.weights, now, affine, num_remote)
+        predictor = self.fleet.predictor
+        known = Known(matches, predictor, self.weights, now, affine, num_remote, num_cached)
         prefills, cell = self._rank_prefills(query, cells, known)
         decodes = self._rank_decodes(query, cell.decodes, affine)
         self._book(query, prefills[0].instance, decodes[0].instance if decodes else None, known)

@@ -1,0 +1,153 @@
+"""The mesh on a virtual clock: nothing is lost, the laws hold, policies differ as the papers say."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from loadtests.sim.mesh import MeshShape, VirtualMesh
+from loadtests.workloads import Arrival, block_name, poisson, prefixed_scenarios, scaled
+from pdmesh.core.placement_baselines import POLICIES
+from pdmesh.core.placement_policies import Weights
+from pdmesh.engine.laws import SMOLLM2_CPU, Law
+
+# 1 ms for each token that must be computed, nothing else.
+PER_TOKEN = Law("per-token", prefill_token_s=1e-3, step_fixed_s=1e-3)
+PAIR = MeshShape(PER_TOKEN, num_prefill=2, num_decode=1, prefill_slots=1, block_size=50)
+
+
+def play(shape: MeshShape, policy: str, arrivals: list[Arrival], seed: int = 1) -> VirtualMesh:
+    mesh = VirtualMesh(shape, policy, seed, Weights())
+    mesh.run(arrivals)
+    for worker in mesh.workers.values():
+        worker.admission.check_invariants()
+        worker.pool.check_invariants()
+        assert worker.admission.num_slots_used == 0
+        assert worker.pool.num_free == shape.num_blocks
+    mesh.index.check_invariants()
+    mesh.fleet.check_invariants()
+    return mesh
+
+
+def load(seed: int, count: int = 50, rate_per_s: float = 6.0) -> list[Arrival]:
+    return prefixed_scenarios(
+        random.Random(seed),
+        num_scenarios=6,
+        num_requests=count,
+        prefix_tokens=512,
+        num_tokens=640,
+        num_output_tokens=8,
+        rate_per_s=rate_per_s,
+    )
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("roles", [{"num_fusion": 3}, {"num_prefill": 3, "num_decode": 2}])
+def test_every_request_is_answered_and_everything_given_back(
+    policy: str, roles: dict[str, int]
+) -> None:
+    shape = replace(MeshShape(SMOLLM2_CPU, num_blocks=64, prefill_slots=2, decode_slots=4), **roles)
+    mesh = play(shape, policy, load(1))
+    assert len(mesh.served) == 300
+    assert all(s.e2e_s >= s.ttft_s > 0 for s in mesh.served)
+    assert not any(s.is_refused for s in mesh.served)
+
+
+@pytest.mark.req("S108")
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_ours_finds_more_of_the_prefixes_than_those_that_do_not_look(seed: int) -> None:
+    """Three caches hold four prefixes each where six are in use."""
+    shape = MeshShape(SMOLLM2_CPU, num_fusion=3, num_blocks=48)
+    reuse = {}
+    for policy in ("default", "round_robin", "mixed_pool"):
+        served = play(shape, policy, load(seed)).served
+        reuse[policy] = sum(s.num_cached_tokens for s in served)
+    assert reuse["default"] > 1.2 * max(reuse["round_robin"], reuse["mixed_pool"])
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    shape = MeshShape(SMOLLM2_CPU, num_prefill=3, num_decode=2, prefill_slots=2)
+    runs = [[s.ttft_s for s in play(shape, "default", load(3), seed=9).served] for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_a_lone_request_takes_as_long_as_its_law_says() -> None:
+    arrival = Arrival(0.0, 400, 11)
+    (served,) = play(PAIR, "default", [arrival]).served
+    hops = 5 * PAIR.hop_s  # plan and back, prefill, token; the start of decode is no part of TTFT
+    assert served.ttft_s == pytest.approx(0.4, abs=hops)
+    transfer = 400 * PAIR.transfer_token_s
+    assert served.e2e_s - served.ttft_s == pytest.approx(0.010 + transfer, abs=hops)
+
+
+@pytest.mark.req("S40", "S41")
+def test_a_prefill_keeps_its_slot_until_decode_has_taken_the_kv() -> None:
+    """One slot; transfers take half a second: the second prompt can begin no earlier."""
+    shape = replace(PAIR, num_prefill=1, transfer_token_s=0.005)
+    served = play(shape, "default", [Arrival(0.0, 100, 2), Arrival(0.01, 100, 2)]).served
+    assert served[1].ttft_s > 0.1 + 0.5 + 0.1 - 0.02
+    assert served[1].num_rejections >= 1
+
+
+# --- S8: the paper's four prompts -----------------------------------------------------------------
+
+SLO_S = 4.5  # of the short ones
+
+
+def four_prompts() -> list[Arrival]:
+    """8,000 tokens (of them a known prefix of 100), then three of 2,000 that share their first 1,000, 10 ms apart."""
+    long = [block_name(1, i) for i in range(160)]
+    shorts = [
+        [*(block_name(2, i) for i in range(20)), *(block_name(10 + n, i) for i in range(20))]
+        for n in range(3)
+    ]
+    return [
+        Arrival(0.00, 8000, 2, tuple(long)),
+        *(Arrival(0.01 * (n + 1), 2000, 2, tuple(shorts[n])) for n in range(3)),
+    ]
+
+
+@pytest.mark.req("S8")
+@pytest.mark.parametrize("seed", range(5))
+def test_on_demand_forwarding_puts_the_three_short_prompts_on_one_instance(seed: int) -> None:
+    """2 + 1 + 1 s of compute one after another: the last has its token 4 s after it came."""
+    mesh = play(PAIR, "default", four_prompts(), seed)
+    long, *shorts = mesh.served
+    assert {s.prefill_id for s in shorts} == ({"prefill-0", "prefill-1"} - {long.prefill_id})
+    assert [s.num_cached_tokens for s in shorts] == [0, 1000, 1000]
+    assert max(s.ttft_s for s in shorts) < SLO_S
+
+
+@pytest.mark.req("S7", "S8")
+@pytest.mark.parametrize("policy", ["round_robin", "least_connections", "shortest_queue"])
+def test_local_queues_put_a_short_prompt_behind_the_long_one(policy: str) -> None:
+    """The same instances with a queue each: whoever was sent there waits there. Reports are 100 ms old."""
+    queued = replace(PAIR, prefill_slots=8, chunk_tokens=8000)
+    missed = 0
+    for seed in range(5):
+        _, *shorts = play(queued, policy, four_prompts(), seed).served
+        missed += max(s.ttft_s for s in shorts) > SLO_S
+    assert missed >= (5 if policy == "round_robin" else 3)
+
+
+# --- workloads ------------------------------------------------------------------------------------
+
+
+def test_scaling_keeps_who_shares_with_whom() -> None:
+    arrivals = load(1, count=5)
+    small = scaled(arrivals, time=0.5, lengths=0.25, block_size=16)
+    for before, after in zip(arrivals, small, strict=True):
+        assert after.at_s == before.at_s / 2
+        assert after.num_prompt_tokens == 160
+    heads = {a.scenario: a.blocks[0] for a in small}
+    assert all(a.blocks[0] == heads[a.scenario] for a in small)
+    assert len(set(heads.values())) == 6
+
+
+def test_poisson_arrivals_have_the_rate_that_was_asked_for() -> None:
+    arrivals = poisson(load(1, count=500), 20.0, random.Random(1))
+    assert len(arrivals) / arrivals[-1].at_s == pytest.approx(20.0, rel=0.05)
+    assert Counter(a.scenario for a in arrivals)["scenario-0"] == 500
