@@ -65,7 +65,6 @@ class HandoffWorker:
         self._num_blocks = num_blocks
         self._caches: PagedCaches | None = None
         self._fingerprint = ""
-        self._has_copied_heads = False
         self._agent: AgentThread | None = None
         self._staging = threading.Lock()  # orders a release and the staging of its ticket
         self._staged: set[str] = set()
@@ -94,7 +93,6 @@ class HandoffWorker:
             num_heads=0 if layout.is_opaque else facts.num_heads,
         )
         self._fingerprint = str(kind)
-        self._has_copied_heads = not layout.is_opaque and self._num_ranks > facts.num_heads
         if tiers := self._config["tiers"]:
             self.tiers = TierWorker(
                 tiers,
@@ -120,10 +118,7 @@ class HandoffWorker:
 
     def _open_agent(self) -> str:
         config = self._config
-        # Where ranks keep copies of a head, the same rank of another number of ranks may hold another head.
-        lends = (
-            self.tiers is not None and config["tiers"]["uses_peers"] and not self._has_copied_heads
-        )
+        lends = self.tiers is not None and config["tiers"]["uses_peers"]
         if not (config["staging_bytes"] or config["landing_bytes"] or lends):
             return ""  # fusion: no KV leaves or comes
         identity = kv.AgentIdentity(
