@@ -102,6 +102,7 @@ class Gateway:
             settings.http_port,
             reuse_port=settings.reuse_port,
             bounds=self._bounds,
+            write_timeout_s=settings.write_timeout_s,
             shutdown_s=settings.drain_s + 2,
         )
         self.grpc = GrpcServer(

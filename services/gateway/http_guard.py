@@ -19,6 +19,14 @@ _TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection
 _TOO_SLOW: Final = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
+# Requests sent before their predecessors were answered. Nobody needs them, and a buffer full holds thousands.
+_MAX_PIPELINED: Final = 16
+
+
+class TooManyPipelined(Exception):
+    """Not for anyone to catch but the parser."""
+
+
 @dataclass(slots=True)
 class Bounds:
     """One listener's bounds, and how many connections each address has open now."""
@@ -117,6 +125,8 @@ class _Guarded(HttpToolsProtocol):
 
     # Called by httptools, hence not typed upstream.
     def on_headers_complete(self) -> Any:
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            raise TooManyPipelined  # ends the parser, and uvicorn the connection
         self._is_in_head = False
         scope = cast("dict[str, Any]", self.scope)  # ASGI allows keys of our own
         scope[CONNECTION] = self
@@ -141,6 +151,7 @@ class _Guarded(HttpToolsProtocol):
         self._stop_clock()
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or not cycle.response_started:
             self.transport.write(answer)
         self.transport.close()

@@ -277,7 +277,7 @@ def _refuse_duplicates(pairs: list[tuple[str, object]]) -> None:
 
 # msgspec takes the last of two equal keys without a word. The standard parser's hook costs 2 us for a usual body; long
 # lists of token ids, which have no keys, are left out.
-_ID_LIST: Final = re.compile(rb"\[[\d,\s]{256,}\]")
+_ID_LIST: Final = re.compile(rb"\[[0-9, \n\r\t]{256,}+\]")
 _find_duplicates: Final = json.JSONDecoder(object_pairs_hook=_refuse_duplicates).decode
 
 
