@@ -18,7 +18,7 @@ DONE   := $(VENV)/.done
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help up down status setup setup-base setup-dev setup-vllm model test unit check format proto proto-check \
-        e2e chaos kill-matrix compose-test bench-overhead compare docs docs-check coverage-table lock clean
+        e2e chaos kill-matrix compose-test bench-tiers bench-overhead compare docs docs-check coverage-table lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -103,6 +103,9 @@ check: $(DONE)/dev proto-check ## format, lint, types, imports, generated code
 format: $(DONE)/dev ## format and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench-tiers: $(DONE)/vllm model ## what a KV tier is worth: time to first token by where a prompt's blocks are
+	@$(BIN)/python -m loadtests.tiers $(ARGS)
 
 bench-overhead: $(DONE)/dev ## what the mesh adds over the bare engine; ARGS goes to it
 	@$(BIN)/python -m loadtests.overhead $(ARGS)

@@ -5,6 +5,7 @@ The comparison is shown to see wrong KV: with the KV zeroed on its way from the 
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -15,11 +16,13 @@ from pathlib import Path
 import pytest
 
 from pdmesh.engine.base import Finished, Prefilled, PrefillJob, Sampling, Tokens
+from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.kv.tiers.config import TierConfig
 from pdmesh.kv.tiers.peers import FindHolders, PeerHolding
-from tests.e2e.cases import Case, differences, generate_all
+from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
 from tests.e2e.conftest import BLOCK_SIZE, Reference, prefill_config
 from tests.e2e.pair import Host, Pair, running
+from tests.fakes.tiny_llama import write_tiny_llama
 
 pytestmark = [
     pytest.mark.vllm,
@@ -29,6 +32,7 @@ pytestmark = [
 ]
 POOL = TierConfig(host_pool_bytes=512 << 20, timeout_s=20.0)
 SERVED_BY_POOL, SERVED_BY_FILES = ("host", "served"), ("file", "served")
+LLAMA_BLOCK_BYTES = 4 * 2 * 32 * 128 * 4  # layers, KV heads of a rank, tokens, K and V, fp32
 SERVED_BY_PEER = ("peer", "served")
 
 
@@ -177,6 +181,43 @@ async def locally(run: Pair, prompt: tuple[int, ...], max_tokens: int) -> list[i
         assert isinstance(output, Tokens), output
         tokens += output.token_ids
     return tokens
+
+
+async def until_served(host: Host, tier: tuple[str, str], num_blocks: int) -> None:
+    await host.until(lambda: host.tier_counts.get(tier, 0) >= num_blocks)
+
+
+@pytest.mark.req("S57", "S76")
+async def test_two_ranks_load_the_same_blocks_each_from_its_own_pool_and_files(
+    tmp_path: Path,
+) -> None:
+    rng = random.Random(23)
+    prompts = [tuple(rng.choices(VOCABULARY, k=300 + n)) for n in range(6)]
+    tiers = TierConfig(64 << 20, str(tmp_path / "files"), 1 << 30, timeout_s=20.0)
+    config = VllmConfig(
+        "ranks",
+        1,
+        write_tiny_llama(tmp_path / "model"),
+        "tiny",
+        dtype="float32",
+        block_size=32,
+        kv_cache_bytes=LLAMA_BLOCK_BYTES * 20,
+        staging_bytes=0,
+        landing_bytes=0,
+        max_model_len=512,
+        tensor_parallel_size=2,
+        tiers=tiers,
+    )
+    computed: list[list[int]] = []
+    for tier in (SERVED_BY_POOL, SERVED_BY_FILES):  # the second engine has the files alone
+        async with running(config) as host:
+            assert host.info.num_ranks == 2
+            run = Pair(host, host, salt="tiers")
+            computed = computed or [await locally(run, prompt, 6) for prompt in prompts]
+            assert [await locally(run, prompt, 6) for prompt in prompts] == computed
+            await until_served(host, tier, 28)
+            await host.until_idle()
+    assert len({path.parent.parent.parent for path in tmp_path.rglob("*.kv")}) == 2, "by rank"
 
 
 @pytest.mark.req("S77")
