@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -83,6 +84,7 @@ class SlowStore(FileStore):
     read_s = 0.0
     lookup_s = 0.0
     num_read = 0
+    is_broken = False
 
     def contains(self, names: Sequence[bytes], owner: bytes) -> int:
         time.sleep(self.lookup_s)
@@ -91,6 +93,8 @@ class SlowStore(FileStore):
     def get(self, name: bytes, owner: bytes, out: ByteArray) -> bytes | None:
         self.num_read += 1
         time.sleep(self.read_s)
+        if self.is_broken:
+            raise OSError(errno.EIO, "Input/output error")
         return super().get(name, owner, out)
 
 

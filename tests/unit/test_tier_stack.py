@@ -280,6 +280,28 @@ async def test_a_full_disk_takes_nothing_serves_what_it_has_and_recovers(
         assert r.store.contains(CHAIN[4:5], OWNER) == 1
 
 
+@pytest.mark.fault("F33")
+async def test_a_disk_that_cannot_be_read_is_left_alone_and_tried_again(tmp_path: Path) -> None:
+    async with running(tmp_path) as r:
+        await written(r, CHAIN)
+        r.store.is_broken = True
+        lease = await r.stack.fetch(CHAIN, OWNER, 0, 5.0)
+        assert lease.blocks == []
+        await until(lambda: r.stack.num_loading == 0)
+        assert r.files.state is DiskState.OFF
+        assert [f.reason for f in r.stack.report().faults] == ["KV_TIER_OFF"]
+        num_read = r.store.num_read
+        assert (await r.stack.fetch(CHAIN, OWNER, 0, 5.0)).blocks == []
+        assert r.store.num_read == num_read, "not even asked"
+        r.store.is_broken = False
+        r.clock.skipped_s += 60.0
+        (await r.stack.fetch(CHAIN, OWNER, 0, 5.0)).close()
+        assert r.files.state is DiskState.OK
+        lease = await r.stack.fetch(CHAIN, OWNER, 0, 5.0)
+        assert len(lease.blocks) == 6
+        lease.close()
+
+
 @pytest.mark.req("S78")
 async def test_reports_are_increments_and_net_changes(tmp_path: Path) -> None:
     async with running(tmp_path, num_slots=2) as r:

@@ -16,6 +16,7 @@ from pdmesh.engine.sim.memory import PagedMemory
 from pdmesh.kv.scatter import gather, recv_scatter
 from pdmesh.kv.tiers.owner import owner_of
 from pdmesh.kv.tiers.peers import FindHolders
+from pdmesh.kv.tiers.report import TierEvent
 from pdmesh.kv.tiers.stack import Lease, TierStack
 from pdmesh.kv.transport import ByteArray
 
@@ -132,6 +133,8 @@ class TierLane:
 
             if pool.put(name, owner, write):
                 self.stack.stored([name], position)
+            else:
+                self.stack.counts.add(Tier.HOST, TierEvent.DROPPED)
         pool.touch(names)
 
     # -- reports ----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import numpy as np
 import structlog
 
 from pdmesh import failpoints
+from pdmesh.core.tiers import Tier
 from pdmesh.engine.vllm.messages import (
     Fetch,
     Fetched,
@@ -29,7 +30,7 @@ from pdmesh.engine.vllm.tier_plan import TierLoad, TierPlan, TierSave
 from pdmesh.kv.agent_thread import AgentThread
 from pdmesh.kv.tiers.config import TierConfig, open_tiers
 from pdmesh.kv.tiers.peers import AgentPeers, PeerHolding, PoolSource
-from pdmesh.kv.tiers.report import TierReport
+from pdmesh.kv.tiers.report import TierEvent, TierReport
 from pdmesh.kv.tiers.stack import Lease, TierStack
 from pdmesh.kv.transport import ByteArray
 
@@ -131,6 +132,8 @@ class TierWorker:
 
             if pool.put(name, save.owner, write):
                 self.stack.stored([name], first + index)
+            else:
+                self.stack.counts.add(Tier.HOST, TierEvent.DROPPED)
         pool.touch(save.names)
 
     def take_failed_blocks(self) -> set[int]:

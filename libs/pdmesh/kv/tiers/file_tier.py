@@ -55,7 +55,8 @@ class FileTier:
     ) -> None:
         self._store, self._pool, self._counts, self._clock = store, pool, counts, clock
         self._health = DiskHealth()
-        self._max_waiting = max_waiting
+        # What waits is pinned: a slow disk must not hold the whole pool.
+        self._max_waiting = min(max_waiting, pool.num_slots - pool.num_slots // 4)
         self._readers = ThreadPoolExecutor(num_readers, thread_name_prefix="kv-file-read")
         self._waiting: deque[_Write] = deque()
         self._changed = threading.Condition()
