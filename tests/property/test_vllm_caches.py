@@ -184,6 +184,13 @@ def test_parts_scatter_as_the_whole_does(
         caches[1].scatter_part(data[a:b], a, ids)
     for name, tensor in whole.tensors.items():
         assert (tensor.view(torch.uint8) == parted.tensors[name].view(torch.uint8)).all()
+    if not is_opaque:  # a piece of some heads, in parts
+        some = np.random.default_rng(seed + 1).integers(0, 256, data.size // 3 * 2, np.uint8)
+        caches[0].scatter(some, ids, lambda: None, (1, 2))
+        for a, b in pairwise(e for e in (*edges[:-1], some.size) if e <= some.size):
+            caches[1].scatter_part(some[a:b], a, ids, (1, 2))
+        for name, tensor in whole.tensors.items():
+            assert (tensor.view(torch.uint8) == parted.tensors[name].view(torch.uint8)).all()
     with pytest.raises(ValueError, match="whole blocks"):
         caches[1].scatter_part(data[: unit - 2], 0, ids)
 

@@ -53,7 +53,9 @@ class PagedCaches(Protocol):
         """The heads in `source`, or all, of all layers to their blocks, before the model's next step. `on_done`: `source` may be reused."""
         ...
 
-    def scatter_part(self, data: ByteArray, offset: int, block_ids: Sequence[int]) -> None:
+    def scatter_part(
+        self, data: ByteArray, offset: int, block_ids: Sequence[int], heads: Span | None = None
+    ) -> None:
         """The bytes at `offset` of what `scatter` takes as a whole, in whole blocks of a head. On the KV agent's thread; complete on return."""
         ...
 
@@ -111,7 +113,10 @@ class HostCaches:
         if on_done is not None:
             on_done()
 
-    def scatter_part(self, data: ByteArray, offset: int, block_ids: Sequence[int]) -> None:
+    def scatter_part(
+        self, data: ByteArray, offset: int, block_ids: Sequence[int], heads: Span | None = None
+    ) -> None:
+        assert heads in (None, (0, 1)), "opaque blocks have no heads"
         self._blocks.scatter_part(data, offset, block_ids)
 
 
@@ -153,8 +158,11 @@ class HostHeads:
         if on_done is not None:
             on_done()
 
-    def scatter_part(self, data: ByteArray, offset: int, block_ids: Sequence[int]) -> None:
-        for layer, head, first, landed in part_rows(self._where, data, offset, len(block_ids)):
+    def scatter_part(
+        self, data: ByteArray, offset: int, block_ids: Sequence[int], heads: Span | None = None
+    ) -> None:
+        rows = part_rows(self._where, data, offset, len(block_ids), heads)
+        for layer, head, first, landed in rows:
             ids = np.asarray(block_ids[first : first + len(landed)])
             shape = [len(landed), *(axis.count for axis in self._where.outer), -1]
             self._layers[layer][head, ids] = landed.reshape(shape)
@@ -168,21 +176,22 @@ class HostHeads:
 
 
 def part_rows(
-    where: HeadBlocks, data: ByteArray, offset: int, num_blocks: int
+    where: HeadBlocks, data: ByteArray, offset: int, num_blocks: int, heads: Span | None
 ) -> Iterator[tuple[int, int, int, npt.NDArray[np.uint8]]]:
-    """A part of a prompt's bytes, row by row: layer, head, first block, and the blocks' bytes [blocks, bytes].
+    """A part of a prompt's bytes of these heads, row by row: layer, head, first block, and the blocks' bytes [blocks, bytes].
 
     Raises ValueError for a part of a block.
     """
     if offset % where.head_bytes or data.size % where.head_bytes:
         raise ValueError(f"{data.size} bytes at {offset} are not whole blocks of a head")
+    first_head, num_heads = heads or (0, where.heads.count)
     blocks = data.reshape(-1, where.head_bytes)
     place, done = offset // where.head_bytes, 0
     while done < len(blocks):
         row, first = divmod(place + done, num_blocks)
         count = min(num_blocks - first, len(blocks) - done)
-        layer, head = divmod(row, where.heads.count)
-        yield layer, head, first, blocks[done : done + count]
+        layer, head = divmod(row, num_heads)
+        yield layer, first_head + head, first, blocks[done : done + count]
         done += count
 
 

@@ -37,11 +37,15 @@ class DeviceCaches:
     ) -> None:
         self._copies.scatter(source, block_ids, heads or (0, self.num_heads), on_done)
 
-    def scatter_part(self, data: ByteArray, offset: int, block_ids: Sequence[int]) -> None:
-        whole = len(block_ids) * self.block_bytes
-        if offset % whole == 0 and data.size % whole == 0:
-            self._copies.scatter_now(data, block_ids, (offset // whole, data.size // whole), None)
+    def scatter_part(
+        self, data: ByteArray, offset: int, block_ids: Sequence[int], heads: Span | None = None
+    ) -> None:
+        num_heads = heads[1] if heads else self.num_heads
+        layer_bytes = len(block_ids) * num_heads * self._where.head_bytes
+        if offset % layer_bytes == 0 and data.size % layer_bytes == 0:
+            layers = offset // layer_bytes, data.size // layer_bytes
+            self._copies.scatter_now(data, block_ids, layers, heads)
             return
-        for layer, head, first, rows in part_rows(self._where, data, offset, len(block_ids)):
+        for layer, head, first, rows in part_rows(self._where, data, offset, len(block_ids), heads):
             ids = block_ids[first : first + len(rows)]
             self._copies.scatter_now(rows.reshape(-1), ids, (layer, 1), (head, 1))
