@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from pdmesh.core.head_blocks import HeadBlocks, head_blocks, opaque_blocks
 from pdmesh.kv.device_ops import TILE_WORDS, DeviceBlocks, buffer_word, cache_word, word_plan
+from tests.support.waiting import wait_until
 
 Bytes = npt.NDArray[np.uint8]
 NUM_LAYERS, NUM_BLOCKS = 3, 6
@@ -176,3 +178,84 @@ def test_the_kernels_compile_for_a_gpu() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(done.stdout.splitlines()) == 8
+
+
+class OneStream:
+    """A stream or an event of a device whose work is done when it is queued."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def record(self, *_: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, _: object) -> None: ...
+
+    def wait_event(self, _: object) -> None: ...
+
+
+@pytest.mark.skipif(
+    not HAS_TRITON, reason="Triton is not installed: its interpreter runs these kernels"
+)
+@pytest.mark.req("S50", "S57")
+@pytest.mark.parametrize("scratch_bytes", [1, 5000, 1 << 20])
+def test_device_caches_move_layers_parts_and_heads(
+    scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fits the scratch buffer at once. Streams are stood in for: only a GPU shows what overlaps."""
+    import torch
+
+    from pdmesh.engine.vllm.caches import HostHeads, PagedCaches
+    from pdmesh.engine.vllm.device_caches import DeviceCaches
+    from pdmesh.kv import device_copies
+
+    monkeypatch.setattr(device_copies, "SCRATCH_BYTES", scratch_bytes)
+    for name in ("Stream", "Event", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, OneStream)
+    monkeypatch.setattr(
+        device_copies.DeviceCopies, "_ids", lambda self, ids: torch.tensor(ids, dtype=torch.int64)
+    )
+    shape = (2, NUM_BLOCKS, 4, 3, 8)
+    rng = np.random.default_rng(1)
+
+    def tensors() -> list[torch.Tensor]:
+        return [
+            torch.from_numpy(rng.integers(0, 1 << 15, shape, np.int16)) for _ in range(NUM_LAYERS)
+        ]
+
+    source, ids, target_ids = tensors(), [4, 1, 3], [0, 5, 2]
+    strides = source[0].stride()
+    where = head_blocks("kbnhc", shape, strides, 2)
+    on_device, on_host = DeviceCaches(source, where), HostHeads(source, where)
+    size = NUM_LAYERS * len(ids) * where.block_bytes
+    ends: list[str] = []
+
+    def both(move: Callable[[PagedCaches, Bytes], None], size: int) -> Bytes:
+        got, expected = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+        move(on_device, got)
+        move(on_host, expected)
+        assert (got == expected).all()
+        return got
+
+    data = both(lambda caches, out: caches.gather(ids, out), size)
+    both(lambda caches, out: caches.gather_layer(1, ids, out), size // NUM_LAYERS)
+    on_device.gather(ids, data, lambda: ends.append("gathered"))
+
+    device_target, host_target = tensors(), tensors()
+    for a, b in zip(device_target, host_target, strict=True):
+        b.copy_(a)
+    targets: list[PagedCaches] = [DeviceCaches(device_target, where), HostHeads(host_target, where)]
+    unit = where.head_bytes
+    for caches in targets:
+        caches.scatter(data, target_ids, lambda: ends.append("scattered"))
+        caches.scatter(data[: size // 3], target_ids, heads=(1, 1))
+        caches.scatter_part(data[: 5 * unit], 4 * unit, target_ids)
+        caches.scatter_part(data[: 7 * unit], 5 * unit, target_ids, (1, 2))
+        caches.scatter_part(data[: size // NUM_LAYERS], size // NUM_LAYERS, target_ids)
+    for a, b in zip(device_target, host_target, strict=True):
+        assert torch.equal(a, b)
+    wait_until(lambda: len(ends) == 3)

@@ -32,14 +32,12 @@ class DeviceCopies:
     What waits is bounded by the ranges of the arena, each of which has one copy at most.
     """
 
-    def __init__(
-        self, blocks: DeviceBlocks, device: Any, scratch_bytes: int = SCRATCH_BYTES
-    ) -> None:
+    def __init__(self, blocks: DeviceBlocks, device: Any) -> None:
         self._blocks, self._device = blocks, device
         self._model = torch.cuda.current_stream(device)
         self._stream = torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):
-            self._scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
+            self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
         self._lock = threading.Lock()  # of the scratch buffer's order
         self._waiting: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name="pdmesh-copies", daemon=True)
