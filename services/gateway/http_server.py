@@ -64,6 +64,10 @@ class HttpServer:
 
     async def stop(self) -> None:
         """Close the listener at once; return when open responses have ended or their time is up."""
+        # uvicorn looks every 0.1 s whether it should exit: what it accepted until then would only be refused here, and
+        # another gateway on this port could have served it.
+        for server in getattr(self._server, "servers", ()):
+            server.close()
         self._server.should_exit = True
         if self._task is not None:
             await self._task
