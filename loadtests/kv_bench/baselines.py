@@ -1,0 +1,148 @@
+"""The same transport without the agent: block by block as the paper's baseline does it, and one payload alone.
+
+Kind to the baselines: blocks go straight from cache to cache, no checksum is made, and the receiver knows the table, so that the
+ack is all that a block costs beside its bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from pdmesh.kv.transport import ByteArray, KvConnection
+from pdmesh.kv.ucx import UcxTransport
+
+_WINDOW = 32  # blocks in flight
+_PAYLOADS = 2  # payloads in flight: the next one's handshake is hidden, as in UCX's own test
+_DEADLINE_S = 60.0
+
+
+class RawPeer:
+    """One end of a connection without an agent. `ConnectionHandler` of its transport."""
+
+    def __init__(self) -> None:
+        self.transport = UcxTransport()
+        self._connection: KvConnection | None = None
+        self._on_message: Callable[[], None] = lambda: None
+        self._next_key = 0
+
+    async def start(self) -> str:
+        return await self.transport.start(self)
+
+    async def connect(self, address: str) -> None:
+        self._connection = await self.transport.connect(address, 10.0)
+
+    def on_connected(self, connection: KvConnection) -> None:
+        self._connection = connection
+
+    def on_message(self, connection: KvConnection, message: memoryview) -> None:
+        self._on_message()
+
+    def on_closed(self, connection: KvConnection, reason: str) -> None:
+        self._connection = None
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection is not None
+
+    @property
+    def connection(self) -> KvConnection:
+        assert self._connection is not None, "the peer is gone"
+        return self._connection
+
+    def keys(self, count: int) -> range:
+        """Keys of the next payloads; both ends count alike."""
+        first = self._next_key + 1
+        self._next_key += count
+        return range(first, first + count)
+
+    # -- the sender -------------------------------------------------------------------------------
+
+    async def send_acked(self, blocks: Sequence[ByteArray]) -> float:
+        """Each block after the ack of the one before; returns when the first was posted."""
+        todo = iter(list(zip(self.keys(len(blocks)), blocks, strict=True)))
+        done = asyncio.get_running_loop().create_future()
+        started = 0.0
+
+        def send_next() -> None:
+            nonlocal started
+            started = started or time.monotonic()
+            key, block = next(todo, (0, None))
+            if block is None:
+                done.set_result(None)
+            else:
+                self.connection.send_payload(key, block, lambda: None)
+
+        self._on_message = send_next  # the first message says that the receiver is ready
+        async with asyncio.timeout(_DEADLINE_S):
+            await done
+        return started
+
+    async def send_window(self, blocks: Sequence[ByteArray], window: int = _WINDOW) -> float:
+        """As many as `window` at once; returns when the first was posted."""
+        ready = asyncio.get_running_loop().create_future()
+        self._on_message = lambda: ready.set_result(None)
+        async with asyncio.timeout(_DEADLINE_S):
+            await ready
+            started = time.monotonic()
+            await self._move(self.connection.send_payload, blocks, window)
+        return started
+
+    async def send_same(self, buffer: ByteArray, repeats: int) -> float:
+        return await self.send_window([buffer] * repeats, _PAYLOADS)
+
+    # -- the receiver -----------------------------------------------------------------------------
+
+    async def recv_acked(self, blocks: Sequence[ByteArray]) -> float:
+        """Returns when the last block was there."""
+        todo = iter(list(zip(self.keys(len(blocks)), blocks, strict=True)))
+        done = asyncio.get_running_loop().create_future()
+
+        def recv_next() -> None:
+            key, block = next(todo, (0, None))
+            if block is None:
+                done.set_result(time.monotonic())
+            else:
+                self.connection.recv_payload(key, block, recv_next)
+            self.connection.send([b"a"])
+
+        recv_next()
+        async with asyncio.timeout(_DEADLINE_S):
+            return float(await done)
+
+    async def recv_window(self, blocks: Sequence[ByteArray], window: int = _WINDOW) -> float:
+        async with asyncio.timeout(_DEADLINE_S):
+            moved = asyncio.create_task(self._move(self.connection.recv_payload, blocks, window))
+            await asyncio.sleep(0)  # the receives are posted
+            self.connection.send([b"g"])
+            return await moved
+
+    async def recv_same(self, buffer: ByteArray, repeats: int) -> float:
+        return await self.recv_window([buffer] * repeats, _PAYLOADS)
+
+    async def _move(
+        self,
+        post: Callable[[int, ByteArray, Callable[[], None]], None],
+        blocks: Sequence[ByteArray],
+        window: int,
+    ) -> float:
+        todo = iter(list(zip(self.keys(len(blocks)), blocks, strict=True)))
+        done = asyncio.get_running_loop().create_future()
+        num_left = len(blocks)
+
+        def on_done() -> None:
+            nonlocal num_left
+            num_left -= 1
+            if num_left == 0:
+                done.set_result(time.monotonic())
+            post_next()
+
+        def post_next() -> None:
+            key, block = next(todo, (0, None))
+            if block is not None:
+                post(key, block, on_done)
+
+        for _ in range(window):
+            post_next()
+        return float(await done)

@@ -1,0 +1,110 @@
+"""What is moved: a prompt's KV in randomly scattered blocks of every layer, as a paged cache holds it.
+
+The shape is that of an 8B model with grouped-query attention in 16-bit (32 layers, 8 KV heads of 128): 16 tokens' K or V
+of one layer are one block of 32 KiB, a token is 128 KiB. The law of computation is that model's prefill on one device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from pdmesh.core.kv_layout import KvLayout
+from pdmesh.kv.scatter import ByteMatrix, gather
+from pdmesh.kv.transport import ByteArray
+
+NUM_LAYERS: Final = 32
+BLOCK_BYTES: Final = 32 << 10
+TOKEN_BYTES: Final = 128 << 10
+TOKENS_PER_S: Final = 8000.0
+FINGERPRINT: Final = "kv-bench"
+
+# In one round all modes run in this order for each size: ratios are taken within a round.
+BLOCKS_ACKED: Final = "blocks_acked"
+BLOCKS_PIPELINED: Final = "blocks_pipelined"
+WHOLE: Final = "whole"
+CHUNKED: Final = "chunked"
+LAYERS: Final = "layers"
+WHOLE_COMPUTED: Final = "whole_computed"
+LAYERS_COMPUTED: Final = "layers_computed"
+WIRE: Final = "wire"
+MODES: Final = (
+    BLOCKS_ACKED,
+    BLOCKS_PIPELINED,
+    WHOLE,
+    CHUNKED,
+    LAYERS,
+    WHOLE_COMPUTED,
+    LAYERS_COMPUTED,
+    WIRE,
+)
+LABELS: Final = {
+    BLOCKS_ACKED: "block by block, each acknowledged",
+    BLOCKS_PIPELINED: "blocks, 32 in flight",
+    WHOLE: "block-free, one range, one step after the other",
+    CHUNKED: "block-free, whole model staged, chunks overlap",
+    LAYERS: "block-free, layer by layer, gather overlaps too",
+    WHOLE_COMPUTED: "after prefill: whole model",
+    LAYERS_COMPUTED: "after prefill: layer by layer",
+    WIRE: "the payload alone",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What a pair is asked to do once. `chunk_bytes` 0: the product's own."""
+
+    mode: str
+    num_bytes: int
+    serial: int
+    repeats: int = 1
+    chunk_bytes: int = 0
+    is_verified: bool = False
+
+
+def layout_of(num_bytes: int) -> KvLayout:
+    """Raises ValueError unless the layers' blocks make up exactly `num_bytes`."""
+    num_blocks, rest = divmod(num_bytes, NUM_LAYERS * BLOCK_BYTES)
+    if rest:
+        raise ValueError(f"{num_bytes} bytes are not whole blocks of {NUM_LAYERS} layers")
+    return KvLayout(NUM_LAYERS, num_blocks, BLOCK_BYTES, FINGERPRINT)
+
+
+def layer_compute_s(num_bytes: int) -> float:
+    """How long the model computes one layer of a prompt with so much KV."""
+    return num_bytes / TOKEN_BYTES / TOKENS_PER_S / NUM_LAYERS
+
+
+class PagedCache:
+    """One side's blocks. A prompt of any size takes random ones out of half as many again as the largest needs."""
+
+    def __init__(self, largest: int, seed: int) -> None:
+        self._num_blocks = layout_of(largest).num_blocks * 3 // 2 + 1
+        self._random = np.random.default_rng(seed)
+        pool = np.empty((NUM_LAYERS, self._num_blocks, BLOCK_BYTES), np.uint8)
+        words = pool.view(np.uint64)
+        words[:] = self._random.integers(0, 1 << 62, words.shape[1:], np.uint64)
+        words += np.arange(NUM_LAYERS, dtype=np.uint64)[:, None, None]  # layers differ too
+        self.layers: list[ByteMatrix] = list(pool)
+
+    def take(self, num_bytes: int) -> npt.NDArray[np.intp]:
+        """The block table of a prompt."""
+        count = layout_of(num_bytes).num_blocks
+        return self._random.permutation(self._num_blocks)[:count]
+
+    def blocks(self, ids: npt.NDArray[np.intp]) -> list[ByteArray]:
+        """Each block of each layer, layer-major: what a transfer block by block moves."""
+        return [layer[i] for layer in self.layers for i in ids]
+
+    def digest(self, ids: npt.NDArray[np.intp]) -> str:
+        out = np.empty(len(ids) * NUM_LAYERS * BLOCK_BYTES, np.uint8)
+        gather(self.layers, ids, out)
+        return xxhash.xxh3_128_hexdigest(out.data)
+
+    def wipe(self, ids: npt.NDArray[np.intp]) -> None:
+        for layer in self.layers:
+            layer[ids] = 0

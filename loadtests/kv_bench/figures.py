@@ -1,0 +1,129 @@
+"""From rows to what is said about them: medians with spread, and ratios of two modes taken within the same round."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Final
+
+from loadtests.kv_bench import cases
+from loadtests.kv_bench.rounds import Row
+
+BAR_TOTAL: Final = 0.54  # of block by block
+BAR_WIRE: Final = 0.95  # of ucx_perftest's rate
+BAR_VISIBLE: Final = 0.35  # of whole-model mode
+WIRE_BAR_FROM: Final = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median, lowest and highest over rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        if not values:
+            return None
+        return cls(statistics.median(values), min(values), max(values))
+
+
+class Figures:
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+        self.transports = list(dict.fromkeys(row.transport for row in rows))
+        self.sizes = sorted({row.num_bytes for row in rows})
+        self.modes = list(dict.fromkeys(row.mode for row in rows))
+        self._by_cell: dict[tuple[str, int, str], dict[int, list[Row]]] = {}
+        for row in rows:
+            cell = self._by_cell.setdefault((row.transport, row.num_bytes, row.mode), {})
+            cell.setdefault(row.round, []).append(row)
+
+    def per_round(
+        self, transport: str, num_bytes: int, mode: str, column: str = "total_ms"
+    ) -> dict[int, float]:
+        """The median of each round's measurements."""
+        cell = self._by_cell.get((transport, num_bytes, mode), {})
+        found = {n: [getattr(r, column) for r in rows] for n, rows in cell.items()}
+        return {n: statistics.median(v) for n, v in found.items() if None not in v}
+
+    def spread(
+        self, transport: str, num_bytes: int, mode: str, column: str = "total_ms"
+    ) -> Spread | None:
+        return Spread.of(list(self.per_round(transport, num_bytes, mode, column).values()))
+
+    def ratio(
+        self,
+        transport: str,
+        num_bytes: int,
+        mode: str,
+        of_modes: Sequence[str],
+        column: str = "total_ms",
+    ) -> Spread | None:
+        """`mode` over the best of `of_modes` that the same round measured."""
+        ours = self.per_round(transport, num_bytes, mode, column)
+        others = [self.per_round(transport, num_bytes, other, column) for other in of_modes]
+        ratios = []
+        for number, value in ours.items():
+            best = min((other[number] for other in others if number in other), default=0.0)
+            if best:
+                ratios.append(value / best)
+        return Spread.of(ratios)
+
+    def perftest_rate(self, transport: str, num_bytes: int) -> Spread | None:
+        """Our payload's rate as a share of the faster of perftest's two ways of waiting."""
+        slower = self.ratio(transport, num_bytes, cases.WIRE, ("perftest_poll", "perftest_sleep"))
+        return slower and Spread(1 / slower.median, 1 / slower.high, 1 / slower.low)
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    name: str
+    limit: str
+    value: Callable[[Figures, str, int], Spread | None]
+    is_met: Callable[[float], bool]
+
+
+BARS: Final = (
+    Bar(
+        "block-free, whole model / block by block",
+        f"<= {BAR_TOTAL}",
+        lambda f, t, n: f.ratio(t, n, cases.CHUNKED, [cases.BLOCKS_ACKED]),
+        lambda v: v <= BAR_TOTAL,
+    ),
+    Bar(
+        "block-free, layer by layer / block by block",
+        f"<= {BAR_TOTAL}",
+        lambda f, t, n: f.ratio(t, n, cases.LAYERS, [cases.BLOCKS_ACKED]),
+        lambda v: v <= BAR_TOTAL,
+    ),
+    Bar(
+        "rate of the wire / ucx_perftest (the faster way of waiting)",
+        f">= {BAR_WIRE} from 16 MiB",
+        lambda f, t, n: f.perftest_rate(t, n) if n >= WIRE_BAR_FROM else None,
+        lambda v: v >= BAR_WIRE,
+    ),
+    Bar(
+        "visible after prefill: layer by layer / whole model",
+        f"<= {BAR_VISIBLE}",
+        lambda f, t, n: f.ratio(t, n, cases.LAYERS_COMPUTED, [cases.WHOLE_COMPUTED], "visible_ms"),
+        lambda v: v <= BAR_VISIBLE,
+    ),
+)
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    names = [field.name for field in fields(Row)]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        for row in rows:
+            cells = asdict(row)
+            writer.writerow(
+                {n: round(v, 4) if isinstance(v, float) else v for n, v in cells.items()}
+            )

@@ -1,0 +1,57 @@
+"""Other transfer libraries beside ours, each in an interpreter of its own that has it installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from loadtests.kv_bench import cases
+from loadtests.kv_bench.pair import TRANSPORTS
+from pdmesh.kv.ucx_worker import load_library
+
+KINDS: Final = ("contiguous", "blocks")
+# Where each takes its transport from: Mooncake has a tcp of its own and nothing for one machine's memory.
+TRANSPORTS_OF: Final[Mapping[str, tuple[str, ...]]] = {"nixl": ("tcp", "shm"), "mooncake": ("tcp",)}
+
+
+class Peer:
+    """One library's two processes over one transport. `is_there` is False if they did not start."""
+
+    def __init__(self, name: str, python: Path, transport: str, largest: int) -> None:
+        load_library()  # nixl moves over UCX: with our settings
+        environment = dict(TRANSPORTS[transport]) | os.environ | {"UCX_LOG_LEVEL": "error"}
+        script = Path(__file__).with_name(f"peer_{name}.py")
+        self._process = subprocess.Popen(
+            [str(python), str(script), str(largest), str(cases.BLOCK_BYTES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+        assert self._process.stdout is not None
+        self.is_there = self._process.stdout.readline().strip() == "ready"
+
+    def run_ms(self, kind: str, num_bytes: int) -> float | None:
+        """None if it failed."""
+        if not self.is_there:
+            return None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{kind} {num_bytes}\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline().strip()
+        self.is_there = bool(answer)
+        return float(answer) if answer and answer != "failed" else None
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,242 @@
+"""Block-free transfer as the product does it: agents on threads of their own, gather and scatter on the engine's.
+
+`whole` is the paper's picture in slow motion: gather, one range on the wire, scatter, one after the other. `chunked` is
+what a whole-model hand-over does: the wire begins when all is staged, and scatter follows it chunk by chunk. With
+`layers` each layer is announced as soon as it is gathered.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from loadtests.kv_bench import cases
+from loadtests.kv_bench.cases import Command, PagedCache
+from pdmesh.core.arena import ArenaRange
+from pdmesh.core.kv_layout import CHUNK_BYTES, LAYER_CHUNK_BYTES, KvLayout
+from pdmesh.core.ticket import Ticket
+from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent, TicketClosed
+from pdmesh.kv.agent_thread import AgentThread
+from pdmesh.kv.scatter import HostBlocks
+from pdmesh.kv.transport import ByteArray
+from pdmesh.kv.ucx import UcxTransport
+
+_LEASE_S = 60.0
+_DEADLINE_S = 60.0
+_UNCUT = 1 << 40
+BlockIds = npt.NDArray[np.intp]
+
+
+@dataclass(slots=True)
+class Times:
+    """`time.monotonic`, one clock for both processes. The last three are busy seconds, not spans."""
+
+    started: float = 0.0
+    computed: float = 0.0  # the prefill's last layer was ready
+    ended: float = 0.0
+    gather_s: float = 0.0
+    wire_s: float = 0.0
+    scatter_s: float = 0.0
+
+
+class TimedTransport(UcxTransport):
+    """Adds up how long at least one payload was on its way to us."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.busy_s = 0.0
+        self._num_open = 0
+        self._since = 0.0
+
+    def watch(self, request: object, on_done: Callable[[bool], None], buffer: object) -> None:
+        if not isinstance(buffer, np.ndarray) or buffer.nbytes < cases.BLOCK_BYTES:
+            super().watch(request, on_done, buffer)
+            return
+        if self._num_open == 0:
+            self._since = time.monotonic()
+        self._num_open += 1
+
+        def done(is_ok: bool) -> None:
+            self._num_open -= 1
+            if self._num_open == 0:
+                self.busy_s += time.monotonic() - self._since
+            on_done(is_ok)
+
+        super().watch(request, done, buffer)
+
+
+def _chunk_bytes(command: Command) -> int:
+    if command.mode == cases.WHOLE:
+        return _UNCUT
+    is_whole = command.mode in (cases.CHUNKED, cases.WHOLE_COMPUTED)
+    return command.chunk_bytes or (CHUNK_BYTES if is_whole else LAYER_CHUNK_BYTES)
+
+
+@dataclass
+class Sender:
+    """`tell` says to the receiver that the ticket is open."""
+
+    largest: int
+    cache: PagedCache
+    tell: Callable[[], object]
+    agent: AgentThread = field(init=False)
+    _closed: threading.Event = field(init=False, default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._blocks = HostBlocks(self.cache.layers)
+        self._layers = [HostBlocks([layer]) for layer in self.cache.layers]
+        self.agent = AgentThread(
+            lambda: KvAgent(
+                UcxTransport(),
+                AgentIdentity("prefill-0", 1, cases.FINGERPRINT),
+                staging_bytes=self.largest,
+                landing_bytes=0,
+                on_event=self._on_event,
+            )
+        )
+
+    def _on_event(self, event: AgentEvent) -> None:
+        if isinstance(event, TicketClosed):
+            self._closed.set()
+
+    def run(self, command: Command, ids: BlockIds) -> Times:
+        """Returns when nobody reads the staging range any more."""
+        self._closed.clear()
+        times = self._run(command, ids)
+        if not self._closed.wait(_DEADLINE_S):
+            raise TimeoutError(f"{command}: the ticket was not taken")
+        return times
+
+    def _run(self, command: Command, ids: BlockIds) -> Times:
+        layout = cases.layout_of(command.num_bytes)
+        staging = ArenaRange(0, layout.total_bytes)
+        if command.mode in (cases.LAYERS, cases.LAYERS_COMPUTED):
+            return self._by_layer(command, layout, staging, ids)
+        times = Times(started=time.monotonic())
+        if command.mode == cases.WHOLE_COMPUTED:
+            _sleep_until(
+                times.started + cases.layer_compute_s(command.num_bytes) * layout.num_layers
+            )
+        times.computed = time.monotonic()
+        self._blocks.gather(ids, self.agent.staging(staging))
+        times.gather_s = time.monotonic() - times.computed
+        self.agent.stage(
+            f"t{command.serial}",
+            "r",
+            1,
+            staging,
+            layout,
+            _LEASE_S,
+            chunk_bytes=_chunk_bytes(command),
+        )
+        self.tell()
+        return times
+
+    def _by_layer(
+        self, command: Command, layout: KvLayout, staging: ArenaRange, ids: BlockIds
+    ) -> Times:
+        """With computation, decode was chosen when the request was accepted: it pulls before there is anything."""
+        ticket_id = f"t{command.serial}"
+        views = np.split(self.agent.staging(staging), layout.num_layers)
+        times = Times(started=time.monotonic())
+        self.agent.open(
+            ticket_id, "r", 1, staging, layout, _LEASE_S, chunk_bytes=_chunk_bytes(command)
+        )
+        self.tell()
+        is_computed = command.mode == cases.LAYERS_COMPUTED
+        layer_s = cases.layer_compute_s(command.num_bytes) if is_computed else 0.0
+        for i, (layer, view) in enumerate(zip(self._layers, views, strict=True)):
+            _sleep_until(times.started + (i + 1) * layer_s)
+            times.computed = time.monotonic()
+            layer.gather(ids, view)
+            times.gather_s += time.monotonic() - times.computed
+            self.agent.ready(ticket_id, i + 1)
+        if not is_computed:
+            times.computed = times.started
+        return times
+
+
+@dataclass
+class Receiver:
+    """`wait` returns when the sender has told that the ticket is open."""
+
+    largest: int
+    cache: PagedCache
+    wait: Callable[[], object]
+    transport: TimedTransport = field(init=False)
+    agent: AgentThread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._blocks = HostBlocks(self.cache.layers)
+        self.agent = AgentThread(self._make_agent)
+
+    def _make_agent(self) -> KvAgent:
+        self.transport = TimedTransport()
+        return KvAgent(
+            self.transport,
+            AgentIdentity("decode-0", 2, cases.FINGERPRINT),
+            staging_bytes=0,
+            landing_bytes=self.largest,
+            on_event=lambda _: None,
+        )
+
+    def run(self, command: Command, ids: BlockIds, address: str) -> Times:
+        size = command.num_bytes
+        landing = ArenaRange(0, size)
+        ticket = Ticket(
+            f"t{command.serial}",
+            "r",
+            1,
+            "prefill-0",
+            1,
+            cases.FINGERPRINT,
+            1,
+            size,
+            (address,),
+            60_000,
+        )
+        before = self.transport.busy_s
+        self.wait()
+        if command.mode == cases.WHOLE:
+            times = self._at_the_end(ticket, landing, ids)
+        else:
+            times = self._as_it_comes(ticket, landing, ids)
+        times.wire_s = self.transport.busy_s - before
+        return times
+
+    def _at_the_end(self, ticket: Ticket, landing: ArenaRange, ids: BlockIds) -> Times:
+        self.agent.pull(ticket, landing, deadline_s=_DEADLINE_S).result()
+        arrived = time.monotonic()
+        self._blocks.scatter(self.agent.landing(landing), ids)
+        ended = time.monotonic()
+        return Times(ended=ended, scatter_s=ended - arrived)
+
+    def _as_it_comes(self, ticket: Ticket, landing: ArenaRange, ids: BlockIds) -> Times:
+        parts: queue.SimpleQueue[tuple[int, ByteArray] | None] = queue.SimpleQueue()
+        pull = self.agent.pull(
+            ticket,
+            landing,
+            deadline_s=_DEADLINE_S,
+            on_range=lambda offset, data: parts.put((offset, data)),
+        )
+        pull.add_done_callback(lambda _: parts.put(None))  # the end, or a failure
+        times = Times()
+        while (part := parts.get()) is not None:
+            began = time.monotonic()
+            self._blocks.scatter_part(part[1], part[0], ids)
+            times.scatter_s += time.monotonic() - began
+        pull.result()
+        times.ended = time.monotonic()
+        return times
+
+
+def _sleep_until(when: float) -> None:
+    left = when - time.monotonic()
+    if left > 0:
+        time.sleep(left)
