@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -334,3 +335,41 @@ async def test_the_files_of_a_prompt_that_many_ask_for_are_kept_too(tmp_path: Pa
             return {f.name for f in r.store.scan() if f.used_at > in_an_hour}
 
         await until(lambda: kept() == set(CHAIN[:2]))
+
+
+@pytest.mark.req("S78")
+@pytest.mark.parametrize("num_requests", [2000])
+async def test_thousands_of_requests_with_random_aborts_leave_nothing_pinned(
+    tmp_path: Path, num_requests: int
+) -> None:
+    """Prompts share prefixes, the pool holds a tenth of the blocks, and a third of the requests go away."""
+    rng = random.Random(5)
+    prompts = [names_of(*(100 * family + n for n in range(12))) for family in range(12)]
+    peer = FakePeer(prompts[0] + prompts[1][:5])
+    num_served = 0
+
+    async def one(r: Rig) -> None:
+        nonlocal num_served
+        chain = rng.choice(prompts)[: rng.randint(1, 12)]
+        task = asyncio.create_task(
+            r.stack.fetch(chain, OWNER, 0, rng.choice((0.0, 5.0)), peer.find)
+        )
+        if rng.random() < 1 / 3:
+            for _ in range(rng.randint(0, 6)):
+                await asyncio.sleep(0)
+            task.cancel()
+        try:
+            lease = await task
+        except asyncio.CancelledError:
+            return
+        num_served += len(lease.use(0, len(lease.blocks)))
+        for name in chain[len(lease.blocks) :]:
+            if r.pool.put(name, OWNER, lambda out, name=name: np.copyto(out, data_of(name))):  # type: ignore[misc]
+                r.stack.stored([name])
+        lease.close()
+
+    async with running(tmp_path, num_slots=14, peers=peer) as r:
+        for _ in range(num_requests // 8):
+            await asyncio.gather(*(one(r) for _ in range(8)))
+        assert num_served > num_requests
+        await until(lambda: r.stack.num_loading == 0 and not r.files.num_waiting)
