@@ -18,7 +18,7 @@ DONE   := $(VENV)/.done
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help up down status setup setup-base setup-dev setup-vllm model test unit check format proto proto-check \
-        e2e chaos kill-matrix compose-test bench-tiers bench-overhead bench-kv compare docs docs-check coverage-table lock clean
+        e2e chaos kill-matrix compose-test bench-tiers bench-overhead bench-kv bench-plan compare docs docs-check coverage-table lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -109,6 +109,9 @@ bench-tiers: $(DONE)/vllm model ## what a KV tier is worth: time to first token 
 
 bench-overhead: $(DONE)/dev ## what the mesh adds over the bare engine; ARGS goes to it
 	@$(BIN)/python -m loadtests.overhead $(ARGS)
+
+bench-plan: $(DONE)/dev ## what one placement decision costs, by the number of workers
+	@$(BIN)/python -m loadtests.plan_bench $(ARGS)
 
 compare: $(DONE)/dev ## placement policies side by side on a virtual clock; traces from TRACES, ARGS goes to it
 	@$(BIN)/python -m loadtests.sim.compare --traces $(TRACES) $(ARGS)

@@ -7,6 +7,7 @@ While no prompt is computed, the decode steps up to the next end are added up in
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -52,7 +53,6 @@ class Worker:
     on_computed: Callable[[Worker, Job, float], None]
     on_blocks: Callable[[Worker], None]
     pool: BlockPool = field(init=False)
-    busy_s: float = 0.0
     num_prompts: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -64,6 +64,7 @@ class Worker:
     _is_stepping: bool = False
     _epoch: int = 0  # of the planned step; joining replans it
     _span_began: float = 0.0
+    _span_step_s: float = 0.0  # while only decoding, more than one step ahead
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.admission.capacity.num_blocks)
@@ -104,19 +105,18 @@ class Worker:
             self._epoch += 1
             epoch = self._epoch
             self.clock.after(0.0, lambda: self._next(epoch))
-        elif not any(job.in_chunk for job in self._prompts.values()) and self._running:
-            self._epoch += 1
-            self._count_span()
-            epoch = self._epoch
-            step = self.law.step_s(len(self._running), self._num_context)
-            self.clock.after(0.5 * step, lambda: self._next(epoch))
+        elif self._span_step_s > 0:
+            self._cut_span()
 
-    def _count_span(self) -> None:
-        """Add the steps that fit since the span of decoding began."""
+    def _cut_span(self) -> None:
+        """What joined takes part from the end of the step under way."""
         elapsed = self.clock.now - self._span_began
-        step = self.law.step_s(len(self._running), self._num_context)
-        self._advance(int(elapsed / step) if step > 0 else 0)
-        self._span_began = self.clock.now
+        num_steps = math.floor(elapsed / self._span_step_s) + 1
+        until = self._span_began + num_steps * self._span_step_s
+        self._span_step_s = 0.0
+        self._epoch += 1
+        epoch = self._epoch
+        self.clock.at(until, lambda: self._stepped(epoch, num_steps))
 
     def _advance(self, num_steps: int) -> None:
         if self._ends:
@@ -146,20 +146,22 @@ class Worker:
         elif running:
             steps = max(1, self._ends[0][0] - self._step)
             context = self._num_context + running * steps // 2
-            self._plan(steps * self.law.step_s(running, context), steps)
+            step_s = self.law.step_s(running, context)
+            self._plan(steps * step_s, steps)
+            self._span_step_s = step_s
         else:
             self._is_stepping = False
 
     def _plan(self, duration: float, num_steps: int) -> None:
         self._epoch += 1
         epoch = self._epoch
-        self._span_began = self.clock.now
-        self.busy_s += duration
+        self._span_began, self._span_step_s = self.clock.now, 0.0
         self.clock.after(duration, lambda: self._stepped(epoch, num_steps))
 
     def _stepped(self, epoch: int, num_steps: int) -> None:
         if epoch != self._epoch:
             return
+        self._span_step_s = 0.0
         if self._running:
             self._advance(num_steps)
         for job in list(self._prompts.values()):

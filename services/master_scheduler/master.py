@@ -175,12 +175,42 @@ class Master:
                 connected_at = time.monotonic()
             return time.monotonic() - connected_at
 
+        def load_age_s() -> float:
+            """Reports are pushed when something changes: an idle instance's may be old and true."""
+            now = time.monotonic()
+            busy = [i for i in list(self.fleet.instances.values()) if i.num_slots_used]
+            return max(
+                (now - i.reported_at for i in busy if i.reported_at is not None), default=0.0
+            )
+
         metrics.gauge(names.VIEW_AGE, "How old the view of the registry may be", view_age_s, "s")
         metrics.gauge(names.LEADER, "1 if this master leads", lambda: self.election.is_leader)
         metrics.gauge(
             names.FLEET_INSTANCES,
             "Instances that may be candidates",
             lambda: sum(i.is_usable for i in self.fleet.instances.values()),
+        )
+        fits = self.fleet.predictor.fits
+        metrics.gauge(
+            names.PREDICTION_ERROR,
+            "Mean relative error of predicted prefill times, lately, by kind of instance",
+            lambda: [(fit.error, {"kind": kind}) for kind, fit in list(fits())],
+        )
+        metrics.gauge(
+            names.PREDICTION_OBSERVED,
+            "Prefills the predictor has learnt from, by kind of instance",
+            lambda: [(fit.num_observed, {"kind": kind}) for kind, fit in list(fits())],
+        )
+        metrics.gauge(
+            names.BOOKINGS,
+            "Shares of requests that no report has named yet",
+            lambda: len(self.fleet.reservations),
+        )
+        metrics.gauge(
+            names.LOAD_AGE,
+            "Age of the oldest load report of an instance that works",
+            load_age_s,
+            "s",
         )
         metrics.gauge(names.INDEX_BLOCKS, "Blocks indexed", lambda: self.index.num_blocks)
         metrics.gauge(
