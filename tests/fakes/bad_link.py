@@ -1,0 +1,129 @@
+"""A network link between two processes that a test can slow down, cut at a given byte, or make lie.
+
+Each process lives in a network namespace of its own with one device, a TUN whose other end is here: every IP packet
+between the two passes through `_relay`. A flipped bit gets a correct TCP checksum, so that neither kernel sees it. Needs root
+(CAP_NET_ADMIN, CAP_SYS_ADMIN) and /dev/net/tun; `why_not()` says what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import struct
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+SENDER_IP, RECEIVER_IP = "10.91.0.1", "10.91.0.2"
+DEVICE = "kv0"  # its name inside each namespace
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+_MTU = 16_000
+_TCP = 6
+
+# A namespace needs a /sys of its own: UCX looks there for devices.
+IN_A_NAMESPACE = ("unshare", "-nm", "sh", "-c", 'mount -t sysfs none /sys && exec "$@"', "sh")
+
+
+def why_not() -> str:
+    """Why this machine can have no such link; empty if it can."""
+    if os.geteuid() != 0:
+        return "needs root"
+    if not Path("/dev/net/tun").exists():
+        return "needs /dev/net/tun"
+    probe = subprocess.run([*IN_A_NAMESPACE, "true"], capture_output=True, check=False)
+    return "" if probe.returncode == 0 else "needs network and mount namespaces"
+
+
+class BadLink:
+    """Perfect until told otherwise. `num_bytes` counts what went from the sender to the receiver, headers included."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.cut_at: int | None = None  # the link falls silent at this byte, in both directions
+        self.flip_at: int | None = None  # one bit of a payload is flipped there
+        self.bytes_per_s: float | None = None
+        self.num_flipped = 0
+        self._fds: dict[str, int] = {}
+        self._thread = threading.Thread(target=self._relay, name="bad-link", daemon=True)
+        self._is_closed = False
+
+    def attach(self, pid: int, own_ip: str) -> None:
+        """Give the process's namespace its end of the link. The second end starts the relay."""
+        name = f"kv{os.getpid() % 100000}{'s' if own_ip == SENDER_IP else 'r'}"
+        fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+        fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TUN | _IFF_NO_PI))
+        _run("ip", "link", "set", name, "netns", str(pid), "name", DEVICE)
+        inside = ("nsenter", "-t", str(pid), "-n", "ip")
+        _run(*inside, "addr", "add", f"{own_ip}/24", "dev", DEVICE)
+        _run(*inside, "link", "set", DEVICE, "mtu", str(_MTU), "txqueuelen", "5000", "up")
+        _run(*inside, "link", "set", "lo", "up")
+        self._fds[own_ip] = fd
+        if len(self._fds) == 2:
+            self._thread.start()
+
+    def close(self) -> None:
+        self._is_closed = True
+        if self._thread.is_alive():
+            self._thread.join(5)
+        for fd in self._fds.values():
+            os.close(fd)
+
+    @property
+    def is_cut(self) -> bool:
+        return self.cut_at is not None and self.num_bytes >= self.cut_at
+
+    def _relay(self) -> None:
+        sender, receiver = self._fds[SENDER_IP], self._fds[RECEIVER_IP]
+        while not self._is_closed:
+            ready, _, _ = select.select([sender, receiver], [], [], 0.05)
+            try:
+                for fd in ready:
+                    self._pass_on(fd, receiver if fd == sender else sender)
+            except OSError:
+                return  # a device went away with its namespace
+
+    def _pass_on(self, source: int, target: int) -> None:
+        packet = bytearray(os.read(source, 65_536))
+        if source == self._fds[SENDER_IP]:
+            self.num_bytes += len(packet)
+            self._flip(packet)
+        if self.is_cut:
+            return
+        if self.bytes_per_s:
+            time.sleep(len(packet) / self.bytes_per_s)
+        with contextlib.suppress(BlockingIOError):  # a full queue loses packets
+            os.write(target, packet)
+
+    def _flip(self, packet: bytearray) -> None:
+        """One bit of the middle of a large segment, and a checksum that says that it is right."""
+        is_due = self.flip_at is not None and self.num_bytes >= self.flip_at
+        if not is_due or packet[9] != _TCP or len(packet) < _MTU // 2:
+            return
+        self.flip_at = None
+        self.num_flipped += 1
+        header = (packet[0] & 0x0F) * 4
+        packet[len(packet) // 2] ^= 0x10
+        segment = packet[header:]
+        segment[16:18] = b"\0\0"
+        pseudo = bytes(packet[12:20]) + struct.pack("!BBH", 0, _TCP, len(segment))
+        packet[header + 16 : header + 18] = struct.pack("!H", _checksum(pseudo + bytes(segment)))
+
+
+def _checksum(data: bytes) -> int:
+    data += b"\0" * (len(data) % 2)
+    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return ~total & 0xFFFF
+
+
+def reset(pid: int) -> None:
+    """Every TCP connection of the process's namespace is reset, as by a middlebox."""
+    _run("nsenter", "-t", str(pid), "-n", "ss", "-K", "dst", "10.91.0.0/24")
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
