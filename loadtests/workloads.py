@@ -106,6 +106,36 @@ def prefixed_scenarios(
     return arrivals
 
 
+def chats(
+    rng: random.Random,
+    *,
+    num_chats: int,
+    num_turns: int,
+    first_tokens: int,
+    turn_tokens: int,
+    num_output_tokens: int,
+    rate_per_s: float,
+    think_s: float,
+    block_size: int = 64,
+) -> list[Arrival]:
+    """Conversations: each turn's prompt is the one before, an answer and a question longer. All begin with the same 2 blocks."""
+    arrivals, start = [], 0.0
+    for chat in range(num_chats):
+        start += rng.expovariate(rate_per_s)
+        now = start
+        for turn in range(num_turns):
+            num_tokens = first_tokens + turn * (turn_tokens + num_output_tokens)
+            names = [
+                block_name(-7, part) if part < 2 else block_name(chat, part)
+                for part in range(num_tokens // block_size)
+            ]
+            arrivals.append(
+                Arrival(now, num_tokens, num_output_tokens, tuple(names), "chat", f"chat-{chat}")
+            )
+            now += rng.expovariate(1 / think_s)
+    return sorted(arrivals, key=lambda a: a.at_s)
+
+
 def poisson(arrivals: Iterable[Arrival], rate_per_s: float, rng: random.Random) -> list[Arrival]:
     """The same requests at new times."""
     now, moved = 0.0, []

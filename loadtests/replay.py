@@ -1,0 +1,182 @@
+"""Send a workload to a mesh in an open loop and write a report: JSON and one page of plots.
+
+    python -m loadtests.replay --workload mooncake --traces ../shared/traces --lengths 0.02 --time 0.05 --first 600
+    python -m loadtests.replay --workload scenarios --rate 10            # six scenarios that share prefixes
+    python -m loadtests.replay --workload chats --url http://127.0.0.1:8000
+
+Without --url it starts a mesh of its own: --prefill and --decode sim instances at --law. `azure` composes three scenarios
+(code, conversation, and Mooncake's) on one clock; none of the traces has a scenario field of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import re
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from loadtests import workloads
+from loadtests.generator import canned_server
+from loadtests.traffic import Answer, Target, closed_loop, open_loop
+from loadtests.traffic_report import Slo, write
+from loadtests.workloads import Arrival
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.launcher.spec import MeshSpec
+
+_MOONCAKE: Final = "mooncake_conversation_trace.jsonl"
+_COUNTED: Final = re.compile(
+    r'^pdmesh_admissions_total\{.*outcome="accepted".*\} ([0-9.e+]+)', re.MULTILINE
+)
+
+
+def _mooncake(options: argparse.Namespace) -> list[Arrival]:
+    jitter = options.seed if options.jitter else None
+    arrivals = workloads.mooncake(options.traces / _MOONCAKE, jitter_seed=jitter)
+    return workloads.scaled(arrivals[: options.first], time=options.time, lengths=options.lengths)
+
+
+def _azure(options: argparse.Namespace) -> list[Arrival]:
+    code = workloads.azure(options.traces / "AzureLLMInferenceTrace_code.csv", "code")
+    conv = workloads.azure(options.traces / "AzureLLMInferenceTrace_conv.csv", "conversation")
+    chat = [replace(a, scenario="mooncake") for a in workloads.mooncake(options.traces / _MOONCAKE)]
+    merged = sorted([*code, *conv, *chat], key=lambda a: a.at_s)[: options.first]
+    return workloads.scaled(merged, time=options.time, lengths=options.lengths)
+
+
+def _scenarios(options: argparse.Namespace) -> list[Arrival]:
+    return workloads.prefixed_scenarios(
+        random.Random(options.seed),
+        num_scenarios=6,
+        num_requests=options.first // 6,
+        prefix_tokens=512,
+        num_tokens=640,
+        num_output_tokens=16,
+        rate_per_s=options.rate,
+    )
+
+
+def _chats(options: argparse.Namespace) -> list[Arrival]:
+    return workloads.chats(
+        random.Random(options.seed),
+        num_chats=options.first // 5,
+        num_turns=5,
+        first_tokens=256,
+        turn_tokens=64,
+        num_output_tokens=32,
+        rate_per_s=options.rate / 5,
+        think_s=4.0,
+    )
+
+
+WORKLOADS: Final[dict[str, Callable[[argparse.Namespace], list[Arrival]]]] = {
+    "mooncake": _mooncake,
+    "azure": _azure,
+    "scenarios": _scenarios,
+    "chats": _chats,
+}
+
+
+async def run(options: argparse.Namespace) -> tuple[list[Answer], dict[str, float]]:
+    """(answers, prompts admitted by each instance; empty for a mesh that is not ours)."""
+    arrivals = WORKLOADS[options.workload](options)
+    if options.url:
+        return await _send(options.url, arrivals), {}
+    settings = {"SIM_LAW": options.law, "SIM_EOS_PERIOD": "0", "NUM_SLOTS": str(options.slots)}
+    spec = MeshSpec(
+        engine="sim",
+        num_prefill=options.prefill,
+        num_decode=options.decode,
+        http_port=0,
+        grpc_port=0,
+        service_env={
+            "prefill": {f"PDMESH_PREFILL_{key}": value for key, value in settings.items()},
+            "decode": {"PDMESH_DECODE_SIM_LAW": options.law, "PDMESH_DECODE_NUM_SLOTS": "64"},
+            "master-scheduler": {"PDMESH_MASTER_SCHEDULER_POLICY": options.policy},
+        },
+    )
+    with tempfile.TemporaryDirectory(prefix="pdmesh-replay-") as directory:
+        async with Mesh(spec, Path(directory), report=_say) as mesh:
+            answers = await _send(mesh.http_url, arrivals)
+            names = [name for name in mesh.names if name.startswith(("prefill", "decode"))]
+            return answers, {name: _admitted(mesh.ops_address(name)) for name in names}
+
+
+async def _send(url: str, arrivals: list[Arrival]) -> list[Answer]:
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    done = 0
+
+    def count(_: Answer) -> None:
+        nonlocal done
+        done += 1
+        if done % max(1, len(arrivals) // 20) == 0:
+            _say(f"{done}/{len(arrivals)} answered")
+
+    return await open_loop(Target(parts.hostname, parts.port or 80), arrivals, count)
+
+
+def _admitted(ops_address: str) -> float:
+    with urllib.request.urlopen(f"http://{ops_address}/metrics", timeout=5) as page:
+        return sum(map(float, _COUNTED.findall(page.read().decode())))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+async def ceiling(num_users: int = 32, duration_s: float = 5.0) -> float:
+    """Requests/s of 512 prompt tokens and 16 answered that this generator alone can carry."""
+    with canned_server() as port:
+        answers = await closed_loop(
+            Target("127.0.0.1", port),
+            num_users,
+            lambda: Arrival(0.0, 512, 16, tuple(workloads.block_name(1, i) for i in range(8))),
+            think_s=lambda: 0.0,
+            duration_s=duration_s,
+        )
+    assert all(a.is_answered for a in answers)
+    return len(answers) / duration_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--workload", choices=WORKLOADS, default="scenarios")
+    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"))
+    parser.add_argument("--first", type=int, default=300, help="requests")
+    parser.add_argument("--time", type=float, default=1.0, help="factor on the trace's times")
+    parser.add_argument("--lengths", type=float, default=1.0, help="factor on its lengths")
+    parser.add_argument("--jitter", action="store_true", help="spread Mooncake's 3 s ticks")
+    parser.add_argument("--rate", type=float, default=10.0, help="requests/s of generated load")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--url", help="a mesh that runs already")
+    parser.add_argument("--policy", default="default")
+    parser.add_argument("--law", default="smollm2-cpu")
+    parser.add_argument("--prefill", type=int, default=4)
+    parser.add_argument("--decode", type=int, default=2)
+    parser.add_argument("--slots", type=int, default=2, help="of each prefill")
+    parser.add_argument("--ttft-slo-s", type=float, default=1.0)
+    parser.add_argument("--tpot-slo-s", type=float, default=0.1)
+    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.png")
+    parser.add_argument(
+        "--ceiling", action="store_true", help="what the generator itself can carry"
+    )
+    options = parser.parse_args()
+    if options.ceiling:
+        print(f"the generator alone: {asyncio.run(ceiling()):.0f} requests/s")
+        return
+    answers, admitted = asyncio.run(run(options))
+    write(answers, admitted, Slo(options.ttft_slo_s, options.tpot_slo_s), options.out)
+
+
+if __name__ == "__main__":
+    main()

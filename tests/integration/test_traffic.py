@@ -1,0 +1,96 @@
+"""The generator of real load, against canned answers: it sends what the workload says, when it says."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from loadtests.generator import canned_server
+from loadtests.traffic import Answer, Target, closed_loop, open_loop, prompt_tokens
+from loadtests.traffic_report import Slo, parts
+from loadtests.workloads import Arrival, chats, prefixed_scenarios
+
+
+def workload() -> list[Arrival]:
+    return prefixed_scenarios(
+        random.Random(1),
+        num_scenarios=3,
+        num_requests=20,
+        prefix_tokens=128,
+        num_tokens=200,
+        num_output_tokens=5,
+        rate_per_s=60.0,
+    )
+
+
+async def test_an_open_loop_sends_each_request_at_its_time_and_hears_its_answer() -> None:
+    arrivals, heard = workload(), []
+    with canned_server() as port:
+        answers = await open_loop(Target("127.0.0.1", port), arrivals, heard.append)
+    assert [a.arrival for a in answers] == arrivals
+    assert len(heard) == len(arrivals)
+    assert all(a.is_answered and a.num_tokens == 5 for a in answers)
+    assert all(0 < a.ttft_s <= a.e2e_s for a in answers)
+    assert all(a.sent_at >= a.arrival.at_s for a in answers)  # never early
+
+
+@pytest.mark.req("S65")
+async def test_users_have_one_request_under_way_each() -> None:
+    numbers = itertools.count()
+    with canned_server() as port:
+        answers = await closed_loop(
+            Target("127.0.0.1", port),
+            4,
+            lambda: Arrival(float(next(numbers)), 64, 3),
+            think_s=lambda: 0.01,
+            duration_s=0.5,
+        )
+    spans = [(a.sent_at, a.sent_at + a.e2e_s) for a in answers]
+    assert all(sum(s <= at < e for s, e in spans) <= 4 for at, _ in spans)
+    assert len(answers) > 20
+
+
+async def test_a_server_that_is_not_there_is_an_answer_of_its_own() -> None:
+    with canned_server() as port:
+        pass
+    (answer,) = await open_loop(Target("127.0.0.1", port), workload()[:1], lambda _: None)
+    assert (answer.status, answer.is_answered) == (0, False)
+
+
+def test_equal_names_are_equal_tokens_and_the_rest_differs() -> None:
+    first, second = (
+        next(a for a in workload()[start:] if a.scenario == "scenario-0") for start in (0, 30)
+    )
+    tokens = [prompt_tokens(a, 64) for a in (first, second)]
+    assert [len(t) for t in tokens] == [200, 200]
+    assert tokens[0][:128] == tokens[1][:128]
+    assert tokens[0][128:] != tokens[1][128:]
+
+
+def test_a_chats_turn_begins_with_the_turn_before() -> None:
+    turns = chats(
+        random.Random(1), num_chats=3, num_turns=4, first_tokens=256, turn_tokens=64,
+        num_output_tokens=32, rate_per_s=1.0, think_s=1.0,
+    )  # fmt: skip
+    for chat in ("chat-0", "chat-1", "chat-2"):
+        own = [a for a in turns if a.chat_id == chat]
+        assert len(own) == 4
+        for before, after in itertools.pairwise(own):
+            assert after.blocks[: len(before.blocks)] == before.blocks
+            assert after.num_prompt_tokens == before.num_prompt_tokens + 96
+
+
+@pytest.mark.req("S138")
+def test_the_report_counts_goodput_refusals_and_hits_by_scenario() -> None:
+    def answer(scenario: str, ttft_s: float, status: int = 200, cached: int = 0) -> Answer:
+        arrival = Arrival(0.0, 100, 2, scenario=scenario)
+        is_ok = status == 200
+        return Answer(arrival, 1.0, 0.0, status, ttft_s, ttft_s + 0.01, 2 * is_ok, cached)
+
+    answers = [answer("a", 0.1, cached=50), answer("a", 9.0), answer("b", 0.2), answer("b", 0, 429)]
+    whole, a, b = parts(answers, Slo(1.0, 0.1))
+    assert (whole.num_requests, whole.num_refused, whole.num_failed) == (4, 1, 0)
+    assert (whole.goodput_per_s, whole.within_slo_percent) == (2.0, 50.0)
+    assert (a.hit_percent, b.hit_percent) == (25.0, 0.0)
