@@ -18,7 +18,7 @@ DONE   := $(VENV)/.done
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help up down status setup setup-base setup-dev setup-vllm model test unit check format proto proto-check \
-        e2e chaos kill-matrix compose-test bench-tiers bench-overhead bench-kv bench-plan compare docs docs-check coverage-table lock clean
+        e2e chaos kill-matrix compose-test bench-tiers bench-overhead bench-index bench-kv bench-plan compare docs docs-check coverage-table lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -118,6 +118,9 @@ compare: $(DONE)/dev ## placement policies side by side on a virtual clock; trac
 
 bench-kv: $(DONE)/dev ## what moving KV costs, block by block and block-free, beside ucx_perftest; ARGS="--sizes 1,16 --rounds 3"
 	@$(BIN)/python -m loadtests.kv_bench $(ARGS)
+
+bench-index: $(DONE)/dev ## the index: match time against blocks and workers, memory per million blocks; ARGS goes to it
+	@$(BIN)/python -m loadtests.index_bench $(ARGS)
 
 # --- generated files, committed ---
 

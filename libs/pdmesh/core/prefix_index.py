@@ -21,6 +21,8 @@ TIERS: Final = (Tier.ENGINE, Tier.HOST)  # what an instance holds itself, and a 
 MAX_WAITING = 256  # deltas kept beyond a hole, per instance
 _MAX_RETIRED = 4  # incarnations remembered as over, per instance
 _MAX_INTERNED = 16_384
+_FEW = 8
+_MAX_REMEMBERED = 1024  # answers of a thousand names each
 
 
 class Outcome(enum.Enum):
@@ -240,16 +242,19 @@ class PrefixIndex:
         return mask if tier is Tier.ENGINE else mask >> 1
 
     def _note(self, matches: dict[str, int], mask: int, length: int) -> None:
+        """`mask` has engine bits alone. Few are taken one by one; many in one pass, and remembered."""
+        if mask.bit_count() <= _FEW:
+            while mask:
+                bit = mask.bit_length() - 1
+                matches[self._ids[bit >> 1]] = length
+                mask ^= 1 << bit
+            return
         ids = self._ids_of.get(mask)
         if ids is None:
-            if len(self._ids_of) >= _MAX_INTERNED:
+            if len(self._ids_of) >= _MAX_REMEMBERED:
                 self._ids_of.clear()
-            flags = f"{mask:b}"[
-                ::-1
-            ]  # one pass; taking the lowest bit off again and again is quadratic
-            ids = tuple(
-                name for name, flag in zip(self._ids, flags[::2], strict=False) if flag == "1"
-            )
+            flags = f"{mask:b}"[::-2]
+            ids = tuple(name for name, flag in zip(self._ids, flags, strict=False) if flag == "1")
             self._ids_of[mask] = ids
         matches.update(dict.fromkeys(ids, length))
 

@@ -1,0 +1,86 @@
+"""What one tenant can learn of another's prompts through the whole mesh: nothing, by count or by clock (F40)."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pdmesh import api_keys
+from pdmesh.api_keys import KeyFile, TenantEntry
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.launcher.spec import MeshSpec
+
+NUM_PROBES = 200
+NUM_TOKENS = 256  # four blocks: 20 ms of the sim's prefill
+NUM_CACHED = 192  # the last block is computed, since the first draw needs its last token
+MAX_AUC = 0.6
+
+
+def auc(hits: Sequence[float], misses: Sequence[float]) -> float:
+    """How well "it was fast" tells hits from misses: 0.5 is a guess, 1.0 is certain (Mann-Whitney)."""
+    ranked = sorted([(t, True) for t in hits] + [(t, False) for t in misses])
+    rank_sum = sum(rank for rank, (_, is_hit) in enumerate(ranked, start=1) if is_hit)
+    u = rank_sum - len(hits) * (len(hits) + 1) / 2
+    return 1.0 - u / (len(hits) * len(misses))
+
+
+class Asker:
+    """One tenant's client."""
+
+    def __init__(self, client: httpx.AsyncClient, key: str) -> None:
+        self._client, self._headers = client, {"authorization": f"Bearer {key}"}
+
+    async def ask(self, prompt: list[int]) -> tuple[float, int]:
+        """(seconds until the answer of one token, cached_tokens)."""
+        body = {"model": "default", "prompt": prompt, "max_tokens": 1, "ignore_eos": True}
+        began = time.perf_counter()
+        answer = await self._client.post("/v1/completions", json=body, headers=self._headers)
+        took = time.perf_counter() - began
+        assert answer.status_code == 200, answer.text
+        return took, answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.req("S80", "S126")
+@pytest.mark.fault("F40")
+async def test_two_hundred_probes_tell_nothing_of_another_tenants_prompts(tmp_path: Path) -> None:
+    """B guesses A's prompts exactly, and asks for as many that nobody ever sent. The control: A's own second time is seen."""
+    rng = random.Random(40)
+    prompts = [[rng.randrange(40, 120) for _ in range(NUM_TOKENS)] for _ in range(2 * NUM_PROBES)]
+    known, unknown = prompts[:NUM_PROBES], prompts[NUM_PROBES:]
+    keys = KeyFile(tenants={"acme": TenantEntry(), "mallory": TenantEntry()})
+    secrets = {name: api_keys.issue(keys, name) for name in keys.tenants}
+    path = tmp_path / "keys.json"
+    api_keys.save(path, keys)
+    spec = MeshSpec(
+        engine="sim", http_port=0, grpc_port=0, keys_file=path, start_timeout_s=60,
+        env={"PDMESH_SIM_LAW": "demo", "PDMESH_PREFILL_NUM_KV_BLOCKS": "8192"},
+    )  # fmt: skip
+    async with (
+        Mesh(spec, tmp_path / "mesh") as mesh,
+        httpx.AsyncClient(base_url=mesh.http_url, timeout=30) as client,
+    ):
+        acme, mallory = Asker(client, secrets["acme"]), Asker(client, secrets["mallory"])
+        for prompt in known:
+            assert (await acme.ask(prompt))[1] == 0
+        probes = [(prompt, True) for prompt in known] + [(prompt, False) for prompt in unknown]
+        rng.shuffle(probes)
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for prompt, is_known in probes:
+            took, num_cached = await mallory.ask(prompt)
+            assert num_cached == 0
+            times[is_known].append(took)
+        own = [await acme.ask(prompt) for prompt in known[:50]]
+        again = [await mallory.ask(prompt) for prompt in known[:50]]
+    assert [num_cached for _, num_cached in own] == [NUM_CACHED] * 50, (
+        "exactly what was not computed"
+    )
+    assert [num_cached for _, num_cached in again] == [NUM_CACHED] * 50, "of its own prompts"
+    assert auc([took for took, _ in own], times[False]) > 0.9, (
+        "the clock would tell a shared prefix"
+    )
+    assert 1.0 - MAX_AUC < auc(times[True], times[False]) < MAX_AUC
