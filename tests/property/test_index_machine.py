@@ -1,0 +1,132 @@
+"""A copy of the index while the bus loses, repeats and reorders, and while workers and the copy itself restart (S101)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pdmesh.core.prefix_index import TIERS, Delta, Outcome, PrefixIndex, TierDelta
+from pdmesh.core.tiers import Tier
+
+BLOCKS = [bytes([i]) * 16 for i in range(8)]
+NAMES = ["p0", "p1", "p2"]
+names = st.sampled_from(NAMES)
+some = st.lists(st.sampled_from(BLOCKS), max_size=4)
+
+
+class Worker:
+    """What one instance holds, and how it numbers what it says."""
+
+    def __init__(self, name: str, incarnation: int) -> None:
+        self.name, self.incarnation, self.sequence = name, incarnation, 0
+        self.held: dict[Tier, set[bytes]] = {tier: set() for tier in TIERS}
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Deltas lie in `bag` until taken out in any order; what stays there to the end was lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers = {name: Worker(name, 1) for name in NAMES}
+        self.bag: list[Delta] = []
+        self.snapshots: list[tuple[str, int, int, frozenset[bytes], frozenset[bytes]]] = []
+        self.copy = PrefixIndex()
+
+    @rule(name=names, removed=some, stored=some, host=st.booleans(), clears=st.booleans())
+    def worker_changes(
+        self, name: str, removed: list[bytes], stored: list[bytes], host: bool, clears: bool
+    ) -> None:
+        worker = self.workers[name]
+        held = worker.held[Tier.HOST if host else Tier.ENGINE]
+        if clears:
+            held.clear()
+        held -= set(removed)
+        held |= set(stored)
+        worker.sequence += 1
+        part = TierDelta(removed, stored, clears)
+        number = (name, worker.incarnation, worker.sequence)
+        self.bag.append(
+            Delta(*number, host=part) if host else Delta(*number, removed, stored, clears)
+        )
+
+    @precondition(lambda self: self.bag)
+    @rule(which=st.integers(0, 1000), keeps=st.booleans())
+    def delta_arrives(self, which: int, keeps: bool) -> None:
+        """Kept, it arrives again."""
+        position = which % len(self.bag)
+        delta = self.bag[position] if keeps else self.bag.pop(position)
+        if self._is_present(delta.instance_id, delta.incarnation):
+            self.copy.apply(delta)
+
+    @rule(name=names)
+    def snapshot_is_taken(self, name: str) -> None:
+        worker = self.workers[name]
+        held = (frozenset(worker.held[Tier.ENGINE]), frozenset(worker.held[Tier.HOST]))
+        self.snapshots.append((name, worker.incarnation, worker.sequence, *held))
+
+    @precondition(lambda self: self.snapshots)
+    @rule(which=st.integers(0, 1000))
+    def snapshot_arrives(self, which: int) -> None:
+        name, incarnation, *rest = self.snapshots.pop(which % len(self.snapshots))
+        if self._is_present(name, incarnation):
+            self.copy.load_snapshot(name, incarnation, *rest)  # type: ignore[arg-type]
+
+    @rule(name=names)
+    def worker_restarts(self, name: str) -> None:
+        worker = self.workers[name] = Worker(name, self.workers[name].incarnation + 1)
+        known = self.copy.version(name)
+        if known is not None and known[0] != worker.incarnation:  # its record tells
+            self.copy.remove_instance(name)
+
+    @rule()
+    def copy_restarts(self) -> None:
+        self.copy = PrefixIndex()
+
+    @invariant()
+    def keeps_its_own_invariants(self) -> None:
+        self.copy.check_invariants()
+
+    @invariant()
+    def what_is_whole_and_up_to_date_is_true(self) -> None:
+        for name, worker in self.workers.items():
+            if self.copy.version(name) == (worker.incarnation, worker.sequence):
+                for tier in TIERS:
+                    assert self.copy.blocks(name, tier) == worker.held[tier]
+
+    def teardown(self) -> None:
+        """One snapshot of each that is not up to date is enough, whatever happened before."""
+        for name, worker in self.workers.items():
+            if self.copy.version(name) != (worker.incarnation, worker.sequence):
+                held = (worker.held[tier] for tier in TIERS)
+                outcome = self.copy.load_snapshot(name, worker.incarnation, worker.sequence, *held)
+                assert outcome is Outcome.APPLIED
+        self.what_is_whole_and_up_to_date_is_true()
+        rng = random.Random(0)
+        for _ in range(5):
+            prompt = rng.sample(BLOCKS, rng.randint(0, len(BLOCKS)))
+            for tier in (None, *TIERS):
+                assert self.copy.match(prompt, tier) == self._by_walking(prompt, tier)
+
+    def _by_walking(self, prompt: list[bytes], tier: Tier | None) -> dict[str, int]:
+        lengths = {}
+        for name, worker in self.workers.items():
+            held = set().union(*(worker.held[t] for t in TIERS if tier in (None, t)))
+            length = 0
+            while length < len(prompt) and prompt[length] in held:
+                length += 1
+            if length:
+                lengths[name] = length
+        return lengths
+
+    def _is_present(self, name: str, incarnation: int) -> bool:
+        """The feed listens to what the registry knows."""
+        return self.workers[name].incarnation == incarnation
+
+
+TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestIndex = pytest.mark.req("S101")(pytest.mark.fault("F20", "F22")(TestIndex))
