@@ -83,7 +83,7 @@ async def prefill(tiny_llama: Path) -> AsyncIterator[Host]:
         yield prefill
 
 
-@pytest.mark.req("S126", "S3", "S125")
+@pytest.mark.req("S126", "S3")
 async def test_fp8_kv_is_handed_over_at_a_byte_per_number_with_equal_outputs(
     prefill: Host, plain_fp8: list[list[int]], tiny_llama: Path
 ) -> None:
@@ -107,7 +107,7 @@ async def test_what_is_compared_depends_on_how_kv_is_kept(
     assert differences(plainly(tiny_llama, tmp_path, "auto"), plain_fp8)
 
 
-@pytest.mark.req("S126")
+@pytest.mark.req("S126", "S127")
 async def test_an_engine_that_keeps_kv_otherwise_refuses_and_says_how(
     prefill: Host, tiny_llama: Path
 ) -> None:
@@ -115,6 +115,7 @@ async def test_an_engine_that_keeps_kv_otherwise_refuses_and_says_how(
     prompt, sampling = list(fp8_cases()[5].prompt), Sampling(max_tokens=4)
     async with running(other) as decode:
         assert decode.info.model_fingerprint != prefill.info.model_fingerprint
+        assert prefill.info.num_kv_blocks >= 1.9 * decode.info.num_kv_blocks, "of equal memory"
         pair = Pair(prefill, decode)
         first = await pair.prefilled(prompt, sampling)
         assert first.ticket is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from pdmesh.core.reslice import heads_of  # noqa: E402
 from pdmesh.core.ticket import Ticket  # noqa: E402
 from pdmesh.engine.vllm.cache_layout import read_layout  # noqa: E402
 from pdmesh.engine.vllm.caches import PagedCaches, layout_of, paged_caches  # noqa: E402
-from pdmesh.engine.vllm.piece_pulls import TogetherPull, piece_pulls  # noqa: E402
+from pdmesh.engine.vllm.piece_pulls import Share, TogetherPull, pull_pieces  # noqa: E402
 from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent, TicketClosed  # noqa: E402
 from pdmesh.kv.agent_thread import AgentThread  # noqa: E402
 from pdmesh.kv.ucx import UcxTransport  # noqa: E402
@@ -39,6 +39,7 @@ class Rank:
     events: list[AgentEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.on_event: Callable[[AgentEvent], object] = self.events.append
         self.mine = heads_of(self.num_heads, self.num_ranks, self.rank)
         shape = (2, NUM_BLOCKS, TOKENS, self.mine.count, HEAD_DIM)
         self.tensors: dict[str, Any] = {
@@ -54,7 +55,7 @@ class Rank:
                 identity,
                 staging_bytes=ARENA_BYTES,
                 landing_bytes=ARENA_BYTES,
-                on_event=self.events.append,
+                on_event=lambda event: self.on_event(event),
             )
 
         self.agent = AgentThread(make)
@@ -85,27 +86,26 @@ class Rank:
 
     def pull(self, ticket: Ticket, ids: list[int], first_block: int = 0) -> TogetherPull:
         layout = layout_of(self.caches, len(ids), "fp")
-        wanted = piece_pulls(
+        share = Share(self.num_heads, self.num_ranks, self.rank)
+        wanted = share.pieces(ticket, ArenaRange(4096, layout.total_bytes), layout.total_bytes)
+        return pull_pieces(
+            self.agent,
             ticket,
-            ArenaRange(4096, layout.total_bytes),
-            num_bytes=layout.total_bytes,
-            num_heads=self.num_heads,
-            num_ranks=self.num_ranks,
-            rank=self.rank,
+            wanted,
+            deadline_s=10,
+            first_block=first_block,
+            num_blocks=NUM_USED,
+            on_range=lambda piece, offset, data: self.caches.scatter_part(
+                data, offset, ids, piece.here
+            ),
         )
-        pulls = []
-        for piece in wanted:
-            future = self.agent.pull(
-                ticket,
-                piece.landing,
-                deadline_s=10,
-                first_block=first_block if piece.count else NUM_USED,
-                source_rank=piece.source_rank,
-                heads=piece.heads,
-                num_takers=piece.num_takers,
-            )
-            pulls.append((piece, future))
-        return TogetherPull(pulls)
+
+
+def ticket_of(sources: list[Rank]) -> Ticket:
+    kv_bytes = layout_of(sources[0].caches, NUM_USED, "fp").total_bytes
+    addresses = tuple(source.address for source in sources)
+    num_tokens = NUM_USED * TOKENS
+    return Ticket("t", "r", 0, "prefill-0", 7, "fp", num_tokens, kv_bytes, addresses, 20_000)
 
 
 @contextmanager
@@ -142,10 +142,7 @@ def test_every_rank_gets_its_heads_and_every_source_its_word(
         for source in sources:
             source.fill(whole, source_ids)
             source.stage(source_ids)
-        kv_bytes = layout_of(sources[0].caches, NUM_USED, "fp").total_bytes
-        addresses = tuple(source.address for source in sources)
-        num_tokens = NUM_USED * TOKENS
-        ticket = Ticket("t", "r", 0, "prefill-0", 7, "fp", num_tokens, kv_bytes, addresses, 20_000)
+        ticket = ticket_of(sources)
         fresh = target_ids[num_cached:]
         wanted = whole[:, :, num_cached:]
         under_way: list[tuple[Rank, TogetherPull, list[str]]] = []
@@ -157,10 +154,6 @@ def test_every_rank_gets_its_heads_and_every_source_its_word(
         for target, pull, told in under_way:
             wait_until(lambda told=told: told, 10)  # type: ignore[misc]
             assert pull.error() is None
-            for piece in pull.arrived:
-                if piece.count:
-                    landed = target.agent.landing(piece.landing)
-                    target.caches.scatter(landed, fresh, heads=(piece.head, piece.count))
             assert target.holds(wanted, fresh)
         for source in sources:
             wait_until(lambda source=source: source.events, 5)  # type: ignore[misc]

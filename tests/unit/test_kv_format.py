@@ -57,3 +57,6 @@ def test_a_ranks_share_follows_from_the_heads() -> None:
     assert kv_format.rank_bytes(heads, 100, our_ranks=1, their_ranks=3) is None
     assert kv_format.rank_bytes(str(BF16), 100, our_ranks=2, their_ranks=2) == 100
     assert kv_format.rank_bytes(str(BF16), 100, our_ranks=2, their_ranks=1) is None
+    assert kv_format.may_meet(heads, 2, 16)
+    assert not kv_format.may_meet(heads, 2, 3)
+    assert not kv_format.may_meet(heads, 2, 0)

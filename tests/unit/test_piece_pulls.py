@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.ticket import Ticket
-from pdmesh.engine.vllm.piece_pulls import PiecePull, TogetherPull, piece_pulls
+from pdmesh.engine.vllm.piece_pulls import Landings, PiecePull, Share, TogetherPull
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent import PullResult
 
@@ -31,20 +31,15 @@ def test_pieces_tile_the_landing_range_and_are_told_apart(
 ) -> None:
     for rank in range(num_ranks):
         num_bytes = 64 * max(1, num_heads // num_ranks)
-        found = piece_pulls(
-            of_ranks(num_sources),
-            LANDING,
-            num_bytes=num_bytes,
-            num_heads=num_heads,
-            num_ranks=num_ranks,
-            rank=rank,
-        )
+        share = Share(num_heads, num_ranks, rank)
+        found = share.pieces(of_ranks(num_sources), LANDING, num_bytes)
         offsets = [piece.landing.offset for piece in found]
         assert len(set(offsets)) == len(found), "the agent names what is free by its offset"
         carrying = [piece for piece in found if piece.count]
         at, head = LANDING.offset, 0
         for piece in carrying:
-            assert (piece.landing.offset, piece.head) == (at, head)
+            assert piece.landing.offset == at
+            assert piece.here in (None, (head, piece.count))
             at, head = at + piece.num_bytes, head + piece.count
         assert at == LANDING.offset + num_bytes
         assert len(carrying) == 1 or num_sources != num_ranks
@@ -53,14 +48,34 @@ def test_pieces_tile_the_landing_range_and_are_told_apart(
             assert found[0].source_rank == rank
 
 
-def test_heads_that_do_not_divide_are_an_error_of_the_transfer() -> None:
-    with pytest.raises(KvTransferFailed, match="3 kv heads do not divide over 2"):
-        piece_pulls(of_ranks(2), LANDING, num_bytes=96, num_heads=3, num_ranks=1, rank=0)
+def test_a_prompt_that_is_here_already_still_has_a_place_for_each_word() -> None:
+    found = Share(4, 1, 0).pieces(of_ranks(4), LANDING, 0)
+    assert [piece.source_rank for piece in found] == [0, 1, 2, 3]
+    assert len({piece.landing.offset for piece in found}) == 4
+
+
+@pytest.mark.req("S57")
+@pytest.mark.fault("F3")
+def test_a_landing_is_clear_with_its_last_piece_and_that_is_said_once() -> None:
+    told: list[int] = []
+    landings = Landings(told.append)
+    landings.take(7, [0])
+    landings.take(7, [0, 100])  # its first piece lands where the whole would have
+    landings.take(8, [200])
+    landings.clear(0)
+    landings.clear(0)
+    assert told == []
+    landings.clear(100)
+    landings.clear(200)
+    landings.clear(100)
+    assert told == [7, 8]
 
 
 def together(*sizes: int) -> tuple[TogetherPull, list[Future[Any]], list[str]]:
     pulls: list[Future[Any]] = [Future() for _ in sizes]
-    pieces = [PiecePull(i, ArenaRange(100 * i, n), n, None, 0, 1, 1) for i, n in enumerate(sizes)]
+    pieces = [
+        PiecePull(i, ArenaRange(100 * i, n), n, None, None, 1, 1) for i, n in enumerate(sizes)
+    ]
     told: list[str] = []
     whole = TogetherPull(list(zip(pieces, pulls, strict=True)))
     whole.start(lambda: told.append("over"))

@@ -58,6 +58,11 @@ def parse(text: str) -> KvFormat | None:
     )
 
 
+def may_meet(fingerprint: str, our_ranks: int, their_ranks: int) -> bool:
+    """Whether instances of one fingerprint and these numbers of ranks may exchange KV."""
+    return rank_bytes(fingerprint, 0, our_ranks, their_ranks) is not None
+
+
 def rank_bytes(fingerprint: str, our_bytes: int, our_ranks: int, their_ranks: int) -> int | None:
     """How many bytes one of `their_ranks` holds of what is `our_bytes` on each of ours; None if they cannot meet."""
     if our_ranks == their_ranks:

@@ -8,83 +8,108 @@ became of it: only then does nobody write into the range.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
 
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.reslice import heads_of, num_takers, pieces
 from pdmesh.core.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.agent import PullResult
+from pdmesh.kv.agent_thread import AgentThread
+from pdmesh.kv.transport import ByteArray
 
 
 @dataclass(frozen=True, slots=True)
 class PiecePull:
-    """`heads` None is all of the source's. `head` and `count` are where they belong here; count 0 brings nothing."""
+    """`heads` are the source's, (first, number), `here` those of this rank that they become; None: all. `count` 0 brings nothing."""
 
     source_rank: int
     landing: ArenaRange
     num_bytes: int
     heads: tuple[int, int] | None
-    head: int
+    here: tuple[int, int] | None
     count: int
     num_takers: int
 
 
-def piece_pulls(
-    ticket: Ticket,
-    landing: ArenaRange,
-    *,
-    num_bytes: int,
-    num_heads: int,
-    num_ranks: int,
-    rank: int,
-) -> tuple[PiecePull, ...]:
-    """What `rank` pulls for a prompt of which it holds `num_bytes`. `num_heads` are the model's kv heads.
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What of the model's kv heads this rank holds."""
 
-    Raises KvTransferFailed for a ticket of a number of ranks that the heads do not divide over.
-    """
-    num_sources = len(ticket.addresses)
-    if num_sources == num_ranks:
-        mine = 1 if num_heads < num_ranks else num_heads // num_ranks
-        return (PiecePull(rank, landing, num_bytes, None, 0, mine, 1),)
-    try:
-        found = pieces(num_heads, num_sources, num_ranks, rank)
-    except ValueError as error:
-        raise KvTransferFailed(str(error), reason=PullFailure.PROTOCOL) from error
-    head_bytes = num_bytes // heads_of(num_heads, num_ranks, rank).count
-    at, pulls = landing.offset, []
-    for piece in found:
-        size = piece.count * head_bytes
-        # A piece without bytes has a place of its own too: what is freed is named by its offset.
-        pulls.append(
-            PiecePull(
-                piece.source_rank,
-                ArenaRange(at, size),
-                size,
-                (piece.source_head, piece.count) if piece.count else None,
-                piece.head,
-                piece.count,
-                num_takers(num_heads, num_sources, num_ranks, piece.source_rank),
+    num_heads: int  # of the model
+    num_ranks: int
+    rank: int
+
+    def is_like(self, ticket: Ticket) -> bool:
+        """Whether the ticket's sender has as many ranks."""
+        return len(ticket.addresses) == self.num_ranks
+
+    def pieces(self, ticket: Ticket, landing: ArenaRange, num_bytes: int) -> tuple[PiecePull, ...]:
+        """What is pulled for a prompt of which this rank takes `num_bytes`, from where and to where.
+
+        Raises ValueError for a number of ranks that the heads do not divide over: no such ticket comes here (`kv_format`).
+        """
+        if self.is_like(ticket):
+            count = max(1, self.num_heads // self.num_ranks)
+            return (PiecePull(self.rank, landing, num_bytes, None, None, count, 1),)
+        num_sources = len(ticket.addresses)
+        head_bytes = num_bytes // heads_of(self.num_heads, self.num_ranks, self.rank).count
+        at, pulls = landing.offset, []
+        for piece in pieces(self.num_heads, num_sources, self.num_ranks, self.rank):
+            size = piece.count * head_bytes
+            pulls.append(
+                PiecePull(
+                    piece.source_rank,
+                    ArenaRange(at, size),
+                    size,
+                    (piece.source_head, piece.count) if piece.count else None,
+                    (piece.head, piece.count),
+                    piece.count,
+                    num_takers(self.num_heads, num_sources, self.num_ranks, piece.source_rank),
+                )
             )
+            at += (
+                size or 1
+            )  # a piece without bytes has a place of its own: what is freed is named by its offset
+        return tuple(pulls)
+
+
+def pull_pieces(
+    agent: AgentThread,
+    ticket: Ticket,
+    wanted: Sequence[PiecePull],
+    *,
+    deadline_s: float,
+    first_block: int,
+    num_blocks: int,
+    on_range: Callable[[PiecePull, int, ByteArray], None] | None = None,
+) -> TogetherPull:
+    """All at once, the prompt's blocks from `first_block` on. `on_range` as in `KvAgent.pull`, offsets within the piece."""
+
+    def pull(piece: PiecePull) -> Future[PullResult]:
+        landed = None if on_range is None else partial(on_range, piece)
+        return agent.pull(
+            ticket,
+            piece.landing,
+            deadline_s=deadline_s,
+            first_block=first_block if piece.count else num_blocks,
+            on_range=landed,
+            source_rank=piece.source_rank,
+            heads=piece.heads,
+            num_takers=piece.num_takers,
         )
-        at += size or 1
-    return tuple(pulls)
 
-
-class Pulled(Protocol):
-    num_bytes: int
+    return TogetherPull([(piece, pull(piece)) for piece in wanted])
 
 
 class TogetherPull:
     """Several pulls with one end. Callbacks come from the thread that ends the last of them."""
 
-    def __init__(
-        self, pulls: Sequence[tuple[PiecePull, Future[Any]]], is_take: bool = False
-    ) -> None:
-        """`is_take`: nothing is expected but the sender's word."""
-        self._pulls, self._is_take = list(pulls), is_take
+    def __init__(self, pulls: Sequence[tuple[PiecePull, Future[PullResult]]]) -> None:
+        self._pulls = list(pulls)
         self._lock = threading.Lock()
         self._num_open = len(self._pulls)
         self._on_done: Callable[[], None] = lambda: None
@@ -110,18 +135,18 @@ class TogetherPull:
         """Pieces whose landing is the caller's; of the others the agent says when it is free."""
         return [p for p, pull in self._pulls if not pull.cancelled() and not pull.exception()]
 
-    def _error(self, piece: PiecePull, pull: Future[Any]) -> BaseException | None:
+    @staticmethod
+    def _error(piece: PiecePull, pull: Future[PullResult]) -> BaseException | None:
         if pull.cancelled():
             return CancelledError()
         if (error := pull.exception()) is not None:
             return error
-        expected = 0 if self._is_take else piece.num_bytes
-        if pull.result().num_bytes != expected:
-            message = f"{pull.result().num_bytes} bytes came, not {expected}"
+        if (came := pull.result().num_bytes) != piece.num_bytes:
+            message = f"{came} bytes came, not {piece.num_bytes}"
             return KvTransferFailed(message, reason=PullFailure.PROTOCOL)
         return None
 
-    def _on_ended(self, pull: Future[Any]) -> None:
+    def _on_ended(self, pull: Future[PullResult]) -> None:
         if pull.cancelled() or pull.exception() is not None:
             self.cancel()  # the others would be of no use
         with self._lock:
@@ -129,3 +154,33 @@ class TogetherPull:
             is_over = not self._num_open
         if is_over:
             self._on_done()
+
+
+class Landings:
+    """The landing ranges that may still be written into. A leg is clear when the last piece of its range is; said once."""
+
+    def __init__(self, on_clear: Callable[[int], None]) -> None:
+        self._on_clear = on_clear
+        self._lock = threading.Lock()
+        self._leg_at: dict[int, int] = {}  # by offset
+        self._num_open: dict[int, int] = {}  # by leg
+
+    def take(self, leg: int, offsets: Iterable[int]) -> None:
+        """Before anything can write there. What the leg has already is not counted twice."""
+        with self._lock:
+            for offset in offsets:
+                if offset not in self._leg_at:
+                    self._leg_at[offset] = leg
+                    self._num_open[leg] = self._num_open.get(leg, 0) + 1
+
+    def clear(self, offset: int) -> None:
+        """Whoever learns it first."""
+        with self._lock:
+            leg = self._leg_at.pop(offset, None)
+            if leg is None:
+                return
+            self._num_open[leg] -= 1
+            if self._num_open[leg]:
+                return
+            del self._num_open[leg]
+        self._on_clear(leg)
