@@ -17,7 +17,9 @@ class Settings(ServiceSettings):
         0.25, gt=0, description="Longest wait for one answer of Redis; then it counts as away"
     )
     max_blocks: int = Field(
-        8_000_000, ge=1, description="Entries in memory over all instances (about 150 bytes each)"
+        8_000_000,
+        ge=1,
+        description="Entries in memory over all instances (50 to 230 bytes each: a block that several hold is kept once)",
     )
     resync_s: float = Field(
         30.0, gt=0, description="Ask one instance in turn for a full snapshot this often"

@@ -278,6 +278,49 @@ async def test_a_restarted_index_starts_from_redis_and_forgets_who_died_meanwhil
         assert await store.match(FINGERPRINT, chain(9)) == {"prefill-0": 4}
 
 
+@pytest.mark.req("S101")
+@pytest.mark.fault("F14", "F15")
+async def test_a_restarted_index_over_a_wiped_store_is_rebuilt_from_the_workers(
+    bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
+) -> None:
+    """The worst: nothing is left but the workers. What they publish meanwhile is not lost either."""
+    async with index(bus, valkey) as parts:
+        await worker.store(chain(1000), host=chain(500, start=1000))
+        await until(lambda: parts.index.num_blocks == 1500)
+    await store._redis.flushall()
+    await worker.store(chain(10, start=1500))
+    async with index(bus, valkey) as parts:
+        assert parts.feed.age_s() >= 0.0
+        took = await until(
+            lambda: parts.index.match(chain(2000)) == {"prefill-0": 1510}, within_s=10.0
+        )
+        assert took < 10.0
+        assert parts.feed.age_s() == 0.0
+
+        async def is_filled() -> bool:
+            stored = await store.load("prefill-0")
+            return stored is not None and (stored.blocks, stored.host) == (
+                worker.blocks,
+                worker.host,
+            )
+
+        assert await until(is_filled, within_s=10.0) < 10.0
+
+
+@pytest.mark.fault("F20")
+async def test_a_feed_that_fails_ends_its_service(
+    bus: NatsBus, valkey: servers.TestServer, worker: Worker
+) -> None:
+    """A bug in the repair used to leave an index that looked well and was never repaired again."""
+    async with index(bus, valkey) as parts:
+        await until(lambda: parts.feed.is_whole)
+        parts.feed._fetch = None  # a bug: calling it raises TypeError
+        parts.feed.resync_all()
+        await until(parts.working.done)
+        with pytest.raises(TypeError):
+            parts.working.result()
+
+
 async def test_redis_agrees_with_the_deltas_applied(store: RedisIndex) -> None:
     await store.apply(Delta("a", 1, 1, stored=chain(5)), FINGERPRINT)
     await store.apply(Delta("b", 1, 1, stored=[*chain(2), *chain(1, start=4)]), FINGERPRINT)
