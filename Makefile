@@ -18,7 +18,7 @@ DONE   := $(VENV)/.done
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help up down status setup setup-base setup-dev setup-vllm model test unit check format proto proto-check \
-        e2e chaos kill-matrix compose-test bench-tiers bench-overhead bench-index bench-kv bench-plan compare docs docs-check coverage-table lock clean
+        e2e chaos kill-matrix compose-test bench-tiers bench-overhead bench-index bench-kv bench-plan leak-test compare docs docs-check coverage-table lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -112,6 +112,8 @@ bench-overhead: $(DONE)/dev ## what the mesh adds over the bare engine; ARGS goe
 
 bench-plan: $(DONE)/dev ## what one placement decision costs, by the number of workers
 	@$(BIN)/python -m loadtests.plan_bench $(ARGS)
+leak-test: $(DONE)/dev ## 100,000 requests with random disconnects and killed instances; nothing may be left (I4)
+	@$(BIN)/python -m loadtests.leak $(ARGS)
 
 compare: $(DONE)/dev ## placement policies side by side on a virtual clock; traces from TRACES, ARGS goes to it
 	@$(BIN)/python -m loadtests.sim.compare --traces $(TRACES) $(ARGS)

@@ -297,7 +297,6 @@ class Generation:
         elif isinstance(event, KvReceived):
             received = detail.kv_received
             self.timings.kv_transfer_us = received.duration_us
-            self.timings.kv_bytes = received.kv_bytes
 
     # --- effects ---------------------------------------------------------------------------------
 
@@ -341,11 +340,16 @@ class Generation:
 
     def _send_start(self, effect: SendStart) -> None:
         """After the writer of token 1, which was woken just now: the client need not wait for the hand-over."""
-        asyncio.get_running_loop().call_soon(self._start_decode, effect)
+        if effect.is_early:
+            self._start_decode(effect)
+        else:
+            asyncio.get_running_loop().call_soon(self._start_current, effect)
+
+    def _start_current(self, effect: SendStart) -> None:
+        if self.core.is_current(effect.key):  # else the client left meanwhile
+            self._start_decode(effect)
 
     def _start_decode(self, effect: SendStart) -> None:
-        if not self.core.is_current(effect.key):
-            return  # the client left meanwhile
         record = self._shared.fleet.record(effect.to.instance_id, effect.to.incarnation)
         if record is None or self._ticket is None:
             self._refuse(effect.key)
@@ -366,7 +370,6 @@ class Generation:
             traceparent=self._identity.traceparent,
             cache_salt=self.prompt.root(record.model_fingerprint).hex(),
         )
-        self.timings.decode_started = self.timings.decode_started or time.monotonic()
         self._open_leg(effect.key, record, Command(start=command))
 
     def _send_join(self, effect: SendJoin) -> None:

@@ -199,7 +199,7 @@ def _trace_id(span: Span) -> str:
 
 
 def _finish_spans(report: CallReport) -> None:
-    """Attributes of the root, and a child for each stage of each choice."""
+    """Attributes of the root, and a child for each choice's planning: instances make the spans of their legs."""
     span = report.span
     span.set_attribute(names.ATTR_OPERATION, report.spec.operation)
     span.set_attribute(names.ATTR_REQUEST_MODEL, report.spec.model)
@@ -213,23 +213,12 @@ def _finish_spans(report: CallReport) -> None:
         span.set_status(StatusCode.ERROR)
     to_unix_ns = _wall_clock()
     context = trace.set_span_in_context(span)
-    for timings, core in zip(report.timings, report.cores, strict=True):
-        kv_begin = timings.kv_received - timings.kv_transfer_us / 1e6
-        stages = (
-            (names.SPAN_PLAN, timings.submitted, timings.planned, ""),
-            (names.SPAN_PREFILL, timings.accepted, timings.first_token, core.prefill_id),
-            (names.SPAN_KV_TRANSFER, kv_begin, timings.kv_received, core.decode_id),
-            (names.SPAN_DECODE, timings.decode_started, timings.ended, core.decode_id),
-        )
-        for name, begin, end, instance_id in stages:
-            if begin <= 0 or end < begin:
-                continue
-            child = traces.tracer().start_span(name, context=context, start_time=to_unix_ns(begin))
-            if instance_id:
-                child.set_attribute(names.ATTR_INSTANCE_ID, instance_id)
-            if name == names.SPAN_KV_TRANSFER:
-                child.set_attribute(names.ATTR_KV_BYTES, timings.kv_bytes)
-            child.end(end_time=to_unix_ns(end))
+    for timings in report.timings:
+        if 0 < timings.submitted <= timings.planned:
+            plan = traces.tracer().start_span(
+                names.SPAN_PLAN, context=context, start_time=to_unix_ns(timings.submitted)
+            )
+            plan.end(end_time=to_unix_ns(timings.planned))
 
 
 def _wall_clock() -> Callable[[float], int]:

@@ -22,11 +22,9 @@ class Timings:
     planned: float = 0.0
     accepted: float = 0.0  # by a prefill
     first_token: float = 0.0
-    decode_started: float = 0.0
     kv_received: float = 0.0
     ended: float = 0.0
     kv_transfer_us: int = 0
-    kv_bytes: int = 0
 
     def note(self, event: Event, now: float) -> None:
         kind = type(event)

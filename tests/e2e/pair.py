@@ -31,6 +31,7 @@ from pdmesh.engine.base import (
     Sampling,
     Ticket,
     TicketClosed,
+    TicketOpened,
     TiersReported,
     Tokens,
 )
@@ -105,15 +106,22 @@ class Host:
             case BlocksChanged():
                 self.blocks = set() if output.is_cleared else self.blocks - set(output.removed)
                 self.blocks |= set(output.stored)
-            case Prefilled() | Failed():
-                ticket_id = self.ticket_of.pop(output.leg, "")
-                if ticket_id and not (isinstance(output, Prefilled) and output.ticket):
-                    self.staging.free(self.tickets.pop(ticket_id))
+            case TicketOpened():
+                del self.ticket_of[output.leg]  # it is closed by itself, whatever comes of the leg
                 self.legs[output.leg].put_nowait(output)
+            case Prefilled() | Failed():
+                self._hear_end(output)
             case KvReceived() | Tokens() | Finished():
                 self.legs[output.leg].put_nowait(output)
             case _:
                 raise AssertionError(f"vLLM does not say {type(output).__name__}")
+
+    def _hear_end(self, output: Prefilled | Failed) -> None:
+        ticket_id = self.ticket_of.pop(output.leg, "")
+        if ticket_id and not (isinstance(output, Prefilled) and output.ticket):
+            self.staging.free(self.tickets.pop(ticket_id))
+        if output.leg in self.legs:
+            self.legs[output.leg].put_nowait(output)
 
     async def until(self, is_so: object, timeout_s: float = 30.0) -> None:
         """Wait until the callable `is_so` holds; raises TimeoutError."""
@@ -190,7 +198,26 @@ class Pair:
         assert isinstance(first, Prefilled)
         return first
 
-    async def start_prefill(self, prompt: Sequence[int], sampling: Sampling) -> int:
+    async def generate_per_layer(self, prompt: Sequence[int], sampling: Sampling) -> list[int]:
+        """As a gateway that chooses decode at Accepted; a prompt of one token to draw has no ticket to choose it for."""
+        if sampling.max_tokens == 1:
+            return await self.generate(prompt, sampling)
+        prefill = await self.start_prefill(prompt, sampling, is_per_layer=True)
+        opened = await self.prefill.next_output(prefill)
+        assert isinstance(opened, TicketOpened), opened
+        decode = await self.start_decode(prompt, None, opened.ticket, sampling)
+        first = await self.prefill.next_output(prefill)
+        assert isinstance(first, Prefilled), first
+        del self.prefill.legs[prefill]
+        if first.ticket is None:
+            self.decode.abort(decode)
+            return [first.token]
+        self.decode.engine.join(decode, first.token)
+        return [first.token, *await self.rest(decode)]
+
+    async def start_prefill(
+        self, prompt: Sequence[int], sampling: Sampling, *, is_per_layer: bool = False
+    ) -> int:
         host = self.prefill
         staging = await _reserve(host, host.staging, host.kv_bytes(len(prompt)))
         leg = self.next_leg(host)
@@ -205,6 +232,7 @@ class Pair:
                 sampling,
                 ticket_id,
                 staging,
+                is_per_layer,
                 cache_salt=self.root(),
                 block_hashes=self.names(prompt),
             )
@@ -214,7 +242,10 @@ class Pair:
     async def decoded(
         self, prompt: Sequence[int], token: int, ticket: Ticket, sampling: Sampling
     ) -> list[int]:
-        leg = await self.start_decode(prompt, token, ticket, sampling)
+        return await self.rest(await self.start_decode(prompt, token, ticket, sampling))
+
+    async def rest(self, leg: int) -> list[int]:
+        """All that a decode draws."""
         received = await self.decode.next_output(leg)
         if isinstance(received, Failed):
             raise LegFailed(received)
@@ -232,7 +263,7 @@ class Pair:
     async def start_decode(
         self,
         prompt: Sequence[int],
-        token: int,
+        token: int | None,
         ticket: Ticket,
         sampling: Sampling,
         deadline_s: float = PULL_DEADLINE_S,

@@ -54,6 +54,9 @@ class FakeLeg:
     num_left: int
     sampling: SamplingParams
     outbox: Outbox
+    awaits_first: bool = False  # started before prefill had its token
+    ticket_id: str = ""
+    prefill: pb.Prefill | None = None  # held back, per layer
 
 
 @dataclass(eq=False)
@@ -71,10 +74,12 @@ class FakeInstance:
     is_silent: bool = False  # never answers
     is_holding: bool = False  # accepts but produces nothing
     fail_starts_with: str | None = None
+    is_per_layer: bool = True  # opens the ticket with Accepted, where it is asked to
     tokens_per_step: int = 1
 
     prefills: list[pb.Prefill] = field(default_factory=list)
     starts: list[pb.Start] = field(default_factory=list)
+    joins: list[pb.Join] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     num_rejected: int = 0
@@ -195,20 +200,26 @@ class FakeInstance:
                 assert command.hello.incarnation == self.incarnation
             case "prefill":
                 self.prefills.append(command.prefill)
-                if self._admits(command.prefill.key, events):
+                if self._admits(command.prefill.key, events, self._early_ticket(command.prefill)):
                     self._prefill(command.prefill, events, outbox)
             case "start":
                 self.starts.append(command.start)
                 if self._admits(command.start.key, events):
                     self._start(command.start, events, outbox)
+            case "join":
+                self.joins.append(command.join)
+                self._join(command.join, events)
             case "abort":
+                self.tickets.discard(f"{self.instance_id}-{command.abort.key}")
                 self.aborted.append(command.abort.key)
                 self.legs.pop(command.abort.key, None)
             case "release":
                 self.released.append(command.release.ticket_id)
                 self.tickets.discard(command.release.ticket_id)
 
-    def _admits(self, key: int, events: list[pb.SessionEvent]) -> bool:
+    def _admits(
+        self, key: int, events: list[pb.SessionEvent], ticket: Ticket | None = None
+    ) -> bool:
         if self.is_silent:
             return False
         reason = self.reject_with
@@ -219,8 +230,41 @@ class FakeInstance:
             rejected = pb.Rejected(reason=reason, retry_after_ms=20)  # type: ignore[arg-type]
             events.append(pb.SessionEvent(key=key, rejected=rejected))
             return False
-        events.append(pb.SessionEvent(key=key, accepted=pb.Accepted()))
+        events.append(pb.SessionEvent(key=key, accepted=pb.Accepted(ticket=ticket)))
         return True
+
+    def _early_ticket(self, prefill: pb.Prefill) -> Ticket | None:
+        is_asked = prefill.kv_transfer == pb.KV_TRANSFER_PER_LAYER and not prefill.is_local
+        can = self.is_per_layer and prefill.sampling.max_tokens > 1 and not self.is_silent
+        return self._ticket(prefill) if is_asked and can else None
+
+    def _ticket(self, prefill: pb.Prefill) -> Ticket:
+        ticket_id = f"{self.instance_id}-{prefill.key}"
+        return Ticket(
+            ticket_id=ticket_id, request_id=prefill.request_id, attempt=prefill.attempt,
+            instance_id=self.instance_id, incarnation=self.incarnation,
+            model_fingerprint=self.fingerprint, lease_ms=2000,
+            num_tokens=len(prefill.prompt_token_ids) // 4,
+        )  # fmt: skip
+
+    def finish_prefills(self) -> None:
+        """What was held back draws its first token."""
+        self.is_holding = False
+        for leg in [leg for leg in self.legs.values() if leg.prefill is not None]:
+            del self.legs[leg.key]
+            assert leg.prefill is not None
+            events: list[pb.SessionEvent] = []
+            self._prefill(leg.prefill, events, leg.outbox)
+            leg.outbox.put_nowait(pb.SessionResponse(events=events))
+
+    def _join(self, join: pb.Join, events: list[pb.SessionEvent]) -> None:
+        leg = self.legs.get(join.key)
+        if leg is not None and leg.awaits_first:
+            leg.awaits_first = False
+            self._take(leg.ticket_id)
+            leg.tokens.append(join.first_token_id)
+            events.append(_received(leg))
+            self._work.set()
 
     def _prefill(
         self,
@@ -234,7 +278,10 @@ class FakeInstance:
             prefill.key, prefill.request_id, [*tokens, token], prefill.sampling.max_tokens - 1,
             prefill.sampling, outbox,
         )  # fmt: skip
+        if self._early_ticket(prefill) is not None:
+            self.tickets.add(f"{self.instance_id}-{prefill.key}")
         if self.is_holding:
+            leg.prefill = prefill
             self.legs[prefill.key] = leg
             return
         first = pb.FirstToken(token_id=token, num_cached_tokens=min(16, len(tokens) // 2))
@@ -246,13 +293,9 @@ class FakeInstance:
             self.legs[prefill.key] = leg
             self._work.set()
         else:
-            ticket_id = f"{self.instance_id}-{prefill.key}"
-            self.tickets.add(ticket_id)
-            first.ticket.CopyFrom(Ticket(
-                ticket_id=ticket_id, request_id=prefill.request_id, attempt=prefill.attempt,
-                instance_id=self.instance_id, incarnation=self.incarnation,
-                model_fingerprint=self.fingerprint, num_tokens=len(tokens), lease_ms=2000,
-            ))  # fmt: skip
+            ticket = self._ticket(prefill)
+            self.tickets.add(ticket.ticket_id)
+            first.ticket.CopyFrom(ticket)
         events.append(pb.SessionEvent(key=prefill.key, first_token=first))
 
     def _start(
@@ -265,18 +308,25 @@ class FakeInstance:
             failed = pb.Failed(reason=self.fail_starts_with, message="scripted", is_retryable=True)
             events.append(pb.SessionEvent(key=start.key, failed=failed))
             return
-        tokens = [*tokens_from_bytes(start.prompt_token_ids), start.first_token_id]
+        tokens = list(tokens_from_bytes(start.prompt_token_ids))
+        if not start.awaits_first_token:
+            tokens.append(start.first_token_id)
         leg = FakeLeg(
             start.key, start.request_id, tokens, start.sampling.max_tokens, start.sampling, outbox
         )
+        leg.awaits_first = start.awaits_first_token
         self.legs[start.key] = leg
         if self.is_holding:
             return
+        leg.ticket_id = start.ticket.ticket_id
+        if not leg.awaits_first:
+            self._take(leg.ticket_id)
+            events.append(_received(leg))
+            self._work.set()
+
+    def _take(self, ticket_id: str) -> None:
         for holder in self.peers:
-            holder.tickets.discard(start.ticket.ticket_id)
-        received = pb.KvReceived(kv_bytes=64 * len(tokens), duration_us=500)
-        events.append(pb.SessionEvent(key=start.key, kv_received=received))
-        self._work.set()
+            holder.tickets.discard(ticket_id)
 
     peers: list[FakeInstance] = field(default_factory=list)
 
@@ -291,7 +341,7 @@ class FakeInstance:
 
     async def _step_often(self) -> None:
         while True:
-            if not self.legs or self.is_holding:
+            if self.is_holding or all(leg.awaits_first for leg in self.legs.values()):
                 self._work.clear()
                 await self._work.wait()
             await asyncio.sleep(self.step_s)
@@ -299,7 +349,7 @@ class FakeInstance:
 
     def _step(self) -> None:
         messages: dict[int, tuple[Outbox, pb.SessionResponse]] = {}
-        for leg in list(self.legs.values()):
+        for leg in [leg for leg in self.legs.values() if not leg.awaits_first]:
             _, message = messages.setdefault(id(leg.outbox), (leg.outbox, pb.SessionResponse()))
             logprobs: list[TokenLogprob] = []
             has_logprobs = leg.sampling.HasField("num_logprobs")
@@ -321,6 +371,11 @@ class FakeInstance:
         for outbox, message in messages.values():
             message.load.CopyFrom(self._load())
             outbox.put_nowait(message)
+
+
+def _received(leg: FakeLeg) -> pb.SessionEvent:
+    received = pb.KvReceived(kv_bytes=64 * len(leg.tokens), duration_us=500)
+    return pb.SessionEvent(key=leg.key, kv_received=received)
 
 
 def _logprob(token: int, num_top: int) -> TokenLogprob:

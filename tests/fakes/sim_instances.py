@@ -67,6 +67,8 @@ def params_of(settings: EngineSettings) -> SimParams:
         block_size=settings.block_size,
         max_model_len=settings.max_model_len,
         eos_period=settings.sim_eos_period,
+        num_layers=settings.sim_num_layers,
+        token_bytes=settings.sim_token_bytes,
     )
 
 
@@ -100,6 +102,7 @@ async def sim_instance(
     *,
     host_config: HostConfig = HostConfig(),  # noqa: B008
     find_holders: FindHolders | None = None,
+    max_waiting: int = 0,
     **changes: Any,
 ) -> AsyncIterator[SimInstance]:
     settings = settings_of(name, works, **changes)
@@ -119,6 +122,7 @@ async def sim_instance(
         staging_bytes=built.staging_bytes,
         landing_bytes=built.landing_bytes,
         max_retrievals=settings.max_retrievals,
+        max_waiting=max_waiting if Work.PREFILL not in works else 0,
         model_fingerprint=info.model_fingerprint,
     )
     host = InstanceHost(

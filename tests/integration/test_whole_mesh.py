@@ -150,6 +150,8 @@ async def test_one_trace_spans_all_services_of_a_request(
 
     await until(lambda: expected <= seen())
     mine = [s for s in collector.spans if s.trace_id == trace_id]
+    legs = sorted(s.name for s in mine if s.name in {"prefill", "kv.transfer", "decode"})
+    assert legs == ["decode", "kv.transfer", "prefill"], "each stage once, from whoever did it"
     roots = [s for s in mine if s.parent_id == "00f067aa0ba902b7"]
     assert [s.service for s in roots] == ["gateway"], "the client's span is the parent of ours"
     ids = {s.span_id for s in mine} | {"00f067aa0ba902b7"}

@@ -22,7 +22,8 @@ from pdmesh.engine.base import (
     TicketClosed,
     Tokens,
 )
-from pdmesh.engine.vllm.jobs import CancelRequest, Drawn, Endpoint, Jobs, ReleaseTicket
+from pdmesh.engine.vllm.job_facts import CancelRequest, Drawn, ReleaseTicket
+from pdmesh.engine.vllm.jobs import Endpoint, Jobs
 from pdmesh.engine.vllm.messages import (
     LandingClear,
     PullFailed,

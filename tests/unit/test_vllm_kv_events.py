@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import msgspec
 import pytest
+import zmq
+import zmq.asyncio
 
 from pdmesh.core.block_hash import block_hashes
 from pdmesh.engine.base import BlocksChanged
+from pdmesh.engine.vllm.config import VllmConfig, events_endpoint
+from pdmesh.engine.vllm.engine import VllmEngine
 from pdmesh.engine.vllm.kv_events import (
     AllBlocksCleared,
     BlockNames,
@@ -14,6 +21,7 @@ from pdmesh.engine.vllm.kv_events import (
     BlockStored,
     decode_batch,
 )
+from pdmesh.errors import EngineFailed
 
 ROOT = bytes(range(16))
 TOKENS = list(range(12))
@@ -101,3 +109,22 @@ def test_a_batch_is_read_as_vllm_packs_it() -> None:
     }
     payload = msgspec.msgpack.encode([1.5, [event, {"type": "AllBlocksCleared"}], 0])
     assert decode_batch(payload) == [stored(0, 1), AllBlocksCleared()]
+
+
+async def test_events_that_cannot_be_read_end_the_engine(tmp_path: Path) -> None:
+    """Unread, they would leave the mesh's index wrong for as long as the engine lives."""
+    engine = VllmEngine(VllmConfig("p0", 1, tmp_path, "m"))
+    engine._private_dir = tmp_path
+    context = zmq.asyncio.Context()
+    publisher = context.socket(zmq.PUB)
+    publisher.bind(events_endpoint(tmp_path))
+    engine._events = engine._watched(engine._follow_events(), "vllm-kv-events")
+    try:
+        while not engine._events.done():
+            await publisher.send_multipart([b"", bytes(8), b"no batch"])
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineFailed, match="vllm-kv-events failed"):
+            await anext(engine.outputs())
+    finally:
+        publisher.close(linger=0)
+        context.term()

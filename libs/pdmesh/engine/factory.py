@@ -50,6 +50,8 @@ class EngineSettings:
     max_pulls: int = 4  # of KV, at once
     sim_law: str = "demo"
     sim_eos_period: int = 300
+    sim_num_layers: int = 2
+    sim_token_bytes: int = 64  # of KV, per layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ def build_sim(
         block_size=settings.block_size,
         max_model_len=settings.max_model_len,
         eos_period=settings.sim_eos_period,
+        num_layers=settings.sim_num_layers,
+        token_bytes=settings.sim_token_bytes,
     )
     blocks_per_prompt = -(-settings.max_model_len // settings.block_size)
     prompt_bytes = blocks_per_prompt * params.num_layers * params.block_bytes
@@ -166,6 +170,7 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         kv_host=settings.kv_host,
         kv_advertise_host=settings.kv_advertise_host or "",
         lease_s=settings.ticket_lease_s,
+        max_pulls=settings.max_pulls,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.num_slots,
         tiers=settings.tiers,

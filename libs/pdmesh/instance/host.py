@@ -103,6 +103,10 @@ class InstanceHost:
         """Legs that compute, or whose KV is on its way."""
         return self._engine.stats().num_running
 
+    @property
+    def num_pulls_queued(self) -> int:
+        return int(self._engine.stats().extra.get("num_pulls_queued", 0))
+
     async def wait_idle(self) -> None:
         """Until no leg holds anything, staged KV included."""
         await self._idle.wait()
@@ -200,7 +204,8 @@ class InstanceHost:
         num_computed_here = 0 if work is Work.DECODE else ask.num_prompt_tokens
         self.book.admitted(ask.leg, m.request_id, num_computed_here, self._clock())
         instruments.admissions.add(1, instruments.ACCEPTED)
-        leg = Leg(ask.leg, outbox, m.key, work, m.request_id)
+        trace_id = m.traceparent[3:35]
+        leg = Leg(ask.leg, outbox, m.key, work, m.request_id, trace_id)
         if isinstance(m, Start):
             self._start_decode(leg, m, parsed, decision.range)
         else:
@@ -408,6 +413,7 @@ class InstanceHost:
         log.warning(
             "leg.failed",
             request_id=leg.request_id,
+            trace_id=leg.trace_id,
             reason=output.reason,
             detail=output.message,
         )

@@ -61,7 +61,8 @@ def observe(host: InstanceHost) -> None:
         (names.KV_TICKETS, "Prefills with a ticket", lambda: host.num_tickets, "1"),
         (names.STAGING_BYTES_USED, "Staging arena", lambda: admission.staging_bytes_used, "By"),
         (names.LANDING_BYTES_USED, "Landing arena", lambda: admission.landing_bytes_used, "By"),
-        (names.RETRIEVALS, "KV pulls under way", lambda: admission.num_retrieving, "1"),
+        (names.RETRIEVALS, "Requests whose KV is not here", lambda: admission.num_retrieving, "1"),
+        (names.PULLS_QUEUED, "KV pulls that wait their turn", lambda: host.num_pulls_queued, "1"),
         (names.SESSIONS, "Open gateway sessions", lambda: host.num_sessions, "1"),
     ):
         metrics.gauge(name, help_text, read, unit)

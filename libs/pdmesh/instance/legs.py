@@ -23,6 +23,7 @@ class Leg:
     key: int
     work: Work
     request_id: str
+    trace_id: str = ""
     ticket_id: str = ""  # of a prefill, once admitted
     is_per_layer: bool = False  # its ticket is open while it computes, and may close before it ends
     is_accepted: bool = False  # the gateway has been told

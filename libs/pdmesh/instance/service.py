@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 import grpc
@@ -133,21 +133,28 @@ async def _serve_engine(
             ("blocks", blocks.run()),
             ("load", load.run()),
             ("failures", failures.run()),
+            ("register", _register(presence, current_record)),
         )
     }
     if holders is not None:
         works["holders"] = asyncio.create_task(holders.run(registry), name="holders")
-    register = asyncio.create_task(presence.start(current_record), name="register")
     try:
         await _until_stopped_and_drained(settings, app, host, presence, list(works.values()))
     finally:
-        for task in (register, *works.values()):
+        for task in works.values():
             task.cancel()
         await failures.publish_rest()
         await presence.stop()
         host.close_all()
         await server.stop(_CLOSE_S)
         await bus.close()
+
+
+async def _register(presence: Presence, record: Callable[[], InstanceRecord]) -> None:
+    """Beats end well only when the process is asked to stop, or was replaced and will be."""
+    await presence.start(record)
+    await presence.watch()
+    await asyncio.Event().wait()
 
 
 def _listen(server: grpc.aio.Server, settings: InstanceSettings) -> int:
@@ -260,6 +267,8 @@ def _engine_settings(settings: InstanceSettings, app: App, role: Role.ValueType)
         ),
         sim_law=settings.sim_law,
         sim_eos_period=settings.sim_eos_period,
+        sim_num_layers=settings.sim_num_layers,
+        sim_token_bytes=settings.sim_token_bytes,
     )
 
 

@@ -81,4 +81,8 @@ class InstanceSettings(ServiceSettings):
         "demo", description="Time the sim takes: zero, demo, smollm2-cpu"
     )
     sim_eos_period: int = shared(300, ge=0, description="Sim: one token in so many ends the text")
+    sim_num_layers: int = shared(2, ge=1, description="Sim: layers of its KV")
+    sim_token_bytes: int = shared(
+        64, ge=8, multiple_of=8, description="Sim: bytes of KV per token and layer"
+    )
     failpoint: str = shared("", description="Faults for tests: name=action[@n[+]],...")

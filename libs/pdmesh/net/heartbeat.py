@@ -64,6 +64,13 @@ class Presence:
         log.info("presence.registered", instance_id=self._record.instance_id)
         self._task = asyncio.create_task(self._beat_often(self._lease), name="presence")
 
+    async def watch(self) -> None:
+        """Until the beats end. Raises what ended them: an instance that beats no more is dead to the mesh."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+            if not self._task.cancelled():
+                self._task.result()
+
     def refresh(self) -> None:
         """The record changed: tell it now rather than at the next beat."""
         self._wake.set()

@@ -85,6 +85,7 @@ STAGING_BYTES_USED: Final = "pdmesh.kv.staging.bytes_used"
 KV_TICKETS_CLOSED: Final = "pdmesh.kv.tickets.closed"
 LANDING_BYTES_USED: Final = "pdmesh.kv.landing.bytes_used"
 RETRIEVALS: Final = "pdmesh.kv.retrievals"
+PULLS_QUEUED: Final = "pdmesh.kv.pulls.queued"
 KV_TIER_BLOCKS: Final = "pdmesh.kv.tier.blocks"  # by tier and event; served: instead of computed
 KV_TIER_SECONDS: Final = "pdmesh.kv.tier.load_seconds"
 KV_TIER_BYTES: Final = "pdmesh.kv.tier.bytes_used"

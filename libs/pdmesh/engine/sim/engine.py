@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdmesh import failpoints
-from pdmesh.core.kv_layout import KvLayout
 from pdmesh.engine.base import (
     BlocksChanged,
     DecodeJob,
@@ -26,8 +25,8 @@ from pdmesh.engine.base import (
     Output,
     Prefilled,
     PrefillJob,
-    Ticket,
     TicketClosed,
+    TicketOpened,
     TokenBatch,
 )
 from pdmesh.engine.sim.batch import DecodeBatch, Running
@@ -38,12 +37,12 @@ from pdmesh.engine.sim.memory import PagedMemory
 from pdmesh.engine.sim.model import SimModel, draw_key
 from pdmesh.engine.sim.prefill import PrefillLane, Prompt
 from pdmesh.engine.sim.retrieval import Retrieved, Retriever
+from pdmesh.engine.sim.staging import Stager
 from pdmesh.engine.sim.tier_lane import TierLane
 from pdmesh.engine.sim.vocabulary import EOS_ID
 from pdmesh.errors import EngineFailed
 from pdmesh.kv import agent as kv_agent
 from pdmesh.kv.agent import AgentEvent, KvAgent
-from pdmesh.kv.scatter import gather
 from pdmesh.kv.tiers.peers import AgentPeers, FindHolders
 from pdmesh.kv.tiers.stack import TierStack
 
@@ -76,7 +75,7 @@ class SimEngine:
         self._lane = PrefillLane(config.chunk_tokens)
         self._batch = DecodeBatch(self._model, config.num_slots)
         self._agent = make_agent(self._on_agent_event)
-        self._address = ""
+        self._stager = Stager(config, self._memory, self._agent)
         self._retriever = Retriever(
             self._model,
             self._memory,
@@ -104,7 +103,6 @@ class SimEngine:
         self._arrivals: dict[int, PrefillJob] = {}
         self._sequences: dict[int, _Sequence] = {}
         self._joining: dict[int, Running] = {}
-        self._staged: dict[str, int] = {}  # ticket id -> leg
         self._random = random.Random()
         self._work, self._has_output = asyncio.Event(), asyncio.Event()
         self._outputs: list[Output] = []
@@ -112,7 +110,7 @@ class SimEngine:
         self._error: BaseException | None = None
 
     async def start(self) -> EngineInfo:
-        self._address = await self._agent.start()
+        self._stager.address = await self._agent.start()
         self._loop = asyncio.create_task(self._run(), name="sim-engine")
         self._loop.add_done_callback(self._on_loop_done)
         if self._tiers is not None:
@@ -126,7 +124,7 @@ class SimEngine:
             num_kv_blocks=config.num_kv_blocks,
             kv_bytes_per_token=params.num_layers * params.token_bytes,
             max_model_len=params.max_model_len,
-            kv_addresses=(self._address,),
+            kv_addresses=(self._stager.address,),
         )
 
     async def stop(self) -> None:
@@ -140,6 +138,8 @@ class SimEngine:
 
     def prefill(self, job: PrefillJob) -> None:
         failpoints.hit("prefill.accepted")
+        if self._stager.is_per_layer(job):
+            self._emit(TicketOpened(job.leg, self._stager.open(job)))
         if self._tiers is None or not self._tiers.begin(job):
             self._arrive(job)
 
@@ -160,16 +160,14 @@ class SimEngine:
             self._pool.release(prompt.blocks)
         fetching = self._tiers.abort(leg) if self._tiers is not None else None
         job = self._arrivals.pop(leg, None) or (prompt.job if prompt else fetching)
-        if job is not None and job.staging is not None:
-            self._emit(TicketClosed(job.ticket_id, "released"))
-        for ticket_id in [t for t, owner in self._staged.items() if owner == leg]:
-            self._agent.release(ticket_id)
+        if job is not None and job.staging is not None and not self._stager.is_per_layer(job):
+            self._emit(TicketClosed(job.ticket_id, "released"))  # nothing was staged under it
+        self._stager.release_leg(leg)
         self._retriever.abort(leg)
         self._leave(leg)
 
     def release(self, ticket_id: str) -> None:
-        if ticket_id in self._staged:
-            self._agent.release(ticket_id)
+        self._stager.release(ticket_id)
 
     async def outputs(self) -> AsyncIterator[list[Output]]:
         while True:
@@ -189,14 +187,14 @@ class SimEngine:
             extra={
                 "num_retrieving": self._retriever.num_retrieving,
                 "num_pulls_queued": self._retriever.num_queued,
-                "num_tickets": len(self._staged),
+                "num_tickets": len(self._stager),
             },
         )
 
     def check_idle(self) -> None:
         """Everything was given back: called by tests when no job is left."""
         self._pool.check_invariants()
-        held = self._arrivals, self._sequences, self._joining, self._staged, self._lane, self._batch
+        held = self._arrivals, self._sequences, self._joining, self._stager, self._lane, self._batch
         assert not any(len(part) for part in held)
         assert self._pool.num_free == self._config.num_kv_blocks
         assert self._retriever.num_retrieving == 0
@@ -215,7 +213,7 @@ class SimEngine:
             batch = len(self._batch)
             duration = law.prefill_s(chunk.num_tokens, chunk.num_before, chunk.batch)
             duration += law.step_s(batch, self._batch.num_context if batch else 0)
-            await asyncio.sleep(duration)
+            await self._wait_out(duration)
             if chunk.num_tokens:
                 failpoints.hit("prefill.computing")
             if len(self._batch):
@@ -223,6 +221,19 @@ class SimEngine:
             for prompt in self._lane.finish_chunk():
                 self._complete(prompt)
             self._emit_block_changes()
+
+    async def _wait_out(self, duration: float) -> None:
+        """A step's time. Prompts that are handed on per layer have a share of it per layer, and go on as they get it."""
+        prompts = [p for p in self._lane.in_chunk() if self._stager.is_per_layer(p.job)]
+        if not prompts:
+            await asyncio.sleep(duration)
+            return
+        num_layers = self._config.params.num_layers
+        for layer in range(num_layers):
+            await asyncio.sleep(duration / num_layers)
+            for prompt in prompts:
+                if prompt in self._lane:  # else it was aborted, and its blocks may be another's
+                    self._stager.put(prompt, layer)
 
     def _take_arrivals(self) -> None:
         for job in self._arrivals.values():
@@ -253,7 +264,8 @@ class SimEngine:
         job, blocks = prompt.job, prompt.blocks
         num_tokens = len(job.prompt)
         states = self._model.states(np.frombuffer(job.prompt, np.uint32))
-        self._memory.write(blocks, states, prompt.num_cached)
+        if prompt.states is None:  # else its layers were written one by one
+            self._memory.write(blocks, states, prompt.num_cached)
         for block, block_hash in zip(blocks, job.block_hashes, strict=False):
             self._pool.store(block, block_hash)
         if self._tiers is not None and job.cache_salt:
@@ -265,7 +277,9 @@ class SimEngine:
         reason = self._first_finish(job, token)
         ticket = None
         if reason is None and job.staging is not None:
-            ticket = self._stage(job, blocks)
+            ticket = self._stager.complete(job, blocks)
+        elif job.staging is not None:
+            self._stager.release(job.ticket_id)  # opened for nothing
         self._emit(Prefilled(job.leg, token, ticket, prompt.num_cached, reason))
         if reason is None and ticket is None:
             running = Running(
@@ -290,36 +304,6 @@ class SimEngine:
         if sampling.max_tokens == 1 or len(job.prompt) + 1 >= self._config.params.max_model_len:
             return FinishReason.LENGTH
         return None
-
-    def _stage(self, job: PrefillJob, blocks: list[int]) -> Ticket:
-        assert job.staging is not None
-        config, agent = self._config, self._agent
-        out = agent.staging(job.staging)
-        layout = KvLayout(
-            config.params.num_layers,
-            len(blocks),
-            config.params.block_bytes,
-            config.model_fingerprint,
-        )
-        kv_bytes = layout.num_layers * layout.num_blocks * layout.block_bytes
-        gather(self._memory.caches, blocks, out[:kv_bytes])
-        self._staged[job.ticket_id] = job.leg
-        agent.stage(
-            job.ticket_id, job.request_id, job.attempt, job.staging, layout, config.ticket_lease_s
-        )
-        failpoints.hit("prefill.staged")
-        return Ticket(
-            ticket_id=job.ticket_id,
-            request_id=job.request_id,
-            attempt=job.attempt,
-            instance_id=config.instance_id,
-            incarnation=config.incarnation,
-            model_fingerprint=config.model_fingerprint,
-            num_tokens=len(job.prompt),
-            kv_bytes=kv_bytes,
-            addresses=(self._address,),
-            lease_ms=round(1000 * config.ticket_lease_s),
-        )
 
     # -- joining and leaving ----------------------------------------------------------------------
 
@@ -372,7 +356,7 @@ class SimEngine:
     def _on_agent_event(self, event: AgentEvent) -> None:
         match event:
             case kv_agent.TicketClosed(ticket_id, reason):
-                if self._staged.pop(ticket_id, None) is not None:
+                if self._stager.closed(ticket_id):
                     self._emit(TicketClosed(ticket_id, reason))
             case kv_agent.LandingFreed(offset):
                 self._retriever.free_landing(offset)

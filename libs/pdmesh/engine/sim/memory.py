@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdmesh.engine.sim.model import MASK, SimModel, Words
+from pdmesh.kv.scatter import HostBlocks
 
 ByteMatrix = npt.NDArray[np.uint8]
 
@@ -25,6 +26,8 @@ class PagedMemory:
         self.caches: list[ByteMatrix] = [
             np.zeros((num_blocks, params.block_bytes), np.uint8) for _ in range(params.num_layers)
         ]
+        self.blocks = HostBlocks(self.caches)
+        self.layers = [HostBlocks([cache]) for cache in self.caches]
 
     def write(self, blocks: Sequence[int], states: Words, start: int) -> None:
         """Write the KV of the tokens from position `start` on, given the states of all tokens."""

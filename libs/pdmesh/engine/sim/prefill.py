@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdmesh.engine.base import PrefillJob
+from pdmesh.engine.sim.model import Words
 
 
 @dataclass(slots=True)
@@ -16,6 +17,7 @@ class Prompt:
     num_cached: int
     num_computed: int = 0  # of the rest
     num_in_chunk: int = 0
+    states: Words | None = None  # of all its tokens, once needed
 
     @property
     def num_left(self) -> int:
@@ -38,6 +40,13 @@ class PrefillLane:
 
     def __len__(self) -> int:
         return len(self._prompts)
+
+    def __contains__(self, prompt: Prompt) -> bool:
+        return self._prompts.get(prompt.job.leg) is prompt
+
+    def in_chunk(self) -> list[Prompt]:
+        """Prompts of which the step under way computes something."""
+        return [prompt for prompt in self._prompts.values() if prompt.num_in_chunk]
 
     def add(self, prompt: Prompt) -> None:
         self._prompts[prompt.job.leg] = prompt

@@ -9,8 +9,9 @@ exactly once, when the agent or this code knows that no late write can reach it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +24,7 @@ from pdmesh.engine.sim.memory import PagedMemory
 from pdmesh.engine.sim.model import SimModel
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent import KvAgent
-from pdmesh.kv.scatter import recv_scatter
+from pdmesh.kv.transport import ByteArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Retriever:
         self._agent, self._die = agent, die
         self._queue: PullQueue[int] = PullQueue(max_pulls)
         self._retrievals: dict[int, _Retrieval] = {}
-        self._pulls: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._landings: dict[int, int] = {}  # offset -> leg
 
     @property
@@ -79,10 +80,10 @@ class Retriever:
         return self._queue.num_waiting
 
     async def stop(self) -> None:
-        for task in self._pulls:
+        for task in self._tasks:
             task.cancel()
-        if self._pulls:
-            await asyncio.wait(list(self._pulls), timeout=1.0)
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=1.0)
 
     def begin(self, job: DecodeJob) -> None:
         now = time.monotonic()
@@ -94,7 +95,7 @@ class Retriever:
             return
         self._start_all(self._queue.add(job.leg))
         if self._queue.is_waiting(job.leg):
-            pass  # keep
+            self._spawn(self._keep(job), f"keep-{job.leg}")
 
     def join(self, leg: int, first_token: int) -> None:
         retrieval = self._retrievals.get(leg)
@@ -129,9 +130,24 @@ class Retriever:
     def _start(self, leg: int) -> None:
         retrieval = self._retrievals[leg]
         pull = _Pull(self, retrieval)
-        retrieval.task = task = asyncio.create_task(pull.run(), name=f"pull-{leg}")
-        self._pulls.add(task)
-        task.add_done_callback(pull.on_done)
+        retrieval.task = self._spawn(pull.run(), f"pull-{leg}")
+        retrieval.task.add_done_callback(pull.on_done)
+
+    async def _keep(self, job: DecodeJob) -> None:
+        """Its lease is renewed while it waits its turn; should that not work, its pull will say why."""
+        with contextlib.suppress(KvTransferFailed):
+            await self._agent.keep(job.ticket, job.deadline_s)
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._die(error)
 
     def _go_on_if_complete(self, retrieval: _Retrieval) -> None:
         if not retrieval.has_kv or retrieval.first_token is None:
@@ -158,13 +174,16 @@ class _Pull:
         used = self._allocate()
         try:
             deadline_s = max(0.0, retrieval.deadline - time.monotonic())
-            await owner._agent.pull(job.ticket, job.landing, deadline_s=deadline_s)
+            await owner._agent.pull(
+                job.ticket,
+                job.landing,
+                deadline_s=deadline_s,
+                on_range=lambda offset, data: self._land(offset, data, used),
+            )
         except KvTransferFailed as exc:
             owner._retrievals.pop(job.leg, None)
             owner._emit(Failed(job.leg, exc.default_reason, f"{exc.reason}: {exc.message}"))
             return
-        landed = owner._agent.landing(job.landing)[: job.ticket.kv_bytes]
-        recv_scatter(landed, owner._memory.caches, used)
         if failpoints.hit("decode.pulled") == "zero-kv":
             for cache in owner._memory.caches:
                 cache[used] = 0
@@ -173,6 +192,11 @@ class _Pull:
         duration = time.monotonic() - retrieval.started
         owner._emit(KvReceived(job.leg, job.ticket.kv_bytes, duration))
         owner._go_on_if_complete(retrieval)
+
+    def _land(self, offset: int, data: ByteArray, blocks: list[int]) -> None:
+        """A verified range goes into its blocks while the next ones are on their way."""
+        self._owner._memory.blocks.scatter_part(data, offset, blocks)
+        failpoints.hit("decode.range")
 
     def _allocate(self) -> list[int]:
         """Blocks for the prompt and its longest answer, which admission has reserved; returns the prompt's."""
@@ -183,11 +207,8 @@ class _Pull:
 
     def on_done(self, task: asyncio.Task[None]) -> None:
         owner, retrieval = self._owner, self._retrieval
-        owner._pulls.discard(task)
         if not self._has_begun:  # aborted before it ran: the agent knows nothing of it
             owner.free_landing(retrieval.job.landing.offset)
         elif not retrieval.has_kv:
             owner._pool.release(retrieval.blocks)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            owner._die(error)
         owner._start_all(owner._queue.end(retrieval.job.leg))

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from pdmesh.engine.vllm.first_tokens import EarlyRequests, FirstTokens
 from pdmesh.engine.vllm.handoff import LOAD, HandoffPlanner, StepPlan
 from pdmesh.engine.vllm.kv_facts import kv_facts
 from pdmesh.engine.vllm.tier_plan import TierPlan, TierPlanner
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 
@@ -57,6 +59,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             self._planner = HandoffPlanner(vllm_config.cache_config.block_size)
             if self._kv_transfer_config.kv_connector_extra_config["tiers"]:
                 self._tiers = TierPlanner(vllm_config.cache_config.block_size)
+            self._early = EarlyRequests(vllm_config.cache_config.block_size)
         else:
             parallel = vllm_config.parallel_config
             self._worker = HandoffWorker(
@@ -64,6 +67,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
                 rank=parallel.rank,
                 num_ranks=parallel.world_size,
                 num_blocks=kv_cache_config.num_blocks,
+                block_size=vllm_config.cache_config.block_size,
             )
 
     # -- scheduler --------------------------------------------------------------------------------
@@ -74,12 +78,12 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         return self._planner
 
     def on_new_request(self, request: Request) -> None:
-        if request.kv_transfer_params:
-            self.planner.add(
-                request.request_id, request.kv_transfer_params, request.num_prompt_tokens
-            )
+        params = request.kv_transfer_params or {}
+        if params:
+            self.planner.add(request.request_id, params, request.num_prompt_tokens)
+            if params.get("is_early") and self._early.add(params["leg"], request):
+                self.planner.joined(request.request_id)
         if self._tiers is not None:
-            params = request.kv_transfer_params or {}
             self._tiers.add(
                 request.request_id,
                 request.cache_salt,
@@ -96,7 +100,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             # Loaded within the step: the bytes are in this machine's memory by now.
             local = self._tiers.num_external_tokens(request.request_id, num_computed_tokens)
             return local, False
-        return external, external > 0
+        return external, external is None or external > 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -132,7 +136,17 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         self.planner.finished(request.request_id)
         if self._tiers is not None:
             self._tiers.finished(request.request_id)
+        if request.kv_transfer_params and request.kv_transfer_params.get("is_early"):
+            self._early.drop(request.kv_transfer_params["leg"])
         return False, None
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """First tokens come with, or before, the news that their requests' KV is there."""
+        news = connector_output.kv_connector_worker_meta
+        if isinstance(news, FirstTokens):
+            for leg, token_id in news.by_leg.items():
+                if (key := self._early.tell(leg, token_id)) is not None:
+                    self.planner.joined(key)
 
     # -- worker -----------------------------------------------------------------------------------
 
@@ -150,12 +164,13 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.tiers.load(self._tier_plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads end between steps, never inside one."""
+        """Loads end before a step, never inside one."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """A prompt is gathered whole, in `wait_for_save`."""
+        """Prompts that are handed on whole are gathered in `wait_for_save`."""
+        self.worker.put_layer(self._plan(), layer_name)
 
     def wait_for_save(self) -> None:
         self.worker.stage(self._plan())
@@ -168,6 +183,10 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.tiers.take_failed_blocks() if self.worker.tiers is not None else set()
+
+    def build_connector_worker_meta(self) -> FirstTokens | None:
+        by_leg = self.worker.take_first_tokens()
+        return FirstTokens(by_leg) if by_leg else None
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ import structlog
 
 from pdmesh import failpoints
 from pdmesh.engine.base import (
+    ArenaRange,
     DecodeJob,
     EngineInfo,
     EngineStats,
@@ -41,16 +42,10 @@ from pdmesh.engine.vllm.config import (
 from pdmesh.engine.vllm.control import ControlServer, WorkerLost
 from pdmesh.engine.vllm.fingerprint import computation_digest, model_digest
 from pdmesh.engine.vllm.handoff import load_params, store_params
-from pdmesh.engine.vllm.jobs import (
-    CancelRequest,
-    Drawn,
-    Effect,
-    Endpoint,
-    Jobs,
-    ReleaseTicket,
-)
+from pdmesh.engine.vllm.job_facts import CancelRequest, Drawn, Effect, ReleaseTicket
+from pdmesh.engine.vllm.jobs import Endpoint, Jobs
 from pdmesh.engine.vllm.kv_events import BlockNames, read_events
-from pdmesh.engine.vllm.messages import Fetched, Hello, Release, TierNews, ToHost
+from pdmesh.engine.vllm.messages import Fetched, Hello, Join, Open, Release, TierNews, ToHost
 from pdmesh.engine.vllm.outputs import OutputQueue
 from pdmesh.engine.vllm.preflight import check_memory
 from pdmesh.engine.vllm.private_dir import make_private_dir
@@ -66,6 +61,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+STAND_IN = 0  # for token 1 of a decode that starts without it
 PULL_GRACE_S = 1.0  # a pull ends by its own deadline; this much later the leg fails without it
 STOP_TIMEOUT_S = 15.0
 PROGRESS_EVERY_S = 5.0
@@ -137,7 +133,7 @@ class VllmEngine:
         )
         hellos = await asyncio.wait_for(self._control.ready, PROGRESS_EVERY_S)
         info = self._describe(hellos)
-        self._events = asyncio.create_task(self._follow_events(), name="vllm-kv-events")
+        self._events = self._watched(self._follow_events(), "vllm-kv-events")
         log.info(
             "vllm.ready",
             seconds=round(time.monotonic() - started, 1),
@@ -242,8 +238,15 @@ class VllmEngine:
         if hands_on(job, self._config.max_model_len):
             assert job.staging is not None
             params = store_params(
-                job.ticket_id, job.request_id, job.attempt, job.staging, self._config.lease_s
+                job.ticket_id,
+                job.request_id,
+                job.attempt,
+                job.staging,
+                self._config.lease_s,
+                job.is_per_layer,
             )
+            if job.is_per_layer:
+                self._open_ticket(job, job.staging)
         max_tokens = 1 if job.staging is not None else job.sampling.max_tokens
         names = self._names_to_fetch(job)
         self._submit(
@@ -268,12 +271,29 @@ class VllmEngine:
         self._deadlines[job.leg] = loop.call_later(
             job.deadline_s + PULL_GRACE_S, self._on_deadline, job.leg
         )
-        params = load_params(job.leg, job.ticket, job.landing, deadline, len(job.prompt))
-        assert job.first_token is not None
-        prompt = [*job.prompt, job.first_token]
+        is_early = job.first_token is None
+        params = load_params(job.leg, job.ticket, job.landing, deadline, len(job.prompt), is_early)
+        prompt = [*job.prompt, STAND_IN if job.first_token is None else job.first_token]
         self._submit(job.leg, prompt, job.sampling, job.sampling.max_tokens, job.cache_salt, params)
 
-    def join(self, leg: int, first_token: int) -> None: ...
+    def _open_ticket(self, job: PrefillJob, staging: ArenaRange) -> None:
+        assert self._control is not None
+        order = Open(
+            job.ticket_id,
+            job.request_id,
+            job.attempt,
+            staging.offset,
+            staging.length,
+            len(job.prompt),
+            -(-len(job.prompt) // self._config.block_size),
+            self._config.lease_s,
+        )
+        self._control.broadcast(order)
+
+    def join(self, leg: int, first_token: int) -> None:
+        if self._jobs is not None and self._jobs.awaits_first_token(leg):
+            assert self._control is not None
+            self._control.broadcast(Join(leg, first_token))
 
     def abort(self, leg: int) -> None:
         if self._jobs is not None:
@@ -411,9 +431,20 @@ class VllmEngine:
         reader.is_cancelled = True
         if reader.request_id:
             abort = self._llm.abort(reader.request_id, internal=True)
-            task = asyncio.create_task(abort, name=f"vllm-abort-{leg}")
+            task = self._watched(abort, f"vllm-abort-{leg}")
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
+
+    def _watched(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Events nobody follows, a request that cannot be aborted: the engine is not what the mesh takes it for."""
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._on_watched_done)
+        return task
+
+    def _on_watched_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("vllm.task.failed", task=task.get_name(), exc_info=error)
+            self._die(f"{task.get_name()} failed: {error.__class__.__name__}")
 
     def _forget_task(self, leg: int) -> None:
         self._tasks.pop(leg, None)

@@ -2,14 +2,14 @@
 
 Decided from what the scheduler tells, step by step; the worker half carries the plan out in the same step.
 A prompt's blocks are gathered in the step that computes its last token, so that they may go back to
-the prefix cache at once. A request that ends before its turn is named in the plan too, so that whoever
+the prefix cache at once; those of one that is handed on per layer in each step that fills some (S48). A request that ends before its turn is named in the plan too, so that whoever
 reserved bytes for it learns that nobody will touch them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pdmesh.engine.base import ArenaRange, Ticket
@@ -27,7 +27,19 @@ class Store:
     staging: ArenaRange
     lease_s: float
     num_tokens: int
+    is_per_layer: bool = False
     block_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StorePart:
+    """Gather the blocks that a step fills, each layer as soon as it is computed. `is_last`: then the layer is ready."""
+
+    store: Store  # without its blocks
+    num_blocks: int  # of the whole prompt
+    first_block: int  # those before it were gathered in earlier steps
+    block_ids: tuple[int, ...]  # from the first of the prompt on
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,7 @@ class Load:
     landing: ArenaRange
     deadline: float
     num_tokens: int
+    is_early: bool = False  # token 1 is not known yet: the request's last token stands in for it
     num_local_blocks: int = 0
     block_ids: tuple[int, ...] = ()
 
@@ -60,6 +73,7 @@ class StepPlan:
     """For one engine step, in this order: drops, loads, entries; stores after the step's forward."""
 
     stores: list[Store] = field(default_factory=list)
+    parts: list[StorePart] = field(default_factory=list)  # gathered within the forward
     loads: list[Load] = field(default_factory=list)
     takes: list[Load] = field(
         default_factory=list
@@ -73,7 +87,12 @@ class StepPlan:
 
 
 def store_params(
-    ticket_id: str, request_id: str, attempt: int, staging: ArenaRange, lease_s: float
+    ticket_id: str,
+    request_id: str,
+    attempt: int,
+    staging: ArenaRange,
+    lease_s: float,
+    is_per_layer: bool = False,
 ) -> dict[str, Any]:
     """The `kv_transfer_params` of a prefill whose KV is handed on; plain values, as vLLM carries them."""
     return {
@@ -83,11 +102,17 @@ def store_params(
         "attempt": attempt,
         "staging": [staging.offset, staging.length],
         "lease_s": lease_s,
+        "is_per_layer": is_per_layer,
     }
 
 
 def load_params(
-    leg: int, ticket: Ticket, landing: ArenaRange, deadline: float, num_tokens: int
+    leg: int,
+    ticket: Ticket,
+    landing: ArenaRange,
+    deadline: float,
+    num_tokens: int,
+    is_early: bool = False,
 ) -> dict[str, Any]:
     """The `kv_transfer_params` of a decode whose prompt of `num_tokens` tokens is pulled."""
     return {
@@ -97,6 +122,7 @@ def load_params(
         "landing": [landing.offset, landing.length],
         "deadline": deadline,
         "num_tokens": num_tokens,
+        "is_early": is_early,
     }
 
 
@@ -109,6 +135,7 @@ def _store(params: Mapping[str, Any], num_tokens: int) -> Store:
         ArenaRange(offset, length),
         params["lease_s"],
         num_tokens,
+        params["is_per_layer"],
     )
 
 
@@ -122,6 +149,7 @@ def _load(key: str, params: Mapping[str, Any]) -> Load:
         ArenaRange(offset, length),
         params["deadline"],
         params["num_tokens"],
+        params["is_early"],
     )
 
 
@@ -131,6 +159,8 @@ class HandoffPlanner:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._stores: dict[str, Store] = {}  # not staged yet
+        self._num_gathered: dict[str, int] = {}  # blocks of per-layer stores
+        self._unjoined: set[str] = set()  # early loads whose token 1 is not known
         self._loads: dict[str, Load] = {}  # not started yet
         self._started: dict[str, Load] = {}  # given to the worker, not computing yet
         self._plan = StepPlan()
@@ -141,12 +171,22 @@ class HandoffPlanner:
             case "store":
                 self._stores[key] = _store(params, num_prompt_tokens)
             case "load":
-                self._loads[key] = _load(key, params)
+                self._loads[key] = load = _load(key, params)
+                if load.is_early:
+                    self._unjoined.add(key)
 
-    def num_external_tokens(self, key: str, num_local_tokens: int) -> int:
-        """How many tokens after the locally cached ones will be pulled; 0 if none or already pulled."""
+    def joined(self, key: str) -> None:
+        """Token 1 of an early load is in its place."""
+        self._unjoined.discard(key)
+
+    def num_external_tokens(self, key: str, num_local_tokens: int) -> int | None:
+        """How many tokens after the locally cached ones will be pulled; 0 if none or already pulled.
+
+        None: ask again. With nothing to pull the request would be computed at once, and token 1 is not known.
+        """
         load = self._loads.get(key)
-        return max(0, load.num_tokens - num_local_tokens) if load else 0
+        num_external = max(0, load.num_tokens - num_local_tokens) if load else 0
+        return None if not num_external and key in self._unjoined else num_external
 
     def allocated(self, key: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Blocks for the request are in place; start its load, or acknowledge one that needs no bytes."""
@@ -159,15 +199,8 @@ class HandoffPlanner:
             local_tokens = load.num_tokens - num_external_tokens
             assert local_tokens % self._block_size == 0, "a local hit ends at a block"
             num_local = local_tokens // self._block_size
-        load = Load(
-            key,
-            load.leg,
-            load.ticket,
-            load.landing,
-            load.deadline,
-            load.num_tokens,
-            num_local,
-            tuple(block_ids[num_local:num_blocks]),
+        load = replace(
+            load, num_local_blocks=num_local, block_ids=tuple(block_ids[num_local:num_blocks])
         )
         self._started[key] = load
         (self._plan.loads if num_external_tokens else self._plan.takes).append(load)
@@ -181,7 +214,9 @@ class HandoffPlanner:
     ) -> None:
         """The request computes `num_scheduled_tokens` in this step, after `num_computed_tokens`."""
         store = self._stores.get(key)
-        if store and num_computed_tokens + num_scheduled_tokens >= store.num_tokens:
+        if store and store.is_per_layer:
+            self._gather_part(key, store, num_computed_tokens + num_scheduled_tokens, block_ids)
+        elif store and num_computed_tokens + num_scheduled_tokens >= store.num_tokens:
             del self._stores[key]
             self._plan.stores.append(self._with_blocks(store, block_ids()))
         load = self._started.pop(key, None)
@@ -192,6 +227,8 @@ class HandoffPlanner:
     def finished(self, key: str) -> None:
         """The request is over, whatever the reason."""
         store = self._stores.pop(key, None)
+        self._num_gathered.pop(key, None)
+        self._unjoined.discard(key)
         if store:
             self._plan.dropped_tickets.append(store.ticket_id)
         load = self._loads.pop(key, None)
@@ -205,18 +242,28 @@ class HandoffPlanner:
         plan, self._plan = self._plan, StepPlan()
         return plan
 
+    def _gather_part(
+        self, key: str, store: Store, num_tokens: int, block_ids: Callable[[], Sequence[int]]
+    ) -> None:
+        """The blocks that are full once `num_tokens` are computed, and were not before; the rest with the last."""
+        is_last = num_tokens >= store.num_tokens
+        num_blocks = -(-store.num_tokens // self._block_size)
+        first = self._num_gathered.get(key, 0)
+        last = num_blocks if is_last else num_tokens // self._block_size
+        if is_last:
+            del self._stores[key]
+            self._num_gathered.pop(key, None)
+        elif last <= first:
+            return
+        else:
+            self._num_gathered[key] = last
+        ids = tuple(block_ids()[:last])
+        self._plan.parts.append(StorePart(store, num_blocks, first, ids, is_last))
+
     def _with_blocks(self, store: Store, block_ids: Sequence[int]) -> Store:
         num_blocks = -(-store.num_tokens // self._block_size)
         assert len(block_ids) >= num_blocks
-        return Store(
-            store.ticket_id,
-            store.request_id,
-            store.attempt,
-            store.staging,
-            store.lease_s,
-            store.num_tokens,
-            tuple(block_ids[:num_blocks]),
-        )
+        return replace(store, block_ids=tuple(block_ids[:num_blocks]))
 
     def check_invariants(self) -> None:
         assert not self._loads.keys() & self._started.keys()

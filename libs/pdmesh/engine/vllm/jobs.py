@@ -7,7 +7,7 @@ a decode come after its KV, and a reserved range is given back when every rank i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdmesh.core import kv_format
@@ -19,7 +19,6 @@ from pdmesh.engine.base import (
     FinishReason,
     KvReceived,
     LandingFreed,
-    Output,
     Prefilled,
     PrefillJob,
     Ticket,
@@ -28,45 +27,18 @@ from pdmesh.engine.base import (
     Tokens,
     hands_on,
 )
+from pdmesh.engine.vllm.job_facts import CancelRequest, Drawn, Effect, Fact, ReleaseTicket
 from pdmesh.engine.vllm.messages import (
     LandingClear,
+    Opened,
     PullFailed,
     Received,
     Staged,
     StageFailed,
     TicketEnded,
 )
+from pdmesh.engine.vllm.per_layer import PerLayerPrefills, worst
 from pdmesh.errors import KvFormatMismatch, KvTransferFailed
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """vLLM drew tokens for a leg; `error` says that it failed the request instead."""
-
-    leg: int
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprob] = ()
-    finish_reason: FinishReason | None = None
-    num_cached_tokens: int = 0
-    is_error: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseTicket:
-    """Effect: tell every rank that nobody will pull this ticket."""
-
-    ticket_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class CancelRequest:
-    """Effect: tell vLLM that the leg is over."""
-
-    leg: int
-
-
-Effect = Output | ReleaseTicket | CancelRequest
-Fact = Drawn | Staged | StageFailed | TicketEnded | Received | PullFailed | LandingClear
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,24 +110,28 @@ class Jobs:
         self._leg_of_ticket: dict[str, int] = {}
         self._taking: dict[int, _Taking] = {}
         self._local: dict[int, _Local] = {}
+        self._per_layer = PerLayerPrefills(num_ranks)
 
     @property
     def num_open(self) -> int:
         """Legs whose terminal output has not been emitted."""
         handing = sum(not h.is_announced for h in self._handing.values())
-        return handing + sum(not t.is_over for t in self._taking.values()) + len(self._local)
+        taking = sum(not t.is_over for t in self._taking.values())
+        return handing + taking + len(self._local) + self._per_layer.num_open
 
     @property
     def is_idle(self) -> bool:
         """Nothing is held for any leg or ticket."""
-        return not (self._handing or self._taking or self._local)
+        return not (self._handing or self._taking or self._local or self._per_layer)
 
     def prefill(self, job: PrefillJob) -> None:
-        if hands_on(job, self._endpoint.max_model_len):
+        if not hands_on(job, self._endpoint.max_model_len):
+            self._local[job.leg] = _Local(job)
+        elif job.is_per_layer:
+            self._per_layer.start(job, self._endpoint.ticket(job))
+        else:
             self._handing[job.leg] = _Handing(job)
             self._leg_of_ticket[job.ticket_id] = job.leg
-        else:
-            self._local[job.leg] = _Local(job)
 
     def decode(self, job: DecodeJob) -> list[Effect]:
         """Effects only for a ticket whose KV does not fit this engine: the leg is over before it began."""
@@ -171,6 +147,8 @@ class Jobs:
 
     def refused(self, leg: int, message: str) -> list[Effect]:
         """vLLM never took the request: nothing of it can reach a worker."""
+        if self._per_layer.owns(leg):
+            return self._per_layer.refused(leg, message)
         local, taking = self._local.pop(leg, None), self._taking.pop(leg, None)
         handing = self._handing.pop(leg, None)
         effects: list[Effect] = []
@@ -186,6 +164,8 @@ class Jobs:
 
     def abort(self, leg: int) -> list[Effect]:
         """The host wants nothing more of the leg, its ticket included."""
+        if self._per_layer.owns(leg):
+            return self._per_layer.abort(leg)
         if (local := self._local.pop(leg, None)) is not None:
             unused = [TicketClosed(local.job.ticket_id, "released")] if local.job.staging else []
             return [CancelRequest(leg), *unused]
@@ -201,7 +181,12 @@ class Jobs:
         return [*cancel, ReleaseTicket(handing.job.ticket_id)]
 
     def release(self, ticket_id: str) -> list[Effect]:
-        return [ReleaseTicket(ticket_id)] if ticket_id in self._leg_of_ticket else []
+        is_known = ticket_id in self._leg_of_ticket or self._per_layer.owns_ticket(ticket_id)
+        return [ReleaseTicket(ticket_id)] if is_known else []
+
+    def awaits_first_token(self, leg: int) -> bool:
+        taking = self._taking.get(leg)
+        return taking is not None and taking.job.first_token is None and not taking.is_over
 
     def overdue(self, leg: int) -> list[Effect]:
         """The leg's deadline for its KV is over; the pull itself has ended or will within its own."""
@@ -217,7 +202,7 @@ class Jobs:
         match fact:
             case Drawn():
                 return self._on_drawn(fact)
-            case Staged() | StageFailed() | TicketEnded():
+            case Opened() | Staged() | StageFailed() | TicketEnded():
                 return self._on_ticket(fact)
             case Received() | PullFailed() | LandingClear():
                 return self._on_landing(fact)
@@ -229,6 +214,8 @@ class Jobs:
             return self._on_local(local, drawn)
         if (taking := self._taking.get(drawn.leg)) is not None:
             return [] if taking.is_over else self._on_decoded(taking, drawn)
+        if self._per_layer.owns(drawn.leg):
+            return self._per_layer.drawn(drawn)
         if (handing := self._handing.get(drawn.leg)) is not None:
             handing.drawn = drawn
             if drawn.is_error:
@@ -270,7 +257,9 @@ class Jobs:
 
     # tickets
 
-    def _on_ticket(self, fact: Staged | StageFailed | TicketEnded) -> list[Effect]:
+    def _on_ticket(self, fact: Opened | Staged | StageFailed | TicketEnded) -> list[Effect]:
+        if self._per_layer.owns_ticket(fact.ticket_id):
+            return [] if isinstance(fact, Staged) else self._per_layer.handle(fact)
         leg = self._leg_of_ticket.get(fact.ticket_id)
         if leg is None:
             return []
@@ -304,7 +293,7 @@ class Jobs:
             return []  # its last word is still under way
         del self._handing[job.leg], self._leg_of_ticket[job.ticket_id]
         if handing.is_announced:
-            return [TicketClosed(job.ticket_id, _worst(handing.ended.values()))]
+            return [TicketClosed(job.ticket_id, worst(handing.ended.values()))]
         assert drawn is not None
         if drawn.finish_reason is FinishReason.STOP and not handing.failure:
             return [self._prefilled(handing, drawn, None, FinishReason.STOP)]
@@ -368,6 +357,7 @@ class Jobs:
             del self._taking[leg]
 
     def check_invariants(self) -> None:
+        self._per_layer.check_invariants()
         assert set(self._leg_of_ticket.values()) == set(self._handing)
         assert not self._handing.keys() & self._taking.keys()
         for taking in self._taking.values():
@@ -382,8 +372,3 @@ def _tokens(
 ) -> list[Effect]:
     effects: list[Effect] = [Tokens(leg, token_ids, logprobs)] if token_ids else []
     return [*effects, Finished(leg, finish)] if finish else effects
-
-
-def _worst(reasons: Iterable[str]) -> str:
-    order = ("failed", "expired", "released", "taken")
-    return min(reasons, key=lambda reason: order.index(reason) if reason in order else 0)

@@ -37,6 +37,13 @@ class Hello(Message):
     num_layers: int
 
 
+class Opened(Message):
+    """Worker: the ticket of a per-layer prefill may be pulled."""
+
+    rank: int
+    ticket_id: str
+
+
 class Staged(Message):
     """Worker: the prompt's KV lies in the staging range and is served."""
 
@@ -136,8 +143,29 @@ class TierNews(Message):
     faults: list[tuple[str, str, str]]  # tier, reason, message
 
 
+class Open(Message):
+    """Host: a per-layer prefill is about to run; its ticket is to be pulled from now on. Answered by Opened."""
+
+    ticket_id: str
+    request_id: str
+    attempt: int
+    offset: int  # of the staging range
+    length: int
+    num_tokens: int
+    num_blocks: int
+    lease_s: float
+
+
+class Join(Message):
+    """Host: token 1 of a decode that was started without it."""
+
+    leg: int
+    token_id: int
+
+
 ToHost = (
     Hello
+    | Opened
     | Staged
     | StageFailed
     | TicketEnded
@@ -147,7 +175,7 @@ ToHost = (
     | Fetched
     | TierNews
 )
-ToWorker = Release | Fetch | Holders | Forget
+ToWorker = Release | Open | Join | Fetch | Holders | Forget
 
 _encoder = msgspec.msgpack.Encoder()
 _to_host = msgspec.msgpack.Decoder(ToHost)

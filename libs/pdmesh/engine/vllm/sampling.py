@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pdmesh.engine.base import FinishReason, Sampling, TokenLogprob
-from pdmesh.engine.vllm.jobs import Drawn
+from pdmesh.engine.vllm.job_facts import Drawn
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams

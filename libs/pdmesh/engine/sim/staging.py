@@ -1,0 +1,131 @@
+"""Handing KV on at the sim engine's prefill half: gather blocks into the staging range, whole or layer by layer (S48).
+
+A whole prompt is gathered when it is complete. One that is handed on per layer has its ticket open from the start: each
+layer's part of each chunk is gathered as soon as it is computed, and a layer is ready when its last chunk is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pdmesh import failpoints
+from pdmesh.core.arena import ArenaRange
+from pdmesh.core.kv_layout import KvLayout
+from pdmesh.engine.base import PrefillJob, Ticket, hands_on
+from pdmesh.engine.sim.config import SimConfig
+from pdmesh.engine.sim.memory import PagedMemory
+from pdmesh.engine.sim.prefill import Prompt
+from pdmesh.kv.agent import KvAgent
+
+
+class Stager:
+    """Knows each ticket from its opening until the agent has closed it."""
+
+    def __init__(self, config: SimConfig, memory: PagedMemory, agent: KvAgent) -> None:
+        self._config, self._memory, self._agent = config, memory, agent
+        self._legs: dict[str, int] = {}  # ticket id -> leg
+        self._writing: set[str] = set()  # open, and not yet given up
+        self.address = ""
+
+    def __len__(self) -> int:
+        return len(self._legs)
+
+    def is_per_layer(self, job: PrefillJob) -> bool:
+        return job.is_per_layer and hands_on(job, self._config.params.max_model_len)
+
+    def open(self, job: PrefillJob) -> Ticket:
+        """The ticket may be pulled from now on; what is computed follows by `put`."""
+        self._legs[job.ticket_id] = job.leg
+        self._writing.add(job.ticket_id)
+        self._agent.open(
+            job.ticket_id,
+            job.request_id,
+            job.attempt,
+            _staging(job),
+            self._layout(job),
+            self._config.ticket_lease_s,
+        )
+        return self._ticket(job)
+
+    def put(self, prompt: Prompt, layer: int) -> None:
+        """Write and gather what the chunk under way adds to a layer; it is ready once that is the last of it."""
+        job, size = prompt.job, self._config.params.block_size
+        if prompt.states is None:
+            prompt.states = self._memory.model.states(np.frombuffer(job.prompt, np.uint32))
+        start = prompt.num_cached + prompt.num_computed
+        end = start + prompt.num_in_chunk
+        self._memory.write_layer(layer, prompt.blocks, prompt.states[:end], start)
+        if job.ticket_id not in self._writing:
+            return
+        first, last = (start // size if prompt.num_computed else 0), -(-end // size)
+        layout = self._layout(job)
+        at, width = layout.offset(layer, 0), layout.block_bytes
+        out = self._agent.staging(_staging(job))[at + first * width : at + last * width]
+        self._memory.layers[layer].gather(prompt.blocks[first:last], out)
+        if end < len(job.prompt):
+            return
+        self._agent.ready(job.ticket_id, layer + 1)
+        failpoints.hit("prefill.layer")
+        if layer + 1 == layout.num_layers:
+            self._writing.discard(job.ticket_id)
+
+    def complete(self, job: PrefillJob, blocks: list[int]) -> Ticket:
+        """The prompt is computed and goes on elsewhere."""
+        if not self.is_per_layer(job):
+            self._stage(job, blocks)
+        failpoints.hit("prefill.staged")
+        return self._ticket(job)
+
+    def release(self, ticket_id: str) -> None:
+        if ticket_id in self._legs:
+            self._writing.discard(ticket_id)
+            self._agent.release(ticket_id)
+
+    def release_leg(self, leg: int) -> None:
+        for ticket_id in [t for t, owner in self._legs.items() if owner == leg]:
+            self.release(ticket_id)
+
+    def closed(self, ticket_id: str) -> bool:
+        """The agent has closed it; False if it was none of ours."""
+        self._writing.discard(ticket_id)
+        return self._legs.pop(ticket_id, None) is not None
+
+    def _stage(self, job: PrefillJob, blocks: list[int]) -> None:
+        layout = self._layout(job)
+        out = self._agent.staging(_staging(job))
+        self._memory.blocks.gather(blocks, out[: layout.total_bytes])
+        self._legs[job.ticket_id] = job.leg
+        self._agent.stage(
+            job.ticket_id,
+            job.request_id,
+            job.attempt,
+            _staging(job),
+            layout,
+            self._config.ticket_lease_s,
+        )
+
+    def _layout(self, job: PrefillJob) -> KvLayout:
+        params = self._config.params
+        num_blocks = -(-len(job.prompt) // params.block_size)
+        fingerprint = self._config.model_fingerprint
+        return KvLayout(params.num_layers, num_blocks, params.block_bytes, fingerprint)
+
+    def _ticket(self, job: PrefillJob) -> Ticket:
+        config = self._config
+        return Ticket(
+            ticket_id=job.ticket_id,
+            request_id=job.request_id,
+            attempt=job.attempt,
+            instance_id=config.instance_id,
+            incarnation=config.incarnation,
+            model_fingerprint=config.model_fingerprint,
+            num_tokens=len(job.prompt),
+            kv_bytes=self._layout(job).total_bytes,
+            addresses=(self.address,),
+            lease_ms=round(1000 * config.ticket_lease_s),
+        )
+
+
+def _staging(job: PrefillJob) -> ArenaRange:
+    assert job.staging is not None
+    return job.staging

@@ -1,0 +1,70 @@
+"""Token 1 of a request that vLLM was given before it was known (S48): put in its place before the request computes.
+
+The scheduler holds such a request in WAITING_FOR_REMOTE_KVS with a stand-in as the last token of its prompt. Nothing has read it by
+then: cached prefixes end before the last token, blocks are named when they are computed, and the model gets the prompt
+with the first step. Only a block hash that includes the stand-in, if the prompt fills its last block, is made anew.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+MAX_EARLY = 1024  # tokens that came before their request; more are dropped, and their legs time out
+
+
+class FirstTokens(KVConnectorWorkerMetadata):
+    """From the workers to the scheduler, with a step's output. By leg."""
+
+    def __init__(self, by_leg: dict[int, int]) -> None:
+        self.by_leg = by_leg
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> FirstTokens:
+        assert isinstance(other, FirstTokens)
+        return FirstTokens({**self.by_leg, **other.by_leg})
+
+
+class EarlyRequests:
+    """Requests that wait for token 1, at the scheduler."""
+
+    def __init__(self, hash_block_size: int) -> None:
+        self._hash_block_size = hash_block_size
+        self._waiting: dict[int, Request] = {}  # by leg
+        self._came_first: OrderedDict[int, int] = OrderedDict()
+
+    def add(self, leg: int, request: Request) -> bool:
+        """True if its token is there already."""
+        token_id = self._came_first.pop(leg, None)
+        if token_id is None:
+            self._waiting[leg] = request
+            return False
+        self._put(request, token_id)
+        return True
+
+    def tell(self, leg: int, token_id: int) -> str | None:
+        """The key of the request that is complete now."""
+        request = self._waiting.pop(leg, None)
+        if request is not None:
+            self._put(request, token_id)
+            return str(request.request_id)
+        self._came_first[leg] = token_id
+        if len(self._came_first) > MAX_EARLY:
+            self._came_first.popitem(last=False)
+        return None
+
+    def drop(self, leg: int) -> None:
+        self._waiting.pop(leg, None)
+
+    def _put(self, request: Request, token_id: int) -> None:
+        assert request.num_output_tokens == 0
+        assert request.prompt_token_ids is not None
+        request.prompt_token_ids[-1] = token_id
+        request._all_token_ids[-1] = token_id
+        if request.block_hashes and request.num_tokens % self._hash_block_size == 0:
+            request.block_hashes.pop()
+            request.update_block_hashes()

@@ -1,0 +1,210 @@
+"""One rank's KV on its way in: pulls, and scatters what lands into the blocks that vLLM holds for the waiting request.
+
+vLLM keeps those blocks until it has been told that the load is over, also if the request was aborted; so ranges are scattered
+as they land, on the agent's thread, and never into blocks that are somebody else's. Pulls take turns (S53);
+one whose prompt is computed still does not, and is over only when token 1 is known as well.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import Any
+
+from pdmesh import failpoints
+from pdmesh.core.pull_queue import PullQueue
+from pdmesh.engine.vllm.caches import PagedCaches
+from pdmesh.engine.vllm.handoff import Entered, Load
+from pdmesh.engine.vllm.messages import LandingClear, Message, PullFailed, Received
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.agent_thread import AgentThread
+from pdmesh.kv.transport import ByteArray
+
+
+@dataclass(slots=True)
+class _Pulling:
+    load: Load
+    started: float
+    future: Future[Any] | None = None  # from its turn on; any: nobody reads the result
+    is_cancelled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    kv_bytes: int
+    duration_s: float
+
+
+class Incoming:
+    """`send` tells the host. `pull`, `cancel`, `take_results` and `entered` are called by the step's thread."""
+
+    def __init__(
+        self,
+        rank: int,
+        caches: PagedCaches,
+        agent: AgentThread,
+        max_pulls: int,
+        send: Callable[[Message], None],
+    ) -> None:
+        self._rank, self._caches, self._agent, self._send = rank, caches, agent, send
+        self._lock = threading.RLock()  # of the turns: they pass on the agent's thread as well
+        self._queue: PullQueue[str] = PullQueue(max_pulls)
+        self._pulling: dict[str, _Pulling] = {}
+        self._ended: deque[_Pulling] = deque()
+        self._unjoined: dict[str, Load] = {}  # their KV is here, token 1 is not
+        self._first_tokens: dict[int, int] = {}
+        self._news: dict[int, int] = {}  # first tokens that the scheduler has not been told
+        self._landings: dict[int, int] = {}  # offset -> leg
+        self._arrived: dict[int, _Arrived] = {}
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def pull(self, load: Load) -> None:
+        self._landings[load.landing.offset] = load.leg
+        if not load.block_ids:
+            self._acknowledge(load)
+            return
+        self._pulling[load.key] = pulling = _Pulling(load, time.monotonic())
+        if load.is_early:
+            self._begin(pulling)
+            return
+        with self._lock:
+            self._begin_all(self._queue.add(load.key))
+            if self._queue.is_waiting(load.key):
+                self._agent.keep(load.ticket, max(0.0, load.deadline - pulling.started))
+
+    def cancel(self, load: Load) -> None:
+        """Nobody waits for it any more; `take_results` says when its blocks may go."""
+        self._arrived.pop(load.leg, None)
+        self._first_tokens.pop(load.leg, None)
+        pulling = self._pulling.get(load.key)
+        if pulling is None:
+            return
+        pulling.is_cancelled = True
+        with self._lock:
+            if pulling.future is not None:
+                pulling.future.cancel()
+                return
+            self._begin_all(self._queue.end(load.key))
+        self._agent.let_go(load.ticket.ticket_id)
+        self._clear(load.landing.offset)
+        self._ended.append(pulling)
+
+    def forget(self, leg: int) -> None:
+        """Its request ended before its load began."""
+        self._first_tokens.pop(leg, None)
+
+    def take_results(self) -> tuple[set[str], set[str]]:
+        """The keys of loads that are complete, and of those that failed, since the last call."""
+        received: set[str] = set()
+        failed: set[str] = set()
+        while self._ended:
+            pulling = self._ended.popleft()
+            if self._is_complete(pulling):
+                self._unjoined[pulling.load.key] = pulling.load
+            else:
+                del self._pulling[pulling.load.key]
+                failed.add(pulling.load.key)
+        for key, load in list(self._unjoined.items()):
+            is_cancelled = self._pulling[key].is_cancelled
+            if is_cancelled or not load.is_early or load.leg in self._first_tokens:
+                del self._unjoined[key], self._pulling[key]
+                (failed if is_cancelled else received).add(key)
+        return received, failed
+
+    def entered(self, entered: Entered) -> None:
+        """The leg computes in the step about to run."""
+        self._first_tokens.pop(entered.leg, None)
+        arrived = self._arrived.pop(entered.leg, _Arrived(0, 0.0))
+        self._send(
+            Received(
+                self._rank,
+                entered.leg,
+                arrived.kv_bytes,
+                arrived.duration_s,
+                entered.num_computed_tokens,
+            )
+        )
+
+    def take_first_tokens(self) -> dict[int, int]:
+        """By leg; what the scheduler has not been told yet."""
+        with self._lock:
+            news, self._news = self._news, {}
+        return news
+
+    # -- other threads ----------------------------------------------------------------------------
+
+    def join(self, leg: int, token_id: int) -> None:
+        with self._lock:
+            self._first_tokens[leg] = self._news[leg] = token_id
+
+    def landing_freed(self, offset: int) -> None:
+        self._clear(offset)
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _acknowledge(self, load: Load) -> None:
+        """All blocks are cached here: nothing lands, nobody waits, and there may be no further step."""
+        remaining_s = max(0.0, load.deadline - time.monotonic())
+        pull = self._agent.pull(
+            load.ticket, load.landing, deadline_s=remaining_s, first_block=load.num_local_blocks
+        )
+        pull.add_done_callback(lambda _: self._clear(load.landing.offset))
+
+    def _begin_all(self, keys: list[str]) -> None:
+        for key in keys:
+            self._begin(self._pulling[key])
+
+    def _begin(self, pulling: _Pulling) -> None:
+        load = pulling.load
+        pulling.future = self._agent.pull(
+            load.ticket,
+            load.landing,
+            deadline_s=max(0.0, load.deadline - time.monotonic()),
+            first_block=load.num_local_blocks,
+            on_range=lambda offset, data: self._land(load, offset, data),
+        )
+        pulling.future.add_done_callback(lambda _: self._end(pulling))
+
+    def _land(self, load: Load, offset: int, data: ByteArray) -> None:
+        self._caches.scatter_part(data, offset, load.block_ids)
+        failpoints.hit("decode.range")
+
+    def _end(self, pulling: _Pulling) -> None:
+        with self._lock:
+            self._begin_all(self._queue.end(pulling.load.key))
+        self._ended.append(pulling)
+
+    def _is_complete(self, pulling: _Pulling) -> bool:
+        load = pulling.load
+        if pulling.future is None:
+            return False  # cancelled before its turn
+        try:
+            pulling.future.result(timeout=0)
+        except CancelledError:
+            return False  # the leg was aborted; the agent says when its landing is free
+        except KvTransferFailed as error:
+            why = f"{error.reason}: {error.message}"
+            self._send(PullFailed(self._rank, load.leg, error.default_reason, why))
+            return False  # likewise
+        caches = self._caches
+        num_bytes = len(load.block_ids) * caches.num_layers * caches.block_bytes
+        if failpoints.hit("decode.pulled") == "zero-kv":
+            landed = self._agent.landing(load.landing)[:num_bytes]
+            landed[:] = 0
+            caches.scatter(landed, load.block_ids)
+        self._clear(load.landing.offset)  # each range was scattered before the pull was over
+        if not pulling.is_cancelled:
+            duration_s = time.monotonic() - pulling.started
+            self._arrived[load.leg] = _Arrived(num_bytes, duration_s)
+        return not pulling.is_cancelled
+
+    def _clear(self, offset: int) -> None:
+        """The landing range at `offset` is free; said once, whoever learns it first."""
+        leg = self._landings.pop(offset, None)
+        if leg is not None:
+            self._send(LandingClear(self._rank, leg))

@@ -1,0 +1,47 @@
+"""What is told of a vLLM engine's jobs, and what is done about it, beside the outputs that the host sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdmesh.engine.base import FinishReason, Output, TokenLogprob
+from pdmesh.engine.vllm.messages import (
+    LandingClear,
+    Opened,
+    PullFailed,
+    Received,
+    Staged,
+    StageFailed,
+    TicketEnded,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """vLLM drew tokens for a leg; `error` says that it failed the request instead."""
+
+    leg: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob] = ()
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+    is_error: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseTicket:
+    """Effect: tell every rank that nobody will pull this ticket."""
+
+    ticket_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequest:
+    """Effect: tell vLLM that the leg is over."""
+
+    leg: int
+
+
+Effect = Output | ReleaseTicket | CancelRequest
+Fact = Drawn | Opened | Staged | StageFailed | TicketEnded | Received | PullFailed | LandingClear

@@ -1,0 +1,318 @@
+"""Leak test: many requests with random disconnects and killed instances, and then everything must be back to zero (I4).
+
+    python -m loadtests.leak --requests 100000 --out loadtests/results/leak-DATE.json
+
+Two gateways (one hands KV on whole, one per layer), two prefills, two decodes on the sim engine, as real processes. A part of the
+clients go away at random moments by FIN or RST; prefill-1 and decode-1 are killed again and again. prefill-0 and decode-0
+live through all of it: whatever a request leaves behind piles up in them and in the gateways.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from loadtests.client import http_request
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.launcher.spec import MeshSpec
+
+_RST: Final = struct.pack("ii", 1, 0)
+_GIVE_UP_SHARE: Final = 0.4
+_CLIENT_TIMEOUT_S: Final = 60.0
+_QUIESCE_S: Final = 20.0  # ticket lease 10 s, registry lease 3 s, the answer to a killed peer
+_SURVIVORS: Final = ("prefill-0", "decode-0", "gateway-0", "gateway-1")
+_FILE_SLACK: Final = 8  # connections between processes that were replaced in between
+# Gauges of a process that are zero when it holds nothing for any request.
+_ZERO: Final = (
+    "pdmesh_slots_used",
+    "pdmesh_kv_tickets",
+    "pdmesh_kv_staging_bytes_used",
+    "pdmesh_kv_landing_bytes_used",
+    "pdmesh_kv_retrievals",
+    "pdmesh_kv_pulls_queued",
+    "pdmesh_gateway_waiting",
+    "pdmesh_requests_in_flight",
+    "pdmesh_gateway_legs",
+)
+
+
+@dataclass(slots=True)
+class Report:
+    num_requests: int = 0
+    num_given_up: int = 0
+    num_kills: int = 0
+    duration_s: float = 0.0
+    outcomes: dict[str, int] = field(default_factory=dict)
+    seconds_until_idle: float = 0.0
+    held: dict[str, dict[str, float]] = field(default_factory=dict)  # what is left, by process
+    blocks: dict[str, tuple[float, float]] = field(default_factory=dict)  # free before, after
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    rss_mib: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def leaks(self) -> list[str]:
+        found = [f"{name} holds {rest}" for name, rest in self.held.items()]
+        found += [f"{n}: {a} of {b} blocks free" for n, (b, a) in self.blocks.items() if a != b]
+        return found + [
+            f"{name}: {after} files, {before} before"
+            for name, (before, after) in self.files.items()
+            if after > before + _FILE_SLACK
+        ]
+
+
+@contextlib.asynccontextmanager
+async def leak_mesh(directory: Path) -> AsyncIterator[Mesh]:
+    spec = MeshSpec(
+        engine="sim",
+        num_prefill=2,
+        num_decode=2,
+        num_gateways=2,
+        http_port=0,
+        grpc_port=0,
+        start_timeout_s=120,
+        env={
+            "PDMESH_SIM_LAW": "zero",
+            "PDMESH_PREFILL_NUM_SLOTS": "32",
+            "PDMESH_DECODE_NUM_SLOTS": "32",
+            "PDMESH_LOG_LEVEL": "warning",
+        },
+        service_env={"gateway-1": {"PDMESH_KV_TRANSFER": "per_layer"}},
+    )
+    async with Mesh(spec, directory) as mesh:
+        yield mesh
+
+
+def bodies(rng: random.Random, count: int = 200) -> list[bytes]:
+    """Prompts of one token to many blocks; a third repeat the beginning of another."""
+    shared = [rng.randrange(40, 120) for _ in range(700)]
+    made: list[bytes] = []
+    for _ in range(count):
+        length = rng.choice((1, 63, 64, 65, rng.randrange(1, 300), rng.randrange(300, 1000)))
+        prompt = [rng.randrange(40, 120) for _ in range(length)]
+        if rng.random() < 1 / 3:
+            prompt[: length // 2] = shared[: length // 2]
+        body = {
+            "model": "default",
+            "prompt": prompt,
+            "max_tokens": rng.choice((1, 2, 5, rng.randrange(1, 40))),
+            "stream": True,
+        }
+        made.append(json.dumps(body).encode())
+    return made
+
+
+class Clients:
+    """`run` sends `count` requests over `concurrency` connections at a time, each on one of its own or a kept one."""
+
+    def __init__(self, url: str, report: Report, seed: int) -> None:
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        self._host, self._port = parts.hostname, parts.port
+        self._rng = random.Random(seed)
+        self._requests = [
+            http_request(self._host, self._port, "/v1/completions", body)
+            for body in bodies(self._rng)
+        ]
+        self._report = report
+        self._left = 0
+
+    async def run(self, count: int, concurrency: int) -> None:
+        self._left = count
+        await asyncio.gather(*(self._client() for _ in range(concurrency)))
+
+    async def _client(self) -> None:
+        connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        while self._left > 0:
+            self._left -= 1
+            self._report.num_requests += 1
+            try:
+                if connection is None:
+                    connection = await asyncio.open_connection(self._host, self._port)
+                async with asyncio.timeout(_CLIENT_TIMEOUT_S):
+                    outcome = await self._request(*connection)
+            except (OSError, asyncio.IncompleteReadError):
+                outcome = "cut"
+            except TimeoutError:
+                outcome = "hung"
+            outcomes = self._report.outcomes
+            outcomes[outcome] = outcomes.get(outcome, 0) + 1
+            if outcome not in {"done", "error"}:
+                if connection is not None:
+                    await _close(connection[1])
+                connection = None
+            if outcome == "cut":
+                await asyncio.sleep(0.02)
+        if connection is not None:
+            await _close(connection[1])
+
+    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        writer.write(self._rng.choice(self._requests))
+        if self._rng.random() < _GIVE_UP_SHARE:
+            return await self._give_up(reader, writer)
+        head = await reader.readuntil(b"\r\n\r\n")
+        if not head.startswith(b"HTTP/1.1 200"):
+            writer.close()
+            return "refused"
+        body = await reader.readuntil(b"\r\n0\r\n\r\n")
+        return "done" if b"[DONE]" in body else "error"
+
+    async def _give_up(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        """After a random time, or some bytes of the answer; politely or not."""
+        self._report.num_given_up += 1
+        if self._rng.random() < 0.5:
+            await asyncio.sleep(self._rng.expovariate(1 / 0.01))
+        else:
+            await reader.read(self._rng.randrange(1, 2000))
+        if self._rng.random() < 0.5:
+            sock: socket.socket = writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RST)
+        writer.close()
+        return "given up"
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+
+
+async def _kill_often(mesh: Mesh, every_s: float, report: Report) -> None:
+    for name in _alternate("prefill-1", "decode-1"):
+        await asyncio.sleep(every_s)
+        with contextlib.suppress(KeyError):
+            mesh.kill(name, signal.SIGKILL)
+            report.num_kills += 1
+        await mesh.wait_ready([name], timeout_s=60)
+
+
+def _alternate(*names: str) -> Any:
+    while True:
+        yield from names
+
+
+def gauges(mesh: Mesh, process: str) -> dict[str, float]:
+    """Sum of each metric's samples at /metrics."""
+    url = f"http://{mesh.ops_address(process)}/metrics"
+    found: dict[str, float] = {}
+    with urllib.request.urlopen(url, timeout=5) as response:
+        for line in response.read().decode().splitlines():
+            if line and not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                key = name.partition("{")[0]
+                found[key] = found.get(key, 0.0) + float(value)
+    return found
+
+
+def _is_zero_at_rest(metric: str) -> bool:
+    """The exporter adds a unit to some names, and counters share a beginning with gauges."""
+    return any(metric == zero or metric.startswith(f"{zero}_bytes") for zero in _ZERO) or (
+        metric.removesuffix("_ratio") in _ZERO
+    )
+
+
+def held(mesh: Mesh) -> dict[str, dict[str, float]]:
+    rest: dict[str, dict[str, float]] = {}
+    for process in (*_SURVIVORS, "prefill-1", "decode-1"):
+        left = {n: v for n, v in gauges(mesh, process).items() if _is_zero_at_rest(n) and v}
+        if left:
+            rest[process] = left
+    return rest
+
+
+def _of_processes(mesh: Mesh) -> tuple[dict[str, float], dict[str, int], dict[str, float]]:
+    blocks = {
+        name: sum(v for n, v in gauges(mesh, name).items() if n.startswith("pdmesh_kv_blocks_free"))
+        for name in ("prefill-0", "decode-0")
+    }
+    files = {name: len(list(Path(f"/proc/{mesh.pid(name)}/fd").iterdir())) for name in _SURVIVORS}
+    pages = {
+        name: int(Path(f"/proc/{mesh.pid(name)}/statm").read_text().split()[1])
+        for name in _SURVIVORS
+    }
+    return (
+        blocks,
+        files,
+        {n: round(p * os.sysconf("SC_PAGE_SIZE") / 2**20, 1) for n, p in pages.items()},
+    )
+
+
+async def leak_test(
+    mesh: Mesh, *, count: int, concurrency: int, kill_every_s: float, seed: int
+) -> Report:
+    report = Report()
+    warm = Report()
+    await Clients(mesh.http_url, warm, seed + 1).run(min(count, 1000), concurrency)
+    await _until_nothing_held(mesh)
+    blocks, files, rss = _of_processes(mesh)
+    started = time.monotonic()
+    killer = asyncio.create_task(_kill_often(mesh, kill_every_s, report))
+    try:
+        await Clients(mesh.http_url, report, seed).run(count, concurrency)
+    finally:
+        killer.cancel()
+        await asyncio.wait([killer])
+    report.duration_s = round(time.monotonic() - started, 1)
+    await mesh.wait_ready(timeout_s=60)
+    report.seconds_until_idle = round(await _until_nothing_held(mesh), 2)
+    report.held = held(mesh)
+    now = _of_processes(mesh)
+    report.blocks = {n: (v, now[0][n]) for n, v in blocks.items()}
+    report.files = {n: (v, now[1][n]) for n, v in files.items()}
+    report.rss_mib = {n: (v, now[2][n]) for n, v in rss.items()}
+    return report
+
+
+async def _until_nothing_held(mesh: Mesh) -> float:
+    """Seconds; at most the time in which everything must have been given back."""
+    began = time.monotonic()
+    while held(mesh) and time.monotonic() < began + _QUIESCE_S:
+        await asyncio.sleep(0.1)
+    return time.monotonic() - began
+
+
+async def _main(arguments: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(prefix="pdmesh-leak-") as directory:
+        async with leak_mesh(Path(directory)) as mesh:
+            report = await leak_test(
+                mesh,
+                count=arguments.requests,
+                concurrency=arguments.concurrency,
+                kill_every_s=arguments.kill_every_s,
+                seed=arguments.seed,
+            )
+    result = {"arguments": vars(arguments), **asdict(report), "leaks": report.leaks}
+    text = json.dumps(result, indent=2, default=str)
+    print(text)
+    if arguments.out:
+        Path(arguments.out).write_text(text + "\n")
+    return 1 if report.leaks or report.outcomes.get("hung") else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--concurrency", type=int, default=48)
+    parser.add_argument("--kill-every-s", type=float, default=15.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", default="")
+    return asyncio.run(_main(parser.parse_args(argv)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

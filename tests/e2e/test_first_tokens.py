@@ -1,0 +1,56 @@
+"""Token 1 in the place of its stand-in, in vLLM's own request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.req("S48"),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+]
+
+BLOCK = 4
+
+
+def request(prompt: list[int]) -> Any:
+    """vLLM's own type, imported late: it takes its time, and warns."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    return Request("k", prompt, SamplingParams(max_tokens=4), None, block_hasher=hasher)
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 8])
+@pytest.mark.parametrize("is_token_first", [False, True])
+def test_the_request_is_as_if_the_token_had_been_known(length: int, is_token_first: bool) -> None:
+    from pdmesh.engine.vllm.first_tokens import EarlyRequests
+
+    prompt = list(range(10, 10 + length - 1))
+    expected, early = request([*prompt, 77]), request([*prompt, 0])
+    requests = EarlyRequests(BLOCK)
+    if is_token_first:
+        assert requests.tell(5, 77) is None
+        assert requests.add(5, early)
+    else:
+        assert not requests.add(5, early)
+        assert requests.tell(5, 77) == "k"
+    assert early.prompt_token_ids == expected.prompt_token_ids
+    assert list(early.all_token_ids) == list(expected.all_token_ids)
+    assert early.block_hashes == expected.block_hashes
+    early.append_output_token_ids([1, 2, 3, 4])
+    expected.append_output_token_ids([1, 2, 3, 4])
+    assert early.block_hashes == expected.block_hashes
+
+
+def test_ranks_tell_the_same() -> None:
+    from pdmesh.engine.vllm.first_tokens import FirstTokens
+
+    both = FirstTokens({1: 5}).aggregate(FirstTokens({1: 5, 2: 6}))
+    assert both.by_leg == {1: 5, 2: 6}
