@@ -20,6 +20,7 @@ from pdmesh.core.placement import Placement
 from pdmesh.core.placement_baselines import POLICIES
 from pdmesh.core.placement_policies import Weights
 from pdmesh.core.prefix_index import PrefixIndex
+from pdmesh.core.scenario_stats import Scenarios
 from pdmesh.events.v1.events_pb2 import LeaderChanged
 from pdmesh.kv.index_feed import IndexFeed
 from pdmesh.kv.index_sources import IndexSource
@@ -37,6 +38,7 @@ from pdmesh.telemetry import metrics, names
 from pdmesh.v1 import scheduler_service_pb2
 from pdmesh.v1.common_pb2 import InstanceRecord
 from services.master_scheduler.fleet_feed import FleetFeed
+from services.master_scheduler.scenario_feed import ScenarioFeed
 from services.master_scheduler.servicer import SchedulerServicer
 from services.master_scheduler.settings import Settings
 
@@ -86,6 +88,7 @@ class Master:
             self._publisher,
             lambda: self.election.is_leader,
         )
+        self._scenario_feed = ScenarioFeed(Scenarios(), self.fleet, bus)
         self._presence = Presence(
             registry,
             self._publisher,
@@ -111,6 +114,7 @@ class Master:
         await self._index_feed.start()
         self._spawn(self._index_feed.run())
         self._spawn(self._fleet_feed.run())
+        self._spawn(self._scenario_feed.run())
         self._server = rpc.server()
         service = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
         rpc.add_service(self._server, service, self._servicer)

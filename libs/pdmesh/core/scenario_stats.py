@@ -1,0 +1,132 @@
+"""What each scenario's requests take, and what its instances could carry: T_p, T_d, xi, TPOT, hit rate and the terms of Phi (S2, S138).
+
+Means over the last requests of a scenario, weighted so that the newest counts most; the rate over a window of time. T_p is from
+a prefill's acceptance to token 1, T_d the rest of the answer, xi what of T_d the KV transfer took. Everything is bounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdmesh.core.fleet import Instance, Role
+
+MAX_SCENARIOS: Final = 256
+_WEIGHT: Final = 0.05  # of the newest request, once twenty were seen
+_WINDOW_S: Final = 30.0
+_MAX_ENDS: Final = 100_000  # in the window, per scenario: rates beyond are understated
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """One completed request. Times in seconds; `queue_s`: until a prefill accepted, `ttft_s`: from submission on."""
+
+    scenario: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    queue_s: float
+    ttft_s: float
+    e2e_s: float
+    transfer_s: float
+
+
+@dataclass(slots=True)
+class ScenarioStats:
+    """Seconds, shares. `num` requests were seen in all."""
+
+    num: int = 0
+    t_p: float = 0.0
+    t_d: float = 0.0
+    xi: float = 0.0
+    tpot: float = 0.0
+    ttft: float = 0.0
+    hit_share: float = 0.0
+    _ends: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_ENDS))
+
+    @property
+    def t_p_share(self) -> float:
+        """Of T_p in E2E: what the ratio of prefills to decodes is steered by (S29)."""
+        total = self.t_p + self.t_d
+        return self.t_p / total if total else 0.0
+
+    def add(self, request: Finished, now: float) -> None:
+        self.num += 1
+        weight = max(_WEIGHT, 1 / self.num)
+        decode_s = max(0.0, request.e2e_s - request.ttft_s)
+        self.t_p += weight * (max(0.0, request.ttft_s - request.queue_s) - self.t_p)
+        self.t_d += weight * (decode_s - self.t_d)
+        self.xi += weight * (request.transfer_s - self.xi)
+        self.ttft += weight * (request.ttft_s - self.ttft)
+        if request.num_output_tokens > 1:
+            per_token = max(0.0, decode_s - request.transfer_s) / (request.num_output_tokens - 1)
+            self.tpot += weight * (per_token - self.tpot)
+        if request.num_prompt_tokens:
+            share = request.num_cached_tokens / request.num_prompt_tokens
+            self.hit_share += weight * (share - self.hit_share)
+        self._ends.append(now)
+
+    def rate_per_s(self, now: float) -> float:
+        """Completed requests, over the window."""
+        while self._ends and self._ends[0] < now - _WINDOW_S:
+            self._ends.popleft()
+        return len(self._ends) / _WINDOW_S
+
+
+@dataclass(frozen=True, slots=True)
+class Phi:
+    """Throughput per instance (S2): min of the three rates over n_p + n_d. Rates in requests/s; inf where nothing is known."""
+
+    arriving: float
+    prefill: float  # n_p b_p / T_p
+    decode: float  # n_d b_d / T_d
+    num_instances: int
+
+    @property
+    def value(self) -> float:
+        least = min(self.arriving, self.prefill, self.decode)
+        return least / self.num_instances if self.num_instances else 0.0
+
+    @property
+    def bottleneck(self) -> str:
+        terms = {"arrivals": self.arriving, "prefill": self.prefill, "decode": self.decode}
+        return min(terms, key=terms.__getitem__)
+
+
+@dataclass(slots=True)
+class Scenarios:
+    """By name; beyond the bound the one that was silent longest is forgotten."""
+
+    _stats: OrderedDict[str, ScenarioStats] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._stats)
+
+    def handle(self, request: Finished, now: float) -> None:
+        stats = self._stats.get(request.scenario)
+        if stats is None:
+            stats = self._stats[request.scenario] = ScenarioStats()
+        stats.add(request, now)
+        self._stats.move_to_end(request.scenario)
+        while len(self._stats) > MAX_SCENARIOS:
+            self._stats.popitem(last=False)
+
+    def items(self) -> list[tuple[str, ScenarioStats]]:
+        return sorted(self._stats.items())
+
+    def phi(self, scenario: str, instances: Iterable[Instance], now: float) -> Phi:
+        """With the slots of the scenario's usable instances as n b."""
+        stats = self._stats.get(scenario, ScenarioStats())
+        slots = {Role.PREFILL: 0, Role.DECODE: 0}
+        count = 0
+        for instance in instances:
+            role = instance.identity.role
+            if instance.identity.scenario == scenario and role in slots and instance.is_usable:
+                slots[role] += instance.num_slots
+                count += 1
+        prefill = slots[Role.PREFILL] / stats.t_p if stats.t_p else math.inf
+        decode = slots[Role.DECODE] / stats.t_d if stats.t_d else math.inf
+        return Phi(stats.rate_per_s(now), prefill, decode, count)
