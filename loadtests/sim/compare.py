@@ -227,6 +227,12 @@ _HEAD: Final = "| policy | reuse % | tokens | TTFT mean ms | p50 | p95 | p99 | E
 _RULE: Final = "|---|" + "---|" * len(_COLUMNS)
 
 
+def _num_seeds(case: Case, policy: str, options: argparse.Namespace) -> int:
+    is_short = case.is_trace and policy not in ("default", "kv_router")
+    num_seeds: int = options.seeds
+    return int(options.trace_seeds or num_seeds) if is_short else num_seeds
+
+
 def _play(job: tuple[str, str, int, str]) -> Outcome:
     case, policy, seed, traces = job
     return play(BY_NAME[case], policy, seed, Path(traces))
@@ -240,6 +246,9 @@ def main() -> None:
     parser.add_argument("--cases", default="", help="comma-separated; default: all that can run")
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--trace-seeds", type=int, help="of all but default and kv_router, on a trace; default: all"
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write OUT.json, OUT.md and OUT.png")
     options = parser.parse_args()
@@ -254,7 +263,7 @@ def main() -> None:
         (case.name, policy, seed, str(options.traces))
         for case in cases
         for policy in options.policies.split(",")
-        for seed in range(1, options.seeds + 1)
+        for seed in range(1, _num_seeds(case, policy, options) + 1)
     ]
     progress = Progress(len(jobs))
     outcomes = []

@@ -56,7 +56,7 @@ class Master:
         self._settings, self._app, self._view = settings, app, view
         self._publisher = EventPublisher(bus, app.instance_id, app.incarnation)
         self.index = PrefixIndex(max_blocks=settings.max_blocks)
-        self.fleet = Fleet()
+        self.fleet, self.scenarios = Fleet(), Scenarios()
         groups = GroupTracker()
         placement = Placement(
             self.fleet,
@@ -88,7 +88,7 @@ class Master:
             self._publisher,
             lambda: self.election.is_leader,
         )
-        self._scenario_feed = ScenarioFeed(Scenarios(), self.fleet, bus)
+        self._scenario_feed = ScenarioFeed(self.scenarios, self.fleet, bus)
         self._presence = Presence(
             registry,
             self._publisher,

@@ -19,6 +19,7 @@ from pdmesh.events.v1.events_pb2 import (
     InstanceHealth,
     InstanceLoad,
     LeaderChanged,
+    RequestFinished,
 )
 from pdmesh.lifecycle import App
 from pdmesh.net import rpc, subjects
@@ -28,7 +29,7 @@ from pdmesh.net.health_board import HealthBoard
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsLease, NatsRegistry
 from pdmesh.net.tasks import end
-from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, InstanceRecord
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, InstanceRecord, Usage
 from pdmesh.v1.scheduler_service_pb2 import (
     HEALTH_HEALTHY,
     ListGroupsRequest,
@@ -153,6 +154,56 @@ async def test_loads_and_verdicts_reach_the_plan(leader: Running, bus: NatsBus) 
     await until(lambda: not fleet.instances["prefill-1"].is_usable)
     prefills = (await leader.plan(query())).results[0].prefills
     assert [c.instance_id for c in prefills] == ["prefill-0"]
+
+
+@pytest.mark.req("S93", "S107")
+async def test_a_report_settles_bookings_by_id_and_teaches_the_predictor(
+    leader: Running, bus: NatsBus
+) -> None:
+    fleet = leader.master.fleet
+    plan = (await leader.plan(query(request_id="r7"))).results[0]
+    first, second = (c.instance_id for c in plan.prefills)
+    assert fleet.instances[first].used_slots() == 1
+    await EventPublisher(bus, second, 5).publish(
+        subjects.instance_load(second),
+        InstanceLoad(
+            num_slots=8,
+            num_slots_used=1,
+            num_kv_blocks_free=990,
+            admitted_request_ids=["r7"],
+            computed=[
+                InstanceLoad.Computed(request_id="r6", num_tokens=128, seconds=0.25),
+            ],
+        ),
+    )
+    await until(lambda: fleet.instances[second].num_slots_used == 1)
+    assert (
+        fleet.instances[first].used_slots() == 0
+    )  # the first refused it, as no report of its own says
+    ((_, fit),) = fleet.predictor.fits()
+    assert fit.num_observed == 1
+    assert fit.predict_s(128, 0) == pytest.approx(0.25, rel=0.1)
+
+
+@pytest.mark.req("S2", "S138")
+async def test_what_gateways_say_of_requests_becomes_the_scenarios_numbers(
+    leader: Running, bus: NatsBus
+) -> None:
+    publisher = EventPublisher(bus, "gateway-0", 1)
+    usage = Usage(num_prompt_tokens=100, num_cached_tokens=50, num_completion_tokens=11)
+    for outcome in ("failed", "completed"):
+        event = RequestFinished(
+            scenario="default", outcome=outcome, usage=usage, queue_ms=100, ttft_ms=300, e2e_ms=1400,
+            kv_transfer_ms=100,
+        )  # fmt: skip
+        await publisher.publish(subjects.request_finished("gateway-0"), event)
+    scenarios = leader.master.scenarios
+    await until(lambda: bool(scenarios.items()))
+    ((name, stats),) = scenarios.items()
+    assert (name, stats.num) == ("default", 1)
+    assert (stats.t_p, stats.tpot, stats.hit_share) == pytest.approx((0.2, 0.1, 0.5))
+    phi = scenarios.phi("default", leader.master.fleet.instances.values(), time.monotonic())
+    assert (phi.prefill, phi.decode) == pytest.approx((16 / 0.2, 16 / 1.1))
 
 
 @pytest.mark.fault("F11")
