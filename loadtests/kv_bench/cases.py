@@ -1,7 +1,8 @@
 """What is moved: a prompt's KV in randomly scattered blocks of every layer, as a paged cache holds it.
 
 The shape is that of an 8B model with grouped-query attention in 16-bit (32 layers, 8 KV heads of 128): 16 tokens' K or V
-of one layer are one block of 32 KiB, a token is 128 KiB. The law of computation is that model's prefill on one device.
+of one layer are one block of 32 KiB, a token is 128 KiB. The law of computation is that model's prefill
+on one device: so many tokens a second, and never less than it takes to read the weights.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ NUM_LAYERS: Final = 32
 BLOCK_BYTES: Final = 32 << 10
 TOKEN_BYTES: Final = 128 << 10
 TOKENS_PER_S: Final = 8000.0
+WEIGHTS_S: Final = 0.008  # to read the model once, however short the prompt
 FINGERPRINT: Final = "kv-bench"
 
 # In one round all modes run in this order for each size: ratios are taken within a round.
@@ -76,7 +78,7 @@ def layout_of(num_bytes: int) -> KvLayout:
 
 def layer_compute_s(num_bytes: int) -> float:
     """How long the model computes one layer of a prompt with so much KV."""
-    return num_bytes / TOKEN_BYTES / TOKENS_PER_S / NUM_LAYERS
+    return max(num_bytes / TOKEN_BYTES / TOKENS_PER_S, WEIGHTS_S) / NUM_LAYERS
 
 
 class PagedCache:

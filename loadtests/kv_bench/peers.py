@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +20,10 @@ TRANSPORTS_OF: Final[Mapping[str, tuple[str, ...]]] = {"nixl": ("tcp", "shm"), "
 
 
 class Peer:
-    """One library's two processes over one transport. `is_there` is False if they did not start."""
+    """One library's two processes over one transport. `is_there` is False if they did not start.
+
+    They are stopped while others are measured: nixl's progress threads poll without end and would take a core.
+    """
 
     def __init__(self, name: str, python: Path, transport: str, largest: int) -> None:
         load_library()  # nixl moves over UCX: with our settings
@@ -31,9 +36,11 @@ class Peer:
             stderr=subprocess.DEVNULL,
             text=True,
             env=environment,
+            start_new_session=True,
         )
         assert self._process.stdout is not None
         self.is_there = self._process.stdout.readline().strip() == "ready"
+        self._signal(signal.SIGSTOP)
 
     def run_ms(self, kind: str, num_bytes: int) -> float | None:
         """None if it failed."""
@@ -41,17 +48,20 @@ class Peer:
             return None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._signal(signal.SIGCONT)
         self._process.stdin.write(f"{kind} {num_bytes}\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline().strip()
+        self._signal(signal.SIGSTOP)
         self.is_there = bool(answer)
         return float(answer) if answer and answer != "failed" else None
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """Both processes: the peer's source is of its group."""
+        self._signal(signal.SIGKILL)
+        with self._process:  # closes its pipes and waits
+            pass
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from loadtests.kv_bench import cases
 from loadtests.kv_bench.cases import Command, PagedCache
 from pdmesh.core.arena import ArenaRange
-from pdmesh.core.kv_layout import CHUNK_BYTES, LAYER_CHUNK_BYTES, KvLayout
+from pdmesh.core.kv_layout import CHUNK_BYTES, KvLayout
 from pdmesh.core.ticket import Ticket
 from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent, TicketClosed
 from pdmesh.kv.agent_thread import AgentThread
@@ -69,13 +69,6 @@ class TimedTransport(UcxTransport):
             on_done(is_ok)
 
         super().watch(request, done, buffer)
-
-
-def _chunk_bytes(command: Command) -> int:
-    if command.mode == cases.WHOLE:
-        return _UNCUT
-    is_whole = command.mode in (cases.CHUNKED, cases.WHOLE_COMPUTED)
-    return command.chunk_bytes or (CHUNK_BYTES if is_whole else LAYER_CHUNK_BYTES)
 
 
 @dataclass
@@ -133,7 +126,9 @@ class Sender:
             staging,
             layout,
             _LEASE_S,
-            chunk_bytes=_chunk_bytes(command),
+            chunk_bytes=_UNCUT
+            if command.mode == cases.WHOLE
+            else command.chunk_bytes or CHUNK_BYTES,
         )
         self.tell()
         return times
@@ -146,7 +141,7 @@ class Sender:
         views = np.split(self.agent.staging(staging), layout.num_layers)
         times = Times(started=time.monotonic())
         self.agent.open(
-            ticket_id, "r", 1, staging, layout, _LEASE_S, chunk_bytes=_chunk_bytes(command)
+            ticket_id, "r", 1, staging, layout, _LEASE_S, chunk_bytes=command.chunk_bytes or None
         )
         self.tell()
         is_computed = command.mode == cases.LAYERS_COMPUTED

@@ -56,7 +56,7 @@ def _head(command: str, rounds: int) -> Iterator[str]:
     yield (
         "Medians over rounds, lowest and highest in brackets; ratios are of two measurements of the same round. "
         f"{cases.NUM_LAYERS} layers, blocks of {cases.BLOCK_BYTES >> 10} KiB in random order, "
-        f"prefill at {cases.TOKENS_PER_S:.0f} tokens/s of {cases.TOKEN_BYTES >> 10} KiB. "
+        f"prefill at {cases.TOKENS_PER_S:.0f} tokens/s of {cases.TOKEN_BYTES >> 10} KiB, at least {cases.WEIGHTS_S * 1e3:.0f} ms. "
         "Ours includes xxh3 checksums on both sides; the baselines and peers have none."
     )
     yield ""

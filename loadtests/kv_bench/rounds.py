@@ -12,7 +12,7 @@ from typing import Final
 from loadtests.kv_bench import cases, peers, yardsticks
 from loadtests.kv_bench.pair import Pair, pair
 
-_WIRE_BYTES: Final = 256 << 20  # moved per wire measurement, in up to _WIRE_REPEATS messages
+_WIRE_BYTES: Final = 512 << 20  # moved per wire measurement, in up to _WIRE_REPEATS messages
 _WIRE_REPEATS: Final = 32
 _QUICK_REPEATS: Final = 3  # of transfers below 16 MiB: one is within the scheduler's noise
 
@@ -74,6 +74,7 @@ def measure(plan: Plan, say: Callable[[str], None]) -> list[Row]:
 def _ours(both: Pair, num_bytes: int, number: int, transport: str) -> Iterator[Row]:
     for mode in cases.MODES:
         if mode == cases.WIRE:
+            both.run(mode, num_bytes)  # perftest warms up too
             sample = both.run(mode, num_bytes, repeats=repeats_of(num_bytes))
             yield Row(number, transport, num_bytes, mode, **asdict(sample))
             continue

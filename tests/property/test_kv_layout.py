@@ -234,3 +234,14 @@ def test_strided_caches_are_refused() -> None:
     cache = np.zeros((8, 16), np.uint8)[:, ::2]
     with pytest.raises(ValueError, match="contiguous"):
         gather([cache], [0], np.zeros(8, np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("total_bytes", "chunk_bytes"),
+    [(32 << 10, 64 << 10), (1 << 20, 128 << 10), (8 << 20, 1 << 20), (256 << 20, 2 << 20)],
+)
+@pytest.mark.req("S48")
+def test_little_of_a_prompt_is_left_to_move_when_its_last_layer_is_there(
+    total_bytes: int, chunk_bytes: int
+) -> None:
+    assert KvLayout(32, 1, total_bytes // 32).layer_chunk_bytes == chunk_bytes

@@ -73,6 +73,10 @@ def test_the_model_computes_a_token_in_its_time() -> None:
     assert seconds * cases.TOKENS_PER_S == pytest.approx(64 * MIB / cases.TOKEN_BYTES)
 
 
+def test_a_short_prompt_takes_as_long_as_the_weights() -> None:
+    assert cases.layer_compute_s(MIB) * cases.NUM_LAYERS == pytest.approx(cases.WEIGHTS_S)
+
+
 def test_a_size_of_broken_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="whole blocks"):
         cases.layout_of(MIB + 1)

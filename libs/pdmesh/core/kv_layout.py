@@ -11,9 +11,14 @@ from functools import lru_cache
 from typing import Final
 
 MAX_SPANS: Final = 512  # of one part: what one message can name
-# A pull is cut into parts of at most this many bytes, so that gather, wire and scatter overlap. Chosen by measurement.
+# A pull is cut into parts of at most this many bytes, so that gather, wire and scatter overlap. By measurement
+# (docs/adr/0006): smaller parts cost wake-ups, larger ones overlap less.
 CHUNK_BYTES: Final = 4 << 20  # the whole prompt is staged
 LAYER_CHUNK_BYTES: Final = 2 << 20  # layers are staged while later ones are computed
+_LAYER_PARTS: Final = (
+    8  # so that little of a short prompt is left to move when its last layer is there
+)
+_MIN_LAYER_CHUNK_BYTES: Final = 64 << 10
 
 DTYPE_BYTES: Final = {
     "float32": 4,
@@ -99,6 +104,11 @@ class KvLayout:
     @property
     def total_bytes(self) -> int:
         return self.num_layers * self.num_blocks * self.block_bytes
+
+    @property
+    def layer_chunk_bytes(self) -> int:
+        """The parts of a pull that follows the computation, layer by layer."""
+        return max(_MIN_LAYER_CHUNK_BYTES, min(LAYER_CHUNK_BYTES, self.total_bytes // _LAYER_PARTS))
 
     def offset(self, layer: int, block: int) -> int:
         """Where a block of a layer begins. With more than one head a block is in as many places."""

@@ -18,7 +18,7 @@ import structlog
 from pdmesh.core import pull_events as rx
 from pdmesh.core import ticket_events as tx
 from pdmesh.core.arena import ArenaRange
-from pdmesh.core.kv_layout import CHUNK_BYTES, LAYER_CHUNK_BYTES, KvLayout
+from pdmesh.core.kv_layout import CHUNK_BYTES, KvLayout
 from pdmesh.core.quarantine import Quarantine
 from pdmesh.core.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
@@ -143,13 +143,14 @@ class KvAgent:
         layout: KvLayout,
         lease_s: float,
         *,
-        chunk_bytes: int = LAYER_CHUNK_BYTES,
+        chunk_bytes: int | None = None,
     ) -> None:
         """Serve pulls of a prompt whose layers are yet to come: each waits until its bytes are `ready`.
 
         Until all are, the caller writes the range, and must end the ticket: by the last layer or by `release`.
         Raises ValueError if the ticket is open already, the range is too short or the layout is not ours.
         """
+        chunk_bytes = chunk_bytes or layout.layer_chunk_bytes
         self._sender.open(ticket_id, attempt, r, layout, lease_s, chunk_bytes)
 
     def ready(self, ticket_id: str, num_layers: int) -> None:

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from pdmesh.core.arena import ArenaRange
-from pdmesh.core.kv_layout import CHUNK_BYTES, LAYER_CHUNK_BYTES, KvLayout
+from pdmesh.core.kv_layout import CHUNK_BYTES, KvLayout
 from pdmesh.core.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent import AgentStats, KvAgent, OnRange, PullResult
@@ -54,7 +54,7 @@ class AgentThread:
         layout: KvLayout,
         lease_s: float,
         *,
-        chunk_bytes: int = LAYER_CHUNK_BYTES,
+        chunk_bytes: int | None = None,
     ) -> Future[None]:
         """As `KvAgent.open`; the future has its ValueError. A pull that comes later finds the ticket."""
         agent = self._running()
