@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from pdmesh.core.arena import ArenaRange
-from pdmesh.core.kv_layout import KvLayout
+from pdmesh.core.kv_layout import CHUNK_BYTES, KvLayout
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent import (
     AgentHooks,
@@ -373,7 +373,8 @@ async def test_a_fetch_brings_what_the_pool_holds_of_the_beginning(
         assert pair.sender_events == [], "no ticket of an engine's"
         assert pair.receiver_events == []
         sent = pair.sender.stats().messages_sent["meta"]
-        assert sent <= max(1, -(-num_held * block_bytes // (6 << 20))), "one META a part"
+        per_part = max(1, CHUNK_BYTES // block_bytes)
+        assert sent <= max(1, -(-num_held // per_part)), "one META a part"
 
 
 @pytest.mark.fault("F34")
