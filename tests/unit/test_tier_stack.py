@@ -61,10 +61,23 @@ def check(lease: Lease, names: list[bytes], tiers: list[Tier]) -> None:
 async def test_the_host_pool_serves_what_it_holds(tmp_path: Path) -> None:
     async with running(tmp_path) as r:
         fill(r.pool, CHAIN[:4])
+        r.pool.forget(CHAIN[0])
         lease = await r.stack.fetch(CHAIN, OWNER, 1, 1.0)
         check(lease, CHAIN[1:4], [Tier.HOST] * 3)
         assert r.counts.total(Tier.HOST, TierEvent.SERVED) == 3
         lease.close()
+        lease.close()
+
+
+@pytest.mark.req("S77")
+async def test_a_lease_covers_what_the_engine_may_have_evicted_meanwhile(tmp_path: Path) -> None:
+    """The engine said that it holds three blocks. Its news may be old; what the pool has of them is pinned at no cost."""
+    async with running(tmp_path) as r:
+        await written(r, CHAIN)
+        fill(r.pool, CHAIN[1:3])
+        lease = await r.stack.fetch(CHAIN, OWNER, 3, 5.0)
+        assert lease.first == 1
+        check(lease, CHAIN[1:], [Tier.HOST] * 2 + [Tier.FILE] * 3)
         lease.close()
 
 

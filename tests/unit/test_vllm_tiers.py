@@ -156,7 +156,7 @@ class Rank:
 
         def is_answered() -> bool:
             answers[:] = [
-                m.num_blocks for m in self.said if isinstance(m, Fetched) and m.leg == leg
+                m.end - m.first for m in self.said if isinstance(m, Fetched) and m.leg == leg
             ]
             return bool(answers)
 
@@ -238,7 +238,7 @@ async def answered(client: TierClient, *answers: Fetched) -> tuple[int, int, int
 async def test_the_host_offers_what_all_ranks_hold() -> None:
     said: list[Message] = []
     client = TierClient(said.append, 2, 5.0)
-    assert await answered(client, Fetched(0, 3, 4), Fetched(1, 3, 2)) == (3, 1, 2)
+    assert await answered(client, Fetched(0, 3, 0, 4), Fetched(1, 3, 1, 3)) == (3, 1, 2)
     assert said == [Fetch(3, list(NAMES), OWNER, 1, 5.0)]
     assert client.is_idle
 
@@ -247,11 +247,11 @@ async def test_the_host_offers_what_all_ranks_hold() -> None:
 async def test_a_rank_that_has_nothing_or_does_not_answer_means_nothing_is_offered() -> None:
     said: list[Message] = []
     client = TierClient(said.append, 2, 0.0)
-    assert await answered(client, Fetched(0, 3, 4), Fetched(1, 3, 0)) is None
+    assert await answered(client, Fetched(0, 3, 1, 4), Fetched(1, 3, 1, 1)) is None
     assert said[-1] == Forget(3)
     started = time.monotonic()
-    assert await answered(client, Fetched(0, 3, 4)) is None
+    assert await answered(client, Fetched(0, 3, 1, 4)) is None
     assert time.monotonic() - started < 5
     assert said[-1] == Forget(3)
-    client.on_fetched(Fetched(1, 3, 4))  # too late, and nobody minds
+    client.on_fetched(Fetched(1, 3, 1, 4))  # too late, and nobody minds
     assert client.is_idle

@@ -254,11 +254,13 @@ class VllmEngine:
         )
 
     def _names_to_fetch(self, job: PrefillJob) -> Sequence[bytes]:
-        """Of the blocks that need not be computed, if the engine lacks any; the last token always is."""
+        """Of the blocks that need not be computed; the last token always is.
+
+        Asked for though the engine seems to hold all: what its events say may be evicted by the time of the step.
+        """
         if self._tiers is None or not job.cache_salt:
             return ()
-        names = job.block_hashes[: (len(job.prompt) - 1) // self._config.block_size]
-        return names if self._names.num_held(names) < len(names) else ()
+        return job.block_hashes[: (len(job.prompt) - 1) // self._config.block_size]
 
     def decode(self, job: DecodeJob) -> None:
         failpoints.hit("decode.accepted")

@@ -124,11 +124,12 @@ class Forget(Message):
 
 
 class Fetched(Message):
-    """Worker: so many blocks from the first one asked for are pinned."""
+    """Worker: blocks `first` to `end - 1` of the prompt are pinned."""
 
     rank: int
     leg: int
-    num_blocks: int
+    first: int
+    end: int
 
 
 class TierNews(Message):

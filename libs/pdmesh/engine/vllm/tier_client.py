@@ -27,13 +27,14 @@ GRACE_S: Final = 0.25  # for a rank's answer to get here
 @dataclass(slots=True)
 class _Asked:
     num_ranks: int
-    answered: asyncio.Future[int]  # blocks that all ranks hold
-    counts: dict[int, int] = field(default_factory=dict)  # by rank
+    answered: asyncio.Future[tuple[int, int]]  # first block that all ranks hold, and the end
+    held: dict[int, tuple[int, int]] = field(default_factory=dict)  # by rank
 
-    def on_answer(self, rank: int, count: int) -> None:
-        self.counts[rank] = count
-        if len(self.counts) == self.num_ranks and not self.answered.done():
-            self.answered.set_result(min(self.counts.values()))
+    def on_answer(self, message: Fetched) -> None:
+        self.held[message.rank] = message.first, message.end
+        if len(self.held) == self.num_ranks and not self.answered.done():
+            firsts, ends = zip(*self.held.values(), strict=True)
+            self.answered.set_result((max(firsts), min(ends)))
 
 
 class TierClient:
@@ -58,7 +59,7 @@ class TierClient:
         self, leg: int, names: Sequence[bytes], owner: bytes, first: int
     ) -> tuple[int, int, int] | None:
         """(leg, first, count) of a lease that all ranks hold; None if there is nothing, or not in time."""
-        answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        answered = asyncio.get_running_loop().create_future()
         self._asked[leg] = _Asked(self._num_ranks, answered)
         names = list(names[:MAX_NAMES])
         asks_peers = self._find is not None
@@ -66,7 +67,8 @@ class TierClient:
         count = 0
         finding = asyncio.create_task(self._tell_holders(leg, names, first))
         try:
-            count = await asyncio.wait_for(answered, self._timeout_s + GRACE_S)
+            first, end = await asyncio.wait_for(answered, self._timeout_s + GRACE_S)
+            count = max(0, end - first)
         except TimeoutError:
             pass
         finally:
@@ -91,7 +93,7 @@ class TierClient:
     def on_fetched(self, message: Fetched) -> None:
         asked = self._asked.get(message.leg)
         if asked is not None:
-            asked.on_answer(message.rank, message.num_blocks)
+            asked.on_answer(message)
 
 
 def outputs_of(news: TierNews) -> list[Output]:

@@ -185,7 +185,7 @@ class TierWorker:
             self._fetches.pop(ask.leg, None)
         with self._lock:
             self._leases[ask.leg] = lease
-        self._send(Fetched(self._rank, ask.leg, len(lease.blocks)))
+        self._send(Fetched(self._rank, ask.leg, lease.first, lease.end))
 
     # -- life ---------------------------------------------------------------------------------------
 

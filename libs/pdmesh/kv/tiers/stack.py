@@ -114,6 +114,8 @@ class TierStack:
     ) -> Lease:
         """Pin as many of the blocks from `first` on as can be had in time. Never raises but when cancelled.
 
+        The lease begins earlier where the pool has the blocks before `first`, too: the engine, which was said to hold those,
+        may have evicted some meanwhile, and a lease that does not continue what it holds is of no use.
         `find` says which peers hold blocks of `names`; it is asked beside the other tiers and must not raise.
         """
         end = self._clock() + timeout_s
@@ -125,13 +127,28 @@ class TierStack:
         compute_s = plan.num_blocks * self.costs.recompute_block_s
         try:
             await self._wait(loads, min(end - self._clock(), compute_s))
-            blocks = self.pool.pin(chain)
+            before = self._pin_backwards(names[:first])
+            blocks = before + self.pool.pin(chain)
         finally:
             for load in loads:
                 self._leave(load)
             self.pool.unpin(here, is_use=False)
         blocks = await self._without_bad(blocks)
-        return Lease(first, blocks, tiers[: len(blocks)], self.pool, self.counts)
+        tiers = [Tier.HOST] * len(before) + tiers
+        begin = first - len(before)
+        return Lease(begin, blocks, tiers[: len(blocks)], self.pool, self.counts)
+
+    def _pin_backwards(self, names: Sequence[bytes]) -> list[PinnedBlock]:
+        """The longest run at the end of `names` that is here."""
+        here = self.pool.held(names)
+        begin = len(names)
+        while begin and here >> (begin - 1) & 1:
+            begin -= 1
+        blocks = self.pool.pin(names[begin:])
+        if len(blocks) < len(names) - begin:  # another thread evicted one just now
+            self.pool.unpin([block.name for block in blocks], is_use=False)
+            return []
+        return blocks
 
     def stored(self, names: Sequence[bytes], first: int = 0) -> None:
         """The engine put these blocks into the pool; from any thread. `first` is their position in the prompt."""
