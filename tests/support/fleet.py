@@ -6,13 +6,14 @@ import os
 import re
 import urllib.request
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 from tokenizers import Tokenizer
 
 from pdmesh.engine.base import Sampling
+from pdmesh.engine.sim.model import SimParams
 from pdmesh.engine.sim.reference import sim_reference
 from pdmesh.engine.sim_tokenizer import write_sim_model
 from pdmesh.launcher.mesh import Mesh
@@ -29,7 +30,7 @@ INSTANCES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 _ENV = {"PDMESH_PREFILL_NUM_SLOTS": "48", "PDMESH_DECODE_NUM_SLOTS": "48"}
 
 
-def two_by_two(**env: str) -> MeshSpec:
+def two_by_two(service_env: Mapping[str, Mapping[str, str]] | None = None, **env: str) -> MeshSpec:
     return MeshSpec(
         engine="sim",
         num_prefill=2,
@@ -37,6 +38,7 @@ def two_by_two(**env: str) -> MeshSpec:
         http_port=0,
         grpc_port=0,
         env={**_ENV, **env},
+        service_env=service_env or {},
         start_timeout_s=60,
     )
 
@@ -46,16 +48,17 @@ class Reference:
     """What the sim model answers, computed here without a mesh."""
 
     tokenizer: Tokenizer
+    params: SimParams = field(default_factory=SimParams)
 
     @classmethod
-    def load(cls, directory: Path) -> Reference:
+    def load(cls, directory: Path, params: SimParams = SimParams()) -> Reference:  # noqa: B008
         write_sim_model(directory)
-        return cls(Tokenizer.from_file(str(directory / "tokenizer.json")))
+        return cls(Tokenizer.from_file(str(directory / "tokenizer.json")), params)
 
     def text(self, prompt: list[int], max_tokens: int) -> str:
         """Greedy, to `max_tokens`, end-of-text ignored. Half a character at the end is never shown."""
         sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
-        tokens, _ = sim_reference(prompt, sampling)
+        tokens, _ = sim_reference(prompt, sampling, self.params)
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).rstrip("\ufffd")
 
 
