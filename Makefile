@@ -18,7 +18,7 @@ DONE   := $(VENV)/.done
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help up down status setup setup-base setup-dev setup-vllm model test unit check format proto proto-check \
-        e2e chaos kill-matrix compose-test bench-tiers bench-overhead bench-index bench-kv bench-plan leak-test compare docs docs-check coverage-table lock clean
+        e2e chaos kill-matrix compose-test bench-tiers bench-overhead bench-index bench-kv bench-plan leak-test bench-retrieval compare docs docs-check coverage-table lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -109,6 +109,9 @@ bench-tiers: $(DONE)/vllm model ## what a KV tier is worth: time to first token 
 
 bench-overhead: $(DONE)/dev ## what the mesh adds over the bare engine; ARGS goes to it
 	@$(BIN)/python -m loadtests.overhead $(ARGS)
+
+bench-retrieval: $(DONE)/dev ## time per token of running decodes, without and with KV coming in beside them (S52)
+	@$(BIN)/python -m loadtests.retrieval $(ARGS)
 
 bench-plan: $(DONE)/dev ## what one placement decision costs, by the number of workers
 	@$(BIN)/python -m loadtests.plan_bench $(ARGS)
