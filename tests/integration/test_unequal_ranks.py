@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,8 +18,11 @@ from pdmesh.core.reslice import heads_of  # noqa: E402
 from pdmesh.core.ticket import Ticket  # noqa: E402
 from pdmesh.engine.vllm.cache_layout import read_layout  # noqa: E402
 from pdmesh.engine.vllm.caches import PagedCaches, layout_of, paged_caches  # noqa: E402
+from pdmesh.engine.vllm.handoff import Load  # noqa: E402
+from pdmesh.engine.vllm.incoming import Incoming  # noqa: E402
+from pdmesh.engine.vllm.messages import LandingClear, Message, PullFailed  # noqa: E402
 from pdmesh.engine.vllm.piece_pulls import Share, TogetherPull, pull_pieces  # noqa: E402
-from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent, TicketClosed  # noqa: E402
+from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent, LandingFreed, TicketClosed  # noqa: E402
 from pdmesh.kv.agent_thread import AgentThread  # noqa: E402
 from pdmesh.kv.ucx import UcxTransport  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
@@ -158,3 +162,62 @@ def test_every_rank_gets_its_heads_and_every_source_its_word(
         for source in sources:
             wait_until(lambda source=source: source.events, 5)  # type: ignore[misc]
             assert source.events == [TicketClosed("t", "taken")]
+
+
+@pytest.mark.req("S57")
+@pytest.mark.fault("F2")
+@pytest.mark.parametrize("is_one_lost", [False, True])
+@pytest.mark.parametrize("num_sources", [1, 4])
+def test_a_rank_waits_for_all_its_sources_and_fails_with_any(
+    num_sources: int, is_one_lost: bool
+) -> None:
+    """The decode's worker half: its landing range is clear once, and only when nothing can write there."""
+    num_heads = 8
+    rng = np.random.default_rng(5)
+    shape = (NUM_LAYERS, 2, NUM_USED, TOKENS, num_heads, HEAD_DIM)
+    whole = torch.from_numpy(rng.integers(-(1 << 15), 1 << 15, shape, np.int16)).view(
+        torch.bfloat16
+    )
+    ids = list(range(NUM_USED))
+    with instances(num_heads, num_sources, 1) as (sources, (target,)):
+        for source in sources:
+            source.fill(whole, ids)
+            source.stage(ids)
+        if is_one_lost:
+            sources[-1].agent.release("t")
+            wait_until(lambda: sources[-1].events, 5)
+        said: list[Message] = []
+        incoming = Incoming(
+            Share(num_heads, 1, 0), target.caches, target.agent, max_pulls=1, send=said.append
+        )
+        target.on_event = lambda event: (
+            incoming.landing_freed(event.offset) if isinstance(event, LandingFreed) else None
+        )
+        deadline = time.monotonic() + 10
+        load = Load(
+            "key",
+            3,
+            ticket_of(sources),
+            ArenaRange(4096, 4 << 20),
+            deadline,
+            NUM_USED * TOKENS,
+            block_ids=tuple(ids),
+        )
+        incoming.pull(load)
+        received: set[str] = set()
+        failed: set[str] = set()
+
+        def is_over() -> bool:
+            for all_keys, keys in zip((received, failed), incoming.take_results(), strict=True):
+                all_keys |= keys
+            return bool(received or failed)
+
+        wait_until(is_over, 15)
+        wait_until(lambda: LandingClear(0, 3) in said, 5)
+        assert (received, failed) == ((set(), {"key"}) if is_one_lost else ({"key"}, set()))
+        assert said.count(LandingClear(0, 3)) == 1
+        lost = [m for m in said if isinstance(m, PullFailed)]
+        assert len(lost) == is_one_lost
+        assert all(m.message.startswith("KV_REFUSED_") for m in lost)
+        if not is_one_lost:
+            assert target.holds(whole, ids)

@@ -26,8 +26,13 @@ pytest.importorskip("torch")
 
 from pdmesh.engine.vllm.incoming import Incoming
 from pdmesh.engine.vllm.outgoing import Outgoing
+from pdmesh.engine.vllm.piece_pulls import Share
+from pdmesh.kv.agent import PullResult
 
 NUM_LAYERS, NUM_BLOCKS, WIDTH = 3, 8, 16
+
+
+ALL_CAME = PullResult(2 * NUM_LAYERS * WIDTH, 0.0)  # of two blocks
 
 
 class Caches:
@@ -53,7 +58,8 @@ class Caches:
 
     def scatter(self, source: Any, block_ids: Any) -> None: ...
 
-    def scatter_part(self, data: Any, offset: int, block_ids: Any) -> None:
+    def scatter_part(self, data: Any, offset: int, block_ids: Any, heads: Any) -> None:
+        assert heads is None, "of a sender with as many ranks"
         self.scattered.append((offset, data.size, tuple(block_ids)))
 
 
@@ -106,10 +112,10 @@ def _done() -> Future[None]:
 class Rank:
     def __init__(self, max_pulls: int = 1) -> None:
         self.agent, self.caches, self.sent = Agent(), Caches(), list[Message]()
-        parts: Any = (0, self.caches)
+        caches: Any = self.caches
         agent: Any = self.agent
-        self.incoming = Incoming(*parts, agent, max_pulls, self.sent.append)
-        self.outgoing = Outgoing(*parts, "fp", agent, self.sent.append)
+        self.incoming = Incoming(Share(1, 1, 0), caches, agent, max_pulls, self.sent.append)
+        self.outgoing = Outgoing(0, caches, "fp", agent, self.sent.append)
 
     def heard(self) -> list[Message]:
         sent, self.sent[:] = list(self.sent), []
@@ -127,7 +133,7 @@ def test_a_ticket_taken_without_bytes_frees_its_landing_though_vllm_runs_no_step
     """All blocks were cached and the answer was one token: vLLM may be idle by the time the ack has gone out."""
     rank = Rank()
     rank.incoming.pull(load(3, block_ids=()))
-    rank.agent.pulls["t3"].set_result(None)
+    rank.agent.pulls["t3"].set_result(PullResult(0, 0.0))
     assert rank.heard() == [LandingClear(0, 3)]
 
 
@@ -138,7 +144,7 @@ def test_ranges_are_scattered_as_they_land_and_the_load_is_over_with_the_last() 
     rank.agent.on_range["t1"](32, np.zeros(16, np.uint8))
     assert rank.caches.scattered == [(32, 16, (5, 6))]
     assert rank.incoming.take_results() == (set(), set())
-    rank.agent.pulls["t1"].set_result(None)
+    rank.agent.pulls["t1"].set_result(ALL_CAME)
     assert rank.incoming.take_results() == ({"k1"}, set())
     rank.incoming.entered(Entered(1, 0))
     cleared, received = rank.heard()
@@ -163,7 +169,7 @@ def test_pulls_take_turns_and_one_that_ends_lets_the_next_begin() -> None:
     assert rank.incoming.take_results() == (set(), {"k3"})
     assert rank.heard() == [LandingClear(0, 3)]
     assert rank.agent.said[-1] == ("let_go", "t3")
-    rank.agent.pulls["t2"].set_result(None)
+    rank.agent.pulls["t2"].set_result(ALL_CAME)
     assert rank.incoming.take_results() == ({"k2"}, set())
 
 
@@ -176,7 +182,7 @@ def test_an_early_load_is_over_when_both_its_kv_and_token_1_are_there(is_token_f
     assert "t2" in rank.agent.pulls, "it waits for prefill, not for its turn"
     if is_token_first:
         rank.incoming.join(2, 77)
-    rank.agent.pulls["t2"].set_result(None)
+    rank.agent.pulls["t2"].set_result(ALL_CAME)
     if not is_token_first:
         assert rank.incoming.take_results() == (set(), set())
         rank.incoming.join(2, 77)
@@ -188,7 +194,7 @@ def test_an_early_load_is_over_when_both_its_kv_and_token_1_are_there(is_token_f
 def test_an_early_load_given_up_while_it_waits_for_token_1_gives_its_blocks_back() -> None:
     rank = Rank()
     rank.incoming.pull(load(2, is_early=True))
-    rank.agent.pulls["t2"].set_result(None)
+    rank.agent.pulls["t2"].set_result(ALL_CAME)
     assert rank.incoming.take_results() == (set(), set())
     rank.incoming.cancel(load(2, is_early=True))
     assert rank.incoming.take_results() == (set(), {"k2"})

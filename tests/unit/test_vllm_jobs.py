@@ -42,8 +42,9 @@ def prefill_job(max_tokens: int = 8, staging: ArenaRange | None = RANGE) -> Pref
     return PrefillJob(1, "r", 0, PROMPT, Sampling(max_tokens), "t1", staging)
 
 
-def decode_job() -> DecodeJob:
-    ticket = Ticket("t1", "r", 0, "prefill-0", 7, "fp", 9, 120, ("addr-0",), 5000)
+def decode_job(num_ranks: int = 1) -> DecodeJob:
+    addresses = tuple(f"addr-{rank}" for rank in range(num_ranks))
+    ticket = Ticket("t1", "r", 0, "prefill-0", 7, "fp", 9, 120, addresses, 5000)
     return DecodeJob(2, "r", 0, PROMPT, 5, ticket, RANGE, Sampling(8), 1.0)
 
 
@@ -149,7 +150,7 @@ def test_a_lease_that_ends_before_the_token_is_told_is_a_failure() -> None:
 @pytest.mark.req("S77")
 def test_tokens_of_a_decode_wait_until_its_kv_is_reported_by_all_ranks() -> None:
     core = jobs(num_ranks=2)
-    core.decode(decode_job())
+    core.decode(decode_job(2))
     assert core.handle(Drawn(2, [43])) == []
     assert core.handle(Received(0, 2, 60, 0.1, 0)) == []
     assert core.handle(Received(1, 2, 60, 0.2, 0)) == [KvReceived(2, 120, 0.2, 0), Tokens(2, [43])]
@@ -258,9 +259,17 @@ def test_a_ticket_of_other_kv_ends_the_leg_at_once_and_frees_its_landing() -> No
 
 
 @pytest.mark.req("S57")
+def test_a_ticket_of_ranks_that_cannot_meet_ours_is_refused() -> None:
+    failed, _ = jobs(num_ranks=2).decode(decode_job(num_ranks=1))
+    assert isinstance(failed, Failed)
+    assert failed.reason == "KV_FORMAT_MISMATCH"
+    assert "has 1 ranks" in failed.message
+
+
+@pytest.mark.req("S57")
 def test_kv_has_come_when_every_rank_has_it_and_took_as_long_as_the_slowest() -> None:
     core = jobs(num_ranks=2)
-    assert core.decode(decode_job()) == []
+    assert core.decode(decode_job(2)) == []
     assert core.handle(Received(1, 2, 120, 0.5, 0)) == []
     assert core.handle(Drawn(2, [7])) == []
     assert core.handle(Received(0, 2, 120, 0.1, 0)) == [

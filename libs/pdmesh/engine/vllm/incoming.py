@@ -2,7 +2,8 @@
 
 vLLM keeps those blocks until it has been told that the load is over, also if the request was aborted; so ranges are scattered
 as they land, on the agent's thread, and never into blocks that are somebody else's. Pulls take turns (S53);
-one whose prompt is computed still does not, and is over only when token 1 is known as well.
+one whose prompt is computed still does not, and is over only when token 1 is known as well. A sender of another number
+of ranks is pulled from in pieces, which take no turns: only the lease at a rank's like is kept while it waits.
 """
 
 from __future__ import annotations
@@ -11,25 +12,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from typing import Any
 
 from pdmesh import failpoints
 from pdmesh.core.pull_queue import PullQueue
 from pdmesh.engine.vllm.caches import PagedCaches
 from pdmesh.engine.vllm.handoff import Entered, Load
 from pdmesh.engine.vllm.messages import LandingClear, Message, PullFailed, Received
+from pdmesh.engine.vllm.piece_pulls import Landings, PiecePull, Share, TogetherPull, pull_pieces
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent_thread import AgentThread
 from pdmesh.kv.transport import ByteArray
+
+OnPieceRange = Callable[[PiecePull, int, ByteArray], None]
 
 
 @dataclass(slots=True)
 class _Pulling:
     load: Load
     started: float
-    future: Future[Any] | None = None  # from its turn on; any: nobody reads the result
+    pull: TogetherPull | None = None  # from its turn on
     is_cancelled: bool = False
 
 
@@ -44,13 +46,14 @@ class Incoming:
 
     def __init__(
         self,
-        rank: int,
+        share: Share,
         caches: PagedCaches,
         agent: AgentThread,
         max_pulls: int,
         send: Callable[[Message], None],
     ) -> None:
-        self._rank, self._caches, self._agent, self._send = rank, caches, agent, send
+        self._share, self._rank = share, share.rank
+        self._caches, self._agent, self._send = caches, agent, send
         self._lock = threading.RLock()  # of the turns: they pass on the agent's thread as well
         self._queue: PullQueue[str] = PullQueue(max_pulls)
         self._pulling: dict[str, _Pulling] = {}
@@ -58,18 +61,18 @@ class Incoming:
         self._unjoined: dict[str, Load] = {}  # their KV is here, token 1 is not
         self._first_tokens: dict[int, int] = {}
         self._news: dict[int, int] = {}  # first tokens that the scheduler has not been told
-        self._landings: dict[int, int] = {}  # offset -> leg
+        self._landings = Landings(lambda leg: send(LandingClear(share.rank, leg)))
         self._arrived: dict[int, _Arrived] = {}
 
     # -- a step -----------------------------------------------------------------------------------
 
     def pull(self, load: Load) -> None:
-        self._landings[load.landing.offset] = load.leg
+        self._landings.take(load.leg, [load.landing.offset])
         if not load.block_ids:
             self._acknowledge(load)
             return
         self._pulling[load.key] = pulling = _Pulling(load, time.monotonic())
-        if load.is_early:
+        if load.is_early or not self._share.is_like(load.ticket):
             self._begin(pulling)
             return
         with self._lock:
@@ -86,12 +89,12 @@ class Incoming:
             return
         pulling.is_cancelled = True
         with self._lock:
-            if pulling.future is not None:
-                pulling.future.cancel()
+            if pulling.pull is not None:
+                pulling.pull.cancel()
                 return
             self._begin_all(self._queue.end(load.key))
         self._agent.let_go(load.ticket.ticket_id)
-        self._clear(load.landing.offset)
+        self._landings.clear(load.landing.offset)
         self._ended.append(pulling)
 
     def forget(self, leg: int) -> None:
@@ -143,17 +146,14 @@ class Incoming:
             self._first_tokens[leg] = self._news[leg] = token_id
 
     def landing_freed(self, offset: int) -> None:
-        self._clear(offset)
+        self._landings.clear(offset)
 
     # -- inside -----------------------------------------------------------------------------------
 
     def _acknowledge(self, load: Load) -> None:
         """All blocks are cached here: nothing lands, nobody waits, and there may be no further step."""
-        remaining_s = max(0.0, load.deadline - time.monotonic())
-        pull = self._agent.pull(
-            load.ticket, load.landing, deadline_s=remaining_s, first_block=load.num_local_blocks
-        )
-        pull.add_done_callback(lambda _: self._clear(load.landing.offset))
+        pull = self._pull(load)
+        pull.start(lambda: self._clear(pull))
 
     def _begin_all(self, keys: list[str]) -> None:
         for key in keys:
@@ -161,18 +161,29 @@ class Incoming:
 
     def _begin(self, pulling: _Pulling) -> None:
         load = pulling.load
-        pulling.future = self._agent.pull(
+
+        def land(piece: PiecePull, offset: int, data: ByteArray) -> None:
+            self._caches.scatter_part(data, offset, load.block_ids, piece.here)
+            failpoints.hit("decode.range")
+
+        pulling.pull = self._pull(load, land)
+        pulling.pull.start(lambda: self._end(pulling))
+
+    def _pull(self, load: Load, on_range: OnPieceRange | None = None) -> TogetherPull:
+        wanted = self._share.pieces(load.ticket, load.landing, self._num_bytes(load))
+        self._landings.take(load.leg, [piece.landing.offset for piece in wanted])
+        return pull_pieces(
+            self._agent,
             load.ticket,
-            load.landing,
+            wanted,
             deadline_s=max(0.0, load.deadline - time.monotonic()),
             first_block=load.num_local_blocks,
-            on_range=lambda offset, data: self._land(load, offset, data),
+            num_blocks=load.num_local_blocks + len(load.block_ids),
+            on_range=on_range,
         )
-        pulling.future.add_done_callback(lambda _: self._end(pulling))
 
-    def _land(self, load: Load, offset: int, data: ByteArray) -> None:
-        self._caches.scatter_part(data, offset, load.block_ids)
-        failpoints.hit("decode.range")
+    def _num_bytes(self, load: Load) -> int:
+        return len(load.block_ids) * self._caches.num_layers * self._caches.block_bytes
 
     def _end(self, pulling: _Pulling) -> None:
         with self._lock:
@@ -181,30 +192,26 @@ class Incoming:
 
     def _is_complete(self, pulling: _Pulling) -> bool:
         load = pulling.load
-        if pulling.future is None:
+        if pulling.pull is None:
             return False  # cancelled before its turn
-        try:
-            pulling.future.result(timeout=0)
-        except CancelledError:
-            return False  # the leg was aborted; the agent says when its landing is free
-        except KvTransferFailed as error:
-            why = f"{error.reason}: {error.message}"
-            self._send(PullFailed(self._rank, load.leg, error.default_reason, why))
-            return False  # likewise
-        caches = self._caches
-        num_bytes = len(load.block_ids) * caches.num_layers * caches.block_bytes
-        if failpoints.hit("decode.pulled") == "zero-kv":
-            landed = self._agent.landing(load.landing)[:num_bytes]
+        error = pulling.pull.error()
+        if error is None and failpoints.hit("decode.pulled") == "zero-kv":
+            landed = self._agent.landing(load.landing)[: self._num_bytes(load)]
             landed[:] = 0
-            caches.scatter(landed, load.block_ids)
-        self._clear(load.landing.offset)  # each range was scattered before the pull was over
+            self._caches.scatter(landed, load.block_ids)
+        self._clear(pulling.pull)
+        if error is not None:
+            if isinstance(error, KvTransferFailed):  # else the leg was aborted
+                why = f"{error.reason}: {error.message}"
+                failed = PullFailed(self._rank, load.leg, error.default_reason, why)
+                self._send(failed)
+            return False
         if not pulling.is_cancelled:
             duration_s = time.monotonic() - pulling.started
-            self._arrived[load.leg] = _Arrived(num_bytes, duration_s)
+            self._arrived[load.leg] = _Arrived(self._num_bytes(load), duration_s)
         return not pulling.is_cancelled
 
-    def _clear(self, offset: int) -> None:
-        """The landing range at `offset` is free; said once, whoever learns it first."""
-        leg = self._landings.pop(offset, None)
-        if leg is not None:
-            self._send(LandingClear(self._rank, leg))
+    def _clear(self, pull: TogetherPull) -> None:
+        """Its ranges were scattered before it was over; of pieces that failed the agent says when theirs are free."""
+        for piece in pull.arrived:
+            self._landings.clear(piece.landing.offset)

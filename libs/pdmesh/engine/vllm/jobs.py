@@ -139,6 +139,11 @@ class Jobs:
         why = kv_format.difference(
             ticket.model_fingerprint, ours.model_fingerprint, ticket.instance_id, ours.instance_id
         )
+        num_theirs = len(ticket.addresses)
+        if not why and not kv_format.may_meet(ours.model_fingerprint, self._num_ranks, num_theirs):
+            why = (
+                f"{ticket.instance_id} has {num_theirs} ranks, {ours.instance_id} {self._num_ranks}"
+            )
         if why:
             failed = Failed(job.leg, KvFormatMismatch.default_reason, why)
             return [failed, LandingFreed(job.leg)]

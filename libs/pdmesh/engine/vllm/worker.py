@@ -25,6 +25,7 @@ from pdmesh.engine.vllm.messages import (
     WorkerControl,
 )
 from pdmesh.engine.vllm.outgoing import Outgoing
+from pdmesh.engine.vllm.piece_pulls import Share
 from pdmesh.engine.vllm.tier_worker import TierWorker
 from pdmesh.kv import agent as kv
 from pdmesh.kv.agent_thread import AgentThread
@@ -87,9 +88,8 @@ class HandoffWorker:
         address, send = self._open_agent(), self._control.send
         if self._agent is not None:
             self.outgoing = Outgoing(self._rank, caches, self._fingerprint, self._agent, send)
-            self.incoming = Incoming(
-                self._rank, caches, self._agent, self._config["max_pulls"], send
-            )
+            share = Share(facts.num_heads, self._num_ranks, self._rank)
+            self.incoming = Incoming(share, caches, self._agent, self._config["max_pulls"], send)
         self._control.send(
             Hello(
                 self._rank,
