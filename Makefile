@@ -104,6 +104,14 @@ format: $(DONE)/dev ## format and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+.PHONY: fuzz
+fuzz: $(DONE)/dev ## the KV wire against atheris, in an environment of its own; FUZZ_S=600 for ten minutes
+	@test -x .cache/fuzz/bin/atheris-is-here || { $(PYTHON) -m venv .cache/fuzz && .cache/fuzz/bin/pip install -q atheris==3.0.0 && \
+	  touch .cache/fuzz/bin/atheris-is-here && chmod +x .cache/fuzz/bin/atheris-is-here; }
+	@mkdir -p .cache/fuzz-corpus
+	@PYTHONPATH=libs:.:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') .cache/fuzz/bin/python -m tests.fuzz \
+	  -max_total_time=$(or $(FUZZ_S),60) -max_len=512 -artifact_prefix=.cache/ .cache/fuzz-corpus tests/fuzz/corpus/kv_wire
+
 bench-tiers: $(DONE)/vllm model ## what a KV tier is worth: time to first token by where a prompt's blocks are
 	@$(BIN)/python -m loadtests.tiers $(ARGS)
 

@@ -46,7 +46,6 @@ class Refusal(IntEnum):
     LEASE_ENDED = 6
     BAD_RANGE = 7
     TOO_MANY_PULLS = 8
-    CLOSING = 9
     STOPPED = 10  # the receiver asked for no more of it
 
 

@@ -242,8 +242,10 @@ def _parse_fetch(pull_id: int, data: memoryview) -> Fetch:
     return Fetch(pull_id, incarnation, fingerprint, names)
 
 
-def _parse_renew(_: int, data: memoryview) -> Renew:
+def _parse_renew(pull_id: int, data: memoryview) -> Renew:
     _need(data, _RENEW.size)
+    if pull_id:
+        raise WireError("a renewal is of a ticket, not of a pull")
     attempt, incarnation, name_size = _RENEW.unpack_from(data)
     return Renew(_read_name(data, _RENEW.size, name_size), attempt, incarnation)
 

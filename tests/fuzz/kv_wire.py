@@ -1,0 +1,161 @@
+"""Any bytes a peer may send, against the KV wire and an agent that hears them.
+
+`feed_parser` and `feed_agent` raise only if a promise is broken. Hypothesis calls them in `make test`; with coverage as the guide:
+
+    make fuzz                         # atheris, from tests/fuzz/corpus/kv_wire; FUZZ_S=600 for ten minutes
+    python -m tests.fuzz.kv_wire      # write the corpus anew: one of each message
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pdmesh.core.arena import ArenaRange
+from pdmesh.core.kv_layout import KvLayout
+from pdmesh.core.ticket import Refusal
+from pdmesh.kv import wire
+from pdmesh.kv.agent import AgentIdentity, KvAgent, PinnedBlocks
+from pdmesh.kv.checksums import fingerprint_hash
+from pdmesh.kv.transport import ByteArray, ConnectionHandler, KvConnection
+from tests.fakes.kv_pair import ticket_for
+
+CORPUS = Path(__file__).parent / "corpus" / "kv_wire"
+LAYOUT = KvLayout(2, 2, 16, "f")
+HASH = fingerprint_hash("f")
+LENGTH = 2  # bytes that say how long the next message of a sequence is
+
+
+def feed_parser(data: bytes) -> None:
+    """A message or WireError; and what is a message says the same when it is encoded again."""
+    try:
+        message = wire.parse(memoryview(data))
+    except wire.WireError:
+        return
+    assert b"".join(wire.encode(message)) == data
+
+
+class _Connection:
+    """A peer that takes everything and completes nothing, until its connection is aborted."""
+
+    key = 1
+
+    def __init__(self) -> None:
+        self.is_aborted = False
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> None:
+        wire.parse(memoryview(b"".join(parts)))
+
+    def send_payload(self, key: int, buffer: ByteArray, on_sent: Callable[[], None]) -> None:
+        assert buffer.size
+
+    def recv_payload(self, key: int, buffer: ByteArray, on_received: Callable[[], None]) -> None:
+        assert buffer.size
+
+    def abort(self, reason: str) -> None:
+        self.is_aborted = True
+
+
+class _Transport:
+    def __init__(self) -> None:
+        self.connection = _Connection()
+
+    async def start(self, handler: ConnectionHandler) -> str:
+        handler.on_connected(self.connection)
+        return "peer"
+
+    async def connect(self, address: str, timeout_s: float) -> KvConnection:
+        return self.connection
+
+    async def close(self) -> None: ...
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self.num_open = 0
+
+    def open(self, names: Sequence[bytes]) -> PinnedBlocks | None:
+        self.num_open += 1
+        return PinnedBlocks([np.zeros(8, np.uint8)])
+
+    def close(self, pinned: PinnedBlocks) -> None:
+        self.num_open -= 1
+
+
+async def _feed(messages: list[bytes]) -> None:
+    transport, pool = _Transport(), _Pool()
+    connection = transport.connection
+    agent = KvAgent(
+        transport,
+        AgentIdentity("i", 7, "f"),
+        staging_bytes=4096,
+        landing_bytes=4096,
+        on_event=lambda _: None,
+        blocks=pool,
+    )
+    await agent.start()
+    agent.stage("t", "r", 1, ArenaRange(0, LAYOUT.total_bytes), LAYOUT, 10.0)
+    agent.open("u", "r", 1, ArenaRange(0, LAYOUT.total_bytes), LAYOUT, 10.0)
+    ticket = ticket_for("peer", LAYOUT, "x")
+    pull = asyncio.create_task(agent.pull(ticket, ArenaRange(0, 4096), deadline_s=10))
+    while not agent.num_pulls:
+        await asyncio.sleep(0)
+    for message in messages:
+        if not connection.is_aborted:
+            agent.on_message(connection, memoryview(message))
+            agent.check_invariants()
+    agent.on_closed(connection, "the peer is gone")
+    agent.check_invariants()
+    await asyncio.wait([pull])
+    pull.exception()
+    assert agent.num_pulls == 0
+    assert pool.num_open == 0, "a pool's blocks outlived their reader"
+    await agent.close()
+    assert agent.num_tickets == 0
+
+
+def feed_agent(data: bytes) -> None:
+    """A sequence of messages, each behind its length: no exception, no broken invariant, nothing left behind."""
+    messages: list[bytes] = []
+    while len(data) >= LENGTH:
+        size = int.from_bytes(data[:LENGTH], "little")
+        messages.append(data[LENGTH : LENGTH + size])
+        data = data[LENGTH + size :]
+    asyncio.run(_feed(messages))
+
+
+def sequence(messages: Sequence[bytes]) -> bytes:
+    return b"".join(len(m).to_bytes(LENGTH, "little") + m for m in messages)
+
+
+def examples() -> list[bytes]:
+    """One of each message, such as the agent above has an answer to."""
+    ranges = (wire.Range(0, 40, bytes(16)), wire.Range(40, 24, bytes(16)))
+    messages: list[wire.Message] = [
+        wire.Pull(1, "t", 1, 7, HASH),
+        wire.Pull(2, "u", 1, 7, HASH, first_block=1, num_takers=2),
+        wire.Pull(3, "t", 1, 7, HASH, first_head=0, num_heads=1),
+        wire.Meta(1, 64, ranges, memoryview(bytes(64))),
+        wire.Meta(1, 64, ranges[:1]),
+        wire.Meta(1, 0, (), memoryview(b"")),
+        wire.Ack(1, True),
+        wire.Ack(2, False),
+        wire.Refused(1, Refusal.STOPPED),
+        wire.Renew("t", 1, 7),
+        wire.Fetch(4, 7, HASH, (bytes(16), bytes(range(16)))),
+    ]
+    return [b"".join(wire.encode(message)) for message in messages]
+
+
+def write_corpus() -> None:
+    CORPUS.mkdir(parents=True, exist_ok=True)
+    for number, message in enumerate(examples()):
+        (CORPUS / f"message-{number:02}").write_bytes(sequence([message]))
+    (CORPUS / "all").write_bytes(sequence(examples()))
+
+
+if __name__ == "__main__":
+    write_corpus()

@@ -1,0 +1,43 @@
+"""The fuzz targets of `tests/fuzz`, with random and with half-right input; `make fuzz` goes on from here for as long as one likes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fuzz.kv_wire import CORPUS, examples, feed_agent, feed_parser, sequence
+
+known = st.sampled_from(examples())
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    """A message with some bytes changed and, maybe, an end cut off."""
+    raw = bytearray(draw(known))
+    for _ in range(draw(st.integers(0, 3))):
+        raw[draw(st.integers(0, len(raw) - 1))] = draw(st.integers(0, 255))
+    return bytes(raw[: draw(st.sampled_from([len(raw), len(raw) - 1, len(raw) // 2]))])
+
+
+@pytest.mark.fault("F25", "F34")
+@given(st.one_of(damaged(), st.binary(max_size=200)))
+def test_what_is_a_message_says_the_same_again(data: bytes) -> None:
+    feed_parser(data)
+
+
+@pytest.mark.fault("F25", "F34")
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(known, damaged()), max_size=8))
+def test_no_sequence_of_messages_breaks_an_agent_or_leaves_anything_behind(
+    messages: list[bytes],
+) -> None:
+    feed_agent(sequence(messages))
+
+
+def test_the_corpus_is_read_without_a_finding() -> None:
+    seeds = sorted(CORPUS.iterdir())
+    assert len(seeds) > 10
+    for seed in seeds:
+        feed_parser(seed.read_bytes())
+        feed_agent(seed.read_bytes())
