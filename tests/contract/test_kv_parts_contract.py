@@ -197,6 +197,21 @@ async def another_receiver(transport: MakeTransport) -> KvAgent:
     return agent
 
 
+async def test_a_pull_that_begins_in_any_moment_of_anothers_connecting_is_asked_for(
+    transport: MakeTransport,
+) -> None:
+    async with kv_pair(transport) as pair:
+        size, pulls = SMALL.total_bytes, []
+        for i in range(40):
+            pair.stage(SMALL, f"t{i}")
+        for i in range(40):
+            ticket = ticket_for(pair.address, SMALL, f"t{i}")
+            pull = pair.receiver.pull(ticket, ArenaRange(i * size, size), deadline_s=5)
+            pulls.append(asyncio.create_task(pull))
+            await asyncio.sleep(0)  # another turn of the loop
+        await asyncio.wait_for(asyncio.gather(*pulls), 3)
+
+
 # -- faults ---------------------------------------------------------------------------------------
 
 

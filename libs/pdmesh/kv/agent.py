@@ -265,6 +265,7 @@ class KvAgent:
         try:
             self._receiver.check_askable(order.source)
             connection = self._pool.find(address) or await self.connect(address, deadline_s)
+            self._peers.add(connection)  # who opened it may not have run again yet
         except BaseException:
             order.on_freed()  # nothing was asked for yet
             raise
