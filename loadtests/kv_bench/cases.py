@@ -34,6 +34,7 @@ LAYERS: Final = "layers"
 WHOLE_COMPUTED: Final = "whole_computed"
 LAYERS_COMPUTED: Final = "layers_computed"
 WIRE: Final = "wire"
+WIRE_EMPTY: Final = "wire_empty"
 MODES: Final = (
     BLOCKS_ACKED,
     BLOCKS_PIPELINED,
@@ -43,6 +44,7 @@ MODES: Final = (
     WHOLE_COMPUTED,
     LAYERS_COMPUTED,
     WIRE,
+    WIRE_EMPTY,
 )
 LABELS: Final = {
     BLOCKS_ACKED: "block by block, each acknowledged",
@@ -53,6 +55,7 @@ LABELS: Final = {
     WHOLE_COMPUTED: "after prefill: whole model",
     LAYERS_COMPUTED: "after prefill: layer by layer",
     WIRE: "the payload alone",
+    WIRE_EMPTY: "the payload alone, of memory never written",
 }
 
 

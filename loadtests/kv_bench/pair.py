@@ -66,7 +66,7 @@ class Pair:
         sent, received = self._hear(0), self._hear(1)
         assert sent["digest"] == received["digest"], f"{command}: other bytes arrived"
         total_ms = (received["ended"] - sent["started"]) * 1e3 / repeats
-        is_alone = mode == cases.WIRE
+        is_alone = mode in (cases.WIRE, cases.WIRE_EMPTY)
         return Sample(
             total_ms=total_ms,
             visible_ms=(received["ended"] - sent["computed"]) * 1e3 / repeats,

@@ -17,15 +17,17 @@ from pdmesh.kv.ucx_worker import load_library
 KINDS: Final = ("contiguous", "blocks")
 # Where each takes its transport from: Mooncake has a tcp of its own and nothing for one machine's memory.
 TRANSPORTS_OF: Final[Mapping[str, tuple[str, ...]]] = {"nixl": ("tcp", "shm"), "mooncake": ("tcp",)}
+_POLLING: Final = ("nixl",)
 
 
 class Peer:
     """One library's two processes over one transport. `is_there` is False if they did not start.
 
-    They are stopped while others are measured: nixl's progress threads poll without end and would take a core.
+    Those that poll without end, as nixl's progress threads do, are stopped while others are measured: they would take a core.
     """
 
     def __init__(self, name: str, python: Path, transport: str, largest: int) -> None:
+        self._is_polling = name in _POLLING
         load_library()  # nixl moves over UCX: with our settings
         environment = dict(TRANSPORTS[transport]) | os.environ | {"UCX_LOG_LEVEL": "error"}
         script = Path(__file__).with_name(f"peer_{name}.py")
@@ -40,7 +42,7 @@ class Peer:
         )
         assert self._process.stdout is not None
         self.is_there = self._process.stdout.readline().strip() == "ready"
-        self._signal(signal.SIGSTOP)
+        self._pause(True)
 
     def run_ms(self, kind: str, num_bytes: int) -> float | None:
         """None if it failed."""
@@ -48,11 +50,11 @@ class Peer:
             return None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._signal(signal.SIGCONT)
+        self._pause(False)
         self._process.stdin.write(f"{kind} {num_bytes}\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline().strip()
-        self._signal(signal.SIGSTOP)
+        self._pause(True)
         self.is_there = bool(answer)
         return float(answer) if answer and answer != "failed" else None
 
@@ -61,6 +63,10 @@ class Peer:
         self._signal(signal.SIGKILL)
         with self._process:  # closes its pipes and waits
             pass
+
+    def _pause(self, is_paused: bool) -> None:
+        if self._is_polling:
+            self._signal(signal.SIGSTOP if is_paused else signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

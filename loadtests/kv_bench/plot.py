@@ -30,7 +30,7 @@ _DASHED: Final = ("nixl_blocks", "mooncake_blocks", "perftest_sleep", "memcpy")
 def draw(figures: Figures, path: Path) -> None:
     count = len(figures.transports)
     figure, axes = pyplot.subplots(
-        3, count, figsize=(7 * count, 13), squeeze=False, layout="constrained"
+        3, count, figsize=(8 * count, 14), squeeze=False, layout="constrained"
     )
     for column, transport in enumerate(figures.transports):
         _totals(axes[0][column], figures, transport)

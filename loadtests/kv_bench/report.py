@@ -90,7 +90,13 @@ def _times(figures: Figures, transport: str) -> Iterator[str]:
     yield "Share of ucx_perftest's rate (the faster way of waiting) that the whole transfer reaches:"
     yield ""
     yield from _table_head(["utilisation", *map(_mib, figures.sizes)])
-    for mode in (cases.BLOCKS_ACKED, cases.BLOCKS_PIPELINED, *_SPLIT_MODES, cases.WIRE):
+    for mode in (
+        cases.BLOCKS_ACKED,
+        cases.BLOCKS_PIPELINED,
+        *_SPLIT_MODES,
+        cases.WIRE,
+        cases.WIRE_EMPTY,
+    ):
         slower = [
             figures.ratio(transport, n, mode, ("perftest_poll", "perftest_sleep"))
             for n in figures.sizes
@@ -114,7 +120,13 @@ def _split(figures: Figures, transport: str) -> Iterator[str]:
             ]
             cells.append(" / ".join(_number(p.median) if p else "-" for p in parts))
         yield _row([cases.LABELS[mode], *cells])
-    for mode in (cases.BLOCKS_ACKED, cases.BLOCKS_PIPELINED, *_SPLIT_MODES, cases.WIRE):
+    for mode in (
+        cases.BLOCKS_ACKED,
+        cases.BLOCKS_PIPELINED,
+        *_SPLIT_MODES,
+        cases.WIRE,
+        cases.WIRE_EMPTY,
+    ):
         cells = []
         for n in figures.sizes:
             cpus = [

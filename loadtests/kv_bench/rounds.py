@@ -73,7 +73,7 @@ def measure(plan: Plan, say: Callable[[str], None]) -> list[Row]:
 
 def _ours(both: Pair, num_bytes: int, number: int, transport: str) -> Iterator[Row]:
     for mode in cases.MODES:
-        if mode == cases.WIRE:
+        if mode in (cases.WIRE, cases.WIRE_EMPTY):
             both.run(mode, num_bytes)  # perftest warms up too
             sample = both.run(mode, num_bytes, repeats=repeats_of(num_bytes))
             yield Row(number, transport, num_bytes, mode, **asdict(sample))

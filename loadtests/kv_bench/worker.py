@@ -16,14 +16,18 @@ from loadtests.kv_bench.baselines import RawPeer
 from loadtests.kv_bench.cases import Command, PagedCache
 from loadtests.kv_bench.product import Receiver, Sender, Times
 from pdmesh.core.arena import ArenaRange
+from pdmesh.kv.arena_memory import HostArena
 
 _answers = sys.stdout
-_RAW_MODES = (cases.BLOCKS_ACKED, cases.BLOCKS_PIPELINED, cases.WIRE)
+_RAW_MODES = (cases.BLOCKS_ACKED, cases.BLOCKS_PIPELINED, cases.WIRE, cases.WIRE_EMPTY)
 
 
 class SendingWorker:
     def __init__(self, largest: int, pipe: int) -> None:
         self.cache = PagedCache(largest, seed=1)
+        self.empty = HostArena(
+            largest
+        )  # never written: the kernel's zero page, as ucx_perftest sends it
         self.product = Sender(largest, self.cache, functools.partial(os.write, pipe, b"t"))
         self.raw = RawPeer()
         self.loop = asyncio.new_event_loop()
@@ -46,11 +50,13 @@ class SendingWorker:
         digest = self.cache.digest(ids) if command.is_verified else ""
         if command.mode not in _RAW_MODES:
             return self.product.run(command, ids), digest
-        buffer = self.product.agent.staging(ArenaRange(0, command.num_bytes))
+        whole = ArenaRange(0, command.num_bytes)
+        buffer, empty = self.product.agent.staging(whole), self.empty.view(whole)
         send: dict[str, Callable[[], Coroutine[Any, Any, float]]] = {
             cases.BLOCKS_ACKED: lambda: self.raw.send_acked(self.cache.blocks(ids)),
             cases.BLOCKS_PIPELINED: lambda: self.raw.send_window(self.cache.blocks(ids)),
             cases.WIRE: lambda: self.raw.send_same(buffer, command.repeats),
+            cases.WIRE_EMPTY: lambda: self.raw.send_same(empty, command.repeats),
         }
         started = self.loop.run_until_complete(send[command.mode]())
         return Times(started=started, computed=started), digest
@@ -88,6 +94,7 @@ class ReceivingWorker:
             cases.BLOCKS_ACKED: lambda: self.raw.recv_acked(self.cache.blocks(ids)),
             cases.BLOCKS_PIPELINED: lambda: self.raw.recv_window(self.cache.blocks(ids)),
             cases.WIRE: lambda: self.raw.recv_same(buffer, command.repeats),
+            cases.WIRE_EMPTY: lambda: self.raw.recv_same(buffer, command.repeats),
         }
         return self.loop.run_until_complete(recv[command.mode]())
 

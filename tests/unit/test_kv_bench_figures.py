@@ -35,14 +35,14 @@ def test_a_round_counts_with_the_median_of_its_measurements() -> None:
 
 
 def test_the_wire_is_held_against_the_faster_perftest_of_its_round() -> None:
-    rows = [row(1, cases.WIRE, 10), row(1, "perftest_poll", 9), row(1, "perftest_sleep", 12)]
+    rows = [row(1, cases.WIRE_EMPTY, 10), row(1, "perftest_poll", 9), row(1, "perftest_sleep", 12)]
     rate = Figures(rows).perftest_rate("tcp", 16 * MIB)
     assert rate is not None
     assert rate.median == pytest.approx(0.9)
 
 
 def test_the_wire_has_no_bar_below_16_mib() -> None:
-    rows = [row(1, cases.WIRE, 10, MIB), row(1, "perftest_poll", 9, MIB)]
+    rows = [row(1, cases.WIRE_EMPTY, 10, MIB), row(1, "perftest_poll", 9, MIB)]
     wire = next(bar for bar in BARS if "wire" in bar.name)
     assert wire.value(Figures(rows), "tcp", MIB) is None
     assert not wire.is_met(0.94)
