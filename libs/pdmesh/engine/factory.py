@@ -47,7 +47,7 @@ class EngineSettings:
     tensor_parallel_size: int = 1
     kv_cache_bytes: int = 0  # vLLM
     tiers: TierConfig = field(default_factory=TierConfig)
-    max_pulls: int = 4  # of KV, at once
+    max_pulls: int = 64  # of KV, at once
     sim_law: str = "demo"
     sim_eos_period: int = 300
     sim_num_layers: int = 2

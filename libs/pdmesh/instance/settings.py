@@ -41,7 +41,7 @@ class InstanceSettings(ServiceSettings):
         16, ge=1, description="Requests at a decode whose KV has not come yet; more are refused"
     )
     max_pulls: int = Field(
-        4, ge=1, description="KV pulls at once at a decode; others wait their turn"
+        64, ge=1, description="KV pulls at once at a decode, 64 MiB together; others wait"
     )
     max_waiting: int = Field(
         2, ge=0, description="Requests a decode takes beyond its slots: their KV comes meanwhile"

@@ -21,4 +21,4 @@ class SimConfig:
     chunk_tokens: int = 512  # prompt tokens computed per step
     ticket_lease_s: float = 10.0
     tier_timeout_s: float = 0.5  # longest wait of a prompt for its blocks from the tiers
-    max_pulls: int = 4  # of KV, at once
+    max_pulls: int = 64  # of KV, at once

@@ -93,7 +93,7 @@ class Retriever:
         if job.first_token is None:
             self._start(job.leg)
             return
-        self._start_all(self._queue.add(job.leg))
+        self._start_all(self._queue.add(job.leg, job.ticket.kv_bytes))
         if self._queue.is_waiting(job.leg):
             self._spawn(self._keep(job), f"keep-{job.leg}")
 

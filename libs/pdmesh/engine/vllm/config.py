@@ -46,7 +46,7 @@ class VllmConfig:
     landing_bytes: int = 256 << 20  # 0: this instance takes no KV
     kv_host: str = "127.0.0.1"  # the KV agents bind it
     kv_advertise_host: str = ""  # what decodes connect to; empty: kv_host
-    max_pulls: int = 4  # of KV, at once
+    max_pulls: int = 64  # of KV, at once
     lease_s: float = 10.0  # how long a staged prompt waits for its decode
     max_model_len: int = 2048
     max_num_seqs: int = 16

@@ -76,7 +76,7 @@ class Incoming:
             self._begin(pulling)
             return
         with self._lock:
-            self._begin_all(self._queue.add(load.key))
+            self._begin_all(self._queue.add(load.key, load.ticket.kv_bytes))
             if self._queue.is_waiting(load.key):
                 self._agent.keep(load.ticket, max(0.0, load.deadline - pulling.started))
 
