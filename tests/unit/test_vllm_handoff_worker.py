@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from typing import Any
 
@@ -251,3 +252,36 @@ def test_a_ticket_released_before_its_prompt_is_staged_is_ended_in_its_step() ->
     rank.outgoing.stage([store])
     assert rank.heard() == [TicketEnded(0, "t1", "released")]
     assert rank.agent.said == []
+
+
+def test_what_lands_after_a_cancel_is_not_scattered_into_blocks_that_were_given_back() -> None:
+    """The agent's thread hears of the cancel later than vLLM hears that the blocks are free."""
+    rank = Rank()
+    rank.incoming.pull(load(1))
+    rank.incoming.cancel(load(1))
+    assert rank.incoming.take_results() == (set(), {"k1"})
+    rank.agent.on_range["t1"](0, np.zeros(16, np.uint8))
+    assert rank.caches.scattered == []
+
+
+def test_a_cancelled_load_keeps_its_blocks_until_the_range_under_way_is_scattered() -> None:
+    rank = Rank()
+    rank.incoming.pull(load(1))
+    entered, may_leave = threading.Event(), threading.Event()
+
+    def scatter_part(*_: object) -> None:
+        entered.set()
+        assert may_leave.wait(10)
+
+    rank.caches.scatter_part = scatter_part  # type: ignore[method-assign]
+    landing = threading.Thread(target=rank.agent.on_range["t1"], args=(0, np.zeros(16, np.uint8)))
+    landing.start()
+    assert entered.wait(10)
+    step = threading.Thread(target=rank.incoming.cancel, args=(load(1),))
+    step.start()
+    step.join(0.05)
+    assert rank.incoming.take_results() == (set(), set())
+    may_leave.set()
+    landing.join(10)
+    step.join(10)
+    assert rank.incoming.take_results() == (set(), {"k1"})

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdmesh import failpoints
 from pdmesh.core.pull_queue import PullQueue
@@ -33,6 +33,8 @@ class _Pulling:
     started: float
     pull: TogetherPull | None = None  # from its turn on
     is_cancelled: bool = False
+    is_over: bool = False  # its blocks may be somebody else's
+    scattering: threading.Lock = field(default_factory=threading.Lock)  # and over `is_over`
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,10 @@ class Incoming:
         load = pulling.load
 
         def land(piece: PiecePull, offset: int, data: ByteArray) -> None:
-            self._caches.scatter_part(data, offset, load.block_ids, piece.here)
+            with pulling.scattering:
+                if pulling.is_over:
+                    return  # cancelled, and the agent has not heard of it yet
+                self._caches.scatter_part(data, offset, load.block_ids, piece.here)
             failpoints.hit("decode.range")
 
         pulling.pull = self._pull(load, land)
@@ -186,6 +191,8 @@ class Incoming:
         return len(load.block_ids) * self._caches.num_layers * self._caches.block_bytes
 
     def _end(self, pulling: _Pulling) -> None:
+        with pulling.scattering:  # a cancelled pull ends here before it ends on the agent's thread
+            pulling.is_over = True
         with self._lock:
             self._begin_all(self._queue.end(pulling.load.key))
         self._ended.append(pulling)
