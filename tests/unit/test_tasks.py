@@ -49,3 +49,16 @@ async def test_the_failure_of_one_ends_the_others_and_is_raised() -> None:
         with pytest.raises(ValueError, match="broken"):
             await together(stubborn(1, ended), fail())
     assert ended.is_set()
+
+
+async def test_one_that_somebody_else_cancelled_has_failed() -> None:
+    """grpc.aio cancels whoever reads from a channel that is closed: the others must not go on as if nothing were."""
+    ended = asyncio.Event()
+
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    async with asyncio.timeout(2.0):
+        with pytest.raises(RuntimeError, match="was cancelled"):
+            await together(stubborn(1, ended), cancelled())
+    assert ended.is_set()

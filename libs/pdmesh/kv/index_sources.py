@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any, Final
 
@@ -106,4 +107,10 @@ async def _gather(parts: Any) -> Snapshot:
                 held.extend(part.block_hashes)
     except grpc.aio.AioRpcError as exc:
         raise Unavailable(f"snapshot: {exc.code().name}") from exc
+    except asyncio.CancelledError as exc:
+        # The channel was closed under the call, as that of an instance that has left: nobody cancelled the caller.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise Unavailable("snapshot: the channel was closed") from exc
     return Snapshot(incarnation, sequence, tuple(by_tier[Tier.ENGINE]), tuple(by_tier[Tier.HOST]))

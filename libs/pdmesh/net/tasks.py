@@ -31,11 +31,18 @@ async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def together(*works: Coroutine[Any, Any, None]) -> None:
-    """Run all until one fails or this is cancelled; then none of them is left. Raises what failed."""
+    """Run all until one fails or this is cancelled; then none of them is left. Raises what failed.
+
+    One that was cancelled by somebody else has failed, too: asyncio's FIRST_EXCEPTION would not notice it.
+    """
     tasks = [asyncio.create_task(work) for work in works]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
+        pending = set(tasks)
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if task.cancelled():
+                    raise RuntimeError(f"{task.get_name()} was cancelled")
+                task.result()
     finally:
         await end(tasks)
