@@ -386,3 +386,16 @@ async def test_thousands_of_requests_with_random_aborts_leave_nothing_pinned(
             await asyncio.gather(*(one(r) for _ in range(8)))
         assert num_served > num_requests
         await until(lambda: r.stack.num_loading == 0 and not r.files.num_waiting)
+
+
+async def test_a_question_about_peers_that_was_cancelled_cancels_nobody(tmp_path: Path) -> None:
+    """As when the channel to the index is closed under it: the request would never be heard of again."""
+
+    async def find(*_: object) -> Any:
+        raise asyncio.CancelledError
+
+    async with running(tmp_path, peers=FakePeer(CHAIN)) as r:
+        fill(r.pool, CHAIN[:1])
+        lease = await r.stack.fetch(CHAIN, OWNER, 0, 1.0, find)
+        assert lease.end == 1
+        lease.close()

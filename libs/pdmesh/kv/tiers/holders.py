@@ -85,6 +85,8 @@ class HolderDirectory:
         if not found:
             return None
         if found[0] != self._address:
-            await self.close()
+            old = self._channel
             self._address, self._channel = found[0], rpc.channel(found[0])
+            if old is not None:
+                await old.close(_ASK_S)  # who still asks there has until then
         return self._channel

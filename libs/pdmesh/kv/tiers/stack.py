@@ -230,7 +230,9 @@ class TierStack:
         if asks := [ask for ask in (files, peers) if ask is not None]:
             await asyncio.wait(asks, timeout=max(0.0, timeout_s))
         in_files = files.result() if files is not None and files.done() else 0
-        holdings = list(peers.result()) if peers is not None and peers.done() else []
+        # Cancelled: the channel to the index was closed under the question.
+        is_told = peers is not None and peers.done() and not peers.cancelled()
+        holdings = list(peers.result()) if peers is not None and is_told else []
         return in_files, holdings
 
     def _pin_runs_in_pool(self, names: Sequence[bytes], plan: LoadPlan) -> list[bytes]:
