@@ -11,6 +11,7 @@ import pytest
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import KvLayout
 from pdmesh.errors import KvTransferFailed
+from pdmesh.kv import ucx
 from pdmesh.kv.agent import AgentHooks, LandingFreed, TicketClosed
 from pdmesh.kv.transport import ByteArray, KvTransport
 from pdmesh.kv.ucx import UcxTransport
@@ -267,3 +268,26 @@ async def test_a_strided_payload_is_refused(transport: MakeTransport) -> None:
         connection = await pair.receiver_transport.connect(pair.address, 2.0)
         with pytest.raises(AssertionError):
             connection.send_payload(1, np.zeros(64, np.uint8)[::2], lambda: None)
+
+
+@pytest.mark.fault("F2")
+async def test_a_peer_that_dies_between_greeting_and_answer_is_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The connecting side was greeted and has not run again when the end comes: nobody would ever tell it."""
+    settle = ucx._settle
+
+    def settle_and_die(future: asyncio.Future[None], is_ok: bool) -> None:
+        settle(future, is_ok)
+        for connection in pair.receiver_transport._by_number.values():  # type: ignore[attr-defined]
+            connection.lose("the peer is gone")
+
+    monkeypatch.setattr(ucx, "_settle", settle_and_die)
+    async with kv_pair(UcxTransport) as pair:
+        pair.stage(SMALL, lease_s=0.1)
+        landing = ArenaRange(0, SMALL.total_bytes)
+        with pytest.raises(KvTransferFailed):
+            async with asyncio.timeout(3):
+                await pair.receiver.pull(ticket_for(pair.address, SMALL), landing, deadline_s=1)
+        await until(lambda: pair.receiver_events == [LandingFreed(0)])
+        assert pair.receiver.num_pulls == 0

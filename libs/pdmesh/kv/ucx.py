@@ -172,6 +172,9 @@ class UcxTransport:
                     greeting,
                 )
                 await greeted
+                if connection.close_reason:
+                    # It is buried as one that nobody knew: its end would never be told.
+                    raise ConnectionError(connection.close_reason)
                 self._greet_back(connection, greeting)
         except BaseException as exc:
             if connection is not None:
