@@ -136,3 +136,17 @@ def test_a_pull_nobody_cancelled_keeps_its_landing() -> None:
 
 def assert_(holds: bool) -> None:
     assert holds
+
+
+async def test_a_range_that_its_taker_cannot_take_ends_that_pull_and_no_other() -> None:
+    def on_range(*_: object) -> None:
+        raise ValueError("no room")
+
+    async with kv_pair(MemoryTransport) as pair:
+        pair.stage(LAYOUT)
+        ticket = ticket_for(pair.address, LAYOUT)
+        async with asyncio.timeout(5):
+            with pytest.raises(ValueError, match="no room"):
+                await pair.receiver.pull(ticket, LANDING, deadline_s=2, on_range=on_range)
+        assert pair.receiver_events == [LandingFreed(LANDING.offset)]
+        assert pair.receiver.num_pulls == 0

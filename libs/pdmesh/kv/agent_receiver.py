@@ -288,7 +288,10 @@ class ReceiverHalf:
                 self._hooks.on_verified(buffer)
         if pull.order.on_range is not None and not pull.done.done() and part.length:
             whole = pull.order.targets[0]
-            pull.order.on_range(part.offset, whole[part.offset : part.offset + part.length])
+            try:
+                pull.order.on_range(part.offset, whole[part.offset : part.offset + part.length])
+            except Exception as error:  # noqa: BLE001  the caller's; other pulls' news wait behind this one
+                pull.done.set_exception(error)  # the landing is freed with the last part
 
     def _fail(self, effect: rx.Fail) -> None:
         pull, reason = self._pulls[effect.pull_id], effect.reason
