@@ -454,3 +454,17 @@ async def test_a_cancelled_fetch_unpins_the_blocks_and_frees_its_targets_once(
         await until(lambda: targets.num_freed == 1)
         await until(lambda: not pool.pinned)
         assert pair.sender.num_tickets == 0
+
+
+async def test_a_fetch_of_many_small_blocks_names_no_more_ranges_than_a_message_may(
+    transport: MakeTransport,
+) -> None:
+    names = [i.to_bytes(16, "big") for i in range(1024)]
+    pool = Pool(0, 64)
+    pool.blocks = {name: pattern(64, i) for i, name in enumerate(names)}
+    targets = Targets(64)
+    targets.views = [np.zeros(64, np.uint8) for _ in names]
+    async with kv_pair(transport, blocks=pool) as pair:
+        assert await fetch(pair, targets, names) == len(names)
+        assert all((targets.views[i] == pool.blocks[n]).all() for i, n in enumerate(names))
+        await until(lambda: not pool.pinned)

@@ -14,7 +14,7 @@ from pdmesh import failpoints
 from pdmesh.core import ticket_book as book
 from pdmesh.core import ticket_events as tx
 from pdmesh.core.arena import ArenaRange
-from pdmesh.core.kv_layout import KvLayout, KvPart
+from pdmesh.core.kv_layout import CHUNK_BYTES, MAX_SPANS, KvLayout, KvPart
 from pdmesh.core.ticket import CloseReason, Refusal
 from pdmesh.kv import wire
 from pdmesh.kv.agent_types import (
@@ -217,7 +217,8 @@ class SenderHalf:
             self._peers.tell(peer, wire.Meta(message.pull_id, 0, (), memoryview(b"")))
             return
         layout = KvLayout(1, len(pinned.views), pinned.views[0].size)
-        self.handle(tx.Opened(ticket_id, 0, layout, _FETCH_LEASE_S, is_single=True))
+        chunk_bytes = min(CHUNK_BYTES, MAX_SPANS * layout.block_bytes)  # a block is a range of META
+        self.handle(tx.Opened(ticket_id, 0, layout, _FETCH_LEASE_S, chunk_bytes, is_single=True))
         self._staged[ticket_id] = _Pinned(pinned)
         self._num_fetches += 1
         self.handle(tx.LayersReady(ticket_id, 1))
