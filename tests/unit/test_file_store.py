@@ -289,3 +289,20 @@ def test_a_stored_file_knows_its_owner_and_name(make: Make) -> None:
     (found,) = store.scan()
     assert isinstance(found, StoredFile)
     assert (found.owner, found.name, found.num_bytes) == (OTHER.hex(), name_of(7), FILE)
+
+
+def test_hosts_with_the_same_process_ids_write_under_different_names(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they share is the directory: in containers every writer may be process 1."""
+    names: list[str] = []
+    rename = Path.rename
+
+    def seen(path: Path, target: Path) -> Path:
+        names.append(path.name)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", seen)
+    for key in (1, 257):
+        assert make().put(name_of(key), OWNER, data_of(key), checksum_of(data_of(key)))
+    assert names[0] != names[1]

@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,8 @@ class FileStore:
         self._root, self._identity, self._block_bytes = root, identity, block_bytes
         self._quota, self._clock, self._owner_share = quota_bytes, clock, owner_share
         self._folder = root / identity.hex()
+        # Process ids are no names: hosts that share the directory have the same ones.
+        self._writer = secrets.token_hex(8)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._bytes_used: int | None = None  # None: not counted yet
@@ -130,7 +133,7 @@ class FileStore:
         if path.exists() or not self._make_room(size):
             return False
         header = BlockHeader(name, self._identity, data.size, checksum)
-        temporary = path.parent / f"{_TEMPORARY}{os.getpid()}-{next(self._numbers)}"
+        temporary = path.parent / f"{_TEMPORARY}{self._writer}-{next(self._numbers)}"
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with temporary.open("xb", buffering=0) as file:
