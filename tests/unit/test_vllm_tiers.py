@@ -255,3 +255,16 @@ async def test_a_rank_that_has_nothing_or_does_not_answer_means_nothing_is_offer
     assert said[-1] == Forget(3)
     client.on_fetched(Fetched(1, 3, 1, 4))  # too late, and nobody minds
     assert client.is_idle
+
+
+async def test_an_abort_that_meets_the_answer_is_not_lost_and_gives_the_lease_back() -> None:
+    said: list[Message] = []
+    client = TierClient(said.append, 1, 5.0)
+    task = asyncio.create_task(client.fetch(3, NAMES, OWNER, 1))
+    await asyncio.sleep(0)
+    client.on_fetched(Fetched(0, 3, 1, 4))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert said[-1] == Forget(3)
+    assert client.is_idle

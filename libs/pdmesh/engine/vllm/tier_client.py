@@ -67,7 +67,8 @@ class TierClient:
         count = 0
         finding = asyncio.create_task(self._tell_holders(leg, names, first))
         try:
-            first, end = await asyncio.wait_for(answered, self._timeout_s + GRACE_S)
+            async with asyncio.timeout(self._timeout_s + GRACE_S):
+                first, end = await answered
             count = max(0, end - first)
         except TimeoutError:
             pass
