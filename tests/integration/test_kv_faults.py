@@ -7,6 +7,7 @@ room for a machine that does other things at the same time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -78,7 +79,7 @@ class Agent:
         os.kill(self.process.pid, number)
 
     async def end(self) -> None:
-        if self.process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):  # it died before asyncio heard of it
             self.signal(signal.SIGCONT)
             self.process.kill()
         await self.process.wait()
