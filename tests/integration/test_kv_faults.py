@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 PARTS = 16
 LARGE = KvLayout(NUM_LAYERS, 64, 256 << 10, FINGERPRINT)  # 64 MiB: long enough to die in
 MEDIUM = KvLayout(NUM_LAYERS, 16, 64 << 10, FINGERPRINT)  # 4 MiB
-SLACK_S = 2.0  # process start, scheduling and noise of a busy machine
+SLACK_S = 3.0  # scheduling on a busy machine
 
 
 @dataclass
@@ -174,29 +174,24 @@ async def test_a_sender_killed_after_any_part_fails_the_pull_at_once(number: int
 
 @pytest.mark.fault("F6")
 async def test_a_receiver_killed_in_mid_pull_frees_the_sender_and_leaves_the_ticket() -> None:
-    async with pair(LARGE, 3.0) as (sender, receiver, address):
+    async with pair(LARGE, 15.0) as (sender, receiver, address):
         await receiver.tell(f"pull {address} t0 10")
         await receiver.hear(part(2))
         receiver.signal(signal.SIGKILL)
-        killed = time.monotonic()
-        sizes = (LARGE.num_blocks, LARGE.block_bytes, 3.0)
-        async with agent("receiver", *sizes) as other:
+        async with agent("receiver", LARGE.num_blocks, LARGE.block_bytes, 15.0) as other:
             await other.hear("ready")
             await other.tell(f"pull {address} t0 10")
-            outcome = (await other.hear("pulled"))[2]
-            if time.monotonic() - killed < 3.0:
-                assert outcome == "ok", "another decode takes the same bytes"
-        reason = (await sender.hear("closed t0"))[2]
-        assert reason == ("taken" if outcome == "ok" else "expired")
+            assert (await other.hear("pulled"))[2] == "ok", "another decode takes the same bytes"
+        await sender.hear("closed t0 taken", SLACK_S)
 
 
 @pytest.mark.fault("F6", "F35")
 async def test_a_receiver_frozen_in_mid_pull_loses_its_lease_and_reads_no_more() -> None:
-    async with pair(LARGE, 1.0) as (sender, receiver, address):
+    async with pair(LARGE, 2.0) as (sender, receiver, address):
         await receiver.tell(f"pull {address} t0 30")
         await receiver.hear(part(2))
         receiver.signal(signal.SIGSTOP)
-        assert await took(sender.hear("closed t0 expired")) < 1.0 + SLACK_S
+        assert await took(sender.hear("closed t0 expired")) < 2.0 + SLACK_S
         receiver.signal(signal.SIGCONT)
         _, _, outcome, _ = await receiver.hear("pulled")
         assert outcome == "KV_PEER_LOST"
@@ -261,19 +256,20 @@ needs_link = pytest.mark.skipif(bool(why_not()), reason=f"a bad link {why_not()}
 
 @needs_link
 @pytest.mark.fault("F23", "F25")
-@pytest.mark.parametrize("at", [200, 2_000, 300_000, 1_500_000, 3_999_000])
+@pytest.mark.parametrize("at", [100, 200, 2_000, 300_000, 1_500_000, 3_500_000])
 async def test_a_link_that_falls_silent_at_any_byte_ends_in_time_on_both_sides(at: int) -> None:
-    """From the handshake to the last part. Neither side sees more than silence."""
-    async with bad_link() as link, pair(MEDIUM, 1.0, link) as (sender, receiver, address):
+    """From the handshake, in which UCX connects both ways, to the last part. Neither side sees more than silence."""
+    lease_s = deadline_s = 3.0
+    async with bad_link() as link, pair(MEDIUM, lease_s, link) as (sender, receiver, address):
         link.cut_at = link.num_bytes + at
-        await receiver.tell(f"pull {address} t0 1.0")
+        await receiver.tell(f"pull {address} t0 {deadline_s}")
         _, _, outcome, seconds = await receiver.hear("pulled")
         assert link.is_cut
         assert outcome in {"KV_TRANSFER_TIMEOUT", "KV_CONNECT_FAILED"}
-        assert 1.0 <= float(seconds) < 1.0 + SLACK_S
+        assert deadline_s <= float(seconds) < deadline_s + SLACK_S
         assert await took(receiver.hear("freed")) < STOP_S + SLACK_S
-        # Renewed by the pull at most, the lease ends, and with it every reader.
-        assert await took(sender.hear("closed t0 expired")) < 2.0 + SLACK_S
+        # Renewed by what left, the lease ends, and with it every reader.
+        assert await took(sender.hear("closed t0 expired")) < lease_s + SLACK_S
 
 
 @needs_link
@@ -316,11 +312,11 @@ async def test_a_bit_flipped_on_the_wire_is_found_and_the_next_pull_succeeds(at:
 @needs_link
 @pytest.mark.fault("F24", "F35")
 async def test_a_slow_link_keeps_its_lease_and_takes_the_time_it_takes() -> None:
-    """10 Mbit/s: 4 MiB in 3.4 s, with a lease of 0.6 s that only progress and renewals carry on."""
-    async with bad_link() as link, pair(MEDIUM, 0.6, link) as (sender, receiver, address):
+    """10 Mbit/s: 4 MiB in 3.4 s, with a lease of 1.5 s that only progress and renewals carry on."""
+    async with bad_link() as link, pair(MEDIUM, 1.5, link) as (sender, receiver, address):
         link.bytes_per_s = 10e6 / 8
         await receiver.tell(f"pull {address} t0 30")
         _, _, outcome, seconds = await receiver.hear("pulled")
         assert outcome == "ok"
-        assert 3.0 < float(seconds) < 8.0
+        assert 3.0 < float(seconds) < 10.0
         await sender.hear("closed t0 taken", 5.0)

@@ -18,6 +18,7 @@ _ENVIRONMENT = {
     "UCX_TCP_TX_SEG_SIZE": "256K",
     "UCX_TCP_RX_SEG_SIZE": "256K",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "UCX_TCP_CONN_NB": "y",  # else a peer that falls silent as it connects stops the loop for minutes
     "UCX_RNDV_THRESH": "96K",  # inline payloads are eager; larger ones meet a posted receive
     "UCX_POSIX_ERROR_HANDLING": "y",  # without these, shared memory is silently dropped for tcp
     "UCX_SYSV_ERROR_HANDLING": "y",
