@@ -70,6 +70,7 @@ class Retriever:
         self._retrievals: dict[int, _Retrieval] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._landings: dict[int, int] = {}  # offset -> leg
+        self._pulling: dict[int, _Pull] = {}  # by offset of the landing
 
     @property
     def num_retrieving(self) -> int:
@@ -117,8 +118,10 @@ class Retriever:
             retrieval.task.cancel()
 
     def free_landing(self, offset: int) -> None:
-        """The range is free of late writes; announced once per job."""
-        if (leg := self._landings.pop(offset, None)) is not None:
+        """The range is free of late writes; announced once per job, and after its blocks are given back."""
+        if (pull := self._pulling.get(offset)) is not None:
+            pull.is_landing_free = True
+        elif (leg := self._landings.pop(offset, None)) is not None:
             self._emit(LandingFreed(leg))
 
     # -- one pull ---------------------------------------------------------------------------------
@@ -129,7 +132,7 @@ class Retriever:
 
     def _start(self, leg: int) -> None:
         retrieval = self._retrievals[leg]
-        pull = _Pull(self, retrieval)
+        pull = self._pulling[retrieval.job.landing.offset] = _Pull(self, retrieval)
         retrieval.task = self._spawn(pull.run(), f"pull-{leg}")
         retrieval.task.add_done_callback(pull.on_done)
 
@@ -166,6 +169,7 @@ class _Pull:
     def __init__(self, owner: Retriever, retrieval: _Retrieval) -> None:
         self._owner, self._retrieval = owner, retrieval
         self._has_begun = False
+        self.is_landing_free = False
 
     async def run(self) -> None:
         owner, retrieval = self._owner, self._retrieval
@@ -207,8 +211,12 @@ class _Pull:
 
     def on_done(self, task: asyncio.Task[None]) -> None:
         owner, retrieval = self._owner, self._retrieval
-        if not self._has_begun:  # aborted before it ran: the agent knows nothing of it
-            owner.free_landing(retrieval.job.landing.offset)
-        elif not retrieval.has_kv:
+        if self._has_begun and not retrieval.has_kv:
             owner._pool.release(retrieval.blocks)
+        offset = retrieval.job.landing.offset
+        del owner._pulling[offset]
+        if (
+            self.is_landing_free or not self._has_begun
+        ):  # if it never ran, the agent knows nothing of it
+            owner.free_landing(offset)
         owner._start_all(owner._queue.end(retrieval.job.leg))
