@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import math
 import time
-from array import array
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Final
 
@@ -17,32 +16,20 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pdmesh.core.block_hash import token_array
-from pdmesh.core.tenants import Tenant
-from pdmesh.errors import InvalidRequest
 from pdmesh.lifecycle import StartupError
 from pdmesh.net import rpc
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, Usage
-from services.gateway.door import Door, Visit, check_model
+from services.gateway.door import Door, Visit
 from services.gateway.frontend import Call, Frontend, new_request_id
 from services.gateway.generation import Delta
-from services.gateway.openai_calls import chat_tokens, check_logprobs, text_tokens
-from services.gateway.openai_schema import (
-    MAX_MESSAGES,
-    check_choices,
-    check_names,
-    check_sampling,
-    context_exceeded,
-    stops_of,
-)
-from services.gateway.spec import CallSpec, SamplingSpec
+from services.gateway.grpc_calls import chat_spec, generate_spec
+from services.gateway.spec import CallSpec
 
 log = structlog.get_logger(__name__)
 
 Context = Any  # grpc.aio.ServicerContext, generic in grpc-stubs and plain at run time
 SERVICE: Final = "pdmesh.v1.InferenceService"
-_ROLES: Final = frozenset({"system", "user", "assistant"})
 _SWEEP_S: Final = 0.5
 _MAX_STREAMS: Final = 1024  # at once on one connection
 _MAX_METADATA_BYTES: Final = 16384
@@ -74,7 +61,7 @@ class InferenceServicer:
         self, request: pb.GenerateRequest, context: Context
     ) -> pb.GenerateResponse:
         with self._visit(context) as visit:
-            spec = await self._generate_spec(request, visit.tenant)
+            spec = await generate_spec(request, self._frontend, visit.tenant)
             request_id, choices, usage = await self._whole(spec, visit, context)
         first = choices[0]
         return pb.GenerateResponse(
@@ -92,7 +79,7 @@ class InferenceServicer:
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         with self._visit(context) as visit:
-            spec = await self._generate_spec(request.request, visit.tenant)
+            spec = await generate_spec(request.request, self._frontend, visit.tenant)
             async for call, delta, is_end in self._streamed(spec, visit, context):
                 response = pb.GenerateStreamResponse(
                     request_id=call.request_id,
@@ -111,7 +98,7 @@ class InferenceServicer:
         self, request: pb.ChatRequest, context: Context
     ) -> pb.ChatResponse:
         with self._visit(context) as visit:
-            spec = await self._chat_spec(request, visit.tenant)
+            spec = await chat_spec(request, self._frontend, visit.tenant)
             request_id, choices, usage = await self._whole(spec, visit, context)
         first = choices[0]
         return pb.ChatResponse(
@@ -128,7 +115,7 @@ class InferenceServicer:
         self, request: pb.ChatStreamRequest, context: Context
     ) -> AsyncIterator[pb.ChatStreamResponse]:
         with self._visit(context) as visit:
-            spec = await self._chat_spec(request.request, visit.tenant)
+            spec = await chat_spec(request.request, self._frontend, visit.tenant)
             async for call, delta, is_end in self._streamed(spec, visit, context):
                 response = pb.ChatStreamResponse(
                     request_id=call.request_id,
@@ -212,95 +199,6 @@ class InferenceServicer:
                     yield call, delta, not num_open
         finally:
             self._frontend.close(call)
-
-    async def _generate_spec(self, request: pb.GenerateRequest, tenant: Tenant) -> CallSpec:
-        model = self._check_common(request)
-        check_model(tenant, model)
-        sampling = self._sampling(request.params, model)
-        match request.WhichOneof("prompt"):
-            case "text":
-                tokens = await text_tokens(request.text, model, self._frontend)
-            case "token_ids":
-                tokens = self._checked_ids(request.token_ids.ids, model)
-            case _:
-                raise InvalidRequest("either text or token_ids is needed", field="prompt")
-        return CallSpec(
-            operation="text_completion",
-            model=model,
-            prompts=(tokens,),
-            sampling=sampling,
-            n=request.n or 1,
-            scenario=request.scenario,
-            chat_id=request.chat_id,
-            cache_salt=request.cache_salt,
-            tenant=tenant,
-        )
-
-    async def _chat_spec(self, request: pb.ChatRequest, tenant: Tenant) -> CallSpec:
-        model = self._check_common(request)
-        check_model(tenant, model)
-        sampling = self._sampling(request.params, model)
-        if not 0 < len(request.messages) <= MAX_MESSAGES:
-            raise InvalidRequest(f"1 to {MAX_MESSAGES} messages are needed", field="messages")
-        for index, message in enumerate(request.messages):
-            if message.role not in _ROLES:
-                field = f"messages[{index}].role"
-                raise InvalidRequest("a role is system, user or assistant", field=field)
-        messages = [{"role": m.role, "content": m.content} for m in request.messages]
-        return CallSpec(
-            operation="chat",
-            model=model,
-            prompts=(await chat_tokens(messages, model, self._frontend),),
-            sampling=sampling,
-            n=request.n or 1,
-            scenario=request.scenario,
-            chat_id=request.chat_id,
-            cache_salt=request.cache_salt,
-            field_of_prompt="messages",
-            tenant=tenant,
-        )
-
-    def _checked_ids(self, ids: Sequence[int], model: str) -> array[int]:
-        context, vocab_size = (
-            self._frontend.context_length(model),
-            self._frontend.shared.tokenizer.vocab_size,
-        )
-        if len(ids) > context:
-            raise context_exceeded(f"{len(ids)} tokens", context, "token_ids")
-        if ids and max(ids) >= vocab_size:
-            raise InvalidRequest(f"token ids are 0 to {vocab_size - 1}", field="token_ids")
-        return token_array(ids)
-
-    def _check_common(self, request: pb.GenerateRequest | pb.ChatRequest) -> str:
-        """The model's real name. Raises MeshError."""
-        check_names(
-            model=request.model,
-            scenario=request.scenario,
-            chat_id=request.chat_id,
-            cache_salt=request.cache_salt,
-        )
-        seed = request.params.seed if request.params.HasField("seed") else None
-        check_choices(n=request.n or None, seed=seed)
-        return self._frontend.model_name(request.model)
-
-    def _sampling(self, params: pb.GenerationParams, model: str) -> SamplingSpec:
-        max_tokens = params.max_tokens if params.HasField("max_tokens") else None
-        temperature = params.temperature if params.HasField("temperature") else None
-        top_p = params.top_p if params.HasField("top_p") else None
-        num_logprobs = params.num_logprobs if params.HasField("num_logprobs") else None
-        check_sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-        if num_logprobs is not None and num_logprobs > 20:
-            raise InvalidRequest("num_logprobs is at most 20", field="num_logprobs")
-        check_logprobs(self._frontend, model, num_logprobs)
-        return SamplingSpec(
-            max_tokens=max_tokens,
-            temperature=1.0 if temperature is None else temperature,
-            top_p=1.0 if top_p is None else top_p,
-            seed=params.seed if params.HasField("seed") else None,
-            stop=stops_of(list(params.stop)),
-            ignore_eos=params.ignore_eos,
-            num_logprobs=num_logprobs,
-        )
 
 
 class GrpcServer:
