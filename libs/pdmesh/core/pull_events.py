@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Facts and effects of a connection are the same at both ends.
+from pdmesh.core.ticket_events import AbortPeer as AbortPeer  # noqa: PLC0414
+from pdmesh.core.ticket_events import PeerLost as PeerLost  # noqa: PLC0414
+from pdmesh.core.ticket_events import Tick as Tick  # noqa: PLC0414
+
 
 @dataclass(slots=True)
 class PullRequested:
@@ -66,18 +71,6 @@ class CallerLeft:
     """Nobody wants the result any more."""
 
     pull_id: int
-
-
-@dataclass(slots=True)
-class PeerLost:
-    """A connection is gone; no write comes from it any more."""
-
-    peer: int
-
-
-@dataclass(slots=True)
-class Tick:
-    pass
 
 
 ReceiverEvent = (
@@ -156,13 +149,6 @@ class FreeLanding:
     """No late write can land. The last word about a pull that did not complete."""
 
     pull_id: int
-
-
-@dataclass(slots=True)
-class AbortPeer:
-    """Drop the connection; answered by PeerLost. May be repeated."""
-
-    peer: int
 
 
 ReceiverEffect = (

@@ -84,7 +84,7 @@ class Released:
 
 @dataclass(slots=True)
 class PeerLost:
-    """A connection is gone, and with it every send on it."""
+    """A connection is gone: nothing is sent on it, and nothing written from it, any more."""
 
     peer: int
 
