@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -105,7 +105,6 @@ class _Life:
     served: Served
     request: Request
     request_id: str
-    on_done: Callable[[Served], None]
     jobs: dict[int, tuple[Worker, Job]] = field(default_factory=dict)
     waiting: int | None = None
     tick_at: float = math.inf
@@ -182,31 +181,6 @@ class VirtualMesh:
         )
         self.fleet.handle(RecordSeen(identity), 0.0)
 
-    def run_users(
-        self,
-        num_users: int,
-        next_request: Callable[[int], Arrival],
-        *,
-        think_s: Callable[[], float],
-        duration_s: float,
-    ) -> None:
-        """A closed loop: each user asks, reads the answer (or the refusal), thinks, and asks again, until `duration_s`."""
-        numbers = itertools.count()
-
-        def ask(user: int) -> None:
-            if self.clock.now >= duration_s:
-                return
-            arrival = replace(next_request(user), at_s=self.clock.now)
-
-            def done(_: Served) -> None:
-                self.clock.after(think_s(), lambda: ask(user))
-
-            self._submit(next(numbers), arrival, done)
-
-        for user in range(num_users):
-            self.clock.after(think_s(), partial(ask, user))
-        self.clock.run()
-
     def run(self, arrivals: Sequence[Arrival]) -> None:
         for number, arrival in enumerate(arrivals):
             self.clock.at(arrival.at_s, partial(self._submit, number, arrival))
@@ -214,9 +188,7 @@ class VirtualMesh:
 
     # --- the gateway -----------------------------------------------------------------------------
 
-    def _submit(
-        self, number: int, arrival: Arrival, on_done: Callable[[Served], None] = lambda _: None
-    ) -> None:
+    def _submit(self, number: int, arrival: Arrival) -> None:
         request = Request(
             max(1, arrival.num_output_tokens),
             limits=self._limits,
@@ -224,7 +196,7 @@ class VirtualMesh:
             next_key=lambda: next(self._keys),
             num_prompt_tokens=arrival.num_prompt_tokens,
         )
-        life = _Life(Served(arrival), request, f"r{number}", on_done)
+        life = _Life(Served(arrival), request, f"r{number}")
         self.served.append(life.served)
         self._handle(life, Submitted())
 
@@ -260,13 +232,11 @@ class VirtualMesh:
             case Complete():
                 life.served.e2e_s = self.clock.now - life.served.arrival.at_s
                 life.served.num_rejections = life.request.num_rejections
-                life.on_done(life.served)
             case Fail():
                 life.served.is_refused = True
                 life.served.num_rejections = life.request.num_rejections
                 if life.waiting is not None:
                     self._room.leave(life.waiting)
-                life.on_done(life.served)
             case _:
                 pass
 
