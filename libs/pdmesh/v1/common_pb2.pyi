@@ -63,6 +63,46 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens reached, or the context is full"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _InstancePhase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _InstancePhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_InstancePhase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    INSTANCE_PHASE_UNSPECIFIED: _InstancePhase.ValueType  # 0
+    """not an instance"""
+    INSTANCE_PHASE_BLANK: _InstancePhase.ValueType  # 1
+    """no role yet"""
+    INSTANCE_PHASE_LOADING: _InstancePhase.ValueType  # 2
+    INSTANCE_PHASE_LOADED: _InstancePhase.ValueType  # 3
+    INSTANCE_PHASE_CONNECTING: _InstancePhase.ValueType  # 4
+    INSTANCE_PHASE_CONNECTED: _InstancePhase.ValueType  # 5
+    INSTANCE_PHASE_READY: _InstancePhase.ValueType  # 6
+    INSTANCE_PHASE_DRAINING: _InstancePhase.ValueType  # 7
+    """finishes what runs; staged KV can still be pulled"""
+    INSTANCE_PHASE_DRAINED: _InstancePhase.ValueType  # 8
+    INSTANCE_PHASE_FAILED: _InstancePhase.ValueType  # 9
+    """could not follow its assignment"""
+
+class InstancePhase(_InstancePhase, metaclass=_InstancePhaseEnumTypeWrapper):
+    """How far an instance is on its way from a blank process to a serving one, and back."""
+
+INSTANCE_PHASE_UNSPECIFIED: InstancePhase.ValueType  # 0
+"""not an instance"""
+INSTANCE_PHASE_BLANK: InstancePhase.ValueType  # 1
+"""no role yet"""
+INSTANCE_PHASE_LOADING: InstancePhase.ValueType  # 2
+INSTANCE_PHASE_LOADED: InstancePhase.ValueType  # 3
+INSTANCE_PHASE_CONNECTING: InstancePhase.ValueType  # 4
+INSTANCE_PHASE_CONNECTED: InstancePhase.ValueType  # 5
+INSTANCE_PHASE_READY: InstancePhase.ValueType  # 6
+INSTANCE_PHASE_DRAINING: InstancePhase.ValueType  # 7
+"""finishes what runs; staged KV can still be pulled"""
+INSTANCE_PHASE_DRAINED: InstancePhase.ValueType  # 8
+INSTANCE_PHASE_FAILED: InstancePhase.ValueType  # 9
+"""could not follow its assignment"""
+Global___InstancePhase: _TypeAlias = InstancePhase  # noqa: Y015
+
 @_typing.final
 class SamplingParams(_message.Message):
     """How tokens are drawn. Built by the gateway, validated there and again by the instance."""
@@ -266,6 +306,15 @@ class InstanceRecord(_message.Message):
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
     IS_LEADER_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    ASSIGNMENT_ID_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
+    RACK_FIELD_NUMBER: _builtins.int
+    VERIFIED_PEERS_FIELD_NUMBER: _builtins.int
+    FAILED_PEERS_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    LOAD_TIMINGS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     incarnation: _builtins.int
     """random at start; never reused"""
@@ -305,10 +354,28 @@ class InstanceRecord(_message.Message):
     """of the masters: this one answers Plan"""
     epoch: _builtins.int
     """of its leadership, the highest it knows of otherwise"""
+    phase: Global___InstancePhase.ValueType
+    """of an instance; only READY ones get requests"""
+    assignment_id: _builtins.int
+    """the assignment it follows; 0: its own settings gave it its role"""
+    revision: _builtins.str
+    """model, KV layout and transport version; P and D pair only if equal"""
+    region: _builtins.str
+    rack: _builtins.str
+    failure: _builtins.str
+    """a stable reason and what went wrong, while FAILED"""
     @_builtins.property
     def kv_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """one KV transport address per device, in device order"""
 
+    @_builtins.property
+    def verified_peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerRef]:
+        """a nonce and its checksum came back over the KV transport"""
+
+    @_builtins.property
+    def failed_peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerRef]: ...
+    @_builtins.property
+    def load_timings(self) -> Global___LoadTimings: ...
     def __init__(
         self,
         *,
@@ -336,11 +403,78 @@ class InstanceRecord(_message.Message):
         http_address: _builtins.str = ...,
         is_leader: _builtins.bool = ...,
         epoch: _builtins.int = ...,
+        phase: Global___InstancePhase.ValueType = ...,
+        assignment_id: _builtins.int = ...,
+        revision: _builtins.str = ...,
+        region: _builtins.str = ...,
+        rack: _builtins.str = ...,
+        verified_peers: _abc.Iterable[Global___PeerRef] | None = ...,
+        failed_peers: _abc.Iterable[Global___PeerRef] | None = ...,
+        failure: _builtins.str = ...,
+        load_timings: Global___LoadTimings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load_timings", b"load_timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "engine", b"engine", "epoch", b"epoch", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "pid", b"pid", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_logprobs", b"supports_logprobs", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "block_size", b"block_size", "engine", b"engine", "epoch", b"epoch", "failed_peers", b"failed_peers", "failure", b"failure", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "load_timings", b"load_timings", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_logprobs", b"supports_logprobs", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InstanceRecord: _TypeAlias = InstanceRecord  # noqa: Y015
+
+@_typing.final
+class PeerRef(_message.Message):
+    """One incarnation of an instance, named by another."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    incarnation: _builtins.int
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "instance_id", b"instance_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerRef: _TypeAlias = PeerRef  # noqa: Y015
+
+@_typing.final
+class LoadTimings(_message.Message):
+    """Where the time of becoming READY went (P/D-Serve Fig. 13d)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FETCH_MS_FIELD_NUMBER: _builtins.int
+    VERIFY_MS_FIELD_NUMBER: _builtins.int
+    BUILD_MS_FIELD_NUMBER: _builtins.int
+    CONNECT_MS_FIELD_NUMBER: _builtins.int
+    fetch_ms: _builtins.int
+    """the model's files"""
+    verify_ms: _builtins.int
+    """their hashes"""
+    build_ms: _builtins.int
+    """the engine, weights included"""
+    connect_ms: _builtins.int
+    """all peers verified"""
+    def __init__(
+        self,
+        *,
+        fetch_ms: _builtins.int = ...,
+        verify_ms: _builtins.int = ...,
+        build_ms: _builtins.int = ...,
+        connect_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build_ms", b"build_ms", "connect_ms", b"connect_ms", "fetch_ms", b"fetch_ms", "verify_ms", b"verify_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadTimings: _TypeAlias = LoadTimings  # noqa: Y015
