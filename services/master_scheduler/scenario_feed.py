@@ -12,7 +12,8 @@ import structlog
 
 from pdmesh.core.fleet import Fleet
 from pdmesh.core.placement import DEFAULT_SCENARIO
-from pdmesh.core.scenario_stats import Finished, Phi, Scenarios, ScenarioStats
+from pdmesh.core.ratio_model import Phi
+from pdmesh.core.scenario_stats import Finished, Scenarios, ScenarioStats
 from pdmesh.net import subjects
 from pdmesh.net.bus import Bus, Message
 from pdmesh.telemetry import metrics, names

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdmesh.core.fleet import Instance, Role
+from pdmesh.core.ratio_model import Phi
 
 MAX_SCENARIOS: Final = 256
 _WEIGHT: Final = 0.05  # of the newest request, once twenty were seen
@@ -74,26 +75,6 @@ class ScenarioStats:
         while self._ends and self._ends[0] < now - _WINDOW_S:
             self._ends.popleft()
         return len(self._ends) / _WINDOW_S
-
-
-@dataclass(frozen=True, slots=True)
-class Phi:
-    """Throughput per instance (S2): min of the three rates over n_p + n_d. Rates in requests/s; inf where nothing is known."""
-
-    arriving: float
-    prefill: float  # n_p b_p / T_p
-    decode: float  # n_d b_d / T_d
-    num_instances: int
-
-    @property
-    def value(self) -> float:
-        least = min(self.arriving, self.prefill, self.decode)
-        return least / self.num_instances if self.num_instances else 0.0
-
-    @property
-    def bottleneck(self) -> str:
-        terms = {"arrivals": self.arriving, "prefill": self.prefill, "decode": self.decode}
-        return min(terms, key=terms.__getitem__)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,93 @@
+"""What a group of n_p prefills and n_d decodes can carry, and the split of a number of instances that carries most (S2, S30).
+
+P/D-Serve, 2.1 and formula (1): prefill and decode are balanced where n_p b_p / T_p = n_d b_d / T_d; the least of both and of
+what arrives, over n_p + n_d, is the throughput per instance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Phi:
+    """Throughput per instance (S2): min of the three rates over n_p + n_d. Rates in requests/s; inf where nothing is known."""
+
+    arriving: float
+    prefill: float  # n_p b_p / T_p
+    decode: float  # n_d b_d / T_d
+    num_instances: int
+
+    @property
+    def value(self) -> float:
+        least = min(self.arriving, self.prefill, self.decode)
+        return least / self.num_instances if self.num_instances else 0.0
+
+    @property
+    def bottleneck(self) -> str:
+        terms = {"arrivals": self.arriving, "prefill": self.prefill, "decode": self.decode}
+        return min(terms, key=terms.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """n_p and n_d."""
+
+    num_prefill: int
+    num_decode: int
+
+    @property
+    def total(self) -> int:
+        return self.num_prefill + self.num_decode
+
+    def __str__(self) -> str:
+        return f"{self.num_prefill}:{self.num_decode}"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One kind of request on one kind of instance, with full batches: T_p with b_p prompts at once, T_d with b_d sequences.
+
+    Times in seconds. T_p ends with token 1 and counts what was found cached as saved (r_pre); T_d begins there and includes xi.
+    Taken at light load they are too short: b / T is a capacity only if all b slots were taken while T was measured.
+    """
+
+    t_p: float
+    b_p: float
+    t_d: float
+    b_d: float
+
+    @property
+    def prefill_per_s(self) -> float:
+        """Requests/s of one prefill."""
+        return self.b_p / self.t_p
+
+    @property
+    def decode_per_s(self) -> float:
+        return self.b_d / self.t_d
+
+    def phi(self, split: Split, arriving: float = math.inf) -> Phi:
+        return Phi(
+            arriving,
+            split.num_prefill * self.prefill_per_s,
+            split.num_decode * self.decode_per_s,
+            split.total,
+        )
+
+    def mismatch(self, split: Split) -> float:
+        """The stronger role's rate over the weaker one's, minus 1: 0 where formula (1) holds."""
+        phi = self.phi(split)
+        return max(phi.prefill, phi.decode) / min(phi.prefill, phi.decode) - 1
+
+    def best_split(self, total: int, least: int = 1) -> Split:
+        """Most requests/s; ValueError if `total` has no room for `least` of both."""
+        return max(splits(total, least), key=lambda s: (self.phi(s).value, -self.mismatch(s)))
+
+
+def splits(total: int, least: int = 1) -> Iterator[Split]:
+    """All of them, few prefills first."""
+    if total < 2 * least:
+        raise ValueError(f"{total} instances are too few for {least} of each role")
+    return (Split(n, total - n) for n in range(least, total - least + 1))
