@@ -32,7 +32,7 @@ class QuietServer:
 
     async def unsubscribe(self) -> None: ...
 
-    async def open_consumer(self, _: str) -> tuple[str, int]:
+    async def open_consumer(self, *_: str) -> tuple[str, int]:
         return "consumer", 0
 
 

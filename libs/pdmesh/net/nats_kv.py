@@ -25,6 +25,7 @@ from pdmesh.net.tasks import end
 
 log = structlog.get_logger(__name__)
 
+ALL_KEYS: Final = ">"
 _REQUEST_S: Final = 1.0
 _HEARTBEAT_S: Final = 0.5
 _SILENCE_S: Final = 1.5  # without message or heartbeat: open again
@@ -102,11 +103,12 @@ class KvBucket:
         headers = None if last is None else {_EXPECTED: str(last)}
         return await self._publish(key, value, headers)
 
-    async def delete(self, key: str, last: int | None = None) -> None:
+    async def delete(self, key: str, last: int | None = None) -> int:
+        """Remove the key and return the new revision; raises as `put`."""
         headers = {_OPERATION: "DEL"}
         if last is not None:
             headers[_EXPECTED] = str(last)
-        await self._publish(key, b"", headers)
+        return await self._publish(key, b"", headers)
 
     async def _publish(self, key: str, value: bytes, headers: dict[str, str] | None) -> int:
         with _translated(self.name):
@@ -128,17 +130,18 @@ class KvBucket:
         on_entry: Callable[[KvEntry], None],
         on_loaded: Callable[[], None],
         on_reset: Callable[[], None],
+        key: str = ALL_KEYS,
     ) -> KvWatch:
-        """Follow all keys. Each time it (re)opens: on_reset, on_entry for all the bucket holds, on_loaded."""
-        return KvWatch(self._bus, self, on_entry, on_loaded, on_reset)
+        """Follow one key, or all. Each time it (re)opens: on_reset, on_entry for all the bucket holds, on_loaded."""
+        return KvWatch(self._bus, self, on_entry, on_loaded, on_reset, key)
 
-    async def open_consumer(self, inbox: str) -> tuple[str, int]:
-        """A push consumer of all last values to `inbox`: its name, and how many values wait."""
+    async def open_consumer(self, inbox: str, key: str = ALL_KEYS) -> tuple[str, int]:
+        """A push consumer of the last values to `inbox`: its name, and how many values wait."""
         config = api.ConsumerConfig(
             deliver_subject=inbox,
             deliver_policy=api.DeliverPolicy.LAST_PER_SUBJECT,
             ack_policy=api.AckPolicy.NONE,
-            filter_subject=f"{self._prefix}>",
+            filter_subject=self._prefix + key,
             idle_heartbeat=_HEARTBEAT_S,
             inactive_threshold=5.0,
             mem_storage=True,
@@ -171,8 +174,9 @@ class KvWatch:
         on_entry: Callable[[KvEntry], None],
         on_loaded: Callable[[], None],
         on_reset: Callable[[], None],
+        key: str = ALL_KEYS,
     ) -> None:
-        self._bus, self._bucket = bus, bucket
+        self._bus, self._bucket, self._key = bus, bucket, key
         self._on_entry, self._on_loaded, self._on_reset = on_entry, on_loaded, on_reset
         self._heard = asyncio.Event()
         self._broken = asyncio.Event()
@@ -213,7 +217,7 @@ class KvWatch:
         subscription = await self._bus.client.subscribe(inbox, cb=self._on_message)
         name = ""
         try:
-            name, num_pending = await self._bucket.open_consumer(inbox)
+            name, num_pending = await self._bucket.open_consumer(inbox, self._key)
             if num_pending == 0:
                 self._loaded()
             await self._until_broken()

@@ -1,0 +1,73 @@
+"""What each instance shall be: one Assignment per instance, written by the leading master, followed by the instance.
+
+Assignments outlive both: they do not expire. The adapter is JetStream key-value (`nats_assignments.py`). Each write is
+compared with the revision that its writer last saw, and refused once a leader of a later epoch has written (I7); an
+instance besides ignores what is meant for another incarnation, or is older than what it has seen (`is_newer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from pdmesh.v1.groups_pb2 import Assignment
+
+OnAssignment = Callable[[Assignment], None]
+
+
+class AssignmentBook(Protocol):
+    """All assignments, as the leading master reads and writes them."""
+
+    @property
+    def is_current(self) -> bool:
+        """False while the store is away, or not all of it has been read: decide nothing from `known` then."""
+        ...
+
+    @property
+    def known(self) -> Mapping[str, Assignment]:
+        """By instance id; own writes show at once."""
+        ...
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Called on the event loop after each change that somebody else made."""
+        ...
+
+    async def write(self, assignment: Assignment) -> None:
+        """Raises NotLeader if a later epoch has written it since, StaleView if an equal or earlier one has, Unavailable."""
+        ...
+
+    async def forget(self, instance_id: str, epoch: int) -> None:
+        """Remove it; raises like `write`. Nothing happens if it is not there."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class AssignmentFeed(Protocol):
+    """One instance's assignment, for as long as it follows it."""
+
+    async def close(self) -> None: ...
+
+
+class Assignments(Protocol):
+    async def book(self) -> AssignmentBook:
+        """Holds what the store knows now; waits for the store if it is away."""
+        ...
+
+    def follow(self, instance_id: str, on_assignment: OnAssignment) -> AssignmentFeed:
+        """Tell what there is, then each change, and all again after an outage. A removed assignment is not told."""
+        ...
+
+
+class StaleView(Exception):
+    """Somebody wrote the assignment since it was last read; read again and decide anew."""
+
+
+def is_newer(candidate: Assignment, current: Assignment | None) -> bool:
+    """Whether an instance that follows `current` has to follow `candidate`: both meant for the same incarnation."""
+    if current is None:
+        return True
+    return candidate != current and (candidate.epoch, candidate.assignment_id) >= (
+        current.epoch,
+        current.assignment_id,
+    )

@@ -1,0 +1,175 @@
+"""What every Assignments does: run against the fake and against real JetStream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from pdmesh.errors import NotLeader, Unavailable
+from pdmesh.net.assignments import Assignments, StaleView, is_newer
+from pdmesh.net.nats_assignments import NatsAssignments
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.v1.common_pb2 import ROLE_PREFILL
+from pdmesh.v1.groups_pb2 import STAGE_CONNECT, STAGE_LOAD, STAGE_SERVE, Assignment
+from tests.fakes.memory_assignments import MemoryAssignments, MemoryAssignmentStore
+from tests.support import servers
+from tests.support.waiting import until
+
+
+class World(Protocol):
+    async def party(self) -> Assignments: ...
+    async def take_away(self) -> None: ...
+    async def bring_back(self) -> None: ...
+
+
+class MemoryWorld:
+    def __init__(self) -> None:
+        self._store = MemoryAssignmentStore()
+
+    async def party(self) -> Assignments:
+        return MemoryAssignments(self._store)
+
+    async def take_away(self) -> None:
+        self._store.is_up = False
+
+    async def bring_back(self) -> None:
+        self._store.come_back()
+
+
+class NatsWorld:
+    def __init__(self, server: servers.TestServer) -> None:
+        self._server = server
+        self.buses: list[NatsBus] = []
+
+    async def party(self) -> Assignments:
+        self.buses.append(await NatsBus.connect(self._server.url, "test"))
+        return NatsAssignments(self.buses[-1])
+
+    async def take_away(self) -> None:
+        self._server.kill()
+
+    async def bring_back(self) -> None:
+        await self._server.start()
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[World]:
+    if request.param == "memory":
+        yield MemoryWorld()
+        return
+    server = servers.nats(tmp_path)
+    await server.start()
+    nats_world = NatsWorld(server)
+    yield nats_world
+    for bus in nats_world.buses:
+        await bus.close()
+    server.close()
+
+
+def assignment(epoch: int = 1, stage: int = STAGE_LOAD, **fields: object) -> Assignment:
+    values: dict[str, object] = {
+        "instance_id": "blank-0",
+        "incarnation": 2**63 + 1,
+        "assignment_id": 1,
+        "role": ROLE_PREFILL,
+        "group_id": "chat",
+        "engine_options": {"num_slots": "4"},
+    }
+    return Assignment(epoch=epoch, stage=stage, **(values | fields))  # type: ignore[arg-type]
+
+
+async def test_what_is_written_is_known_at_once_and_followed_by_the_instance(world: World) -> None:
+    book, instance = await (await world.party()).book(), await world.party()
+    await book.write(assignment())
+    assert book.known == {"blank-0": assignment()}
+    told: list[Assignment] = []
+    feed = instance.follow("blank-0", told.append)
+    other: list[Assignment] = []
+    other_feed = instance.follow("blank-1", other.append)
+    await until(lambda: told == [assignment()])
+    await book.write(assignment(stage=STAGE_CONNECT))
+    await until(lambda: told[-1] == assignment(stage=STAGE_CONNECT))
+    assert other == []
+    await feed.close()
+    await other_feed.close()
+    await book.close()
+
+
+@pytest.mark.fault("F13")
+async def test_a_leader_of_an_earlier_epoch_is_refused(world: World) -> None:
+    old = await (await world.party()).book()
+    await old.write(assignment(epoch=1))
+    new = await (await world.party()).book()
+    await new.write(assignment(epoch=2))
+    with pytest.raises(NotLeader):
+        await old.write(assignment(epoch=1, stage=STAGE_SERVE))
+    with pytest.raises(NotLeader):
+        await old.forget("blank-0", epoch=1)
+    assert new.known["blank-0"] == assignment(epoch=2)
+    await old.close()
+    await new.close()
+
+
+async def test_a_decision_on_an_old_view_is_not_written(world: World) -> None:
+    """Two writers of one epoch cannot be, but a removed assignment bears none: the revision tells."""
+    first = await (await world.party()).book()
+    second = await (await world.party()).book()
+    await first.write(assignment())
+    with pytest.raises((StaleView, NotLeader)):
+        await second.write(assignment(epoch=0))
+    await until(lambda: second.known == {"blank-0": assignment()})
+    await second.write(assignment(epoch=2))
+    await until(lambda: first.known == {"blank-0": assignment(epoch=2)})
+    await first.close()
+    await second.close()
+
+
+async def test_a_forgotten_assignment_is_gone_and_may_be_written_anew(world: World) -> None:
+    book, other = await (await world.party()).book(), await (await world.party()).book()
+    changes: list[int] = []
+    other.on_change(lambda: changes.append(len(other.known)))
+    await book.write(assignment())
+    await until(lambda: changes == [1])
+    await book.forget("blank-0", epoch=1)
+    assert dict(book.known) == {}
+    await until(lambda: changes == [1, 0])
+    await book.forget("blank-0", epoch=1)
+    await book.write(assignment(assignment_id=2))
+    await until(lambda: other.known == {"blank-0": assignment(assignment_id=2)})
+    await book.close()
+    await other.close()
+
+
+@pytest.mark.fault("F18")
+async def test_an_outage_leaves_the_book_as_it_was_and_it_says_so(world: World) -> None:
+    book, instance = await (await world.party()).book(), await world.party()
+    told: list[Assignment] = []
+    feed = instance.follow("blank-0", told.append)
+    await book.write(assignment())
+    await until(lambda: told)
+    await world.take_away()
+    await until(lambda: not book.is_current)
+    with pytest.raises(Unavailable):
+        await book.write(assignment(stage=STAGE_CONNECT))
+    assert book.known == {"blank-0": assignment()}
+    told.clear()
+    await world.bring_back()
+    await until(lambda: book.is_current)
+    await until(lambda: told)
+    await book.write(assignment(stage=STAGE_CONNECT))
+    await until(lambda: told[-1].stage == STAGE_CONNECT)
+    await feed.close()
+    await book.close()
+
+
+def test_an_instance_follows_only_what_is_not_older() -> None:
+    current = assignment(epoch=3, assignment_id=7)
+    assert is_newer(current, None)
+    assert not is_newer(assignment(epoch=3, assignment_id=7), current)
+    assert is_newer(assignment(epoch=3, assignment_id=7, stage=STAGE_CONNECT), current)
+    assert is_newer(assignment(epoch=4, assignment_id=7), current)
+    assert not is_newer(assignment(epoch=2, assignment_id=9, stage=STAGE_SERVE), current)
+    assert not is_newer(assignment(epoch=3, assignment_id=6), current)
