@@ -73,6 +73,7 @@ class GroupState:
     prefill_busy: float | None = None
     decode_busy: float | None = None
     pool: str = ""
+    model: str = ""  # instances move only between groups of one model
 
     @property
     def size(self) -> int:

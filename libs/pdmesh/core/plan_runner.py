@@ -1,0 +1,180 @@
+"""Carries out plans, one move at a time per scenario, whoever asked: profile, operator, monitor and schedule never overlap (S21, S28).
+
+A move is checked against the groups as they are when its turn comes, not as they were when it was planned. A plan ends at its
+first move that may not be made or that failed; what it did so far stays, and whoever asked hears it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdmesh.core.moves import Groups, Move, Plan, refusal
+
+MAX_PLANS: Final = 16  # that wait, per scenario
+
+
+class Outcome(enum.StrEnum):
+    DONE = "done"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAsked:
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class MoveEnded:
+    """The groups' controller made the move, or gave it up and left the group whole."""
+
+    scenario: str
+    is_done: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsSeen:
+    """Everything that serves or is lent now; `num_blank` instances could be given a role."""
+
+    groups: Groups
+    num_blank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StartMove:
+    plan: Plan
+    move: Move
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEnded:
+    """`num_moves` of its moves were made."""
+
+    plan: Plan
+    outcome: Outcome
+    num_moves: int
+    detail: str = ""
+
+
+Event = PlanAsked | MoveEnded | GroupsSeen
+Effect = StartMove | PlanEnded
+
+
+@dataclass(slots=True)
+class _Running:
+    plan: Plan
+    num_done: int = 0
+    started_at: float | None = None  # of the move under way
+    touched: frozenset[str] = frozenset()  # scenarios
+
+
+@dataclass(slots=True)
+class PlanRunner:
+    """`move_timeout_s`: a move of which nothing was heard is given up; the groups' own bounds should end it long before."""
+
+    max_busy: float = 0.85
+    move_timeout_s: float = 900.0
+    _running: dict[str, _Running] = field(default_factory=dict)
+    _waiting: dict[str, deque[Plan]] = field(default_factory=dict)
+
+    def is_busy(self, scenario: str) -> bool:
+        return scenario in self._running or bool(self._waiting.get(scenario))
+
+    @property
+    def num_moving(self) -> int:
+        return sum(r.started_at is not None for r in self._running.values())
+
+    @property
+    def moving(self) -> Mapping[str, Move]:
+        """The move under way, by scenario."""
+        return {
+            scenario: running.plan.moves[running.num_done]
+            for scenario, running in sorted(self._running.items())
+            if running.started_at is not None
+        }
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        match event:
+            case PlanAsked():
+                return self._on_asked(event.plan)
+            case MoveEnded():
+                return self._on_ended(event)
+            case GroupsSeen():
+                return self._on_seen(event, now)
+
+    def check_invariants(self) -> None:
+        for scenario, running in self._running.items():
+            assert running.plan.scenario == scenario
+            assert running.num_done < len(running.plan.moves)
+        touched = [s for r in self._running.values() if r.started_at is not None for s in r.touched]
+        assert len(touched) == len(set(touched))
+        assert all(len(plans) <= MAX_PLANS for plans in self._waiting.values())
+
+    def _on_asked(self, plan: Plan) -> list[Effect]:
+        if not plan.moves:
+            return [PlanEnded(plan, Outcome.DONE, 0, "nothing to do")]
+        waiting = self._waiting.setdefault(plan.scenario, deque())
+        if len(waiting) >= MAX_PLANS:
+            return [PlanEnded(plan, Outcome.REFUSED, 0, f"{MAX_PLANS} plans wait already")]
+        waiting.append(plan)
+        return []
+
+    def _on_ended(self, event: MoveEnded) -> list[Effect]:
+        running = self._running.get(event.scenario)
+        if running is None or running.started_at is None:
+            return []
+        if not event.is_done:
+            return self._end(running, Outcome.FAILED, event.detail)
+        running.started_at = None
+        running.num_done += 1
+        if running.num_done == len(running.plan.moves):
+            return self._end(running, Outcome.DONE, event.detail)
+        return []
+
+    def _on_seen(self, seen: GroupsSeen, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for scenario in sorted(self._running.keys() | self._waiting.keys()):
+            running = self._running.get(scenario) or self._next(scenario)
+            if running is None:
+                continue
+            if running.started_at is None:
+                effects += self._start(running, seen, now)
+            elif now - running.started_at > self.move_timeout_s:
+                effects += self._end(running, Outcome.FAILED, "nothing was heard of the move")
+        return effects
+
+    def _next(self, scenario: str) -> _Running | None:
+        waiting = self._waiting.get(scenario)
+        if not waiting:
+            self._waiting.pop(scenario, None)
+            return None
+        running = self._running[scenario] = _Running(waiting.popleft())
+        return running
+
+    def _start(self, running: _Running, seen: GroupsSeen, now: float) -> list[Effect]:
+        plan = running.plan
+        move = plan.moves[running.num_done]
+        touched = frozenset({plan.scenario, *_scenarios(move, seen.groups)})
+        if any(touched & r.touched for r in self._running.values() if r.started_at is not None):
+            return []  # its turn comes when the other scenario's move has ended
+        why_not = refusal(
+            move, seen.groups, self.max_busy, is_forced=plan.is_forced, num_blank=seen.num_blank
+        )
+        if why_not is not None:
+            return self._end(running, Outcome.REFUSED, why_not)
+        running.started_at, running.touched = now, touched
+        return [StartMove(plan, move)]
+
+    def _end(self, running: _Running, outcome: Outcome, detail: str) -> list[Effect]:
+        del self._running[running.plan.scenario]
+        return [PlanEnded(running.plan, outcome, running.num_done, detail)]
+
+
+def _scenarios(move: Move, groups: Groups) -> list[str]:
+    found = (groups.get(move.group_id), groups.get(move.to_group or ""))
+    return [group.scenario for group in found if group is not None]
