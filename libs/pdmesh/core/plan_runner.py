@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdmesh.core.moves import Groups, Move, Plan, refusal
+from pdmesh.core.moves import Groups, Move, MoveKind, Plan, applied, refusal
 
 MAX_PLANS: Final = 16  # that wait, per scenario
 
@@ -75,10 +75,10 @@ class _Running:
 
 @dataclass(slots=True)
 class PlanRunner:
-    """`move_timeout_s`: a move of which nothing was heard is given up; the groups' own bounds should end it long before."""
+    """`move_timeout_s`: for when the word of a move's end was lost. The groups' controller ends every move itself, long before."""
 
     max_busy: float = 0.85
-    move_timeout_s: float = 900.0
+    move_timeout_s: float = 3600.0
     _running: dict[str, _Running] = field(default_factory=dict)
     _waiting: dict[str, deque[Plan]] = field(default_factory=dict)
 
@@ -97,6 +97,16 @@ class PlanRunner:
             for scenario, running in sorted(self._running.items())
             if running.started_at is not None
         }
+
+    def expected(self, groups: Groups) -> Groups:
+        """The groups once everything that was asked for is made: what a new plan should start from."""
+        plans = [r.plan.moves[r.num_done :] for _, r in sorted(self._running.items())]
+        plans += [plan.moves for _, waiting in sorted(self._waiting.items()) for plan in waiting]
+        for move in (move for moves in plans for move in moves):
+            is_within = move.kind is not MoveKind.MOVE or move.to_group in groups
+            if move.group_id in groups and is_within:
+                groups = applied(groups, move)
+        return groups
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         match event:

@@ -1,0 +1,194 @@
+"""Groups by the clock: scale out and in, and lend groups to training at night so that they are back in time (S11, S21).
+
+An entry fires once for each time it names. What it makes is a plan like any other, so it waits for what an operator has under way
+and is refused what an operator would be refused. A master that was away at that time makes up for it if it is back within the
+entry's grace, and says that it did not if it comes later.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, tzinfo
+from typing import Final
+
+from pdmesh.core.cron import Cron
+from pdmesh.core.moves import (
+    TRAINING_POOL,
+    Groups,
+    GroupState,
+    Move,
+    MoveKind,
+    Plan,
+    Trigger,
+    serving,
+)
+
+MAX_ENTRIES: Final = 1000
+_LEAD_MARGIN: Final = 1.5  # times the slowest of the last set-ups
+
+
+class What(enum.StrEnum):
+    ADD = "add"  # set up so many more groups
+    REMOVE = "remove"  # give up so many
+    LEND = "lend"  # to a pool, from which RECLAIM takes back
+    RECLAIM = "reclaim"  # so that they serve at the entry's time: it begins earlier
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """`num_groups` of `scenario`, at each time of `cron`. A RECLAIM is for groups that shall serve at that time."""
+
+    name: str
+    scenario: str
+    cron: Cron
+    what: What
+    num_groups: int
+    pool: str = TRAINING_POOL
+    zone: tzinfo = UTC
+    grace_s: float = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """An entry's time has come. `late_s`: by how much it was missed; empty `plan`: there is nothing to do, for `reason`."""
+
+    entry: Entry
+    at: float  # unix seconds of the time it fired for
+    late_s: float
+    plan: Plan | None
+    reason: str
+
+
+@dataclass(slots=True)
+class Schedule:
+    """`fired` says for which time each entry fired last (unix seconds): keep it where a successor finds it.
+
+    `lead_s`: how long before its time a RECLAIM begins, until set-ups were seen that take longer. An entry that is new fires for
+    times from its first tick on.
+    """
+
+    entries: Sequence[Entry]
+    lead_s: float = 300.0
+    fired: dict[str, float] = field(default_factory=dict)
+    _setups_s: dict[str, float] = field(default_factory=dict)  # the slowest of late, by scenario
+
+    def __post_init__(self) -> None:
+        names = [entry.name for entry in self.entries]
+        if len(names) > MAX_ENTRIES:
+            raise ValueError(f"{len(names)} schedules are more than {MAX_ENTRIES}")
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"schedule {twice!r} is there twice")
+
+    def replace_entries(self, entries: Sequence[Entry]) -> None:
+        """The desired state changed; entries that stay keep what they fired for."""
+        fresh = Schedule(entries)
+        self.entries = fresh.entries
+        self.fired = {e.name: self.fired[e.name] for e in entries if e.name in self.fired}
+
+    def set_up_took(self, scenario: str, seconds: float) -> None:
+        """A group of the scenario was set up: a reclaim must begin at least so early."""
+        before = self._setups_s.get(scenario, 0.0)
+        self._setups_s[scenario] = max(seconds, 0.8 * before)
+
+    def lead_of(self, entry: Entry) -> float:
+        """Seconds before its time at which an entry acts."""
+        if entry.what is not What.RECLAIM:
+            return 0.0
+        return max(self.lead_s, _LEAD_MARGIN * self._setups_s.get(entry.scenario, 0.0))
+
+    def wake_at(self) -> float | None:
+        """When the next entry is due, in unix seconds; None if none ever is. Valid after a tick."""
+        due = [at for entry in self.entries if (at := self._next(entry)) is not None]
+        return min(due, default=None)
+
+    def tick(self, groups: Groups, now: float) -> list[Due]:
+        """`now` in unix seconds; call it at `wake_at`, and as often as liked. Reclaims come first.
+
+        `groups`: as they will be when what was asked for before is done (`PlanRunner.expected`).
+        """
+        due: list[Due] = []
+        taken: set[str] = set()
+        for entry in sorted(self.entries, key=lambda e: (e.what is not What.RECLAIM, e.name)):
+            self.fired.setdefault(entry.name, now + self.lead_of(entry))
+            at = self._latest(entry, now)
+            if at is None:
+                continue
+            self.fired[entry.name] = at
+            due.append(self._fire(entry, at, groups, taken, now))
+        return due
+
+    def _next(self, entry: Entry) -> float | None:
+        fired = self.fired.get(entry.name)
+        at = None if fired is None else entry.cron.next_after(fired, entry.zone)
+        return None if at is None else at - self.lead_of(entry)
+
+    def _latest(self, entry: Entry, now: float) -> float | None:
+        """The last time that has come since the one it fired for: several missed ones fire once."""
+        horizon = now + self.lead_of(entry)
+        latest, at = None, entry.cron.next_after(self.fired[entry.name], entry.zone)
+        if at is not None and horizon - at > 86_400:
+            at = entry.cron.next_after(max(at - 1, horizon - 86_400), entry.zone) or at
+        while at is not None and at <= horizon:
+            latest, at = at, entry.cron.next_after(at, entry.zone)
+        return latest
+
+    def _fire(self, entry: Entry, at: float, groups: Groups, taken: set[str], now: float) -> Due:
+        late_s = max(0.0, now + self.lead_of(entry) - at)
+        if late_s > entry.grace_s:
+            return Due(entry, at, late_s, None, f"missed by {late_s:.0f} s: nobody was there")
+        reason = f"schedule {entry.name}"
+        moves = tuple(_moves(entry, groups, taken, reason))
+        taken.update(move.group_id for move in moves)
+        if not moves:
+            return Due(entry, at, late_s, None, f"no group to {entry.what.value}")
+        return Due(entry, at, late_s, Plan(entry.scenario, Trigger.SCHEDULE, moves, reason), reason)
+
+
+def _moves(entry: Entry, groups: Groups, taken: Iterable[str], reason: str) -> list[Move]:
+    own = [g for g in serving(groups, entry.scenario) if g.group_id not in taken]
+    match entry.what:
+        case What.ADD:
+            ids = _new_ids(entry.scenario, groups, taken, entry.num_groups)
+            return [Move(group_id, MoveKind.ADD, None, None, reason) for group_id in ids]
+        case What.REMOVE:
+            chosen = _least_busy(own, entry.num_groups)
+            return [Move(g.group_id, MoveKind.REMOVE, None, None, reason) for g in chosen]
+        case What.LEND:
+            chosen = _least_busy(own, entry.num_groups)
+            return [Move(g.group_id, MoveKind.LEND, None, entry.pool, reason) for g in chosen]
+        case What.RECLAIM:
+            lent = [
+                group_id
+                for group_id in sorted(groups)
+                if groups[group_id].scenario == entry.scenario
+                and groups[group_id].pool == entry.pool
+                and group_id not in taken
+            ]
+            return [Move(i, MoveKind.RECLAIM, None, None, reason) for i in lent[: entry.num_groups]]
+
+
+def _least_busy(groups: Sequence[GroupState], count: int) -> list[GroupState]:
+    """Of equally busy ones the newest: what was set up last goes first. Unknown counts as busy."""
+
+    def load(group: GroupState) -> float:
+        known = (group.prefill_busy, group.decode_busy)
+        return max(1.0 if busy is None else busy for busy in known)
+
+    by_age = sorted(groups, key=lambda g: g.group_id, reverse=True)
+    return sorted(by_age, key=load)[:count]
+
+
+def _new_ids(
+    scenario: str, groups: Mapping[str, GroupState], taken: Iterable[str], count: int
+) -> list[str]:
+    """`scenario-0`, `scenario-1`...: the first that are free."""
+    used = {*groups, *taken}
+    ids: list[str] = []
+    number = 0
+    while len(ids) < count:
+        if (group_id := f"{scenario}-{number}") not in used:
+            ids.append(group_id)
+        number += 1
+    return ids
