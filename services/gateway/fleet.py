@@ -69,7 +69,7 @@ class Fleet:
         return sum(r.service == _GATEWAY and not r.is_draining for r in self._records.values())
 
     def staleness_s(self) -> float:
-        """For how long the view may have been out of date."""
+        """For how long the view may have been out of date, to the last time this was asked: ask it often."""
         now = self._clock()
         if self._view.is_connected:
             self._connected_at = now

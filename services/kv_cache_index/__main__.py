@@ -129,6 +129,11 @@ def _observe(parts: KvCacheIndex) -> None:
     metrics.gauge(
         names.INDEX_STORE_PENDING, "Instances not yet written", lambda: parts.mirror.num_pending
     )
+    metrics.gauge(
+        names.INDEX_STORE_UP,
+        "1 while Redis takes what is written",
+        lambda: parts.mirror.is_store_up,
+    )
     metrics.gauge(names.REGISTRY_RECORDS, "Records seen", lambda: len(parts.view.records))
 
 

@@ -54,6 +54,11 @@ class RedisMirror:
         return self._is_store_up and is_written and bool(self._epoch)
 
     @property
+    def is_store_up(self) -> bool:
+        """False from a call that failed to the next one that did not."""
+        return self._is_store_up
+
+    @property
     def num_pending(self) -> int:
         return len(self._pending)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,32 @@ async def test_a_lost_delta_is_repaired_by_a_snapshot(
         await worker.store(chain(3, start=3))
         await until(lambda: parts.index.match(chain(6)) == {"prefill-0": 6}, within_s=3.0)
         assert worker.num_snapshots > before
+
+
+@pytest.mark.fault("F20")
+async def test_a_consumer_too_slow_for_the_bus_asks_for_a_snapshot(
+    nats: servers.TestServer,
+    bus: NatsBus,
+    valkey: servers.TestServer,
+    worker: Worker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes 16 events at once, and 500 come: what it dropped would never come again."""
+    monkeypatch.setattr("pdmesh.net.nats_bus._MAX_QUEUED_EVENTS", 16)
+    slow = await NatsBus.connect(nats.url, "slow")
+    async with index(slow, valkey) as parts:
+        await until(lambda: parts.feed.is_whole)
+        before = worker.num_snapshots
+        for start in range(500):
+            await worker.store(chain(1, start))
+        await (
+            bus.client._flush_pending()
+        )  # all in the sockets before the consumer's loop runs again
+        time.sleep(0.3)
+        took = await until(lambda: parts.index.match(chain(500)) == {"prefill-0": 500}, within_s=4)
+        assert worker.num_snapshots > before, "nothing was dropped: the test proves nothing"
+        assert took < 3.0
+    await slow.close()
 
 
 @pytest.mark.fault("F15")

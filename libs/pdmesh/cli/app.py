@@ -62,6 +62,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     add("--decode", type=_count, metavar="M", help="decode instances (default: 1; 2 on sim)")
     add("--fusion", action="store_true", help="one instance that does both, instead of a pair")
     add("--gateways", type=_count, default=1, metavar="K", help="gateways sharing the ports")
+    add("--masters", type=_count, default=1, metavar="L", help="masters; all but one stand by")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--http-port", type=_port, default=_port(os.environ.get("PDMESH_HTTP_PORT", "8000")))
     add("--grpc-port", type=_port, default=_port(os.environ.get("PDMESH_GRPC_PORT", "8001")))

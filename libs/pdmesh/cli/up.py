@@ -52,6 +52,7 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         num_decode=default if options.decode is None else options.decode,
         num_fusion=1 if options.fusion else 0,
         num_gateways=options.gateways,
+        num_masters=options.masters,
         host=options.host,
         http_port=options.http_port,
         grpc_port=options.grpc_port,

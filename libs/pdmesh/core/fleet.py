@@ -253,3 +253,5 @@ class Fleet:
             if prefill.seconds > 0:
                 fit = self.predictor.fit(instance.kind)
                 fit.observe(prefill.num_tokens, prefill.num_cached_tokens, prefill.seconds)
+        if not event.num_slots_used and instance.num_backlog_blocks:
+            self.reservations.idle(instance, now)

@@ -78,6 +78,13 @@ class Reservations:
             self._remove(booking, now)
             booking.instance.resume_backlog(now)
 
+    def idle(self, instance: Instance, now: float) -> None:
+        """The instance says that it works on nothing: the report that named its last prompts as computed was lost."""
+        for request_id in [
+            r for r, b in self._prefills.items() if b.instance is instance and b.is_admitted
+        ]:
+            self._remove(self._prefills.pop(request_id), now)
+
     def expire(self, now: float) -> None:
         while self._order and self._order[0][0] < now - ADMISSION_S:
             at, request_id = self._order.popleft()

@@ -2,12 +2,13 @@
 
 Deltas of blocks are gathered for some tens of milliseconds; a snapshot holds what was published up to its
 sequence, so that a consumer with a gap continues from it. The load goes out 20 ms
-after it changed: a hint for placement, never what admission decides on.
+after it changed, and every second besides: a hint for placement, never what admission decides on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from pdmesh.v1.instance_service_pb2 import Load
 
 BLOCKS_EVERY_S: Final = 0.03
 LOAD_EVERY_S: Final = 0.02
+# The load is told again after so long though nothing changed: the last report may have been lost, or the master is new.
+LOAD_AGAIN_S: Final = 1.0
 MAX_ERRORS: Final = 256  # waiting to be published
 
 
@@ -117,7 +120,9 @@ class LoadPublisher:
 
     async def run(self) -> None:
         while True:
-            await self._changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOAD_AGAIN_S):
+                    await self._changed.wait()
             # Wait first: what a short request takes and gives back is one event, and not in its way.
             await asyncio.sleep(LOAD_EVERY_S)
             self._changed.clear()

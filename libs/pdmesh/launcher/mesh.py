@@ -38,8 +38,8 @@ class MeshFailed(Exception):
 
 
 class Mesh:
-    """Processes are named prefill-0, decode-0, fusion-0, gateway-0, master-scheduler, kv-cache-index,
-    health-monitor, nats, valkey."""
+    """Processes are named prefill-0, decode-0, fusion-0, gateway-0, master-scheduler, master-scheduler-1,
+    kv-cache-index, health-monitor, nats, valkey."""
 
     def __init__(
         self,

@@ -40,6 +40,7 @@ class MeshSpec:
     num_decode: int = 1
     num_fusion: int = 0
     num_gateways: int = 1
+    num_masters: int = 1  # one leads, the others stand by
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 8001
@@ -93,6 +94,7 @@ _TIERS: Final = {
 def services(spec: MeshSpec, wiring: Wiring) -> list[ProcessSpec]:
     """Every service process, in the order of starting."""
     named = [(s, s) for s in ("master-scheduler", "kv-cache-index", "health-monitor")]
+    named += [(f"master-scheduler-{i}", "master-scheduler") for i in range(1, spec.num_masters)]
     if spec.num_fusion:
         named += [(f"fusion-{i}", "prefill") for i in range(spec.num_fusion)]
     named += [(f"prefill-{i}", "prefill") for i in range(spec.num_prefill)]
