@@ -146,6 +146,7 @@ def examples() -> list[bytes]:
         wire.Refused(1, Refusal.STOPPED),
         wire.Renew("t", 1, 7),
         wire.Fetch(4, 7, HASH, (bytes(16), bytes(range(16)))),
+        wire.Probe(5, 7, HASH, bytes(16)),
     ]
     return [b"".join(wire.encode(message)) for message in messages]
 

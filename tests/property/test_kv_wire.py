@@ -35,6 +35,7 @@ messages = st.one_of(
     st.builds(wire.Refused, u64, st.sampled_from(Refusal)),
     st.builds(wire.Ack, u64, st.booleans()),
     st.builds(wire.Renew, ids, u32, u64),
+    st.builds(wire.Probe, u64, u64, u64, st.binary(min_size=16, max_size=16)),
     st.builds(
         wire.Fetch,
         u64,

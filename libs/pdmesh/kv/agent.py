@@ -42,6 +42,7 @@ from pdmesh.kv.agent_types import (
 from pdmesh.kv.arena_memory import ArenaMemory, HostArena
 from pdmesh.kv.checksums import fingerprint_hash
 from pdmesh.kv.connections import ConnectionPool, Peers
+from pdmesh.kv.probes import Probe
 from pdmesh.kv.pull_order import PullOrder, order_blocks, order_ticket
 from pdmesh.kv.transport import ByteArray, KvConnection, KvTransport
 
@@ -99,6 +100,7 @@ class KvAgent:
         self._is_closed = False
         self.address = ""  # of the transport, once started
         self._posted: deque[Callable[[], None]] = deque()
+        self._leaving: dict[str, None] = {}  # addresses to disconnect from when idle
 
     @property
     def num_tickets(self) -> int:
@@ -259,6 +261,33 @@ class KvAgent:
         on_freed()
         return result.num_bytes // targets[0].size
 
+    async def probe(
+        self, address: str, incarnation: int, *, deadline_s: float, source: str = ""
+    ) -> float:
+        """Verify the connection to a peer by a nonce that comes back as KV would (S16); seconds it took.
+
+        Raises KvTransferFailed: with `KV_REFUSED_WRONG_INCARNATION` or `KV_REFUSED_WRONG_MODEL` if it is not who is meant.
+        """
+        probe = Probe(incarnation, self._fingerprint_hash, source)
+        result = await self._run(probe.order, address, time.monotonic(), deadline_s)
+        probe.check()
+        return result.duration_s
+
+    def disconnect(self, address: str) -> None:
+        """The peer left: drop our connection to it, as soon as no pull is under way on it (S26)."""
+        self._leaving[address] = None
+        self._drop_left_ones()
+        self._keep_ticking()
+
+    def _drop_left_ones(self) -> None:
+        for address in list(self._leaving):
+            connection = self._pool.find(address)
+            if connection is not None and self._is_busy(connection):
+                continue
+            del self._leaving[address]
+            if connection is not None:
+                self._peers.abort(connection.key, "the peer left")
+
     async def _run(
         self, order: PullOrder, address: str, started: float, deadline_s: float
     ) -> PullResult:
@@ -340,6 +369,9 @@ class KvAgent:
             case wire.Fetch():
                 self._sender.on_fetch(peer, parsed)
                 self._keep_ticking()
+            case wire.Probe():
+                self._sender.on_probe(peer, parsed)
+                self._keep_ticking()
 
     # -- small things -----------------------------------------------------------------------------
 
@@ -351,7 +383,9 @@ class KvAgent:
 
     def _keep_ticking(self, soon: bool = False) -> None:
         """Tick while there is something that time ends; `soon`: there is about to be."""
-        has_work = soon or self._sender.num_tickets or self._receiver.has_work
+        has_work = (
+            soon or self._sender.num_tickets or self._receiver.has_work or bool(self._leaving)
+        )
         if has_work and self._tick is None and not self._is_closed:
             self._tick = self._loop.call_later(_TICK_S, self._on_tick)
 
@@ -359,4 +393,5 @@ class KvAgent:
         self._tick = None
         self._sender.handle(tx.Tick())
         self._receiver.tick()
+        self._drop_left_ones()
         self._keep_ticking()

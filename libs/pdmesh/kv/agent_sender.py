@@ -27,9 +27,10 @@ from pdmesh.kv.agent_types import (
 from pdmesh.kv.arena_memory import ArenaMemory
 from pdmesh.kv.checksums import INLINE_BYTES, checksum, fingerprint_hash
 from pdmesh.kv.connections import Peers
+from pdmesh.kv.probes import probe_bytes
 from pdmesh.kv.transport import ByteArray
 
-MAX_FETCHES = 64  # served at once
+MAX_FETCHES = 64  # and probes, served at once
 _FETCH_LEASE_S = 10.0
 
 _Piece = tuple[ByteArray, bytes]  # bytes and their checksum
@@ -81,9 +82,10 @@ class _StagedRange:
 
 @dataclass(slots=True, eq=False)
 class _Pinned:
-    """Blocks of a pool, on their way to one peer."""
+    """Blocks of a pool, or a probe's, on their way to one peer."""
 
     blocks: PinnedBlocks
+    unpin: Callable[[PinnedBlocks], None]
 
     def pieces(self, part: KvPart) -> list[_Piece]:
         size = self.blocks.views[0].size
@@ -203,8 +205,8 @@ class SenderHalf:
         )
 
     def on_fetch(self, peer: int, message: wire.Fetch) -> None:
-        """Serve what is held of the beginning of the names, under a ticket of its own that nobody else knows."""
-        refusal = self._fetch_refusal(message)
+        """Serve what is held of the beginning of the names."""
+        refusal = self._refusal(message)
         if refusal is not None or self._blocks is None:
             refused = wire.Refused(message.pull_id, refusal or Refusal.UNKNOWN_TICKET)
             self._peers.tell(peer, refused)
@@ -216,16 +218,32 @@ class SenderHalf:
         if pinned is None or not pinned.views:
             self._peers.tell(peer, wire.Meta(message.pull_id, 0, (), memoryview(b"")))
             return
-        layout = KvLayout(1, len(pinned.views), pinned.views[0].size)
+        self._lend(peer, message.pull_id, ticket_id, _Pinned(pinned, self._blocks.close))
+
+    def on_probe(self, peer: int, message: wire.Probe) -> None:
+        """Answer with bytes that nobody else can make of the nonce, sent as blocks of a pool are."""
+        if (refusal := self._refusal(message)) is not None:
+            self._peers.tell(peer, wire.Refused(message.pull_id, refusal))
+            return
+        ticket_id = f"probe/{peer}/{message.pull_id}"
+        if ticket_id not in self._staged:
+            answer = probe_bytes(message.nonce, message.incarnation, message.fingerprint_hash)
+            pinned = _Pinned(PinnedBlocks([answer]), lambda _: None)
+            self._lend(peer, message.pull_id, ticket_id, pinned)
+
+    def _lend(self, peer: int, pull_id: int, ticket_id: str, pinned: _Pinned) -> None:
+        """Under a ticket of its own that nobody else knows."""
+        views = pinned.blocks.views
+        layout = KvLayout(1, len(views), views[0].size)
         chunk_bytes = min(CHUNK_BYTES, MAX_SPANS * layout.block_bytes)  # a block is a range of META
         self.handle(tx.Opened(ticket_id, 0, layout, _FETCH_LEASE_S, chunk_bytes, is_single=True))
-        self._staged[ticket_id] = _Pinned(pinned)
+        self._staged[ticket_id] = pinned
         self._num_fetches += 1
         self.handle(tx.LayersReady(ticket_id, 1))
         ours = (self._identity.incarnation, self._fingerprint_hash)
-        self.handle(tx.PullAsked(peer, message.pull_id, ticket_id, 0, *ours))
+        self.handle(tx.PullAsked(peer, pull_id, ticket_id, 0, *ours))
 
-    def _fetch_refusal(self, message: wire.Fetch) -> Refusal | None:
+    def _refusal(self, message: wire.Fetch | wire.Probe) -> Refusal | None:
         if message.incarnation != self._identity.incarnation:
             return Refusal.WRONG_INCARNATION
         if message.fingerprint_hash != self._fingerprint_hash:
@@ -308,8 +326,7 @@ class SenderHalf:
         staged = self._staged.pop(ticket_id)
         if isinstance(staged, _Pinned):
             self._num_fetches -= 1
-            assert self._blocks is not None
-            self._blocks.close(staged.blocks)
+            staged.unpin(staged.blocks)
             return
         shown = CloseReason.FAILED if self._is_closing else reason
         self._on_closed(TicketClosed(ticket_id, shown.value))

@@ -160,6 +160,19 @@ class AgentThread:
         # One that is complete has said so itself, whether or not anybody takes its result.
         return self._hand_over(fetch, on_freed, is_freed_by_result=True)
 
+    def probe(
+        self, address: str, incarnation: int, *, deadline_s: float, source: str = ""
+    ) -> Future[float]:
+        """As `KvAgent.probe`."""
+        agent = self._running()
+        return self._submit(
+            agent.probe(address, incarnation, deadline_s=deadline_s, source=source)
+        )
+
+    def disconnect(self, address: str) -> None:
+        agent = self._running()
+        agent.post(lambda: agent.disconnect(address))
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Close the agent and end the thread, within about `timeout_s`. Idempotent."""
         if self._is_closing or not self._thread.is_alive():

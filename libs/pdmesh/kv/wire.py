@@ -32,6 +32,7 @@ _HEAD = struct.Struct("<4sBBHIQ")  # magic, version, kind, reserved, message byt
 # attempt, incarnation, fingerprint, first block, first head, heads, takers, ticket id bytes
 _PULL = struct.Struct("<IQQIIIBH")
 _FETCH = struct.Struct("<QQH")  # incarnation, fingerprint, names
+_PROBE = struct.Struct(f"<QQ{NAME_BYTES}s")  # incarnation, fingerprint, nonce
 _RENEW = struct.Struct("<IQH")  # attempt, incarnation, ticket id bytes
 _META = struct.Struct("<QHB")  # bytes of the whole pull, ranges, is inline
 _RANGE = struct.Struct(f"<QQ{CHECKSUM_BYTES}s")  # offset in the landing range, bytes, checksum
@@ -51,6 +52,7 @@ class Kind(IntEnum):
     ACK = 4
     RENEW = 5
     FETCH = 6
+    PROBE = 7
 
 
 @dataclass(slots=True)
@@ -76,6 +78,16 @@ class Fetch:
     incarnation: int
     fingerprint_hash: int
     names: tuple[bytes, ...]
+
+
+@dataclass(slots=True)
+class Probe:
+    """Receiver to sender: send me what `checksums.probe_bytes` makes of this nonce, as you would send KV (S16)."""
+
+    pull_id: int
+    incarnation: int
+    fingerprint_hash: int
+    nonce: bytes
 
 
 @dataclass(slots=True)
@@ -133,7 +145,7 @@ class Renew:
     incarnation: int
 
 
-Message = Pull | Meta | Refused | Ack | Renew | Fetch
+Message = Pull | Meta | Refused | Ack | Renew | Fetch | Probe
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
@@ -171,6 +183,9 @@ def encode(message: Message) -> list[bytes | memoryview]:
         case Fetch(pull_id, incarnation, fingerprint, names):
             body = _FETCH.pack(incarnation, fingerprint, len(names)) + b"".join(names)
             return [_head(Kind.FETCH, pull_id, len(body)) + body]
+        case Probe(pull_id, incarnation, fingerprint, nonce):
+            body = _PROBE.pack(incarnation, fingerprint, nonce)
+            return [_head(Kind.PROBE, pull_id, len(body)) + body]
 
 
 def parse(data: memoryview) -> Message:
@@ -242,6 +257,12 @@ def _parse_fetch(pull_id: int, data: memoryview) -> Fetch:
     return Fetch(pull_id, incarnation, fingerprint, names)
 
 
+def _parse_probe(pull_id: int, data: memoryview) -> Probe:
+    if len(data) != _PROBE.size:
+        raise WireError(f"a probe of {len(data)} bytes")
+    return Probe(pull_id, *_PROBE.unpack(data))
+
+
 def _parse_renew(pull_id: int, data: memoryview) -> Renew:
     _need(data, _RENEW.size)
     if pull_id:
@@ -300,4 +321,5 @@ _READERS: dict[int, Callable[[int, memoryview], Message]] = {
     Kind.ACK: _parse_ack,
     Kind.RENEW: _parse_renew,
     Kind.FETCH: _parse_fetch,
+    Kind.PROBE: _parse_probe,
 }

@@ -1,0 +1,107 @@
+"""Probes of a connection, and its end when the peer leaves: over the memory transport and UCX alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from pdmesh.core.arena import ArenaRange
+from pdmesh.core.kv_layout import KvLayout
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.agent import AgentHooks
+from pdmesh.kv.probes import PROBE_BYTES, probe_bytes
+from pdmesh.kv.transport import ByteArray, KvTransport
+from pdmesh.kv.ucx import UcxTransport
+from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, kv_pair, ticket_for
+from tests.fakes.memory_transport import MemoryTransport
+from tests.support.waiting import until
+
+MakeTransport = Callable[[], KvTransport]
+LAYOUT = KvLayout(4, 64, 32 << 10, FINGERPRINT)  # 8 MiB
+
+
+@pytest.fixture(params=[MemoryTransport, UcxTransport], ids=["memory", "ucx"])
+def transport(request: pytest.FixtureRequest) -> MakeTransport:
+    make: MakeTransport = request.param
+    return make
+
+
+def test_a_probe_is_of_one_nonce_one_incarnation_and_one_format() -> None:
+    """Else a recording of an earlier answer, or another instance at the same address, would pass."""
+    answers = [
+        probe_bytes(bytes(16), 7, 1),
+        probe_bytes(bytes(15) + b"\1", 7, 1),
+        probe_bytes(bytes(16), 8, 1),
+        probe_bytes(bytes(16), 7, 2),
+    ]
+    assert all(len(a) == PROBE_BYTES for a in answers)
+    assert len({a.tobytes() for a in answers}) == len(answers)
+
+
+@pytest.mark.req("S16")
+async def test_a_probe_comes_back_over_the_lane_of_kv(transport: MakeTransport) -> None:
+    async with kv_pair(transport) as pair:
+        for _ in range(3):
+            took_s = await pair.receiver.probe(pair.address, INCARNATION, deadline_s=5)
+            assert 0 < took_s < 5
+        assert pair.sender.stats().bytes_sent == 3 * PROBE_BYTES
+        await until(lambda: pair.sender.num_tickets == 0)
+        assert not pair.sender_events, "no ticket of the engine's was touched"
+
+
+@pytest.mark.req("S16")
+@pytest.mark.fault("F5")
+async def test_who_is_not_meant_refuses_a_probe(transport: MakeTransport) -> None:
+    async with kv_pair(transport) as pair:
+        with pytest.raises(KvTransferFailed) as failed:
+            await pair.receiver.probe(pair.address, INCARNATION + 1, deadline_s=5)
+        assert failed.value.reason == "KV_REFUSED_WRONG_INCARNATION"
+    async with kv_pair(transport, receiver_fingerprint="model-b") as pair:
+        with pytest.raises(KvTransferFailed) as failed:
+            await pair.receiver.probe(pair.address, INCARNATION, deadline_s=5)
+        assert failed.value.reason == "KV_REFUSED_WRONG_MODEL"
+
+
+class _FlipBit(AgentHooks):
+    def on_received(self, payload: ByteArray) -> None:
+        payload[payload.size // 2] ^= 1
+
+
+@pytest.mark.req("S16")
+@pytest.mark.fault("F34")
+async def test_a_probe_that_is_damaged_on_the_way_is_no_proof(transport: MakeTransport) -> None:
+    async with kv_pair(transport, hooks=_FlipBit()) as pair:
+        with pytest.raises(KvTransferFailed) as failed:
+            await pair.receiver.probe(pair.address, INCARNATION, deadline_s=5)
+        assert failed.value.reason == "KV_CORRUPT"
+
+
+@pytest.mark.req("S16")
+async def test_a_peer_that_is_not_there_fails_its_probe_in_time(transport: MakeTransport) -> None:
+    async with kv_pair(transport) as pair:
+        await pair.sender.close()
+        with pytest.raises(KvTransferFailed):
+            await pair.receiver.probe(pair.address, INCARNATION, deadline_s=0.5)
+
+
+@pytest.mark.req("S26")
+async def test_a_connection_ends_with_its_peers_leave_but_not_under_a_pull(
+    transport: MakeTransport,
+) -> None:
+    async with kv_pair(transport) as pair:
+        await pair.receiver.probe(pair.address, INCARNATION, deadline_s=5)
+        data = pair.stage(LAYOUT)
+        ticket = ticket_for(pair.address, LAYOUT)
+        landing = ArenaRange(0, LAYOUT.total_bytes)
+        await pair.receiver.pull(
+            ticket,
+            landing,
+            deadline_s=5,
+            on_range=lambda offset, part: pair.receiver.disconnect(pair.address),
+        )
+        assert np.array_equal(pair.landed(LAYOUT.total_bytes), data)
+        await until(lambda: pair.receiver.stats().num_peers == 0)
+        await until(lambda: pair.sender.stats().num_peers == 0)
+        await pair.receiver.probe(pair.address, INCARNATION, deadline_s=5)
