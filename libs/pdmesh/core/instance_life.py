@@ -314,6 +314,7 @@ class InstanceLife:
             return
         if self._stage is Stage.BLANK:
             self.is_over, self._is_admitting = True, False
+            self._peers.clear()
             yield Erase()
             return
         if self.failure:
