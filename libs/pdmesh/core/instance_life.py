@@ -289,7 +289,9 @@ class InstanceLife:
     def _is_same(self, duty: Duty) -> bool:
         if self.assignment is not None:
             return duty == self.assignment.duty
-        own = self.own_duty  # what it has loaded is by its settings: the master may call it as it likes
+        own = (
+            self.own_duty
+        )  # what it has loaded is by its settings: the master may call it as it likes
         wanted = (duty.role, duty.group_id, duty.scenario)
         return own is None or wanted == (own.role, own.group_id, own.scenario)
 
@@ -360,4 +362,3 @@ class InstanceLife:
         elif self._stage is Stage.DRAIN and self._is_admitting:
             self._is_admitting = False
             yield Refuse()
-

@@ -165,9 +165,7 @@ class AgentThread:
     ) -> Future[float]:
         """As `KvAgent.probe`."""
         agent = self._running()
-        return self._submit(
-            agent.probe(address, incarnation, deadline_s=deadline_s, source=source)
-        )
+        return self._submit(agent.probe(address, incarnation, deadline_s=deadline_s, source=source))
 
     def disconnect(self, address: str) -> None:
         agent = self._running()
