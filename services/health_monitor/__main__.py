@@ -1,23 +1,25 @@
-"""The health-monitor: who is alive."""
+"""The health-monitor: who is alive, and who is faulty."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 import pdmesh
 from pdmesh.core.health import Health
 from pdmesh.lifecycle import App, run
+from pdmesh.net.board import fault_board, health_board
 from pdmesh.net.events import EventPublisher
-from pdmesh.net.health_board import HealthBoard
 from pdmesh.net.heartbeat import Presence
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsRegistry
-from pdmesh.net.tasks import end
+from pdmesh.net.tasks import end, together
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1.common_pb2 import InstanceRecord
+from services.health_monitor.faults import FaultWatch, observe
 from services.health_monitor.monitor import HealthMonitor
 from services.health_monitor.settings import Settings
 
@@ -31,11 +33,13 @@ async def serve(settings: Settings, app: App) -> None:
         bus,
         view,
         publisher,
-        HealthBoard(bus),
+        health_board(bus),
         lease_s=settings.lease_s,
         forget_s=settings.forget_s,
     )
+    faults = FaultWatch(bus, view, publisher, fault_board(bus), lease_s=settings.lease_s)
     _observe(monitor)
+    observe(faults)
     app.add_readiness("watching", lambda: True)
     presence = Presence(
         registry,
@@ -53,15 +57,15 @@ async def serve(settings: Settings, app: App) -> None:
         pid=os.getpid(),
     )
     await app.unless_stopping(presence.start(lambda: record))
-    await _run_until(monitor, app.stopping)
+    await _run_until(together(monitor.run(), faults.run()), app.stopping)
     await presence.stop()
     await view.close()
     await bus.close()
 
 
-async def _run_until(monitor: HealthMonitor, stopping: asyncio.Event) -> None:
+async def _run_until(work: Coroutine[Any, Any, None], stopping: asyncio.Event) -> None:
     """A monitor that fails takes the process with it: the supervisor starts a fresh one."""
-    running = asyncio.create_task(monitor.run(), name="health-monitor")
+    running = asyncio.create_task(work, name="health-monitor")
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait([running, stop], return_when=asyncio.FIRST_COMPLETED)
     if running.done():

@@ -17,9 +17,9 @@ from pdmesh.core.health import Health, HealthTracker
 from pdmesh.errors import InvalidRequest, Unavailable
 from pdmesh.events.v1.events_pb2 import HealthChanged, InstanceHealth
 from pdmesh.net import subjects
+from pdmesh.net.board import Board
 from pdmesh.net.bus import Message
 from pdmesh.net.events import EventPublisher, decode_event
-from pdmesh.net.health_board import HealthBoard
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.net.tasks import together
@@ -43,7 +43,7 @@ class HealthMonitor:
         bus: NatsBus,
         view: RegistryView,
         publisher: EventPublisher,
-        board: HealthBoard,
+        board: Board[HealthChanged],
         *,
         lease_s: float,
         forget_s: float,
@@ -154,7 +154,7 @@ class HealthMonitor:
                 if change is None:
                     await self._board.forget(instance_id)
                 else:
-                    await self._board.write(change)
+                    await self._board.write(instance_id, change)
             except Unavailable as exc:
                 self._unwritten.setdefault(instance_id, change)
                 log.debug("health.board_unavailable", error=exc.message)

@@ -1,4 +1,4 @@
-"""Keeps the fleet core true to the world: records, verdicts of the health-monitor, load reports.
+"""Keeps the fleet core true to the world: records, verdicts and fault reports of the health-monitor, load reports.
 
 Everything is told again after an outage, so nothing here needs to remember what it missed.
 """
@@ -12,7 +12,10 @@ from typing import Final
 
 import structlog
 
+from pdmesh.core.fault_levels import level_of
 from pdmesh.core.fleet import (
+    FaultForgotten,
+    FaultJudged,
     Fleet,
     HealthJudged,
     JudgeLost,
@@ -24,11 +27,11 @@ from pdmesh.core.fleet import (
 from pdmesh.core.groups import GroupTracker
 from pdmesh.core.health import Health
 from pdmesh.errors import InvalidRequest
-from pdmesh.events.v1.events_pb2 import GroupChanged, HealthChanged, InstanceLoad
+from pdmesh.events.v1.events_pb2 import FaultReport, GroupChanged, HealthChanged, InstanceLoad
 from pdmesh.net import subjects
+from pdmesh.net.board import Board, BoardView
 from pdmesh.net.bus import Bus, Message, Subscription
 from pdmesh.net.events import Admission, EventPublisher, SequenceGate, decode_event
-from pdmesh.net.health_board import HealthBoard, HealthBoardView
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.net.tasks import together
 from services.master_scheduler.convert import identity_from
@@ -48,17 +51,19 @@ class FleetFeed:
         groups: GroupTracker,
         bus: Bus,
         view: RegistryView,
-        board: HealthBoard,
+        board: Board[HealthChanged],
+        faults: Board[FaultReport],
         publisher: EventPublisher,
         is_leader: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet, self._groups = fleet, groups
-        self._bus, self._view, self._board, self._publisher = bus, view, board, publisher
+        self._bus, self._view, self._publisher = bus, view, publisher
+        self._board, self._faults = board, faults
         self._is_leader, self._clock = is_leader, clock
         self._gate = SequenceGate()
         self._subscription: Subscription | None = None
-        self._verdicts: HealthBoardView | None = None
+        self._views: list[BoardView[HealthChanged] | BoardView[FaultReport]] = []
         self._has_changed = asyncio.Event()
         self._judge_seen_at = clock()
         self._is_judge_lost = False
@@ -68,13 +73,17 @@ class FleetFeed:
         self._view.on_change(self._on_record)
         for record in tuple(self._view.records.values()):
             self._on_record(RecordChanged(record.instance_id, record))
-        self._verdicts = self._board.watch(self._on_verdict)
+        self._views = [
+            self._board.watch(self._on_verdict),
+            self._faults.watch(self._on_fault, self._on_fault_gone),
+        ]
         self._subscription = await self._bus.subscribe(subjects.instance_load(), self._on_load)
         try:
             await together(self._announce_groups(), self._mind_the_judge())
         finally:
             await self._subscription.unsubscribe()
-            await self._verdicts.close()
+            for each in self._views:
+                await each.close()
 
     def wake(self) -> None:
         """The own leadership changed: announce what was not."""
@@ -98,6 +107,20 @@ class FleetFeed:
         judged = HealthJudged(verdict.instance_id, verdict.instance_incarnation, health)
         self._fleet.handle(judged, self._clock())
         self._has_changed.set()
+
+    def _on_fault(self, report: FaultReport) -> None:
+        judged = FaultJudged(
+            report.instance_id,
+            report.instance_incarnation,
+            level_of(report.level),
+            tuple(s.reason for s in report.signals),
+            report.held_back,
+        )
+        self._fleet.handle(judged, self._clock())
+        self._has_changed.set()
+
+    def _on_fault_gone(self, instance_id: str) -> None:
+        self._fleet.handle(FaultForgotten(instance_id), self._clock())
 
     async def _on_load(self, message: Message) -> None:
         try:

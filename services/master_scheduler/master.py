@@ -26,8 +26,8 @@ from pdmesh.kv.index_feed import IndexFeed
 from pdmesh.kv.index_sources import IndexSource
 from pdmesh.lifecycle import App
 from pdmesh.net import rpc, subjects
+from pdmesh.net.board import fault_board, health_board
 from pdmesh.net.events import EventPublisher
-from pdmesh.net.health_board import HealthBoard
 from pdmesh.net.heartbeat import Presence
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_leader import LeaderElection
@@ -84,7 +84,8 @@ class Master:
             groups,
             bus,
             view,
-            HealthBoard(bus),
+            health_board(bus),
+            fault_board(bus),
             self._publisher,
             lambda: self.election.is_leader,
         )

@@ -132,4 +132,15 @@ class SchedulerServicer:
             num_kv_blocks_free=instance.num_kv_blocks_free,
             load_age_ms=int(age_s * 1000),
             num_indexed_blocks=self._index.num_blocks_of(instance_id),
+            **_fault(instance),
         )
+
+
+def _fault(instance: Instance) -> dict[str, Any]:
+    """Fields of InstanceState: what is held against it, for a person."""
+    fault = instance.fault
+    if fault is None:
+        return {}
+    reasons = ", ".join(dict.fromkeys(fault.reasons))
+    held = f" (held back: {fault.held_back})" if fault.held_back else ""
+    return {"fault_level": int(fault.level), "fault_reasons": f"{reasons}{held}"}

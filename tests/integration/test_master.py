@@ -14,6 +14,7 @@ import pytest
 
 from pdmesh.errors import InvalidRequest, MeshError, NotLeader
 from pdmesh.events.v1.events_pb2 import (
+    FaultReport,
     GroupChanged,
     HealthChanged,
     InstanceHealth,
@@ -23,9 +24,9 @@ from pdmesh.events.v1.events_pb2 import (
 )
 from pdmesh.lifecycle import App
 from pdmesh.net import rpc, subjects
+from pdmesh.net.board import fault_board, health_board
 from pdmesh.net.bus import Message
 from pdmesh.net.events import EventPublisher, decode_event
-from pdmesh.net.health_board import HealthBoard
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsLease, NatsRegistry
 from pdmesh.net.tasks import end
@@ -148,12 +149,38 @@ async def test_loads_and_verdicts_reach_the_plan(leader: Running, bus: NatsBus) 
     await until(lambda: fleet.instances["prefill-0"].num_slots_used == 8)
     first = (await leader.plan(query())).results[0].prefills[0]
     assert first.instance_id == "prefill-1"
-    await HealthBoard(bus).write(
-        HealthChanged(instance_id="prefill-1", instance_incarnation=5, to_health="suspect")
+    await health_board(bus).write(
+        "prefill-1",
+        HealthChanged(instance_id="prefill-1", instance_incarnation=5, to_health="suspect"),
     )
     await until(lambda: not fleet.instances["prefill-1"].is_usable)
     prefills = (await leader.plan(query())).results[0].prefills
     assert [c.instance_id for c in prefills] == ["prefill-0"]
+
+
+@pytest.mark.req("S34")
+async def test_an_instance_with_a_fault_is_not_chosen_and_the_report_says_why(
+    leader: Running, bus: NatsBus
+) -> None:
+    fleet, board = leader.master.fleet, fault_board(bus)
+    report = FaultReport(instance_id="prefill-1", instance_incarnation=5, level=2)
+    report.signals.add(source="engine", reason="ENGINE_SILENT", level=2, is_proof=True)
+    await board.write("prefill-1", report)
+    await until(lambda: not fleet.instances["prefill-1"].is_usable)
+    prefills = (await leader.plan(query())).results[0].prefills
+    assert [c.instance_id for c in prefills] == ["prefill-0"]
+    groups = (await leader.stub.ListGroups(ListGroupsRequest())).groups
+    shown = {i.record.instance_id: i for group in groups for i in group.instances}
+    assert shown["prefill-1"].fault_level == 2
+    assert shown["prefill-1"].fault_reasons == "ENGINE_SILENT"
+    report.held_back = "panic"
+    await board.write("prefill-1", report)
+    await until(lambda: fleet.instances["prefill-1"].is_usable)
+    report.held_back = ""
+    await board.write("prefill-1", report)
+    await until(lambda: not fleet.instances["prefill-1"].is_usable)
+    await board.forget("prefill-1")
+    await until(lambda: fleet.instances["prefill-1"].is_usable)
 
 
 @pytest.mark.req("S93", "S107")
@@ -264,7 +291,7 @@ async def test_a_silent_instance_is_suspected_by_the_monitor_and_left_out_by_the
     """Their leases are renewed, but nobody beats for them: the event loop of the instances hangs."""
     view = await NatsRegistry(bus, LEASE_S).watch()
     monitor = HealthMonitor(
-        bus, view, EventPublisher(bus, "hm", 1), HealthBoard(bus), lease_s=LEASE_S, forget_s=60.0
+        bus, view, EventPublisher(bus, "hm", 1), health_board(bus), lease_s=LEASE_S, forget_s=60.0
     )
     watching = asyncio.create_task(monitor.run())
     fleet = leader.master.fleet

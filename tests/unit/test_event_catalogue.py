@@ -20,7 +20,7 @@ ROWS = re.findall(r"^\| `(mesh\.[^`]+)` \| `(\w+)` \| (\w+) \|", TEXT, re.MULTIL
 MESSAGES: dict[str, Descriptor] = {
     name: message
     for name, message in events_pb2.DESCRIPTOR.message_types_by_name.items()
-    if name != "Header"
+    if "header" in message.fields_by_name  # the others are parts of events
 }
 
 

@@ -21,6 +21,8 @@ from pdmesh.net.events import decode_event
 KINDS: Final[dict[tuple[str, str], type[ProtoMessage]]] = {
     ("health", "instance"): events_pb2.InstanceHealth,
     ("health", "changed"): events_pb2.HealthChanged,
+    ("health", "node"): events_pb2.NodeReported,
+    ("health", "fault"): events_pb2.FaultReport,
     ("load", "instance"): events_pb2.InstanceLoad,
     ("kv", "blocks"): events_pb2.KvBlocks,
     ("group", "changed"): events_pb2.GroupChanged,

@@ -24,7 +24,12 @@ from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.v1.common_pb2 import InstanceRecord, Role
 from pdmesh.v1.instance_service_pb2 import GetStatusRequest, GetStatusResponse
 from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
-from pdmesh.v1.scheduler_service_pb2 import Health, ListGroupsRequest, ListGroupsResponse
+from pdmesh.v1.scheduler_service_pb2 import (
+    Health,
+    InstanceState,
+    ListGroupsRequest,
+    ListGroupsResponse,
+)
 from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 _ASK_S: Final = 1.0
@@ -41,6 +46,8 @@ class Row:
     role: str = ""
     group: str = ""
     health: str = ""
+    fault_level: int = 0
+    fault: str = ""  # the reasons for its level
     is_draining: bool = False
     slots_used: int | None = None
     slots: int | None = None
@@ -78,8 +85,8 @@ async def collect(options: argparse.Namespace) -> Status:
         finally:
             await view.close()
     groups, answers = await asyncio.gather(_ask_master(records), _ask_instances(records))
-    healths = _healths(groups)
-    rows = [_row(r, healths, answers) for _, r in sorted(records.items())]
+    states = _states(groups)
+    rows = [_row(r, states.get(r.instance_id), answers) for _, r in sorted(records.items())]
     return Status(asdict(mesh) if mesh else None, groups.epoch if groups else None, rows)
 
 
@@ -111,18 +118,16 @@ async def _ask_instance(record: InstanceRecord) -> GetStatusResponse | None:
             return None
 
 
-def _healths(groups: ListGroupsResponse | None) -> dict[str, str]:
+def _states(groups: ListGroupsResponse | None) -> dict[str, InstanceState]:
     if groups is None:
         return {}
-    return {
-        instance.record.instance_id: Health.Name(instance.health).removeprefix("HEALTH_").lower()
-        for group in groups.groups
-        for instance in group.instances
-    }
+    return {i.record.instance_id: i for group in groups.groups for i in group.instances}
 
 
 def _row(
-    record: InstanceRecord, healths: Mapping[str, str], answers: Mapping[str, GetStatusResponse]
+    record: InstanceRecord,
+    known: InstanceState | None,
+    answers: Mapping[str, GetStatusResponse],
 ) -> Row:
     row = Row(
         id=record.instance_id,
@@ -135,7 +140,10 @@ def _row(
         row.role = Role.Name(record.role).removeprefix("ROLE_").lower()
         row.group, row.model, row.engine = record.group_id, record.model, record.engine
         row.slots = record.num_slots
-        row.health = healths.get(record.instance_id, "unknown")
+        row.health = "unknown"
+        if known is not None:
+            row.health = Health.Name(known.health).removeprefix("HEALTH_").lower()
+            row.fault_level, row.fault = known.fault_level, known.fault_reasons
         _add_answer(row, answers.get(record.instance_id))
     return row
 
@@ -160,7 +168,7 @@ def _text(status: Status) -> str:
             ("INSTANCE", "ROLE", "GROUP", "HEALTH", "SLOTS", "RUNNING", "KV FREE", "MODEL", "ENGINE", "ADDRESS"),
             [
                 (
-                    row.id, row.role, row.group, row.health + (", draining" if row.is_draining else ""),
+                    row.id, row.role, row.group, _health(row),
                     f"{_number(row.slots_used)}/{_number(row.slots)}", _number(row.num_running),
                     _number(row.num_kv_blocks_free), row.model, row.engine, row.address,
                 )
@@ -176,6 +184,12 @@ def _text(status: Status) -> str:
     if down:
         parts.append("\nnot running: " + ", ".join(down))
     return "\n".join(parts)
+
+
+def _health(row: Row) -> str:
+    draining = ", draining" if row.is_draining else ""
+    fault = f", L{row.fault_level} {row.fault}" if row.fault_level else ""
+    return row.health + draining + fault
 
 
 def _down(status: Status) -> list[str]:

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pdmesh.core.fault_levels import EJECTS_FROM, Level
 from pdmesh.core.health import Health
 from pdmesh.core.latency_predictor import LatencyPredictor
 from pdmesh.core.reservations import Booking, Reservations
@@ -66,6 +67,22 @@ class HealthJudged:
 
 
 @dataclass(frozen=True, slots=True)
+class FaultJudged:
+    """What the health-monitor holds against one incarnation. `held_back` is empty if it is to be acted on."""
+
+    instance_id: str
+    incarnation: int
+    level: Level
+    reasons: tuple[str, ...] = ()
+    held_back: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultForgotten:
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class JudgeLost:
     """No health-monitor is there: its last suspicions would stand forever."""
 
@@ -92,7 +109,15 @@ class LoadReported:
     computed: Sequence[PrefillComputed] = ()
 
 
-Event = RecordSeen | RecordVanished | HealthJudged | JudgeLost | LoadReported
+Event = (
+    RecordSeen
+    | RecordVanished
+    | HealthJudged
+    | FaultJudged
+    | FaultForgotten
+    | JudgeLost
+    | LoadReported
+)
 
 
 @dataclass(slots=True)
@@ -101,6 +126,7 @@ class Instance:
 
     identity: Identity
     health: Health = Health.HEALTHY
+    fault: FaultJudged | None = None
     num_slots: int = 0
     num_slots_used: int = 0
     num_kv_blocks_free: int = 0
@@ -120,9 +146,14 @@ class Instance:
 
     @property
     def is_usable(self) -> bool:
-        return (
-            self.health is Health.HEALTHY and not self.is_draining and not self.identity.is_draining
-        )
+        is_going = self.is_draining or self.identity.is_draining
+        return self.health is Health.HEALTHY and not is_going and not self.is_ejected
+
+    @property
+    def is_ejected(self) -> bool:
+        """It gets no requests for a fault that is acted on (S34)."""
+        fault = self.fault
+        return fault is not None and fault.level >= EJECTS_FROM and not fault.held_back
 
     @property
     def is_decode(self) -> bool:
@@ -173,6 +204,7 @@ class Fleet:
     _judged: dict[str, HealthJudged] = field(
         default_factory=dict
     )  # a verdict may precede the record
+    _faults: dict[str, FaultJudged] = field(default_factory=dict)
 
     def handle(self, event: Event, now: float) -> None:
         match event:
@@ -184,8 +216,15 @@ class Fleet:
             case RecordVanished():
                 self._forget(event.instance_id)
                 self._judged.pop(event.instance_id, None)
+                self._faults.pop(event.instance_id, None)
             case HealthJudged():
                 self._on_health(event)
+            case FaultJudged():
+                self._on_fault(event)
+            case FaultForgotten(instance_id):
+                self._faults.pop(instance_id, None)
+                if instance_id in self.instances:
+                    self.instances[instance_id].fault = None
             case JudgeLost():
                 self._trust_again()
         self.version += 1
@@ -221,6 +260,9 @@ class Fleet:
         judged = self._judged.get(identity.instance_id)
         if judged is not None and judged.incarnation == identity.incarnation:
             instance.health = judged.health
+        fault = self._faults.get(identity.instance_id)
+        if fault is not None and fault.incarnation == identity.incarnation:
+            instance.fault = fault
 
     def _on_health(self, event: HealthJudged) -> None:
         self._judged.pop(event.instance_id, None)
@@ -231,10 +273,20 @@ class Fleet:
         if instance is not None and instance.identity.incarnation == event.incarnation:
             instance.health = event.health
 
+    def _on_fault(self, event: FaultJudged) -> None:
+        self._faults.pop(event.instance_id, None)
+        self._faults[event.instance_id] = event
+        if len(self._faults) > _MAX_JUDGED:
+            del self._faults[next(iter(self._faults))]
+        instance = self.instances.get(event.instance_id)
+        if instance is not None and instance.identity.incarnation == event.incarnation:
+            instance.fault = event
+
     def _trust_again(self) -> None:
         self._judged.clear()
+        self._faults.clear()
         for instance in self.instances.values():
-            instance.health = Health.HEALTHY
+            instance.health, instance.fault = Health.HEALTHY, None
 
     def _on_load(self, event: LoadReported, now: float) -> None:
         instance = self.instances.get(event.instance_id)

@@ -45,3 +45,11 @@ def error_reported(publisher_id: str = "*") -> str:
 
 def leader_changed(leader_id: str = "*") -> str:
     return _subject("control", "leader", leader_id)
+
+
+def node_reported(node_id: str = "*") -> str:
+    return _subject("health", "node", node_id)
+
+
+def fault_report(instance_id: str = "*") -> str:
+    return _subject("health", "fault", instance_id)

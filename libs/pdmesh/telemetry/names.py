@@ -113,6 +113,7 @@ INDEX_STORE_UP: Final = "pdmesh.index.store.up"
 VIEW_AGE: Final = "pdmesh.registry.view_age"
 HEALTH_STATES: Final = "pdmesh.health.instances"
 HEALTH_CHANGES: Final = "pdmesh.health.changes"
+HEALTH_FAULTS: Final = "pdmesh.health.faults"  # instances by level, and why held back
 LEADER: Final = "pdmesh.leader"
 FLEET_INSTANCES: Final = "pdmesh.fleet.instances"
 PLAN_DURATION: Final = "pdmesh.plan.duration"

@@ -315,6 +315,8 @@ class InstanceRecord(_message.Message):
     FAILED_PEERS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     LOAD_TIMINGS_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     incarnation: _builtins.int
     """random at start; never reused"""
@@ -364,6 +366,8 @@ class InstanceRecord(_message.Message):
     rack: _builtins.str
     failure: _builtins.str
     """a stable reason and what went wrong, while FAILED"""
+    node_id: _builtins.str
+    """the machine it runs on, as its node agent is called"""
     @_builtins.property
     def kv_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """one KV transport address per device, in device order"""
@@ -376,6 +380,10 @@ class InstanceRecord(_message.Message):
     def failed_peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerRef]: ...
     @_builtins.property
     def load_timings(self) -> Global___LoadTimings: ...
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """names of the node's devices it computes on, in order"""
+
     def __init__(
         self,
         *,
@@ -412,10 +420,12 @@ class InstanceRecord(_message.Message):
         failed_peers: _abc.Iterable[Global___PeerRef] | None = ...,
         failure: _builtins.str = ...,
         load_timings: Global___LoadTimings | None = ...,
+        node_id: _builtins.str = ...,
+        devices: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load_timings", b"load_timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "block_size", b"block_size", "engine", b"engine", "epoch", b"epoch", "failed_peers", b"failed_peers", "failure", b"failure", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "load_timings", b"load_timings", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_logprobs", b"supports_logprobs", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "block_size", b"block_size", "devices", b"devices", "engine", b"engine", "epoch", b"epoch", "failed_peers", b"failed_peers", "failure", b"failure", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "load_timings", b"load_timings", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_logprobs", b"supports_logprobs", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

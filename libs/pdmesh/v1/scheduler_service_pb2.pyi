@@ -240,11 +240,14 @@ class Candidate(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     NUM_MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
+    IS_LOCAL_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     incarnation: _builtins.int
     num_matched_tokens: _builtins.int
     """prefix the index says it holds"""
     score: _builtins.float
+    is_local: _builtins.bool
+    """it does both phases: a fusion instance, or one whose group has nobody of the other role"""
     def __init__(
         self,
         *,
@@ -252,10 +255,11 @@ class Candidate(_message.Message):
         incarnation: _builtins.int = ...,
         num_matched_tokens: _builtins.int = ...,
         score: _builtins.float = ...,
+        is_local: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "instance_id", b"instance_id", "num_matched_tokens", b"num_matched_tokens", "score", b"score"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "instance_id", b"instance_id", "is_local", b"is_local", "num_matched_tokens", b"num_matched_tokens", "score", b"score"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -346,12 +350,18 @@ class InstanceState(_message.Message):
     NUM_KV_BLOCKS_FREE_FIELD_NUMBER: _builtins.int
     LOAD_AGE_MS_FIELD_NUMBER: _builtins.int
     NUM_INDEXED_BLOCKS_FIELD_NUMBER: _builtins.int
+    FAULT_LEVEL_FIELD_NUMBER: _builtins.int
+    FAULT_REASONS_FIELD_NUMBER: _builtins.int
     health: Global___Health.ValueType
     num_slots_used: _builtins.int
     num_kv_blocks_free: _builtins.int
     load_age_ms: _builtins.int
     """since the instance last reported"""
     num_indexed_blocks: _builtins.int
+    fault_level: _builtins.int
+    """0 to 5; from 2 on it gets no requests, unless the fault is held back"""
+    fault_reasons: _builtins.str
+    """of the signals against it; with the reason why it is held back, if it is"""
     @_builtins.property
     def record(self) -> _common_pb2.InstanceRecord: ...
     def __init__(
@@ -363,10 +373,12 @@ class InstanceState(_message.Message):
         num_kv_blocks_free: _builtins.int = ...,
         load_age_ms: _builtins.int = ...,
         num_indexed_blocks: _builtins.int = ...,
+        fault_level: _builtins.int = ...,
+        fault_reasons: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["health", b"health", "load_age_ms", b"load_age_ms", "num_indexed_blocks", b"num_indexed_blocks", "num_kv_blocks_free", b"num_kv_blocks_free", "num_slots_used", b"num_slots_used", "record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault_level", b"fault_level", "fault_reasons", b"fault_reasons", "health", b"health", "load_age_ms", b"load_age_ms", "num_indexed_blocks", b"num_indexed_blocks", "num_kv_blocks_free", b"num_kv_blocks_free", "num_slots_used", b"num_slots_used", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

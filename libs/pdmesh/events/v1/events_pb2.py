@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from pdmesh.v1 import common_pb2 as pdmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpdmesh/events/v1/events.proto\x12\x10pdmesh.events.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16pdmesh/v1/common.proto\"v\n\x06Header\x12\x14\n\x0cpublisher_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12/\n\x0boccurred_at\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"r\n\x0eInstanceHealth\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.pdmesh.events.v1.Header\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x10\n\x08is_ready\x18\x03 \x01(\x08\x12\x13\n\x0bis_draining\x18\x04 \x01(\x08\"\xcd\x02\n\x0cInstanceLoad\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.pdmesh.events.v1.Header\x12\x11\n\tnum_slots\x18\x02 \x01(\r\x12\x16\n\x0enum_slots_used\x18\x03 \x01(\r\x12\x1a\n\x12num_kv_blocks_free\x18\x04 \x01(\x04\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\x12\x1c\n\x14\x61\x64mitted_request_ids\x18\x06 \x03(\t\x12\x39\n\x08\x63omputed\x18\x07 \x03(\x0b\x32\'.pdmesh.events.v1.InstanceLoad.Computed\x1a^\n\x08\x43omputed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\xf0\x01\n\x08KvBlocks\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.pdmesh.events.v1.Header\x12\x12\n\nis_cleared\x18\x02 \x01(\x08\x12\x0f\n\x07removed\x18\x03 \x03(\x0c\x12\x0e\n\x06stored\x18\x04 \x03(\x0c\x12\x34\n\x05tiers\x18\x05 \x03(\x0b\x32%.pdmesh.events.v1.KvBlocks.TierBlocks\x1aO\n\nTierBlocks\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x12\n\nis_cleared\x18\x02 \x01(\x08\x12\x0f\n\x07removed\x18\x03 \x03(\x0c\x12\x0e\n\x06stored\x18\x04 \x03(\x0c\"\xc6\x01\n\rHealthChanged\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.pdmesh.events.v1.Header\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x1c\n\x14instance_incarnation\x18\x03 \x01(\x06\x12\x0f\n\x07service\x18\x04 \x01(\t\x12\x13\n\x0b\x66rom_health\x18\x05 \x01(\t\x12\x11\n\tto_health\x18\x06 \x01(\t\x12\r\n\x05\x63\x61use\x18\x07 \x01(\t\x12\x10\n\x08silent_s\x18\x08 \x01(\x01\"\x99\x01\n\x0cGroupChanged\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.pdmesh.events.v1.Header\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x10\n\x08scenario\x18\x03 \x01(\t\x12\x13\n\x0bprefill_ids\x18\x04 \x03(\t\x12\x12\n\ndecode_ids\x18\x05 \x03(\t\x12\x12\n\nfusion_ids\x18\x06 \x03(\t\"\xe6\x02\n\x0fRequestFinished\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.pdmesh.events.v1.Header\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08trace_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08scenario\x18\x05 \x01(\t\x12\x0f\n\x07outcome\x18\x06 \x01(\t\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x1f\n\x05usage\x18\x08 \x01(\x0b\x32\x10.pdmesh.v1.Usage\x12\x12\n\nprefill_id\x18\t \x01(\t\x12\x11\n\tdecode_id\x18\n \x01(\t\x12\x16\n\x0enum_rejections\x18\x0b \x01(\r\x12\x16\n\x0enum_migrations\x18\x0c \x01(\r\x12\x10\n\x08queue_ms\x18\r \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x0e \x01(\x01\x12\x0e\n\x06\x65\x32\x65_ms\x18\x0f \x01(\x01\x12\x16\n\x0ekv_transfer_ms\x18\x10 \x01(\x01\"\x7f\n\rErrorReported\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.pdmesh.events.v1.Header\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"[\n\rLeaderChanged\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.pdmesh.events.v1.Header\x12\x11\n\tleader_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpdmesh/events/v1/events.proto\x12\x10pdmesh.events.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16pdmesh/v1/common.proto\"v\n\x06Header\x12\x14\n\x0cpublisher_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12/\n\x0boccurred_at\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x87\x03\n\x0eInstanceHealth\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.pdmesh.events.v1.Header\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x10\n\x08is_ready\x18\x03 \x01(\x08\x12\x13\n\x0bis_draining\x18\x04 \x01(\x08\x12.\n\x07signals\x18\x05 \x03(\x0b\x32\x1d.pdmesh.events.v1.FaultSignal\x12\x37\n\x06vitals\x18\x06 \x01(\x0b\x32\'.pdmesh.events.v1.InstanceHealth.Vitals\x1a\xa9\x01\n\x06Vitals\x12\x14\n\x0cnum_accepted\x18\x01 \x01(\x04\x12\x13\n\x0bnum_refused\x18\x02 \x01(\x04\x12\x11\n\tnum_ended\x18\x03 \x01(\x04\x12\x12\n\nnum_failed\x18\x04 \x01(\x04\x12\x11\n\tnum_pulls\x18\x05 \x01(\x04\x12\x0e\n\x06pull_s\x18\x06 \x01(\x01\x12\x12\n\npull_bytes\x18\x07 \x01(\x04\x12\x16\n\x0enum_slots_used\x18\x08 \x01(\r\"^\n\x0b\x46\x61ultSignal\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05level\x18\x03 \x01(\r\x12\x10\n\x08is_proof\x18\x04 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\"\xa1\x03\n\x0cNodeReported\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.pdmesh.events.v1.Header\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12<\n\x07\x64\x65vices\x18\x03 \x03(\x0b\x32+.pdmesh.events.v1.NodeReported.DeviceStatus\x12\x41\n\tinstances\x18\x04 \x03(\x0b\x32..pdmesh.events.v1.NodeReported.InstanceSignals\x12\x10\n\x08period_s\x18\x05 \x01(\x01\x1aM\n\x0c\x44\x65viceStatus\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05level\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x1at\n\x0fInstanceSignals\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x1c\n\x14instance_incarnation\x18\x02 \x01(\x06\x12.\n\x07signals\x18\x03 \x03(\x0b\x32\x1d.pdmesh.events.v1.FaultSignal\"\x88\x02\n\x0b\x46\x61ultReport\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.pdmesh.events.v1.Header\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x1c\n\x14instance_incarnation\x18\x03 \x01(\x06\x12\r\n\x05level\x18\x04 \x01(\r\x12\x0e\n\x06\x61\x63tion\x18\x05 \x01(\t\x12.\n\x07signals\x18\x06 \x03(\x0b\x32\x1d.pdmesh.events.v1.FaultSignal\x12)\n\x05since\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07node_id\x18\x08 \x01(\t\x12\x11\n\theld_back\x18\t \x01(\t\"\xcd\x02\n\x0cInstanceLoad\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.pdmesh.events.v1.Header\x12\x11\n\tnum_slots\x18\x02 \x01(\r\x12\x16\n\x0enum_slots_used\x18\x03 \x01(\r\x12\x1a\n\x12num_kv_blocks_free\x18\x04 \x01(\x04\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\x12\x1c\n\x14\x61\x64mitted_request_ids\x18\x06 \x03(\t\x12\x39\n\x08\x63omputed\x18\x07 \x03(\x0b\x32\'.pdmesh.events.v1.InstanceLoad.Computed\x1a^\n\x08\x43omputed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\xf0\x01\n\x08KvBlocks\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.pdmesh.events.v1.Header\x12\x12\n\nis_cleared\x18\x02 \x01(\x08\x12\x0f\n\x07removed\x18\x03 \x03(\x0c\x12\x0e\n\x06stored\x18\x04 \x03(\x0c\x12\x34\n\x05tiers\x18\x05 \x03(\x0b\x32%.pdmesh.events.v1.KvBlocks.TierBlocks\x1aO\n\nTierBlocks\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x12\n\nis_cleared\x18\x02 \x01(\x08\x12\x0f\n\x07removed\x18\x03 \x03(\x0c\x12\x0e\n\x06stored\x18\x04 \x03(\x0c\"\xc6\x01\n\rHealthChanged\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.pdmesh.events.v1.Header\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x1c\n\x14instance_incarnation\x18\x03 \x01(\x06\x12\x0f\n\x07service\x18\x04 \x01(\t\x12\x13\n\x0b\x66rom_health\x18\x05 \x01(\t\x12\x11\n\tto_health\x18\x06 \x01(\t\x12\r\n\x05\x63\x61use\x18\x07 \x01(\t\x12\x10\n\x08silent_s\x18\x08 \x01(\x01\"\x99\x01\n\x0cGroupChanged\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.pdmesh.events.v1.Header\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x10\n\x08scenario\x18\x03 \x01(\t\x12\x13\n\x0bprefill_ids\x18\x04 \x03(\t\x12\x12\n\ndecode_ids\x18\x05 \x03(\t\x12\x12\n\nfusion_ids\x18\x06 \x03(\t\"\xe6\x02\n\x0fRequestFinished\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.pdmesh.events.v1.Header\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x10\n\x08trace_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08scenario\x18\x05 \x01(\t\x12\x0f\n\x07outcome\x18\x06 \x01(\t\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x1f\n\x05usage\x18\x08 \x01(\x0b\x32\x10.pdmesh.v1.Usage\x12\x12\n\nprefill_id\x18\t \x01(\t\x12\x11\n\tdecode_id\x18\n \x01(\t\x12\x16\n\x0enum_rejections\x18\x0b \x01(\r\x12\x16\n\x0enum_migrations\x18\x0c \x01(\r\x12\x10\n\x08queue_ms\x18\r \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x0e \x01(\x01\x12\x0e\n\x06\x65\x32\x65_ms\x18\x0f \x01(\x01\x12\x16\n\x0ekv_transfer_ms\x18\x10 \x01(\x01\"\x7f\n\rErrorReported\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.pdmesh.events.v1.Header\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"[\n\rLeaderChanged\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x18.pdmesh.events.v1.Header\x12\x11\n\tleader_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,24 +35,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HEADER']._serialized_start=108
   _globals['_HEADER']._serialized_end=226
-  _globals['_INSTANCEHEALTH']._serialized_start=228
-  _globals['_INSTANCEHEALTH']._serialized_end=342
-  _globals['_INSTANCELOAD']._serialized_start=345
-  _globals['_INSTANCELOAD']._serialized_end=678
-  _globals['_INSTANCELOAD_COMPUTED']._serialized_start=584
-  _globals['_INSTANCELOAD_COMPUTED']._serialized_end=678
-  _globals['_KVBLOCKS']._serialized_start=681
-  _globals['_KVBLOCKS']._serialized_end=921
-  _globals['_KVBLOCKS_TIERBLOCKS']._serialized_start=842
-  _globals['_KVBLOCKS_TIERBLOCKS']._serialized_end=921
-  _globals['_HEALTHCHANGED']._serialized_start=924
-  _globals['_HEALTHCHANGED']._serialized_end=1122
-  _globals['_GROUPCHANGED']._serialized_start=1125
-  _globals['_GROUPCHANGED']._serialized_end=1278
-  _globals['_REQUESTFINISHED']._serialized_start=1281
-  _globals['_REQUESTFINISHED']._serialized_end=1639
-  _globals['_ERRORREPORTED']._serialized_start=1641
-  _globals['_ERRORREPORTED']._serialized_end=1768
-  _globals['_LEADERCHANGED']._serialized_start=1770
-  _globals['_LEADERCHANGED']._serialized_end=1861
+  _globals['_INSTANCEHEALTH']._serialized_start=229
+  _globals['_INSTANCEHEALTH']._serialized_end=620
+  _globals['_INSTANCEHEALTH_VITALS']._serialized_start=451
+  _globals['_INSTANCEHEALTH_VITALS']._serialized_end=620
+  _globals['_FAULTSIGNAL']._serialized_start=622
+  _globals['_FAULTSIGNAL']._serialized_end=716
+  _globals['_NODEREPORTED']._serialized_start=719
+  _globals['_NODEREPORTED']._serialized_end=1136
+  _globals['_NODEREPORTED_DEVICESTATUS']._serialized_start=941
+  _globals['_NODEREPORTED_DEVICESTATUS']._serialized_end=1018
+  _globals['_NODEREPORTED_INSTANCESIGNALS']._serialized_start=1020
+  _globals['_NODEREPORTED_INSTANCESIGNALS']._serialized_end=1136
+  _globals['_FAULTREPORT']._serialized_start=1139
+  _globals['_FAULTREPORT']._serialized_end=1403
+  _globals['_INSTANCELOAD']._serialized_start=1406
+  _globals['_INSTANCELOAD']._serialized_end=1739
+  _globals['_INSTANCELOAD_COMPUTED']._serialized_start=1645
+  _globals['_INSTANCELOAD_COMPUTED']._serialized_end=1739
+  _globals['_KVBLOCKS']._serialized_start=1742
+  _globals['_KVBLOCKS']._serialized_end=1982
+  _globals['_KVBLOCKS_TIERBLOCKS']._serialized_start=1903
+  _globals['_KVBLOCKS_TIERBLOCKS']._serialized_end=1982
+  _globals['_HEALTHCHANGED']._serialized_start=1985
+  _globals['_HEALTHCHANGED']._serialized_end=2183
+  _globals['_GROUPCHANGED']._serialized_start=2186
+  _globals['_GROUPCHANGED']._serialized_end=2339
+  _globals['_REQUESTFINISHED']._serialized_start=2342
+  _globals['_REQUESTFINISHED']._serialized_end=2700
+  _globals['_ERRORREPORTED']._serialized_start=2702
+  _globals['_ERRORREPORTED']._serialized_end=2829
+  _globals['_LEADERCHANGED']._serialized_start=2831
+  _globals['_LEADERCHANGED']._serialized_end=2922
 # @@protoc_insertion_point(module_scope)

@@ -62,15 +62,71 @@ class InstanceHealth(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class Vitals(_message.Message):
+        """Counts since the incarnation began; who judges it looks at how they grow."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
+        NUM_REFUSED_FIELD_NUMBER: _builtins.int
+        NUM_ENDED_FIELD_NUMBER: _builtins.int
+        NUM_FAILED_FIELD_NUMBER: _builtins.int
+        NUM_PULLS_FIELD_NUMBER: _builtins.int
+        PULL_S_FIELD_NUMBER: _builtins.int
+        PULL_BYTES_FIELD_NUMBER: _builtins.int
+        NUM_SLOTS_USED_FIELD_NUMBER: _builtins.int
+        num_accepted: _builtins.int
+        """legs"""
+        num_refused: _builtins.int
+        num_ended: _builtins.int
+        """however they ended"""
+        num_failed: _builtins.int
+        """by themselves: none that a gateway aborted"""
+        num_pulls: _builtins.int
+        """of KV, that ended well"""
+        pull_s: _builtins.float
+        """seconds that they took together"""
+        pull_bytes: _builtins.int
+        num_slots_used: _builtins.int
+        """now"""
+        def __init__(
+            self,
+            *,
+            num_accepted: _builtins.int = ...,
+            num_refused: _builtins.int = ...,
+            num_ended: _builtins.int = ...,
+            num_failed: _builtins.int = ...,
+            num_pulls: _builtins.int = ...,
+            pull_s: _builtins.float = ...,
+            pull_bytes: _builtins.int = ...,
+            num_slots_used: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted", b"num_accepted", "num_ended", b"num_ended", "num_failed", b"num_failed", "num_pulls", b"num_pulls", "num_refused", b"num_refused", "num_slots_used", b"num_slots_used", "pull_bytes", b"pull_bytes", "pull_s", b"pull_s"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     HEADER_FIELD_NUMBER: _builtins.int
     SERVICE_FIELD_NUMBER: _builtins.int
     IS_READY_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
+    SIGNALS_FIELD_NUMBER: _builtins.int
+    VITALS_FIELD_NUMBER: _builtins.int
     service: _builtins.str
     is_ready: _builtins.bool
     is_draining: _builtins.bool
     @_builtins.property
     def header(self) -> Global___Header: ...
+    @_builtins.property
+    def signals(self) -> _containers.RepeatedCompositeFieldContainer[Global___FaultSignal]:
+        """what an instance holds against itself"""
+
+    @_builtins.property
+    def vitals(self) -> Global___InstanceHealth.Vitals:
+        """of an instance"""
+
     def __init__(
         self,
         *,
@@ -78,14 +134,199 @@ class InstanceHealth(_message.Message):
         service: _builtins.str = ...,
         is_ready: _builtins.bool = ...,
         is_draining: _builtins.bool = ...,
+        signals: _abc.Iterable[Global___FaultSignal] | None = ...,
+        vitals: Global___InstanceHealth.Vitals | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "vitals", b"vitals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "is_draining", b"is_draining", "is_ready", b"is_ready", "service", b"service"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "is_draining", b"is_draining", "is_ready", b"is_ready", "service", b"service", "signals", b"signals", "vitals", b"vitals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InstanceHealth: _TypeAlias = InstanceHealth  # noqa: Y015
+
+@_typing.final
+class FaultSignal(_message.Message):
+    """One thing that speaks against an instance. Told again for as long as it holds; silence takes it back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    IS_PROOF_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """who noticed: device, engine, kv, canary, errors, transfers, refusals, crashes"""
+    reason: _builtins.str
+    """stable: ENGINE_SILENT, DEVICE_LOST, ..."""
+    level: _builtins.int
+    """how bad it is if it is true: 0 to 5 (S34)"""
+    is_proof: _builtins.bool
+    """enough alone; otherwise it is a suspicion, which takes another source to count"""
+    detail: _builtins.str
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        level: _builtins.int = ...,
+        is_proof: _builtins.bool = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "is_proof", b"is_proof", "level", b"level", "reason", b"reason", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FaultSignal: _TypeAlias = FaultSignal  # noqa: Y015
+
+@_typing.final
+class NodeReported(_message.Message):
+    """What a node's agent sees: its devices and what follows for the instances that use them. Published by each node
+    agent every period, and when it changes. JSON.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DeviceStatus(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        DEVICE_FIELD_NUMBER: _builtins.int
+        LEVEL_FIELD_NUMBER: _builtins.int
+        REASON_FIELD_NUMBER: _builtins.int
+        DETAIL_FIELD_NUMBER: _builtins.int
+        device: _builtins.str
+        level: _builtins.int
+        reason: _builtins.str
+        """empty while it is well; DEVICE_UNKNOWN: its status cannot be read"""
+        detail: _builtins.str
+        def __init__(
+            self,
+            *,
+            device: _builtins.str = ...,
+            level: _builtins.int = ...,
+            reason: _builtins.str = ...,
+            detail: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "device", b"device", "level", b"level", "reason", b"reason"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class InstanceSignals(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        INSTANCE_ID_FIELD_NUMBER: _builtins.int
+        INSTANCE_INCARNATION_FIELD_NUMBER: _builtins.int
+        SIGNALS_FIELD_NUMBER: _builtins.int
+        instance_id: _builtins.str
+        instance_incarnation: _builtins.int
+        @_builtins.property
+        def signals(self) -> _containers.RepeatedCompositeFieldContainer[Global___FaultSignal]: ...
+        def __init__(
+            self,
+            *,
+            instance_id: _builtins.str = ...,
+            instance_incarnation: _builtins.int = ...,
+            signals: _abc.Iterable[Global___FaultSignal] | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "instance_incarnation", b"instance_incarnation", "signals", b"signals"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
+    INSTANCES_FIELD_NUMBER: _builtins.int
+    PERIOD_S_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    period_s: _builtins.float
+    """after three of them without a report this one is void"""
+    @_builtins.property
+    def header(self) -> Global___Header: ...
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeReported.DeviceStatus]: ...
+    @_builtins.property
+    def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeReported.InstanceSignals]: ...
+    def __init__(
+        self,
+        *,
+        header: Global___Header | None = ...,
+        node_id: _builtins.str = ...,
+        devices: _abc.Iterable[Global___NodeReported.DeviceStatus] | None = ...,
+        instances: _abc.Iterable[Global___NodeReported.InstanceSignals] | None = ...,
+        period_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "header", b"header", "instances", b"instances", "node_id", b"node_id", "period_s", b"period_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeReported: _TypeAlias = NodeReported  # noqa: Y015
+
+@_typing.final
+class FaultReport(_message.Message):
+    """What speaks against one incarnation of an instance, and what is to be done about it. Published by the health-monitor
+    when it changes; the current ones are in the bucket pdmesh-faults, a key per instance. JSON.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    INSTANCE_INCARNATION_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    SIGNALS_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    HELD_BACK_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    instance_incarnation: _builtins.int
+    level: _builtins.int
+    """0: it is well again"""
+    action: _builtins.str
+    """ignore, retry, restart_process, replace_instance, drain_node, isolate_node"""
+    node_id: _builtins.str
+    """empty if not known"""
+    held_back: _builtins.str
+    """why nothing is to be done although the level says so: cap, panic; empty: act"""
+    @_builtins.property
+    def header(self) -> Global___Header: ...
+    @_builtins.property
+    def signals(self) -> _containers.RepeatedCompositeFieldContainer[Global___FaultSignal]: ...
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """of this level"""
+
+    def __init__(
+        self,
+        *,
+        header: Global___Header | None = ...,
+        instance_id: _builtins.str = ...,
+        instance_incarnation: _builtins.int = ...,
+        level: _builtins.int = ...,
+        action: _builtins.str = ...,
+        signals: _abc.Iterable[Global___FaultSignal] | None = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        node_id: _builtins.str = ...,
+        held_back: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "header", b"header", "held_back", b"held_back", "instance_id", b"instance_id", "instance_incarnation", b"instance_incarnation", "level", b"level", "node_id", b"node_id", "signals", b"signals", "since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FaultReport: _TypeAlias = FaultReport  # noqa: Y015
 
 @_typing.final
 class InstanceLoad(_message.Message):

@@ -1,0 +1,65 @@
+"""How bad a fault is, and the one thing that is done about each level (P/D-Serve 3.4, S34).
+
+Several levels heal without touching the node, so a level names the smallest thing whose replacement mends it: nothing, a
+request, a process, an instance, a node. A level says what would be right if the fault is real; whether it is real, and
+whether the fleet can bear the action, `fault_judge` decides.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+
+class Level(enum.IntEnum):
+    """L0 to L5, the worst last."""
+
+    WELL = 0
+    TRANSIENT = 1
+    PROCESS = 2
+    INSTANCE = 3
+    NODE = 4
+    LOST = 5
+
+
+class Action(enum.Enum):
+    IGNORE = "ignore"
+    RETRY = "retry"
+    RESTART_PROCESS = "restart_process"
+    REPLACE_INSTANCE = "replace_instance"
+    DRAIN_NODE = "drain_node"
+    ISOLATE_NODE = "isolate_node"
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What a level means for an instance. `finishes_running`: its requests may go on where they are until they end."""
+
+    action: Action
+    takes_requests: bool
+    finishes_running: bool
+    example: str
+
+
+RESPONSES: Final[Mapping[Level, Response]] = MappingProxyType(
+    {
+        Level.WELL: Response(Action.IGNORE, True, True, "corrected memory errors, a warm device"),
+        Level.TRANSIENT: Response(Action.RETRY, True, True, "one failed pull, a lone suspicion"),
+        Level.PROCESS: Response(Action.RESTART_PROCESS, False, False, "an engine that hangs"),
+        Level.INSTANCE: Response(
+            Action.REPLACE_INSTANCE, False, True, "restarts that do not help, a device to be reset"
+        ),
+        Level.NODE: Response(Action.DRAIN_NODE, False, True, "rows of memory used up, a fan gone"),
+        Level.LOST: Response(Action.ISOLATE_NODE, False, False, "a device fallen off the bus"),
+    }
+)
+
+EJECTS_FROM: Final = Level.PROCESS  # from this level on an instance gets no requests
+
+
+def level_of(number: int) -> Level:
+    """A number that somebody else wrote; beyond the worst it is the worst."""
+    return Level(min(max(number, Level.WELL), Level.LOST))

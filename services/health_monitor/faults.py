@@ -1,0 +1,261 @@
+"""Turns what instances, node agents and canaries say into signals for the fault judge, and its judgements into reports.
+
+The board of faults is kept level-triggered, like that of health: what could not be written is written at the next tick,
+and all of it again when the bus was away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import structlog
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from pdmesh.core.fault_judge import (
+    Event,
+    FaultJudge,
+    HearsAgain,
+    InstanceGone,
+    InstanceSeen,
+    Judged,
+    JudgePolicy,
+    Signal,
+    SignalsHeard,
+    Tick,
+    WentDeaf,
+)
+from pdmesh.core.fault_levels import EJECTS_FROM, Level
+from pdmesh.core.vitals import VitalsBook
+from pdmesh.errors import InvalidRequest, Unavailable
+from pdmesh.events.v1.events_pb2 import FaultReport, InstanceHealth, NodeReported
+from pdmesh.net import subjects
+from pdmesh.net.board import Board
+from pdmesh.net.bus import Message
+from pdmesh.net.events import EventPublisher, decode_event
+from pdmesh.net.fault_signals import signal_from, signal_to, vitals_from
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.registry import RecordChanged, RegistryView
+from pdmesh.telemetry import metrics, names
+from pdmesh.v1.common_pb2 import (
+    ROLE_DECODE,
+    ROLE_FUSION,
+    ROLE_PREFILL,
+    InstanceRecord,
+    Role,
+)
+
+log = structlog.get_logger(__name__)
+
+_JUDGED_ROLES: Final = frozenset({ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION})
+_TICKS_PER_LEASE: Final = 6
+_VOID_AFTER_PERIODS: Final = 3
+_VITALS: Final = "vitals"
+
+
+class FaultWatch:
+    """`lease_s` is that of the registry: instances speak three times in it."""
+
+    def __init__(
+        self,
+        bus: NatsBus,
+        view: RegistryView,
+        publisher: EventPublisher,
+        board: Board[FaultReport],
+        *,
+        lease_s: float,
+        policy: JudgePolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.judge = FaultJudge(policy or JudgePolicy())
+        self._vitals = VitalsBook()
+        self._bus, self._view, self._publisher, self._board = bus, view, publisher, board
+        self._lease_s, self._clock = lease_s, clock
+        self._wall_offset_s = time.time() - clock()
+        self._unwritten: dict[str, FaultReport | None] = {}  # None: to be forgotten
+        self._reported: dict[str, int] = {}  # incarnation that the board has a report on
+        self._inherited: set[str] = set()  # reports of the monitor before: they stand a while
+        self._inherited_until = 0.0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        subscriptions = [
+            await self._bus.subscribe(subjects.health_instance(), self._on_heartbeat),
+            await self._bus.subscribe(subjects.node_reported(), self._on_node),
+        ]
+        undo = (
+            self._bus.on_lost(self._on_lost),
+            self._bus.on_restored(self._on_restored),
+        )
+        known = self._board.watch(lambda _: None)
+        self._view.on_change(self._on_record)
+        try:
+            for record in tuple(self._view.records.values()):
+                self._on_record(RecordChanged(record.instance_id, record))
+            await known.loaded.wait()
+            self._inherited = set(known.known)
+            self._inherited_until = self._clock() + self.judge.policy.clear_s
+            await self._tick_often()
+        finally:
+            for each in undo:
+                each()
+            await known.close()
+            for subscription in subscriptions:
+                await subscription.unsubscribe()
+
+    def tell(
+        self, teller: str, record: InstanceRecord, signals: Iterable[Signal], ttl_s: float
+    ) -> None:
+        """What somebody in this process noticed: the canary."""
+        self._feed(
+            SignalsHeard(teller, record.instance_id, record.incarnation, tuple(signals), ttl_s)
+        )
+
+    def counts(self) -> Iterable[tuple[float, dict[str, str]]]:
+        """Instances that are not well, by level and by why nothing is done."""
+        current = self.judge.current()
+        keys = {(int(j.level), j.held_back) for j in current}
+        for level, held_back in sorted(keys):
+            num = sum((int(j.level), j.held_back) == (level, held_back) for j in current)
+            yield float(num), {"level": str(level), "held_back": held_back}
+
+    # -- what is heard ----------------------------------------------------------------------------
+
+    def _on_record(self, change: RecordChanged) -> None:
+        record = change.record
+        if record is None:
+            self._vitals.forget(change.instance_id)
+            self._feed(InstanceGone(change.instance_id, change.is_lease_end))
+            self._forget(change.instance_id)
+        elif record.role in _JUDGED_ROLES:
+            if self._reported.get(record.instance_id, record.incarnation) != record.incarnation:
+                self._forget(record.instance_id)  # of the one before
+            role = Role.Name(record.role)
+            self._feed(
+                InstanceSeen(
+                    record.instance_id, record.incarnation, record.group_id, role, record.node_id
+                )
+            )
+
+    async def _on_heartbeat(self, message: Message) -> None:
+        try:
+            event = decode_event(message, InstanceHealth)
+        except InvalidRequest:
+            return  # the health-monitor logs it
+        instance_id, incarnation = event.header.publisher_id, event.header.incarnation
+        if not event.HasField("vitals"):
+            return
+        record = self._view.records.get(instance_id)
+        if record is None or record.incarnation != incarnation:
+            return
+        own = tuple(map(signal_from, event.signals))
+        self._hear(instance_id, instance_id, incarnation, own, self._lease_s)
+        peers = f"{record.group_id}/{Role.Name(record.role)}"
+        now = self._clock()
+        self._vitals.heard(instance_id, incarnation, peers, vitals_from(event.vitals), now)
+        counted = self._vitals.signals(instance_id, now)
+        self._hear(_VITALS, instance_id, incarnation, counted, self._lease_s)
+
+    async def _on_node(self, message: Message) -> None:
+        try:
+            event = decode_event(message, NodeReported)
+        except InvalidRequest as exc:
+            log.warning("faults.bad_event", error=exc.message)
+            return
+        ttl_s = _VOID_AFTER_PERIODS * event.period_s
+        for said in event.instances:
+            signals = tuple(map(signal_from, said.signals))
+            teller = f"node/{event.node_id}"
+            self._hear(teller, said.instance_id, said.instance_incarnation, signals, ttl_s)
+
+    def _hear(
+        self,
+        teller: str,
+        instance_id: str,
+        incarnation: int,
+        signals: tuple[Signal, ...],
+        ttl_s: float,
+    ) -> None:
+        self._feed(SignalsHeard(teller, instance_id, incarnation, signals, ttl_s))
+
+    def _on_lost(self) -> None:
+        self._feed(WentDeaf())
+
+    def _on_restored(self) -> None:
+        self._feed(HearsAgain())
+        for judged in self.judge.current():  # the store may have been wiped
+            self._unwritten[judged.instance_id] = self._report(judged)
+
+    # -- what is announced ------------------------------------------------------------------------
+
+    async def _tick_often(self) -> None:
+        while True:
+            for judged in self._feed(Tick()):
+                await self._announce(judged)
+            self._forget_inherited()
+            await self._write_board()
+            await asyncio.sleep(self._lease_s / _TICKS_PER_LEASE)
+
+    def _forget(self, instance_id: str) -> None:
+        if self._reported.pop(instance_id, None) is not None:
+            self._unwritten[instance_id] = None
+
+    def _forget_inherited(self) -> None:
+        if self._inherited and self._clock() >= self._inherited_until:
+            still = {judged.instance_id for judged in self.judge.current()}
+            self._unwritten |= dict.fromkeys(self._inherited - still)
+            self._inherited.clear()
+
+    def _feed(self, event: Event) -> list[Judged]:
+        return self.judge.handle(event, self._clock())
+
+    async def _announce(self, judged: Judged) -> None:
+        report = self._report(judged)
+        is_bad = judged.level >= EJECTS_FROM
+        (log.warning if is_bad else log.info)(
+            "instance.fault",
+            instance_id=judged.instance_id,
+            level=int(judged.level),
+            action=judged.action.value,
+            reasons=[s.reason for s in judged.signals],
+            held_back=judged.held_back,
+        )
+        if judged.level is Level.WELL:
+            self._forget(judged.instance_id)
+        else:
+            self._unwritten[judged.instance_id] = report
+            self._reported[judged.instance_id] = judged.incarnation
+        await self._publisher.publish(subjects.fault_report(judged.instance_id), report)
+
+    def _report(self, judged: Judged) -> FaultReport:
+        since = Timestamp()
+        since.FromNanoseconds(int((judged.since + self._wall_offset_s) * 1e9))
+        return FaultReport(
+            instance_id=judged.instance_id,
+            instance_incarnation=judged.incarnation,
+            level=int(judged.level),
+            action=judged.action.value,
+            signals=map(signal_to, judged.signals),
+            since=since,
+            node_id=judged.node_id,
+            held_back=judged.held_back,
+        )
+
+    async def _write_board(self) -> None:
+        for instance_id in list(self._unwritten):
+            report = self._unwritten.pop(instance_id)
+            try:
+                if report is None:
+                    await self._board.forget(instance_id)
+                else:
+                    await self._board.write(instance_id, report)
+            except Unavailable as exc:
+                self._unwritten.setdefault(instance_id, report)
+                log.debug("faults.board_unavailable", error=exc.message)
+                return
+
+
+def observe(watch: FaultWatch) -> None:
+    metrics.gauge(names.HEALTH_FAULTS, "Instances that are not well, by level", watch.counts)

@@ -1,0 +1,171 @@
+"""The health-monitor's judgements of faults, with a real NATS: from what is said to the board that all read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from pdmesh.core.fault_judge import JudgePolicy
+from pdmesh.events.v1.events_pb2 import FaultReport, FaultSignal, InstanceHealth, NodeReported
+from pdmesh.net import subjects
+from pdmesh.net.board import BoardView, fault_board
+from pdmesh.net.events import EventPublisher
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats_registry import NatsLease, NatsRegistry
+from pdmesh.net.tasks import end
+from pdmesh.v1.common_pb2 import ROLE_DECODE, InstanceRecord
+from services.health_monitor.faults import FaultWatch
+from tests.support import servers
+from tests.support.waiting import until
+
+LEASE_S = 0.6
+POLICY = JudgePolicy(confirm_s=0.2, clear_s=0.6, settle_s=0.1)
+HANGS = FaultSignal(source="engine", reason="ENGINE_SILENT", level=2, is_proof=True)
+
+
+@dataclass
+class Site:
+    """A bus with a fault watch on it, and three decodes that beat when they are told to."""
+
+    bus: NatsBus
+    registry: NatsRegistry
+    board: BoardView[FaultReport]
+    task: asyncio.Task[None]
+    leases: dict[str, NatsLease] = field(default_factory=dict)
+    publishers: dict[str, EventPublisher] = field(default_factory=dict)
+
+    async def add(self, instance_id: str, incarnation: int = 5) -> None:
+        record = InstanceRecord(
+            instance_id=instance_id,
+            incarnation=incarnation,
+            service="decode",
+            role=ROLE_DECODE,
+            group_id="default",
+            node_id="node-a",
+        )
+        self.leases[instance_id] = await self.registry.register(record)
+        self.publishers[instance_id] = EventPublisher(self.bus, instance_id, incarnation)
+
+    async def beat(
+        self, instance_id: str, *signals: FaultSignal, vitals: InstanceHealth.Vitals | None = None
+    ) -> None:
+        health = InstanceHealth(service="decode", vitals=vitals or InstanceHealth.Vitals())
+        health.signals.extend(signals)
+        subject = subjects.health_instance(instance_id)
+        await self.publishers[instance_id].publish(subject, health)
+
+    async def until_level(self, instance_id: str, level: int, *signals: FaultSignal) -> FaultReport:
+        """Beat until the board says so; 0: nothing is on the board."""
+
+        async def is_there() -> bool:
+            await self.beat(instance_id, *signals)
+            await asyncio.sleep(0.02)
+            report = self.board.known.get(instance_id)
+            return (report.level if report else 0) == level
+
+        await until(is_there)
+        return self.board.known.get(instance_id, FaultReport())
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[servers.TestServer]:
+    server = servers.nats(tmp_path)
+    await server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+async def site(server: servers.TestServer) -> AsyncIterator[Site]:
+    bus = await NatsBus.connect(server.url, "test")
+    registry = NatsRegistry(bus, LEASE_S)
+    view = await registry.watch()
+    board = fault_board(bus)
+    publisher = EventPublisher(bus, "hm", 1)
+    watch = FaultWatch(bus, view, publisher, board, lease_s=LEASE_S, policy=POLICY)
+    task = asyncio.create_task(watch.run())
+    site = Site(bus, registry, board.watch(lambda _: None), task)
+    for instance_id in ("decode-0", "decode-1", "decode-2"):
+        await site.add(instance_id)
+    yield site
+    await end([site.task])
+    watch.judge.check_invariants()
+    for lease in site.leases.values():
+        await lease.release()
+    await site.board.close()
+    await view.close()
+    await bus.close()
+
+
+@pytest.mark.req("S33", "S34")
+async def test_what_an_instance_says_against_itself_is_on_the_board_until_it_heals(
+    site: Site,
+) -> None:
+    report = await site.until_level("decode-0", 2, HANGS)
+    assert report.action == "restart_process"
+    assert not report.held_back
+    assert report.node_id == "node-a"
+    assert [s.reason for s in report.signals] == ["ENGINE_SILENT"]
+    assert report.HasField("since")
+    await site.until_level("decode-0", 0)
+
+
+@pytest.mark.req("S33", "S34")
+async def test_a_node_agents_device_fault_reaches_the_instances_that_use_it(site: Site) -> None:
+    agent = EventPublisher(site.bus, "agent-a", 1)
+    said = NodeReported(node_id="node-a", period_s=30.0)
+    instance = said.instances.add(instance_id="decode-1", instance_incarnation=5)
+    instance.signals.add(source="device", reason="DEVICE_LOST", level=5, is_proof=True)
+    await agent.publish(subjects.node_reported("node-a"), said)
+    report = await site.until_level("decode-1", 5)
+    assert report.action == "isolate_node"
+
+
+@pytest.mark.req("S34")
+async def test_failing_legs_alone_are_a_suspicion_and_with_a_canary_a_restart(site: Site) -> None:
+    failing = InstanceHealth.Vitals(num_accepted=20, num_ended=20, num_failed=20)
+    canary = FaultSignal(source="canary", reason="CANARY_FAILED", level=2)
+
+    async def is_at(level: int, *signals: FaultSignal) -> bool:
+        await site.beat("decode-0", *signals, vitals=failing)
+        await asyncio.sleep(0.02)
+        return (site.board.known.get("decode-0") or FaultReport()).level == level
+
+    await until(lambda: is_at(1))
+    await until(lambda: is_at(2, canary))
+    reasons = {s.reason for s in site.board.known["decode-0"].signals}
+    assert reasons == {"LEGS_FAIL", "CANARY_FAILED"}
+
+
+@pytest.mark.fault("F35")
+async def test_a_new_incarnation_begins_without_the_old_ones_faults(site: Site) -> None:
+    await site.until_level("decode-0", 2, HANGS)
+    zombie = site.publishers["decode-0"]
+    await site.add("decode-0", incarnation=6)
+    await site.until_level("decode-0", 0)
+    health = InstanceHealth(service="decode", vitals=InstanceHealth.Vitals(), signals=[HANGS])
+    await zombie.publish(subjects.health_instance("decode-0"), health)
+    await site.until_level("decode-1", 2, HANGS)  # heard after the zombie
+    assert "decode-0" not in site.board.known
+
+
+@pytest.mark.req("S34")
+async def test_reports_outlive_the_monitor_and_the_next_one_clears_what_nobody_says(
+    site: Site,
+) -> None:
+    await site.until_level("decode-0", 2, HANGS)
+    await end([site.task])
+    assert site.board.known["decode-0"].level == 2
+    view = await site.registry.watch()
+    second = FaultWatch(
+        site.bus, view, EventPublisher(site.bus, "hm-2", 2), fault_board(site.bus),
+        lease_s=LEASE_S, policy=POLICY,
+    )  # fmt: skip
+    site.task = asyncio.create_task(second.run())
+    await until(lambda: "decode-0" not in site.board.known)
+    await end([site.task])
+    await view.close()
