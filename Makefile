@@ -18,7 +18,7 @@ DONE   := $(VENV)/.done
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help up down status setup setup-base setup-dev setup-vllm model test unit check format proto proto-check \
-        e2e chaos kill-matrix compose-test bench-tiers bench-overhead bench-index bench-kv bench-plan leak-test bench-retrieval compare docs docs-check coverage-table lock clean
+        e2e chaos kill-matrix compose-test bench-tiers bench-overhead bench-index bench-kv bench-plan bench-handover leak-test bench-retrieval compare docs docs-check coverage-table lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -120,6 +120,9 @@ bench-overhead: $(DONE)/dev ## what the mesh adds over the bare engine; ARGS goe
 
 bench-retrieval: $(DONE)/dev ## time per token of running decodes, without and with KV coming in beside them (S52)
 	@$(BIN)/python -m loadtests.retrieval $(ARGS)
+
+bench-handover: $(DONE)/vllm model ## what handing KV over costs a client on vLLM; ARGS="--nixl FOLDER" beside vLLM's NixlConnector
+	@$(BIN)/python -m loadtests.handover $(ARGS)
 
 bench-plan: $(DONE)/dev ## what one placement decision costs, by the number of workers
 	@$(BIN)/python -m loadtests.plan_bench $(ARGS)

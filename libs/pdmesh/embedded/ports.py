@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import socket
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 _LISTEN: Final = "0A"  # state in /proc/net/tcp
 
@@ -37,6 +37,12 @@ class PortReservation:
 
     def close(self) -> None:
         self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _refuse_if_taken(host: str, port: int, variable: str) -> None:

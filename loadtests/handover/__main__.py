@@ -1,0 +1,94 @@
+"""What handing a prompt's KV over costs a client on vLLM, at several lengths of prompt, beside one engine and beside vLLM's NixlConnector.
+
+    python -m loadtests.handover [--rounds 5] [--nixl FOLDER] [--out loadtests/results/handover-DATE]
+
+One request at a time, prompts never seen before, greedy. Every round asks each way once at each length, in an order drawn anew, so that all
+see the same machine; ratios are of two answers of the same round. FOLDER holds nixl, made by
+`pip install --no-deps --target FOLDER nixl==1.5.1 nixl-cu12==1.5.1 nvidia-cuda-runtime-cu12`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import Final
+
+from loadtests.handover.mesh import running_ways
+from loadtests.handover.nixl_pair import NixlPair
+from loadtests.handover.report import Sample, markdown
+from loadtests.handover.timing import Timing
+from loadtests.progress import Progress
+
+_LENGTHS: Final = (128, 512, 1024, 2000)
+_NUM_TOKENS: Final = 8
+_WORDS: Final = (1000, 40_000)  # ids of ordinary tokens of the model
+_MODEL_DIR: Final = Path(".cache/models/SmolLM2-135M-Instruct")
+
+Ask = Callable[[Sequence[int], int], Timing]
+
+
+def measure(ways: dict[str, Ask], lengths: Sequence[int], rounds: int) -> list[Sample]:
+    rng = random.Random(11)
+    progress = Progress((rounds + 1) * len(lengths))
+    samples = []
+    for number in range(rounds + 1):
+        for length in lengths:
+            progress.step(f"round {number}, {length} tokens")
+            for name in rng.sample(sorted(ways), len(ways)):
+                # Of its own for each way, since one that knows it would not compute; the same of all in what is compared.
+                prompt = [rng.randrange(*_WORDS) for _ in range(length)]
+                timing = ways[name](prompt, _NUM_TOKENS)
+                if number:  # the first round connects, and grows what is grown once
+                    samples.append(Sample(number, length, name, timing))
+    progress.close()
+    return samples
+
+
+def check_equal(ways: dict[str, Ask], lengths: Sequence[int]) -> dict[int, bool]:
+    """Do all ways draw the same tokens for the same prompt? Each length once."""
+    rng = random.Random(5)
+    prompts = {length: [rng.randrange(*_WORDS) for _ in range(length)] for length in lengths}
+    return {
+        length: len({ask(prompt, _NUM_TOKENS).tokens for ask in ways.values()}) == 1
+        for length, prompt in prompts.items()
+    }
+
+
+async def run(options: argparse.Namespace) -> int:
+    nixl = NixlPair(options.model_dir, options.nixl) if options.nixl else None
+    with closing(nixl) if nixl else nullcontext():
+        async with running_ways(options.engine, options.model_dir) as found:
+            ways: dict[str, Ask] = {name: way.ask for name, way in found.items()}
+            if nixl:
+                ways["nixl"] = nixl.ask
+            # In a thread: the launcher's loop goes on watching over its processes.
+            samples = await asyncio.to_thread(measure, ways, options.lengths, options.rounds)
+            equal = await asyncio.to_thread(check_equal, ways, options.lengths)
+    text = markdown(samples, equal, " ".join(["python -m loadtests.handover", *sys.argv[1:]]))
+    print(text)
+    if options.out:
+        options.out.with_suffix(".md").write_text(text)
+        rows = [sample.to_json() for sample in samples]
+        options.out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="loadtests.handover", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="of all ways and lengths (5)")
+    parser.add_argument("--engine", choices=("vllm", "sim"), default="vllm")
+    parser.add_argument("--model-dir", type=Path, default=_MODEL_DIR)
+    parser.add_argument("--nixl", type=Path, help="a folder with nixl: vLLM's own connector too")
+    parser.add_argument("--lengths", type=int, nargs="+", default=_LENGTHS, help="prompt tokens")
+    parser.add_argument("--out", type=Path, help="write this .md and .json")
+    return asyncio.run(run(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

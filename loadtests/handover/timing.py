@@ -1,0 +1,31 @@
+"""When the tokens of one answer came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds; of answers of at least three tokens."""
+
+    ttft_ms: float
+    gap_ms: float  # between token 1 and 2: where a hand-over shows if token 1 does not wait for it
+    later_ms: float  # mean gap of the tokens after: a decode step
+    tokens: tuple[int, ...]
+
+    @property
+    def second_ms(self) -> float:
+        """Until token 2: all of the hand-over, wherever it shows."""
+        return self.ttft_ms + self.gap_ms
+
+    @classmethod
+    def of(cls, asked: float, times: Sequence[float], tokens: Sequence[int]) -> Timing:
+        assert len(times) == len(tokens) >= 3, (len(times), len(tokens))
+        return cls(
+            (times[0] - asked) * 1e3,
+            (times[1] - times[0]) * 1e3,
+            (times[-1] - times[1]) / (len(times) - 2) * 1e3,
+            tuple(tokens),
+        )
