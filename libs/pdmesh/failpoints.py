@@ -2,7 +2,8 @@
 
 Named points are spread over the code that moves requests. Unarmed, a hit is one look at an empty dict.
 `sigkill` and `sigstop` act on this process, `raise` raises FailpointHit; any other action (`zero-kv`) is
-returned to the caller, which knows what it means. `@n` fires at the nth hit only, `@n+` from it on.
+returned to the caller, which knows what it means. `@n` fires at the nth hit only, `@n+` from it on. `name[prefill-0]=...` is armed for what
+concerns that instance alone, where the point says whom it concerns.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import re
 import signal
 from dataclasses import dataclass
 
-_SPEC = re.compile(r"(?P<name>[a-z._]+)=(?P<action>[a-z-]+)(?:@(?P<at>\d+)(?P<on>\+?))?")
+_SPEC = re.compile(
+    r"(?P<name>[a-z._]+(\[[a-z0-9-]+\])?)=(?P<action>[a-z-]+)(?:@(?P<at>\d+)(?P<on>\+?))?"
+)
 
 
 class FailpointHit(Exception):
@@ -44,9 +47,12 @@ def arm(spec: str) -> None:
     _armed.update(armed)
 
 
-def hit(name: str) -> str | None:
-    """Called at a named point. Returns the action if it fires and is the caller's to do."""
-    if not _armed or (point := _armed.get(name)) is None:
+def hit(name: str, of: str = "") -> str | None:
+    """Called at a named point. Returns the action if it fires and is the caller's to do. `of`: the instance it concerns."""
+    if not _armed:
+        return None
+    point = _armed.get(name) or _armed.get(f"{name}[{of}]")
+    if point is None:
         return None
     point.num_hits += 1
     if point.num_hits != point.at and not (point.repeats and point.num_hits > point.at):

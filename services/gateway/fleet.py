@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from pdmesh.core.kv_sources import NO_QUARRELS, Exchange
 from pdmesh.core.request_types import Candidate
 from pdmesh.errors import ModelNotFound
+from pdmesh.net.held_sources import held_from
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.v1.common_pb2 import (
     ROLE_DECODE,
@@ -50,6 +52,10 @@ class Fleet:
         self._prefills = self._with_role(ROLE_PREFILL)
         self._decodes = self._with_role(ROLE_DECODE)
         self._fusions = self._with_role(ROLE_FUSION)
+        self._exchange = Exchange.of(
+            {r.instance_id: held_from(r) for r in self._decodes if r.held_kv_sources},
+            {i: r.incarnation for i, r in self._records.items()},
+        )
         for record in (*self._prefills, *self._decodes, *self._fusions):
             if record.model:
                 self._known_models[record.model] = None
@@ -114,7 +120,10 @@ class Fleet:
         if record is None or record.role not in _SERVING:
             return None
         is_local = record.role == ROLE_FUSION
-        return Candidate(instance_id, incarnation, pair_of(record), is_local, num_matched_tokens)
+        quarrels = self._exchange.quarrels(instance_id) if self._exchange else NO_QUARRELS
+        return Candidate(
+            instance_id, incarnation, pair_of(record), is_local, num_matched_tokens, quarrels
+        )
 
     def least_loaded(
         self,

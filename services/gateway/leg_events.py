@@ -20,6 +20,7 @@ from pdmesh.errors import EngineFailed
 from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Ticket
 from pdmesh.v1.instance_service_pb2 import (
     REJECT_REASON_DRAINING,
+    REJECT_REASON_SOURCE_QUARANTINED,
     REJECT_REASON_TOO_LONG,
     REJECT_REASON_WRONG_MODEL,
     REJECT_REASON_WRONG_ROLE,
@@ -31,7 +32,12 @@ from pdmesh.v1.instance_service_pb2 import (
 from pdmesh.v1.instance_service_pb2 import FirstToken as FirstTokenProto
 
 _FINAL_REJECTS: Final = frozenset(
-    {REJECT_REASON_DRAINING, REJECT_REASON_WRONG_MODEL, REJECT_REASON_WRONG_ROLE}
+    {
+        REJECT_REASON_DRAINING,
+        REJECT_REASON_SOURCE_QUARANTINED,
+        REJECT_REASON_WRONG_MODEL,
+        REJECT_REASON_WRONG_ROLE,
+    }
 )
 _FINISH: Final[dict[int, FinishReason]] = {
     FINISH_REASON_STOP: "stop",

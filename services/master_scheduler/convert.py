@@ -10,6 +10,7 @@ from pdmesh.core.health import Health
 from pdmesh.core.placement import Candidate, NoPlan, Plan
 from pdmesh.core.placement_policies import Query
 from pdmesh.errors import InvalidRequest
+from pdmesh.net.held_sources import held_from
 from pdmesh.v1 import scheduler_service_pb2 as pb
 from pdmesh.v1.common_pb2 import (
     ROLE_DECODE,
@@ -51,6 +52,7 @@ def identity_from(record: InstanceRecord) -> Identity | None:
         num_kv_blocks=record.num_kv_blocks,
         max_model_len=record.max_model_len,
         is_draining=record.is_draining,
+        held_sources=held_from(record),
     )
 
 

@@ -26,6 +26,15 @@ def test_a_plus_means_from_then_on_and_no_number_means_always() -> None:
     assert [failpoints.hit("b") for _ in range(2)] == ["drop", "drop"]
 
 
+def test_a_point_may_be_armed_for_one_instance() -> None:
+    failpoints.arm("a[prefill-0]=drop")
+    assert [failpoints.hit("a", of) for of in ("prefill-0", "prefill-1", "")] == [
+        "drop",
+        None,
+        None,
+    ]
+
+
 def test_raise_raises() -> None:
     failpoints.arm("a=raise@1")
     with pytest.raises(failpoints.FailpointHit):

@@ -22,6 +22,7 @@ from pdmesh.core.fleet import (
 )
 from pdmesh.core.groups import GroupChanged, GroupTracker
 from pdmesh.core.health import Health
+from pdmesh.core.kv_sources import HeldSource, KvSource, SourceFault
 from pdmesh.core.placement import NoPlan, Placement, Plan
 from pdmesh.core.placement_baselines import POLICIES
 from pdmesh.core.placement_policies import Query, Weights
@@ -251,6 +252,55 @@ def test_the_default_model_is_whatever_the_scenario_serves() -> None:
 
 
 @pytest.mark.req("S94")
+def held(fault: SourceFault, *sources: str) -> tuple[HeldSource, ...]:
+    return tuple(HeldSource(KvSource(source, 1), fault) for source in sources)
+
+
+def quarrelling(**held_by: tuple[HeldSource, ...]) -> Placement:
+    return make(
+        *(
+            replace(each, held_sources=held_by.get(each.instance_id.replace("-", "_"), ()))
+            for each in pair()
+        )
+    )
+
+
+@pytest.mark.fault("F23", "F34")
+def test_a_pair_that_quarrels_is_not_planned_though_both_are_for_others() -> None:
+    for fault in SourceFault:
+        placement = quarrelling(decode_0=held(fault, "prefill-0"))
+        for seed in range(20):
+            placement.rng.seed(seed)
+            plan = planned(placement, QUERY)
+            assert {c.instance_id for c in plan.prefills} == {"prefill-0", "prefill-1"}
+            if plan.prefills[0].instance_id == "prefill-0":
+                assert [c.instance_id for c in plan.decodes] == ["decode-1", "decode-0"]
+
+
+@pytest.mark.fault("F34")
+def test_a_prefill_that_every_decode_refuses_is_no_candidate_and_one_they_avoid_is_the_last() -> (
+    None
+):
+    refused = held(SourceFault.CORRUPT, "prefill-0")
+    plan = planned(quarrelling(decode_0=refused, decode_1=refused), QUERY, prefill_0=10)
+    assert [c.instance_id for c in plan.prefills] == ["prefill-1"]
+    avoided = held(SourceFault.UNREACHABLE, "prefill-0")
+    plan = planned(quarrelling(decode_0=avoided, decode_1=avoided), QUERY, prefill_0=10)
+    assert [c.instance_id for c in plan.prefills] == ["prefill-1", "prefill-0"]
+
+
+@pytest.mark.fault("F34")
+def test_when_the_only_pair_left_quarrels_there_is_no_plan_unless_it_is_a_matter_of_reach() -> None:
+    refused = held(SourceFault.CORRUPT, "prefill-0", "prefill-1")
+    refusing = quarrelling(decode_0=refused, decode_1=refused)
+    assert refusing.plan(QUERY, {}, 0.0) == NoPlan(
+        "NO_INSTANCE", "no healthy prefill with a decode in its group"
+    )
+    avoided = held(SourceFault.UNREACHABLE, "prefill-0", "prefill-1")
+    plan = planned(quarrelling(decode_0=avoided, decode_1=avoided), QUERY)
+    assert (len(plan.prefills), len(plan.decodes)) == (2, 2)
+
+
 def test_a_chat_returns_to_its_decode_while_that_has_room() -> None:
     placement = make(*pair())
     query = Query(model="m", num_prompt_tokens=640, max_tokens=64, chat_id="c")

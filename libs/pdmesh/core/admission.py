@@ -33,6 +33,7 @@ class RefusalReason(Enum):
     TOO_LONG = auto()
     WRONG_MODEL = auto()
     EXPIRED = auto()
+    SOURCE_QUARANTINED = auto()
 
 
 @dataclass(frozen=True, slots=True)

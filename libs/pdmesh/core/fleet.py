@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.core.fault_levels import EJECTS_FROM, Level
 from pdmesh.core.health import Health
+from pdmesh.core.kv_sources import HeldSource
 from pdmesh.core.latency_predictor import LatencyPredictor
 from pdmesh.core.reservations import Booking, Reservations
 
@@ -41,6 +42,7 @@ class Identity:
     num_kv_blocks: int
     max_model_len: int
     is_draining: bool = False
+    held_sources: tuple[HeldSource, ...] = ()  # of a decode: whom it refuses or avoids
 
     @property
     def cell(self) -> tuple[str, str]:

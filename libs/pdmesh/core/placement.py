@@ -15,6 +15,7 @@ from typing import Final
 
 from pdmesh.core.chat_affinity import ChatAffinity
 from pdmesh.core.fleet import Fleet, Instance, Role
+from pdmesh.core.kv_sources import Exchange, Fit
 from pdmesh.core.placement_baselines import POLICIES
 from pdmesh.core.placement_policies import Known, Policy, Query, Scored, Weights
 from pdmesh.core.reservations import Booking
@@ -90,6 +91,23 @@ class _Cell:
                 cell.add(instance)
         return cell
 
+    def reconciled(self, exchange: Exchange) -> _Cell:
+        """Without prefills that every decode refuses, and decodes that refuse every prefill; itself if nobody quarrels."""
+        if not exchange or self.key[2]:
+            return self
+        cell = _Cell(self.key)
+
+        def may(decode: Instance, prefill: Instance) -> bool:
+            return exchange.fit(decode.id, prefill.id) is not Fit.REFUSED
+
+        for prefill in self.prefills:
+            if any(may(decode, prefill) for decode in self.decodes):
+                cell.add(prefill)
+        for decode in self.decodes:
+            if any(may(decode, prefill) for prefill in self.prefills):
+                cell.add(decode)
+        return cell
+
 
 @dataclass(slots=True)
 class Placement:
@@ -103,6 +121,7 @@ class Placement:
     chats: ChatAffinity = field(default_factory=ChatAffinity)
     _cells: dict[tuple[str, str], list[_Cell]] = field(default_factory=dict)
     _cells_version: int = -1
+    _exchange: Exchange = field(default_factory=Exchange)
     _num_plans: int = 0
 
     def plan(
@@ -125,7 +144,7 @@ class Placement:
         predictor = self.fleet.predictor
         known = Known(matches, predictor, self.weights, now, affine, num_remote, num_cached)
         prefills, cell = self._rank_prefills(query, cells, known)
-        decodes = self._rank_decodes(query, cell.decodes, affine)
+        decodes = self._rank_decodes(query, cell, prefills[0].instance, affine)
         self._book(query, prefills[0].instance, decodes[0].instance if decodes else None, known)
         return Plan(
             cell.key[0],
@@ -138,11 +157,13 @@ class Placement:
         if self._cells_version != self.fleet.version or len(self._cells) > _MAX_CELL_SETS:
             self._cells.clear()
             self._cells_version = self.fleet.version
+            self._exchange = _exchange_among(self.fleet)
         key = (query.scenario, query.model)
         known = self._cells.get(key)
         if known is None:
             known = self._cells[key] = self._usable_cells(query)
-        cells = [c for cell in known if (c := cell.narrowed(query)).is_whole]
+        exchange = self._exchange
+        cells = [c for cell in known if (c := cell.narrowed(query).reconciled(exchange)).is_whole]
         return cells or self._why_none(query)
 
     def _usable_cells(self, query: Query) -> list[_Cell]:
@@ -164,18 +185,39 @@ class Placement:
     def _rank_prefills(
         self, query: Query, cells: Sequence[_Cell], known: Known
     ) -> tuple[list[Scored], _Cell]:
-        """All cells compete; the candidates are those of the winner's cell."""
+        """All cells compete; the candidates are those of the winner's cell. One that all decodes avoid comes last."""
         instances = [i for cell in cells for i in cell.prefills]
         scores = self.policy.score_prefills(query, instances, known)
         scored = [Scored(i, s) for i, s in zip(instances, scores, strict=True)]
-        if len(cells) == 1:
+        if len(cells) == 1 and not self._exchange:
             return self.policy.pick_prefill(scored, self.rng, self.max_candidates), cells[0]
         ranked = self.policy.pick_prefill(scored, self.rng, len(scored))
+        if self._exchange:
+            by_key = {cell.key: cell for cell in cells}
+            ranked.sort(key=lambda s: self._best_fit(by_key[_key(s.instance)], s.instance))
         key = _key(ranked[0].instance)
         own = [s for s in ranked if _key(s.instance) == key]
         return own[: self.max_candidates], next(c for c in cells if c.key == key)
 
+    def _best_fit(self, cell: _Cell, prefill: Instance) -> Fit:
+        """What the best decode of its cell is to it."""
+        if cell.key[2]:
+            return Fit.GOOD
+        return min(self._exchange.fit(decode.id, prefill.id) for decode in cell.decodes)
+
     def _rank_decodes(
+        self, query: Query, cell: _Cell, prefill: Instance, affine: Sequence[str]
+    ) -> list[Scored]:
+        """For the best prefill; those it had better not hand on to come last, for the other prefills."""
+        if not self._exchange:
+            return self._rank_alike(query, cell.decodes, affine)
+        ranked: list[Scored] = []
+        for fit in Fit:
+            alike = [d for d in cell.decodes if self._exchange.fit(d.id, prefill.id) is fit]
+            ranked += self._rank_alike(query, alike, affine)
+        return ranked[: self.max_candidates]
+
+    def _rank_alike(
         self, query: Query, decodes: Sequence[Instance], affine: Sequence[str]
     ) -> list[Scored]:
         """Those with room now, else all of them: one may have room by the time it is asked."""
@@ -213,6 +255,14 @@ class Placement:
         if query.chat_id:
             ids = (prefill.id, decode.id) if decode else (prefill.id,)
             self.chats.put(query.chat_id, ids, now)
+
+
+def _exchange_among(fleet: Fleet) -> Exchange:
+    members = fleet.instances.values()
+    return Exchange.of(
+        {m.id: m.identity.held_sources for m in members if m.identity.held_sources},
+        {m.id: m.identity.incarnation for m in members},
+    )
 
 
 def _serves(instance: Instance, query: Query) -> bool:

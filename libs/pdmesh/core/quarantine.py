@@ -1,34 +1,38 @@
-"""Sources whose KV was corrupt too often are not pulled from for a while (F34).
+"""Sources that failed too often are left alone for a while (F23, F34).
 
-A source that corrupts `limit` times within `window_s` is held for `hold_s`; then it starts with a clean record. One corrupt pull
-is recomputed and forgotten, since memory and links fail once in a while; a source that keeps corrupting costs
+A source that fails `limit` times within `window_s` is held for `hold_s`; then it starts with a clean record. One failure
+is mended and forgotten, since memory and links fail once in a while; a source that keeps failing costs
 every request a recomputation.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 MAX_SOURCES = 1024
 
+K = TypeVar("K", bound=Hashable)
+
 
 @dataclass(slots=True)
-class Quarantine:
-    """By instance id. At most MAX_SOURCES are remembered; the least recently corrupt is forgotten first."""
+class Quarantine(Generic[K]):
+    """By whatever names a source. At most MAX_SOURCES are remembered; the one whose last failure is oldest is forgotten first."""
 
     limit: int = 3
     window_s: float = 60.0
     hold_s: float = 60.0
-    _strikes: OrderedDict[str, deque[float]] = field(default_factory=OrderedDict)
-    _held_until: dict[str, float] = field(default_factory=dict)
+    _strikes: OrderedDict[K, deque[float]] = field(default_factory=OrderedDict)
+    _held_until: dict[K, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Sources held now."""
         return len(self._held_until)
 
-    def record(self, source: str, now: float) -> bool:
-        """A pull from `source` was corrupt. True if that puts it into quarantine."""
+    def record(self, source: K, now: float) -> bool:
+        """A pull from `source` failed. True if that puts it into quarantine."""
         if source in self._held_until:
             return False  # a pull that was under way
         strikes = self._strikes.setdefault(source, deque(maxlen=self.limit))
@@ -38,17 +42,30 @@ class Quarantine:
             strikes.popleft()
         if len(self._strikes) > MAX_SOURCES:
             self._strikes.popitem(last=False)
-        if len(strikes) < self.limit or len(self._held_until) >= MAX_SOURCES:
+        if len(strikes) < self.limit:
             return False
-        del self._strikes[source]
+        return self.hold(source, now)
+
+    def hold(self, source: K, now: float) -> bool:
+        """Without waiting for strikes. False if it was held already, or too many are."""
+        self._strikes.pop(source, None)
+        if source in self._held_until or len(self._held_until) >= MAX_SOURCES:
+            return False
         self._held_until[source] = now + self.hold_s
         return True
 
-    def is_held(self, source: str, now: float) -> bool:
+    def forgive(self, source: K) -> None:
+        """What it did before counts no more; one that is held stays so."""
+        self._strikes.pop(source, None)
+
+    def held(self) -> list[K]:
+        return list(self._held_until)
+
+    def is_held(self, source: K, now: float) -> bool:
         until = self._held_until.get(source)
         return until is not None and now < until
 
-    def release_due(self, now: float) -> list[str]:
+    def release_due(self, now: float) -> list[K]:
         """Sources whose time is over, each told once."""
         due = [source for source, until in self._held_until.items() if now >= until]
         for source in due:

@@ -272,13 +272,18 @@ class Request:
         if event.plan != self._plan:
             return []
         self._decodes = list(event.decodes[: self._limits.max_candidates])
-        pairs = {c.pair for c in self._decodes}
-        usable = [c for c in event.prefills if c.is_local or c.pair in pairs]
-        self._candidates = usable[: self._limits.max_candidates]
+        self._candidates = self._usable(event.prefills)[: self._limits.max_candidates]
         if not self._candidates:
             return self._no_plan(NoInstance("no prefill and decode that can serve this"), now)
         self._tried = 0
         return self._offer_prefill(now)
+
+    def _usable(self, prefills: Sequence[Candidate]) -> list[Candidate]:
+        """Those somebody can decode for."""
+        if any(c.quarrels for c in self._decodes):
+            return [c for c in prefills if c.is_local or c.takers(self._decodes)]
+        pairs = {c.pair for c in self._decodes}
+        return [c for c in prefills if c.is_local or c.pair in pairs]
 
     def _on_plan_failed(self, event: Event, now: float) -> list[Effect]:
         assert isinstance(event, PlanFailed)
@@ -329,7 +334,7 @@ class Request:
         self._prefill_by = now + self._limits.prefill_s(num_tokens)
         if event.ticket is None or self._leg.to.is_local or self.num_remaining == 1:
             return []
-        decodes = [c for c in self._decodes if c.pair == self._leg.to.pair]
+        decodes = self._leg.to.takers(self._decodes)
         self._early = EarlyDecode(event.ticket, decodes, self._early_start, self._limits.answer_s)
         return self._early.offer(now)
 
@@ -388,7 +393,7 @@ class Request:
             return effects + self._lose(error, (leg.to.instance_id,), now)
         if self.num_remaining == 0:
             return effects + self._end(Complete("length"))
-        self._decodes = [c for c in self._decodes if c.pair == leg.to.pair]
+        self._decodes = leg.to.takers(self._decodes)
         self._tried = 0
         return effects + (self._adopt_early(event.token_id, now) or self._offer_decode(now))
 

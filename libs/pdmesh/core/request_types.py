@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pdmesh.core.kv_sources import NO_QUARRELS, Fit, Quarrels
 from pdmesh.errors import MeshError
 
 FinishReason = Literal["stop", "length"]
@@ -20,6 +21,15 @@ class Candidate:
     pair: str = ""  # group and model fingerprint
     is_local: bool = False  # fusion: it decodes what it prefilled
     num_matched_tokens: int = 0
+    quarrels: Quarrels = NO_QUARRELS  # of a decode, with prefills
+
+    def takers(self, decodes: Sequence[Candidate]) -> list[Candidate]:
+        """Of `decodes`, those that may take the KV this prefill makes; those that avoid it last."""
+        mine = [c for c in decodes if c.pair == self.pair]
+        if not any(c.quarrels for c in mine):
+            return mine
+        fits = [(c.quarrels.fit(self.instance_id), c) for c in mine]
+        return [c for wanted in (Fit.GOOD, Fit.AVOIDED) for fit, c in fits if fit is wanted]
 
 
 @dataclass(frozen=True, slots=True)

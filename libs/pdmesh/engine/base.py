@@ -157,12 +157,16 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The job failed and holds nothing any more. `reason` as in errors.py; retryable means elsewhere."""
+    """The job failed and holds nothing any more. `reason` as in errors.py; retryable means elsewhere.
+
+    `cause`: of a KV transfer that failed, what the KV agent says of it (`core.ticket.PullFailure`).
+    """
 
     leg: int
     reason: str
     message: str
     is_retryable: bool = True
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import structlog
 
-from pdmesh.core.admission import Admission, Ask, Refused, Work
+from pdmesh.core.admission import Admission, Ask, RefusalReason, Refused, Work
+from pdmesh.core.kv_sources import HeldSource, KvSource, KvSources, SourceFault
 from pdmesh.core.ticket import PullFailure
 from pdmesh.engine.base import (
     ArenaRange,
@@ -55,6 +56,8 @@ from pdmesh.v1.instance_service_pb2 import (
 log = structlog.get_logger(__name__)
 
 ENGINE_DIED: Final = "ENGINE_DIED"
+SOURCE_HELD: Final = "KV_SOURCE_QUARANTINED"
+SOURCE_RELEASED: Final = "KV_SOURCE_RELEASED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,8 @@ class HostConfig:
 
 
 class InstanceHost:
-    """`on_blocks`, `on_load` and `on_error` are told what is to be published; they must not block.
+    """`on_blocks`, `on_load` and `on_error` are told what is to be published, `on_record` that the record changed; they
+    must not block.
 
     `run` passes the engine's outputs on; everything else is called by the sessions.
     """
@@ -83,6 +87,8 @@ class InstanceHost:
         self.admission = admission
         self.book = LoadBook()
         self.on_load: Callable[[], None] = lambda: None
+        self.on_record: Callable[[], None] = lambda: None
+        self._sources = KvSources()
         self._engine, self._clock, self._config = engine, clock, config
         self._on_blocks, self._on_error = on_blocks, on_error
         self._idle = asyncio.Event()
@@ -174,6 +180,7 @@ class InstanceHost:
 
     def check_invariants(self) -> None:
         self.admission.check_invariants()
+        self._sources.check_invariants()
         assert all(leg.outbox in self._outboxes for leg in self._legs.all())
 
     # -- legs -------------------------------------------------------------------------------------
@@ -196,6 +203,11 @@ class InstanceHost:
             remaining_s=m.remaining_ms / 1000,
             model_fingerprint=m.ticket.model_fingerprint if isinstance(m, Start) else None,
         )
+        source = _source_of(m)
+        if source is not None and self._sources.refuses(source, self._clock()):
+            detail = "KV from there was corrupt too often"
+            self._refuse(outbox, m.key, Refused(RefusalReason.SOURCE_QUARANTINED, detail=detail))
+            return
         decision = self.admission.admit(ask, self._clock())
         if isinstance(decision, Refused):
             self._refuse(outbox, m.key, decision)
@@ -205,7 +217,7 @@ class InstanceHost:
         self.book.admitted(ask.leg, m.request_id, num_computed_here, self._clock())
         instruments.admissions.add(1, instruments.ACCEPTED)
         trace_id = m.traceparent[3:35]
-        leg = Leg(ask.leg, outbox, m.key, work, m.request_id, trace_id)
+        leg = Leg(ask.leg, outbox, m.key, work, m.request_id, trace_id, source=source)
         if isinstance(m, Start):
             self._start_decode(leg, m, parsed, decision.range)
         else:
@@ -292,7 +304,8 @@ class InstanceHost:
             return
         self._engine.abort(leg.number)
         message = f"{PullFailure.TIMEOUT}: the KV did not arrive in time after token 1"
-        self._on_failed(Failed(leg.number, KvTransferFailed.default_reason, message))
+        reason = KvTransferFailed.default_reason
+        self._on_failed(Failed(leg.number, reason, message, cause=PullFailure.TIMEOUT))
         self._after_changes()
 
     def _abort(self, leg: Leg) -> None:
@@ -390,6 +403,8 @@ class InstanceHost:
         )
         leg.outbox.add_event(event, is_urgent=False)
         leg.has_first = True
+        if leg.source is not None:
+            self._sources.succeeded(leg.source)
         if leg.overdue is not None:
             leg.overdue.cancel()
             leg.overdue = None
@@ -418,10 +433,30 @@ class InstanceHost:
             detail=output.message,
         )
         if output.reason == KvTransferFailed.default_reason:
-            instruments.transfer_failures.add(1)
+            instruments.transfer_failures.add(1, {names.ATTR_REASON: output.cause})
+            self._on_transfer_failed(leg, output.cause)
         self._on_error(output.reason, output.message, leg.request_id)
         leg.outbox.add_event(convert.failed(leg.key, output))
         self._close(leg, "failed")
+
+    def _on_transfer_failed(self, leg: Leg, cause: str) -> None:
+        if leg.source is None or not cause:
+            return
+        fault = self._sources.failed(leg.source, cause, self._clock())
+        if fault is not None:
+            where = f"{leg.source.instance_id}/{leg.source.incarnation:016x}"
+            self._on_error(SOURCE_HELD, f"{where}: {fault}", leg.request_id)
+            self.on_record()
+
+    def held_sources(self) -> list[HeldSource]:
+        """Whom no KV is, or had better not be, pulled from now. To be asked now and then: time ends it."""
+        for over in self._sources.release_due(self._clock()):
+            where = f"{over.source.instance_id}/{over.source.incarnation:016x}"
+            self._on_error(SOURCE_RELEASED, f"{where}: {over.fault}", "")
+        return self._sources.held()
+
+    def num_sources_held(self, fault: SourceFault) -> int:
+        return sum(h.fault is fault for h in self._sources.held())
 
     def _close(self, leg: Leg, outcome: str) -> None:
         """The leg's last word is said. A prefill that staged nothing has nothing to wait for."""
@@ -495,6 +530,10 @@ class InstanceHost:
             else:
                 self._idle.clear()
             self.on_load()
+
+
+def _source_of(m: Prefill | Start) -> KvSource | None:
+    return KvSource(m.ticket.instance_id, m.ticket.incarnation) if isinstance(m, Start) else None
 
 
 def _work_of(m: Prefill | Start) -> Work:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from pdmesh.core.admission import RefusalReason
+from pdmesh.core.kv_sources import SourceFault
 from pdmesh.kv.tiers.report import TierReport
 from pdmesh.telemetry import metrics, names
 
@@ -21,7 +22,7 @@ transfer_s: Final = metrics.histogram(
 )
 transfer_bytes: Final = metrics.counter(names.KV_TRANSFER_BYTES, "KV bytes pulled by decode", "By")
 transfer_failures: Final = metrics.counter(
-    names.KV_TRANSFER_FAILURES, "Pulls of KV that failed at decode"
+    names.KV_TRANSFER_FAILURES, "Pulls of KV that failed at decode, by the KV agent's reason"
 )
 computed_tokens: Final = metrics.counter(
     names.KV_COMPUTED_TOKENS, "Prompt tokens that decode computed itself; 0 while hand-overs work"
@@ -66,6 +67,14 @@ def observe(host: InstanceHost) -> None:
         (names.SESSIONS, "Open gateway sessions", lambda: host.num_sessions, "1"),
     ):
         metrics.gauge(name, help_text, read, unit)
+    metrics.gauge(
+        names.KV_SOURCES_HELD,
+        "Senders of KV in quarantine here, by fault",
+        lambda: [
+            (host.num_sources_held(fault), {names.ATTR_REASON: fault.value})
+            for fault in SourceFault
+        ],
+    )
     metrics.gauge(
         names.KV_TIER_BYTES,
         "Bytes of KV in a tier",

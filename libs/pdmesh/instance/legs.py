@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from opentelemetry.trace import Span
 
 from pdmesh.core.admission import Work
+from pdmesh.core.kv_sources import KvSource
 from pdmesh.instance.outbox import Outbox
 
 
@@ -25,6 +26,7 @@ class Leg:
     request_id: str
     trace_id: str = ""
     ticket_id: str = ""  # of a prefill, once admitted
+    source: KvSource | None = None  # of a decode: whom its KV comes from
     is_per_layer: bool = False  # its ticket is open while it computes, and may close before it ends
     is_accepted: bool = False  # the gateway has been told
     has_first: bool = False  # token 1 was drawn (prefill), or the KV has come (decode)

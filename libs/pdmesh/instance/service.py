@@ -27,6 +27,7 @@ from pdmesh.lifecycle import App, StartupError
 from pdmesh.net import rpc
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
+from pdmesh.net.held_sources import held_to_proto
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.v1 import instance_service_pb2
@@ -106,6 +107,8 @@ async def _serve_engine(
 
     def current_record() -> InstanceRecord:
         record.is_draining = host.admission.is_draining
+        del record.held_kv_sources[:]
+        record.held_kv_sources.extend(map(held_to_proto, host.held_sources()))
         return record
 
     registry = NatsRegistry(bus, settings.lease_s)
@@ -116,6 +119,7 @@ async def _serve_engine(
         is_ready=lambda: not app.not_ready(),
         on_replaced=app.stopping.set,
     )
+    host.on_record = presence.refresh
     server = rpc.server()
     servicer = InstanceServicer(host, current_record, blocks, presence.refresh)
     rpc.add_service(

@@ -83,7 +83,7 @@ class KvAgent:
         staging_arena: ArenaMemory | None = None,
         landing_arena: ArenaMemory | None = None,
         blocks: BlockSource | None = None,
-        quarantine: Quarantine | None = None,
+        quarantine: Quarantine[str] | None = None,
         max_peers: int = 256,
     ) -> None:
         self._transport = transport

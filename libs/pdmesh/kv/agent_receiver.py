@@ -65,7 +65,7 @@ class ReceiverHalf:
         peers: Peers,
         on_event: Callable[[AgentEvent], None],
         hooks: AgentHooks | None,
-        quarantine: Quarantine,
+        quarantine: Quarantine[str],
     ) -> None:
         self._peers = peers
         self._on_event = on_event
@@ -213,6 +213,8 @@ class ReceiverHalf:
 
     def _ask(self, effect: rx.SendPull) -> None:
         pull = self._pulls[effect.pull_id]
+        if failpoints.hit("decode.asking", pull.order.source) == "drop":
+            return  # as a link does that loses everything
         self._peers.tell(pull.connection.key, pull.order.make_message(effect.pull_id))
 
     def _ack(self, effect: rx.SendAck) -> None:

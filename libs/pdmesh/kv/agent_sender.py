@@ -277,9 +277,10 @@ class SenderHalf:
             if delay:
                 asyncio.get_running_loop().call_later(delay, self._send_late, effect)
                 return False
-        failpoints.hit("prefill.sending")
         part = effect.part
         pieces = self._staged[effect.ticket_id].pieces(part)
+        if failpoints.hit("prefill.sending") == "corrupt":
+            pieces[0][0][0] ^= 1  # after its checksum was made
         ranges: list[wire.Range] = []
         offset = part.offset
         for data, digest in pieces:

@@ -63,6 +63,28 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens reached, or the context is full"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _KvFault:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KvFaultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvFault.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KV_FAULT_UNSPECIFIED: _KvFault.ValueType  # 0
+    KV_FAULT_CORRUPT: _KvFault.ValueType  # 1
+    """what came from it failed its checksum too often: refused"""
+    KV_FAULT_UNREACHABLE: _KvFault.ValueType  # 2
+    """it could not be pulled from: another pair is better"""
+
+class KvFault(_KvFault, metaclass=_KvFaultEnumTypeWrapper):
+    """Why an instance should not be given KV of another one for a while. Ends by itself, or with either incarnation."""
+
+KV_FAULT_UNSPECIFIED: KvFault.ValueType  # 0
+KV_FAULT_CORRUPT: KvFault.ValueType  # 1
+"""what came from it failed its checksum too often: refused"""
+KV_FAULT_UNREACHABLE: KvFault.ValueType  # 2
+"""it could not be pulled from: another pair is better"""
+Global___KvFault: _TypeAlias = KvFault  # noqa: Y015
+
 class _InstancePhase:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -317,6 +339,7 @@ class InstanceRecord(_message.Message):
     LOAD_TIMINGS_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
+    HELD_KV_SOURCES_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     incarnation: _builtins.int
     """random at start; never reused"""
@@ -384,6 +407,10 @@ class InstanceRecord(_message.Message):
     def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """names of the node's devices it computes on, in order"""
 
+    @_builtins.property
+    def held_kv_sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldKvSource]:
+        """a decode's: whom it does not pull from now"""
+
     def __init__(
         self,
         *,
@@ -422,14 +449,40 @@ class InstanceRecord(_message.Message):
         load_timings: Global___LoadTimings | None = ...,
         node_id: _builtins.str = ...,
         devices: _abc.Iterable[_builtins.str] | None = ...,
+        held_kv_sources: _abc.Iterable[Global___HeldKvSource] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load_timings", b"load_timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "block_size", b"block_size", "devices", b"devices", "engine", b"engine", "epoch", b"epoch", "failed_peers", b"failed_peers", "failure", b"failure", "group_id", b"group_id", "grpc_address", b"grpc_address", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "load_timings", b"load_timings", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_logprobs", b"supports_logprobs", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "block_size", b"block_size", "devices", b"devices", "engine", b"engine", "epoch", b"epoch", "failed_peers", b"failed_peers", "failure", b"failure", "group_id", b"group_id", "grpc_address", b"grpc_address", "held_kv_sources", b"held_kv_sources", "http_address", b"http_address", "incarnation", b"incarnation", "instance_id", b"instance_id", "is_draining", b"is_draining", "is_leader", b"is_leader", "kv_addresses", b"kv_addresses", "kv_bytes_per_token", b"kv_bytes_per_token", "load_timings", b"load_timings", "max_model_len", b"max_model_len", "model", b"model", "model_fingerprint", b"model_fingerprint", "node_id", b"node_id", "num_kv_blocks", b"num_kv_blocks", "num_slots", b"num_slots", "ops_address", b"ops_address", "phase", b"phase", "pid", b"pid", "rack", b"rack", "region", b"region", "revision", b"revision", "role", b"role", "scenario", b"scenario", "service", b"service", "supports_logprobs", b"supports_logprobs", "verified_peers", b"verified_peers", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InstanceRecord: _TypeAlias = InstanceRecord  # noqa: Y015
+
+@_typing.final
+class HeldKvSource(_message.Message):
+    """A sender of KV that a decode holds in quarantine (F23, F34)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    FAULT_FIELD_NUMBER: _builtins.int
+    fault: Global___KvFault.ValueType
+    @_builtins.property
+    def source(self) -> Global___PeerRef: ...
+    def __init__(
+        self,
+        *,
+        source: Global___PeerRef | None = ...,
+        fault: Global___KvFault.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldKvSource: _TypeAlias = HeldKvSource  # noqa: Y015
 
 @_typing.final
 class PeerRef(_message.Message):

@@ -71,6 +71,8 @@ class _RejectReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RejectRe
     """ticket of another fingerprint"""
     REJECT_REASON_EXPIRED: _RejectReason.ValueType  # 8
     """its deadline had passed on arrival"""
+    REJECT_REASON_SOURCE_QUARANTINED: _RejectReason.ValueType  # 9
+    """KV of the ticket's prefill was corrupt here too often; another decode may take it"""
 
 class RejectReason(_RejectReason, metaclass=_RejectReasonEnumTypeWrapper):
     """Why an instance does not take a leg. A normal reply: never counts as a failure."""
@@ -90,6 +92,8 @@ REJECT_REASON_WRONG_MODEL: RejectReason.ValueType  # 7
 """ticket of another fingerprint"""
 REJECT_REASON_EXPIRED: RejectReason.ValueType  # 8
 """its deadline had passed on arrival"""
+REJECT_REASON_SOURCE_QUARANTINED: RejectReason.ValueType  # 9
+"""KV of the ticket's prefill was corrupt here too often; another decode may take it"""
 Global___RejectReason: _TypeAlias = RejectReason  # noqa: Y015
 
 @_typing.final

@@ -186,7 +186,8 @@ class _Pull:
             )
         except KvTransferFailed as exc:
             owner._retrievals.pop(job.leg, None)
-            owner._emit(Failed(job.leg, exc.default_reason, f"{exc.reason}: {exc.message}"))
+            why = f"{exc.reason}: {exc.message}"
+            owner._emit(Failed(job.leg, exc.default_reason, why, cause=exc.reason))
             return
         if failpoints.hit("decode.pulled") == "zero-kv":
             for cache in owner._memory.caches:

@@ -210,7 +210,7 @@ class Incoming:
         if error is not None:
             if isinstance(error, KvTransferFailed):  # else the leg was aborted
                 why = f"{error.reason}: {error.message}"
-                failed = PullFailed(self._rank, load.leg, error.default_reason, why)
+                failed = PullFailed(self._rank, load.leg, error.default_reason, why, error.reason)
                 self._send(failed)
             return False
         if not pulling.is_cancelled:

@@ -200,7 +200,7 @@ class Jobs:
             return []
         self._end_taking(leg, taking)
         message = f"{PullFailure.TIMEOUT}: the KV did not arrive before its deadline"
-        failed = Failed(leg, KvTransferFailed.default_reason, message)
+        failed = Failed(leg, KvTransferFailed.default_reason, message, cause=PullFailure.TIMEOUT)
         return [failed, CancelRequest(leg)]
 
     def handle(self, fact: Fact) -> list[Effect]:
@@ -324,9 +324,9 @@ class Jobs:
                 taking.received[fact.rank] = fact
                 return self._on_received(taking)
             case PullFailed():
-                return (
-                    [] if taking.is_over else self._fail_taking(taking, fact.reason, fact.message)
-                )
+                if taking.is_over:
+                    return []
+                return self._fail_taking(taking, fact.reason, fact.message, fact.cause)
             case LandingClear():
                 taking.cleared.add(fact.rank)
                 self._forget_taken(fact.leg, taking)
@@ -349,9 +349,11 @@ class Jobs:
             effects += self._on_decoded(taking, drawn)
         return effects
 
-    def _fail_taking(self, taking: _Taking, reason: str, message: str) -> list[Effect]:
+    def _fail_taking(
+        self, taking: _Taking, reason: str, message: str, cause: str = ""
+    ) -> list[Effect]:
         self._end_taking(taking.job.leg, taking)
-        return [Failed(taking.job.leg, reason, message)]
+        return [Failed(taking.job.leg, reason, message, cause=cause)]
 
     def _end_taking(self, leg: int, taking: _Taking) -> None:
         taking.is_over = True

@@ -84,6 +84,7 @@ class PullFailed(Message):
     leg: int
     reason: str
     message: str
+    cause: str = ""  # the KV agent's reason
 
 
 class LandingClear(Message):

@@ -1,0 +1,94 @@
+"""Who should exchange KV with whom: what one decode finds out, and what is made of what all decodes say."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdmesh.core.kv_sources import Exchange, Fit, HeldSource, KvSource, KvSources, SourceFault
+from pdmesh.core.request_types import Candidate
+
+P0, P0_AGAIN, P1 = KvSource("p0", 1), KvSource("p0", 2), KvSource("p1", 1)
+CORRUPT, UNREACHABLE = SourceFault.CORRUPT, SourceFault.UNREACHABLE
+
+
+def sources() -> KvSources:
+    return KvSources()
+
+
+@pytest.mark.fault("F34")
+def test_the_third_corrupt_pull_makes_a_decode_refuse_a_source_for_a_minute() -> None:
+    record = sources()
+    assert [record.failed(P0, "KV_CORRUPT", t) for t in (0.0, 1.0)] == [None, None]
+    record.succeeded(P0)  # what corrupts at times is not cleared by a good pull
+    assert record.failed(P0, "KV_CORRUPT", 2.0) is CORRUPT
+    assert record.refuses(P0, 61.9)
+    assert not record.refuses(P0_AGAIN, 3.0), "a restarted one has a clean record"
+    assert not record.refuses(P1, 3.0)
+    assert record.held() == [HeldSource(P0, CORRUPT)]
+    assert record.release_due(61.9) == []
+    assert record.release_due(62.0) == [HeldSource(P0, CORRUPT)]
+    assert record.held() == []
+    record.check_invariants()
+
+
+@pytest.mark.fault("F34")
+def test_a_source_that_the_kv_agent_asks_no_more_is_refused_at_once() -> None:
+    """It counts blocks of peers' pools too, of which the host hears nothing."""
+    record = sources()
+    assert record.failed(P0, "KV_SOURCE_QUARANTINED", 0.0) is CORRUPT
+    assert record.failed(P0, "KV_SOURCE_QUARANTINED", 0.1) is None, "told once"
+    assert record.refuses(P0, 1.0)
+
+
+@pytest.mark.fault("F23")
+@pytest.mark.parametrize("reason", ["KV_TRANSFER_TIMEOUT", "KV_PEER_LOST", "KV_CONNECT_FAILED"])
+def test_a_source_out_of_reach_twice_in_a_row_is_avoided_and_not_refused(reason: str) -> None:
+    record = sources()
+    assert record.failed(P0, reason, 0.0) is None
+    record.succeeded(P0)
+    assert record.failed(P0, reason, 1.0) is None, "not in a row"
+    assert record.failed(P0, reason, 2.0) is UNREACHABLE
+    assert not record.refuses(P0, 3.0)
+    assert record.held() == [HeldSource(P0, UNREACHABLE)]
+    assert record.release_due(32.0) == [HeldSource(P0, UNREACHABLE)]
+
+
+def test_failures_that_are_nobodys_fault_are_not_counted() -> None:
+    record = sources()
+    for reason in ("KV_TOO_MANY_PULLS", "KV_AGENT_CLOSING", "KV_REFUSED_LEASE_ENDED", ""):
+        assert [record.failed(P0, reason, 0.0) for _ in range(4)] == [None] * 4
+    assert record.held() == []
+
+
+@pytest.mark.fault("F23", "F34")
+def test_one_decode_quarrels_for_itself_and_two_condemn_a_source() -> None:
+    incarnations = {"p0": 1, "p1": 1}
+    one = Exchange.of({"d0": [HeldSource(P0, CORRUPT)]}, incarnations)
+    assert (one.fit("d0", "p0"), one.fit("d0", "p1")) == (Fit.REFUSED, Fit.GOOD)
+    assert one.fit("d1", "p0") is Fit.GOOD
+    both = Exchange.of(
+        {"d0": [HeldSource(P0, CORRUPT)], "d1": [HeldSource(P0, CORRUPT)]}, incarnations
+    )
+    assert both.fit("d2", "p0") is Fit.REFUSED, "two decodes do not fail alike by themselves"
+    cut = Exchange.of({d: [HeldSource(P0, UNREACHABLE)] for d in ("d0", "d1")}, incarnations)
+    assert (cut.fit("d0", "p0"), cut.fit("d2", "p0")) == (Fit.AVOIDED, Fit.GOOD)
+
+
+def test_what_is_said_of_another_incarnation_counts_no_more() -> None:
+    assert not Exchange.of({"d0": [HeldSource(P0, CORRUPT)]}, {"p0": 2})
+    assert not Exchange.of({"d0": [HeldSource(P0, CORRUPT)]}, {})
+    assert not Exchange()
+
+
+@pytest.mark.fault("F23", "F34")
+def test_the_takers_of_a_prefill_leave_out_who_refuses_it_and_end_with_who_avoids_it() -> None:
+    exchange = Exchange.of(
+        {"d0": [HeldSource(P0, UNREACHABLE)], "d1": [HeldSource(P0, CORRUPT)]}, {"p0": 1, "p1": 1}
+    )
+    decodes = [
+        Candidate(d, 1, "g/f", quarrels=exchange.quarrels(d)) for d in ("d0", "d1", "d2")
+    ] + [Candidate("d3", 1, "other/f")]
+    taker_ids = {
+        p: [c.instance_id for c in Candidate(p, 1, "g/f").takers(decodes)] for p in ("p0", "p1")
+    }
+    assert taker_ids == {"p0": ["d2", "d0"], "p1": ["d0", "d1", "d2"]}
