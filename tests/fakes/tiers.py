@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -86,9 +87,11 @@ class SlowStore(FileStore):
     num_read = 0
     is_broken = False
 
-    def contains(self, names: Sequence[bytes], owner: bytes) -> int:
+    def contains(
+        self, names: Sequence[bytes], owner: bytes, is_given_up: threading.Event | None = None
+    ) -> int:
         time.sleep(self.lookup_s)
-        return super().contains(names, owner)
+        return super().contains(names, owner, is_given_up)
 
     def get(self, name: bytes, owner: bytes, out: ByteArray) -> bytes | None:
         self.num_read += 1

@@ -1,7 +1,8 @@
-"""Whether a store may be written and read: full, read-only or broken disks are left alone and tried again (F33).
+"""Whether a store may be written and read: full, read-only, broken or hanging disks are left alone and tried again (F33).
 
 A failed write makes the store read-only, and only one probe per interval is let through until one succeeds; several failed
-reads in a row turn reading off in the same way. Intervals double up to a bound.
+reads in a row turn reading off in the same way. Intervals double up to a bound. An operation that makes no progress for
+`hang_s` turns its direction off at once, and is the only probe while it hangs: another one would hang beside it.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ class _Gate:
     num_failures: int = 0
     wait_s: float = 0.0
     next_try: float = 0.0
+    is_hanging: bool = False
 
     @property
     def is_closed(self) -> bool:
-        return self.num_failures >= self.limit
+        return self.is_hanging or self.num_failures >= self.limit
 
     def may_pass(self, now: float) -> bool:
         if not self.is_closed:
             return True
-        if now < self.next_try:
+        if self.is_hanging or now < self.next_try:
             return False
         self.next_try = now + self.wait_s  # this one is the probe; others wait for its outcome
         return True
@@ -48,12 +50,19 @@ class _Gate:
     def worked(self) -> None:
         self.num_failures, self.wait_s = 0, 0.0
 
+    def hangs(self, is_so: bool, now: float) -> None:
+        if is_so and not self.is_hanging:
+            self.num_failures = self.limit  # closed until one succeeds
+            self.wait_s, self.next_try = self.first_s, now
+        self.is_hanging = is_so
+
 
 @dataclass(slots=True)
 class DiskHealth:
     first_s: float = 1.0
     most_s: float = 30.0
     max_read_failures: int = 3
+    hang_s: float = 1.0
     _writes: _Gate = field(init=False)
     _reads: _Gate = field(init=False)
 
@@ -72,6 +81,24 @@ class DiskHealth:
 
     def may_read(self, now: float) -> bool:
         return self._reads.may_pass(now)
+
+    def watch(self, reading_since: float | None, writing_since: float | None, now: float) -> bool:
+        """When the read and the write under way that have been without progress for longest last made some; None: none are.
+
+        To be told often. True if the state changed with it.
+        """
+        before = self.state
+        for gate, since in ((self._reads, reading_since), (self._writes, writing_since)):
+            gate.hangs(since is not None and now - since >= self.hang_s, now)
+        return self.state is not before
+
+    @property
+    def is_read_hanging(self) -> bool:
+        return self._reads.is_hanging
+
+    @property
+    def is_write_hanging(self) -> bool:
+        return self._writes.is_hanging
 
     def wrote(self, is_ok: bool, now: float) -> bool:
         """True if the state changed with it."""

@@ -77,6 +77,9 @@ class FileStore:
         self._bytes_used: int | None = None  # None: not counted yet
         self.num_evicted = 0
         self.num_corrupt = 0
+        self.on_step: Callable[[], None] = (
+            _nobody  # told on the calling thread as long work gets on
+        )
 
     @property
     def bytes_used(self) -> int:
@@ -85,13 +88,24 @@ class FileStore:
 
     # -- blocks -----------------------------------------------------------------------------------
 
-    def contains(self, names: Sequence[bytes], owner: bytes) -> int:
-        """Mask of the positions that have a file, up to the first that has none. Not a promise that it is good."""
+    def contains(
+        self,
+        names: Sequence[bytes],
+        owner: bytes,
+        is_given_up: threading.Event | None = None,
+    ) -> int:
+        """Mask of the positions that have a file, up to the first that has none, or until it is given up.
+
+        Not a promise that the file is good.
+        """
         mask = 0
         for position, name in enumerate(names):
+            if is_given_up is not None and is_given_up.is_set():
+                break
             if not self._path(name, owner).exists():
                 break
             mask |= 1 << position
+            self.on_step()
         return mask
 
     def get(self, name: bytes, owner: bytes, out: ByteArray) -> bytes | None:
@@ -105,6 +119,7 @@ class FileStore:
                 header = check_header(
                     file.read(HEADER_BYTES), name, self._identity, self._block_bytes
                 )
+                self.on_step()
                 if _read_into(file.fileno(), memoryview(out.data)) != self._block_bytes:
                     raise BadBlockFile("cut within the payload")
                 if file.read(1):
@@ -139,9 +154,11 @@ class FileStore:
             with temporary.open("xb", buffering=0) as file:
                 _write_all(file.fileno(), pack_header(header))
                 failpoints.hit("tier.file.header")
+                self.on_step()
                 half = data.size // 2
                 _write_all(file.fileno(), data[:half].data)
                 failpoints.hit("tier.file.half")
+                self.on_step()
                 _write_all(file.fileno(), data[half:].data)
             used = self._clock() - position * _AGE_STEP_S
             os.utime(temporary, (used, used))
@@ -174,7 +191,7 @@ class FileStore:
     def recover(self) -> int:
         """Count what is there and remove what writers that died left behind. Returns the bytes in use."""
         total = 0
-        for path, num_bytes, used_at in _files(self._root):
+        for path, num_bytes, used_at in self._files(self._root):
             if path.name.startswith(_TEMPORARY):
                 if used_at < self._clock() - _ABANDONED_S:
                     self._unlink(path, is_counted=False)
@@ -185,7 +202,7 @@ class FileStore:
         return total
 
     def _scan(self, folder: Path) -> Iterator[StoredFile]:
-        for path, num_bytes, used_at in _files(folder):
+        for path, num_bytes, used_at in self._files(folder):
             if path.suffix == _SUFFIX:
                 yield StoredFile(path, num_bytes, used_at)
 
@@ -259,22 +276,26 @@ class FileStore:
         text = name.hex()
         return self._folder / owner.hex() / text[:2] / f"{text}{_SUFFIX}"
 
-
-def _files(folder: Path) -> Iterator[tuple[Path, int, float]]:
-    """(path, bytes, modification time) of everything below; what vanishes meanwhile is left out."""
-    try:
-        entries = list(os.scandir(folder))
-    except FileNotFoundError:
-        return
-    for entry in entries:
+    def _files(self, folder: Path) -> Iterator[tuple[Path, int, float]]:
+        """(path, bytes, modification time) of everything below; what vanishes meanwhile is left out."""
         try:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _files(Path(entry.path))
-            else:
-                stat = entry.stat(follow_symlinks=False)
-                yield Path(entry.path), stat.st_size, stat.st_mtime
+            entries = list(os.scandir(folder))
         except FileNotFoundError:
-            continue
+            return
+        for entry in entries:
+            self.on_step()
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    yield from self._files(Path(entry.path))
+                else:
+                    stat = entry.stat(follow_symlinks=False)
+                    yield Path(entry.path), stat.st_size, stat.st_mtime
+            except FileNotFoundError:
+                continue
+
+
+def _nobody() -> None:
+    """Nobody wants to know."""
 
 
 def _write_all(fd: int, data: bytes | memoryview) -> None:

@@ -1,23 +1,23 @@
 """The file store behind a few threads: reads and writes never run on an event loop or an engine's thread.
 
-Bounded on all sides: so many threads, so many blocks waiting to be written (more are dropped and counted). A disk that fails
-is left alone for a while and tried again (`core.disk_health`); the tier then serves nothing or takes nothing.
+Bounded on all sides: so many threads, so many blocks waiting to be read or written (more are dropped and counted). A disk that
+fails or hangs is left alone for a while and tried again (`core.disk_health`); the tier then serves nothing or takes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future
 from typing import Final, TypeVar
 
 import structlog
 
 from pdmesh.core.disk_health import DiskHealth, DiskState
 from pdmesh.core.tiers import Tier
+from pdmesh.kv.tiers.disk_threads import DiskThreads, NotTried
 from pdmesh.kv.tiers.file_format import BadBlockFile
 from pdmesh.kv.tiers.file_store import FileStore
 from pdmesh.kv.tiers.host_pool import HostPool, PinnedBlock
@@ -32,12 +32,7 @@ _REASONS: Final = {
     DiskState.READ_ONLY: "KV_TIER_READ_ONLY",
     DiskState.OFF: "KV_TIER_OFF",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _Write:
-    block: PinnedBlock
-    position: int
+_MAX_READS: Final = 1024  # waiting for a thread
 
 
 class FileTier:
@@ -55,15 +50,12 @@ class FileTier:
     ) -> None:
         self._store, self._pool, self._counts, self._clock = store, pool, counts, clock
         self._health = DiskHealth()
+        self._health_lock = threading.Lock()
+        self._readers = DiskThreads("kv-file-read", num_readers, _MAX_READS, clock)
         # What waits is pinned: a slow disk must not hold the whole pool.
-        self._max_waiting = min(max_waiting, pool.num_slots - pool.num_slots // 4)
-        self._readers = ThreadPoolExecutor(num_readers, thread_name_prefix="kv-file-read")
-        self._waiting: deque[_Write] = deque()
-        self._changed = threading.Condition()
-        self._is_closing = False
-        self._is_writing = False
-        self._writer = threading.Thread(target=self._write_all, name="kv-file-write", daemon=True)
-        self._writer.start()
+        max_waiting = min(max_waiting, pool.num_slots - pool.num_slots // 4)
+        self._writer = DiskThreads("kv-file-write", 1, max_waiting, clock)
+        store.on_step = self._got_on
 
     @property
     def state(self) -> DiskState:
@@ -76,13 +68,32 @@ class FileTier:
     @property
     def num_waiting(self) -> int:
         """Blocks whose write has not ended."""
-        return len(self._waiting) + self._is_writing
+        return self._writer.num_open
+
+    def watch(self) -> None:
+        """Notice a call that hangs, and let go of all that wait behind it. To be called often; cheap."""
+        reading, writing = self._readers.waits_since(), self._writer.waits_since()
+        with self._health_lock:
+            is_news = self._health.watch(reading, writing, self._clock())
+            hangs_reading = self._health.is_read_hanging
+            hangs_writing = self._health.is_write_hanging
+        if is_news:
+            self._tell(f"no answer for {self._health.hang_s:g} s")
+        if hangs_reading:
+            self._readers.drop_waiting()
+        if hangs_writing:
+            self._writer.drop_waiting()
 
     # -- reading ----------------------------------------------------------------------------------
 
     async def contains(self, names: Sequence[bytes], owner: bytes) -> int:
-        """Mask of positions; 0 while the disk is off or fails."""
-        return await self._read(lambda: self._store.contains(names, owner)) or 0
+        """Mask of positions; 0 while the disk is off or fails. When cancelled, nothing more is looked up."""
+        is_given_up = threading.Event()
+        try:
+            found = await self._read(lambda: self._store.contains(names, owner, is_given_up))
+        finally:
+            is_given_up.set()
+        return found or 0
 
     async def get(self, name: bytes, owner: bytes, out: ByteArray) -> bytes | None:
         """Fill `out` with the block, verified; its checksum. None: not there, bad (and removed), or the disk failed.
@@ -100,28 +111,55 @@ class FileTier:
         return checksum
 
     async def _read(self, work: Callable[[], T]) -> T | None:
-        if not self._health.may_read(self._clock()):
+        self.watch()
+        with self._health_lock:
+            may_read = self._health.may_read(self._clock())
+        if not may_read:
             return None
         try:
-            result = await asyncio.get_running_loop().run_in_executor(self._readers, work)
-        except OSError as error:
-            self._tell(self._health.read(False, self._clock()), error)
+            return await asyncio.wrap_future(self._readers.submit(lambda: self._judged(work)))
+        except OSError:  # judged, or not tried
             return None
-        self._tell(self._health.read(True, self._clock()), None)
+
+    def _judged(self, work: Callable[[], T]) -> T:
+        """Of a read, on its thread: whether anybody still waits for it or not, it says how the disk is."""
+        try:
+            result = work()
+        except OSError as error:
+            self._read_ended(error)
+            raise
+        except BadBlockFile:
+            self._read_ended(None)
+            raise
+        self._read_ended(None)
         return result
+
+    def _read_ended(self, error: OSError | None) -> None:
+        with self._health_lock:
+            is_news = self._health.read(error is None, self._clock())
+        if is_news:
+            self._tell(_cause(error))
 
     # -- writing ----------------------------------------------------------------------------------
 
     def write(self, names: Sequence[bytes], first: int = 0) -> None:
         """Store these blocks of the pool in the background; `first` is the position of the first in its prompt."""
+        self.watch()
         for position, name in enumerate(names, first):
-            pinned = self._pool.pin([name]) if self._has_room() else []
+            pinned = self._pool.pin([name]) if self._takes_writes() else []
             if not pinned:
                 self._counts.add(Tier.FILE, TierEvent.DROPPED)
                 continue
-            with self._changed:
-                self._waiting.append(_Write(pinned[0], position))
-                self._changed.notify_all()
+            self._queue_write(pinned[0], position)
+
+    def _queue_write(self, block: PinnedBlock, position: int) -> None:
+        try:
+            written = self._writer.submit(lambda: self._write(block, position))
+        except NotTried:
+            self._counts.add(Tier.FILE, TierEvent.DROPPED)
+            self._pool.unpin([block.name], is_use=False)
+            return
+        written.add_done_callback(lambda done: self._written(block, done))
 
     def keep(self, names: Sequence[bytes], owners: Sequence[bytes], until: float) -> None:
         """Have these blocks stay until then, of the wall clock, in the background. Those without a file are left out."""
@@ -133,70 +171,80 @@ class FileTier:
             except OSError as error:  # a read-only disk evicts nothing
                 log.info("kv.tier.not_kept", cause=error.strerror)
 
-        if not self._is_closing:
-            self._readers.submit(work)
-
-    def _has_room(self) -> bool:
-        is_open = not self._is_closing and self._health.state is not DiskState.OFF
-        return is_open and len(self._waiting) < self._max_waiting
+        try:
+            self._writer.submit(work).add_done_callback(_log_bug)
+        except NotTried:
+            log.info("kv.tier.not_kept", cause="too much waits for the disk")
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing waits to be written. False if the time is over first."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self.num_waiting, timeout_s)
+        return self._writer.flush(timeout_s)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what waits, as far as the time allows, and end the threads. Idempotent."""
-        self.flush(timeout_s)
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify_all()
-        self._writer.join(timeout_s)
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        """Write what waits, as far as the time and the disk allow, and let go of the threads. Idempotent."""
+        ends = time.monotonic() + timeout_s
+        while not self._writer.flush(min(0.1, timeout_s)) and time.monotonic() < ends:
+            self.watch()
+            if self._health.is_write_hanging:
+                break
+        self._writer.close()
+        self._readers.close()
 
-    def _write_all(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closing)
-                if self._is_closing:
-                    dropped = list(self._waiting)
-                    self._waiting.clear()
-                    break
-                item = self._waiting.popleft()
-                self._is_writing = True
-            try:
-                self._write(item)
-            finally:
-                self._pool.unpin([item.block.name], is_use=False)
-                with self._changed:
-                    self._is_writing = False
-                    self._changed.notify_all()
-        for item in dropped:
-            self._pool.unpin([item.block.name], is_use=False)
+    def _takes_writes(self) -> bool:
+        return self._health.state is not DiskState.OFF and not self._health.is_write_hanging
 
-    def _write(self, item: _Write) -> None:
-        block, now = item.block, self._clock()
-        if not self._health.may_write(now):
-            self._counts.add(Tier.FILE, TierEvent.DROPPED)
-            return
+    def _write(self, block: PinnedBlock, position: int) -> None:
+        with self._health_lock:
+            may_write = self._health.may_write(self._clock())
+        if not may_write:
+            raise NotTried
         evicted = self._store.num_evicted
         try:
-            is_new = self._store.put(
-                block.name, block.owner, block.data, block.checksum, item.position
-            )
+            is_new = self._store.put(block.name, block.owner, block.data, block.checksum, position)
         except OSError as error:
-            self._counts.add(Tier.FILE, TierEvent.FAILED)
-            self._tell(self._health.wrote(False, self._clock()), error)
-            return
-        if is_new:  # else nothing was written, which says nothing about the disk
-            self._tell(self._health.wrote(True, self._clock()), None)
+            self._write_ended(error)
+            raise
+        # One that is there already says nothing about a disk that failed, but that it answers.
+        if is_new or self._health.is_write_hanging:
+            self._write_ended(None)
+        if is_new:
             self._counts.add(Tier.FILE, TierEvent.STORED)
         self._counts.add(Tier.FILE, TierEvent.EVICTED, self._store.num_evicted - evicted)
 
-    def _tell(self, is_news: bool, error: OSError | None) -> None:
-        if not is_news:
-            return
+    def _written(self, block: PinnedBlock, done: Future[None]) -> None:
+        self._pool.unpin([block.name], is_use=False)
+        match done.exception():
+            case None:
+                pass
+            case NotTried():
+                self._counts.add(Tier.FILE, TierEvent.DROPPED)
+            case error:
+                self._counts.add(Tier.FILE, TierEvent.FAILED)
+                _log_bug(done)
+
+    def _write_ended(self, error: OSError | None) -> None:
+        with self._health_lock:
+            is_news = self._health.wrote(error is None, self._clock())
+        if is_news:
+            self._tell(_cause(error))
+
+    # -- the disk ---------------------------------------------------------------------------------
+
+    def _got_on(self) -> None:
+        self._readers.got_on()
+        self._writer.got_on()
+
+    def _tell(self, cause: str) -> None:
         state = self._health.state
-        cause = f"{error.__class__.__name__}: {error.strerror}" if error else "it works again"
         log.warning("kv.tier.disk", state=state.value, cause=cause)
         self._counts.fault(TierFault(Tier.FILE, _REASONS[state], cause))
+
+
+def _log_bug(done: Future[None]) -> None:
+    error = done.exception()
+    if error is not None and not isinstance(error, OSError):
+        log.error("kv.tier.write_died", exc_info=error)
+
+
+def _cause(error: OSError | None) -> str:
+    return f"{error.__class__.__name__}: {error.strerror}" if error else "it works again"

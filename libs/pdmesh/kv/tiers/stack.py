@@ -157,7 +157,9 @@ class TierStack:
             self.files.write(names, first)
 
     def report(self) -> TierReport:
-        """What happened since the last report."""
+        """What happened since the last report. To be asked for often: a disk that hangs is noticed here."""
+        if self.files is not None:
+            self.files.watch()
         evicted = self.pool.num_evicted
         self.counts.add(Tier.HOST, TierEvent.EVICTED, evicted - self._num_evicted)
         self._num_evicted = evicted
@@ -229,11 +231,7 @@ class TierStack:
         peers = self._task(_asked(find, names, missing)) if self.peers and find else None
         if asks := [ask for ask in (files, peers) if ask is not None]:
             await asyncio.wait(asks, timeout=max(0.0, timeout_s))
-        in_files = files.result() if files is not None and files.done() else 0
-        # Cancelled: the channel to the index was closed under the question.
-        is_told = peers is not None and peers.done() and not peers.cancelled()
-        holdings = list(peers.result()) if peers is not None and is_told else []
-        return in_files, holdings
+        return _answer(files, 0), list(_answer(peers, ()))
 
     def _pin_runs_in_pool(self, names: Sequence[bytes], plan: LoadPlan) -> list[bytes]:
         """So that what is loaded beside them does not push them out."""
@@ -379,6 +377,18 @@ class TierStack:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _answer(ask: asyncio.Task[T] | None, nothing: T) -> T:
+    """What it said in time; one that is late is given up, or they would gather behind a disk that hangs."""
+    if ask is None or ask.cancel() or ask.cancelled():
+        return (
+            nothing  # cancelled by another: the channel to the index was closed under the question
+        )
+    if (error := ask.exception()) is not None:
+        log.error("kv.tier.lookup_died", exc_info=error)
+        return nothing
+    return ask.result()
 
 
 async def _asked(find: FindHolders, names: Sequence[bytes], first: int) -> Sequence[PeerHolding]:

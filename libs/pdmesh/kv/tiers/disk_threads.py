@@ -1,0 +1,119 @@
+"""Threads for calls that a disk may never return from: so many of them, so many calls waiting, and nobody waits for the threads.
+
+They are daemons, since an interpreter that ends joins any other thread, `ThreadPoolExecutor`'s too, and a hanging disk would
+hold the process. What a call raises is its caller's; no thread ends with it.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class NotTried(OSError):
+    """The call was never made: the disk hangs, or too many others wait."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.EAGAIN, "not tried: the disk hangs, or too much waits for it")
+
+
+class DiskThreads:
+    """All methods may be called from any thread."""
+
+    def __init__(
+        self, name: str, num_threads: int, max_waiting: int, clock: Callable[[], float]
+    ) -> None:
+        self._max_waiting, self._clock = max_waiting, clock
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._progress: dict[int, float] = {}  # by thread that is in a call: when it last got on
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
+            for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_open(self) -> int:
+        """Calls that wait or are being made."""
+        with self._changed:
+            return len(self._waiting) + len(self._progress)
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Cancelling the future keeps a call that waits from being made. Raises NotTried."""
+        future: Future[T] = Future()
+        with self._changed:
+            if self._is_closed or len(self._waiting) >= self._max_waiting:
+                raise NotTried
+            self._waiting.append((future, work))
+            self._changed.notify_all()
+        return future
+
+    def got_on(self) -> None:
+        """Of a call, from its own thread: it is slow, perhaps, but does not hang."""
+        me = threading.get_ident()
+        if me in self._progress:
+            self._progress[me] = self._clock()
+
+    def waits_since(self) -> float | None:
+        """When the call that has been without progress for longest last made some; None: none is being made."""
+        with self._changed:
+            return min(self._progress.values(), default=None)
+
+    def drop_waiting(self) -> None:
+        """The calls that wait end with NotTried."""
+        with self._changed:
+            dropped = list(self._waiting)
+            self._waiting.clear()
+            self._changed.notify_all()
+        for future, _ in dropped:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(NotTried())
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until no call waits or is being made. False if the time is over first."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._waiting and not self._progress, timeout_s
+            )
+
+    def close(self) -> None:
+        """Calls being made go on; their threads end with them. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+        self.drop_waiting()
+
+    def _run(self) -> None:
+        me = threading.get_ident()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                if self._is_closed:
+                    return
+                future, work = self._waiting.popleft()
+                self._progress[me] = self._clock()
+            try:
+                _call(future, work)
+            finally:
+                with self._changed:
+                    del self._progress[me]
+                    self._changed.notify_all()
+
+
+def _call(future: Future[T], work: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = work()
+    except BaseException as error:  # noqa: BLE001  whoever submitted it gets it
+        future.set_exception(error)
+    else:
+        future.set_result(result)
