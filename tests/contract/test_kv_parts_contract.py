@@ -21,6 +21,7 @@ from pdmesh.kv.agent import (
     SourceQuarantined,
     TicketClosed,
 )
+from pdmesh.kv.checksums import checksum
 from pdmesh.kv.transport import ByteArray, KvTransport
 from pdmesh.kv.ucx import UcxTransport
 from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, KvPair, kv_pair, pattern, ticket_for
@@ -360,7 +361,7 @@ class Targets:
 
 
 async def fetch(pair: KvPair, targets: Targets, names: Sequence[bytes] = NAMES) -> int:
-    return await pair.receiver.fetch(
+    checksums = await pair.receiver.fetch(
         pair.address,
         INCARNATION,
         names,
@@ -369,6 +370,8 @@ async def fetch(pair: KvPair, targets: Targets, names: Sequence[bytes] = NAMES) 
         on_freed=targets.on_freed,
         source="prefill-0",
     )
+    assert checksums == [checksum(view) for view in targets.views[: len(checksums)]]
+    return len(checksums)
 
 
 @pytest.mark.req("S76", "S77")

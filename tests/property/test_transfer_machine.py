@@ -112,6 +112,12 @@ class TransferMachine(RuleBasedStateMachine):
             self.tickets[name].is_written = True  # that is what a release says
         self.at_sender(tx.Released(name))
 
+    @rule(name=NAMES, happens=RARELY)
+    def serving_fails(self, name: str, happens: bool) -> None:
+        """Its checksums cannot be made. Its engine may still write."""
+        if happens:
+            self.at_sender(tx.ServingFailed(name))
+
     @rule(
         name=NAMES,
         is_stale=st.sampled_from([False] * 4 + [True]),
@@ -348,11 +354,12 @@ class TransferMachine(RuleBasedStateMachine):
         self.at_receiver(rx.PartArrived(*part))
 
     @precondition(lambda self: self.checking)
-    @rule(data=st.data(), intact=st.sampled_from([True, True, False]))
-    def a_check_ends(self, data: st.DataObject, intact: bool) -> None:
+    @rule(data=st.data(), intact=st.sampled_from([True, True, True, False, None]))
+    def a_check_ends(self, data: st.DataObject, intact: bool | None) -> None:
         part = data.draw(st.sampled_from(sorted(self.checking)))
         self.checking.remove(part)
-        self.at_receiver(rx.PartChecked(*part, intact))
+        failed = rx.CheckFailed(*part)
+        self.at_receiver(failed if intact is None else rx.PartChecked(*part, intact))
 
     @precondition(lambda self: self.links)
     @rule(data=st.data(), who=st.sampled_from(["sender", "receiver"]), happens=RARELY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +15,20 @@ from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import KvLayout
 from pdmesh.core.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent, LandingFreed, PullResult
+from pdmesh.kv import agent_receiver, agent_sender
+from pdmesh.kv.agent import (
+    AgentEvent,
+    AgentIdentity,
+    KvAgent,
+    LandingFreed,
+    PullResult,
+    TicketClosed,
+)
 from pdmesh.kv.agent_thread import AgentThread
 from pdmesh.kv.transport import KvConnection
 from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, kv_pair, ticket_for
 from tests.fakes.memory_transport import MemoryTransport
+from tests.support.waiting import until
 
 LAYOUT = KvLayout(4, 2, 512, FINGERPRINT)
 LANDING = ArenaRange(4096, LAYOUT.total_bytes)
@@ -150,3 +160,170 @@ async def test_a_range_that_its_taker_cannot_take_ends_that_pull_and_no_other() 
                 await pair.receiver.pull(ticket, LANDING, deadline_s=2, on_range=on_range)
         assert pair.receiver_events == [LandingFreed(LANDING.offset)]
         assert pair.receiver.num_pulls == 0
+
+
+BAD_TICKETS = {
+    "ticket_id": {"ticket_id": "x" * 129},
+    "kv_bytes": {"kv_bytes": LANDING.length + 1},
+    "addresses": {"addresses": ()},
+}
+
+
+@pytest.mark.parametrize("field", BAD_TICKETS)
+async def test_a_ticket_that_cannot_be_asked_for_gives_the_landing_back(field: str) -> None:
+    """The caller's range is the agent's until it says otherwise, whatever is wrong: it must say so."""
+    async with kv_pair(MemoryTransport) as pair:
+        ticket = dataclasses.replace(ticket_for(pair.address, LAYOUT), **BAD_TICKETS[field])  # type: ignore[arg-type]
+        with pytest.raises(KvTransferFailed, match=field) as caught:
+            await pair.receiver.pull(ticket, LANDING, deadline_s=1)
+        assert caught.value.reason == PullFailure.BAD_TICKET
+        assert pair.receiver_events == [LandingFreed(LANDING.offset)]
+        assert pair.receiver.num_pulls == 0
+
+
+async def test_a_landing_outside_the_arena_is_given_back_too() -> None:
+    async with kv_pair(MemoryTransport) as pair:
+        outside = ArenaRange(1 << 40, LAYOUT.total_bytes)
+        with pytest.raises(IndexError):
+            await pair.receiver.pull(ticket_for(pair.address, LAYOUT), outside, deadline_s=1)
+        assert pair.receiver_events == [LandingFreed(outside.offset)]
+
+
+async def test_a_ticket_with_too_long_a_name_is_neither_kept_nor_staged() -> None:
+    """Its renewals could not be written, and would fail the tick that all other leases hang on."""
+    async with kv_pair(MemoryTransport) as pair:
+        ticket = ticket_for(pair.address, LAYOUT, "x" * 129)
+        with pytest.raises(KvTransferFailed, match="ticket_id"):
+            await pair.receiver.keep(ticket, 5.0)
+        with pytest.raises(ValueError, match="128 bytes"):
+            pair.stage(LAYOUT, "x" * 129)
+        assert pair.sender.num_tickets == 0
+
+
+async def test_a_fetch_that_cannot_be_asked_for_frees_its_targets() -> None:
+    freed: list[bool] = []
+    async with kv_pair(MemoryTransport) as pair:
+        with pytest.raises(ValueError, match="0 names"):
+            await pair.receiver.fetch(
+                pair.address, INCARNATION, [], [], deadline_s=1, on_freed=lambda: freed.append(True)
+            )
+    assert freed == [True]
+
+
+def test_what_is_asked_of_an_agent_that_has_ended_fails_and_is_given_back() -> None:
+    """As while an engine stops: whoever asks waits for its answer, and then for its range."""
+    events, freed = Events(), threading.Event()
+    with agent_thread(events) as (thread, _):
+        thread.close()
+        pull = thread.pull(TICKET, LANDING, deadline_s=1)
+        fetch = thread.fetch("nowhere", 1, [], [], deadline_s=1, on_freed=freed.set)
+        for future in (pull, fetch):
+            error = future.exception(5)
+            assert isinstance(error, KvTransferFailed)
+            assert error.reason == PullFailure.CLOSING
+    assert events == [LandingFreed(LANDING.offset)]
+    assert freed.is_set()
+
+
+SMALL = KvLayout(1, 4, 16 << 10, FINGERPRINT)
+LONG = KvLayout(1, 4, 4 << 20, FINGERPRINT)  # its checksums are made and compared beside the loop
+
+
+@pytest.mark.fault("F34")
+@pytest.mark.parametrize("layout", [SMALL, LONG], ids=["small", "long"])
+async def test_checksums_that_cannot_be_made_fail_the_pull_at_once(
+    monkeypatch: pytest.MonkeyPatch, layout: KvLayout
+) -> None:
+    """As when no thread can be started any more."""
+
+    def broken(*_: object) -> bytes:
+        raise MemoryError("no room")
+
+    async with kv_pair(MemoryTransport) as pair:
+        monkeypatch.setattr(agent_sender, "checksum", broken)
+        whole = ArenaRange(0, layout.total_bytes)
+        pair.sender.open("t", "r", 1, whole, layout, 5.0)
+        ticket = ticket_for(pair.address, layout)
+        pull = asyncio.create_task(pair.receiver.pull(ticket, whole, deadline_s=60))
+        await until(lambda: pair.sender.stats().num_sends)
+        pair.sender.ready("t", layout.num_layers)
+        with pytest.raises(KvTransferFailed, match="TICKET_CLOSED"):
+            await asyncio.wait_for(pull, 10)
+        await until(lambda: pair.sender_events == [TicketClosed("t", "failed")])
+
+
+@pytest.mark.fault("F34")
+@pytest.mark.parametrize("layout", [SMALL, LONG], ids=["small", "long"])
+async def test_checksums_that_cannot_be_compared_fail_the_pull_at_once(
+    monkeypatch: pytest.MonkeyPatch, layout: KvLayout
+) -> None:
+    def broken(*_: object) -> bool:
+        raise MemoryError("no room")
+
+    async with kv_pair(MemoryTransport) as pair:
+        monkeypatch.setattr(agent_receiver, "are_intact", broken)
+        whole = ArenaRange(0, layout.total_bytes)
+        pair.sender.stage("t", "r", 1, whole, layout, 5.0, chunk_bytes=layout.total_bytes)
+        pull = pair.receiver.pull(ticket_for(pair.address, layout), whole, deadline_s=60)
+        with pytest.raises(KvTransferFailed) as caught:
+            await asyncio.wait_for(pull, 10)
+        assert caught.value.reason == PullFailure.UNCHECKED
+        await until(lambda: pair.receiver_events == [LandingFreed(0)])
+        assert not pair.receiver.stats().num_quarantined, "nothing is known of its source"
+
+
+async def test_a_bug_in_a_tick_does_not_stop_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases end, deadlines pass and connections of frozen peers are cut by ticks alone."""
+    async with kv_pair(MemoryTransport) as pair:
+        pair.stage(LAYOUT, lease_s=0.2)
+        ticks: list[bool] = []
+
+        def broken(real: Callable[[], None] = pair.sender._sender.tick) -> None:
+            ticks.append(True)
+            if len(ticks) == 1:
+                raise AssertionError("a bug")
+            real()
+
+        monkeypatch.setattr(pair.sender._sender, "tick", broken)
+        await until(lambda: pair.sender_events == [TicketClosed("t", "expired")])
+
+
+async def test_a_message_that_meets_a_bug_costs_its_connection_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with kv_pair(MemoryTransport) as pair:
+        pair.stage(LAYOUT)
+        ticket = ticket_for(pair.address, LAYOUT)
+
+        def broken(*_: object) -> None:
+            raise AssertionError("a bug")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(pair.sender._sender, "on_pull", broken)
+            with pytest.raises(KvTransferFailed) as caught:
+                await pair.receiver.pull(ticket, LANDING, deadline_s=30)
+            assert caught.value.reason == PullFailure.PEER_LOST
+        again = await pair.receiver.pull(ticket, LANDING, deadline_s=30)
+        assert again.num_bytes == LAYOUT.total_bytes
+
+
+@pytest.mark.req("S49")
+async def test_a_connection_in_use_is_not_dropped_for_another() -> None:
+    """In use is also one that a lease is renewed over, and one that somebody waits to pull on."""
+    async with kv_pair(MemoryTransport) as pair:
+        pair.stage(LAYOUT)
+        receiver = pair.receiver
+        receiver._pool._max_peers = 1
+        await receiver.keep(ticket_for(pair.address, LAYOUT), 30.0)
+        with pytest.raises(KvTransferFailed) as caught:
+            await receiver.connect(receiver.address)
+        assert caught.value.reason == PullFailure.BUSY
+        receiver.let_go("t")
+        await receiver.connect(receiver.address)
+        first = asyncio.create_task(receiver.connect(pair.address))
+        while pair.address not in receiver._pool._open:
+            await asyncio.sleep(0)
+        if not first.done():
+            with pytest.raises(KvTransferFailed, match="in use"):
+                await receiver.connect(receiver.address)
+        await first

@@ -16,6 +16,7 @@ from pdmesh.core.lease_keeper import RENEWALS_PER_LEASE
 from pdmesh.core.pull_events import (
     AbortPeer,
     CallerLeft,
+    CheckFailed,
     CheckPart,
     Complete,
     DeliverPart,
@@ -82,9 +83,6 @@ class PullBook:
     def __len__(self) -> int:
         return len(self._pulls)
 
-    def num_pulls_from(self, peer: int) -> int:
-        return sum(pull.peer == peer for pull in self._pulls.values())
-
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverEffect]:
         match event:
             case PullRequested():
@@ -95,6 +93,8 @@ class PullBook:
                 return self._on_part(event)
             case PartChecked():
                 return self._on_checked(event)
+            case CheckFailed():
+                return self._on_check_failed(event)
             case PullRefused():
                 return self._on_refused(event)
             case CallerLeft(pull_id):
@@ -176,6 +176,13 @@ class PullBook:
             effects.append(DeliverPart(event.pull_id, pull.num_delivered))
             pull.num_delivered += 1
         return effects + self._settle(event.pull_id)
+
+    def _on_check_failed(self, event: CheckFailed) -> list[ReceiverEffect]:
+        pull = self._pulls.get(event.pull_id)
+        if pull is None or event.index not in pull.checking:
+            return []
+        pull.checking.remove(event.index)
+        return [*self._fail(event.pull_id, PullFailure.UNCHECKED), *self._settle(event.pull_id)]
 
     def _settle(self, pull_id: int) -> list[ReceiverEffect]:
         """End it if nothing more can come."""

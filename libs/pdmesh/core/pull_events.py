@@ -58,6 +58,14 @@ class PartChecked:
 
 
 @dataclass(slots=True)
+class CheckFailed:
+    """Whether part `index` is intact could not be found out; nobody looks at its bytes any more."""
+
+    pull_id: int
+    index: int
+
+
+@dataclass(slots=True)
 class PullRefused:
     """The sender will announce no more of it."""
 
@@ -78,6 +86,7 @@ ReceiverEvent = (
     | MetaArrived
     | PartArrived
     | PartChecked
+    | CheckFailed
     | PullRefused
     | CallerLeft
     | PeerLost
@@ -100,7 +109,7 @@ class ReceivePart:
 
 @dataclass(slots=True)
 class CheckPart:
-    """Compare checksums, having copied the bytes first if they came inline; answered by PartChecked."""
+    """Compare checksums, having copied the bytes first if they came inline; answered by PartChecked or CheckFailed."""
 
     pull_id: int
     index: int

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from typing import Final
+
+MAX_TICKET_ID: Final = 128  # bytes of utf-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class CloseReason(StrEnum):
     TAKEN = "taken"
     RELEASED = "released"
     EXPIRED = "expired"
-    FAILED = "failed"  # the agent went away
+    FAILED = "failed"  # the agent went away, or could not serve it
 
 
 class Refusal(IntEnum):
@@ -56,6 +59,8 @@ class PullFailure(StrEnum):
     PEER_LOST = "KV_PEER_LOST"
     CONNECT = "KV_CONNECT_FAILED"
     CORRUPT = "KV_CORRUPT"
+    UNCHECKED = "KV_NOT_CHECKED"  # whether the bytes are right could not be found out
+    BAD_TICKET = "KV_BAD_TICKET"
     PROTOCOL = "KV_PROTOCOL_ERROR"
     CLOSING = "KV_AGENT_CLOSING"
     BUSY = "KV_TOO_MANY_PULLS"

@@ -29,6 +29,7 @@ from pdmesh.core.ticket_events import (
     SenderEffect,
     SenderEvent,
     SendPart,
+    ServingFailed,
     Tick,
 )
 
@@ -116,8 +117,8 @@ class TicketBook:
                 return self._on_opened(event)
             case LayersReady(ticket_id, num_layers):
                 return self._on_ready(ticket_id, num_layers, now)
-            case Released(ticket_id):
-                return self._on_released(ticket_id, now)
+            case Released() | ServingFailed():
+                return self._on_ended(event, now)
             case LeaseRenewed():
                 return self._on_renewed(event, now)
             case PeerLost(peer):
@@ -157,11 +158,13 @@ class TicketBook:
         sends = [part for key in ticket.pulls for part in self._serve(ticket_id, ticket, key)]
         return sends + self._finish_closing(ticket_id)
 
-    def _on_released(self, ticket_id: str, now: float) -> list[SenderEffect]:
-        ticket = self._tickets.get(ticket_id)
+    def _on_ended(self, event: Released | ServingFailed, now: float) -> list[SenderEffect]:
+        if isinstance(event, ServingFailed):
+            return self._close(event.ticket_id, CloseReason.FAILED)
+        ticket = self._tickets.get(event.ticket_id)
         if ticket is not None and ticket.has_writer:
             ticket.begin_lease(now)  # it bounds the sends that are under way
-        return self._close(ticket_id, CloseReason.RELEASED)
+        return self._close(event.ticket_id, CloseReason.RELEASED)
 
     # -- a pull -----------------------------------------------------------------------------------
 

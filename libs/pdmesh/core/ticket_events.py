@@ -83,6 +83,13 @@ class Released:
 
 
 @dataclass(slots=True)
+class ServingFailed:
+    """The ticket's bytes cannot be served. Its engine may still write them."""
+
+    ticket_id: str
+
+
+@dataclass(slots=True)
 class PeerLost:
     """A connection is gone: nothing is sent on it, and nothing written from it, any more."""
 
@@ -102,6 +109,7 @@ SenderEvent = (
     | PullAcked
     | LeaseRenewed
     | Released
+    | ServingFailed
     | PeerLost
     | Tick
 )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pdmesh.core import kv_format
 from pdmesh.core.admission import Capacity, RefusalReason, Refused
 from pdmesh.core.block_hash import HASH_BYTES, tokens_from_bytes
+from pdmesh.core.ticket import MAX_TICKET_ID
 from pdmesh.engine.base import Failed, FinishReason, Prefilled, Sampling, Ticket, TokenLogprob
 from pdmesh.errors import InvalidRequest
 from pdmesh.v1 import common_pb2, instance_service_pb2
@@ -72,6 +73,8 @@ def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
 
 def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int, capacity: Capacity) -> None:
     """A ticket of another fingerprint is admission's business: its numbers mean nothing here."""
+    if len(ticket.ticket_id.encode()) > MAX_TICKET_ID:
+        raise InvalidRequest(f"more than {MAX_TICKET_ID} bytes", field="ticket.ticket_id")
     if ticket.model_fingerprint != capacity.model_fingerprint:
         return
     num_blocks = -(-num_tokens // capacity.block_size)

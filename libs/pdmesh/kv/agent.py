@@ -43,7 +43,13 @@ from pdmesh.kv.arena_memory import ArenaMemory, HostArena
 from pdmesh.kv.checksums import fingerprint_hash
 from pdmesh.kv.connections import ConnectionPool, Peers
 from pdmesh.kv.probes import Probe
-from pdmesh.kv.pull_order import PullOrder, order_blocks, order_ticket
+from pdmesh.kv.pull_order import (
+    PullOrder,
+    bad_ticket,
+    check_ticket,
+    order_blocks,
+    order_ticket,
+)
 from pdmesh.kv.transport import ByteArray, KvConnection, KvTransport
 
 __all__ = [
@@ -92,7 +98,7 @@ class KvAgent:
         self._staging = staging_arena or HostArena(staging_bytes)
         self._landing = landing_arena or HostArena(landing_bytes)
         self._fingerprint_hash = fingerprint_hash(identity.model_fingerprint)
-        self._pool = ConnectionPool(transport, max_peers, self._is_busy)
+        self._pool = ConnectionPool(transport, max_peers, self._peers_in_use)
         self._peers = Peers(self._pool)
         self._sender = SenderHalf(identity, self._staging, self._peers, on_event, hooks, blocks)
         self._receiver = ReceiverHalf(self._peers, on_event, hooks, quarantine or Quarantine())
@@ -198,6 +204,7 @@ class KvAgent:
 
         Opens the connection, so that the pull finds it. Raises KvTransferFailed.
         """
+        check_ticket(ticket)
         connection = await self.connect(self._address(ticket, None))
         self._receiver.keep(ticket, connection, for_s)
         self._keep_ticking()
@@ -225,17 +232,22 @@ class KvAgent:
         again. Raises KvTransferFailed; then, and when cancelled, the range is the agent's until it says LandingFreed.
         """
         started = time.monotonic()
-        order = order_ticket(
-            ticket,
-            self._landing.view(landing),
-            self._fingerprint_hash,
-            first_block=first_block,
-            heads=heads,
-            num_takers=num_takers,
-            on_range=on_range,
-            on_freed=lambda: self._on_event(LandingFreed(landing.offset)),
-        )
-        return await self._run(order, self._address(ticket, source_rank), started, deadline_s)
+        try:
+            order = order_ticket(
+                ticket,
+                self._landing.view(landing),
+                self._fingerprint_hash,
+                first_block=first_block,
+                heads=heads,
+                num_takers=num_takers,
+                on_range=on_range,
+                on_freed=lambda: self.give_back(landing),
+            )
+            address = self._address(ticket, source_rank)
+        except BaseException:
+            self.give_back(landing)  # nothing was asked for yet
+            raise
+        return await self._run(order, address, started, deadline_s)
 
     async def fetch(
         self,
@@ -247,19 +259,28 @@ class KvAgent:
         deadline_s: float,
         on_freed: Callable[[], None],
         source: str = "",
-    ) -> int:
-        """Fetch the blocks that a peer's pool holds of the beginning of `names`; returns how many, all verified.
+    ) -> Sequence[bytes]:
+        """Fetch the blocks that a peer's pool holds of the beginning of `names`; returns their checksums, all verified.
 
         Block i goes to `targets[i]`. `on_freed` is called once, when no late write can reach the targets: before the return, or
         after the failure. `source` is the peer's instance id. Raises KvTransferFailed.
         """
         started = time.monotonic()
-        order = order_blocks(
-            names, targets, incarnation, self._fingerprint_hash, source=source, on_freed=on_freed
-        )
+        try:
+            order = order_blocks(
+                names,
+                targets,
+                incarnation,
+                self._fingerprint_hash,
+                source=source,
+                on_freed=on_freed,
+            )
+        except BaseException:
+            on_freed()  # nothing was asked for yet
+            raise
         result = await self._run(order, address, started, deadline_s)
         on_freed()
-        return result.num_bytes // targets[0].size
+        return result.checksums
 
     async def probe(
         self, address: str, incarnation: int, *, deadline_s: float, source: str = ""
@@ -280,9 +301,10 @@ class KvAgent:
         self._keep_ticking()
 
     def _drop_left_ones(self) -> None:
+        in_use = self._peers_in_use() if self._leaving else ()
         for address in list(self._leaving):
             connection = self._pool.find(address)
-            if connection is not None and self._is_busy(connection):
+            if connection is not None and connection.key in in_use:
                 continue
             del self._leaving[address]
             if connection is not None:
@@ -315,7 +337,11 @@ class KvAgent:
 
     def _do_posted(self) -> None:
         while self._posted:
-            self._posted.popleft()()
+            what = self._posted.popleft()
+            try:
+                what()
+            except Exception as error:  # others' wait behind it
+                log.error("kv.posted.died", exc_info=error)
 
     async def close(self) -> None:
         """Drop all connections, close all tickets, fail all pulls. Bounded in time, idempotent."""
@@ -348,13 +374,16 @@ class KvAgent:
     def on_message(self, connection: KvConnection, message: memoryview) -> None:
         if self._posted:  # a ticket staged from another thread may be what this message asks for
             self._do_posted()
-        peer = connection.key
         try:
-            parsed = wire.parse(message)
+            self._dispatch(connection.key, wire.parse(message))
         except wire.WireError as exc:
             log.warning("kv.message.refused", error=exc.message)
             connection.abort("not a message")
-            return
+        except Exception as error:  # other peers' messages wait behind this one
+            log.error("kv.message.died", exc_info=error)
+            connection.abort("its message met a bug here")
+
+    def _dispatch(self, peer: int, parsed: wire.Message) -> None:
         match parsed:
             case wire.Pull():
                 self._sender.on_pull(peer, parsed)
@@ -376,10 +405,13 @@ class KvAgent:
     # -- small things -----------------------------------------------------------------------------
 
     def _address(self, ticket: Ticket, source_rank: int | None) -> str:
-        return ticket.addresses[self._identity.rank if source_rank is None else source_rank]
+        rank = self._identity.rank if source_rank is None else source_rank
+        if not 0 <= rank < len(ticket.addresses):
+            raise bad_ticket(f"addresses: none of rank {rank}")
+        return ticket.addresses[rank]
 
-    def _is_busy(self, connection: KvConnection) -> bool:
-        return self._receiver.num_pulls_from(connection.key) > 0
+    def _peers_in_use(self) -> set[int]:
+        return self._receiver.peers_in_use()
 
     def _keep_ticking(self, soon: bool = False) -> None:
         """Tick while there is something that time ends; `soon`: there is about to be."""
@@ -391,7 +423,11 @@ class KvAgent:
 
     def _on_tick(self) -> None:
         self._tick = None
-        self._sender.handle(tx.Tick())
-        self._receiver.tick()
-        self._drop_left_ones()
-        self._keep_ticking()
+        try:
+            self._sender.tick()
+            self._receiver.tick()
+            self._drop_left_ones()
+        except Exception as error:  # time ends what a bug has left behind, so it must go on
+            log.error("kv.tick.died", exc_info=error)
+        finally:
+            self._keep_ticking()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import structlog
 
 from pdmesh import failpoints
 from pdmesh.core import pull_events as rx
@@ -33,6 +34,9 @@ from pdmesh.kv.checksums import INLINE_BYTES, are_intact
 from pdmesh.kv.connections import Peers
 from pdmesh.kv.pull_order import PullOrder
 from pdmesh.kv.transport import ByteArray, KvConnection
+from pdmesh.net.tasks import watched
+
+log = structlog.get_logger(__name__)
 
 MAX_PULLS = 1024
 
@@ -79,7 +83,7 @@ class ReceiverHalf:
         self._num_asked = 0
         self.num_corrupt = 0
         self.bytes_received = 0
-        self._do: dict[type, Callable[[Any], rx.PartChecked | None]] = {
+        self._do: dict[type, Callable[[Any], rx.ReceiverEvent | None]] = {
             rx.SendPull: self._ask,
             rx.ReceivePart: self._post_receives,
             rx.CheckPart: self._check,
@@ -104,8 +108,10 @@ class ReceiverHalf:
     def has_work(self) -> bool:
         return bool(len(self._book) or len(self._leases) or len(self._quarantine))
 
-    def num_pulls_from(self, peer: int) -> int:
-        return self._book.num_pulls_from(peer)
+    def peers_in_use(self) -> set[int]:
+        """Connections that a pull is on, or a lease is renewed over."""
+        pulling = {pull.connection.key for pull in self._pulls.values()}
+        return pulling | {connection.key for _, connection in self._kept.values()}
 
     def check_invariants(self) -> None:
         self._book.check_invariants()
@@ -143,8 +149,9 @@ class ReceiverHalf:
                 order.on_freed()  # complete, and nobody there to take it
             raise
         took = time.monotonic() - started
+        checksums = [digest for part in pull.parts for digest in part.checksums]
         return PullResult(
-            pull.num_bytes, took, pull.first_range_s, pull.num_ranges, len(pull.parts)
+            pull.num_bytes, took, pull.first_range_s, pull.num_ranges, len(pull.parts), checksums
         )
 
     def keep(self, ticket: Ticket, connection: KvConnection, for_s: float) -> None:
@@ -252,7 +259,7 @@ class ReceiverHalf:
         for buffer in part.buffers:
             pull.connection.recv_payload(pull_id, buffer, on_received)
 
-    def _check(self, effect: rx.CheckPart) -> rx.PartChecked | None:
+    def _check(self, effect: rx.CheckPart) -> rx.PartChecked | rx.CheckFailed | None:
         """Whether the part's bytes are what was sent; None if the answer comes later."""
         failpoints.hit("decode.receiving")
         pull_id, index = effect.pull_id, effect.index
@@ -266,9 +273,17 @@ class ReceiverHalf:
             for buffer in part.buffers:
                 self._hooks.on_received(buffer)
         if part.length <= INLINE_BYTES:
-            is_intact = are_intact(part.buffers, part.checksums)
+            try:
+                is_intact = are_intact(part.buffers, part.checksums)
+            except Exception as error:  # whatever it is, pulls must not wait for it
+                log.error("kv.check.died", exc_info=error)
+                return rx.CheckFailed(pull_id, index)
             return rx.PartChecked(pull_id, index, is_intact)
-        task = asyncio.get_running_loop().create_task(self._check_aside(pull_id, index, part))
+        task = watched(
+            self._check_aside(pull_id, index, part),
+            f"kv-check-{pull_id}",
+            lambda error: self._check_died(pull_id, index, error),
+        )
         self._checks.add(task)
         task.add_done_callback(self._checks.discard)
         return None
@@ -276,6 +291,10 @@ class ReceiverHalf:
     async def _check_aside(self, pull_id: int, index: int, part: _Part) -> None:
         is_intact = await asyncio.to_thread(are_intact, part.buffers, part.checksums)
         self.handle(rx.PartChecked(pull_id, index, is_intact))
+
+    def _check_died(self, pull_id: int, index: int, error: BaseException) -> None:
+        log.error("kv.check.died", exc_info=error)
+        self.handle(rx.CheckFailed(pull_id, index))
 
     def _deliver(self, effect: rx.DeliverPart) -> None:
         pull = self._pulls[effect.pull_id]

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import structlog
+
 from pdmesh import failpoints
 from pdmesh.core import ticket_book as book
 from pdmesh.core import ticket_events as tx
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import CHUNK_BYTES, MAX_SPANS, KvLayout, KvPart
-from pdmesh.core.ticket import CloseReason, Refusal
+from pdmesh.core.ticket import MAX_TICKET_ID, CloseReason, Refusal
 from pdmesh.kv import wire
 from pdmesh.kv.agent_types import (
     AgentHooks,
@@ -29,6 +31,9 @@ from pdmesh.kv.checksums import INLINE_BYTES, checksum, fingerprint_hash
 from pdmesh.kv.connections import Peers
 from pdmesh.kv.probes import probe_bytes
 from pdmesh.kv.transport import ByteArray
+from pdmesh.net.tasks import watched
+
+log = structlog.get_logger(__name__)
 
 MAX_FETCHES = 64  # and probes, served at once
 _FETCH_LEASE_S = 10.0
@@ -46,6 +51,7 @@ class _StagedRange:
     checksums: list[bytes] = field(default_factory=list)
     num_written: int = 0  # layers
     hashing: asyncio.Task[None] | None = None
+    has_failed: bool = False  # its checksums could not be made: nobody is served
 
     @property
     def num_to_hash(self) -> int:
@@ -56,7 +62,7 @@ class _StagedRange:
     @property
     def num_ready(self) -> int:
         """Layers in place, with the checksums of all parts they complete."""
-        if not self.num_to_hash:
+        if self.has_failed or not self.num_to_hash:
             return self.num_written
         return self.parts[len(self.checksums)].first_layer
 
@@ -141,6 +147,8 @@ class SenderHalf:
         lease_s: float,
         chunk_bytes: int,
     ) -> None:
+        if not 0 < len(ticket_id.encode()) <= MAX_TICKET_ID:
+            raise ValueError(f"a ticket id has 1 to {MAX_TICKET_ID} bytes")
         if layout.fingerprint and layout.fingerprint != self._identity.model_fingerprint:
             raise ValueError("the layout has another model's fingerprint")
         if layout.total_bytes > r.length:
@@ -158,15 +166,24 @@ class SenderHalf:
         if staged.hashing is not None:
             return  # it goes on with these
         todo = staged.parts[len(staged.checksums) :][: staged.num_to_hash]
-        if sum(part.length for part in todo) > INLINE_BYTES:
-            work = self._hash_aside(ticket_id, staged)
-            staged.hashing = asyncio.get_running_loop().create_task(work)
-            self._hashing.add(staged.hashing)
-            staged.hashing.add_done_callback(self._hashing.discard)
+        if sum(part.length for part in todo) > INLINE_BYTES and not staged.has_failed:
+            self._start_hashing(ticket_id, staged)
             return
-        for _ in todo:
-            staged.hash_next()
+        try:
+            for _ in () if staged.has_failed else todo:
+                staged.hash_next()
+        except Exception as error:  # noqa: BLE001  whatever it is, pulls must not wait for it
+            self._hashing_died(ticket_id, staged, error)
+            return
         self.handle(tx.LayersReady(ticket_id, staged.num_ready))
+
+    def _start_hashing(self, ticket_id: str, staged: _StagedRange) -> None:
+        work = self._hash_aside(ticket_id, staged)
+        staged.hashing = watched(
+            work, f"kv-hash-{ticket_id}", lambda error: self._hashing_died(ticket_id, staged, error)
+        )
+        self._hashing.add(staged.hashing)
+        staged.hashing.add_done_callback(self._hashing.discard)
 
     async def _hash_aside(self, ticket_id: str, staged: _StagedRange) -> None:
         """Part by part, so that the first are on the wire while the last are hashed."""
@@ -175,6 +192,17 @@ class SenderHalf:
             if self._staged.get(ticket_id) is staged:
                 self.handle(tx.LayersReady(ticket_id, staged.num_ready))
         staged.hashing = None
+
+    def _hashing_died(self, ticket_id: str, staged: _StagedRange, error: BaseException) -> None:
+        """Whoever waits for its layers is told at once; the range is free when its engine is done with it."""
+        log.error("kv.hashing.died", ticket_id=ticket_id, exc_info=error)
+        staged.hashing, staged.has_failed = None, True
+        if self._staged.get(ticket_id) is staged:
+            self.handle(tx.ServingFailed(ticket_id))
+            self.handle(tx.LayersReady(ticket_id, staged.num_ready))
+
+    def tick(self) -> None:
+        self.handle(tx.Tick())
 
     async def close(self, within_s: float) -> None:
         """All connections are gone: nothing reads any more."""

@@ -33,6 +33,7 @@ class AgentThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._started: Future[str] = Future()
         self._is_closing = False
+        self._handed: set[_HandedPull[Any]] = set()  # whose futures are not done
 
     def start(self, timeout_s: float = 30.0) -> str:
         """Blocks until the agent listens; returns its address. Raises KvTransferFailed or TimeoutError."""
@@ -115,8 +116,8 @@ class AgentThread:
         heads: tuple[int, int] | None = None,
         num_takers: int = 1,
     ) -> Future[PullResult]:
-        """As `KvAgent.pull`. Cancelling the future cancels the pull, and LandingFreed follows, however early or late."""
-        agent = self._running()
+        """As `KvAgent.pull`, errors included. Cancelling the future cancels the pull, and LandingFreed follows, however early or late."""
+        agent = self._made()
 
         async def pull() -> PullResult:
             return await agent.pull(
@@ -142,11 +143,11 @@ class AgentThread:
         deadline_s: float,
         on_freed: Callable[[], None],
         source: str = "",
-    ) -> Future[int]:
-        """As `KvAgent.fetch`; `on_freed` is called on the agent's thread."""
-        agent = self._running()
+    ) -> Future[Sequence[bytes]]:
+        """As `KvAgent.fetch`; `on_freed` is called on the agent's thread, or here if that is no more."""
+        agent = self._made()
 
-        async def fetch() -> int:
+        async def fetch() -> Sequence[bytes]:
             return await agent.fetch(
                 address,
                 incarnation,
@@ -191,6 +192,8 @@ class AgentThread:
             self._loop.run_until_complete(self._wind_up(self._agent))
         finally:
             self._loop.close()
+            for handed in list(self._handed):
+                handed.refuse()
 
     @staticmethod
     async def _wind_up(agent: KvAgent) -> None:
@@ -203,6 +206,10 @@ class AgentThread:
     def _running(self) -> KvAgent:
         if self._agent is None or self._is_closing:
             raise KvTransferFailed("the KV agent does not run", reason=PullFailure.CLOSING)
+        return self._agent
+
+    def _made(self) -> KvAgent:
+        assert self._agent is not None, "start() has returned"
         return self._agent
 
     def _post(self, what: Callable[[], None]) -> Future[None]:
@@ -233,10 +240,12 @@ class AgentThread:
         is_freed_by_result: bool = False,
     ) -> Future[T]:
         pull = _HandedPull(work, self._loop, give_back, is_freed_by_result)
+        self._handed.add(pull)
+        pull.future.add_done_callback(lambda _: self._handed.discard(pull))
         try:
             self._loop.call_soon_threadsafe(pull.begin)
-        except RuntimeError as exc:  # the loop is closed
-            raise KvTransferFailed("the KV agent is closed", reason=PullFailure.CLOSING) from exc
+        except RuntimeError:  # the loop is closed
+            pull.refuse()
         return pull.future
 
 
@@ -258,6 +267,18 @@ class _HandedPull(Generic[T]):
         self._work, self._loop, self._give_back = work, loop, give_back
         self._is_freed_by_result = is_freed_by_result
         self._has_begun = False
+        self._refusing = threading.Lock()  # held for good by who refuses it
+
+    def refuse(self) -> None:
+        """The agent's loop is no more: nothing was asked for, or it was given back as the agent ended."""
+        if not self._refusing.acquire(blocking=False):
+            return
+        if not self._has_begun:
+            self._give_back()
+        if not self.future.done() and self.future.set_running_or_notify_cancel():
+            self.future.set_exception(
+                KvTransferFailed("the KV agent is closed", reason=PullFailure.CLOSING)
+            )
 
     async def _run(self) -> T:
         self._has_begun = True

@@ -60,6 +60,7 @@ class PullResult:
     first_range_s: float = 0.0  # from the call to the first verified bytes
     num_ranges: int = 1
     num_metas: int = 1
+    checksums: Sequence[bytes] = ()  # xxh3_128 of each range, in order
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from pdmesh.core.ticket import PullFailure
 from pdmesh.errors import KvTransferFailed
@@ -18,17 +18,20 @@ _CONNECT_S = 5.0
 
 
 class ConnectionPool:
-    """Outgoing connections by address, at most `max_peers`; `is_busy` ones are never dropped for another."""
+    """Outgoing connections by address, at most `max_peers`. One whose key is `in_use` is never dropped for another."""
 
     def __init__(
         self,
         transport: KvTransport,
         max_peers: int,
-        is_busy: Callable[[KvConnection], bool],
+        in_use: Callable[[], Container[int]],
     ) -> None:
         self._transport = transport
         self._max_peers = max_peers
-        self._is_busy = is_busy
+        self._in_use = in_use
+        self._wanted: Counter[str] = (
+            Counter()
+        )  # by address: who waits for it, and has not run since
         self._open: OrderedDict[str, KvConnection] = OrderedDict()  # least recently used first
         self._opening: dict[str, asyncio.Task[KvConnection]] = {}
 
@@ -52,6 +55,7 @@ class ConnectionPool:
             task = asyncio.create_task(self._connect(address), name=f"kv-connect-{address}")
             self._opening[address] = task
             task.add_done_callback(lambda done: self._on_done(address, done))
+        self._wanted[address] += 1
         try:
             async with asyncio.timeout(timeout_s):
                 connection = await asyncio.shield(task)
@@ -59,6 +63,9 @@ class ConnectionPool:
             raise KvTransferFailed(
                 f"no KV connection to {address} in time", reason=PullFailure.TIMEOUT
             ) from exc
+        finally:
+            self._wanted[address] -= 1
+            self._wanted += Counter()  # drop zeros
         if self._open.get(address) is not connection:
             # Its end was told before we ran again, and is not told twice: a pull on it would never end.
             raise KvTransferFailed(
@@ -92,7 +99,10 @@ class ConnectionPool:
     def _make_room(self) -> None:
         if len(self._open) + len(self._opening) < self._max_peers:
             return
-        idle = next((a for a, c in self._open.items() if not self._is_busy(c)), None)
+        in_use = self._in_use()
+        idle = next(
+            (a for a, c in self._open.items() if c.key not in in_use and not self._wanted[a]), None
+        )
         if idle is None:
             raise KvTransferFailed("all KV connections are in use", reason=PullFailure.BUSY)
         self._open.pop(idle).abort("least recently used")

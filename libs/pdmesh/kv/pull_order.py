@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdmesh.core.ticket import Ticket
+from pdmesh.core.ticket import MAX_TICKET_ID, PullFailure, Ticket
+from pdmesh.errors import KvTransferFailed
 from pdmesh.kv import wire
 from pdmesh.kv.agent_types import OnRange
 from pdmesh.kv.transport import ByteArray
@@ -38,6 +39,17 @@ class PullOrder:
         return [self.targets[i] for i in indices]
 
 
+def bad_ticket(what: str) -> KvTransferFailed:
+    """`what` begins with the field."""
+    return KvTransferFailed(f"ticket.{what}", reason=PullFailure.BAD_TICKET)
+
+
+def check_ticket(ticket: Ticket) -> None:
+    """Raises KvTransferFailed (KV_BAD_TICKET) for one that cannot be asked for."""
+    if not 0 < len(ticket.ticket_id.encode()) <= MAX_TICKET_ID:
+        raise bad_ticket(f"ticket_id: not 1 to {MAX_TICKET_ID} bytes")
+
+
 def order_ticket(
     ticket: Ticket,
     landing: ByteArray,
@@ -49,10 +61,11 @@ def order_ticket(
     on_range: OnRange | None,
     on_freed: Callable[[], None],
 ) -> PullOrder:
-    """Raises ValueError if the bytes do not fit."""
+    """Raises KvTransferFailed (KV_BAD_TICKET) if the bytes do not fit, or the ticket cannot be named."""
+    check_ticket(ticket)
     is_whole = first_block == 0 and heads is None
     if is_whole and ticket.kv_bytes > landing.size:
-        raise ValueError(f"{ticket.kv_bytes} bytes do not fit {landing.size}")
+        raise bad_ticket(f"kv_bytes: {ticket.kv_bytes} do not fit {landing.size}")
     first_head, num_heads = heads or (0, 0)
 
     def make_message(pull_id: int) -> wire.Message:

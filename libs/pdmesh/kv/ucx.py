@@ -262,12 +262,12 @@ class UcxTransport:
             has_read = True
             try:
                 self._inbox_request.check_error()
+                self._on_frame()
             except self._ucx_error:  # longer than any frame of ours; who sent it cannot be known
                 log.warning("kv.frame.refused")
-            else:
-                self._on_frame()
-            if self._ucx is not None:
-                self._post_inbox()
+            finally:  # or nothing would be heard any more
+                if self._ucx is not None:
+                    self._post_inbox()
         return has_read
 
     def _on_frame(self) -> None:

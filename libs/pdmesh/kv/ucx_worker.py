@@ -13,6 +13,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import structlog
+
+log = structlog.get_logger(__name__)
+
 # TLS and devices are chosen per transport, see `options_for`.
 _ENVIRONMENT = {
     "UCX_TCP_TX_SEG_SIZE": "256K",
@@ -159,7 +163,10 @@ class UcxWorker:
             return False
         self._pending = [entry for entry in self._pending if not entry[0].completed]
         for request, on_done, _ in done:
-            on_done(self._is_ok(request))
+            try:
+                on_done(self._is_ok(request))
+            except Exception as error:  # others have ended with it, and hear of it once
+                log.error("kv.completion.died", exc_info=error)
         return True
 
     def _is_ok(self, request: Any) -> bool:

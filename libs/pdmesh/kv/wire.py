@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from pdmesh.core.kv_layout import MAX_SPANS
-from pdmesh.core.ticket import Refusal
+from pdmesh.core.ticket import MAX_TICKET_ID, Refusal
 from pdmesh.errors import KvTransferFailed
 
 MAGIC = b"PDKV"
@@ -24,7 +24,6 @@ MAX_INLINE = 64 << 10  # bytes of payload that ride behind META
 MAX_RANGES = MAX_SPANS
 MAX_NAMES = 1024
 NAME_BYTES = 16
-MAX_TICKET_ID = 128  # bytes of utf-8
 MAX_PULL_BYTES = 1 << 44
 CHECKSUM_BYTES = 16  # xxh3_128
 

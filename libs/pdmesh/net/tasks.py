@@ -1,4 +1,4 @@
-"""Ending asyncio tasks for certain.
+"""Ending asyncio tasks for certain, and hearing of those that fail.
 
 On Python 3.11 `asyncio.wait_for`, which nats-py uses everywhere, swallows a cancellation that comes together with its
 result: the task lives on and who waits for it hangs. So a task is cancelled until it is over; a TaskGroup would
@@ -8,8 +8,10 @@ cancel its children only once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
-from typing import Any, Final
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
 
 _AGAIN_S: Final = 0.05
 
@@ -46,3 +48,20 @@ async def together(*works: Coroutine[Any, Any, None]) -> None:
                 task.result()
     finally:
         await end(tasks)
+
+
+def watched(
+    work: Coroutine[Any, Any, T], name: str, on_failure: Callable[[BaseException], None]
+) -> asyncio.Task[T]:
+    """A task of its own whose failure somebody hears of, on the loop and once. Being cancelled is no failure.
+
+    The caller keeps the task: the loop itself holds it by a weak reference only.
+    """
+    task = asyncio.get_running_loop().create_task(work, name=name)
+
+    def tell(done: asyncio.Task[T]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            on_failure(error)
+
+    task.add_done_callback(tell)
+    return task

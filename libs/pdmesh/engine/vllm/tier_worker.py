@@ -82,7 +82,9 @@ class TierWorker:
     def ask_peers(self, agent: AgentThread) -> None:
         """Fetch what peers hold over this agent. Before the host's first message."""
 
-        async def fetch(*args: Any, **options: Any) -> int:  # Any: passed on as they are
+        async def fetch(
+            *args: Any, **options: Any
+        ) -> Sequence[bytes]:  # Any: passed on as they are
             return await asyncio.wrap_future(agent.fetch(*args, **options))
 
         self.stack.peers = AgentPeers(fetch, self._config.timeout_s, self._rank, self._num_ranks)

@@ -218,7 +218,7 @@ class FileTier:
                 pass
             case NotTried():
                 self._counts.add(Tier.FILE, TierEvent.DROPPED)
-            case error:
+            case _:
                 self._counts.add(Tier.FILE, TierEvent.FAILED)
                 _log_bug(done)
 

@@ -16,7 +16,6 @@ import structlog
 from pdmesh.core.tiers import Tier
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent_types import PinnedBlocks
-from pdmesh.kv.tiers.file_format import checksum_of
 from pdmesh.kv.tiers.host_pool import HostPool
 from pdmesh.kv.tiers.report import TierCounts, TierEvent
 from pdmesh.kv.transport import ByteArray
@@ -70,7 +69,7 @@ class FetchBlocks(Protocol):
         deadline_s: float,
         on_freed: Callable[[], None],
         source: str = "",
-    ) -> Awaitable[int]: ...
+    ) -> Awaitable[Sequence[bytes]]: ...
 
 
 class AgentPeers:
@@ -93,9 +92,8 @@ class AgentPeers:
         def on_freed() -> None:
             loop.call_soon_threadsafe(freed.set)
 
-        count = 0
         try:
-            count = await self._fetch(
+            return await self._fetch(
                 peer.addresses[self._rank],
                 peer.incarnation,
                 names,
@@ -107,7 +105,7 @@ class AgentPeers:
         except KvTransferFailed as error:
             log.info("kv.tier.peer_failed", peer=peer.instance_id, reason=error.reason)
             await freed.wait()
-        return [checksum_of(target) for target in targets[:count]]
+            return ()
 
 
 @dataclass(frozen=True, slots=True)
