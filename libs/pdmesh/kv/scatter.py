@@ -28,7 +28,7 @@ def runs_of(ids: npt.NDArray[np.intp]) -> list[Run]:
     """The fewest runs of consecutive ids, in order."""
     if not len(ids):
         return []
-    cuts = np.flatnonzero(np.diff(ids) != 1) + 1
+    cuts = (ids[1:] - ids[:-1] != 1).nonzero()[0] + 1  # np.diff costs as much as a small copy
     return [(int(ids[a]), a, b - a) for a, b in pairwise([0, *cuts.tolist(), len(ids)])]
 
 
@@ -73,6 +73,7 @@ class HostBlocks:
         self._check_ids(ids)
         start = 0  # of the layer, in the whole buffer
         end = offset + data.size
+        planned, runs = (0, 0), list[Run]()  # layers that are wholly in the part have the same
         for rows in self._rows:
             block_bytes = rows.shape[1] * rows.itemsize
             stop = start + len(ids) * block_bytes
@@ -82,7 +83,10 @@ class HostBlocks:
                 count, more = divmod(high - low, block_bytes)
                 if rest or more:
                     raise ValueError(f"bytes {offset} to {end} do not hold whole blocks")
-                _scatter_rows(rows, ids[first : first + count], data[low - offset : high - offset])
+                some = ids[first : first + count]
+                if planned != (first, count):
+                    planned, runs = (first, count), runs_of(some)
+                _scatter_rows(rows, some, runs, data[low - offset : high - offset])
             start = stop
         if end > start or offset < 0:
             raise ValueError(f"bytes {offset} to {end} of a buffer of {start}")
@@ -113,8 +117,9 @@ def _is_faster(runs: Sequence[Run], num_bytes: int) -> bool:
     return len(runs) == 1 or num_bytes // max(1, len(runs)) >= _RUN_BYTES
 
 
-def _scatter_rows(rows: npt.NDArray[Any], ids: npt.NDArray[np.intp], data: ByteArray) -> None:
-    runs = runs_of(ids)
+def _scatter_rows(
+    rows: npt.NDArray[Any], ids: npt.NDArray[np.intp], runs: Sequence[Run], data: ByteArray
+) -> None:
     landed = data.view(rows.dtype).reshape(len(ids), rows.shape[1])
     _put_rows(rows, ids, runs if _is_faster(runs, data.size) else None, landed)
 

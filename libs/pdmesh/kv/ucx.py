@@ -1,7 +1,8 @@
 """`KvTransport` over UCX through ucxx: RDMA and cuda_ipc on a cluster, tcp and shared memory on a laptop.
 
 All connections share one receive for messages, so that the cost of a wake-up does not grow with the number
-of peers; a frame names the connection by a random number only the two ends know. Payloads have a tag of their
+of peers; a frame names the connection by a random number only the two ends know. What one turn of the loop says to a
+peer goes as one frame: a send and its receipt cost more than a small prompt's bytes. Payloads have a tag of their
 own, made of that number and the pull's key, and are received where they belong.
 """
 
@@ -24,9 +25,12 @@ from pdmesh.kv.ucx_worker import UcxWorker, is_local, options_for
 
 log = structlog.get_logger(__name__)
 
-_FRAME = struct.Struct("<QI")  # receiver's number of the connection, bytes of the message
+_FRAME = struct.Struct("<QI")  # receiver's number of the connection, bytes that follow; 0: goodbye
+_LENGTH = struct.Struct("<I")  # before each message of a frame
+_MAX_FRAME = _LENGTH.size + MAX_MESSAGE  # without its header
+_AT_ONCE = 32 << 10  # a message so long is not copied to wait for others
 _GREETING = struct.Struct("<8sQ")  # magic, the accepting side's number of the connection
-_GREETING_MAGIC = b"PDKVUCX1"
+_GREETING_MAGIC = b"PDKVUCX2"
 _HELLO = struct.Struct("<8sQ")  # first message of the connecting side: magic, its number
 _MESSAGE_TAG = 0  # tags of payloads are never 0: a connection's number is not
 _HANDSHAKE_S = 5.0
@@ -47,17 +51,20 @@ class UcxConnection:
         self.is_announced = False
         self.close_reason = ""
         self.is_fenced = False  # we dropped it: what it still says is not heard
-        self.num_unsent = 0  # messages on their way out
+        self.waiting: list[bytes] = []  # messages, each with its length, for the next frame
+        self.num_waiting_bytes = 0
+        self.num_unsent = 0  # frames on their way out
         self.payloads: list[Any] = []  # requests that may still touch a caller's bytes
         self._transport = transport
         endpoint.set_close_callback(self._on_endpoint_closed)
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         if not self.close_reason:
-            self._transport.post_message(self, parts)
+            self._transport.add_message(self, parts)
 
     def send_payload(self, key: int, buffer: ByteArray, on_sent: Callable[[], None]) -> None:
         if not self.close_reason:
+            self._transport.send_frame(self)  # it announces the payload
             self._post_payload(self.endpoint.tag_send, self.peer_number, key, buffer, on_sent)
 
     def recv_payload(self, key: int, buffer: ByteArray, on_received: Callable[[], None]) -> None:
@@ -97,7 +104,7 @@ class UcxConnection:
         self._transport.watch(request, done, buffer)
 
     def on_posted(self, is_ok: bool) -> None:
-        """A message or greeting left, or could not."""
+        """A frame or greeting left, or could not."""
         self.num_unsent -= 1
         if not is_ok:
             self.lose("the peer is gone")
@@ -118,10 +125,11 @@ class UcxTransport:
         self._listener: Any = None
         self._num_connections = 0
         self._by_number: dict[int, UcxConnection] = {}
+        self._talking: dict[UcxConnection, None] = {}  # with messages that wait to be sent
         self._accepted: list[Any] = []  # endpoints, filled while UCX progresses
         self._dying: list[UcxConnection] = []  # endpoint to be closed
         self._draining: list[UcxConnection] = []  # endpoint closed, requests not all ended
-        self._inbox = np.empty(_FRAME.size + MAX_MESSAGE, np.uint8)
+        self._inbox = np.empty(_FRAME.size + _MAX_FRAME, np.uint8)
         self._inbox_array: Any = None
         self._inbox_request: Any = None
 
@@ -192,6 +200,7 @@ class UcxTransport:
         if ucx is None:
             return
         self._listener = None
+        self._send_waiting()
         ucx.drain(lambda: not any(c.num_unsent for c in self._by_number.values()), _FLUSH_S)
         for connection in list(self._by_number.values()):
             connection.abort("closing")
@@ -219,10 +228,35 @@ class UcxTransport:
         if self._ucx is not None:
             self._ucx.watch(request, on_done, buffer)
 
-    def post_message(self, connection: UcxConnection, parts: Sequence[bytes | memoryview]) -> None:
+    def add_message(self, connection: UcxConnection, parts: Sequence[bytes | memoryview]) -> None:
+        """Send it with the next frame to that peer, which leaves in this turn of the loop."""
         size = sum(len(part) for part in parts)
         assert 0 < size <= MAX_MESSAGE
-        frame = b"".join((_FRAME.pack(connection.peer_number, size), *parts))
+        length = _LENGTH.pack(size)
+        if connection.num_waiting_bytes + _LENGTH.size + size > _MAX_FRAME:
+            self.send_frame(connection)
+        if size >= _AT_ONCE:
+            self.send_frame(connection, length, *parts)
+            return
+        connection.waiting.append(b"".join((length, *parts)))
+        connection.num_waiting_bytes += _LENGTH.size + size
+        self._talking[connection] = None
+        if self._ucx is not None:
+            self._ucx.kick()
+
+    def _send_waiting(self) -> bool:
+        talking, self._talking = self._talking, {}
+        for connection in talking:
+            self.send_frame(connection)
+        return bool(talking)
+
+    def send_frame(self, connection: UcxConnection, *more: bytes | memoryview) -> None:
+        """Post what waits and then `more`, unless that is nothing."""
+        body, connection.waiting, connection.num_waiting_bytes = connection.waiting, [], 0
+        if connection.endpoint is None or not (body or more):
+            return
+        size = sum(map(len, body)) + sum(map(len, more))
+        frame = b"".join((_FRAME.pack(connection.peer_number, size), *body, *more))
         request = self.post(connection.endpoint.tag_send, frame, _MESSAGE_TAG)
         if request is None:
             connection.abort("the endpoint refused a message")
@@ -246,7 +280,8 @@ class UcxTransport:
         while self._accepted:
             self._accept(self._accepted.pop())
             has_work = True
-        return self._bury_dead() or has_work
+        has_work = self._bury_dead() or has_work
+        return self._send_waiting() or has_work
 
     def _post_inbox(self) -> None:
         assert self._ucx is not None
@@ -274,12 +309,23 @@ class UcxTransport:
         view = memoryview(self._inbox)  # type: ignore[arg-type]  # numpy arrays are buffers
         number, size = _FRAME.unpack_from(view)
         connection = self._by_number.get(number)
-        if connection is None or connection.is_fenced or size > MAX_MESSAGE:
+        if connection is None or size > _MAX_FRAME:
             return  # late, or a stranger's
         if size == 0:
-            connection.lose("the peer said goodbye")
+            if not connection.is_fenced:
+                connection.lose("the peer said goodbye")
             return
-        message = view[_FRAME.size : _FRAME.size + size]
+        at, end = _FRAME.size, _FRAME.size + size
+        while at + _LENGTH.size <= end and not connection.is_fenced:
+            (length,) = _LENGTH.unpack_from(view, at)
+            at += _LENGTH.size
+            if not 0 < length <= end - at:
+                connection.abort("not a frame")
+                return
+            self._on_message(connection, view[at : at + length])
+            at += length
+
+    def _on_message(self, connection: UcxConnection, message: memoryview) -> None:
         if connection.is_announced:
             assert self._handler is not None
             self._handler.on_message(connection, message)
@@ -343,6 +389,7 @@ class UcxTransport:
         has_work = bool(self._dying)
         while self._dying:
             connection = self._dying.pop()
+            self.send_frame(connection)
             self._say_goodbye(connection)
             endpoint, connection.endpoint = connection.endpoint, None
             endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pdmesh.engine.sim.model import MASK, SimModel, Words
+from pdmesh.engine.sim.model import SimModel, Words
 from pdmesh.kv.scatter import HostBlocks
 
 ByteMatrix = npt.NDArray[np.uint8]
@@ -23,40 +23,38 @@ class PagedMemory:
     def __init__(self, model: SimModel, num_blocks: int) -> None:
         params = model.params
         self.model = model
-        self.caches: list[ByteMatrix] = [
-            np.zeros((num_blocks, params.block_bytes), np.uint8) for _ in range(params.num_layers)
-        ]
+        self._bytes = np.zeros((params.num_layers, num_blocks, params.block_bytes), np.uint8)
+        self.caches: list[ByteMatrix] = list(self._bytes)
         self.blocks = HostBlocks(self.caches)
         self.layers = [HostBlocks([cache]) for cache in self.caches]
 
     def write(self, blocks: Sequence[int], states: Words, start: int) -> None:
         """Write the KV of the tokens from position `start` on, given the states of all tokens."""
-        for layer in range(self.model.params.num_layers):
-            self.write_layer(layer, blocks, states, start)
+        self._write(slice(None), blocks, states, start)
 
     def write_layer(self, layer: int, blocks: Sequence[int], states: Words, start: int) -> None:
         """`write` of one layer."""
-        params, cache = self.model.params, self.caches[layer]
-        first = (
-            start // params.block_size
-        )  # a partly filled block is written anew, from its own start
-        states = states[first * params.block_size :]
-        if len(states) == 0:
-            return
-        full, tail = divmod(len(states), params.block_size)
-        targets = list(blocks[first : first + full + (tail > 0)])
-        data = self.model.kv_words(states, layer).view(np.uint8)
-        split = full * params.block_size
-        cache[targets[:full]] = data[:split].reshape(full, params.block_bytes)
+        self._write(slice(layer, layer + 1), blocks, states, start)
+
+    def _write(self, layers: slice, blocks: Sequence[int], states: Words, start: int) -> None:
+        params = self.model.params
+        size = params.block_size
+        first = start // size  # a partly filled block is written anew, from its own start
+        data = self.model.kv_words(states[first * size :], layers).view(np.uint8)
+        full, tail = divmod(data.shape[1], size)
+        caches, num_bytes = self._bytes[layers], tail * params.token_bytes
+        if full:
+            written = data[:, : full * size].reshape(len(caches), full, params.block_bytes)
+            caches[:, blocks[first : first + full]] = written
         if tail:
-            cache[targets[full], : tail * params.token_bytes] = data[split:].reshape(-1)
+            caches[:, blocks[first + full], :num_bytes] = data[:, full * size :].reshape(
+                len(caches), num_bytes
+            )
 
     def digest(self, blocks: Sequence[int], num_tokens: int) -> int:
         """Of the KV of the first `num_tokens` tokens of a sequence that lies in `blocks`."""
         params = self.model.params
         used = list(blocks[: -(-num_tokens // params.block_size)])
-        total = 0
-        for layer, cache in enumerate(self.caches):
-            words = cache[used].reshape(-1, params.token_bytes).view(np.uint64)[:num_tokens]
-            total += self.model.digest(words, layer)
-        return total & MASK
+        words = self._bytes[:, used].view(np.uint64)
+        tokens = words.reshape(params.num_layers, -1, params.token_bytes // 8)[:, :num_tokens]
+        return self.model.digest(tokens)

@@ -48,6 +48,7 @@ def mix(x: int) -> int:
 
 _S30, _S27, _S31, _S33 = (np.uint64(n) for n in (30, 27, 31, 33))
 _N1, _N2 = np.uint64(_C1), np.uint64(_C2)
+_ONE: Final = np.uint64(1)
 
 
 def mix_words(x: Words) -> Words:
@@ -122,20 +123,24 @@ class SimModel:
 
     def states(self, token_ids: npt.NDArray[np.uint32]) -> Words:
         """The state after each token of a prefix, shape [num_tokens]."""
-        terms = (token_ids.astype(np.uint64) + np.uint64(1)) * self.state_weights[: len(token_ids)]
+        terms = (token_ids.astype(np.uint64) + _ONE) * self.state_weights[: len(token_ids)]
         states: Words = np.cumsum(terms, dtype=np.uint64)
         return states
 
-    def kv_words(self, states: Words, layer: int) -> Words:
-        """KV of tokens in one layer, shape [num_tokens, token_bytes / 8]."""
-        words: Words = np.multiply.outer(mix_words(states), self.makers[layer])
+    def last_state(self, token_ids: npt.NDArray[np.uint32]) -> int:
+        """The last of `states`."""
+        weights = self.state_weights[: len(token_ids)]
+        return int(np.dot(token_ids.astype(np.uint64) + _ONE, weights))
+
+    def kv_words(self, states: Words, layers: slice) -> Words:
+        """KV of tokens in some layers, shape [layers, num_tokens, token_bytes / 8]."""
+        words: Words = mix_words(states)[None, :, None] * self.makers[layers, None, :]
         return words
 
-    def digest(self, words: Words, layer: int) -> int:
-        """What one layer's KV, [num_tokens, token_bytes / 8] from position 0, adds to the digest."""
-        per_token = (words * self.readers[layer]).sum(axis=1, dtype=np.uint64)
-        weighted = per_token * self.position_weights[: len(words)]
-        return int(weighted.sum(dtype=np.uint64))
+    def digest(self, words: Words) -> int:
+        """Of the KV of a sequence from position 0 on, [layer, num_tokens, token_bytes / 8]."""
+        per_token = (words @ self.readers[:, :, None])[:, :, 0]
+        return int((per_token @ self.position_weights[: words.shape[1]]).sum(dtype=np.uint64))
 
     def draw(
         self, digests: Words, keys: Words, last: Words, may_end: npt.NDArray[np.bool_]

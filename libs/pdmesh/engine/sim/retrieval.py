@@ -157,9 +157,9 @@ class Retriever:
             return
         job, blocks = retrieval.job, retrieval.blocks
         del self._retrievals[job.leg]
-        states = self._model.states(np.frombuffer(job.prompt, np.uint32))
+        state = self._model.last_state(np.frombuffer(job.prompt, np.uint32))
         digest = self._memory.digest(blocks, len(job.prompt))
-        got = Retrieved(job, retrieval.first_token, blocks, int(states[-1]), digest)
+        got = Retrieved(job, retrieval.first_token, blocks, state, digest)
         self._on_retrieved(got)
 
 
