@@ -7,7 +7,6 @@ made here only, and requests are parsed by us (INVALID_ARGUMENT, no parser text)
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Final, NoReturn
 
@@ -24,11 +23,6 @@ from pdmesh import errors
 from pdmesh.errors import InvalidRequest, MeshError
 
 log = structlog.get_logger(__name__)
-
-# gRPC's older poller hands a message to Python over one thread, its event engine over three: half the round trip, a
-# third less CPU (docs/adr/0007). Read when the first channel or server is made; whoever set it knows better.
-os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it tells of every connection that ends
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024  # between our own services; edges set their own
 _STATUS_DETAILS: Final = "grpc-status-details-bin"
