@@ -168,11 +168,14 @@ async def test_too_many_choices_tokens_or_bytes_are_refused(channel: grpc.aio.Ch
 
 @pytest.mark.fault("F28")
 async def test_a_client_that_does_not_read_its_stream_is_cut(tmp_path: Path) -> None:
+    """Its window stays small: gRPC's own guess at it grows by megabytes, which a slow machine takes long to fill."""
+    window = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
     async with gateway_mesh(tmp_path, write_timeout_s=0.5, chunk_interval_ms=0) as mesh:
         for instance in mesh.instances.values():
             instance.max_model_len = 1 << 22
             mesh.register(instance.record())
-        async with rpc.channel(f"127.0.0.1:{mesh.gateway.grpc.port}") as channel:
+        address = f"127.0.0.1:{mesh.gateway.grpc.port}"
+        async with grpc.aio.insecure_channel(address, options=window) as channel:
             params = pb.GenerationParams(max_tokens=1 << 20)
             request = pb.GenerateRequest(text="abc", params=params)
             stub = InferenceServiceStub(channel)
