@@ -1,4 +1,4 @@
-"""Counters sum by labels and show at /metrics under their Prometheus names."""
+"""Counters and histograms sum by labels and show at /metrics under their Prometheus names."""
 
 from __future__ import annotations
 
@@ -32,3 +32,31 @@ def test_a_counter_sums_by_its_labels_in_any_order_and_goes_on_after_a_scrape() 
     assert any(
         line.startswith("pdmesh_test_early_total") and line.endswith(" 2.0") for line in lines
     )
+
+
+_DISTRIBUTION = """
+from opentelemetry.metrics import get_meter
+from opentelemetry.sdk.resources import Resource
+from pdmesh.telemetry import metrics
+
+ours = metrics.histogram("pdmesh.test.ours", "Ours", buckets=[0.1, 1.0])
+metrics.configure(Resource.create({}), None)
+theirs = get_meter("theirs").create_histogram(
+    "pdmesh.test.theirs", "s", "Theirs", explicit_bucket_boundaries_advisory=[0.1, 1.0]
+)
+for histogram in (ours, theirs):
+    for value in (0.0, 0.1, 0.5, 1.0, 7.0):
+        histogram.record(value, {"role": "decode"})
+    histogram.record(0.25, {"role": "prefill"})
+print(metrics.render().decode())
+"""
+
+
+def test_a_histogram_of_ours_shows_as_the_sdk_would_show_it() -> None:
+    command = [sys.executable, "-c", _DISTRIBUTION]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    ours = [line for line in shown.splitlines() if line.startswith("pdmesh_test_ours")]
+    theirs = [line for line in shown.splitlines() if line.startswith("pdmesh_test_theirs")]
+    assert ours == [line.replace("theirs", "ours") for line in theirs]
+    assert 'pdmesh_test_ours_seconds_bucket{le="0.1",role="decode"} 2.0' in ours
+    assert 'pdmesh_test_ours_seconds_count{role="prefill"} 1.0' in ours

@@ -11,12 +11,13 @@ from types import MappingProxyType
 from typing import Final
 
 from opentelemetry import metrics
-from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.metrics import CallbackOptions, Histogram, Observation
+from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
-from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from opentelemetry.sdk.metrics.export import MetricReader
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+
+from pdmesh.telemetry.histograms import Histogram, PeriodicReader, PrometheusReader
 
 Labels = Mapping[str, str]
 # From a batched token's time to a long prompt's: 1 ms to 2 min.
@@ -33,14 +34,14 @@ _meter = metrics.get_meter("pdmesh")
 
 def configure(resource: Resource, otlp_endpoint: str | None) -> MeterProvider:
     """Give the instruments a place to count. Call `shutdown()` on the result at the end."""
-    readers: list[MetricReader] = [PrometheusMetricReader(scope_info_enabled=False)]
+    readers: list[MetricReader] = [PrometheusReader(resource)]
     if otlp_endpoint:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import (  # optional and slow
             OTLPMetricExporter,
         )
 
         exporter = OTLPMetricExporter(endpoint=f"{otlp_endpoint.rstrip('/')}/v1/metrics")
-        readers.append(PeriodicExportingMetricReader(exporter, _EXPORT_EVERY_MS))
+        readers.append(PeriodicReader(resource, exporter, _EXPORT_EVERY_MS))
     provider = MeterProvider(
         metric_readers=readers,
         resource=resource,
@@ -78,9 +79,7 @@ def histogram(
     name: str, help: str, unit: str = "s", buckets: Sequence[float] = SECONDS
 ) -> Histogram:
     """A distribution: `.record(value, {label: value})`."""
-    return _meter.create_histogram(
-        name, unit, help, explicit_bucket_boundaries_advisory=list(buckets)
-    )
+    return Histogram(name, unit, help, buckets)
 
 
 def gauge(

@@ -1,0 +1,112 @@
+"""Distributions that cost a microsecond to record: a quarter of what the SDK's own histogram takes.
+
+At thousands of requests a second, each with half a dozen of them, that is a few percent of the mesh's CPU. They are
+summed here and handed to the SDK's readers, which show them as they show its own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.sdk.metrics import export
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    HistogramDataPoint,
+    Metric,
+    MetricExporter,
+    MetricsData,
+    PeriodicExportingMetricReader,
+    ResourceMetrics,
+    ScopeMetrics,
+)
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+_SCOPE: Final = InstrumentationScope("pdmesh")
+_all: Final[list[Histogram]] = []
+
+
+@dataclass(slots=True)
+class _Series:
+    """Of one set of labels."""
+
+    counts: list[int]  # by bucket
+    sum: float = 0.0
+    least: float = math.inf
+    most: float = -math.inf
+
+
+class Histogram:
+    """Values in buckets: the first holds those up to `bounds[0]`. For one thread, as it takes no lock."""
+
+    def __init__(self, name: str, unit: str, help: str, bounds: Sequence[float]) -> None:
+        self._name, self._unit, self._help = name, unit, help
+        self._bounds = list(bounds)
+        self._series: dict[frozenset[tuple[str, str]], _Series] = {}
+        self._since_ns = time.time_ns()
+        _all.append(self)
+
+    def record(self, value: float, labels: Mapping[str, str] | None = None) -> None:
+        key = frozenset(labels.items()) if labels else _NO_LABELS
+        series = self._series.get(key)
+        if series is None:
+            series = self._series[key] = _Series([0] * (len(self._bounds) + 1))
+        series.counts[bisect_left(self._bounds, value)] += 1
+        series.sum += value
+        if value < series.least:
+            series.least = value
+        if value > series.most:
+            series.most = value
+
+    def to_metric(self) -> Metric:
+        now_ns = time.time_ns()
+        points = [
+            HistogramDataPoint(
+                attributes=dict(labels),
+                start_time_unix_nano=self._since_ns,
+                time_unix_nano=now_ns,
+                count=sum(series.counts),
+                sum=series.sum,
+                bucket_counts=list(series.counts),
+                explicit_bounds=self._bounds,
+                min=series.least,
+                max=series.most,
+            )
+            for labels, series in list(self._series.items())
+        ]
+        data = export.Histogram(points, AggregationTemporality.CUMULATIVE)
+        return Metric(self._name, self._help, self._unit, data)
+
+
+_NO_LABELS: Final[frozenset[tuple[str, str]]] = frozenset()
+
+
+class _WithOurs:
+    """A reader of the SDK's that is handed our histograms as well, under `resource`."""
+
+    resource: Resource
+
+    # Any: whatever the SDK passes on.
+    def _receive_metrics(self, metrics_data: MetricsData | None, *args: Any, **kwargs: Any) -> None:
+        metrics = [m for h in _all if (m := h.to_metric()).data.data_points]
+        ours = ResourceMetrics(self.resource, [ScopeMetrics(_SCOPE, metrics, "")], "")
+        theirs = metrics_data.resource_metrics if metrics_data is not None else ()
+        super()._receive_metrics(MetricsData([*theirs, ours]), *args, **kwargs)  # type: ignore[misc]  # the reader's
+
+
+class PrometheusReader(_WithOurs, PrometheusMetricReader):
+    def __init__(self, resource: Resource) -> None:
+        self.resource = resource
+        super().__init__(scope_info_enabled=False)
+
+
+class PeriodicReader(_WithOurs, PeriodicExportingMetricReader):
+    def __init__(self, resource: Resource, exporter: MetricExporter, every_ms: float) -> None:
+        self.resource = resource
+        super().__init__(exporter, every_ms)
