@@ -30,6 +30,7 @@ class Timings:
         kind = type(event)
         if kind is FirstToken:
             self.first_token = self.first_token or now
+            self.accepted = self.accepted or now  # a fast prefill says both at once
         elif kind is LegAccepted:
             if not self.first_token:
                 self.accepted = self.accepted or now

@@ -59,7 +59,7 @@ async def test_tokens_go_at_once_unless_a_message_just_went() -> None:
 
 async def test_what_somebody_waits_for_takes_the_held_back_along_at_once() -> None:
     outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=60.0)
-    outbox.add_event(convert.accepted(8), is_urgent=False)
+    outbox.add_accepted(8)
     outbox.flush()
     assert await taken_within(outbox, 0.05) is None
     outbox.add_event(convert.finished(7, FinishReason.STOP))
@@ -71,14 +71,26 @@ async def test_what_somebody_waits_for_takes_the_held_back_along_at_once() -> No
 
 async def test_an_event_nobody_waits_for_goes_by_itself_in_the_end() -> None:
     outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=0.02)
-    outbox.add_event(convert.accepted(8), is_urgent=False)
+    outbox.add_accepted(8)
     outbox.flush()
     assert await taken_within(outbox, 2.0) is not None
 
 
+async def test_an_acceptance_is_left_out_if_the_message_says_what_came_of_it(
+    outbox: Outbox,
+) -> None:
+    for key in (7, 8):
+        outbox.add_accepted(key)
+    outbox.add_event(convert.finished(7, FinishReason.STOP))
+    message = await outbox.next()
+    assert message is not None
+    found = [(event.key, event.WhichOneof("event")) for event in message.events]
+    assert found == [(8, "accepted"), (7, "finished")]
+
+
 async def test_a_closing_session_says_what_it_held_back() -> None:
     outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=60.0)
-    outbox.add_event(convert.accepted(8), is_urgent=False)
+    outbox.add_accepted(8)
     outbox.close()
     assert await taken_within(outbox, 1.0) is not None
     assert await taken_within(outbox, 1.0) is None

@@ -374,6 +374,7 @@ class Request:
         leg = self._leg
         assert leg is not None
         self.prefill_id = leg.to.instance_id
+        self._retry_s = self._limits.retry_s
         if not self.attempt:
             self.num_cached_tokens = event.num_cached_tokens
         effects: list[Effect] = [EmitTokens(self._append((event.token_id,)))]

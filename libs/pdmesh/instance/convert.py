@@ -129,11 +129,10 @@ def logprob_to_proto(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
     )
 
 
-def accepted(key: int, ticket: Ticket | None = None) -> SessionEvent:
-    event = SessionEvent(key=key, accepted=instance_service_pb2.Accepted())
-    if ticket is not None:
-        event.accepted.ticket.CopyFrom(ticket_to_proto(ticket))
-    return event
+def accepted(key: int, ticket: Ticket) -> SessionEvent:
+    return SessionEvent(
+        key=key, accepted=instance_service_pb2.Accepted(ticket=ticket_to_proto(ticket))
+    )
 
 
 def rejected(key: int, refused: Refused) -> SessionEvent:

@@ -29,7 +29,6 @@ from pdmesh.engine.base import (
     LandingFreed,
     Prefilled,
     PrefillJob,
-    Ticket,
     TicketClosed,
     TicketOpened,
     TiersReported,
@@ -251,13 +250,8 @@ class InstanceHost:
         leg.is_per_layer = job.is_per_layer and hands_on(job, self.admission.capacity.max_model_len)
         self._legs.add(leg)
         if not leg.is_per_layer:  # else with the ticket, once it is open
-            self._accept(leg)
+            leg.outbox.add_accepted(leg.key)
         self._engine.prefill(job)
-
-    def _accept(self, leg: Leg, ticket: Ticket | None = None) -> None:
-        """A ticket is waited for; otherwise FirstToken or the KV soon tells the same."""
-        leg.is_accepted = True
-        leg.outbox.add_event(convert.accepted(leg.key, ticket), is_urgent=ticket is not None)
 
     def _start_decode(
         self, leg: Leg, m: Start, parsed: convert.Parsed, landing: ArenaRange | None
@@ -268,7 +262,7 @@ class InstanceHost:
             names.SPAN_KV_TRANSFER, m.traceparent, m.request_id, m.attempt
         )
         self._legs.add(leg)
-        self._accept(leg)
+        leg.outbox.add_accepted(leg.key)
         remaining_s = m.remaining_ms / 1000
         if (
             not m.awaits_first_token
@@ -348,7 +342,7 @@ class InstanceHost:
 
     def _on_ticket_opened(self, output: TicketOpened) -> None:
         if (leg := self._legs.get(output.leg)) is not None:
-            self._accept(leg, output.ticket)
+            leg.outbox.add_event(convert.accepted(leg.key, output.ticket))
 
     def _on_landing_freed(self, output: LandingFreed) -> None:
         self.admission.range_freed(output.leg, self._clock())

@@ -28,7 +28,6 @@ class Leg:
     ticket_id: str = ""  # of a prefill, once admitted
     source: KvSource | None = None  # of a decode: whom its KV comes from
     is_per_layer: bool = False  # its ticket is open while it computes, and may close before it ends
-    is_accepted: bool = False  # the gateway has been told
     has_first: bool = False  # token 1 was drawn (prefill), or the KV has come (decode)
     overdue: asyncio.TimerHandle | None = None
     span: Span | None = None

@@ -2,7 +2,7 @@
 
 While the writer is busy, steps pile up into one message. Tokens go at once unless a message went less than `gap_s`
 ago, so that an engine with very short steps costs no message per step; events that nobody waits for ride along with
-what comes within `gap_s`. The pile is bounded: a gateway that does not read is cut off rather than remembered without
+what comes within `gap_s`, and news of an acceptance is left out if the same message says what came of it. The pile is bounded: a gateway that does not read is cut off rather than remembered without
 end (F28).
 """
 
@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdmesh.v1.instance_service_pb2 import Load, SessionEvent, SessionResponse
+from pdmesh.v1.instance_service_pb2 import Accepted, Load, SessionEvent, SessionResponse
 
 MAX_PENDING: Final = 200_000  # tokens and events together: some MB
+_ACCEPTED: Final = Accepted()
 _EVENT_WEIGHT: Final = 8  # an event weighs about as much as so many tokens
 
 
@@ -24,19 +25,24 @@ _EVENT_WEIGHT: Final = 8  # an event weighs about as much as so many tokens
 class _Pile:
     keys: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    accepted: dict[int, None] = field(default_factory=dict)  # keys
     events: list[SessionEvent] = field(default_factory=list)
     load: Load | None = None
     due_at: float = math.inf
 
     @property
     def weight(self) -> int:
-        return len(self.keys) + _EVENT_WEIGHT * len(self.events)
+        return len(self.keys) + _EVENT_WEIGHT * (len(self.accepted) + len(self.events))
 
     def to_response(self) -> SessionResponse:
         response = SessionResponse()
         if self.keys:
             response.tokens.keys.extend(self.keys)
             response.tokens.token_ids.extend(self.token_ids)
+        if self.accepted:
+            response.events.extend(
+                SessionEvent(key=key, accepted=_ACCEPTED) for key in self.accepted
+            )
         if self.events:
             response.events.extend(self.events)
         if self.load is not None:
@@ -69,8 +75,14 @@ class Outbox:
 
     def add_event(self, event: SessionEvent, *, is_urgent: bool = True) -> None:
         """`is_urgent`: somebody waits for it."""
+        self._pile.accepted.pop(event.key, None)
         self._pile.events.append(event)
         self._send_by(-math.inf if is_urgent else self._clock() + self._gap_s)
+
+    def add_accepted(self, key: int) -> None:
+        """Whatever the leg does next says so too: nobody waits for it."""
+        self._pile.accepted[key] = None
+        self._send_by(self._clock() + self._gap_s)
 
     def set_load(self, load: Load, version: int, *, is_urgent: bool = True) -> None:
         self._pile.load, self.load_version = load, version

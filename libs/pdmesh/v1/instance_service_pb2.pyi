@@ -192,7 +192,7 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Prefill(_message.Message):
-    """Compute a prompt. Answered by Accepted or Rejected at once, then FirstToken."""
+    """Compute a prompt. Answered by Accepted or Rejected at once, then FirstToken; one that comes at once stands for both."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -252,7 +252,9 @@ Global___Prefill: _TypeAlias = Prefill  # noqa: Y015
 
 @_typing.final
 class Start(_message.Message):
-    """Decode from a ticket. Answered by Accepted or Rejected at once, then KvReceived, tokens, Finished."""
+    """Decode from a ticket. Answered by Accepted or Rejected at once, then KvReceived, tokens, Finished; KvReceived that comes at
+    once stands for both.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
