@@ -257,6 +257,8 @@ class TestSession:
 
     @staticmethod
     def _tell(leg: LegLog, kind: str, value: Any) -> None:
+        if kind in {"first_token", "kv_received"} and not leg.has("accepted"):
+            leg.heard.append(("accepted", pb.Accepted()))  # it says so
         leg.heard.append((kind, value))
         leg.changed.set()
 
