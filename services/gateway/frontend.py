@@ -27,8 +27,10 @@ from pdmesh.errors import (
     PoisonRequest,
 )
 from pdmesh.telemetry import metrics, names, traces
+from services.gateway.choice_text import Delta
 from services.gateway.door import ANYONES_VISIT, Visit
-from services.gateway.generation import Collaborators, Delta, Generation, Identity
+from services.gateway.generation import Collaborators, Generation
+from services.gateway.leg_commands import Identity
 from services.gateway.observer import CallReport, Observer
 from services.gateway.openai_schema import context_exceeded
 from services.gateway.pacer import Pacer

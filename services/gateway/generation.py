@@ -1,8 +1,4 @@
-"""The shell of one choice: turns the request core's effects into commands, and what instances say into events.
-
-Tokens are only appended here; their text is made when the writer takes it, all at once, so that a busy stream
-costs one pass for many tokens.
-"""
+"""The shell of one choice: turns the request core's effects into commands, and what instances say into events."""
 
 from __future__ import annotations
 
@@ -28,7 +24,6 @@ from pdmesh.core.request_types import (
     EmitTokens,
     Event,
     Fail,
-    FinishReason,
     FirstToken,
     ForgetLeg,
     KvReceived,
@@ -48,26 +43,25 @@ from pdmesh.core.request_types import (
 )
 from pdmesh.core.retry_budget import RetryBudget
 from pdmesh.core.slo import Slos
-from pdmesh.errors import MeshError, Overloaded
-from pdmesh.v1.common_pb2 import InstanceRecord, SamplingParams, Ticket, TokenLogprob
+from pdmesh.errors import MeshError
+from pdmesh.v1.common_pb2 import InstanceRecord, Ticket, TokenLogprob
 from pdmesh.v1.instance_service_pb2 import (
     Abort,
     Command,
     Join,
     KvTransfer,
-    Prefill,
     Release,
     SessionEvent,
-    Start,
 )
-from pdmesh.v1.scheduler_service_pb2 import PlanQuery
+from services.gateway.choice_text import ChoiceText, Delta
 from services.gateway.fleet import Fleet
+from services.gateway.leg_commands import Identity, LegCommands
 from services.gateway.planner import Planner
 from services.gateway.prompt import Prompt
 from services.gateway.sessions import InstanceSession, SessionPool
 from services.gateway.spec import CallSpec
 from services.gateway.timings import Timings
-from services.gateway.tokenizer import TextStream, Tokenizer
+from services.gateway.tokenizer import Tokenizer
 from services.gateway.waiting import Waiting
 
 log = structlog.get_logger(__name__)
@@ -89,31 +83,6 @@ class Collaborators:
     hash_secret: bytes
     next_key: Callable[[], int]
     kv_transfer: Callable[[str], KvTransfer.ValueType]  # of a scenario
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one choice produced since it was last asked. `is_last` comes once, with a reason or an error."""
-
-    index: int
-    text: str
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprob]
-    is_last: bool = False
-    finish_reason: FinishReason | None = None
-    error: MeshError | None = None
-
-
-@dataclass(slots=True)
-class Identity:
-    """Names of one choice, as instances and the master see it."""
-
-    request_id: str
-    index: int
-    traceparent: str = ""
-    seed: int | None = None
-    max_tokens: int = 1
-    deadline: float = 0.0
 
 
 class Generation:
@@ -145,17 +114,17 @@ class Generation:
         self._spec = spec
         self.prompt = prompt
         self._identity = identity
-        self._stop_ids = sorted(stop_ids)
+        self._commands = LegCommands(spec, prompt, identity, sorted(stop_ids))
         self._on_tokens = on_tokens
         self._on_end = on_end
         self._sessions: dict[int, InstanceSession] = {}  # by leg key
         self._ticket: Ticket | None = None
-        self._logprobs: list[TokenLogprob] | None = None
-        if sampling.num_logprobs is not None:
-            self._logprobs = []
-        self._text: TextStream = shared.tokenizer.text_stream(sampling.stop)
-        self._num_taken = 0
-        self._is_last_taken = False
+        self._text = ChoiceText(
+            identity.index,
+            shared.tokenizer.text_stream(sampling.stop),
+            has_logprobs=sampling.num_logprobs is not None,
+            default_text=shared.slos.default_text(spec.scenario),
+        )
         self._waiting_number: int | None = None
         self._events: deque[Event] = deque()
         self._is_handling = False
@@ -186,41 +155,19 @@ class Generation:
 
     @property
     def num_completion_tokens(self) -> int:
-        return self._text.num_tokens if self._text.is_stopped else len(self.core.emitted)
+        return self._text.num_tokens(len(self.core.emitted))
 
     def take(self) -> Delta | None:
         """Everything since the last call, as text; None if there is nothing new."""
-        if self._is_last_taken:
+        taken = self._text.take(self.core.emitted)
+        if taken is None:
             return None
-        emitted = self.core.emitted
-        end = len(emitted) if self._logprobs is None else min(len(emitted), len(self._logprobs))
-        begin, self._num_taken = self._num_taken, end
-        token_ids = emitted[begin:end]
-        text = self._text.feed(token_ids) if token_ids else ""
         if self._text.is_stopped:
             self.on_event(StopMatched())
-            token_ids = token_ids[: self._text.num_tokens - begin]
-        logprobs = self._logprobs[begin : begin + len(token_ids)] if self._logprobs else ()
         if self.is_ended:
-            return self._last(text, token_ids, logprobs)
-        if not text and not token_ids:
-            return None
-        return Delta(self.index, text, token_ids, logprobs)
-
-    def _last(self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Delta:
-        self._is_last_taken = True
-        outcome = self.core.outcome
-        if self._text.is_stopped:
-            return Delta(self.index, text, token_ids, logprobs, True, "stop")
-        text += self._text.finish()
-        if isinstance(outcome, Complete):
-            return Delta(self.index, text, token_ids, logprobs, True, outcome.finish_reason)
-        error = outcome.error if isinstance(outcome, Fail) else self.error
-        if isinstance(error, Overloaded) and not self.core.emitted:
-            said = self._shared.slos.default_text(self._spec.scenario)
-            if said is not None:
-                return Delta(self.index, said, token_ids, logprobs, True, "stop")
-        return Delta(self.index, text, token_ids, logprobs, True, None, error)
+            is_empty = not self.core.emitted
+            return self._text.last(taken, self.core.outcome, self.error, is_empty=is_empty)
+        return taken if taken.text or taken.token_ids else None
 
     # --- what instances, planner and timers call --------------------------------------------------
 
@@ -232,8 +179,8 @@ class Generation:
             self.on_event(DecodeTokens(key, (token_id,)))
 
     def on_logprobs(self, key: int, logprobs: Sequence[TokenLogprob]) -> None:
-        if self._logprobs is not None and self.core.is_current(key):
-            self._logprobs.extend(logprobs)
+        if self.core.is_current(key):
+            self._text.add_logprobs(logprobs)
             self._on_tokens()
 
     def on_event(self, event: Event, detail: SessionEvent | None = None) -> None:
@@ -292,8 +239,7 @@ class Generation:
         elif isinstance(event, FirstToken) and self.core.is_current(event.key):
             first = detail.first_token
             self._ticket = first.ticket if first.HasField("ticket") else None
-            if self._logprobs is not None:
-                self._logprobs.append(first.logprob)
+            self._text.add_logprobs((first.logprob,))
         elif isinstance(event, KvReceived):
             received = detail.kv_received
             self.timings.kv_transfer_us = received.duration_us
@@ -301,20 +247,9 @@ class Generation:
     # --- effects ---------------------------------------------------------------------------------
 
     def _ask_plan(self, effect: AskPlan) -> None:
-        spec, emitted = self._spec, self.core.emitted
-        record = self._shared.fleet.reference(spec.model)
-        query = PlanQuery(
-            request_id=self._identity.request_id,
-            attempt=effect.attempt,
-            model=spec.model,
-            scenario=spec.scenario,
-            block_hashes=self.prompt.hashes(record, emitted) if record else (),
-            num_prompt_tokens=len(self.prompt.tokens) + len(emitted),
-            max_tokens=self.core.num_remaining,
-            chat_id=spec.chat_id,
-            excluded_instance_ids=effect.excluded,
-            traceparent=self._identity.traceparent,
-        )
+        core = self.core
+        reference = self._shared.fleet.reference(self._spec.model)
+        query = self._commands.plan_query(effect, reference, core.emitted, core.num_remaining)
         self._shared.planner.ask(self, effect.plan, query)
 
     def _send_prefill(self, effect: SendPrefill) -> None:
@@ -322,21 +257,9 @@ class Generation:
         if record is None:
             self._refuse(effect.key)
             return
-        replayed = self.core.emitted[: effect.num_replayed]
-        command = Prefill(
-            key=effect.key,
-            request_id=self._identity.request_id,
-            attempt=effect.attempt,
-            prompt_token_ids=self.prompt.with_replayed(replayed),
-            block_hashes=self.prompt.hashes(record, replayed),
-            sampling=self._sampling(effect.max_tokens),
-            remaining_ms=self._remaining_ms(),
-            is_local=effect.to.is_local,
-            traceparent=self._identity.traceparent,
-            cache_salt=self.prompt.root(record.model_fingerprint).hex(),
-            kv_transfer=self._shared.kv_transfer(self._spec.scenario or record.scenario),
-        )
-        self._open_leg(effect.key, record, Command(prefill=command))
+        kv_transfer = self._shared.kv_transfer(self._spec.scenario or record.scenario)
+        command = self._commands.prefill(effect, record, self.core.emitted, kv_transfer)
+        self._open_leg(effect.key, record, command)
 
     def _send_start(self, effect: SendStart) -> None:
         """After the writer of token 1, which was woken just now: the client need not wait for the hand-over."""
@@ -354,23 +277,8 @@ class Generation:
         if record is None or self._ticket is None:
             self._refuse(effect.key)
             return
-        replayed = self.core.emitted[: effect.num_replayed]
-        first_token = 0 if effect.is_early else replayed.pop()
-        command = Start(
-            key=effect.key,
-            request_id=self._identity.request_id,
-            attempt=effect.attempt,
-            prompt_token_ids=self.prompt.with_replayed(replayed),
-            block_hashes=self.prompt.hashes(record, replayed),
-            first_token_id=first_token,
-            awaits_first_token=effect.is_early,
-            ticket=self._ticket,
-            sampling=self._sampling(effect.max_tokens),
-            remaining_ms=self._remaining_ms(),
-            traceparent=self._identity.traceparent,
-            cache_salt=self.prompt.root(record.model_fingerprint).hex(),
-        )
-        self._open_leg(effect.key, record, Command(start=command))
+        command = self._commands.start(effect, record, self.core.emitted, self._ticket)
+        self._open_leg(effect.key, record, command)
 
     def _send_join(self, effect: SendJoin) -> None:
         session = self._sessions.get(effect.key)
@@ -388,21 +296,6 @@ class Generation:
     def _refuse(self, key: int) -> None:
         """The instance cannot even be asked now: as good as a rejection, and no failure of the request's."""
         self.on_event(LegRejected(key, is_final=True))
-
-    def _sampling(self, max_tokens: int) -> SamplingParams:
-        asked = self._spec.sampling
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            seed=self._identity.seed,
-            stop_token_ids=self._stop_ids,
-            ignore_eos=asked.ignore_eos,
-            num_logprobs=asked.num_logprobs,
-        )
-
-    def _remaining_ms(self) -> int:
-        return max(1, int((self._identity.deadline - time.monotonic()) * 1000))
 
     def _abort_leg(self, effect: AbortLeg) -> None:
         session = self._sessions.pop(effect.key, None)

@@ -20,9 +20,9 @@ from pdmesh.lifecycle import StartupError
 from pdmesh.net import rpc
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, Usage
+from services.gateway.choice_text import Delta
 from services.gateway.door import Door, Visit
 from services.gateway.frontend import Call, Frontend, new_request_id
-from services.gateway.generation import Delta
 from services.gateway.grpc_calls import chat_spec, generate_spec
 from services.gateway.spec import CallSpec
 

@@ -16,10 +16,10 @@ import structlog
 from pdmesh.core.tenants import Tenant
 from pdmesh.errors import InvalidRequest, MeshError
 from pdmesh.telemetry import metrics
+from services.gateway.choice_text import Delta
 from services.gateway.door import Door, Visit, check_model
 from services.gateway.exchange import ClientGone, Exchange, Receive, Scope, Send
 from services.gateway.frontend import Call, Frontend
-from services.gateway.generation import Delta
 from services.gateway.openai_calls import chat_spec, completion_spec
 from services.gateway.openai_format import ChunkWriter, error_chunk, whole_body
 from services.gateway.openai_schema import (

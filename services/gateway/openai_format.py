@@ -12,8 +12,8 @@ import msgspec
 
 from pdmesh.errors import MeshError
 from pdmesh.v1.common_pb2 import TokenLogprob
+from services.gateway.choice_text import Delta
 from services.gateway.frontend import Call
-from services.gateway.generation import Delta
 from services.gateway.tokenizer import Tokenizer
 
 DONE: Final = b"data: [DONE]\n\n"
