@@ -104,9 +104,9 @@ class _Guarded(HttpToolsProtocol):
             ):
                 self._refuse(_TOO_LARGE)
                 return
-            if self._deadline is None:
-                self._start_clock()
         super().data_received(data)
+        if self._head_bytes and self._deadline is None:  # a request has begun, and not ended
+            self._start_clock()
 
     def watch(self, on_gone: Callable[[], None]) -> None:
         """Call `on_gone` once the client has gone (closing its sending half counts), until `unwatch`."""

@@ -88,6 +88,35 @@ async def test_an_acceptance_is_left_out_if_the_message_says_what_came_of_it(
     assert found == [(8, "accepted"), (7, "finished")]
 
 
+async def test_an_acceptance_may_be_held_back_from_messages_but_not_for_ever() -> None:
+    outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=0.0)
+    outbox.add_accepted(7, hold_s=60.0)
+    outbox.add_accepted(8, hold_s=0.05)
+    outbox.add_tokens([1], [1])
+    first = await taken_within(outbox, 1.0)
+    assert first is not None
+    assert not first.events
+    later = await taken_within(outbox, 5.0)
+    assert later is not None
+    assert [event.key for event in later.events] == [8]
+    outbox.add_event(convert.finished(7, FinishReason.STOP))
+    last = await taken_within(outbox, 1.0)
+    assert last is not None
+    assert [event.WhichOneof("event") for event in last.events] == ["finished"]
+
+
+async def test_what_is_due_sooner_does_not_wait_for_what_is_due_later() -> None:
+    outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=0.01)
+    outbox.add_tokens([1], [1])
+    assert await taken_within(outbox, 1.0) is not None
+    outbox.add_accepted(7, hold_s=60.0)
+    assert await taken_within(outbox, 0.02) is None
+    outbox.add_tokens([1], [2])
+    outbox.add_accepted(8)
+    outbox.flush()
+    assert await taken_within(outbox, 5.0) is not None
+
+
 async def test_a_closing_session_says_what_it_held_back() -> None:
     outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=60.0)
     outbox.add_accepted(8)

@@ -57,6 +57,7 @@ log = structlog.get_logger(__name__)
 ENGINE_DIED: Final = "ENGINE_DIED"
 SOURCE_HELD: Final = "KV_SOURCE_QUARANTINED"
 SOURCE_RELEASED: Final = "KV_SOURCE_RELEASED"
+_HOLD_ACCEPTED_S: Final = 0.05  # a decode's; a prefill's is not held, as gateways count T_p from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +263,7 @@ class InstanceHost:
             names.SPAN_KV_TRANSFER, m.traceparent, m.request_id, m.attempt
         )
         self._legs.add(leg)
-        leg.outbox.add_accepted(leg.key)
+        leg.outbox.add_accepted(leg.key, _HOLD_ACCEPTED_S)
         remaining_s = m.remaining_ms / 1000
         if (
             not m.awaits_first_token

@@ -25,7 +25,7 @@ _EVENT_WEIGHT: Final = 8  # an event weighs about as much as so many tokens
 class _Pile:
     keys: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    accepted: dict[int, None] = field(default_factory=dict)  # keys
+    accepted: dict[int, float] = field(default_factory=dict)  # by key, from when on to be said
     events: list[SessionEvent] = field(default_factory=list)
     load: Load | None = None
     due_at: float = math.inf
@@ -33,6 +33,13 @@ class _Pile:
     @property
     def weight(self) -> int:
         return len(self.keys) + _EVENT_WEIGHT * (len(self.accepted) + len(self.events))
+
+    def hold_back(self, now: float) -> dict[int, float]:
+        """Take out the acceptances that are too new to be said."""
+        held = {key: at for key, at in self.accepted.items() if at > now}
+        for key in held:
+            del self.accepted[key]
+        return held
 
     def to_response(self) -> SessionResponse:
         response = SessionResponse()
@@ -65,7 +72,8 @@ class Outbox:
         self._pile = _Pile()
         self._taken_at = -math.inf
         self._waiting_since: float | None = None
-        self._is_timer_set = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
         self._ready = asyncio.Event()
 
     def add_tokens(self, keys: Sequence[int], token_ids: Sequence[int]) -> None:
@@ -79,10 +87,11 @@ class Outbox:
         self._pile.events.append(event)
         self._send_by(-math.inf if is_urgent else self._clock() + self._gap_s)
 
-    def add_accepted(self, key: int) -> None:
-        """Whatever the leg does next says so too: nobody waits for it."""
-        self._pile.accepted[key] = None
-        self._send_by(self._clock() + self._gap_s)
+    def add_accepted(self, key: int, hold_s: float = 0.0) -> None:
+        """Whatever the leg does next says so too. It is said unless that comes within `hold_s`, or in the same message."""
+        now = self._clock()
+        self._pile.accepted[key] = now + hold_s
+        self._send_by(now + max(hold_s, self._gap_s))
 
     def set_load(self, load: Load, version: int, *, is_urgent: bool = True) -> None:
         self._pile.load, self.load_version = load, version
@@ -127,20 +136,26 @@ class Outbox:
             await self._ready.wait()
         pile, self._pile = self._pile, _Pile()
         self._taken_at, self._waiting_since = self._clock(), None
+        if pile.accepted and not self.is_closed:
+            self._pile.accepted = pile.hold_back(self._taken_at)
+            self._pile.due_at = min(self._pile.accepted.values(), default=math.inf)
         return pile.to_response()
 
     def _is_due(self) -> bool:
         if not (self.has_something or self._pile.load):
             self._waiting_since = None
             return False
-        rest_s = self._pile.due_at - self._clock()
+        due_at = self._pile.due_at
+        rest_s = due_at - self._clock()
         if rest_s <= 0 or self.is_closed:
             return True
-        if not self._is_timer_set:
-            self._is_timer_set = True
-            asyncio.get_running_loop().call_later(rest_s, self._on_timer)
+        if due_at < self._timer_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_at = due_at
+            self._timer = asyncio.get_running_loop().call_later(rest_s, self._on_timer)
         return False
 
     def _on_timer(self) -> None:
-        self._is_timer_set = False
+        self._timer, self._timer_at = None, math.inf
         self._ready.set()

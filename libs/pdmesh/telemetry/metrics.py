@@ -28,6 +28,7 @@ CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _EXPORT_EVERY_MS: Final = 15_000
 
 _NO_LABELS: Final[Labels] = MappingProxyType({})
+_NO_KEY: Final[frozenset[tuple[str, str]]] = frozenset()
 
 _meter = metrics.get_meter("pdmesh")
 
@@ -64,7 +65,7 @@ class Counter:
         _meter.create_observable_counter(name, [self._observe], unit, help)
 
     def add(self, amount: float, labels: Labels = _NO_LABELS) -> None:
-        key = frozenset(labels.items())
+        key = frozenset(labels.items()) if labels else _NO_KEY
         self._sums[key] = self._sums.get(key, 0) + amount
 
     def _observe(self, _: CallbackOptions) -> Iterable[Observation]:
