@@ -12,7 +12,8 @@ from typing import Any, Final
 import structlog
 
 from pdmesh.core.poison import PoisonBook
-from pdmesh.core.request import WAITING, Request
+from pdmesh.core.request import Request
+from pdmesh.core.request_state import WAITING
 from pdmesh.core.request_types import (
     AbortLeg,
     AskPlan,

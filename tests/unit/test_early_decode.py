@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from pdmesh.core.request import Phase, Request
+from pdmesh.core.request import Request
+from pdmesh.core.request_state import Phase
 from pdmesh.core.request_types import (
     AbortLeg,
     AskPlan,

@@ -1,9 +1,7 @@
 """The life of one request (one choice of it): candidates, rejections, legs, migration, deadlines.
 
-At most one leg is active at a time, and at most one ticket is open beside it; while a prefill computes whose KV is
-handed on layer by layer, an `EarlyDecode` waits beside it and becomes the active leg at token 1. Every leg has a key of its own
-that is never used again, so whatever an abandoned leg still says finds no owner and is dropped: that is the
-fence against two decoders. A rejection is a normal answer and never counts as a failure (S40-S44).
+What happens to it, that is: what it holds meanwhile is `request_state.py`. Every leg has a key of its own that is never used
+again, so whatever an abandoned leg still says finds no owner and is dropped: that is the fence against two decoders. A rejection is a normal answer and never counts as a failure (S40-S44).
 A request that lost a leg is planned again with the tokens emitted so far appended to its prompt.
 """
 
@@ -11,13 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from typing import Final
 
-from pdmesh.core.early_decode import EarlyDecode, Leg
+from pdmesh.core.early_decode import EarlyDecode
+from pdmesh.core.request_state import OpenTicket, Phase, RequestState
 from pdmesh.core.request_types import (
-    AbortLeg,
     AskPlan,
     Cancelled,
     Candidate,
@@ -28,7 +24,6 @@ from pdmesh.core.request_types import (
     EmitTokens,
     Event,
     Fail,
-    FinishReason,
     FirstToken,
     ForgetLeg,
     KvReceived,
@@ -39,8 +34,6 @@ from pdmesh.core.request_types import (
     LegRejected,
     PlanFailed,
     PlanReceived,
-    ReleaseTicket,
-    RequestLimits,
     SendJoin,
     SendPrefill,
     SendStart,
@@ -48,11 +41,9 @@ from pdmesh.core.request_types import (
     StopMatched,
     Submitted,
     Tick,
-    TicketHeld,
     WaitForSlot,
     WaitRefused,
 )
-from pdmesh.core.retry_budget import RetryBudget
 from pdmesh.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -60,121 +51,16 @@ from pdmesh.errors import (
     InvalidRequest,
     MeshError,
     NoInstance,
-    Overloaded,
     PoisonRequest,
 )
 
-_MAX_RETRY_S: Final = 2.0
 _ENGINE_DIED: Final = "ENGINE_DIED"
-_MIN_RETRY_S: Final = 0.01
 
 
-class Phase(Enum):
-    NEW = "new"
-    PLANNING = "planning"
-    WAITING_PLAN = "waiting_plan"  # lost a leg, and nothing could take over yet
-    PREFILL_OFFERED = "prefill_offered"
-    WAITING_PREFILL = "waiting_prefill"  # in the waiting room
-    PREFILLING = "prefilling"
-    DECODE_OFFERED = "decode_offered"
-    WAITING_DECODE = "waiting_decode"  # in the waiting room, holding a ticket
-    DECODING = "decoding"
-    ENDED = "ended"
-
-
-WAITING: Final = frozenset({Phase.WAITING_PREFILL, Phase.WAITING_DECODE})
-
-
-@dataclass(frozen=True, slots=True)
-class _Ticket:
-    key: int  # of the prefill leg
-    holder: Candidate
-    held: TicketHeld
-    until: float
-
-
-class Request:
+class Request(RequestState):
     """`handle` is the only way to change state, but for `push_token`, which is its short cut for one token."""
 
-    __slots__ = (
-        "_answer_by",
-        "_budget",
-        "_candidates",
-        "_deadline",
-        "_decodes",
-        "_decoding_key",
-        "_early",
-        "_excluded",
-        "_last_error",
-        "_leg",
-        "_leg_began_at",
-        "_limits",
-        "_max_tokens",
-        "_next_key",
-        "_num_prompt_tokens",
-        "_plan",
-        "_prefill_by",
-        "_progress_at",
-        "_retry_at",
-        "_retry_s",
-        "_stop_token_ids",
-        "_ticket",
-        "_tried",
-        "_ttft_by",
-        "attempt",
-        "decode_id",
-        "emitted",
-        "num_cached_tokens",
-        "num_deaths",
-        "num_migrations",
-        "num_rejections",
-        "outcome",
-        "phase",
-        "prefill_id",
-    )
-
-    def __init__(
-        self,
-        max_tokens: int,
-        *,
-        limits: RequestLimits,
-        budget: RetryBudget,
-        next_key: Callable[[], int],
-        num_prompt_tokens: int = 0,
-        stop_token_ids: frozenset[int] = frozenset(),
-    ) -> None:
-        assert max_tokens >= 1
-        self.phase = Phase.NEW
-        self.emitted: list[int] = []
-        self.attempt = 0
-        self.num_rejections = 0
-        self.num_migrations = 0
-        self.num_cached_tokens = 0
-        self.num_deaths = 0
-        self.prefill_id = ""
-        self.decode_id = ""
-        self.outcome: Complete | Fail | Cancelled | None = None
-        self._max_tokens = max_tokens
-        self._num_prompt_tokens = num_prompt_tokens
-        self._stop_token_ids = stop_token_ids
-        self._limits = limits
-        self._budget = budget
-        self._next_key = next_key
-        self._plan = 0
-        self._excluded: dict[str, None] = {}
-        self._candidates: list[Candidate] = []
-        self._decodes: list[Candidate] = []
-        self._tried = 0
-        self._leg: Leg | None = None
-        self._leg_began_at = 0  # tokens emitted by then
-        self._ticket: _Ticket | None = None
-        self._early: EarlyDecode | None = None
-        self._decoding_key = 0
-        self._last_error: MeshError | None = None
-        self._deadline = self._ttft_by = self._answer_by = self._retry_at = math.inf
-        self._prefill_by = math.inf
-        self._retry_s = limits.retry_s
-        self._progress_at = 0.0
+    __slots__ = ()
 
     # --- the public door -------------------------------------------------------------------------
 
@@ -198,61 +84,6 @@ class Request:
             self.emitted.append(token_id)
         self._progress_at = now
         return True
-
-    @property
-    def wake_at(self) -> float:
-        """When a Tick is due."""
-        match self.phase:
-            case Phase.ENDED:
-                return math.inf
-            case Phase.PLANNING:
-                due = self._ttft_by
-            case Phase.PREFILL_OFFERED:
-                due = min(self._answer_by, self._ttft_by)
-            case Phase.DECODE_OFFERED:
-                due = self._answer_by
-            case Phase.WAITING_PREFILL | Phase.WAITING_PLAN:
-                due = min(self._retry_at, self._ttft_by)
-            case Phase.WAITING_DECODE:
-                assert self._ticket is not None
-                due = min(self._retry_at, self._ticket.until)
-            case Phase.DECODING:
-                due = self._progress_at + self._limits.stall_s
-            case Phase.PREFILLING:
-                answer_by = self._early.answer_by if self._early is not None else math.inf
-                due = min(self._prefill_by, answer_by)
-            case _:
-                due = math.inf
-        return min(due, self._deadline)
-
-    @property
-    def num_remaining(self) -> int:
-        return self._max_tokens - len(self.emitted)
-
-    def is_current(self, key: int) -> bool:
-        """Whether `key` names the active leg; the output of any other is to be dropped."""
-        return self._leg is not None and self._leg.key == key
-
-    def check_invariants(self) -> None:
-        has_leg = self._leg is not None
-        needs_leg = {
-            Phase.PREFILL_OFFERED,
-            Phase.PREFILLING,
-            Phase.DECODE_OFFERED,
-            Phase.DECODING,
-        }
-        assert has_leg == (self.phase in needs_leg), self.phase
-        if self._ticket is not None:
-            assert self.phase in {Phase.DECODE_OFFERED, Phase.WAITING_DECODE, Phase.DECODING}
-        assert self._early is None or self.phase is Phase.PREFILLING
-        if self.phase in {Phase.DECODE_OFFERED, Phase.WAITING_DECODE}:
-            assert self._ticket is not None, self.phase
-        assert len(self.emitted) <= self._max_tokens
-        assert (self.outcome is not None) == (self.phase is Phase.ENDED)
-        assert self.num_migrations <= self._limits.max_migrations
-        assert not self._decoding_key or (
-            self._ticket is None and self.is_current(self._decoding_key)
-        )
 
     # --- planning --------------------------------------------------------------------------------
 
@@ -297,11 +128,6 @@ class Request:
         self.phase = Phase.WAITING_PLAN
         return self._schedule_retry(now, 0.0)
 
-    def _schedule_retry(self, now: float, hint_s: float) -> list[Effect]:
-        self._retry_at = now + max(_MIN_RETRY_S, hint_s, self._retry_s)
-        self._retry_s = min(_MAX_RETRY_S, self._retry_s * 2)
-        return []
-
     # --- prefill ---------------------------------------------------------------------------------
 
     def _offer_prefill(self, now: float) -> list[Effect]:
@@ -318,12 +144,6 @@ class Request:
         leg = self._open_leg(to, now)
         self.phase = Phase.PREFILL_OFFERED
         return [SendPrefill(leg.key, to, self.attempt, len(self.emitted), self.num_remaining)]
-
-    def _open_leg(self, to: Candidate, now: float) -> Leg:
-        self._leg = leg = Leg(self._next_key(), to)
-        self._leg_began_at = len(self.emitted)
-        self._answer_by = now + self._limits.answer_s
-        return leg
 
     def _on_prefill_accepted(self, event: Event, now: float) -> list[Effect]:
         assert isinstance(event, LegAccepted)
@@ -385,7 +205,7 @@ class Request:
         effects += self._close_leg()[0] if event.ticket is None else []
         if event.ticket is not None:
             until = now + event.ticket.lease_s
-            self._ticket = _Ticket(leg.key, leg.to, event.ticket, until)
+            self._ticket = OpenTicket(leg.key, leg.to, event.ticket, until)
             self._leg = None
         if event.finish_reason is not None:
             return effects + self._end(Complete(event.finish_reason))
@@ -479,11 +299,6 @@ class Request:
         self._progress_at = now
         return [*effects, EmitTokens(self._append(event.token_ids))]
 
-    def _append(self, token_ids: Sequence[int]) -> Sequence[int]:
-        taken = token_ids[: self.num_remaining]
-        self.emitted.extend(taken)
-        return taken
-
     def _on_finished(self, event: Event, now: float) -> list[Effect]:
         assert isinstance(event, LegFinished)
         effects, _ = self._close_leg()
@@ -513,15 +328,6 @@ class Request:
 
     def _on_wait_refused(self, event: Event, now: float) -> list[Effect]:
         return self._end(Fail(self._overloaded()))
-
-    def _after_rejection(self, event: LegRejected) -> MeshError:
-        if event.is_final:
-            return NoInstance("no instance takes new work")
-        return self._overloaded(event.retry_after_s)
-
-    def _overloaded(self, retry_after_s: float = 0.0) -> Overloaded:
-        retry_after_ms = max(1000, math.ceil(retry_after_s * 1000))
-        return Overloaded("all instances are busy", retry_after_ms=retry_after_ms)
 
     # --- losing and ending -----------------------------------------------------------------------
 
@@ -573,18 +379,6 @@ class Request:
         self._retry_s, self._retry_at = self._limits.retry_s, math.inf
         return effects + self._ask_plan()
 
-    def _count_death(self) -> None:
-        """The active leg's instance died. What kills instances does so at once, not after a page of text; and one that
-        only says nothing may be slow, which is no reason to call a prompt poison."""
-        if len(self.emitted) - self._leg_began_at < self._limits.num_innocent_tokens:
-            self.num_deaths += 1
-
-    def _reason_if_complete(self) -> FinishReason | None:
-        """A leg lost between its last token and the news that it was the last has lost nothing."""
-        if self.emitted and self.emitted[-1] in self._stop_token_ids:
-            return "stop"
-        return "length" if self.num_remaining == 0 else None
-
     def _on_client_gone(self, event: Event, now: float) -> list[Effect]:
         return self._end(Cancelled())
 
@@ -633,33 +427,6 @@ class Request:
             return self._lose(self._overloaded(), (), now)
         self._tried, self._retry_at = 0, math.inf
         return self._offer_decode(now)
-
-    def _close_leg(self) -> tuple[list[Effect], Candidate]:
-        """The active leg ended by itself."""
-        assert self._leg is not None
-        leg, self._leg = self._leg, None
-        self._decoding_key = 0
-        return [ForgetLeg(leg.key)], leg.to
-
-    def _drop_all(self) -> list[Effect]:
-        """Abort the active leg and the early decode, and release the open ticket."""
-        effects: list[Effect] = []
-        if self._leg is not None:
-            effects.append(AbortLeg(self._leg.key))
-        if self._early is not None:
-            self.num_rejections += self._early.num_rejections
-            effects += self._early.drop()
-            self._early = None
-        if self._ticket is not None:
-            effects.append(ReleaseTicket(self._ticket.key, self._ticket.held.ticket_id))
-        self._leg, self._ticket, self._decoding_key = None, None, 0
-        return effects
-
-    def _end(self, outcome: Complete | Fail | Cancelled) -> list[Effect]:
-        effects = self._drop_all()
-        self.phase = Phase.ENDED
-        self.outcome = outcome
-        return [*effects, outcome]
 
 
 def _too_long(detail: str) -> InvalidRequest:
