@@ -46,6 +46,11 @@ class ChoiceText:
         self._is_last_taken = False
 
     @property
+    def has_logprobs(self) -> bool:
+        """They are asked for."""
+        return self._logprobs is not None
+
+    @property
     def is_stopped(self) -> bool:
         """A stop string was found."""
         return self._text.is_stopped

@@ -240,7 +240,8 @@ class Generation:
         elif isinstance(event, FirstToken) and self.core.is_current(event.key):
             first = detail.first_token
             self._ticket = first.ticket if first.HasField("ticket") else None
-            self._text.add_logprobs((first.logprob,))
+            if self._text.has_logprobs:
+                self._text.add_logprobs((first.logprob,))
         elif isinstance(event, KvReceived):
             received = detail.kv_received
             self.timings.kv_transfer_us = received.duration_us
