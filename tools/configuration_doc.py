@@ -11,7 +11,7 @@ from typing import Final
 from pdmesh.config import ServiceSettings, SettingLine, describe
 
 SERVICES: Final = (
-    "gateway", "master_scheduler", "prefill", "decode", "kv_cache_index", "health_monitor",
+    "gateway", "master_scheduler", "prefill", "decode", "instance", "kv_cache_index", "health_monitor",
 )  # fmt: skip
 
 _INTRO: Final = """\

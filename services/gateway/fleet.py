@@ -12,7 +12,7 @@ from pdmesh.core.kv_sources import NO_QUARRELS, Exchange
 from pdmesh.core.request_types import Candidate
 from pdmesh.errors import ModelNotFound
 from pdmesh.net.held_sources import held_from
-from pdmesh.net.registry import RecordChanged, RegistryView
+from pdmesh.net.registry import RecordChanged, RegistryView, takes_requests
 from pdmesh.v1.common_pb2 import (
     ROLE_DECODE,
     ROLE_FUSION,
@@ -27,8 +27,8 @@ _GATEWAY: Final = "gateway"
 
 
 def pair_of(record: InstanceRecord) -> str:
-    """Only instances with an equal pair may hand KV to each other (S13)."""
-    return f"{record.group_id}/{record.model_fingerprint}"
+    """Only instances with an equal pair may hand KV to each other (S13); an upgrade of the same model is another (S24)."""
+    return f"{record.group_id}/{record.model_fingerprint}/{record.revision}"
 
 
 class Fleet:
@@ -61,7 +61,8 @@ class Fleet:
                 self._known_models[record.model] = None
 
     def _with_role(self, role: int) -> list[InstanceRecord]:
-        return [r for _, r in sorted(self._records.items()) if r.role == role]
+        found = (r for _, r in sorted(self._records.items()) if r.role == role)
+        return [r for r in found if takes_requests(r)]
 
     def record(self, instance_id: str, incarnation: int) -> InstanceRecord | None:
         found = self._records.get(instance_id)
@@ -117,7 +118,7 @@ class Fleet:
     ) -> Candidate | None:
         """None if it is not there any more, so that a late plan never reaches a successor."""
         record = self.record(instance_id, incarnation)
-        if record is None or record.role not in _SERVING:
+        if record is None or record.role not in _SERVING or not takes_requests(record):
             return None
         is_local = record.role == ROLE_FUSION
         quarrels = self._exchange.quarrels(instance_id) if self._exchange else NO_QUARRELS

@@ -11,8 +11,15 @@ from pdmesh.core.placement import Candidate, NoPlan, Plan
 from pdmesh.core.placement_policies import Query
 from pdmesh.errors import InvalidRequest
 from pdmesh.net.held_sources import held_from
+from pdmesh.net.registry import takes_requests
 from pdmesh.v1 import scheduler_service_pb2 as pb
 from pdmesh.v1.common_pb2 import (
+    INSTANCE_PHASE_CONNECTED,
+    INSTANCE_PHASE_CONNECTING,
+    INSTANCE_PHASE_DRAINED,
+    INSTANCE_PHASE_DRAINING,
+    INSTANCE_PHASE_LOADED,
+    INSTANCE_PHASE_READY,
     ROLE_DECODE,
     ROLE_FUSION,
     ROLE_NONE,
@@ -26,6 +33,14 @@ _ROLES: Final = {
     ROLE_DECODE: Role.DECODE,
     ROLE_FUSION: Role.FUSION,
 }
+_LOADED: Final = (
+    INSTANCE_PHASE_LOADED,
+    INSTANCE_PHASE_CONNECTING,
+    INSTANCE_PHASE_CONNECTED,
+    INSTANCE_PHASE_READY,
+    INSTANCE_PHASE_DRAINING,
+    INSTANCE_PHASE_DRAINED,
+)
 _HEALTHS: Final = {
     Health.HEALTHY: pb.HEALTH_HEALTHY,
     Health.SUSPECT: pb.HEALTH_SUSPECT,
@@ -35,9 +50,9 @@ _MAX_HASHES: Final = 1_000_000
 
 
 def identity_from(record: InstanceRecord) -> Identity | None:
-    """None for a process that is not an instance."""
+    """None for a process that is not an instance, or has no engine."""
     role = _ROLES.get(record.role)
-    if role is None:
+    if role is None or record.phase not in _LOADED:
         return None
     return Identity(
         instance_id=record.instance_id,
@@ -53,6 +68,8 @@ def identity_from(record: InstanceRecord) -> Identity | None:
         max_model_len=record.max_model_len,
         is_draining=record.is_draining,
         held_sources=held_from(record),
+        is_ready=takes_requests(record),
+        revision=record.revision,
     )
 
 

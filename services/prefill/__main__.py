@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from pdmesh.core.fleet import Role
 from pdmesh.instance.service import serve
 from pdmesh.lifecycle import App, run
-from pdmesh.v1.common_pb2 import ROLE_FUSION, ROLE_PREFILL
 from services.prefill.settings import Settings
 
 
 async def _serve(settings: Settings, app: App) -> None:
-    await serve(settings, app, ROLE_FUSION if settings.role == "fusion" else ROLE_PREFILL)
+    await serve(settings, app, Role(settings.role))
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from pdmesh.net import rpc
 from pdmesh.v1 import instance_service_pb2 as pb
 from pdmesh.v1.common_pb2 import (
     FINISH_REASON_LENGTH,
+    INSTANCE_PHASE_READY,
     ROLE_DECODE,
     ROLE_FUSION,
     ROLE_PREFILL,
@@ -120,6 +121,7 @@ class FakeInstance:
             max_model_len=self.max_model_len,
             supports_logprobs=self.supports_logprobs,
             engine="fake",
+            phase=INSTANCE_PHASE_READY,
         )
 
     async def stop(self) -> None:

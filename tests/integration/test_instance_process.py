@@ -3,134 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import signal
-import sys
-import urllib.error
-import urllib.request
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pdmesh.engine.base import FinishReason, Sampling
-from pdmesh.engine.factory import EngineSettings
 from pdmesh.engine.sim.reference import sim_reference
 from pdmesh.events.v1.events_pb2 import ErrorReported
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
 from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsRegistry
-from pdmesh.net.registry import RegistryView
-from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, InstanceRecord
-from tests.fakes.sim_instances import DECODE, PREFILL, TestSession, generate, settings_of
-from tests.support import servers
-from tests.support.waiting import until
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
+from tests.fakes.sim_instances import TestSession, generate
+from tests.support.instance_site import Site, site
 
-ROOT = Path(__file__).resolve().parents[2]
+__all__ = ["site"]  # a fixture
+
 PROMPT: list[int] = np.random.default_rng(3).integers(3, 600, 150).tolist()
-
-
-@dataclass
-class Process:
-    """One service process; `address` and `settings` as its record says."""
-
-    child: asyncio.subprocess.Process
-    log_file: Path
-    address: str
-    settings: EngineSettings
-    record: InstanceRecord
-
-    def signal(self, number: signal.Signals) -> None:
-        self.child.send_signal(number)
-
-    async def exit_code(self, timeout_s: float = 10.0) -> int:
-        async with asyncio.timeout(timeout_s):
-            return await self.child.wait()
-
-    def is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(
-                f"http://{self.record.ops_address}/health/ready", timeout=2
-            ):
-                return True
-        except (urllib.error.URLError, OSError):
-            return False
-
-    def metrics(self) -> str:
-        url = f"http://{self.record.ops_address}/metrics"
-        with urllib.request.urlopen(url, timeout=2) as response:
-            return str(response.read(), "utf-8")
-
-
-@dataclass
-class Site:
-    """A NATS and the registry as others see it."""
-
-    nats_url: str
-    view: RegistryView
-    directory: Path
-    children: list[asyncio.subprocess.Process]
-
-    async def until(self, holds: Callable[[], bool], timeout_s: float = 30.0) -> None:
-        await until(holds, timeout_s)
-
-    async def start(self, service: str, instance_id: str, **env: str) -> Process:
-        prefix = f"PDMESH_{service.upper()}_"
-        log_file = self.directory / f"{instance_id}.log"
-        with log_file.open("ab") as log:
-            child = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                f"services.{service}",
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": f"{ROOT}:{ROOT / 'libs'}",
-                    "PDMESH_NATS_URL": self.nats_url,
-                    "PDMESH_ENGINE": "sim",
-                    "PDMESH_LOG_FORMAT": "json",
-                    "PDMESH_LEASE_S": "1.5",
-                    f"{prefix}INSTANCE_ID": instance_id,
-                    **{f"{prefix}{name}": value for name, value in env.items()},
-                },
-            )
-        self.children.append(child)
-        known = self.view.records.get(instance_id, InstanceRecord()).incarnation
-        await self.until(
-            lambda: self.view.records.get(instance_id, InstanceRecord()).incarnation != known
-        )
-        record = self.view.records[instance_id]
-        works = PREFILL if service == "prefill" else DECODE
-        settings = settings_of(
-            instance_id, works, incarnation=record.incarnation, block_size=record.block_size
-        )
-        return Process(child, log_file, record.grpc_address, settings, record)
-
-
-@pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    server = servers.nats(tmp_path)
-    await server.start()
-    bus = await NatsBus.connect(server.url, "test")
-    view = await NatsRegistry(bus, 1.5).watch()
-    site = Site(server.url, view, tmp_path, [])
-    try:
-        yield site
-    finally:
-        for child in site.children:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-            await child.wait()
-        await view.close()
-        await bus.close()
-        server.close()
 
 
 async def test_a_pair_of_processes_answers_as_the_model_does_and_shows_itself(site: Site) -> None:

@@ -30,7 +30,13 @@ from pdmesh.net.events import EventPublisher, decode_event
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsLease, NatsRegistry
 from pdmesh.net.tasks import end
-from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, InstanceRecord, Usage
+from pdmesh.v1.common_pb2 import (
+    INSTANCE_PHASE_READY,
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    InstanceRecord,
+    Usage,
+)
 from pdmesh.v1.scheduler_service_pb2 import (
     HEALTH_HEALTHY,
     ListGroupsRequest,
@@ -100,7 +106,7 @@ async def leases(bus: NatsBus) -> AsyncIterator[dict[str, NatsLease]]:
             record = InstanceRecord(
                 instance_id=f"{name}-{i}", incarnation=5, service=name, role=role, group_id="g0",
                 scenario="default", model="m", model_fingerprint="f", block_size=64,
-                num_kv_blocks=1000, num_slots=8, max_model_len=4096,
+                num_kv_blocks=1000, num_slots=8, max_model_len=4096, phase=INSTANCE_PHASE_READY,
             )  # fmt: skip
             leases[record.instance_id] = await registry.register(record)
     yield leases

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pdmesh.core import instance_life as life
+from pdmesh.core import instance_events as life
 from pdmesh.core.fleet import Role
-from pdmesh.core.instance_life import Assignment, Duty, InstanceLife, Peer, PeerId, Phase, Stage
+from pdmesh.core.instance_events import Assignment, Duty, Peer, PeerId, Phase, Stage
+from pdmesh.core.instance_life import RETRY_S, InstanceLife
 
 INCARNATION = 7
 DUTIES = [Duty(role, "g", "s", "r1") for role in (Role.PREFILL, Role.DECODE, Role.FUSION)]
@@ -219,7 +220,7 @@ def test_a_pair_that_fails_is_named_and_tried_again_ever_more_rarely() -> None:
     assert one.handle(life.Loaded(), 0) == [life.Verify(peer)]
     assert one.handle(life.PeerFailed(peer.id, "KV_CONNECT_FAILED"), 0) == []
     assert (one.phase, one.failed_peers) == (Phase.CONNECTING, {peer.id: "KV_CONNECT_FAILED"})
-    first, most = life.RETRY_S
+    first, most = RETRY_S
     assert one.handle(life.Tick(), first / 2) == []
     assert one.handle(life.Tick(), first) == [life.Verify(peer)]
     one.handle(life.PeerFailed(peer.id, "KV_CONNECT_FAILED"), first)
@@ -258,6 +259,28 @@ def test_a_master_that_was_followed_by_another_is_not_heeded() -> None:
         life.Ignored.OTHER_INCARNATION
     ]
     assert one.phase is Phase.READY
+
+
+@pytest.mark.fault("F21")
+def test_a_master_that_knows_less_of_the_duty_than_was_loaded_is_heeded() -> None:
+    """Assignments are lost with their bucket, and written again from what the records say."""
+    one = InstanceLife(INCARNATION)
+    duty = replace(DUTIES[0], model="m", options=(("num_slots", "4"),))
+    one.handle(life.Assigned(Assignment(INCARNATION, 1, 1, Stage.SERVE, duty)), 0)
+    one.handle(life.Loaded(), 0)
+    again = Assignment(INCARNATION, 2, 1, Stage.DRAIN, DUTIES[0])
+    assert one.handle(life.Assigned(again), 1) == [life.Refuse()]
+    assert one.duty == duty
+    upgrade = replace(again, stage=Stage.SERVE, duty=replace(duty, revision="r2"))
+    assert one.handle(life.Assigned(upgrade), 2) == [life.Ignored.OTHER_DUTY]
+
+
+def test_one_with_a_role_of_its_own_takes_the_revision_it_is_given() -> None:
+    one = InstanceLife(INCARNATION, Duty(Role.DECODE, "g", "s", model="mine"))
+    assert one.handle(assigned(Stage.SERVE, Role.DECODE, PEERS[0]), 0) == [life.Verify(PEERS[0])]
+    assert one.phase is Phase.READY
+    assert one.duty is not None
+    assert (one.duty.revision, one.duty.model) == ("r1", "mine")
 
 
 @pytest.mark.req("S23")

@@ -16,6 +16,7 @@ from pdmesh.engine.base import (
     EngineStats,
     Failed,
     FinishReason,
+    KvPeer,
     Output,
     Prefilled,
     PrefillJob,
@@ -43,6 +44,10 @@ class EndedEngine:
     def abort(self, leg: int) -> None: ...
 
     def release(self, ticket_id: str) -> None: ...
+
+    async def verify_peer(self, peer: KvPeer, timeout_s: float) -> None: ...
+
+    def forget_peer(self, peer: KvPeer) -> None: ...
 
     async def outputs(self) -> AsyncIterator[list[Output]]:
         yield [self._end]

@@ -180,7 +180,7 @@ def test_prefill_and_decode_are_of_one_group_and_one_fingerprint() -> None:
         members = [placement.fleet.instances[name].identity for name in ids]
         assert len({m.cell for m in members}) == 1
         assert plan.decodes
-        seen.add(members[0].cell)
+        seen.add((members[0].group_id, members[0].model_fingerprint))
     assert seen == {("g0", "f"), ("g0", "f2"), ("g1", "f")}
 
 

@@ -81,3 +81,24 @@ async def test_a_worker_notices_that_its_host_is_gone(tmp_path: Path) -> None:
     await server.close()
     assert await asyncio.to_thread(closed.wait, 5)
     worker.close()
+
+
+@pytest.mark.req("S14")
+async def test_ranks_that_greet_in_any_order_are_listed_by_rank(tmp_path: Path) -> None:
+    """Their addresses become the record's, one per device in the order of the devices; a greeting may be repeated."""
+    server = ControlServer(lambda _: None, lambda _: None)
+    await server.listen(tmp_path / "c.sock")
+    hellos = [Hello(rank, 3, 1 + rank, f"10.0.0.{rank}:1", "fp", 10, 4096, 2) for rank in range(3)]
+    workers = []
+    for rank in (2, 0, 0, 1):
+        worker = await asyncio.to_thread(
+            WorkerControl, str(tmp_path / "c.sock"), lambda _: None, lambda: None
+        )
+        worker.send(hellos[rank])
+        workers.append(worker)
+        if rank != 1:
+            assert not server.ready.done()
+    assert await asyncio.wait_for(server.ready, 5) == hellos
+    await server.close()
+    for worker in workers:
+        worker.close()

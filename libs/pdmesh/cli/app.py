@@ -51,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_status(commands.add_parser("status", parents=[common], help="services, groups, slots"))
     _add_chat(commands.add_parser("chat", parents=[common], help="ask the model something"))
     _add_keys(commands.add_parser("keys", parents=[common], help="API keys of the gateway"))
+    _add_artefact(commands.add_parser("artefact", help="models made ready for one role"))
     _add_events(commands.add_parser("events", parents=[common], help="follow the mesh's events"))
     return parser
 
@@ -61,6 +62,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     add("--prefill", type=_count, metavar="N", help="prefill instances (default: 1; 2 on sim)")
     add("--decode", type=_count, metavar="M", help="decode instances (default: 1; 2 on sim)")
     add("--fusion", action="store_true", help="one instance that does both, instead of a pair")
+    add("--blank", type=_count, default=0, metavar="N", help="instances for the master to assign")
     add("--gateways", type=_count, default=1, metavar="K", help="gateways sharing the ports")
     add("--masters", type=_count, default=1, metavar="L", help="masters; all but one stand by")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
@@ -111,6 +113,31 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     actions.add_parser("list", parents=[common], help="keys by id, tenants and limits")
     revoke = actions.add_parser("revoke", parents=[common], help="end a key")
     revoke.add_argument("key_id", help="as `pdmesh keys list` shows it")
+
+
+def _add_artefact(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    build = actions.add_parser("build", help="make one, and print its manifest's path")
+    build.add_argument("model_dir", type=Path, help="a Hugging Face model directory")
+    build.add_argument("--role", choices=["prefill", "decode", "fusion"], required=True)
+    build.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
+    build.add_argument("--name", default="", help="what clients call it (default: the folder's)")
+    build.add_argument(
+        "--set",
+        type=_assignment,
+        action="append",
+        metavar="NAME=VALUE",
+        help="a setting of the engine it is made for, e.g. dtype=float32; may be repeated",
+    )
+    verify = actions.add_parser("verify", help="check every file against the manifest")
+    verify.add_argument("manifest", type=Path)
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, found, value = text.partition("=")
+    if not (name and found):
+        raise argparse.ArgumentTypeError("must be NAME=VALUE")
+    return name, value
 
 
 def _positive(text: str) -> float:

@@ -21,7 +21,7 @@ from pdmesh.cli.table import table
 from pdmesh.launcher import state
 from pdmesh.net import rpc
 from pdmesh.net.nats_registry import NatsRegistry
-from pdmesh.v1.common_pb2 import InstanceRecord, Role
+from pdmesh.v1.common_pb2 import InstancePhase, InstanceRecord, Role
 from pdmesh.v1.instance_service_pb2 import GetStatusRequest, GetStatusResponse
 from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
 from pdmesh.v1.scheduler_service_pb2 import (
@@ -34,7 +34,7 @@ from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 _ASK_S: Final = 1.0
 _LEASE_S: Final = 3.0
-_INSTANCE_SERVICES: Final = ("prefill", "decode")
+_INSTANCE_SERVICES: Final = ("prefill", "decode", "instance")
 
 
 @dataclass
@@ -105,7 +105,7 @@ async def _ask_master(records: Mapping[str, InstanceRecord]) -> ListGroupsRespon
 
 
 async def _ask_instances(records: Mapping[str, InstanceRecord]) -> dict[str, GetStatusResponse]:
-    instances = [r for r in records.values() if r.service in _INSTANCE_SERVICES]
+    instances = [r for r in records.values() if r.service in _INSTANCE_SERVICES and r.grpc_address]
     answers = await asyncio.gather(*(_ask_instance(r) for r in instances))
     return {r.instance_id: a for r, a in zip(instances, answers, strict=True) if a is not None}
 
@@ -141,6 +141,10 @@ def _row(
         row.group, row.model, row.engine = record.group_id, record.model, record.engine
         row.slots = record.num_slots
         row.health = "unknown"
+        if not record.grpc_address:  # it serves nothing yet
+            phase = InstancePhase.Name(record.phase)
+            row.health = phase.removeprefix("INSTANCE_PHASE_").lower()
+            return row
         if known is not None:
             row.health = Health.Name(known.health).removeprefix("HEALTH_").lower()
             row.fault_level, row.fault = known.fault_level, known.fault_reasons

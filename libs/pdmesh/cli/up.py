@@ -51,6 +51,7 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         num_prefill=default if options.prefill is None else options.prefill,
         num_decode=default if options.decode is None else options.decode,
         num_fusion=1 if options.fusion else 0,
+        num_blank=options.blank,
         num_gateways=options.gateways,
         num_masters=options.masters,
         host=options.host,
@@ -171,7 +172,12 @@ def _say(line: str) -> None:
 
 
 def _summary(spec: MeshSpec) -> str:
-    roles = {"prefill": spec.num_prefill, "decode": spec.num_decode, "fusion": spec.num_fusion}
+    roles = {
+        "prefill": spec.num_prefill,
+        "decode": spec.num_decode,
+        "fusion": spec.num_fusion,
+        "blank": spec.num_blank,
+    }
     instances = ", ".join(f"{count} {role}" for role, count in roles.items() if count)
     return f"a mesh with {instances} on {spec.engine}"
 

@@ -43,10 +43,12 @@ class Identity:
     max_model_len: int
     is_draining: bool = False
     held_sources: tuple[HeldSource, ...] = ()  # of a decode: whom it refuses or avoids
+    is_ready: bool = True  # else it is not connected with its peers yet
+    revision: str = ""  # of what was assigned: model, KV layout, transport
 
     @property
     def cell(self) -> tuple[str, str]:
-        return (self.group_id, self.model_fingerprint)
+        return (self.group_id, f"{self.model_fingerprint}/{self.revision}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,8 @@ class Instance:
     @property
     def is_usable(self) -> bool:
         is_going = self.is_draining or self.identity.is_draining
-        return self.health is Health.HEALTHY and not is_going and not self.is_ejected
+        is_there = self.health is Health.HEALTHY and self.identity.is_ready
+        return is_there and not is_going and not self.is_ejected
 
     @property
     def is_ejected(self) -> bool:

@@ -8,166 +8,65 @@ that nothing of the old role can act again.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 
 from pdmesh.core.fleet import Role
+from pdmesh.core.instance_events import (
+    Admit,
+    Assigned,
+    Assignment,
+    BecameIdle,
+    Duty,
+    Effect,
+    Erase,
+    Event,
+    ForgetPeer,
+    Ignored,
+    Load,
+    Loaded,
+    LoadFailed,
+    Peer,
+    PeerFailed,
+    PeerId,
+    PeerVerified,
+    Phase,
+    Refuse,
+    Stage,
+    Tick,
+    Verify,
+)
+
+__all__ = [
+    "MAX_PEERS",
+    "RETRY_S",
+    "Admit",
+    "Assigned",
+    "Assignment",
+    "BecameIdle",
+    "Duty",
+    "Effect",
+    "Erase",
+    "Event",
+    "ForgetPeer",
+    "Ignored",
+    "InstanceLife",
+    "Load",
+    "LoadFailed",
+    "Loaded",
+    "Peer",
+    "PeerFailed",
+    "PeerId",
+    "PeerVerified",
+    "Phase",
+    "Refuse",
+    "Stage",
+    "Tick",
+    "Verify",
+]
 
 RETRY_S = (1.0, 15.0)  # a failed peer is verified again after so long; doubled up to the second
 MAX_PEERS = 1024  # of one assignment; more are not verified
-
-
-class Stage(enum.IntEnum):
-    """How far the master lets an instance go. The numbers are those of `pdmesh.v1.Stage`."""
-
-    LOAD = 1
-    CONNECT = 2
-    SERVE = 3
-    DRAIN = 4
-    BLANK = 5
-
-
-class Phase(enum.IntEnum):
-    """How far it is. The numbers are those of `pdmesh.v1.InstancePhase`."""
-
-    BLANK = 1
-    LOADING = 2
-    LOADED = 3
-    CONNECTING = 4
-    CONNECTED = 5
-    READY = 6
-    DRAINING = 7
-    DRAINED = 8
-    FAILED = 9
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class PeerId:
-    instance_id: str
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """An instance of the same group. `addresses` are of its KV transport, one per device, in device order (S14)."""
-
-    id: PeerId
-    role: Role
-    addresses: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Duty:
-    """What an instance is to be. It never changes within an incarnation."""
-
-    role: Role
-    group_id: str
-    scenario: str
-    revision: str = ""  # of model, KV layout and transport
-    model: str = ""  # the name clients use
-    model_dir: str = ""  # empty: as the instance's settings say
-    manifest: str = ""  # path of the artefact's manifest; empty: the model is loaded unchecked
-    options: tuple[tuple[str, str], ...] = ()  # settings of the instance, by name
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """The master's word. Mirrors `pdmesh.v1.Assignment`."""
-
-    incarnation: int
-    epoch: int
-    assignment_id: int
-    stage: Stage
-    duty: Duty
-    peers: tuple[Peer, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Assigned:
-    assignment: Assignment
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The engine is there, with the duty's model."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFailed:
-    failure: str  # a stable reason, a colon, and what went wrong
-
-
-@dataclass(frozen=True, slots=True)
-class PeerVerified:
-    peer: PeerId
-
-
-@dataclass(frozen=True, slots=True)
-class PeerFailed:
-    peer: PeerId
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class BecameIdle:
-    """No request runs and no staged KV waits; none can come while requests are refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed. Sent about twice a second."""
-
-
-Event = Assigned | Loaded | LoadFailed | PeerVerified | PeerFailed | BecameIdle | Tick
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Fetch, check and load what the duty needs; requests are refused until `Admit`."""
-
-    duty: Duty
-
-
-@dataclass(frozen=True, slots=True)
-class Verify:
-    """Pull a probe from the peer; answered by PeerVerified or PeerFailed."""
-
-    peer: Peer
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetPeer:
-    """The peer left: close the connections to it (S26)."""
-
-    peer: Peer
-
-
-@dataclass(frozen=True, slots=True)
-class Admit:
-    """Take requests from now on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Take nothing new, finish what runs, keep staged KV until its leases end; answered by BecameIdle."""
-
-
-@dataclass(frozen=True, slots=True)
-class Erase:
-    """Stop everything and forget it; the process goes on as a blank one, under a new incarnation. Last of all."""
-
-
-class Ignored(enum.Enum):
-    """Why an assignment is not followed."""
-
-    OTHER_INCARNATION = "meant for another incarnation"
-    OLDER = "older than one that was seen"
-    OTHER_DUTY = "another duty, without having been erased"
-    OVER = "this incarnation is over"
-
-
-Effect = Load | Verify | ForgetPeer | Admit | Refuse | Erase | Ignored
 
 
 @dataclass(slots=True)
@@ -193,9 +92,10 @@ class InstanceLife:
     """
 
     incarnation: int
-    own_duty: Duty | None = None
+    own_duty: InitVar[Duty | None] = None
     epoch: int = 0
     assignment: Assignment | None = None
+    duty: Duty | None = None  # what it is, or is to be; as first assigned
     failure: str = ""
     is_over: bool = False
     _is_asked_to_load: bool = False
@@ -205,16 +105,13 @@ class InstanceLife:
     _is_idle: bool = True
     _peers: dict[PeerId, _PeerState] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.own_duty is not None:
+    def __post_init__(self, own_duty: Duty | None) -> None:
+        if own_duty is not None:
+            self.duty = own_duty
             self._is_asked_to_load = self._is_loaded = self._was_ready = True
             self._is_admitting, self._is_idle = True, False
 
     # -- what it is now ---------------------------------------------------------------------------
-
-    @property
-    def duty(self) -> Duty | None:
-        return self.assignment.duty if self.assignment is not None else self.own_duty
 
     @property
     def phase(self) -> Phase:
@@ -259,8 +156,7 @@ class InstanceLife:
             case Assigned(assignment):
                 if (ignored := self._why_not(assignment)) is not None:
                     return [ignored]
-                self.assignment = assignment
-                self.epoch = assignment.epoch
+                self._take(assignment)
             case Loaded():
                 self._is_loaded = not self.failure
             case LoadFailed(failure):
@@ -287,13 +183,25 @@ class InstanceLife:
         return None
 
     def _is_same(self, duty: Duty) -> bool:
-        if self.assignment is not None:
-            return duty == self.assignment.duty
-        own = (
-            self.own_duty
-        )  # what it has loaded is by its settings: the master may call it as it likes
-        wanted = (duty.role, duty.group_id, duty.scenario)
-        return own is None or wanted == (own.role, own.group_id, own.scenario)
+        """What is loaded stays; so whatever else a duty says may change as long as the revision does not."""
+        mine = self.duty
+        if mine is None:
+            return True
+        is_own = self.assignment is None  # by its settings, which know no revision
+        same = (mine.role, mine.group_id, mine.scenario) == (
+            duty.role,
+            duty.group_id,
+            duty.scenario,
+        )
+        return same and (is_own or mine.revision == duty.revision)
+
+    def _take(self, assignment: Assignment) -> None:
+        if self.duty is None:
+            self.duty = assignment.duty
+        elif self.assignment is None:
+            self.duty = replace(self.duty, revision=assignment.duty.revision)
+        self.assignment = assignment
+        self.epoch = assignment.epoch
 
     def _settle(self, peer: PeerId, failure: str, now: float) -> None:
         state = self._peers.get(peer)
@@ -345,7 +253,7 @@ class InstanceLife:
 
     def _wanted_peers(self) -> dict[PeerId, Peer]:
         """KV is pulled: a decode connects to each prefill, and nobody else to anybody (S25)."""
-        if self.assignment is None or self.assignment.duty.role is not Role.DECODE:
+        if self.assignment is None or self.duty is None or self.duty.role is not Role.DECODE:
             return {}
         peers = (p for p in self.assignment.peers if p.role is Role.PREFILL and p.addresses)
         return {peer.id: peer for peer, _ in zip(peers, range(MAX_PEERS), strict=False)}

@@ -240,6 +240,15 @@ class EngineInfo:
     kv_addresses: tuple[str, ...] = ()  # KV transport address of each rank
 
 
+@dataclass(frozen=True, slots=True)
+class KvPeer:
+    """One incarnation of an instance that KV may come from, with the KV transport address of each rank, in rank order."""
+
+    instance_id: str
+    incarnation: int
+    addresses: tuple[str, ...]
+
+
 @dataclass(slots=True)
 class EngineStats:
     num_running: int = 0
@@ -272,6 +281,14 @@ class Engine(Protocol):
 
     def release(self, ticket_id: str) -> None:
         """Free a staged KV that nobody will pull. Answered by TicketClosed. Unknown tickets are ignored."""
+        ...
+
+    async def verify_peer(self, peer: KvPeer, timeout_s: float) -> None:
+        """Pull a probe over each connection that KV from the peer would take (S16). Raises KvTransferFailed, KvFormatMismatch."""
+        ...
+
+    def forget_peer(self, peer: KvPeer) -> None:
+        """The peer left: drop the connections to it, as soon as nothing is pulled over them (S26)."""
         ...
 
     def outputs(self) -> AsyncIterator[list[Output]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from pdmesh.core.admission import RefusalReason
@@ -52,35 +53,67 @@ ACCEPTED: Final = {names.ATTR_OUTCOME: "accepted"}
 REFUSED: Final = {reason: {names.ATTR_OUTCOME: reason.name.lower()} for reason in RefusalReason}
 
 
-def observe(host: InstanceHost) -> None:
-    """Show the host's state at /metrics. Once per process."""
-    admission = host.admission
-    for name, help_text, read, unit in (
-        (names.SLOTS, "Legs it takes at once", lambda: admission.num_places, "1"),
-        (names.SLOTS_USED, "Slots held", lambda: admission.num_slots_used, "1"),
-        (names.KV_BLOCKS_FREE, "KV blocks not reserved", lambda: admission.num_blocks_free, "1"),
-        (names.KV_TICKETS, "Prefills with a ticket", lambda: host.num_tickets, "1"),
-        (names.STAGING_BYTES_USED, "Staging arena", lambda: admission.staging_bytes_used, "By"),
-        (names.LANDING_BYTES_USED, "Landing arena", lambda: admission.landing_bytes_used, "By"),
-        (names.RETRIEVALS, "Requests whose KV is not here", lambda: admission.num_retrieving, "1"),
-        (names.PULLS_QUEUED, "KV pulls that wait their turn", lambda: host.num_pulls_queued, "1"),
-        (names.SESSIONS, "Open gateway sessions", lambda: host.num_sessions, "1"),
-    ):
-        metrics.gauge(name, help_text, read, unit)
-    metrics.gauge(
-        names.KV_SOURCES_HELD,
-        "Senders of KV in quarantine here, by fault",
-        lambda: [
+class _Shown:
+    """Whose state is at /metrics: the present run's, or nobody's."""
+
+    host: InstanceHost | None = None
+
+
+def show(host: InstanceHost | None) -> None:
+    """Show this host's state at /metrics from now on; None: the instance was erased."""
+    _Shown.host = host
+    tier_bytes_used.clear()
+    if host is None:
+        load_seconds.clear()
+
+
+def _gauge(name: str, help_text: str, read: Callable[[InstanceHost], float], unit: str) -> None:
+    def observe() -> Iterable[tuple[float, metrics.Labels]]:
+        return [] if _Shown.host is None else [(read(_Shown.host), {})]
+
+    metrics.gauge(name, help_text, observe, unit)
+
+
+for _name, _help, _read, _unit in (
+    (names.SLOTS, "Legs it takes at once", lambda h: h.admission.num_places, "1"),
+    (names.SLOTS_USED, "Slots held", lambda h: h.admission.num_slots_used, "1"),
+    (names.KV_BLOCKS_FREE, "KV blocks not reserved", lambda h: h.admission.num_blocks_free, "1"),
+    (names.KV_TICKETS, "Prefills with a ticket", lambda h: h.num_tickets, "1"),
+    (names.STAGING_BYTES_USED, "Staging arena", lambda h: h.admission.staging_bytes_used, "By"),
+    (names.LANDING_BYTES_USED, "Landing arena", lambda h: h.admission.landing_bytes_used, "By"),
+    (names.RETRIEVALS, "Requests whose KV is not here", lambda h: h.admission.num_retrieving, "1"),
+    (names.PULLS_QUEUED, "KV pulls that wait their turn", lambda h: h.num_pulls_queued, "1"),
+    (names.SESSIONS, "Open gateway sessions", lambda h: h.num_sessions, "1"),
+):
+    _gauge(_name, _help, _read, _unit)
+metrics.gauge(
+    names.KV_SOURCES_HELD,
+    "Senders of KV in quarantine here, by fault",
+    lambda: (
+        []
+        if (host := _Shown.host) is None
+        else [
             (host.num_sources_held(fault), {names.ATTR_REASON: fault.value})
             for fault in SourceFault
-        ],
-    )
-    metrics.gauge(
-        names.KV_TIER_BYTES,
-        "Bytes of KV in a tier",
-        lambda: [(used, {names.ATTR_TIER: tier}) for tier, used in tier_bytes_used.items()],
-        "By",
-    )
+        ]
+    ),
+)
+metrics.gauge(
+    names.KV_TIER_BYTES,
+    "Bytes of KV in a tier",
+    lambda: [(used, {names.ATTR_TIER: tier}) for tier, used in tier_bytes_used.items()],
+    "By",
+)
+load_seconds: Final[dict[str, float]] = {}  # of the present run, by part
+metrics.gauge(
+    names.LOAD_SECONDS,
+    "Time from blank to ready, by part: fetch, verify, build, connect",
+    lambda: [(seconds, {names.ATTR_PART: part}) for part, seconds in load_seconds.items()],
+    "s",
+)
+peer_checks: Final = metrics.counter(
+    names.PEER_CHECKS, "Probes of KV connections to peers, by outcome: verified, or the reason"
+)
 
 
 def count_tiers(report: TierReport) -> None:

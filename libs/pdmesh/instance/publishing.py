@@ -80,6 +80,10 @@ class KvBlocksPublisher:
             await asyncio.sleep(BLOCKS_EVERY_S)  # gather, so that a burst is one event
             await self._publish()
 
+    async def publish_rest(self) -> None:
+        """What was added since, when `run` has ended."""
+        await self._publish()
+
     async def _publish(self) -> None:
         deltas, self._deltas = self._deltas, defaultdict(BlockDelta)
         self._changed.clear()

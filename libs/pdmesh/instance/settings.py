@@ -29,6 +29,14 @@ class InstanceSettings(ServiceSettings):
     kv_cache_bytes: int = Field(0, ge=0, description="vLLM: memory for KV; 0: 512 MiB")
     group_id: str = shared("default", description="Group this instance belongs to")
     scenario: str = shared("default", description="Scenario its group serves")
+    region: str = shared("", description="Region this instance runs in")
+    rack: str = shared("", description="Rack within the region")
+    model_cache_dir: Path | None = shared(
+        None, description="Folder for copies of artefacts; none: they are loaded where they lie"
+    )
+    peer_verify_s: float = shared(
+        5.0, gt=0, description="Longest time a probe of the KV connection to a peer may take"
+    )
     num_slots: int = Field(8, ge=1, description="Requests served at once (b_p or b_d)")
     block_size: int = shared(64, ge=1, description="Tokens per KV block")
     max_model_len: int = shared(

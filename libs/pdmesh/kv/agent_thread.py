@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
@@ -162,11 +163,18 @@ class AgentThread:
         return self._hand_over(fetch, on_freed, is_freed_by_result=True)
 
     def probe(
-        self, address: str, incarnation: int, *, deadline_s: float, source: str = ""
-    ) -> Future[float]:
-        """As `KvAgent.probe`."""
+        self, addresses: Sequence[str], incarnation: int, *, deadline_s: float, source: str = ""
+    ) -> Future[None]:
+        """`KvAgent.probe` of each of a peer's ranks, one after the other, within the deadline."""
         agent = self._running()
-        return self._submit(agent.probe(address, incarnation, deadline_s=deadline_s, source=source))
+        deadline = time.monotonic() + deadline_s
+
+        async def probe_all() -> None:
+            for address in addresses:
+                left_s = max(0.0, deadline - time.monotonic())
+                await agent.probe(address, incarnation, deadline_s=left_s, source=source)
+
+        return self._submit(probe_all())
 
     def disconnect(self, address: str) -> None:
         agent = self._running()

@@ -108,7 +108,7 @@ class IndexFeed:
         )
         self._view.on_change(self._on_record)
         for record in tuple(self._view.records.values()):
-            if record.role in _ROLES and self.index.version(record.instance_id) is None:
+            if _has_blocks(record) and self.index.version(record.instance_id) is None:
                 self._mark(record.instance_id)
 
     async def run(self) -> None:
@@ -125,7 +125,7 @@ class IndexFeed:
     def resync_all(self) -> None:
         """Ask everyone for a snapshot."""
         for record in tuple(self._view.records.values()):
-            if record.role in _ROLES:
+            if _has_blocks(record):
                 self._mark(record.instance_id)
 
     async def _on_message(self, message: Message) -> None:
@@ -181,7 +181,7 @@ class IndexFeed:
                 self.index.forget_history(instance_id)  # it may live, and register again
             if self._follower is not None:
                 self._follower.on_removed(instance_id)
-        elif record.role in _ROLES:
+        elif _has_blocks(record):
             version = self.index.version(instance_id)
             if version is not None and version[0] != record.incarnation:
                 self.index.remove_instance(instance_id)
@@ -261,3 +261,8 @@ def _host_part(event: KvBlocks) -> TierDelta | None:
         if part.tier == Tier.HOST:
             return TierDelta(tuple(part.removed), tuple(part.stored), part.is_cleared)
     return None
+
+
+def _has_blocks(record: InstanceRecord) -> bool:
+    """One that is loading still has a role, and nobody there to ask."""
+    return record.role in _ROLES and bool(record.grpc_address)

@@ -39,6 +39,7 @@ class MeshSpec:
     num_prefill: int = 1
     num_decode: int = 1
     num_fusion: int = 0
+    num_blank: int = 0  # instances whose role the master assigns
     num_gateways: int = 1
     num_masters: int = 1  # one leads, the others stand by
     host: str = "127.0.0.1"
@@ -87,6 +88,7 @@ _TIERS: Final = {
     "health-monitor": Tier.CONTROL,
     "prefill": Tier.INSTANCE,
     "decode": Tier.INSTANCE,
+    "instance": Tier.INSTANCE,
     "gateway": Tier.GATEWAY,
 }
 
@@ -99,6 +101,7 @@ def services(spec: MeshSpec, wiring: Wiring) -> list[ProcessSpec]:
         named += [(f"fusion-{i}", "prefill") for i in range(spec.num_fusion)]
     named += [(f"prefill-{i}", "prefill") for i in range(spec.num_prefill)]
     named += [(f"decode-{i}", "decode") for i in range(spec.num_decode)]
+    named += [(f"instance-{i}", "instance") for i in range(spec.num_blank)]
     named += [(f"gateway-{i}", "gateway") for i in range(spec.num_gateways)]
     return [_service(name, service, spec, wiring) for name, service in named]
 
@@ -111,7 +114,7 @@ def _service(name: str, service: str, spec: MeshSpec, wiring: Wiring) -> Process
         "INSTANCE_ID": name,
         "OPS_FILE": str(ops_file),
         **(_gateway_settings(spec, wiring) if service == "gateway" else {}),
-        **(_instance_settings(name, spec) if service in ("prefill", "decode") else {}),
+        **(_instance_settings(name, spec) if _TIERS[service] is Tier.INSTANCE else {}),
     }
     return ProcessSpec(
         name=name,

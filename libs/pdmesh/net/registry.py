@@ -11,7 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdmesh.v1.common_pb2 import InstanceRecord
+from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, InstanceRecord
+
+
+def takes_requests(record: InstanceRecord) -> bool:
+    """Whether a request may be sent to this instance: it is loaded, connected, and not on its way out (S19)."""
+    return record.phase == INSTANCE_PHASE_READY
 
 
 @dataclass(frozen=True, slots=True)

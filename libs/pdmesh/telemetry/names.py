@@ -26,6 +26,7 @@ ATTR_OUTCOME: Final = (
 )
 ATTR_TIER: Final = "tier"  # host, peer, file
 ATTR_EVENT: Final = "event"  # served, stored, lent, evicted, corrupt, failed, late, dropped
+ATTR_PART: Final = "part"  # of an instance's way from blank to ready
 ATTR_SCENARIO: Final = "pdmesh.scenario"  # a configured one, or default
 ATTR_TENANT: Final = "pdmesh.tenant"  # of the key file; empty: unknown
 ATTR_KV_BYTES: Final = "pdmesh.kv.bytes"  # pulled by decode
@@ -97,6 +98,8 @@ BATCH_SIZE: Final = "pdmesh.instance.batch_size"
 SESSIONS: Final = "pdmesh.sessions"
 SESSIONS_CUT: Final = "pdmesh.sessions.cut"
 ERRORS_DROPPED: Final = "pdmesh.instance.errors.dropped"
+LOAD_SECONDS: Final = "pdmesh.instance.load_seconds"
+PEER_CHECKS: Final = "pdmesh.instance.peer_checks"
 
 # Metrics of ours: bus, registry, index, master.
 BUS_DROPPED: Final = "pdmesh.bus.dropped"

@@ -22,6 +22,7 @@ from pdmesh.engine.base import (
     EngineStats,
     Finished,
     FinishReason,
+    KvPeer,
     Output,
     Prefilled,
     PrefillJob,
@@ -40,7 +41,7 @@ from pdmesh.engine.sim.retrieval import Retrieved, Retriever
 from pdmesh.engine.sim.staging import Stager
 from pdmesh.engine.sim.tier_lane import TierLane
 from pdmesh.engine.sim.vocabulary import EOS_ID
-from pdmesh.errors import EngineFailed
+from pdmesh.errors import EngineFailed, KvFormatMismatch
 from pdmesh.kv import agent as kv_agent
 from pdmesh.kv.agent import AgentEvent, KvAgent
 from pdmesh.kv.tiers.peers import AgentPeers, FindHolders
@@ -168,6 +169,18 @@ class SimEngine:
 
     def release(self, ticket_id: str) -> None:
         self._stager.release(ticket_id)
+
+    async def verify_peer(self, peer: KvPeer, timeout_s: float) -> None:
+        address, *others = peer.addresses
+        if others:
+            raise KvFormatMismatch(f"{peer.instance_id} has {1 + len(others)} ranks, the sim has 1")
+        await self._agent.probe(
+            address, peer.incarnation, deadline_s=timeout_s, source=peer.instance_id
+        )
+
+    def forget_peer(self, peer: KvPeer) -> None:
+        for address in peer.addresses:
+            self._agent.disconnect(address)
 
     async def outputs(self) -> AsyncIterator[list[Output]]:
         while True:

@@ -26,6 +26,7 @@ from pdmesh.engine.base import (
     DecodeJob,
     EngineInfo,
     EngineStats,
+    KvPeer,
     Output,
     PrefillJob,
     Sampling,
@@ -45,8 +46,18 @@ from pdmesh.engine.vllm.handoff import load_params, store_params
 from pdmesh.engine.vllm.job_facts import CancelRequest, Drawn, Effect, ReleaseTicket
 from pdmesh.engine.vllm.jobs import Endpoint, Jobs
 from pdmesh.engine.vllm.kv_events import BlockNames, read_events
-from pdmesh.engine.vllm.messages import Fetched, Hello, Join, Open, Release, TierNews, ToHost
+from pdmesh.engine.vllm.messages import (
+    Fetched,
+    Hello,
+    Join,
+    Open,
+    Probed,
+    Release,
+    TierNews,
+    ToHost,
+)
 from pdmesh.engine.vllm.outputs import OutputQueue
+from pdmesh.engine.vllm.peer_checks import PeerChecks
 from pdmesh.engine.vllm.preflight import check_memory
 from pdmesh.engine.vllm.private_dir import make_private_dir
 from pdmesh.engine.vllm.sampling import drawn, sampling_params
@@ -89,6 +100,7 @@ class VllmEngine:
         self._view = SchedulerView()
         self._names = BlockNames(0, config.block_size)  # capacity is known with the cache's size
         self._tiers: TierClient | None = None
+        self._checks: PeerChecks | None = None
         self._jobs: Jobs | None = None
         self._queue = OutputQueue()
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -177,9 +189,10 @@ class VllmEngine:
         )
         self._worker_pids = tuple(h.pid for h in hellos)
         self._jobs = Jobs(endpoint, num_ranks)
+        assert self._control is not None
+        self._checks = PeerChecks(self._control.broadcast, num_ranks)
         self._names.capacity = max(1024, NAMES_PER_BLOCK * self._num_blocks)
         if config.tiers.is_on:
-            assert self._control is not None
             self._tiers = TierClient(
                 self._control.broadcast, num_ranks, config.tiers.timeout_s, self._find_holders
             )
@@ -305,6 +318,14 @@ class VllmEngine:
     def release(self, ticket_id: str) -> None:
         if self._jobs is not None:
             self._apply(self._jobs.release(ticket_id))
+
+    async def verify_peer(self, peer: KvPeer, timeout_s: float) -> None:
+        assert self._checks is not None, "start() has returned"
+        await self._checks.verify(peer, timeout_s)
+
+    def forget_peer(self, peer: KvPeer) -> None:
+        if self._checks is not None:
+            self._checks.forget(peer)
 
     async def outputs(self) -> AsyncIterator[list[Output]]:
         async for batch in self._queue.batches():
@@ -483,6 +504,10 @@ class VllmEngine:
                 return
             case TierNews():
                 self._queue.put(outputs_of(message))
+                return
+            case Probed():
+                if self._checks is not None:
+                    self._checks.on_probed(message)
                 return
         if self._jobs is not None:
             self._apply(self._jobs.handle(message))

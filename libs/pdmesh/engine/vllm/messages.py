@@ -165,6 +165,31 @@ class Join(Message):
     token_id: int
 
 
+class Probe(Message):
+    """Host: pull a probe from those of the peer's ranks that KV would come from. Answered by Probed."""
+
+    check_id: int
+    instance_id: str
+    incarnation: int
+    addresses: tuple[str, ...]
+    timeout_s: float
+
+
+class Probed(Message):
+    """Worker: what came of a Probe; `reason` is empty if every rank that was asked answered rightly."""
+
+    rank: int
+    check_id: int
+    reason: str
+    message: str
+
+
+class Disconnect(Message):
+    """Host: the peer with these addresses left."""
+
+    addresses: tuple[str, ...]
+
+
 ToHost = (
     Hello
     | Opened
@@ -176,8 +201,9 @@ ToHost = (
     | LandingClear
     | Fetched
     | TierNews
+    | Probed
 )
-ToWorker = Release | Open | Join | Fetch | Holders | Forget
+ToWorker = Release | Open | Join | Fetch | Holders | Forget | Probe | Disconnect
 
 _encoder = msgspec.msgpack.Encoder()
 _to_host = msgspec.msgpack.Decoder(ToHost)

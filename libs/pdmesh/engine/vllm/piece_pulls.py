@@ -47,6 +47,13 @@ class Share:
         """Whether the ticket's sender has as many ranks."""
         return len(ticket.addresses) == self.num_ranks
 
+    def sources(self, num_sources: int) -> tuple[int, ...]:
+        """The ranks of such a peer that this one pulls from. Raises ValueError as `pieces` does."""
+        if num_sources == self.num_ranks:
+            return (self.rank,)
+        found = pieces(self.num_heads, num_sources, self.num_ranks, self.rank)
+        return tuple(sorted({piece.source_rank for piece in found}))
+
     def pieces(self, ticket: Ticket, landing: ArenaRange, num_bytes: int) -> tuple[PiecePull, ...]:
         """What is pulled for a prompt of which this rank takes `num_bytes`, from where and to where.
 

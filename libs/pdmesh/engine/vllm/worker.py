@@ -16,15 +16,18 @@ from pdmesh.engine.vllm.handoff import StepPlan
 from pdmesh.engine.vllm.incoming import Incoming
 from pdmesh.engine.vllm.kv_facts import KvFacts
 from pdmesh.engine.vllm.messages import (
+    Disconnect,
     Hello,
     Join,
     LandingClear,
     Open,
+    Probe,
     Release,
     ToWorker,
     WorkerControl,
 )
 from pdmesh.engine.vllm.outgoing import Outgoing
+from pdmesh.engine.vllm.peer_checks import PeerProber
 from pdmesh.engine.vllm.piece_pulls import Share
 from pdmesh.engine.vllm.tier_worker import TierWorker
 from pdmesh.kv import agent as kv
@@ -56,6 +59,7 @@ class HandoffWorker:
         self.outgoing: Outgoing | None = None
         self.incoming: Incoming | None = None
         self.tiers: TierWorker | None = None
+        self._prober: PeerProber | None = None
         self._control = WorkerControl(config["control_path"], self._on_message, _exit)
 
     def start(self, kv_caches: Mapping[str, torch.Tensor], facts: KvFacts) -> None:
@@ -90,6 +94,7 @@ class HandoffWorker:
             self.outgoing = Outgoing(self._rank, caches, self._fingerprint, self._agent, send)
             share = Share(facts.num_heads, self._num_ranks, self._rank)
             self.incoming = Incoming(share, caches, self._agent, self._config["max_pulls"], send)
+            self._prober = PeerProber(share, self._agent, send)
         self._control.send(
             Hello(
                 self._rank,
@@ -195,6 +200,9 @@ class HandoffWorker:
             case Join():
                 if self.incoming is not None:
                     self.incoming.join(message.leg, message.token_id)
+            case Probe() | Disconnect():
+                if self._prober is not None:
+                    self._prober.handle(message)
             case _:
                 if self.tiers is not None:
                     self.tiers.handle(message)

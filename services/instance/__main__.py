@@ -1,0 +1,20 @@
+"""An instance without a role of its own: blank until the master assigns it one, and again after that (S23)."""
+
+from __future__ import annotations
+
+from pdmesh.core.fleet import Role
+from pdmesh.instance.service import serve
+from pdmesh.lifecycle import App, run
+from services.instance.settings import Settings
+
+
+async def _serve(settings: Settings, app: App) -> None:
+    await serve(settings, app, Role(settings.role))
+
+
+def main() -> None:
+    run("instance", Settings, _serve)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""The environment of an instance whose role is assigned."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from pdmesh.config import settings_config
+from pdmesh.instance.settings import InstanceSettings
+
+
+class Settings(InstanceSettings):
+    model_config = settings_config("PDMESH_INSTANCE_")
+
+    role: Literal["none", "prefill", "decode", "fusion"] = Field(
+        "none", description="What it is at first; none: blank, until the master assigns a role"
+    )
+    num_slots: int = Field(
+        0, ge=0, description="Requests served at once; 0: 64 as decode, 8 otherwise"
+    )

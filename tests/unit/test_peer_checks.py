@@ -1,0 +1,122 @@
+"""Probes between the ranks of two vLLM instances: the host's half, the worker's, and the agents' threads below them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from pdmesh.engine.base import KvPeer
+from pdmesh.engine.vllm.messages import Disconnect, Message, Probe, Probed
+from pdmesh.engine.vllm.peer_checks import PeerChecks, PeerProber
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.agent import AgentIdentity, KvAgent
+from pdmesh.kv.agent_thread import AgentThread
+from pdmesh.kv.ucx import UcxTransport
+from tests.support.waiting import until
+
+pytest.importorskip("torch")
+
+from pdmesh.engine.vllm.piece_pulls import Share
+
+FINGERPRINT, INCARNATION = "m.float32", 7
+
+
+def agent_thread(rank: int, incarnation: int) -> AgentThread:
+    def make() -> KvAgent:
+        identity = AgentIdentity("i", incarnation, FINGERPRINT, rank)
+        return KvAgent(
+            UcxTransport(),
+            identity,
+            staging_bytes=1 << 16,
+            landing_bytes=1 << 16,
+            on_event=lambda _: None,
+        )
+
+    return AgentThread(make)
+
+
+@contextlib.contextmanager
+def ranks(count: int, incarnation: int) -> Iterator[list[tuple[AgentThread, str]]]:
+    threads = [agent_thread(rank, incarnation) for rank in range(count)]
+    try:
+        yield [(thread, thread.start()) for thread in threads]
+    finally:
+        for thread in threads:
+            thread.close()
+
+
+def host_of(
+    receivers: list[tuple[AgentThread, str]], num_heads: int
+) -> tuple[PeerChecks, list[Probed]]:
+    """A host whose workers are these, with what they told it."""
+    loop, heard = asyncio.get_running_loop(), list[Probed]()
+
+    def hear(message: Message) -> None:
+        assert isinstance(message, Probed)
+        heard.append(message)
+        loop.call_soon_threadsafe(checks.on_probed, message)
+
+    probers = [
+        PeerProber(Share(num_heads, len(receivers), rank), agent, hear)
+        for rank, (agent, _) in enumerate(receivers)
+    ]
+
+    def broadcast(message: Message) -> None:
+        assert isinstance(message, Probe | Disconnect)
+        for prober in probers:
+            prober.handle(message)
+
+    checks = PeerChecks(broadcast, len(receivers))
+    return checks, heard
+
+
+@pytest.mark.req("S16", "S26", "S57")
+async def test_a_rank_meets_its_like_and_nobody_else_until_the_peer_leaves() -> None:
+    with ranks(2, INCARNATION) as senders, ranks(2, INCARNATION + 1) as receivers:
+        checks, heard = host_of(receivers, num_heads=4)
+        peer = KvPeer("prefill-0", INCARNATION, tuple(address for _, address in senders))
+        await checks.verify(peer, 5.0)
+        assert sorted(m.rank for m in heard) == [0, 1]
+        assert [agent.stats().num_peers for agent, _ in senders] == [1, 1]
+        checks.forget(peer)
+        await until(lambda: [agent.stats().num_peers for agent, _ in senders] == [0, 0])
+
+
+@pytest.mark.req("S16", "S57")
+async def test_with_other_ranks_those_are_met_whose_heads_are_needed() -> None:
+    with ranks(4, INCARNATION) as senders, ranks(2, INCARNATION + 1) as receivers:
+        checks, _ = host_of(receivers, num_heads=4)
+        peer = KvPeer("prefill-0", INCARNATION, tuple(address for _, address in senders))
+        await checks.verify(peer, 5.0)
+        assert [agent.stats().num_peers for agent, _ in senders] == [1, 1, 1, 1]
+
+
+@pytest.mark.req("S16")
+@pytest.mark.fault("F5")
+async def test_one_rank_that_is_somebody_else_fails_the_peer() -> None:
+    with (
+        ranks(1, INCARNATION) as old,
+        ranks(1, INCARNATION + 5) as new,
+        ranks(2, INCARNATION + 1) as receivers,
+    ):
+        checks, _ = host_of(receivers, num_heads=4)
+        peer = KvPeer("prefill-0", INCARNATION, (old[0][1], new[0][1]))
+        with pytest.raises(KvTransferFailed, match="rank 1") as failed:
+            await checks.verify(peer, 5.0)
+        assert failed.value.reason == "KV_REFUSED_WRONG_INCARNATION"
+
+
+@pytest.mark.req("S16")
+async def test_heads_that_do_not_divide_and_ranks_that_are_silent_are_failures_too() -> None:
+    with ranks(1, INCARNATION + 1) as receivers:
+        checks, _ = host_of(receivers, num_heads=4)
+        with pytest.raises(KvTransferFailed) as failed:
+            await checks.verify(KvPeer("p", INCARNATION, ("a:1", "b:1", "c:1")), 0.2)
+        assert failed.value.reason == "KV_FORMAT_MISMATCH"
+    silent = PeerChecks(lambda _: None, 1)
+    with pytest.raises(KvTransferFailed) as failed:
+        await silent.verify(KvPeer("p", INCARNATION, ("a:1",)), 0.01)
+    assert failed.value.reason == "KV_TRANSFER_TIMEOUT"
