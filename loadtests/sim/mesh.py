@@ -20,8 +20,8 @@ from loadtests.sim.worker import Job, Worker
 from loadtests.workloads import Arrival
 from pdmesh.core.admission import Admission, Admitted, Capacity, Work
 from pdmesh.core.fleet import Fleet, Identity, LoadReported, PrefillComputed, RecordSeen, Role
+from pdmesh.core.placement import DEFAULT_SCENARIO, NoPlan, Placement, Plan
 from pdmesh.core.placement import Candidate as Ranked
-from pdmesh.core.placement import NoPlan, Placement, Plan
 from pdmesh.core.placement_baselines import POLICIES
 from pdmesh.core.placement_policies import Query, Weights
 from pdmesh.core.prefix_index import Delta, PrefixIndex
@@ -56,7 +56,6 @@ from pdmesh.core.waiting_room import WaitingRoom
 from pdmesh.engine.laws import Law
 from pdmesh.errors import NoInstance
 
-_SCENARIO: Final = "default"
 _HUGE: Final = 1 << 50  # bytes: arenas are no constraint here
 
 
@@ -88,6 +87,7 @@ class Served:
     arrival: Arrival
     ttft_s: float = math.inf
     e2e_s: float = math.inf
+    prefill_s: float = 0.0  # of ttft_s, since the prefill took it (T_p)
     num_cached_tokens: int = 0
     num_rejections: int = 0
     prefill_id: str = ""
@@ -139,9 +139,12 @@ class VirtualMesh:
             (Role.DECODE, shape.num_decode),
         ):
             for number in range(count):
-                self._add(f"{role.value}-{number}", role)
+                self.add(f"{role.value}-{number}", role)
 
-    def _add(self, name: str, role: Role) -> None:
+    def add(
+        self, name: str, role: Role, group_id: str = "g0", scenario: str = DEFAULT_SCENARIO
+    ) -> None:
+        """An instance that serves from now on."""
         shape = self.shape
         work = {Role.FUSION: Work.LOCAL, Role.PREFILL: Work.PREFILL, Role.DECODE: Work.DECODE}[role]
         num_slots = shape.prefill_slots if role is Role.PREFILL else shape.decode_slots
@@ -170,8 +173,8 @@ class VirtualMesh:
             name,
             1,
             role,
-            "g0",
-            _SCENARIO,
+            group_id,
+            scenario,
             "m",
             "f",
             shape.block_size,
@@ -179,16 +182,24 @@ class VirtualMesh:
             shape.num_blocks,
             0,
         )
-        self.fleet.handle(RecordSeen(identity), 0.0)
+        self.fleet.handle(RecordSeen(identity), self.clock.now)
 
     def run(self, arrivals: Sequence[Arrival]) -> None:
         for number, arrival in enumerate(arrivals):
-            self.clock.at(arrival.at_s, partial(self._submit, number, arrival))
+            self.clock.at(arrival.at_s, partial(self.submit, number, arrival))
         self.clock.run()
+
+    def ended(self, served: Served) -> None:
+        """For those who watch: a request was answered or refused."""
+
+    def scenario_of(self, arrival: Arrival) -> str:
+        """Whose instances a request may have: here all serve everything."""
+        return DEFAULT_SCENARIO
 
     # --- the gateway -----------------------------------------------------------------------------
 
-    def _submit(self, number: int, arrival: Arrival) -> None:
+    def submit(self, number: int, arrival: Arrival) -> None:
+        """A request arrives now."""
         request = Request(
             max(1, arrival.num_output_tokens),
             limits=self._limits,
@@ -232,11 +243,13 @@ class VirtualMesh:
             case Complete():
                 life.served.e2e_s = self.clock.now - life.served.arrival.at_s
                 life.served.num_rejections = life.request.num_rejections
+                self.ended(life.served)
             case Fail():
                 life.served.is_refused = True
                 life.served.num_rejections = life.request.num_rejections
                 if life.waiting is not None:
                     self._room.leave(life.waiting)
+                self.ended(life.served)
             case _:
                 pass
 
@@ -261,6 +274,8 @@ class VirtualMesh:
             max_tokens=arrival.num_output_tokens,
             chat_id=arrival.chat_id,
             request_id=life.request_id,
+            scenario=self.scenario_of(arrival),
+            excluded=frozenset(ask.excluded),
         )
         matches = self.index.match(arrival.blocks)
         plan = self.placement.plan(
@@ -351,7 +366,8 @@ class VirtualMesh:
             return
         served.num_cached_tokens = job.num_cached
         served.prefill_id = worker.instance_id
-        served.ttft_s = self.clock.now + self.shape.hop_s - served.arrival.at_s
+        if math.isinf(served.ttft_s):  # a migrated request has had its first token
+            served.ttft_s = self.clock.now + self.shape.hop_s - served.arrival.at_s
         is_local = worker.work is Work.LOCAL
         is_last = life.served.arrival.num_output_tokens <= 1 and not is_local
         ticket = None if is_local or is_last else TicketHeld(f"t{key}", 1e9)

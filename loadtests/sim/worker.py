@@ -32,6 +32,7 @@ class Job:
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0
     num_computed: int = 0
+    began_at: float = 0.0
     in_chunk: int = 0
     seconds: float = 0.0  # its shares of the steps that computed it
 
@@ -56,6 +57,7 @@ class Worker:
     num_prompts: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    is_dead: bool = False
     _prompts: dict[int, Job] = field(default_factory=dict)
     _ends: list[tuple[int, int]] = field(default_factory=list)  # (step, leg)
     _running: dict[int, Job] = field(default_factory=dict)
@@ -78,6 +80,7 @@ class Worker:
         return answer
 
     def begin(self, job: Job) -> None:
+        job.began_at = self.clock.now
         num_blocks = -(-job.num_prompt // self.block_size)
         if self.work is Work.DECODE:
             job.blocks = self.pool.allocate(num_blocks)
@@ -221,3 +224,22 @@ class Worker:
         self.on_blocks(self)
         self.admission.ended(job.leg, self.clock.now)
         self.admission.range_freed(job.leg, self.clock.now)
+
+    def abort(self, job: Job) -> None:
+        """Whoever asked for it wants no more of it."""
+        self._prompts.pop(job.leg, None)
+        if self._running.pop(job.leg, None) is not None:
+            (end,) = (step for step, leg in self._ends if leg == job.leg)
+            self._ends = [entry for entry in self._ends if entry[1] != job.leg]
+            heapq.heapify(self._ends)
+            self._num_context -= job.num_prompt + max(1, job.num_output - 1) - (end - self._step)
+        self.release(job)
+
+    def kill(self) -> None:
+        """Nothing of what is planned happens any more."""
+        self.is_dead = True
+        self._epoch += 1
+        self._is_stepping = True
+        self._prompts.clear()
+        self._running.clear()
+        self._ends.clear()

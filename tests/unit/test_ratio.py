@@ -123,6 +123,19 @@ def test_a_move_after_which_fewer_are_answered_in_time_is_undone_and_not_repeate
 
 
 @pytest.mark.req("S28")
+@pytest.mark.parametrize(("pace", "is_undone"), [(9.0, True), (12.0, False)])
+def test_where_requests_wait_only_the_pace_of_answers_judges(pace: float, is_undone: bool) -> None:
+    """The backlog grows while the move is made: E2E and success get worse whatever it does."""
+    loop = Loop()
+    full = replace(CALM, queue_s=2.0, prefill_busy=1.0, decode_busy=0.3, answered_per_s=10.0)
+    loop.windows(full, 3)
+    worse = replace(full, queue_s=20.0, success_share=0.5, prefill_busy=0.95, answered_per_s=pace)
+    loop.windows(worse, 14)
+    assert (Action.UNDONE in loop.actions) == is_undone
+    assert (Action.KEPT in loop.actions) != is_undone
+
+
+@pytest.mark.req("S28")
 def test_slower_answers_are_no_harm_if_more_is_asked_for() -> None:
     loop = Loop()
     loop.windows(CALM, 10)
@@ -194,7 +207,10 @@ def test_a_blank_instance_is_taken_where_the_other_role_has_no_room() -> None:
     assert choice.move == Move("g0", MoveKind.ADD, P, None, "why")
     choice = one_step(P, "chat", tight, 0, PlannerLimits(), "why")
     assert choice.move is None
-    assert choice.reasons == ("add: no blank instance",)
+    assert choice.reasons == (
+        "change_role: the other decodes would be 100% busy",
+        "add: no blank instance",
+    )
 
 
 def test_else_one_of_another_group_of_the_same_model_is_moved() -> None:

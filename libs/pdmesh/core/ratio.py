@@ -34,6 +34,10 @@ class RatioLimits:
     judge_windows: int = 3
     max_success_drop: float = 0.02
     max_e2e_rise: float = 0.10  # of the mean, unless more is asked for than before
+    waiting: float = (
+        0.25  # share of E2E spent at the gateway: more is asked for than can be answered
+    )
+    max_pace_drop: float = 0.05  # of answers per second, where they wait
     hold_s: float = 300.0  # after a move that was undone or could not be made; doubles
     max_hold_s: float = 3600.0
 
@@ -104,7 +108,9 @@ class _Before:
     """As it was when a move of ours was planned: means of the windows that led to it."""
 
     e2e_s: float
+    queue_s: float
     success_share: float
+    answered_per_s: float
     rate_per_s: float
     short_of: Role
     move: Move
@@ -205,9 +211,11 @@ class RatioController:
     ) -> list[Effect]:
         role = finding.short_of
         if role is None:
-            return self._leave(state, f"{finding.reason}: neither role stands out", event)
+            return self._leave(state, "neither role stands out", finding.reason, event)
         if now < state.held_until and role is state.held_role:
-            return self._leave(state, f"more {role.value}s did not help a while ago", event)
+            return self._leave(
+                state, f"more {role.value}s did not help lately", finding.reason, event
+            )
         reason = f"more {role.value}s: {finding.reason}"
         choice = one_step(
             role, event.scenario, event.groups, event.num_blank, self.limits.planner, reason
@@ -215,13 +223,16 @@ class RatioController:
         if choice.move is None:
             if not choice.is_needed:
                 state.detector.rebase()  # what is there carries it: it is the new normal
-            return self._leave(state, f"{reason}; {'; '.join(choice.reasons)}", event)
+            why = f"{finding.reason}; {'; '.join(choice.reasons)}"
+            return self._leave(state, f"more {role.value}s", why, event)
         plan = Plan(event.scenario, Trigger.MONITOR, (choice.move,), reason)
         state.plan, state.said = plan, ""
         seen = state.detector.recent
         state.before = _Before(
             _mean(w.e2e_s for w in seen),
+            _mean(w.queue_s for w in seen),
             _mean(w.success_share for w in seen),
+            _mean(w.answered_per_s for w in seen),
             event.rate_per_s,
             role,
             choice.move,
@@ -229,12 +240,12 @@ class RatioController:
         said = self._decided(event, Action.PLANNED, reason, plan.moves)
         return [said, AskPlan(plan)]
 
-    def _leave(self, state: _Scenario, reason: str, event: WindowSeen) -> list[Effect]:
-        kind = reason.split(":", 1)[0]
+    def _leave(self, state: _Scenario, kind: str, why: str, event: WindowSeen) -> list[Effect]:
+        """Told once, though each window says it again."""
         if kind == state.said:
             return []
         state.said = kind
-        return [self._decided(event, Action.LEFT_ALONE, reason)]
+        return [self._decided(event, Action.LEFT_ALONE, f"{kind}: {why}")]
 
     def _judge(
         self, state: _Scenario, before: _Before, event: WindowSeen, window: Window, now: float
@@ -260,13 +271,21 @@ class RatioController:
         return [self._decided(event, Action.UNDONE, harm, (back,)), AskPlan(state.plan)]
 
     def _harm(self, before: _Before, after: list[Window], rate_per_s: float) -> str | None:
-        success = _mean(w.success_share for w in after)
-        if success < before.success_share - self.limits.max_success_drop:
-            return f"success fell from {before.success_share:.1%} to {success:.1%}"
-        if rate_per_s > before.rate_per_s * (1 + self.limits.max_e2e_rise):
-            return None  # more is asked for: slower answers are no verdict on the move
+        limits = self.limits
         e2e_s = _mean(w.e2e_s for w in after)
-        if e2e_s > before.e2e_s * (1 + self.limits.max_e2e_rise):
+        queue_s = max(before.queue_s, _mean(w.queue_s for w in after))
+        if queue_s > limits.waiting * min(before.e2e_s, e2e_s):
+            # More came than was answered: the backlog grew while the move was made, and only the pace tells what it did.
+            pace = _mean(w.answered_per_s for w in after)
+            if pace < before.answered_per_s * (1 - limits.max_pace_drop):
+                return f"answers fell from {before.answered_per_s:.3g} to {pace:.3g} per s"
+            return None
+        success = _mean(w.success_share for w in after)
+        if success < before.success_share - limits.max_success_drop:
+            return f"success fell from {before.success_share:.1%} to {success:.1%}"
+        if rate_per_s > before.rate_per_s * (1 + limits.max_e2e_rise):
+            return None  # more is asked for: slower answers are no verdict on the move
+        if e2e_s > before.e2e_s * (1 + limits.max_e2e_rise):
             return f"E2E rose from {before.e2e_s:.3g} to {e2e_s:.3g} s"
         return None
 

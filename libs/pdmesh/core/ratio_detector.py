@@ -26,7 +26,7 @@ FULL: Final = 0.95  # of a role's slots and KV: whoever comes next waits
 class Window:
     """Means over the requests of a scenario that ended in one window, in seconds; `busy`: shares 0..1, None if not known.
 
-    E2E = queue + t_p + t_d. `success_share`: of those that ended, how many were answered in time.
+    E2E = queue + t_p + t_d. `success_share`: of those that ended, how many were answered in time; `answered_per_s`: how many were.
     """
 
     num_requests: int
@@ -36,6 +36,7 @@ class Window:
     success_share: float = 1.0
     prefill_busy: float | None = None
     decode_busy: float | None = None
+    answered_per_s: float = 0.0
 
     @property
     def e2e_s(self) -> float:

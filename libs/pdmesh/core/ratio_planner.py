@@ -80,8 +80,8 @@ def one_step(
         why = f"{short_of.value}s are {need:.0%} busy: none is short"
         return Choice(None, (why,), is_needed=False)
     refused: list[str] = []
-    for move in _candidates(short_of, group, groups, limits, need):
-        why_not = refusal(move, groups, limits.max_busy, num_blank=num_blank)
+    for move, why_not in _candidates(short_of, group, groups, limits, need):
+        why_not = why_not or refusal(move, groups, limits.max_busy, num_blank=num_blank)
         if why_not is None:
             return Choice(replace(move, reason=reason), (reason, *refused))
         refused.append(f"{move.kind.value}: {why_not}")
@@ -90,23 +90,33 @@ def one_step(
 
 def _candidates(
     role: Role, group: GroupState, groups: Groups, limits: PlannerLimits, need: float
-) -> list[Move]:
-    moves: list[Move] = []
-    giver = other(role)
-    busy, num = group.busy(giver), group.num(giver)
-    if busy is None or num < 2 or busy * num / (num - 1) <= need - limits.min_gain:
-        moves.append(Move(group.group_id, MoveKind.CHANGE_ROLE, role))
-    moves.append(Move(group.group_id, MoveKind.ADD, role))
+) -> list[tuple[Move, str | None]]:
+    """Moves that help, cheapest first, each with why it would only pass the shortage on."""
+    most = need - limits.min_gain
+    changed = Move(group.group_id, MoveKind.CHANGE_ROLE, role)
     givers = [
         (busy, g.group_id)
         for g in groups.values()
-        if g.group_id != group.group_id
-        and g.model == group.model
-        and not g.pool
-        and (busy := g.busy(role)) is not None
-        and g.num(role) > 1
-        and busy * g.num(role) / (g.num(role) - 1) <= need - limits.min_gain
+        if g.group_id != group.group_id and g.model == group.model and not g.pool
+        if g.num(role) > 1 and (busy := _without_one(g, role)) is not None and busy <= most
+    ]
+    moves = [
+        (changed, _passed_on(group, other(role), most)),
+        (Move(group.group_id, MoveKind.ADD, role), None),
     ]
     if givers:
-        moves.append(Move(min(givers)[1], MoveKind.MOVE, role, group.group_id))
+        moves.append((Move(min(givers)[1], MoveKind.MOVE, role, group.group_id), None))
     return moves
+
+
+def _passed_on(group: GroupState, giver: Role, most: float) -> str | None:
+    busy = _without_one(group, giver)
+    if busy is None or busy <= most:
+        return None
+    return f"the other {giver.value}s would be {busy:.0%} busy"
+
+
+def _without_one(group: GroupState, role: Role) -> float | None:
+    """How busy the others would be; None if that is not known or there are no others."""
+    busy, num = group.busy(role), group.num(role)
+    return None if busy is None or num < 2 else busy * num / (num - 1)

@@ -1,0 +1,245 @@
+"""The control plane on the virtual clock: the ratio loop, schedules, upgrades and substitution, over a live mesh.
+
+The same cores as in the master, joined by calls: what a shell adds is I/O alone. Everything that was decided or done is in `log`,
+in order, and `samples` holds one row per window: figures are drawn from these two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from loadtests.sim.live import ROLES, Group, LiveMesh
+from pdmesh.core.fleet import Role
+from pdmesh.core.moves import Move, MoveKind, Plan
+from pdmesh.core.plan_runner import Effect as RunnerEffect
+from pdmesh.core.plan_runner import Event as RunnerEvent
+from pdmesh.core.plan_runner import (
+    GroupsSeen,
+    MoveEnded,
+    PlanAsked,
+    PlanEnded,
+    PlanRunner,
+    StartMove,
+)
+from pdmesh.core.ratio import (
+    Action,
+    AskPlan,
+    Decided,
+    OperatorAsked,
+    Profiled,
+    RatioController,
+    RatioLimits,
+    WindowSeen,
+)
+from pdmesh.core.ratio import Event as RatioEvent
+from pdmesh.core.ratio_detector import Window
+from pdmesh.core.ratio_model import Profile
+from pdmesh.core.schedule import Schedule
+from pdmesh.core.upgrade import GroupSeen, SetRevision, Upgrade, UpgradeEnded, UpgradeLimits
+
+_TICK_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the event log. `kind`: decided, move, scale, fault, substituted, upgrade."""
+
+    at_s: float
+    kind: str
+    scenario: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One window of one scenario."""
+
+    at_s: float
+    scenario: str
+    rate_per_s: float
+    window: Window | None
+    groups: Mapping[str, tuple[int, int, str]]  # prefills, decodes, pool
+
+
+@dataclass(slots=True)
+class Control:
+    """Call `start`, then run the mesh's clock. `wall` maps the virtual clock to unix seconds, for schedules."""
+
+    mesh: LiveMesh
+    window_s: float
+    until: float
+    limits: RatioLimits = field(default_factory=RatioLimits)
+    schedule: Schedule | None = None
+    wall: float = 0.0
+    has_ratio: bool = True
+    log: list[Entry] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    runner: PlanRunner = field(init=False)
+    ratio: RatioController = field(init=False)
+    upgrade: Upgrade | None = None
+    _lost: list[tuple[Group, Role, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.runner = PlanRunner(self.limits.planner.max_busy)
+        self.ratio = RatioController(self.limits)
+
+    def start(self) -> None:
+        self.mesh.watch(self.until)
+        self.mesh.clock.after(_TICK_S, self._tick)
+        self.mesh.clock.after(self.window_s, self._window)
+
+    # --- what people do ----------------------------------------------------------------------------
+
+    def profile(self, scenario: str, profile: Profile) -> None:
+        self._ratio(Profiled(scenario, profile, self.mesh.states()))
+
+    def ask(self, plan: Plan) -> None:
+        self._ratio(OperatorAsked(plan))
+
+    def start_upgrade(self, revision: str, limits: UpgradeLimits) -> None:
+        before = {i: g.revision for i, g in sorted(self.mesh.groups.items()) if not g.pool}
+        self.upgrade = Upgrade(revision, before, limits)
+        self._note("upgrade", "", f"to {revision}: {', '.join(before)}")
+
+    def kill(self, group_id: str, role: Role, repaired_after_s: float) -> None:
+        """One instance of the group dies; its machine comes back as a blank one later."""
+        names = [n for n, r in sorted(self.mesh.groups[group_id].members.items()) if r is role]
+        if len(names) < 1:
+            return
+        group, _ = self.mesh.kill(names[0])
+        self._note("fault", group.scenario, f"{names[0]} died")
+        lost = (group, role, self.mesh.clock.now)
+        self.mesh.clock.after(self.mesh.detect_s, lambda: self._lost.append(lost))
+        self.mesh.clock.after(repaired_after_s, self._repaired)
+
+    # --- the loop ----------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now, states = self.mesh.clock.now, self.mesh.states()
+        self._substitute()
+        if self.schedule is not None:
+            for due in self.schedule.tick(self.runner.expected(states), self.wall + now):
+                self._note("scale", due.entry.scenario, due.reason)
+                if due.plan is not None:
+                    self._run(PlanAsked(due.plan))
+        if self.upgrade is not None:
+            self._upgrade_tick(self.upgrade)
+        self._run(GroupsSeen(states, self.mesh.num_blank))
+        self.runner.check_invariants()
+        if now + _TICK_S <= self.until:
+            self.mesh.clock.after(_TICK_S, self._tick)
+
+    def _window(self) -> None:
+        mesh = self.mesh
+        states = mesh.states()
+        for scenario in sorted({g.scenario for g in mesh.groups.values()}):
+            window, rate_per_s = mesh.window(scenario, states)
+            shapes = {
+                i: (s.num_prefill, s.num_decode, s.pool)
+                for i, s in states.items()
+                if s.scenario == scenario
+            }
+            self.samples.append(Sample(mesh.clock.now, scenario, rate_per_s, window, shapes))
+            if self.has_ratio and not self._is_disturbed(scenario):
+                seen = WindowSeen(scenario, window, states, mesh.num_blank, rate_per_s)
+                self._ratio(seen)
+        mesh.next_window()
+        if mesh.clock.now + self.window_s <= self.until:
+            mesh.clock.after(self.window_s, self._window)
+
+    def _is_disturbed(self, scenario: str) -> bool:
+        """An upgrade or a loss says nothing about the ratio, and a plan under way is judged by itself."""
+        is_upgrading = self.upgrade is not None and self.upgrade.current is not None
+        is_short = any(group.scenario == scenario for group, _, _ in self._lost)
+        return is_upgrading or is_short or bool(self.mesh.num_loading(scenario))
+
+    def _substitute(self) -> None:
+        for lost in list(self._lost):
+            if self.mesh.num_blank:
+                self._lost.remove(lost)
+                self.mesh.substitute(*lost[:2], lambda _, lost=lost: self._substituted(*lost))  # type: ignore[misc]
+
+    def _substituted(self, group: Group, role: Role, since: float) -> None:
+        took_s = self.mesh.clock.now - since
+        text = f"a {role.value} of {group.group_id} stands in after {took_s:.0f} s"
+        self._note("substituted", group.scenario, text)
+
+    def _repaired(self) -> None:
+        self.mesh.num_blank += 1
+
+    # --- effects -----------------------------------------------------------------------------------
+
+    def _ratio(self, event: RatioEvent) -> None:
+        for effect in self.ratio.handle(event, self.mesh.clock.now):
+            match effect:
+                case Decided():
+                    self._note(
+                        "decided", effect.scenario, f"{effect.action.value}: {effect.reason}"
+                    )
+                case AskPlan():
+                    self._run(PlanAsked(effect.plan))
+
+    def _run(self, event: RunnerEvent) -> None:
+        for effect in self.runner.handle(event, self.mesh.clock.now):
+            self._act(effect)
+
+    def _act(self, effect: RunnerEffect) -> None:
+        match effect:
+            case StartMove():
+                move, scenario = effect.move, effect.plan.scenario
+                began = self.mesh.clock.now
+                self._note("move", scenario, f"{_text(move)}: {move.reason or effect.plan.reason}")
+                self.mesh.make(move, lambda is_done: self._moved(scenario, move, is_done, began))
+            case PlanEnded():
+                self._ratio(effect)
+
+    def _moved(self, scenario: str, move: Move, is_done: bool, began: float) -> None:
+        if self.schedule is not None and move.kind is MoveKind.RECLAIM:
+            self.schedule.set_up_took(scenario, self.mesh.clock.now - began)
+        self._run(MoveEnded(scenario, is_done))
+
+    def _upgrade_tick(self, upgrade: Upgrade) -> None:
+        states = self.mesh.states()
+        seen = {}
+        for group_id in upgrade.before:
+            state, group = states[group_id], self.mesh.groups[group_id]
+            busy = [b for role in ROLES if (b := state.busy(role)) is not None]
+            is_whole = bool(group.members) and group_id not in self.mesh.renewing
+            revision = group.revision if is_whole else ""
+            load = max(busy, default=None) if is_whole else None
+            seen[group_id] = GroupSeen(group_id, revision, is_whole, load)
+        for effect in upgrade.tick(seen, self.mesh.clock.now):
+            match effect:
+                case SetRevision():
+                    self._note("upgrade", "", f"{effect.group_id}: {effect.reason}")
+                    self.mesh.renew(effect.group_id, effect.revision, lambda _: None)
+                case UpgradeEnded():
+                    self._note("upgrade", "", f"{effect.state.value}: {effect.num_done} groups")
+                    self.upgrade = None
+                case _:
+                    pass
+
+    def _note(self, kind: str, scenario: str, text: str) -> None:
+        self.log.append(Entry(self.mesh.clock.now, kind, scenario, text))
+
+
+def count(log: Sequence[Entry], kind: str, text: str = "") -> int:
+    return sum(entry.kind == kind and text in entry.text for entry in log)
+
+
+def planned(log: Sequence[Entry]) -> list[Entry]:
+    return [e for e in log if e.kind == "decided" and e.text.startswith(Action.PLANNED.value)]
+
+
+def _text(move: Move) -> str:
+    match move.kind:
+        case MoveKind.CHANGE_ROLE:
+            return f"{move.group_id}: one becomes {move.role.value if move.role else ''}"
+        case MoveKind.LEND:
+            return f"{move.group_id} goes to {move.to_group}"
+        case MoveKind.RECLAIM:
+            return f"{move.group_id} comes back"
+        case _:
+            return f"{move.group_id}: {move.kind.value} {move.role.value if move.role else 'group'}"
