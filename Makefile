@@ -132,6 +132,14 @@ leak-test: $(DONE)/dev ## 100,000 requests with random disconnects and killed in
 compare: $(DONE)/dev ## placement policies side by side on a virtual clock; traces from TRACES, ARGS goes to it
 	@$(BIN)/python -m loadtests.sim.compare --traces $(TRACES) $(ARGS)
 
+.PHONY: bench-ratio
+bench-ratio: $(DONE)/dev ## what P:D ratios carry, whether the loop finds the best, a week of faults: on a virtual clock; ARGS goes to it
+	@$(BIN)/python -m loadtests.sim.ratio --out loadtests/results/ratio-$$(date +%F) $(ARGS)
+
+.PHONY: demo-day
+demo-day: $(DONE)/dev ## a day of tides, changes, an upgrade and faults in minutes, on a virtual clock, with its figure; ARGS goes to it
+	@$(BIN)/python -m loadtests.sim.day --out loadtests/results/day-$$(date +%F) $(ARGS)
+
 bench-kv: $(DONE)/dev ## what moving KV costs, block by block and block-free, beside ucx_perftest; ARGS="--sizes 1,16 --rounds 3"
 	@$(BIN)/python -m loadtests.kv_bench $(ARGS)
 

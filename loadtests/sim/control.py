@@ -65,7 +65,10 @@ class Sample:
 
 @dataclass(slots=True)
 class Control:
-    """Call `start`, then run the mesh's clock. `wall` maps the virtual clock to unix seconds, for schedules."""
+    """Call `start`, then run the mesh's clock.
+
+    Schedules see unix seconds: `wall` at the clock's start, and `speed` of them in each of its seconds.
+    """
 
     mesh: LiveMesh
     window_s: float
@@ -74,6 +77,7 @@ class Control:
     schedule: Schedule | None = None
     wall: float = 0.0
     has_ratio: bool = True
+    speed: float = 1.0
     log: list[Entry] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     runner: PlanRunner = field(init=False)
@@ -98,18 +102,23 @@ class Control:
     def ask(self, plan: Plan) -> None:
         self._ratio(OperatorAsked(plan))
 
-    def start_upgrade(self, revision: str, limits: UpgradeLimits) -> None:
-        before = {i: g.revision for i, g in sorted(self.mesh.groups.items()) if not g.pool}
+    def start_upgrade(self, scenario: str, revision: str, limits: UpgradeLimits) -> None:
+        """Of all groups that serve the scenario now."""
+        groups = sorted(self.mesh.groups.items())
+        before = {i: g.revision for i, g in groups if g.scenario == scenario and not g.pool}
         self.upgrade = Upgrade(revision, before, limits)
-        self._note("upgrade", "", f"to {revision}: {', '.join(before)}")
+        self._note("upgrade", scenario, f"to {revision}: {', '.join(before)}")
 
     def kill(self, group_id: str, role: Role, repaired_after_s: float) -> None:
-        """One instance of the group dies; its machine comes back as a blank one later."""
+        """The busiest instance of the role dies; its machine comes back as a blank one later."""
         names = [n for n, r in sorted(self.mesh.groups[group_id].members.items()) if r is role]
-        if len(names) < 1:
+        if not names:
             return
-        group, _ = self.mesh.kill(names[0])
-        self._note("fault", group.scenario, f"{names[0]} died")
+        workers = self.mesh.workers
+        name = max(names, key=lambda n: workers[n].admission.num_slots_used)
+        num_running = workers[name].admission.num_slots_used
+        group, _ = self.mesh.kill(name)
+        self._note("fault", group.scenario, f"{name} died with {num_running} requests")
         lost = (group, role, self.mesh.clock.now)
         self.mesh.clock.after(self.mesh.detect_s, lambda: self._lost.append(lost))
         self.mesh.clock.after(repaired_after_s, self._repaired)
@@ -120,7 +129,9 @@ class Control:
         now, states = self.mesh.clock.now, self.mesh.states()
         self._substitute()
         if self.schedule is not None:
-            for due in self.schedule.tick(self.runner.expected(states), self.wall + now):
+            for due in self.schedule.tick(
+                self.runner.expected(states), self.wall + self.speed * now
+            ):
                 self._note("scale", due.entry.scenario, due.reason)
                 if due.plan is not None:
                     self._run(PlanAsked(due.plan))
@@ -197,11 +208,13 @@ class Control:
 
     def _moved(self, scenario: str, move: Move, is_done: bool, began: float) -> None:
         if self.schedule is not None and move.kind is MoveKind.RECLAIM:
-            self.schedule.set_up_took(scenario, self.mesh.clock.now - began)
+            took_s = self.speed * (self.mesh.clock.now - began)
+            self.schedule.set_up_took(scenario, took_s)
         self._run(MoveEnded(scenario, is_done))
 
     def _upgrade_tick(self, upgrade: Upgrade) -> None:
         states = self.mesh.states()
+        scenario = self.mesh.groups[next(iter(upgrade.before))].scenario
         seen = {}
         for group_id in upgrade.before:
             state, group = states[group_id], self.mesh.groups[group_id]
@@ -213,10 +226,12 @@ class Control:
         for effect in upgrade.tick(seen, self.mesh.clock.now):
             match effect:
                 case SetRevision():
-                    self._note("upgrade", "", f"{effect.group_id}: {effect.reason}")
+                    self._note("upgrade", scenario, f"{effect.group_id}: {effect.reason}")
                     self.mesh.renew(effect.group_id, effect.revision, lambda _: None)
                 case UpgradeEnded():
-                    self._note("upgrade", "", f"{effect.state.value}: {effect.num_done} groups")
+                    self._note(
+                        "upgrade", scenario, f"{effect.state.value}: {effect.num_done} groups"
+                    )
                     self.upgrade = None
                 case _:
                     pass

@@ -56,7 +56,7 @@ class Totals:
     num: int = 0
     num_failed: int = 0
     num_late: int = 0
-    num_migrated: int = 0
+    num_migrated: int = 0  # went on elsewhere when an instance died
 
 
 class LiveMesh(VirtualMesh):
@@ -157,6 +157,7 @@ class LiveMesh(VirtualMesh):
             if where == name:
                 self._later(life, LegLost(key))
                 del self._lives[key]
+                self.totals.num_migrated += 1
         self.clock.after(self.detect_s, lambda: self._forget(name))
         return group, role
 
@@ -260,9 +261,6 @@ class LiveMesh(VirtualMesh):
     def _on_first(self, life: _Life, key: int) -> None:
         if key in life.jobs:
             super()._on_first(life, key)
-            job = life.jobs.get(key)
-            if job is not None:
-                life.served.prefill_s = self.clock.now - job[1].began_at
 
     def _on_taken(self, life: _Life, key: int, prefill_key: int) -> None:
         if key not in life.jobs or prefill_key not in life.jobs:

@@ -366,6 +366,7 @@ class VirtualMesh:
             return
         served.num_cached_tokens = job.num_cached
         served.prefill_id = worker.instance_id
+        served.prefill_s = self.clock.now - job.began_at
         if math.isinf(served.ttft_s):  # a migrated request has had its first token
             served.ttft_s = self.clock.now + self.shape.hop_s - served.arrival.at_s
         is_local = worker.work is Work.LOCAL

@@ -10,12 +10,13 @@ from __future__ import annotations
 import enum
 import math
 import statistics
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pdmesh.core.fleet import Role
-from pdmesh.core.moves import Groups, GroupState, Move, Plan, Trigger, inverse, serving
+from pdmesh.core.moves import Groups, GroupState, Move, Plan, Trigger, inverse, other, serving
 from pdmesh.core.plan_runner import Outcome, PlanEnded
 from pdmesh.core.ratio_detector import BottleneckDetector, DetectorLimits, Finding, Window
 from pdmesh.core.ratio_model import Profile
@@ -38,7 +39,7 @@ class RatioLimits:
         0.25  # share of E2E spent at the gateway: more is asked for than can be answered
     )
     max_pace_drop: float = 0.05  # of answers per second, where they wait
-    hold_s: float = 300.0  # after a move that was undone or could not be made; doubles
+    hold_s: float = 300.0  # a move that failed is not tried again, a good one not reversed, before; doubles each time
     max_hold_s: float = 3600.0
 
 
@@ -117,6 +118,19 @@ class _Before:
 
 
 @dataclass(slots=True)
+class _Busy:
+    """A group's load over the last windows; it starts anew when the group's shape changes."""
+
+    shape: tuple[int, int]
+    recent: deque[tuple[float | None, float | None]]
+
+    def mean(self, at: int) -> float | None:
+        values = [each[at] for each in self.recent]
+        known = [busy for busy in values if busy is not None]
+        return _mean(known) if len(known) == len(values) else None
+
+
+@dataclass(slots=True)
 class _Scenario:
     detector: BottleneckDetector
     before: _Before | None = None  # while a move of ours is made or judged
@@ -126,7 +140,10 @@ class _Scenario:
     held_until: float = -math.inf
     held_role: Role | None = None
     hold_s: float = 0.0
-    said: str = ""  # the last reason to leave it alone, said once
+    kept_role: Role | None = None  # what the last good move was for
+    busy: dict[str, _Busy] = field(default_factory=dict)  # by group
+    said: str = ""  # the last reason to leave it alone, not said again before
+    silent_until: float = -math.inf
 
 
 @dataclass(slots=True)
@@ -195,6 +212,7 @@ class RatioController:
 
     def _on_window(self, event: WindowSeen, now: float) -> list[Effect]:
         state = self._state(event.scenario)
+        event = replace(event, groups=self._steadied(state, event))
         window = event.window
         if window is None or state.plan is not None or now < state.judge_from:
             return []
@@ -202,19 +220,34 @@ class RatioController:
             return self._judge(state, state.before, event, window, now)
         finding = state.detector.handle(window)
         if finding is None:
-            state.said = ""
             return []
         return self._on_finding(state, finding, event, now)
+
+    def _steadied(self, state: _Scenario, event: WindowSeen) -> Groups:
+        """The scenario's groups with their load over as many windows as a finding takes: one window is noise."""
+        groups = dict(event.groups)
+        before, state.busy = state.busy, {}
+        for group in serving(groups, event.scenario):
+            shape = (group.num_prefill, group.num_decode)
+            seen = before.get(group.group_id)
+            if seen is None or seen.shape != shape:
+                seen = _Busy(shape, deque(maxlen=self.limits.detector.num_windows))
+            seen.recent.append((group.prefill_busy, group.decode_busy))
+            state.busy[group.group_id] = seen
+            groups[group.group_id] = replace(
+                group, prefill_busy=seen.mean(0), decode_busy=seen.mean(1)
+            )
+        return groups
 
     def _on_finding(
         self, state: _Scenario, finding: Finding, event: WindowSeen, now: float
     ) -> list[Effect]:
         role = finding.short_of
         if role is None:
-            return self._leave(state, "neither role stands out", finding.reason, event)
+            return self._leave(state, "neither role stands out", finding.reason, event, now)
         if now < state.held_until and role is state.held_role:
             return self._leave(
-                state, f"more {role.value}s did not help lately", finding.reason, event
+                state, f"more {role.value}s, but it is too soon", finding.reason, event, now
             )
         reason = f"more {role.value}s: {finding.reason}"
         choice = one_step(
@@ -224,7 +257,7 @@ class RatioController:
             if not choice.is_needed:
                 state.detector.rebase()  # what is there carries it: it is the new normal
             why = f"{finding.reason}; {'; '.join(choice.reasons)}"
-            return self._leave(state, f"more {role.value}s", why, event)
+            return self._leave(state, f"more {role.value}s", why, event, now)
         plan = Plan(event.scenario, Trigger.MONITOR, (choice.move,), reason)
         state.plan, state.said = plan, ""
         seen = state.detector.recent
@@ -240,11 +273,13 @@ class RatioController:
         said = self._decided(event, Action.PLANNED, reason, plan.moves)
         return [said, AskPlan(plan)]
 
-    def _leave(self, state: _Scenario, kind: str, why: str, event: WindowSeen) -> list[Effect]:
-        """Told once, though each window says it again."""
-        if kind == state.said:
+    def _leave(
+        self, state: _Scenario, kind: str, why: str, event: WindowSeen, now: float
+    ) -> list[Effect]:
+        """Told once in a while, though each window says it again."""
+        if kind == state.said and now < state.silent_until:
             return []
-        state.said = kind
+        state.said, state.silent_until = kind, now + self.limits.hold_s
         return [self._decided(event, Action.LEFT_ALONE, f"{kind}: {why}")]
 
     def _judge(
@@ -262,7 +297,7 @@ class RatioController:
         state.before = None
         state.detector.rebase()
         if harm is None:
-            state.hold_s = self.limits.hold_s
+            self._keep(state, before.short_of, now)
             return [self._decided(event, Action.KEPT, e2e)]
         self._hold(state, before.short_of, now)
         back = inverse(before.move, harm)
@@ -288,6 +323,15 @@ class RatioController:
         if e2e_s > before.e2e_s * (1 + limits.max_e2e_rise):
             return f"E2E rose from {before.e2e_s:.3g} to {e2e_s:.3g} s"
         return None
+
+    def _keep(self, state: _Scenario, role: Role, now: float) -> None:
+        """The other direction waits, longer each time the two alternate: where both are near their limit, noise would swing it."""
+        is_same = role is state.kept_role
+        is_calm = now > state.held_until + self.limits.max_hold_s
+        if state.kept_role is None or is_same or is_calm:
+            state.hold_s = self.limits.hold_s
+        state.kept_role = role
+        self._hold(state, other(role), now)
 
     def _hold(self, state: _Scenario, role: Role, now: float) -> None:
         state.held_until, state.held_role = now + state.hold_s, role

@@ -25,7 +25,7 @@ class PlannerLimits:
 
     max_busy: float = 0.85
     min_need: float = 0.6
-    min_gain: float = 0.05  # by which the giver must stay less busy than the taker is now
+    min_gain: float = 0.10  # by which the giver must stay less busy than the taker is now
 
 
 @dataclass(frozen=True, slots=True)

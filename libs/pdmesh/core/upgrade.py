@@ -1,4 +1,4 @@
-"""A rolling upgrade: one group after another gets the new revision, with its ratio unchanged (S24).
+"""A rolling upgrade of a scenario: one group after another gets the new revision, with its ratio unchanged (S24).
 
 At most one group is out at any time, and only if the others can carry its traffic. A group counts as done when it serves the new
 revision with as many instances of each role as it is meant to have, and stayed healthy for a while. If it does not, that group

@@ -1,0 +1,131 @@
+"""Everything that can be said of the ratio without a machine: one command, one report with its spread over seeds.
+
+python -m loadtests.sim.ratio --out loadtests/results/ratio-2026-11-21     # all, some ten minutes on two cores
+python -m loadtests.sim.ratio --only sweep,paper --seeds 1                 # parts of it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from loadtests.progress import Progress
+from loadtests.results import describe_machine, describe_versions
+from loadtests.sim.ratio import aggregated, faults, loop, report, scale, sweep
+from loadtests.sim.ratio.report import Results
+from pdmesh.core.ratio_model import Split, splits
+
+Job = tuple[str, Callable[[], Any]]
+_NUM_QUIET: Final = 8  # runs without a fault, to compare with
+
+
+def jobs(parts: Sequence[str], seeds: Sequence[int]) -> list[Job]:
+    """(kind of result, what makes it), each on its own."""
+    made: list[Job] = []
+    if "sweep" in parts:
+        for workload in sweep.WORKLOADS:
+            made += [
+                ("sweep", partial(sweep.best, workload, split, seed))
+                for split in splits(sweep.TOTAL)
+                for seed in seeds
+            ]
+    if "paper" in parts:
+        made += [
+            ("paper", partial(sweep.best, workload, split, seed))
+            for workload in (sweep.PAPER, sweep.PAPER_LONGER)
+            for split in sweep.PAPER_SPLITS
+            for seed in seeds
+        ]
+    if "loop" in parts:
+        made += [
+            ("change", partial(loop.change, what, seed))
+            for what in ("outputs +50 %", "prompts +50 %")
+            for seed in seeds
+        ]
+        made += [("calm", partial(loop.calm, seed)) for seed in seeds]
+        made += [
+            ("convergence", partial(loop.converge, Split(n, sweep.TOTAL - n), seed))
+            for n in range(2, sweep.TOTAL - 1)
+            for seed in seeds
+        ]
+    if "aggregated" in parts:
+        made += [
+            ("aggregated", partial(aggregated.goodput, scene, mode, shape, seed))
+            for scene in aggregated.SCENES
+            for mode, shape in aggregated.modes(scene)
+            for seed in seeds[: aggregated.MAX_SEEDS]
+        ]
+    if "faults" in parts:
+        made += [
+            ("fault", partial(faults.play, seed, has_fault=True))
+            for seed in range(faults.num_faults())
+        ]
+        made += [
+            ("quiet", partial(faults.play, seed, has_fault=False)) for seed in range(_NUM_QUIET)
+        ]
+    return made
+
+
+def _play(job: Job) -> tuple[str, Any]:
+    kind, work = job
+    return kind, work()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", default="sweep,paper,loop,aggregated,faults,scale")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--out", type=Path, help="write OUT.json, OUT.md and OUT.png")
+    options = parser.parse_args()
+    parts = options.only.split(",")
+    todo = jobs(parts, range(1, options.seeds + 1))
+    results = Results()
+    progress = Progress(len(todo) + 1)
+    with ProcessPoolExecutor(options.processes) as pool:
+        for kind, outcome in pool.map(_play, todo):
+            progress.step(kind)
+            results.add(kind, outcome)
+    if "scale" in parts:
+        progress.step("scale")
+        for num_instances in (1_000, 10_000):
+            for cost in scale.costs(num_instances):
+                results.add("scale", cost)
+    progress.close()
+    text = report.markdown(results)
+    print(text)
+    if options.out:
+        _write(options.out, results, text)
+
+
+def _write(out: Path, results: Results, text: str) -> None:
+    from loadtests.sim.ratio.plots import draw  # matplotlib takes a second to import
+
+    command = shlex.join(["python", "-m", "loadtests.sim.ratio", *sys.argv[1:]])
+    data = {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "results": {kind: [asdict(each) for each in found] for kind, found in results.items()},
+    }
+    out.with_suffix(".json").write_text(json.dumps(data, indent=1, default=str) + "\n")
+    head = f"# The ratio of prefills to decodes, simulated, {data['at']}\n\n`{command}`\n\n"
+    out.with_suffix(".md").write_text(head + text + "\n")
+    draw(results, out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

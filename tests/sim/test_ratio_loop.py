@@ -1,0 +1,130 @@
+"""The ratio loop over the mesh's own cores on a virtual clock: formula, findings, convergence, calm, and changes without a loss."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from loadtests.sim.control import Control, count, planned
+from loadtests.sim.live import LiveMesh
+from loadtests.sim.load import poisson
+from loadtests.sim.ratio import aggregated, faults, loop
+from loadtests.sim.ratio.sweep import PAPER, WORKLOADS, ClosedLoop, best
+from pdmesh.core.cron import Cron
+from pdmesh.core.fleet import Role
+from pdmesh.core.moves import Move, MoveKind, Plan, Trigger
+from pdmesh.core.ratio_model import Split
+from pdmesh.core.schedule import Entry, Schedule, What
+from pdmesh.core.upgrade import UpgradeLimits
+
+
+@pytest.mark.req("S2", "S30")
+@pytest.mark.parametrize("split", [Split(2, 6), Split(3, 5), Split(5, 3)], ids=str)
+def test_the_formula_says_within_five_percent_what_the_simulator_carries(split: Split) -> None:
+    workload = WORKLOADS[1]
+    mesh = ClosedLoop(workload, split, 40, 1)
+    mesh.play()
+    formula = workload.profile().phi(split).value * split.total
+    assert mesh.per_s() == pytest.approx(formula, rel=0.05)
+
+
+@pytest.mark.req("S61")
+def test_the_papers_mismatch_four_prefills_carry_what_one_decode_does() -> None:
+    assert best(PAPER, Split(1, 1), 1).per_s == pytest.approx(0.6, rel=0.03)
+    assert best(PAPER, Split(4, 1), 1).per_s == pytest.approx(0.7, rel=0.03)
+    assert best(PAPER, Split(1, 4), 1).per_s == pytest.approx(0.6, rel=0.03)
+
+
+@pytest.mark.req("S29")
+@pytest.mark.parametrize(
+    ("what", "wanted"), [("outputs +50 %", "more decodes"), ("prompts +50 %", "more prefills")]
+)
+def test_a_change_of_the_workload_is_found_and_answered_without_a_failed_request(
+    what: str, wanted: str
+) -> None:
+    found = loop.change(what, 1)
+    assert found.wanted == wanted
+    assert found.num_windows is not None
+    assert found.num_windows <= 8
+    assert 1 <= found.num_moves <= 2
+    assert found.num_failed == 0
+
+
+@pytest.mark.req("S29")
+def test_an_hour_of_one_workload_moves_nothing() -> None:
+    quiet = loop.calm(1)
+    assert quiet.num_windows == 360
+    assert quiet.num_planned == 0
+
+
+@pytest.mark.req("S32")
+@pytest.mark.parametrize("start", [Split(2, 6), Split(6, 2)], ids=str)
+def test_without_a_profile_the_loop_ends_within_one_of_the_best_and_stays(start: Split) -> None:
+    found = loop.converge(start, 1)
+    assert found.distance <= 1
+    assert found.num_moves <= 4
+
+
+@pytest.mark.req("S27", "S30")
+def test_a_profile_brings_the_group_to_its_best_split_at_once() -> None:
+    mesh = LiveMesh(loop.SHAPE, 1, load_s=10.0)
+    mesh.set_up("chat-0", "chat", 5, 3)
+    control = Control(mesh, loop.WINDOW_S, 400.0)
+    control.start()
+    mesh.play(poisson(random.Random(1), 400.0, 3.0, lambda _: 3.0, lambda _: loop.BALANCED, "chat"))
+    mesh.clock.at(60.0, lambda: control.profile("chat", WORKLOADS[1].profile()))
+    mesh.clock.run()
+    state = mesh.states()["chat-0"]
+    assert (state.num_prefill, state.num_decode) == (3, 5)
+    assert mesh.totals.num_failed == 0
+    assert mesh.totals.num > 1000
+
+
+@pytest.mark.req("S36", "S38")
+@pytest.mark.parametrize("seed", range(4))
+def test_an_instance_that_dies_is_stood_in_for_and_its_requests_go_on_elsewhere(seed: int) -> None:
+    fault = faults.play(seed, has_fault=True)
+    assert fault.num_failed == 0
+    assert fault.stood_in_after_s == pytest.approx(faults.LOAD_S, abs=5)
+
+
+@pytest.mark.req("S11", "S21", "S24")
+def test_lending_an_upgrade_and_a_role_change_lose_no_request() -> None:
+    """Three groups at a third of what they carry; one is lent and comes back, all are upgraded, and an operator changes one."""
+    mesh = LiveMesh(loop.SHAPE, 3, load_s=20.0)
+    for number in range(3):
+        mesh.set_up(f"chat-{number}", "chat", 3, 4)
+    schedule = Schedule(
+        [
+            Entry("night", "chat", Cron.parse("2 0 * * *"), What.LEND, 1),
+            Entry("morning", "chat", Cron.parse("15 0 * * *"), What.RECLAIM, 1),
+        ],
+        lead_s=60.0,
+    )
+    control = Control(mesh, loop.WINDOW_S, 2400.0, schedule=schedule, wall=1_795_219_200.0)
+    control.start()
+    change = Move("chat-1", MoveKind.CHANGE_ROLE, Role.DECODE)
+    mesh.clock.at(300.0, lambda: control.ask(Plan("chat", Trigger.OPERATOR, (change,), "by hand")))
+    limits = UpgradeLimits(soak_s=30.0)
+    mesh.clock.at(1000.0, lambda: control.start_upgrade("chat", "r2", limits))
+    rng = random.Random(3)
+    mesh.play(poisson(rng, 2400.0, 6.0, lambda _: 6.0, lambda _: loop.BALANCED, "chat"))
+    mesh.clock.run()
+    assert mesh.totals.num_failed == 0
+    assert {g.revision for g in mesh.groups.values()} == {"r2"}
+    assert count(control.log, "move", "chat-2 goes to training") == 1
+    back = [s.at_s for s in control.samples if s.groups["chat-2"][2]][-1]
+    assert back <= 900.0  # it serves again at 00:15
+    assert mesh.groups["chat-1"].num(Role.DECODE) == 5
+    assert [e.text for e in planned(control.log)] == ["planned: by hand"]
+
+
+@pytest.mark.req("S63")
+def test_on_one_law_and_one_slo_disaggregated_instances_carry_more_than_aggregated_ones() -> None:
+    """Small: one seed, one scene; the factor itself is measured by `make bench-ratio`."""
+    scene = aggregated.SCENES[3]
+    carried = {
+        mode: aggregated.keeps(scene, shape, 12.0, 1) for mode, shape in aggregated.modes(scene)
+    }
+    assert any(kept for mode, kept in carried.items() if mode.startswith("P/D"))
