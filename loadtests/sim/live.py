@@ -174,19 +174,20 @@ class LiveMesh(VirtualMesh):
     def states(self) -> dict[str, GroupState]:
         """Groups with how busy they were in this window and, while it is young, the one before."""
         span = self.clock.now - self._window_began
-        return {
-            g.group_id: GroupState(
-                g.group_id,
-                g.scenario,
-                g.num(Role.PREFILL),
-                g.num(Role.DECODE),
-                self._busy(g, Role.PREFILL, span),
-                self._busy(g, Role.DECODE, span),
-                g.pool,
-                "m",
-            )
-            for _, g in sorted(self.groups.items())
-        }
+        return {g.group_id: self._state(g, span) for _, g in sorted(self.groups.items())}
+
+    def _state(self, group: Group, span_s: float) -> GroupState:
+        lent = self._lent.get(group.group_id)
+        return GroupState(
+            group.group_id,
+            group.scenario,
+            lent[Role.PREFILL] if lent else group.num(Role.PREFILL),
+            lent[Role.DECODE] if lent else group.num(Role.DECODE),
+            self._busy(group, Role.PREFILL, span_s),
+            self._busy(group, Role.DECODE, span_s),
+            group.pool,
+            "m",
+        )
 
     def window(self, scenario: str, states: dict[str, GroupState]) -> tuple[Window | None, float]:
         """What ended since the window began, and the rate that came; None if nothing ended."""
@@ -403,9 +404,10 @@ class LiveMesh(VirtualMesh):
 
                 def back(is_done: bool) -> None:
                     group.pool = ""
+                    del self._lent[group.group_id]
                     done(is_done)
 
-                self._load_all(group, self._lent.pop(group.group_id), back)
+                self._load_all(group, self._lent[group.group_id], back)
             case _:
                 raise AssertionError(move)
 
