@@ -80,5 +80,6 @@ def _convergence(axis: Axes, found: list[loop.Convergence]) -> None:
     if found:
         axis.axhline(int(found[0].best.split(":")[0]), linestyle=":", color="tab:gray")
     axis.set_xticks(range(len(starts)), starts)
+    axis.set_ylim(1, 7)
     axis.set_ylabel("prefills of 8", fontsize=8)
     axis.set_title("the loop from every split (S32)", fontsize=8)
