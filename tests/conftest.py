@@ -1,16 +1,27 @@
 """Property tests search at random on a developer's machine; CI runs the same examples every time.
 
-No example has a deadline: on a busy machine it would measure the neighbours.
+No example has a deadline, and none is drawn too slowly: on a busy machine that would measure the neighbours.
 """
 
 from __future__ import annotations
 
 import os
 
-from hypothesis import settings
+import structlog
+from hypothesis import HealthCheck, settings
 
 import pdmesh  # noqa: F401  before a test module imports grpc: see pdmesh.grpc_environment
 
-settings.register_profile("ci", derandomize=True, print_blob=True, deadline=None)
-settings.register_profile("local", deadline=None)
+# structlog's own default draws every local variable of every frame: a second of an event loop's time per traceback.
+structlog.configure(
+    processors=[
+        structlog.processors.add_log_level,
+        structlog.dev.ConsoleRenderer(
+            colors=False, exception_formatter=structlog.dev.plain_traceback
+        ),
+    ]
+)
+_BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", derandomize=True, print_blob=True, **_BUSY)
+settings.register_profile("local", **_BUSY)
 settings.load_profile("ci" if os.environ.get("CI") else "local")

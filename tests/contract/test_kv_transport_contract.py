@@ -44,7 +44,7 @@ async def test_a_pull_brings_the_staged_bytes_and_closes_the_ticket(
     async with kv_pair(transport) as pair:
         data = pair.stage(layout)
         landing = ArenaRange(0, layout.total_bytes)
-        result = await pair.receiver.pull(ticket_for(pair.address, layout), landing, deadline_s=5)
+        result = await pair.receiver.pull(ticket_for(pair.address, layout), landing, deadline_s=30)
         assert result.num_bytes == layout.total_bytes
         assert (pair.landed(layout.total_bytes) == data).all()
         await until(lambda: pair.sender_events == [TicketClosed("t", "taken")])
@@ -61,7 +61,7 @@ async def test_a_suffix_of_the_blocks_comes_without_the_first_of_each_layer(
         data = pair.stage(layout)
         ticket = ticket_for(pair.address, layout)
         result = await pair.receiver.pull(
-            ticket, ArenaRange(0, layout.total_bytes), deadline_s=5, first_block=first
+            ticket, ArenaRange(0, layout.total_bytes), deadline_s=30, first_block=first
         )
         blocks = data.reshape(layout.num_layers, layout.num_blocks, layout.block_bytes)
         wanted = blocks[:, first:].reshape(-1)
@@ -95,7 +95,7 @@ async def refused(pair_: object, **changes: object) -> str:
         await pair.receiver.pull(  # type: ignore[attr-defined]
             ticket_for(pair.address, SMALL, **changes),  # type: ignore[attr-defined, arg-type]
             ArenaRange(0, 1 << 16),
-            deadline_s=5,
+            deadline_s=30,
         )
     return caught.value.reason
 
@@ -140,7 +140,7 @@ async def test_one_flipped_bit_fails_the_pull_and_not_the_ticket(
         pair.stage(layout)
         landing = ArenaRange(0, layout.total_bytes)
         with pytest.raises(KvTransferFailed) as caught:
-            await pair.receiver.pull(ticket_for(pair.address, layout), landing, deadline_s=5)
+            await pair.receiver.pull(ticket_for(pair.address, layout), landing, deadline_s=30)
         assert caught.value.reason == "KV_CORRUPT"
         assert pair.receiver_events == [LandingFreed(0)]
         assert pair.sender.num_tickets == 1
@@ -155,7 +155,7 @@ async def test_the_negative_control_zeroes_what_was_verified(transport: MakeTran
     async with kv_pair(transport, hooks=ZeroOnArrival()) as pair:
         pair.stage(SMALL)
         landing = ArenaRange(0, SMALL.total_bytes)
-        await pair.receiver.pull(ticket_for(pair.address, SMALL), landing, deadline_s=5)
+        await pair.receiver.pull(ticket_for(pair.address, SMALL), landing, deadline_s=30)
         assert not pair.landed(SMALL.total_bytes).any()
 
 
@@ -224,7 +224,7 @@ async def test_a_cancelled_pull_gives_its_landing_back_and_leaves_the_ticket(
         pair.stage(LARGE)
         ticket, landing = ticket_for(pair.address, LARGE), ArenaRange(0, LARGE.total_bytes)
         await pair.receiver.connect(pair.address)  # so that the pull is under way at once
-        pull = asyncio.create_task(pair.receiver.pull(ticket, landing, deadline_s=5))
+        pull = asyncio.create_task(pair.receiver.pull(ticket, landing, deadline_s=30))
         await asyncio.sleep(0)
         pull.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -232,7 +232,7 @@ async def test_a_cancelled_pull_gives_its_landing_back_and_leaves_the_ticket(
         await until(lambda: pair.receiver_events == [LandingFreed(0)])
         await until(lambda: pair.receiver.num_pulls == 0)
         assert pair.sender.num_tickets == 1
-        await pair.receiver.pull(ticket, landing, deadline_s=5)
+        await pair.receiver.pull(ticket, landing, deadline_s=30)
 
 
 @pytest.mark.fault("F2", "F5")
@@ -255,7 +255,7 @@ async def test_two_hundred_pulls_leave_nothing_behind(transport: MakeTransport) 
             await pair.receiver.pull(
                 ticket_for(pair.address, layout, f"t{i}"),
                 ArenaRange(0, layout.total_bytes),
-                deadline_s=5,
+                deadline_s=30,
             )
         await until(lambda: len(pair.sender_events) == 200)
         assert pair.sender.num_tickets == 0
@@ -287,7 +287,7 @@ async def test_a_peer_that_dies_between_greeting_and_answer_is_no_connection(
         pair.stage(SMALL, lease_s=0.1)
         landing = ArenaRange(0, SMALL.total_bytes)
         with pytest.raises(KvTransferFailed):
-            async with asyncio.timeout(3):
+            async with asyncio.timeout(30):
                 await pair.receiver.pull(ticket_for(pair.address, SMALL), landing, deadline_s=1)
         await until(lambda: pair.receiver_events == [LandingFreed(0)])
         assert pair.receiver.num_pulls == 0

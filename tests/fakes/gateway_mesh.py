@@ -81,6 +81,7 @@ async def gateway_mesh(
         "http_port": 0,
         "grpc_port": 0,
         "drain_s": 1.0,
+        "plan_timeout_s": 10.0,  # the master of a test is never left out for being slow
         "instance_id": "gateway-0",
         **settings,
     }

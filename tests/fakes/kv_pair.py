@@ -34,7 +34,7 @@ def ticket_for(address: str, layout: KvLayout, ticket_id: str = "t", **changes: 
         "num_tokens": 1,
         "kv_bytes": layout.total_bytes,
         "addresses": (address,),
-        "lease_ms": 2000,
+        "lease_ms": 30000,
     }
     return Ticket(**(values | changes))  # type: ignore[arg-type]
 
@@ -50,7 +50,7 @@ class KvPair:
     receiver_events: list[AgentEvent] = field(default_factory=list)
 
     def stage(
-        self, layout: KvLayout, ticket_id: str = "t", *, lease_s: float = 5.0, offset: int = 4096
+        self, layout: KvLayout, ticket_id: str = "t", *, lease_s: float = 30.0, offset: int = 4096
     ) -> ByteArray:
         """Stage random bytes under the ticket; returns a copy of them."""
         r = ArenaRange(offset, layout.total_bytes)

@@ -30,6 +30,7 @@ from pdmesh.net.events import EventPublisher
 from pdmesh.v1 import common_pb2
 from pdmesh.v1 import instance_service_pb2 as pb
 from tests.fakes.memory_bus import MemoryBus
+from tests.support.waiting import PATIENCE_S
 
 PREFILL, DECODE = frozenset({Work.PREFILL}), frozenset({Work.DECODE})
 FUSION = frozenset(Work)
@@ -81,7 +82,7 @@ class SimInstance:
     bus: MemoryBus
     pump: asyncio.Task[None]
 
-    async def until_idle(self, timeout_s: float = 3.0) -> None:
+    async def until_idle(self, timeout_s: float = PATIENCE_S) -> None:
         """All legs over, and nothing left behind in host, admission, engine and KV memory."""
         async with asyncio.timeout(timeout_s):
             await self.host.wait_idle()
@@ -166,7 +167,7 @@ class LegLog:
     def tokens(self) -> list[int]:
         return [value for kind, value in self.heard if kind == "token"]
 
-    async def until(self, *kinds: str, timeout_s: float = 5.0) -> Any:
+    async def until(self, *kinds: str, timeout_s: float = PATIENCE_S) -> Any:
         """The value of the first of `kinds` to be heard."""
         async with asyncio.timeout(timeout_s):
             while not self.has(*kinds):

@@ -55,7 +55,7 @@ class Sender:
     async def _read_until(self, word: str) -> None:
         assert self.process.stdout is not None
         while True:
-            line = (await asyncio.wait_for(self.process.stdout.readline(), 10)).decode().strip()
+            line = (await asyncio.wait_for(self.process.stdout.readline(), 60)).decode().strip()
             assert line, "the sender is gone"
             if line.startswith("closed"):
                 self.closed.append(line.removeprefix("closed "))
@@ -72,7 +72,7 @@ async def sender(layout: KvLayout, lease_s: float = 10.0) -> AsyncIterator[Sende
     )  # fmt: skip
     assert process.stdout is not None
     try:
-        address = (await asyncio.wait_for(process.stdout.readline(), 30)).decode().strip()
+        address = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip()
         assert address, "the sender did not start"
         yield Sender(process, address, layout)
     finally:
@@ -109,7 +109,7 @@ async def test_kv_crosses_between_processes_and_the_ticket_is_taken() -> None:
     events: list[AgentEvent] = []
     async with sender(LARGE) as prefill, receiver(events) as decode:
         (ticket,) = await prefill.stage()
-        await decode.pull(ticket, landing(LARGE), deadline_s=10)
+        await decode.pull(ticket, landing(LARGE), deadline_s=60)
         assert (decode.landing(landing(LARGE)) == pattern(LARGE.total_bytes)).all()
         await prefill.wait_closed("t0 taken")
         assert events == []
@@ -122,7 +122,7 @@ async def test_a_sender_killed_in_mid_transfer_fails_the_pull_at_once() -> None:
         (ticket,) = await prefill.stage()
         await decode.connect(prefill.address)
         view = decode.landing(landing(LARGE))
-        pull = asyncio.create_task(decode.pull(ticket, landing(LARGE), deadline_s=10))
+        pull = asyncio.create_task(decode.pull(ticket, landing(LARGE), deadline_s=60))
         await until(lambda: bool(view[: 1 << 20].any()))  # the first bytes have landed
         prefill.process.kill()
         killed = time.monotonic()
@@ -168,7 +168,7 @@ async def test_a_sender_that_thaws_serves_the_next_pull() -> None:
         with pytest.raises(KvTransferFailed):
             await decode.pull(ticket, landing(SMALL), deadline_s=0.3)
         prefill.process.send_signal(signal.SIGCONT)
-        await decode.pull(ticket, landing(SMALL), deadline_s=5)
+        await decode.pull(ticket, landing(SMALL), deadline_s=30)
         assert (decode.landing(landing(SMALL)) == pattern(SMALL.total_bytes)).all()
 
 
@@ -184,7 +184,7 @@ async def test_a_killed_sender_is_replaced_and_its_tickets_die_with_it() -> None
         assert caught.value.reason in {"KV_CONNECT_FAILED", "KV_PEER_LOST", "KV_TRANSFER_TIMEOUT"}
         async with sender(SMALL) as prefill:
             (ticket,) = await prefill.stage()
-            await decode.pull(ticket, landing(SMALL), deadline_s=5)
+            await decode.pull(ticket, landing(SMALL), deadline_s=30)
 
 
 @pytest.mark.fault("F6")
@@ -193,13 +193,13 @@ async def test_a_receiver_that_dies_leaves_the_ticket_to_another() -> None:
         (ticket,) = await prefill.stage()
         events: list[AgentEvent] = []
         async with receiver(events) as first:
-            pull = asyncio.create_task(first.pull(ticket, landing(LARGE), deadline_s=5))
+            pull = asyncio.create_task(first.pull(ticket, landing(LARGE), deadline_s=30))
             view = first.landing(landing(LARGE))
             await until(lambda: bool(view[: 1 << 20].any()))
         with pytest.raises(KvTransferFailed):
             await pull
         async with receiver([]) as second:
-            await second.pull(ticket, landing(LARGE), deadline_s=10)
+            await second.pull(ticket, landing(LARGE), deadline_s=60)
         await prefill.wait_closed("t0 taken")
 
 
@@ -217,10 +217,10 @@ async def test_two_hundred_pulls_leave_no_descriptor_and_no_connection_behind() 
         fds = Path("/proc/self/fd")
         sender_fds = Path(f"/proc/{prefill.process.pid}/fd")
         (ticket,) = await prefill.stage()
-        await decode.pull(ticket, landing(SMALL), deadline_s=5)
+        await decode.pull(ticket, landing(SMALL), deadline_s=30)
         before = len(list(fds.iterdir())), len(list(sender_fds.iterdir()))
         for ticket in await prefill.stage(200):
-            await decode.pull(ticket, landing(SMALL), deadline_s=5)
+            await decode.pull(ticket, landing(SMALL), deadline_s=30)
         await prefill.wait_closed("t200 taken")
         assert (len(list(fds.iterdir())), len(list(sender_fds.iterdir()))) == before
 
@@ -268,7 +268,7 @@ async def test_an_agent_for_this_machine_turns_others_away() -> None:
             sys.executable, "-c", child, f"{outward}:{port}",
             stdout=PIPE, cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/libs"},
         )  # fmt: skip
-        out, _ = await asyncio.wait_for(process.communicate(), 20)
+        out, _ = await asyncio.wait_for(process.communicate(), 60)
         assert out.decode().split()[-1:] == ["KV_CONNECT_FAILED"]
         await agent.connect(agent.address)  # from here it is served
 
@@ -294,13 +294,13 @@ async def test_an_agent_on_its_own_thread_serves_a_busy_loop() -> None:
         for i in range(50):
             prefill.stage(f"t{i}", "r", 1, landing(SMALL), SMALL, 5.0)
             ticket = ticket_for(address, SMALL, f"t{i}")
-            decode.pull(ticket, landing(SMALL), deadline_s=5).result(5)
+            decode.pull(ticket, landing(SMALL), deadline_s=30).result(60)
         assert (decode.landing(landing(SMALL)) == pattern(SMALL.total_bytes)).all()
     finally:
         started = time.monotonic()
         decode.close()
         prefill.close()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 12
     with pytest.raises(KvTransferFailed):
         decode.release("t0")
 
@@ -322,7 +322,7 @@ def test_the_agent_runs_on_uvloop_and_leaves_it_turning() -> None:
             (ticket,) = await prefill.stage()
             await decode.connect(prefill.address)
             turning = asyncio.create_task(turn())
-            await decode.pull(ticket, landing(LARGE), deadline_s=10)
+            await decode.pull(ticket, landing(LARGE), deadline_s=60)
             turning.cancel()
             assert (decode.landing(landing(LARGE)) == pattern(LARGE.total_bytes)).all()
         return turns
@@ -340,8 +340,8 @@ def test_idle_agents_cost_nothing() -> None:
     agents = [AgentThread(make) for _ in range(2)]
     try:
         first, second = (agent.start() for agent in agents)
-        agents[0].keep(ticket_for(second, SMALL), 0.0).result(5)
-        agents[1].keep(ticket_for(first, SMALL), 0.0).result(5)
+        agents[0].keep(ticket_for(second, SMALL), 0.0).result(60)
+        agents[1].keep(ticket_for(first, SMALL), 0.0).result(60)
         cpu = time.process_time()
         time.sleep(1.0)
         assert time.process_time() - cpu < 0.05

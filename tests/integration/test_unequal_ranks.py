@@ -96,7 +96,7 @@ class Rank:
             self.agent,
             ticket,
             wanted,
-            deadline_s=10,
+            deadline_s=60,
             first_block=first_block,
             num_blocks=NUM_USED,
             on_range=lambda piece, offset, data: self.caches.scatter_part(

@@ -65,7 +65,7 @@ class Reference:
 async def status(address: str) -> GetStatusResponse | None:
     async with rpc.channel(address) as channel:
         try:
-            return await InstanceServiceStub(channel).GetStatus(GetStatusRequest(), timeout=1)
+            return await InstanceServiceStub(channel).GetStatus(GetStatusRequest(), timeout=10)
         except grpc.aio.AioRpcError:
             return None
 
@@ -115,7 +115,7 @@ _SAMPLE = re.compile(r"^(?P<name>[a-z_:]+)(?:\{(?P<labels>[^}]*)\})? (?P<value>[
 def samples(mesh: Mesh, process: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
     """What `process` shows on /metrics."""
     url = f"http://{mesh.ops_address(process)}/metrics"
-    with urllib.request.urlopen(url, timeout=2) as response:
+    with urllib.request.urlopen(url, timeout=20) as response:
         for line in response.read().decode().splitlines():
             if match := _SAMPLE.match(line):
                 labels = dict(re.findall(r'(\w+)="([^"]*)"', match["labels"] or ""))

@@ -30,7 +30,7 @@ class TestServer:
     async def start(self) -> None:
         log_file = self.directory.parent / f"{self._server.name}.log"
         self._process = child.start(self._server.command(), os.environ, log_file)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not await self._server.is_ready():
                 assert self._process.poll() is None, log_file.read_text()
                 await asyncio.sleep(0.01)

@@ -1,14 +1,19 @@
-"""Wait for a condition instead of sleeping."""
+"""Wait for a condition instead of sleeping. Patience costs nothing where the condition comes true."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Final
+
+PATIENCE_S: Final = (
+    30.0  # where how long it takes is not the point: a busy machine stands still for seconds
+)
 
 
 async def until(
-    condition: Callable[[], object] | Callable[[], Awaitable[object]], within_s: float = 5.0
+    condition: Callable[[], object] | Callable[[], Awaitable[object]], within_s: float = PATIENCE_S
 ) -> float:
     """Seconds until `condition()` was true; fails the test after `within_s`."""
     began = time.monotonic()
@@ -23,7 +28,7 @@ async def until(
         await asyncio.sleep(0.002)
 
 
-def wait_until(condition: Callable[[], object], within_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
     """The same for a test without an event loop."""
     deadline = time.monotonic() + within_s
     while not condition():

