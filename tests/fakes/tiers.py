@@ -6,7 +6,7 @@ import asyncio
 import errno
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,21 +80,23 @@ class FakePeer(PeerPools):
 
 
 class SlowStore(FileStore):
-    """Each read takes `read_s` more, each lookup `lookup_s`."""
+    """Each read takes `read_s` more; each is preceded by `on_read`, each lookup by `on_lookup`."""
 
     read_s = 0.0
-    lookup_s = 0.0
+    on_read: Callable[[], object] = staticmethod(lambda: None)
+    on_lookup: Callable[[], object] = staticmethod(lambda: None)
     num_read = 0
     is_broken = False
 
     def contains(
         self, names: Sequence[bytes], owner: bytes, is_given_up: threading.Event | None = None
     ) -> int:
-        time.sleep(self.lookup_s)
+        self.on_lookup()
         return super().contains(names, owner, is_given_up)
 
     def get(self, name: bytes, owner: bytes, out: ByteArray) -> bytes | None:
         self.num_read += 1
+        self.on_read()
         time.sleep(self.read_s)
         if self.is_broken:
             raise OSError(errno.EIO, "Input/output error")
@@ -122,9 +124,13 @@ class Rig:
 
 
 def rig(
-    folder: Path, num_slots: int = 16, peers: PeerPools | None = None, quota: int = 1 << 30
+    folder: Path,
+    num_slots: int = 16,
+    peers: PeerPools | None = None,
+    quota: int = 1 << 30,
+    lookup_s: float = 30.0,
 ) -> Rig:
-    """Computing a block is dear here, so that plans load whatever can be had."""
+    """Computing a block is dear here, and lookups may take their time, so that plans load whatever can be had."""
     pool = HostPool(num_slots * SLOT_BYTES, BLOCK_BYTES)
     identity = identity_of("model", 0, 1)
     store = SlowStore(folder, identity, BLOCK_BYTES, quota, time.time)
@@ -132,5 +138,5 @@ def rig(
     files = FileTier(store, pool, counts, clock)
     costs = CostBook({tier: Cost(0.0, 0.001) for tier in Tier}, recompute_block_s=10.0)
     costs.costs[Tier.HOST] = Cost(0.0, 0.0)
-    stack = TierStack(pool, counts, clock, files=files, peers=peers, costs=costs)
+    stack = TierStack(pool, counts, clock, files=files, peers=peers, costs=costs, lookup_s=lookup_s)
     return Rig(clock, pool, store, files, stack, counts)

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from pdmesh.net.tasks import end, together
+from pdmesh.net.tasks import end, together, watched
 
 
 async def stubborn(num_swallowed: int, ended: asyncio.Event) -> None:
@@ -62,3 +62,21 @@ async def test_one_that_somebody_else_cancelled_has_failed() -> None:
         with pytest.raises(RuntimeError, match="was cancelled"):
             await together(stubborn(1, ended), cancelled())
     assert ended.is_set()
+
+
+async def test_the_failure_of_a_watched_task_is_told_once_and_its_end_is_not() -> None:
+    told: list[str] = []
+
+    async def fail() -> None:
+        raise ValueError("broken")
+
+    tasks = [
+        watched(fail(), "fails", lambda error: told.append(str(error))),
+        watched(asyncio.sleep(0), "ends", lambda error: told.append(str(error))),
+        watched(asyncio.Event().wait(), "is cancelled", lambda error: told.append(str(error))),
+    ]
+    await asyncio.sleep(0)
+    tasks[2].cancel()
+    await asyncio.wait(tasks)
+    await asyncio.sleep(0)
+    assert told == ["broken"]

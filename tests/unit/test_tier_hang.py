@@ -60,7 +60,7 @@ async def hanging(
     folder: Path, num_slots: int = 16
 ) -> AsyncIterator[tuple[Rig, HangingStore, threading.Event]]:
     """A file tier over a disk that hangs while the event is not set; `CHAIN` is in it."""
-    r = rig(folder, num_slots=num_slots)
+    r = rig(folder, num_slots=num_slots, lookup_s=0.05)
     fill(r.pool, CHAIN)
     r.stack.stored(CHAIN)
     assert await asyncio.to_thread(r.files.flush, 10)
@@ -97,8 +97,9 @@ async def test_a_lookup_that_hangs_delays_no_request_and_turns_the_tier_off(tmp_
         assert store.num_calls == num_calls, "no probe while it hangs: it would hang beside it"
 
         answers.set()
+        r.stack._lookup_s = 30.0
         await until(lambda: r.stack.report() and r.files.state is DiskState.OK, 20)
-        lease = await r.stack.fetch(CHAIN, OWNER, 0, 10.0)
+        lease = await r.stack.fetch(CHAIN, OWNER, 0, 60.0)
         assert lease.tiers == [Tier.FILE] * 6
         lease.close()
 

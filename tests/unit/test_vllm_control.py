@@ -102,3 +102,24 @@ async def test_ranks_that_greet_in_any_order_are_listed_by_rank(tmp_path: Path) 
     await server.close()
     for worker in workers:
         worker.close()
+
+
+async def test_a_bug_at_either_end_is_the_end_of_the_connection(tmp_path: Path) -> None:
+    """Nothing that follows would be heard any more, and both would take each other for well."""
+
+    def broken(_: object) -> None:
+        raise RuntimeError("a bug")
+
+    lost: asyncio.Queue[WorkerLost] = asyncio.Queue()
+    path, closed = str(tmp_path / "c.sock"), threading.Event()
+    server = ControlServer(broken, lost.put_nowait)
+    await server.listen(Path(path))
+    deaf = await asyncio.to_thread(WorkerControl, path, broken, closed.set)
+    deaf.send(HELLO)
+    await asyncio.wait_for(server.ready, 30)
+    server.broadcast(Release("t1"))
+    assert await asyncio.to_thread(closed.wait, 30)
+    deaf.send(Staged(0, "t1"))
+    assert "a bug: RuntimeError" in str(await asyncio.wait_for(lost.get(), 30))
+    deaf.close()
+    await server.close()

@@ -142,10 +142,13 @@ class Rank:
         self.caches = ArrayCaches()
         self.said: list[Message] = []
         config = TierConfig(host_pool_bytes=16 * 4096).to_plain()
-        self.worker = TierWorker(config, self.caches, "fp", 4, 0, 1, self.said.append)
+        self.died: list[BaseException] = []
+        self.worker = TierWorker(
+            config, self.caches, "fp", 4, 0, 1, self.said.append, self.died.append
+        )
 
     def until(self, is_so: Callable[[], bool]) -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 30
         while not is_so():
             assert time.monotonic() < end, self.said
             time.sleep(0.005)
@@ -165,12 +168,34 @@ class Rank:
 
 
 @pytest.fixture
-def rank() -> Iterator[Rank]:
+def expected_deaths() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def rank(expected_deaths: list[str]) -> Iterator[Rank]:
     made = Rank()
     yield made
     made.worker.close()
     made.worker.stack.pool.check_invariants()
+    assert [str(error) for error in made.died] == expected_deaths
     assert made.worker.stack.pool.num_pinned == 0
+
+
+@pytest.mark.parametrize("what", ["report", "fetch"])
+def test_a_part_of_the_tiers_that_dies_ends_the_worker(
+    rank: Rank, what: str, expected_deaths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host would wait for each fetch, and hear of no disk and no block any more, and call it well."""
+
+    def broken(*_: object) -> None:
+        raise ValueError(f"a bug in {what}")
+
+    expected_deaths.append(f"a bug in {what}")
+    monkeypatch.setattr(rank.worker.stack, what, broken)
+    if what == "fetch":
+        rank.worker.handle(Fetch(1, list(NAMES), OWNER, 0, 5.0))
+    rank.until(lambda: bool(rank.died))
 
 
 @pytest.mark.req("S76", "S77")

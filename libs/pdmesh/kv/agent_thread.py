@@ -25,9 +25,18 @@ T = TypeVar("T")
 
 
 class AgentThread:
-    """`make_agent` runs on the new thread, so that everything UCX is born and dies there."""
+    """`make_agent` runs on the new thread, so that everything UCX is born and dies there.
 
-    def __init__(self, make_agent: Callable[[], KvAgent], name: str = "kv-agent") -> None:
+    `die` is told if the thread ends although nobody closed it.
+    """
+
+    def __init__(
+        self,
+        make_agent: Callable[[], KvAgent],
+        name: str = "kv-agent",
+        die: Callable[[BaseException], None] = lambda _: None,
+    ) -> None:
+        self._die = die
         self._make_agent = make_agent
         self._agent: KvAgent | None = None
         self._loop = asyncio.new_event_loop()
@@ -196,12 +205,20 @@ class AgentThread:
         except BaseException as exc:  # noqa: BLE001  handed over to `start`
             self._started.set_exception(exc)
         else:
-            self._loop.run_forever()
-            self._loop.run_until_complete(self._wind_up(self._agent))
+            self._turn(self._agent)
         finally:
             self._loop.close()
             for handed in list(self._handed):
                 handed.refuse()
+
+    def _turn(self, agent: KvAgent) -> None:
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._wind_up(agent))
+        except BaseException as error:
+            if not self._is_closing:
+                self._die(error)
+            raise
 
     @staticmethod
     async def _wind_up(agent: KvAgent) -> None:

@@ -128,8 +128,11 @@ class DeviceCopies:
     def _wait(self) -> None:
         while (waiting := self._waiting.get()) is not None:
             event, on_done = waiting
-            event.synchronize()
-            on_done()
+            try:
+                event.synchronize()
+                on_done()
+            except Exception:  # other copies' ends wait behind it
+                log.exception("kv.copy.died")
 
 
 def lock_pages(memory: ByteArray) -> None:

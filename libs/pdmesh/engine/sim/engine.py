@@ -46,6 +46,7 @@ from pdmesh.kv import agent as kv_agent
 from pdmesh.kv.agent import AgentEvent, KvAgent
 from pdmesh.kv.tiers.peers import AgentPeers, FindHolders
 from pdmesh.kv.tiers.stack import TierStack
+from pdmesh.net.tasks import watched
 
 AgentFactory = Callable[[Callable[[AgentEvent], None]], KvAgent]
 
@@ -112,8 +113,7 @@ class SimEngine:
 
     async def start(self) -> EngineInfo:
         self._stager.address = await self._agent.start()
-        self._loop = asyncio.create_task(self._run(), name="sim-engine")
-        self._loop.add_done_callback(self._on_loop_done)
+        self._loop = watched(self._run(), "sim-engine", self._die)
         if self._tiers is not None:
             self._tiers.start()
         config, params = self._config, self._config.params
@@ -377,7 +377,3 @@ class SimEngine:
     def _die(self, error: BaseException) -> None:
         self._error = self._error or error
         self._has_output.set()
-
-    def _on_loop_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._die(error)

@@ -25,6 +25,7 @@ from pdmesh.engine.sim.model import SimModel
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent import KvAgent
 from pdmesh.kv.transport import ByteArray
+from pdmesh.net.tasks import watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +143,10 @@ class Retriever:
             await self._agent.keep(job.ticket, job.deadline_s)
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
+        task = watched(work, name, self._die)
         self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
+        task.add_done_callback(self._tasks.discard)
         return task
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._die(error)
 
     def _go_on_if_complete(self, retrieval: _Retrieval) -> None:
         if not retrieval.has_kv or retrieval.first_token is None:

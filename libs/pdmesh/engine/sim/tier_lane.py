@@ -19,6 +19,7 @@ from pdmesh.kv.tiers.peers import FindHolders
 from pdmesh.kv.tiers.report import TierEvent
 from pdmesh.kv.tiers.stack import Lease, TierStack
 from pdmesh.kv.transport import ByteArray
+from pdmesh.net.tasks import watched
 
 REPORT_EVERY_S = 0.05
 
@@ -55,7 +56,7 @@ class TierLane:
         return not (self._jobs or self._fetches or self._leases)
 
     def start(self) -> None:
-        self._reporter = asyncio.create_task(self._report(), name="tier-reports")
+        self._reporter = watched(self._report(), "tier-reports", self._die)
 
     async def stop(self) -> None:
         if self._reporter is not None:

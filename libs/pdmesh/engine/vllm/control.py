@@ -21,6 +21,8 @@ from pdmesh.engine.vllm.messages import (
 
 log = structlog.get_logger(__name__)
 
+_CLOSE_S = 1.0
+
 
 class WorkerLost(Exception):
     """A worker closed its connection, or said something that is no message."""
@@ -55,6 +57,9 @@ class ControlServer:
             self._server.close()
         for writer in self._writers.values():
             writer.close()
+        if self._writers:
+            closing = [asyncio.ensure_future(w.wait_closed()) for w in self._writers.values()]
+            await asyncio.wait(closing, timeout=_CLOSE_S)
         if not self.ready.done():
             self.ready.cancel()
 
@@ -72,6 +77,9 @@ class ControlServer:
                         self._on_message(message)
         except (OSError, ValueError, msgspec.DecodeError) as error:
             reason = f"{error.__class__.__name__} on its connection"
+        except Exception as error:
+            log.exception("vllm.control.died")
+            reason = f"what it said met a bug: {error.__class__.__name__}"
         finally:
             with contextlib.suppress(OSError):
                 writer.close()

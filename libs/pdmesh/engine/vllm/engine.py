@@ -66,6 +66,7 @@ from pdmesh.engine.vllm.tier_client import TierClient, outputs_of
 from pdmesh.errors import EngineFailed
 from pdmesh.kv.tiers.owner import owner_of
 from pdmesh.kv.tiers.peers import FindHolders
+from pdmesh.net.tasks import watched
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -372,12 +373,10 @@ class VllmEngine:
     ) -> None:
         """`names` are of blocks to be had from the tiers, if they can."""
         reader = self._readers[leg] = _Reader(leg, sampling.num_logprobs)
-        task = asyncio.create_task(
-            self._begin(
-                reader, prompt, sampling, max_tokens, cache_salt, kv_transfer_params, names
-            ),
-            name=f"vllm-{leg}",
+        work = self._begin(
+            reader, prompt, sampling, max_tokens, cache_salt, kv_transfer_params, names
         )
+        task = watched(work, f"vllm-{leg}", lambda error: self._leg_died(reader, error))
         self._tasks[leg] = task
         task.add_done_callback(lambda _: self._forget_task(leg))
 
@@ -460,14 +459,22 @@ class VllmEngine:
 
     def _watched(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Events nobody follows, a request that cannot be aborted: the engine is not what the mesh takes it for."""
-        task = asyncio.create_task(work, name=name)
-        task.add_done_callback(self._on_watched_done)
-        return task
+        return watched(work, name, lambda error: self._task_died(name, error))
 
-    def _on_watched_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("vllm.task.failed", task=task.get_name(), exc_info=error)
-            self._die(f"{task.get_name()} failed: {error.__class__.__name__}")
+    def _task_died(self, name: str, error: BaseException) -> None:
+        log.error("vllm.task.failed", task=name, exc_info=error)
+        self._die(f"{name} failed: {error.__class__.__name__}")
+
+    def _leg_died(self, reader: _Reader, error: BaseException) -> None:
+        """A request that vLLM never got ends alone; what has become of one that it got nobody knows."""
+        if reader.request_id or self._jobs is None:
+            self._task_died(f"vllm-{reader.leg}", error)
+            return
+        log.error("vllm.request.died", leg=reader.leg, exc_info=error)
+        if self._tiers is not None:
+            self._tiers.forget(reader.leg)
+        message = f"not begun: {error.__class__.__name__}"
+        self._apply(self._jobs.refused(reader.leg, message))
 
     def _forget_task(self, leg: int) -> None:
         self._tasks.pop(leg, None)

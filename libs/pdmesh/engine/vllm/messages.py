@@ -15,6 +15,9 @@ import threading
 from collections.abc import Callable
 
 import msgspec
+import structlog
+
+log = structlog.get_logger(__name__)
 
 MAX_FRAME = 1 << 16
 _LENGTH = struct.Struct("<I")
@@ -278,5 +281,7 @@ class WorkerControl:
                     self._on_message(_to_worker.decode(frame))
         except OSError:
             pass
+        except Exception:
+            log.exception("vllm.control.died")
         if not self._is_closing:
-            self._on_closed()
+            self._on_closed()  # whatever ended it: what the host says is not heard any more

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import structlog
+
 from pdmesh.core.tiers import Tier
 from pdmesh.engine.base import BlocksChanged, Output, TiersReported
 from pdmesh.engine.vllm.messages import (
@@ -19,6 +21,9 @@ from pdmesh.engine.vllm.messages import (
 )
 from pdmesh.kv.tiers.peers import FindHolders
 from pdmesh.kv.tiers.report import TierFault, TierReport
+from pdmesh.net.tasks import watched
+
+log = structlog.get_logger(__name__)
 
 MAX_NAMES: Final = 2048  # of one prompt; what is beyond is computed
 GRACE_S: Final = 0.25  # for a rank's answer to get here
@@ -65,7 +70,7 @@ class TierClient:
         asks_peers = self._find is not None
         self._broadcast(Fetch(leg, names, owner, first, self._timeout_s, asks_peers))
         count = 0
-        finding = asyncio.create_task(self._tell_holders(leg, names, first))
+        finding = watched(self._tell_holders(leg, names, first), f"tier-holders-{leg}", _find_died)
         try:
             async with asyncio.timeout(self._timeout_s + GRACE_S):
                 first, end = await answered
@@ -95,6 +100,11 @@ class TierClient:
         asked = self._asked.get(message.leg)
         if asked is not None:
             asked.on_answer(message)
+
+
+def _find_died(error: BaseException) -> None:
+    """The ranks look no longer than at home for an answer."""
+    log.error("kv.tier.find_died", exc_info=error)
 
 
 def outputs_of(news: TierNews) -> list[Output]:

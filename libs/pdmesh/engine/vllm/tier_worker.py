@@ -33,6 +33,7 @@ from pdmesh.kv.tiers.peers import AgentPeers, PeerHolding, PoolSource
 from pdmesh.kv.tiers.report import TierEvent, TierReport
 from pdmesh.kv.tiers.stack import Lease, TierStack
 from pdmesh.kv.transport import ByteArray
+from pdmesh.net.tasks import end, watched
 
 if TYPE_CHECKING:
     from pdmesh.engine.vllm.caches import PagedCaches
@@ -54,10 +55,13 @@ class TierWorker:
         rank: int,
         num_ranks: int,
         send: Callable[[Message], None],
+        die: Callable[[BaseException], None],
     ) -> None:
+        """`die` ends the process: its tiers are not what the host takes them for."""
         self._config = TierConfig(**config)
         self._caches, self._block_size = caches, block_size
         self._rank, self._num_ranks, self._send = rank, num_ranks, send
+        self._die = die
         self._loop = asyncio.new_event_loop()
         self.stack: TierStack = open_tiers(
             self._config,
@@ -72,6 +76,7 @@ class TierWorker:
         self._holders: dict[int, asyncio.Future[Sequence[PeerHolding]]] = {}  # by leg, loop only
         self._step_began = 0.0
         self._failed_blocks: set[int] = set()
+        self._is_closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
         self._thread.start()
 
@@ -153,7 +158,8 @@ class TierWorker:
             case Fetch():
                 if message.asks_peers:
                     self._holders[message.leg] = self._loop.create_future()
-                self._fetches[message.leg] = self._loop.create_task(self._fetch(message))
+                name = f"kv-tier-fetch-{message.leg}"
+                self._fetches[message.leg] = watched(self._fetch(message), name, self._die)
             case Holders():
                 self._told(message.leg, [PeerHolding(*holding) for holding in message.holdings])
             case Forget():
@@ -195,20 +201,24 @@ class TierWorker:
         """Give what is written the time to be, within bounds. Idempotent."""
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._loop.call_soon_threadsafe(self._is_closing.set)
             self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        reporter = self._loop.create_task(self._report())
         try:
-            self._loop.run_forever()
-            reporter.cancel()
-            for task in self._fetches.values():
-                task.cancel()
-            self._loop.run_until_complete(self.stack.close())
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            self._die(error)
+            raise
         finally:
             self._loop.close()
+
+    async def _serve(self) -> None:
+        reporter = watched(self._report(), "kv-tier-reports", self._die)
+        await self._is_closing.wait()
+        await end([reporter, *self._fetches.values()])
+        await self.stack.close()
 
     async def _report(self) -> None:
         while True:

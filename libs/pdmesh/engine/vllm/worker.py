@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from pdmesh import failpoints
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_format import KvFormat
@@ -37,6 +39,8 @@ from pdmesh.kv.ucx import UcxTransport
 
 if TYPE_CHECKING:
     import torch
+
+log = structlog.get_logger(__name__)
 
 
 class HandoffWorker:
@@ -88,6 +92,7 @@ class HandoffWorker:
                 self._rank,
                 self._num_ranks,
                 self._control.send,
+                _die,
             )
         address, send = self._open_agent(), self._control.send
         if self._agent is not None:
@@ -116,7 +121,7 @@ class HandoffWorker:
         identity = kv.AgentIdentity(
             config["instance_id"], config["incarnation"], self._fingerprint, self._rank
         )
-        agent = self._agent = AgentThread(lambda: self._make_agent(identity))
+        agent = self._agent = AgentThread(lambda: self._make_agent(identity), die=_die)
         address = agent.start()
         if self.tiers is not None and lends:
             self.tiers.ask_peers(agent)
@@ -215,6 +220,12 @@ class HandoffWorker:
             case kv.LandingFreed():
                 assert self.incoming is not None
                 self.incoming.landing_freed(event.offset)
+
+
+def _die(error: BaseException) -> None:
+    """A part that the host counts on is no more; it notices the end of the process at once."""
+    log.critical("vllm.worker.died", exc_info=error)
+    os._exit(1)
 
 
 def _exit() -> None:

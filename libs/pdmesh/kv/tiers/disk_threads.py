@@ -32,6 +32,7 @@ class DiskThreads:
         self._max_waiting, self._clock = max_waiting, clock
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._progress: dict[int, float] = {}  # by thread that is in a call: when it last got on
+        self._num_busy = 0  # threads that are in a call, or telling of one
         self._changed = threading.Condition()
         self._is_closed = False
         self._threads = [
@@ -45,7 +46,7 @@ class DiskThreads:
     def num_open(self) -> int:
         """Calls that wait or are being made."""
         with self._changed:
-            return len(self._waiting) + len(self._progress)
+            return len(self._waiting) + self._num_busy
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Cancelling the future keeps a call that waits from being made. Raises NotTried."""
@@ -82,7 +83,7 @@ class DiskThreads:
         """Wait until no call waits or is being made. False if the time is over first."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: not self._waiting and not self._progress, timeout_s
+                lambda: not self._waiting and not self._num_busy, timeout_s
             )
 
     def close(self) -> None:
@@ -92,28 +93,33 @@ class DiskThreads:
         self.drop_waiting()
 
     def _run(self) -> None:
-        me = threading.get_ident()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
                 if self._is_closed:
                     return
                 future, work = self._waiting.popleft()
-                self._progress[me] = self._clock()
-            try:
-                _call(future, work)
-            finally:
-                with self._changed:
-                    del self._progress[me]
-                    self._changed.notify_all()
+                self._num_busy += 1
+            if future.set_running_or_notify_cancel():
+                self._call(future, work)
+            with self._changed:
+                self._num_busy -= 1
+                self._changed.notify_all()
 
+    def _call(self, future: Future[T], work: Callable[[], T]) -> None:
+        me = threading.get_ident()
+        with self._changed:
+            self._progress[me] = self._clock()
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001  whoever submitted it gets it
+            self._returned(me)
+            future.set_exception(error)
+        else:
+            self._returned(me)
+            future.set_result(result)
 
-def _call(future: Future[T], work: Callable[[], T]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = work()
-    except BaseException as error:  # noqa: BLE001  whoever submitted it gets it
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+    def _returned(self, thread: int) -> None:
+        """Before its caller hears of it: who does must not find it hanging."""
+        with self._changed:
+            del self._progress[thread]

@@ -89,7 +89,9 @@ class TierStack:
         files: FileTier | None = None,
         peers: PeerPools | None = None,
         costs: CostBook | None = None,
+        lookup_s: float = LOOKUP_S,
     ) -> None:
+        self._lookup_s = lookup_s
         self.pool, self.counts, self.files, self.peers = pool, counts, files, peers
         self.costs = costs or CostBook()
         self._clock = clock
@@ -204,7 +206,7 @@ class TierStack:
         in_files, holdings = 0, list[PeerHolding]()
         missing = first + prefix_length(here, first)
         if missing < len(names) and not self._is_closing:
-            timeout_s = min(LOOKUP_S, end - self._clock())
+            timeout_s = min(self._lookup_s, end - self._clock())
             in_files, holdings = await self._look(names, missing, owner, timeout_s, find)
         costs = self.costs.costs
         sources = [
