@@ -247,6 +247,13 @@ async def test_nothing_at_the_address_fails_within_the_deadline(transport: MakeT
         assert pair.receiver_events == [LandingFreed(0)]
 
 
+async def test_an_agent_that_has_just_started_has_no_connection(transport: MakeTransport) -> None:
+    """Though it may have connected to itself, so that its first peer does not pay for what the first connection costs."""
+    async with kv_pair(transport) as pair:
+        assert pair.sender_transport.num_connections == 0  # type: ignore[attr-defined]
+        assert pair.sender.stats().num_peers == 0
+
+
 async def test_two_hundred_pulls_leave_nothing_behind(transport: MakeTransport) -> None:
     async with kv_pair(transport) as pair:
         for i in range(200):

@@ -9,6 +9,7 @@ own, made of that number and the pull's key, and are received where they belong.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import secrets
 import socket
@@ -38,6 +39,7 @@ MAX_CONNECTIONS = 4096  # both directions
 _CLOSE_NS = 1_000_000_000
 _FLUSH_S = 0.2  # for last words, acks above all
 _DRAIN_S = 2.0
+_WARM_UP_S = 1.0
 
 
 class UcxConnection:
@@ -127,6 +129,7 @@ class UcxTransport:
         self._by_number: dict[int, UcxConnection] = {}
         self._talking: dict[UcxConnection, None] = {}  # with messages that wait to be sent
         self._accepted: list[Any] = []  # endpoints, filled while UCX progresses
+        self._emptied = asyncio.Event()  # since the start, no connection was left
         self._dying: list[UcxConnection] = []  # endpoint to be closed
         self._draining: list[UcxConnection] = []  # endpoint closed, requests not all ended
         self._inbox = np.empty(_FRAME.size + _MAX_FRAME, np.uint8)
@@ -138,7 +141,6 @@ class UcxTransport:
         return len(self._by_number)
 
     async def start(self, handler: ConnectionHandler) -> str:
-        self._handler = handler
         options = options_for(self._host)
         try:
             self._ucx = UcxWorker(options, self._on_progressed)
@@ -156,11 +158,27 @@ class UcxTransport:
         self._inbox_array = Array(self._inbox)
         self._post_inbox()
         self._ucx.pump()
+        await self._warm_up()
+        self._handler = handler
         if not self._is_local and not self._ucx.has_fabric():
             log.warning(
                 "kv.no_rdma", hint="this UCX has no verbs; KV goes over tcp or shared memory"
             )
         return f"{self._advertise_host}:{self._listener.port}"
+
+    async def _warm_up(self) -> None:
+        """Connect to ourselves: the first connection of a worker costs each end 30 ms of CPU, which is no request's to pay."""
+        self._handler = _Nobody()
+        try:
+            address = f"{_own_address(self._host)}:{self._listener.port}"
+            connection = await self.connect(address, _WARM_UP_S)
+        except KvTransferFailed as error:
+            log.info("kv.not_warm", error=error.message)
+            return
+        connection.abort("warm")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_WARM_UP_S):
+                await self._emptied.wait()
 
     async def connect(self, address: str, timeout_s: float) -> KvConnection:
         assert self._ucx is not None, "start() comes first"
@@ -398,6 +416,8 @@ class UcxTransport:
         for connection in [c for c in self._draining if not c.payloads]:
             self._draining.remove(connection)
             del self._by_number[connection.number]
+            if not self._by_number:
+                self._emptied.set()
             if connection.is_announced and self._handler is not None:
                 self._handler.on_closed(connection, connection.close_reason)
         return has_work
@@ -407,6 +427,14 @@ class UcxTransport:
         if connection.is_announced and self._ucx is not None:
             frame = _FRAME.pack(connection.peer_number, 0)
             self.post(connection.endpoint.tag_send, frame, _MESSAGE_TAG)
+
+
+class _Nobody:
+    """Whoever there is before there is a handler."""
+
+    def on_connected(self, connection: KvConnection) -> None: ...
+    def on_message(self, connection: KvConnection, message: memoryview) -> None: ...
+    def on_closed(self, connection: KvConnection, reason: str) -> None: ...
 
 
 def _tag(number: int, key: int) -> int:
@@ -421,6 +449,14 @@ def _settle(future: asyncio.Future[None], is_ok: bool) -> None:
         future.set_result(None)
     else:
         future.set_exception(ConnectionError("the peer refused"))
+
+
+def _own_address(host: str) -> str:
+    """Where what listens on `host` can be reached from here."""
+    try:
+        return "127.0.0.1" if ipaddress.ip_address(host).is_unspecified else host
+    except ValueError:
+        return host
 
 
 async def _resolve(address: str) -> tuple[str, int]:
