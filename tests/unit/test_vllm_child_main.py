@@ -8,12 +8,12 @@ import subprocess
 import sys
 import time
 
-from pdmesh.engine.vllm.engine import _guarded_children
+from pdmesh.engine.vllm.startup import guarded_children
 
 HOST = """
 import multiprocessing, time
-from pdmesh.engine.vllm.engine import _guarded_children
-with _guarded_children():
+from pdmesh.engine.vllm.startup import guarded_children
+with guarded_children():
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     child.start()
 print(child.pid, flush=True)
@@ -38,7 +38,7 @@ def test_a_child_ends_when_its_host_is_killed() -> None:
 def test_the_main_module_is_as_before_afterwards() -> None:
     main = sys.modules["__main__"]
     before = (main.__spec__, main.__dict__.get("__file__"))
-    with _guarded_children():
+    with guarded_children():
         assert main.__spec__ is None
         assert str(main.__file__).endswith("child_main.py")
     assert (main.__spec__, main.__dict__.get("__file__")) == before

@@ -1,7 +1,7 @@
 """The vLLM engine of one instance: `Engine` over AsyncLLM.
 
-Each job is one vLLM request and one task that reads it. What its outputs mean, together with what the
-workers report about KV, is decided by `Jobs`; this file starts, cancels, and passes on.
+Each job is one vLLM request (`Requests`). What its outputs mean, together with what the workers report about KV, is
+decided by `Jobs`; this file starts, stops, and passes on.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import contextlib
 import multiprocessing
 import os
 import shutil
-import sys
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +27,8 @@ from pdmesh.engine.base import (
     KvPeer,
     Output,
     PrefillJob,
-    Sampling,
     hands_on,
 )
-from pdmesh.engine.vllm import child_main
 from pdmesh.engine.vllm.config import (
     VllmConfig,
     control_path,
@@ -60,11 +56,11 @@ from pdmesh.engine.vllm.outputs import OutputQueue
 from pdmesh.engine.vllm.peer_checks import PeerChecks
 from pdmesh.engine.vllm.preflight import check_memory
 from pdmesh.engine.vllm.private_dir import make_private_dir
-from pdmesh.engine.vllm.sampling import drawn, sampling_params
+from pdmesh.engine.vllm.requests import RequestEvents, Requests
+from pdmesh.engine.vllm.startup import PROGRESS_EVERY_S, build, vllm_version, with_progress
 from pdmesh.engine.vllm.stats import SchedulerView
 from pdmesh.engine.vllm.tier_client import TierClient, outputs_of
 from pdmesh.errors import EngineFailed
-from pdmesh.kv.tiers.owner import owner_of
 from pdmesh.kv.tiers.peers import FindHolders
 from pdmesh.net.tasks import watched
 
@@ -76,18 +72,7 @@ log = structlog.get_logger(__name__)
 STAND_IN = 0  # for token 1 of a decode that starts without it
 PULL_GRACE_S = 1.0  # a pull ends by its own deadline; this much later the leg fails without it
 STOP_TIMEOUT_S = 15.0
-PROGRESS_EVERY_S = 5.0
 NAMES_PER_BLOCK = 4  # names of blocks remembered, per block of the cache
-
-
-@dataclass(slots=True)
-class _Reader:
-    """One vLLM request; `request_id` is vLLM's own name of it, empty until vLLM has taken it."""
-
-    leg: int
-    num_logprobs: int | None
-    request_id: str = ""
-    is_cancelled: bool = False
 
 
 class VllmEngine:
@@ -104,9 +89,7 @@ class VllmEngine:
         self._checks: PeerChecks | None = None
         self._jobs: Jobs | None = None
         self._queue = OutputQueue()
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._readers: dict[int, _Reader] = {}
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._requests: Requests | None = None
         self._deadlines: dict[int, asyncio.TimerHandle] = {}
         self._events: asyncio.Task[None] | None = None
         self._num_blocks = 0
@@ -137,15 +120,22 @@ class VllmEngine:
         self._private_dir = make_private_dir()
         self._control = ControlServer(self._on_worker_message, self._on_worker_lost)
         await self._control.listen(control_path(self._private_dir))
-        version = await self._with_progress("vllm.importing", asyncio.to_thread(_vllm_version))
+        version = await with_progress("vllm.importing", asyncio.to_thread(vllm_version))
         log.info("vllm.imported", version=version, seconds=round(time.monotonic() - started, 1))
         computation = computation_digest(model, config.effective_dtype, version)
         arguments = engine_arguments(config, self._private_dir, computation)
-        self._llm = await self._with_progress(
-            "vllm.loading", asyncio.to_thread(_build, arguments, self._view), config.start_timeout_s
+        self._llm = await with_progress(
+            "vllm.loading", asyncio.to_thread(build, arguments, self._view), config.start_timeout_s
         )
         hellos = await asyncio.wait_for(self._control.ready, PROGRESS_EVERY_S)
         info = self._describe(hellos)
+        self._requests = Requests(
+            self._llm,
+            config.instance_id,
+            self._tiers,
+            self._names.num_held,
+            RequestEvents(self._on_drawn, self._on_refused, self._on_ended, self._die),
+        )
         self._events = self._watched(self._follow_events(), "vllm-kv-events")
         log.info(
             "vllm.ready",
@@ -154,16 +144,6 @@ class VllmEngine:
             model_fingerprint=info.model_fingerprint,
         )
         return info
-
-    async def _with_progress(self, event: str, work: Any, timeout_s: float = 600.0) -> Any:
-        """Await `work` (any awaitable, its own result), with a log line every few seconds."""
-        task, started = asyncio.ensure_future(work), time.monotonic()
-        while not (await asyncio.wait([task], timeout=PROGRESS_EVERY_S))[0]:
-            waited = time.monotonic() - started
-            log.info(event, seconds=round(waited, 1))
-            if waited > timeout_s:
-                raise EngineFailed(f"vLLM did not start within {timeout_s:.0f} s")
-        return await task
 
     def _describe(self, hellos: list[Hello]) -> EngineInfo:
         config, first, num_ranks = self._config, hellos[0], len(hellos)
@@ -216,7 +196,8 @@ class VllmEngine:
         self._is_stopping = True
         for timer in self._deadlines.values():
             timer.cancel()
-        tasks = [*self._tasks.values(), *self._aborts, *([self._events] if self._events else [])]
+        tasks = [*(self._requests.tasks if self._requests else [])]
+        tasks += [self._events] if self._events else []
         for task in tasks:
             task.cancel()
         if tasks:
@@ -263,7 +244,8 @@ class VllmEngine:
                 self._open_ticket(job, job.staging)
         max_tokens = 1 if job.staging is not None else job.sampling.max_tokens
         names = self._names_to_fetch(job)
-        self._submit(
+        assert self._requests is not None
+        self._requests.submit(
             job.leg, list(job.prompt), job.sampling, max_tokens, job.cache_salt, params, names
         )
 
@@ -290,7 +272,10 @@ class VllmEngine:
         is_early = job.first_token is None
         params = load_params(job.leg, job.ticket, job.landing, deadline, len(job.prompt), is_early)
         prompt = [*job.prompt, STAND_IN if job.first_token is None else job.first_token]
-        self._submit(job.leg, prompt, job.sampling, job.sampling.max_tokens, job.cache_salt, params)
+        assert self._requests is not None
+        self._requests.submit(
+            job.leg, prompt, job.sampling, job.sampling.max_tokens, job.cache_salt, params
+        )
 
     def _open_ticket(self, job: PrefillJob, staging: ArenaRange) -> None:
         assert self._control is not None
@@ -348,139 +333,38 @@ class VllmEngine:
     @property
     def is_idle(self) -> bool:
         """Nothing is left of any job, ticket or request."""
-        return self._jobs is not None and self._jobs.is_idle and not self._tasks
+        if self._jobs is None or self._requests is None:
+            return False
+        return self._jobs.is_idle and self._requests.is_idle
 
     def check_idle(self) -> None:
         """Everything was given back: called by tests when no job is left."""
         assert self._jobs is not None
         self._jobs.check_invariants()
         assert self.is_idle
-        assert not self._readers
         assert not self._deadlines
         assert self._tiers is None or self._tiers.is_idle
 
     # -- one job ----------------------------------------------------------------------------------
 
-    def _submit(
-        self,
-        leg: int,
-        prompt: list[int],
-        sampling: Sampling,
-        max_tokens: int,
-        cache_salt: str,
-        kv_transfer_params: dict[str, Any] | None,
-        names: Sequence[bytes] = (),
-    ) -> None:
-        """`names` are of blocks to be had from the tiers, if they can."""
-        reader = self._readers[leg] = _Reader(leg, sampling.num_logprobs)
-        work = self._begin(
-            reader, prompt, sampling, max_tokens, cache_salt, kv_transfer_params, names
-        )
-        task = watched(work, f"vllm-{leg}", lambda error: self._leg_died(reader, error))
-        self._tasks[leg] = task
-        task.add_done_callback(lambda _: self._forget_task(leg))
-
-    async def _begin(
-        self,
-        reader: _Reader,
-        prompt: list[int],
-        sampling: Sampling,
-        max_tokens: int,
-        cache_salt: str,
-        kv_transfer_params: dict[str, Any] | None,
-        names: Sequence[bytes],
-    ) -> None:
-        """What the tiers have is in place before vLLM gets the request (S77)."""
-        if names and self._tiers is not None:
-            first = self._names.num_held(names)
-            offer = await self._tiers.fetch(reader.leg, names, owner_of(cache_salt), first)
-            if offer is not None:
-                kv_transfer_params = {**(kv_transfer_params or {}), "tiers": offer}
-        params = sampling_params(sampling, max_tokens, kv_transfer_params)
-        await self._read(reader, prompt, params, cache_salt)
-
-    async def _read(self, reader: _Reader, prompt: list[int], params: Any, cache_salt: str) -> None:
-        """Pass the request's outputs on. `params` is vLLM's own type, imported late.
-
-        Never cancelled by an abort: a request that vLLM took must be aborted there, and it is taken
-        somewhere inside `add_request`.
-        """
-        from vllm.inputs import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        assert self._llm is not None
-        assert self._jobs is not None
-        leg, queue = reader.leg, None
-        request = tokens_input(prompt, cache_salt=cache_salt or None)
-        name = f"{self._config.instance_id}-{leg}"
-        try:
-            queue = await self._llm.add_request(name, request, params)
-            reader.request_id = queue.request_id
-            if reader.is_cancelled:
-                await self._llm.abort(queue.request_id, internal=True)
-            is_finished = False
-            while not is_finished:
-                output = queue.get_nowait() or await queue.get()
-                is_finished = output.finished
-                failpoints.hit("decode.token")
-                self._apply(self._jobs.handle(drawn(leg, output, reader.num_logprobs)))
-        except EngineDeadError:
-            self._die("vLLM's engine process died; its own log says why")
-        except Exception as error:  # noqa: BLE001  vLLM's errors have no common base; each ends one leg
-            log.warning("vllm.request.failed", leg=leg, error=error.__class__.__name__)
-            await self._on_request_error(reader, error)
-        finally:
-            if queue is not None:
-                queue.close()
-
-    async def _on_request_error(self, reader: _Reader, error: Exception) -> None:
-        assert self._llm is not None
-        assert self._jobs is not None
-        if not reader.request_id:
-            if self._tiers is not None:
-                self._tiers.forget(reader.leg)
-            message = f"vLLM refused the request: {error.__class__.__name__}"
-            self._apply(self._jobs.refused(reader.leg, message))
-            return
-        await self._llm.abort(reader.request_id, internal=True)
-        self._apply(self._jobs.handle(Drawn(reader.leg, (), is_error=True)))
-
-    def _cancel(self, leg: int) -> None:
-        """Abort the request in vLLM; its task ends with the output that says so."""
-        reader = self._readers.get(leg)
-        if reader is None or self._llm is None:
-            return
-        reader.is_cancelled = True
-        if reader.request_id:
-            abort = self._llm.abort(reader.request_id, internal=True)
-            task = self._watched(abort, f"vllm-abort-{leg}")
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
-
     def _watched(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Events nobody follows, a request that cannot be aborted: the engine is not what the mesh takes it for."""
+        """Without it the engine is not what the mesh takes it for."""
         return watched(work, name, lambda error: self._task_died(name, error))
 
     def _task_died(self, name: str, error: BaseException) -> None:
         log.error("vllm.task.failed", task=name, exc_info=error)
         self._die(f"{name} failed: {error.__class__.__name__}")
 
-    def _leg_died(self, reader: _Reader, error: BaseException) -> None:
-        """A request that vLLM never got ends alone; what has become of one that it got nobody knows."""
-        if reader.request_id or self._jobs is None:
-            self._task_died(f"vllm-{reader.leg}", error)
-            return
-        log.error("vllm.request.died", leg=reader.leg, exc_info=error)
-        if self._tiers is not None:
-            self._tiers.forget(reader.leg)
-        message = f"not begun: {error.__class__.__name__}"
-        self._apply(self._jobs.refused(reader.leg, message))
+    def _on_drawn(self, drawn: Drawn) -> None:
+        assert self._jobs is not None
+        self._apply(self._jobs.handle(drawn))
 
-    def _forget_task(self, leg: int) -> None:
-        self._tasks.pop(leg, None)
-        self._readers.pop(leg, None)
-        timer = self._deadlines.pop(leg, None)
-        if timer is not None:
+    def _on_refused(self, leg: int, message: str) -> None:
+        assert self._jobs is not None
+        self._apply(self._jobs.refused(leg, message))
+
+    def _on_ended(self, leg: int) -> None:
+        if (timer := self._deadlines.pop(leg, None)) is not None:
             timer.cancel()
 
     def _on_deadline(self, leg: int) -> None:
@@ -495,7 +379,8 @@ class VllmEngine:
                     if self._control is not None:
                         self._control.broadcast(Release(effect.ticket_id))
                 case CancelRequest():
-                    self._cancel(effect.leg)
+                    if self._requests is not None:
+                        self._requests.cancel(effect.leg)
                 case _:
                     outputs.append(effect)
         self._queue.put(outputs)
@@ -535,55 +420,3 @@ class VllmEngine:
             self._names,
             lambda changed: self._queue.put([changed]),
         )
-
-
-def _vllm_version() -> str:
-    """Import vLLM. Raises EngineFailed with the remedy if that does not work."""
-    try:
-        import vllm.v1.engine.async_llm  # the slow part; later imports find it done
-    except ImportError as error:
-        raise EngineFailed(
-            f"vLLM cannot be imported ({error}); install it with `make setup`, "
-            "or run without it: --engine sim",
-            reason="ENGINE_MISSING",
-        ) from error
-    import vllm
-
-    return str(vllm.__version__)
-
-
-def _build(arguments: dict[str, Any], view: SchedulerView) -> AsyncLLM:
-    """Start vLLM's processes and load the model. Blocks; raises EngineFailed with vLLM's own cause."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    try:
-        config = AsyncEngineArgs(**arguments).create_engine_config()
-        with _guarded_children():
-            return AsyncLLM.from_vllm_config(
-                config, stat_loggers=[view.logger_factory()], disable_log_stats=True
-            )
-    except (RuntimeError, ValueError, OSError, MemoryError, TypeError) as error:
-        message = f"vLLM did not start ({_cause(error)}); its own lines above name the cause"
-        raise EngineFailed(message, reason="ENGINE_START") from error
-
-
-@contextlib.contextmanager
-def _guarded_children() -> Iterator[None]:
-    """Children spawned meanwhile import `child_main` as their main module, not the service's."""
-    os.environ[child_main.HOST_PID] = str(os.getpid())
-    main = sys.modules["__main__"]
-    spec, file = main.__spec__, main.__dict__.pop("__file__", None)
-    main.__spec__, main.__file__ = None, child_main.__file__
-    try:
-        yield
-    finally:
-        main.__spec__ = spec
-        del main.__file__
-        if file is not None:
-            main.__file__ = file
-
-
-def _cause(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{error.__class__.__name__}: {text[0] if text else ''}"

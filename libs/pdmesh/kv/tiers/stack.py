@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -18,16 +18,15 @@ import structlog
 from pdmesh.core.tiers import CostBook, LoadPlan, Source, Tier, plan_load, prefix_length
 from pdmesh.kv.tiers.file_tier import FileTier
 from pdmesh.kv.tiers.host_pool import HostPool, PinnedBlock, is_intact
+from pdmesh.kv.tiers.loads import Loads
 from pdmesh.kv.tiers.peers import FindHolders, PeerHolding, PeerPools
 from pdmesh.kv.tiers.report import TierCounts, TierEvent, TierReport
-from pdmesh.kv.transport import ByteArray
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 LOOKUP_S: Final = 0.05  # for all tiers together to say what they hold
 KEEP_FILES_S: Final = 24 * 3600.0
-MAX_LOADING: Final = 1024  # blocks under way at once; beyond it requests compute
 _CLOSE_S: Final = 2.0
 _CHECK_ASIDE_BYTES: Final = 4 << 20  # checksums of more than this are computed beside the loop
 
@@ -63,20 +62,6 @@ class Lease:
             self._pool.unpin([block.name for block in self.blocks])
 
 
-@dataclass(slots=True)
-class _Load:
-    """Blocks on their way into the pool, and the requests that wait for them.
-
-    What has arrived stays pinned while anybody waits, or other loads would push it out again.
-    """
-
-    names: tuple[bytes, ...]
-    tier: Tier
-    task: asyncio.Task[None] | None = None
-    num_waiters: int = 0
-    pinned: list[bytes] = field(default_factory=list)
-
-
 class TierStack:
     """On one event loop, except `stored`. `clock` is monotonic."""
 
@@ -95,14 +80,14 @@ class TierStack:
         self.pool, self.counts, self.files, self.peers = pool, counts, files, peers
         self.costs = costs or CostBook()
         self._clock = clock
-        self._loading: dict[bytes, _Load] = {}
+        self._loads = Loads(pool, counts, self.costs, clock, files)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._num_evicted = 0
         self._is_closing = False
 
     @property
     def num_loading(self) -> int:
-        return len(self._loading)
+        return len(self._loads)
 
     # -- for requests -----------------------------------------------------------------------------
 
@@ -125,15 +110,15 @@ class TierStack:
         chain = names[first : first + plan.num_blocks]
         tiers = [run.tier for run in plan.runs for _ in range(run.count)]
         here = self._pin_runs_in_pool(names, plan)
-        loads = self._start_loads(names, owner, plan, holdings)
+        loads = self._loads.start(names, owner, plan, holdings, self.peers)
         compute_s = plan.num_blocks * self.costs.recompute_block_s
         try:
-            await self._wait(loads, min(end - self._clock(), compute_s))
+            await self._loads.wait(loads, min(end - self._clock(), compute_s))
             before = self._pin_backwards(names[:first])
             blocks = before + self.pool.pin(chain)
         finally:
             for load in loads:
-                self._leave(load)
+                self._loads.leave(load)
             self.pool.unpin(here, is_use=False)
         blocks = await self._without_bad(blocks)
         tiers = [Tier.HOST] * len(before) + tiers
@@ -185,9 +170,9 @@ class TierStack:
         if self._is_closing:
             return
         self._is_closing = True
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_CLOSE_S)
-        for task in self._tasks:
+        if tasks := [*self._tasks, *self._loads.tasks]:
+            await asyncio.wait(tasks, timeout=_CLOSE_S)
+        for task in tasks:
             task.cancel()
         if self.files is not None:
             await asyncio.to_thread(self.files.close)
@@ -243,118 +228,6 @@ class TierStack:
                 chain = names[run.first : run.first + run.count]
                 pinned += [block.name for block in self.pool.pin(chain)]
         return pinned
-
-    # -- loading ----------------------------------------------------------------------------------
-
-    def _start_loads(
-        self,
-        names: Sequence[bytes],
-        owner: bytes,
-        plan: LoadPlan,
-        holdings: dict[str, PeerHolding],
-    ) -> list[_Load]:
-        """A load for each planned block that is not here yet; several requests share one."""
-        loads: dict[int, _Load] = {}
-        for run in plan.runs:
-            if run.tier is Tier.HOST:
-                continue
-            chain = names[run.first : run.first + run.count]
-            for load in [self._loading[name] for name in chain if name in self._loading]:
-                loads[id(load)] = load
-            fresh = [name for name in chain if name not in self._loading]
-            if len(self._loading) + len(fresh) > MAX_LOADING:
-                self.counts.add(run.tier, TierEvent.DROPPED, len(fresh))
-                continue
-            for load in self._new_loads(run.tier, fresh, owner, holdings.get(run.name)):
-                loads[id(load)] = load
-        for load in loads.values():
-            load.num_waiters += 1
-        return list(loads.values())
-
-    def _new_loads(
-        self, tier: Tier, names: Sequence[bytes], owner: bytes, peer: PeerHolding | None
-    ) -> list[_Load]:
-        if not names:
-            return []
-        if peer is not None:
-            load = _Load(tuple(names), tier)
-            return [self._begin(load, self._from_peer(load, peer, owner))]
-        loads = [_Load((name,), tier) for name in names]
-        return [self._begin(load, self._from_file(load, owner)) for load in loads]
-
-    def _begin(self, load: _Load, work: Coroutine[Any, Any, None]) -> _Load:
-        for name in load.names:
-            self._loading[name] = load
-        load.task = self._task(work)
-        load.task.add_done_callback(lambda _: self._ended(load))
-        return load
-
-    async def _from_file(self, load: _Load, owner: bytes) -> None:
-        assert self.files is not None
-        (name,) = load.names
-        data = self.pool.reserve(name, owner)
-        if data is None:
-            return  # the engine saved it meanwhile, or there is no room
-        started = self._clock()
-        # Cancelled at the end only, and then the slot stays reserved: a thread may still write to it.
-        checksum = await self.files.get(name, owner, data)
-        if checksum is None:
-            self.pool.abandon(name)
-            return
-        self._arrived(load, [(name, data, checksum)], started)
-
-    async def _from_peer(self, load: _Load, peer: PeerHolding, owner: bytes) -> None:
-        assert self.peers is not None
-        slots = [(name, self.pool.reserve(name, owner)) for name in load.names]
-        targets = [(name, data) for name, data in slots if data is not None]
-        if not targets:
-            return
-        started = self._clock()
-        names = [name for name, _ in targets]
-        checksums = await self.peers.load(peer, names, [data for _, data in targets])
-        got = len(checksums)
-        for name in names[got:]:
-            self.pool.abandon(name)
-        self.counts.add(Tier.PEER, TierEvent.FAILED, len(names) - got)
-        arrived = [(n, data, c) for (n, data), c in zip(targets, checksums, strict=False)]
-        self._arrived(load, arrived, started)
-
-    def _arrived(
-        self, load: _Load, blocks: Sequence[tuple[bytes, ByteArray, bytes]], started: float
-    ) -> None:
-        for name, data, checksum in blocks:
-            self.pool.commit(name, data, checksum, is_pinned=True)
-            load.pinned.append(name)
-        duration_s = self._clock() - started
-        self.counts.took(load.tier, duration_s)
-        self.costs.loaded(load.tier, len(blocks), duration_s)
-
-    def _ended(self, load: _Load) -> None:
-        for name in load.names:
-            del self._loading[name]
-        assert load.task is not None
-        if not load.task.cancelled() and (error := load.task.exception()) is not None:
-            log.error("kv.tier.load_died", tier=load.tier.value, exc_info=error)
-        self._let_go(load)
-
-    def _leave(self, load: _Load) -> None:
-        load.num_waiters -= 1
-        self._let_go(load)
-
-    def _let_go(self, load: _Load) -> None:
-        assert load.task is not None
-        if load.num_waiters == 0 and load.task.done() and load.pinned:
-            names, load.pinned = load.pinned, []
-            self.pool.unpin(names, is_use=False)
-
-    async def _wait(self, loads: Sequence[_Load], timeout_s: float) -> None:
-        tasks = [load.task for load in loads if load.task is not None and not load.task.done()]
-        if not tasks:
-            return
-        _, late = await asyncio.wait(tasks, timeout=max(0.0, timeout_s))
-        for load in loads:
-            if load.task in late:
-                self.counts.add(load.tier, TierEvent.LATE, len(load.names))
 
     async def _without_bad(self, blocks: list[PinnedBlock]) -> list[PinnedBlock]:
         """Up to the first block whose bytes in memory are no longer what was stored."""

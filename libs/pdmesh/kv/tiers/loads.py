@@ -1,0 +1,178 @@
+"""Blocks on their way into the host pool, from files and from peers: requests that want the same ones share a load.
+
+A load goes on whoever stops waiting for it, and serves the next request. What it brings stays pinned while anybody waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import structlog
+
+from pdmesh.core.tiers import CostBook, LoadPlan, Tier
+from pdmesh.kv.tiers.file_tier import FileTier
+from pdmesh.kv.tiers.host_pool import HostPool
+from pdmesh.kv.tiers.peers import PeerHolding, PeerPools
+from pdmesh.kv.tiers.report import TierCounts, TierEvent
+from pdmesh.kv.transport import ByteArray
+
+log = structlog.get_logger(__name__)
+
+MAX_LOADING: Final = 1024  # blocks under way at once; beyond it requests compute
+
+
+@dataclass(slots=True)
+class Load:
+    """Blocks on their way into the pool, and the requests that wait for them.
+
+    What has arrived stays pinned while anybody waits, or other loads would push it out again.
+    """
+
+    names: tuple[bytes, ...]
+    tier: Tier
+    task: asyncio.Task[None] | None = None
+    num_waiters: int = 0
+    pinned: list[bytes] = field(default_factory=list)
+
+
+class Loads:
+    """On one event loop."""
+
+    def __init__(
+        self,
+        pool: HostPool,
+        counts: TierCounts,
+        costs: CostBook,
+        clock: Callable[[], float],
+        files: FileTier | None,
+    ) -> None:
+        self._pool, self._counts, self._costs = pool, counts, costs
+        self._clock, self._files = clock, files
+        self._loading: dict[bytes, Load] = {}
+        self.tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        """Blocks under way."""
+        return len(self._loading)
+
+    def start(
+        self,
+        names: Sequence[bytes],
+        owner: bytes,
+        plan: LoadPlan,
+        holdings: dict[str, PeerHolding],
+        peers: PeerPools | None,
+    ) -> list[Load]:
+        """A load for each planned block that is not here yet; several requests share one."""
+        loads: dict[int, Load] = {}
+        for run in plan.runs:
+            if run.tier is Tier.HOST:
+                continue
+            chain = names[run.first : run.first + run.count]
+            for load in [self._loading[name] for name in chain if name in self._loading]:
+                loads[id(load)] = load
+            fresh = [name for name in chain if name not in self._loading]
+            if len(self._loading) + len(fresh) > MAX_LOADING:
+                self._counts.add(run.tier, TierEvent.DROPPED, len(fresh))
+                continue
+            for load in self._new_loads(run.tier, fresh, owner, holdings.get(run.name), peers):
+                loads[id(load)] = load
+        for load in loads.values():
+            load.num_waiters += 1
+        return list(loads.values())
+
+    def _new_loads(
+        self,
+        tier: Tier,
+        names: Sequence[bytes],
+        owner: bytes,
+        peer: PeerHolding | None,
+        peers: PeerPools | None,
+    ) -> list[Load]:
+        if not names:
+            return []
+        if peer is not None and peers is not None:
+            load = Load(tuple(names), tier)
+            return [self._begin(load, self._from_peer(load, peers, peer, owner))]
+        loads = [Load((name,), tier) for name in names]
+        return [self._begin(load, self._from_file(load, owner)) for load in loads]
+
+    def _begin(self, load: Load, work: Coroutine[Any, Any, None]) -> Load:
+        for name in load.names:
+            self._loading[name] = load
+        load.task = asyncio.get_running_loop().create_task(work, name=f"kv-load-{load.tier.value}")
+        self.tasks.add(load.task)
+        load.task.add_done_callback(self.tasks.discard)
+        load.task.add_done_callback(lambda _: self._ended(load))
+        return load
+
+    async def _from_file(self, load: Load, owner: bytes) -> None:
+        assert self._files is not None
+        (name,) = load.names
+        data = self._pool.reserve(name, owner)
+        if data is None:
+            return  # the engine saved it meanwhile, or there is no room
+        started = self._clock()
+        # Cancelled at the end only, and then the slot stays reserved: a thread may still write to it.
+        checksum = await self._files.get(name, owner, data)
+        if checksum is None:
+            self._pool.abandon(name)
+            return
+        self._arrived(load, [(name, data, checksum)], started)
+
+    async def _from_peer(
+        self, load: Load, peers: PeerPools, peer: PeerHolding, owner: bytes
+    ) -> None:
+        slots = [(name, self._pool.reserve(name, owner)) for name in load.names]
+        targets = [(name, data) for name, data in slots if data is not None]
+        if not targets:
+            return
+        started = self._clock()
+        names = [name for name, _ in targets]
+        checksums = await peers.load(peer, names, [data for _, data in targets])
+        got = len(checksums)
+        for name in names[got:]:
+            self._pool.abandon(name)
+        self._counts.add(Tier.PEER, TierEvent.FAILED, len(names) - got)
+        arrived = [(n, data, c) for (n, data), c in zip(targets, checksums, strict=False)]
+        self._arrived(load, arrived, started)
+
+    def _arrived(
+        self, load: Load, blocks: Sequence[tuple[bytes, ByteArray, bytes]], started: float
+    ) -> None:
+        for name, data, checksum in blocks:
+            self._pool.commit(name, data, checksum, is_pinned=True)
+            load.pinned.append(name)
+        duration_s = self._clock() - started
+        self._counts.took(load.tier, duration_s)
+        self._costs.loaded(load.tier, len(blocks), duration_s)
+
+    def _ended(self, load: Load) -> None:
+        for name in load.names:
+            del self._loading[name]
+        assert load.task is not None
+        if not load.task.cancelled() and (error := load.task.exception()) is not None:
+            log.error("kv.tier.load_died", tier=load.tier.value, exc_info=error)
+        self._let_go(load)
+
+    def leave(self, load: Load) -> None:
+        load.num_waiters -= 1
+        self._let_go(load)
+
+    def _let_go(self, load: Load) -> None:
+        assert load.task is not None
+        if load.num_waiters == 0 and load.task.done() and load.pinned:
+            names, load.pinned = load.pinned, []
+            self._pool.unpin(names, is_use=False)
+
+    async def wait(self, loads: Sequence[Load], timeout_s: float) -> None:
+        tasks = [load.task for load in loads if load.task is not None and not load.task.done()]
+        if not tasks:
+            return
+        _, late = await asyncio.wait(tasks, timeout=max(0.0, timeout_s))
+        for load in loads:
+            if load.task in late:
+                self._counts.add(load.tier, TierEvent.LATE, len(load.names))
