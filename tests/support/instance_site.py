@@ -41,14 +41,14 @@ class Process:
     def signal(self, number: signal.Signals) -> None:
         self.child.send_signal(number)
 
-    async def exit_code(self, timeout_s: float = 10.0) -> int:
+    async def exit_code(self, timeout_s: float = 30.0) -> int:
         async with asyncio.timeout(timeout_s):
             return await self.child.wait()
 
     def is_ready(self) -> bool:
         try:
             with urllib.request.urlopen(
-                f"http://{self.record.ops_address}/health/ready", timeout=2
+                f"http://{self.record.ops_address}/health/ready", timeout=20
             ):
                 return True
         except (urllib.error.URLError, OSError):
@@ -56,7 +56,7 @@ class Process:
 
     def metrics(self) -> str:
         url = f"http://{self.record.ops_address}/metrics"
-        with urllib.request.urlopen(url, timeout=2) as response:
+        with urllib.request.urlopen(url, timeout=20) as response:
             return str(response.read(), "utf-8")
 
 
