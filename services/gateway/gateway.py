@@ -57,6 +57,7 @@ class Gateway:
             self.fleet,
             gateway_id,
             self.sessions.num_open,
+            lambda: self._room.queues,
             timeout_s=settings.plan_timeout_s,
             max_staleness_s=settings.max_staleness_s,
         )

@@ -11,9 +11,10 @@ from typing import Any, Final
 
 import structlog
 
+from pdmesh.core.placement import DEFAULT_SCENARIO
 from pdmesh.core.poison import PoisonBook
 from pdmesh.core.request import Request
-from pdmesh.core.request_state import WAITING
+from pdmesh.core.request_state import UNPLACED, WAITING, Phase
 from pdmesh.core.request_types import (
     AbortLeg,
     AskPlan,
@@ -30,6 +31,7 @@ from pdmesh.core.request_types import (
     KvReceived,
     LegAccepted,
     LegRejected,
+    PlanFailed,
     ReleaseTicket,
     RequestLimits,
     SendJoin,
@@ -44,7 +46,7 @@ from pdmesh.core.request_types import (
 )
 from pdmesh.core.retry_budget import RetryBudget
 from pdmesh.core.slo import Slos
-from pdmesh.errors import MeshError
+from pdmesh.errors import MeshError, Overloaded
 from pdmesh.v1.common_pb2 import InstanceRecord, Ticket, TokenLogprob
 from pdmesh.v1.instance_service_pb2 import (
     Abort,
@@ -127,6 +129,7 @@ class Generation:
             default_text=shared.slos.default_text(spec.scenario),
         )
         self._waiting_number: int | None = None
+        self._is_queued = False  # counted as one that no prefill has taken yet
         self._events: deque[Event] = deque()
         self._is_handling = False
         self._timer: asyncio.TimerHandle | None = None
@@ -206,6 +209,8 @@ class Generation:
         now = time.monotonic()
         self.timings.note(event, now)
         effects = self.core.handle(event, now)
+        if self._is_queued and self.core.phase not in UNPLACED:
+            self._queue(False)
         if self._waiting_number is not None and self.core.phase not in WAITING:
             self._shared.room.leave(self._waiting_number)
             self._waiting_number = None
@@ -217,12 +222,20 @@ class Generation:
         self._events.clear()
         self.error = MeshError("internal error; the server's log has the cause")
         self.core.handle(ClientGone(), time.monotonic())
+        self._queue(False)
         if self._waiting_number is not None:
             self._shared.room.leave(self._waiting_number)
             self._waiting_number = None
         for key in list(self._sessions):
             self._abort_leg(AbortLeg(key))  # releases its ticket, too
         self._end(Cancelled())
+
+    def _queue(self, is_queued: bool) -> None:
+        """Count in the scenario's queue, or no more."""
+        if is_queued is not self._is_queued:
+            self._is_queued = is_queued
+            priority = self._spec.tenant.priority
+            self._shared.room.count(self._scenario, priority, 1 if is_queued else -1)
 
     def on_slot_freed(self, instance_id: str) -> None:
         self._waiting_number = None  # being called is leaving
@@ -249,10 +262,25 @@ class Generation:
     # --- effects ---------------------------------------------------------------------------------
 
     def _ask_plan(self, effect: AskPlan) -> None:
+        if effect.plan == 1 and (refusal := self._refusal()) is not None:
+            self.on_event(PlanFailed(effect.plan, refusal))
+            return
         core = self.core
         reference = self._shared.fleet.reference(self._spec.model)
         query = self._commands.plan_query(effect, reference, core.emitted, core.num_remaining)
         self._shared.planner.ask(self, effect.plan, query)
+
+    def _refusal(self) -> Overloaded | None:
+        """A newcomer joins no queue that is too long for it, unless it would take somebody's place there."""
+        shared, tenant = self._shared, self._spec.tenant
+        if shared.room.yields_to(tenant):
+            return None
+        limits = shared.slos.limits_for(self._spec.scenario, len(self.prompt.tokens))
+        return shared.planner.refusal(self._scenario, tenant.priority, limits.ttft_s)
+
+    @property
+    def _scenario(self) -> str:
+        return self._spec.scenario or DEFAULT_SCENARIO
 
     def _send_prefill(self, effect: SendPrefill) -> None:
         record = self._shared.fleet.record(effect.to.instance_id, effect.to.incarnation)
@@ -323,6 +351,8 @@ class Generation:
     def _wait(self, effect: WaitForSlot) -> None:
         if self._waiting_number is not None:
             return
+        if self.core.phase is Phase.WAITING_PREFILL:
+            self._queue(True)
         self._waiting_number = self._shared.room.join(
             self, effect.instance_ids, effect.until, self._spec.tenant
         )

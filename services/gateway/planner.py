@@ -7,12 +7,14 @@ a fraction of a call for each request. An answer of an older epoch is refused (I
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 import structlog
 
+from pdmesh.core.backpressure import Pressure, PressureView, Queue
 from pdmesh.core.leadership import EpochFence
 from pdmesh.core.request_types import Candidate, Event, PlanFailed, PlanReceived
 from pdmesh.errors import (
@@ -20,9 +22,11 @@ from pdmesh.errors import (
     MeshError,
     ModelNotFound,
     NoInstance,
+    Overloaded,
     StalePlan,
     Unavailable,
 )
+from pdmesh.telemetry import metrics, names
 from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.scheduler_service_pb2 import (
     Candidate as CandidateProto,
@@ -32,11 +36,17 @@ from pdmesh.v1.scheduler_service_pb2 import (
     PlanRequest,
     PlanResponse,
     PlanResult,
+    ScenarioQueue,
 )
 from services.gateway.fleet import Fleet
 from services.gateway.plan_stream import PlanStream
 
 log = structlog.get_logger(__name__)
+
+_unasked = metrics.counter(
+    names.REFUSED_UNASKED,
+    "Requests refused for the length of the queue, before the master was asked",
+)
 
 _MAX_BATCH: Final = 256
 _RETRY_MASTER_S: Final = 0.25  # after a failure, rank here for so long before asking again
@@ -54,13 +64,15 @@ class _Ask:
 
 
 class Planner:
-    """`num_open(instance_id, incarnation)` counts our own legs there, to rank by while there is no master."""
+    """`num_open(instance_id, incarnation)` counts our own legs there, to rank by while there is no master; `queues` says how
+    many of ours wait, by scenario and priority."""
 
     def __init__(
         self,
         fleet: Fleet,
         gateway_id: str,
         num_open: Callable[[str, int], int],
+        queues: Callable[[], Mapping[str, Queue]],
         *,
         timeout_s: float,
         max_staleness_s: float,
@@ -68,6 +80,8 @@ class Planner:
         self._fleet = fleet
         self._gateway_id = gateway_id
         self._num_open = num_open
+        self._queues = queues
+        self._pressures = PressureView()
         self._timeout_s = timeout_s
         self._max_staleness_s = max_staleness_s
         self._fence = EpochFence()
@@ -83,6 +97,19 @@ class Planner:
         """Answered by PlanReceived or PlanFailed within the timeout."""
         self._asks.append(_Ask(asker, plan, query))
         self._has_asks.set()
+
+    def refusal(self, scenario: str, priority: int, ttft_s: float) -> Overloaded | None:
+        """Why a new request should not even ask: those who wait are too many, or take longer than it may (S97)."""
+        own = self._queues().get(scenario, {})
+        found = self._pressures.refusal(scenario, own, priority, ttft_s, time.monotonic())
+        if found is None:
+            return None
+        _unasked.add(1, {names.ATTR_REASON: found.reason})
+        return Overloaded(
+            "too many requests are waiting",
+            reason=found.reason,
+            retry_after_ms=max(1000, math.ceil(found.retry_after_s * 1000)),
+        )
 
     async def run(self) -> None:
         while True:
@@ -121,13 +148,21 @@ class Planner:
             raise Unavailable("no master")
         if time.monotonic() < self._ask_master_at:
             raise Unavailable("the master failed a moment ago")
-        request = PlanRequest(gateway_id=self._gateway_id, queries=queries)
+        told = {scenario: dict(queue) for scenario, queue in self._queues().items()}
+        request = PlanRequest(
+            gateway_id=self._gateway_id,
+            queries=queries,
+            queues=[ScenarioQueue(scenario=s, num_waiting=queue) for s, queue in told.items()],
+        )
         error: MeshError = Unavailable("no master answered")
         for master in masters:
             try:
-                return await self._call(master, request)
+                response = await self._call(master, request)
             except MeshError as exc:
                 error = exc
+            else:
+                self._hear_pressures(response, told)
+                return response
         self._ask_master_at = time.monotonic() + _RETRY_MASTER_S
         raise error
 
@@ -142,6 +177,14 @@ class Planner:
             raise StalePlan("a master of an older epoch answered")
         self._leader = master.instance_id
         return response
+
+    def _hear_pressures(self, response: PlanResponse, told: Mapping[str, Queue]) -> None:
+        now = time.monotonic()
+        for each in response.pressures:
+            scenario = each.queue.scenario
+            waiting = dict(each.queue.num_waiting)
+            pressure = Pressure(scenario, waiting, each.max_waiting, each.prefills_per_s)
+            self._pressures.hear(pressure, told.get(scenario, {}), now)
 
     def _drop_streams_but(self, addresses: set[str]) -> None:
         for address in [a for a in self._streams if a not in addresses]:

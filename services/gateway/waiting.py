@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from pdmesh.core.tenants import Tenant
@@ -24,17 +24,38 @@ class Waiter(Protocol):
 class Waiting:
     def __init__(self, max_waiting: int) -> None:
         self._room: WaitingRoom[tuple[Waiter, float]] = WaitingRoom(max_waiting)
+        self._queues: dict[str, dict[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self._room)
+
+    @property
+    def queues(self) -> Mapping[str, Mapping[int, int]]:
+        """Requests that no prefill has taken yet though one was asked, by scenario and priority; only what is not empty.
+
+        They count from their first rejection on, also while they ask for another plan and are not in the room.
+        """
+        return self._queues
+
+    def count(self, scenario: str, priority: int, change: int) -> None:
+        """One more (1) or one less (-1) in a queue."""
+        queue = self._queues.setdefault(scenario, {})
+        queue[priority] = queue.get(priority, 0) + change
+        if not queue[priority]:
+            del queue[priority]
+            if not queue:
+                del self._queues[scenario]
+
+    def yields_to(self, tenant: Tenant) -> bool:
+        """Whether someone waits who would have to go for this tenant's next request."""
+        return self._room.yields_to(_claim(tenant))
 
     def join(
         self, waiter: Waiter, instance_ids: Iterable[str], until: float, tenant: Tenant
     ) -> int | None:
         """A number to leave with, or None if there is no room for it."""
         now = time.monotonic()
-        claim = Claim(tenant.name, tenant.weight, tenant.priority)
-        joined = self._room.join((waiter, now), instance_ids, until, claim)
+        joined = self._room.join((waiter, now), instance_ids, until, _claim(tenant))
         if joined is None:
             _refused.add(1)
             return None
@@ -65,3 +86,7 @@ class Waiting:
         depths = self._room.depths
         for priority in sorted({0, 1, *depths}):
             yield depths.get(priority, 0), {"priority": str(priority)}
+
+
+def _claim(tenant: Tenant) -> Claim:
+    return Claim(tenant.name, tenant.weight, tenant.priority)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Final
 
+from pdmesh.core.backpressure import Pressure, Queue
 from pdmesh.core.block_hash import HASH_BYTES
 from pdmesh.core.fleet import Identity, Role
 from pdmesh.core.health import Health
@@ -100,6 +102,18 @@ def result_to(request_id: str, plan: Plan | NoPlan) -> pb.PlanResult:
         group_id=plan.group_id,
         prefills=[_candidate_to(c) for c in plan.prefills],
         decodes=[_candidate_to(c) for c in plan.decodes],
+    )
+
+
+def queues_from(queues: Iterable[pb.ScenarioQueue]) -> Mapping[str, Queue]:
+    return {queue.scenario: dict(queue.num_waiting) for queue in queues}
+
+
+def pressure_to(pressure: Pressure) -> pb.ScenarioPressure:
+    return pb.ScenarioPressure(
+        queue=pb.ScenarioQueue(scenario=pressure.scenario, num_waiting=pressure.waiting),
+        max_waiting=pressure.max_waiting,
+        prefills_per_s=pressure.prefills_per_s,
     )
 
 

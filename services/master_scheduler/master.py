@@ -13,6 +13,7 @@ import grpc
 import structlog
 
 import pdmesh
+from pdmesh.core.backpressure import Backpressure
 from pdmesh.core.chat_affinity import ChatAffinity
 from pdmesh.core.fleet import Fleet
 from pdmesh.core.groups import GroupTracker
@@ -97,10 +98,17 @@ class Master:
             is_ready=lambda: not app.not_ready(),
             on_replaced=app.stopping.set,
         )
+        self.backpressure = Backpressure(
+            lambda scenario, now: (
+                self.scenarios.phi(scenario, self.fleet.instances.values(), now).prefill
+            ),
+            settings.max_waiting,
+        )
         self._servicer = SchedulerServicer(
             placement,
             self.index,
             groups,
+            self.backpressure,
             view,
             lambda: (self.election.is_leader, self.election.epoch),
         )
@@ -205,6 +213,15 @@ class Master:
             names.PREDICTION_OBSERVED,
             "Prefills the predictor has learnt from, by kind of instance",
             lambda: [(fit.num_observed, {"kind": kind}) for kind, fit in list(fits())],
+        )
+        book = self.backpressure.book
+
+        def waiting() -> list[tuple[float, dict[str, str]]]:
+            now = time.monotonic()
+            return [(sum(book.waiting(s, now).values()), {"scenario": s}) for s in book.scenarios()]
+
+        metrics.gauge(
+            names.SCENARIO_WAITING, "Requests that wait for a prefill, at all gateways", waiting
         )
         metrics.gauge(
             names.BOOKINGS,

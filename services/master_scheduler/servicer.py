@@ -9,9 +9,10 @@ from typing import Any, Final
 import grpc
 import structlog
 
+from pdmesh.core.backpressure import Backpressure
 from pdmesh.core.fleet import Fleet, Instance
 from pdmesh.core.groups import GroupChanged, GroupTracker
-from pdmesh.core.placement import NoPlan, Placement
+from pdmesh.core.placement import DEFAULT_SCENARIO, NoPlan, Placement
 from pdmesh.core.prefix_index import PrefixIndex
 from pdmesh.errors import InvalidRequest, NotLeader
 from pdmesh.net.registry import RegistryView
@@ -41,18 +42,27 @@ class SchedulerServicer:
         placement: Placement,
         index: PrefixIndex,
         groups: GroupTracker,
+        backpressure: Backpressure,
         view: RegistryView,
         leadership: Callable[[], tuple[bool, int]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._placement, self._index, self._groups = placement, index, groups
+        self._backpressure = backpressure
         self._view, self._leadership, self._clock = view, leadership, clock
 
     async def Plan(self, request: pb.PlanRequest, context: Context) -> pb.PlanResponse:  # noqa: N802
         epoch = self._epoch_of_leader()
         if len(request.queries) > _MAX_QUERIES:
             raise InvalidRequest(f"at most {_MAX_QUERIES} queries", field="queries")
-        return pb.PlanResponse(epoch=epoch, results=[self._plan(q) for q in request.queries])
+        now = self._clock()
+        self._backpressure.book.tell(request.gateway_id, convert.queues_from(request.queues), now)
+        scenarios = dict.fromkeys(q.scenario or DEFAULT_SCENARIO for q in request.queries)
+        return pb.PlanResponse(
+            epoch=epoch,
+            results=[self._plan(q) for q in request.queries],
+            pressures=[convert.pressure_to(self._backpressure.pressure(s, now)) for s in scenarios],
+        )
 
     async def PlanStream(  # noqa: N802
         self, requests: AsyncIterator[pb.PlanStreamRequest], context: Context

@@ -37,6 +37,11 @@ class Settings(ServiceSettings):
         0.2, ge=0, description="Bonus of the prefill that served the chat's last turn"
     )
     max_candidates: int = Field(8, ge=1, description="Instances of each kind in a plan")
+    max_waiting: int = Field(
+        4096,
+        ge=0,
+        description="Requests of one scenario that wait at all gateways; who comes then is refused at once. 0: no limit",
+    )
     chat_ttl_s: float = Field(600.0, gt=0, description="Remember where a chat was for so long")
     max_chats: int = Field(100_000, ge=1, description="Chats remembered at most")
     max_blocks: int = Field(

@@ -84,11 +84,11 @@ async def served_meanwhile(mesh: Mesh, slack_s: float = 0.15) -> AsyncIterator[N
         await asyncio.sleep(max(0.0, began + 1.0 - time.monotonic()))
         report = await during.stop()
     assert report.failures == []
-    assert report.percentile(0.95) <= 2 * calm.percentile(0.95) + slack_s
     print(
-        f"honest p95 {calm.percentile(0.95) * 1e3:.0f} -> {report.percentile(0.95) * 1e3:.0f} ms"
+        f"honest p99 {calm.percentile(0.99) * 1e3:.0f} -> {report.percentile(0.99) * 1e3:.0f} ms"
         f" over {len(report.latencies_s)}; gateway {(rss(mesh) - memory) / MIB:+.1f} MiB"
     )
+    assert report.percentile(0.99) <= 2 * calm.percentile(0.99) + slack_s
 
 
 @dataclass

@@ -52,6 +52,10 @@ class Phase(Enum):
 
 
 WAITING: Final = frozenset({Phase.WAITING_PREFILL, Phase.WAITING_DECODE})
+# No prefill has taken it, or the one that had is lost.
+UNPLACED: Final = frozenset(
+    {Phase.PLANNING, Phase.WAITING_PLAN, Phase.PREFILL_OFFERED, Phase.WAITING_PREFILL}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,10 @@ class WaitingRoom(Generic[W]):
             heapq.heappush(heaps.setdefault(group, []), (until, number))
         return Joined(number, evicted)
 
+    def yields_to(self, claim: Claim) -> bool:
+        """Whether someone waits here who has less of a claim."""
+        return self._group_to_yield(claim) is not None
+
     def leave(self, number: int) -> W | None:
         """Who left; None if it had. Heaps forget lazily, and all at once when nobody waits."""
         entry = self._forget(number)
@@ -136,6 +140,12 @@ class WaitingRoom(Generic[W]):
 
     def _least_claim(self, claim: Claim) -> int | None:
         """Whom the newcomer may take the place of: the latest deadline of the group that holds too much."""
+        group = self._group_to_yield(claim)
+        if group is None:
+            return None
+        return max(self._members[group], key=lambda n: (self._entries[n].until, n))
+
+    def _group_to_yield(self, claim: Claim) -> _Group | None:
         if not self._members:
             return None
         lowest = max(priority for priority, _ in self._members)
@@ -150,7 +160,7 @@ class WaitingRoom(Generic[W]):
             own = len(self._members.get((claim.priority, claim.tenant), ()))
             if group[1] == claim.tenant or share <= (own + 1) / claim.weight:
                 return None
-        return max(self._members[group], key=lambda n: (self._entries[n].until, n))
+        return group
 
     def _weight(self, group: _Group) -> int:
         return self._entries[next(iter(self._members[group]))].weight

@@ -48,22 +48,76 @@ class PlanRequest(_message.Message):
 
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
     QUERIES_FIELD_NUMBER: _builtins.int
+    QUEUES_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     @_builtins.property
     def queries(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanQuery]: ...
+    @_builtins.property
+    def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScenarioQueue]:
+        """all of this gateway that are not empty"""
+
     def __init__(
         self,
         *,
         gateway_id: _builtins.str = ...,
         queries: _abc.Iterable[Global___PlanQuery] | None = ...,
+        queues: _abc.Iterable[Global___ScenarioQueue] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "queries", b"queries"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "queries", b"queries", "queues", b"queues"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlanRequest: _TypeAlias = PlanRequest  # noqa: Y015
+
+@_typing.final
+class ScenarioQueue(_message.Message):
+    """Requests of one scenario that wait for a prefill. Sent by a gateway of its own, and by the master of all gateways."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class NumWaitingEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SCENARIO_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    scenario: _builtins.str
+    """empty: the default scenario"""
+    @_builtins.property
+    def num_waiting(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
+        """by priority; 0 is called first"""
+
+    def __init__(
+        self,
+        *,
+        scenario: _builtins.str = ...,
+        num_waiting: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_waiting", b"num_waiting", "scenario", b"scenario"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScenarioQueue: _TypeAlias = ScenarioQueue  # noqa: Y015
 
 @_typing.final
 class PlanStreamRequest(_message.Message):
@@ -171,23 +225,59 @@ class PlanResponse(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     RESULTS_FIELD_NUMBER: _builtins.int
+    PRESSURES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """of the leader; a gateway refuses an older one than it has seen"""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanResult]: ...
+    @_builtins.property
+    def pressures(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScenarioPressure]:
+        """of each scenario that was asked for"""
+
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         results: _abc.Iterable[Global___PlanResult] | None = ...,
+        pressures: _abc.Iterable[Global___ScenarioPressure] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "results", b"results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "pressures", b"pressures", "results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlanResponse: _TypeAlias = PlanResponse  # noqa: Y015
+
+@_typing.final
+class ScenarioPressure(_message.Message):
+    """How long a scenario's queue is, may be, and how fast it moves: a gateway refuses by itself who cannot be served (S97)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    MAX_WAITING_FIELD_NUMBER: _builtins.int
+    PREFILLS_PER_S_FIELD_NUMBER: _builtins.int
+    max_waiting: _builtins.int
+    """0: no limit"""
+    prefills_per_s: _builtins.float
+    """that its prefills can begin; 0: not known"""
+    @_builtins.property
+    def queue(self) -> Global___ScenarioQueue: ...
+    def __init__(
+        self,
+        *,
+        queue: Global___ScenarioQueue | None = ...,
+        max_waiting: _builtins.int = ...,
+        prefills_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_waiting", b"max_waiting", "prefills_per_s", b"prefills_per_s", "queue", b"queue"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScenarioPressure: _TypeAlias = ScenarioPressure  # noqa: Y015
 
 @_typing.final
 class PlanResult(_message.Message):
