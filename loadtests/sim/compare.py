@@ -101,6 +101,10 @@ def _long_prompts(traces: Path, seed: int) -> list[Arrival]:
     )
 
 
+_SHORT_CHATS: Final = MeshShape(
+    SMOLLM2_CPU, num_prefill=4, num_decode=4, num_blocks=256, prefill_slots=2
+)
+
 CASES: Final = (
     Case("4 x 16384", MeshShape(MOCKER, num_fusion=4), _as_is, is_trace=True),
     Case("8 x 16384", MeshShape(MOCKER, num_fusion=8), _as_is, is_trace=True),
@@ -117,9 +121,15 @@ CASES: Final = (
         MeshShape(MOCKER, num_fusion=4, num_blocks=160, block_size=16, decode_slots=64),
         _pressure,
     ),
+    Case("short chats", _SHORT_CHATS, _short_chats),
     Case(
-        "short chats",
-        MeshShape(SMOLLM2_CPU, num_prefill=4, num_decode=4, num_blocks=256, prefill_slots=2),
+        "short chats, host pools",
+        replace(_SHORT_CHATS, host_blocks=1024),
+        _short_chats,
+    ),
+    Case(
+        "short chats, host pools untold",
+        replace(_SHORT_CHATS, host_blocks=1024, tells_peers=False),
         _short_chats,
     ),
     Case(

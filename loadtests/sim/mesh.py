@@ -16,6 +16,7 @@ from functools import partial
 from typing import Final
 
 from loadtests.sim.clock import Clock
+from loadtests.sim.host_pools import HostPools
 from loadtests.sim.worker import Job, Worker
 from loadtests.workloads import Arrival
 from pdmesh.core.admission import Admission, Admitted, Capacity, Work
@@ -24,7 +25,7 @@ from pdmesh.core.placement import DEFAULT_SCENARIO, NoPlan, Placement, Plan
 from pdmesh.core.placement import Candidate as Ranked
 from pdmesh.core.placement_baselines import POLICIES
 from pdmesh.core.placement_policies import Query, Weights
-from pdmesh.core.prefix_index import Delta, PrefixIndex
+from pdmesh.core.prefix_index import NO_PEERS, Delta, PrefixIndex
 from pdmesh.core.request import Request
 from pdmesh.core.request_types import (
     AskPlan,
@@ -78,6 +79,8 @@ class MeshShape:
     transfer_token_s: float = 5.2e-6  # KV of one token, 128 KiB at 25 GB/s
     ttft_slo_s: float = 600.0  # a request still waiting then is refused
     max_waiting: int = 100_000
+    host_blocks: int = 0  # of each instance's host pool; instances fetch from each other's
+    tells_peers: bool = True  # whether placement knows what host pools hold
 
 
 @dataclass(slots=True)
@@ -119,6 +122,8 @@ class VirtualMesh:
         self.placement = Placement(
             self.fleet, random.Random(seed), POLICIES[policy](), weights, max_candidates=8
         )
+        block_s = shape.law.prefill_s(shape.block_size) - shape.law.prefill_fixed_s
+        self.host_pools = HostPools(shape.host_blocks, block_s)
         self.workers: dict[str, Worker] = {}
         self.served: list[Served] = []
         self.errors: list[float] = []  # relative errors of predictions, in order
@@ -168,6 +173,7 @@ class VirtualMesh:
             shape.chunk_tokens,
             self._on_computed,
             self._on_blocks,
+            self.host_pools,
         )
         identity = Identity(
             name,
@@ -181,6 +187,7 @@ class VirtualMesh:
             num_slots,
             shape.num_blocks,
             0,
+            fetches_from_peers=bool(shape.host_blocks),
         )
         self.fleet.handle(RecordSeen(identity), self.clock.now)
 
@@ -278,8 +285,9 @@ class VirtualMesh:
             excluded=frozenset(ask.excluded),
         )
         matches = self.index.match(arrival.blocks)
+        peers = self.index.peer_runs(arrival.blocks) if self.shape.tells_peers else NO_PEERS
         plan = self.placement.plan(
-            query, matches, self.clock.now, num_cached=self.index.num_blocks_of
+            query, matches, self.clock.now, peers, num_cached=self.index.num_blocks_of
         )
         if isinstance(plan, NoPlan):
             self._later(life, PlanFailed(ask.plan, NoInstance(plan.message)))
@@ -325,7 +333,8 @@ class VirtualMesh:
         self._dirty.discard(name)
         stored, removed = worker.pool.take_changes()
         sequence = self._sequences[name] = self._sequences.get(name, 0) + 1
-        self.index.apply(Delta(name, 1, sequence, removed, stored))
+        host = self.host_pools.take_changes(name)
+        self.index.apply(Delta(name, 1, sequence, removed, stored, host=host))
 
     # --- instances -------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from loadtests.sim.clock import Clock
+from loadtests.sim.host_pools import HostPools
 from loadtests.workloads import block_name
 from pdmesh.core.admission import Admission, Admitted, Ask, Refused, Work
 from pdmesh.engine.laws import Law
@@ -53,6 +54,7 @@ class Worker:
     chunk_tokens: int
     on_computed: Callable[[Worker, Job, float], None]
     on_blocks: Callable[[Worker], None]
+    host_pools: HostPools
     pool: BlockPool = field(init=False)
     num_prompts: int = 0
     num_prompt_tokens: int = 0
@@ -87,11 +89,33 @@ class Worker:
             self._join(job)
             return
         job.blocks = self.pool.match(job.hashes)
-        job.num_cached = min(len(job.blocks) * self.block_size, job.num_prompt - 1)
+        num_loaded, load_s = self.host_pools.load(
+            self.instance_id, job.hashes, first=len(job.blocks)
+        )
+        num_held = len(job.blocks) + num_loaded
+        job.num_cached = min(num_held * self.block_size, job.num_prompt - 1)
         job.blocks += self.pool.allocate(num_blocks - len(job.blocks))
         self.num_prompts += 1
         self.num_prompt_tokens += job.num_prompt
         self.num_cached_tokens += job.num_cached
+        if num_loaded:
+            self.clock.after(load_s, lambda: self._loaded(job, num_held))
+        else:
+            self._enter(job)
+
+    def _loaded(self, job: Job, num_held: int) -> None:
+        self._keep(job, num_held)
+        self._enter(job)
+
+    def _keep(self, job: Job, num_blocks: int) -> None:
+        """The first blocks of its prompt can be found from now on, and a copy of them is in the host pool."""
+        hashes = job.hashes[:num_blocks]
+        for block, block_hash in zip(job.blocks, hashes, strict=False):
+            self.pool.store(block, block_hash)
+        self.host_pools.store(self.instance_id, hashes)
+        self.on_blocks(self)
+
+    def _enter(self, job: Job) -> None:
         self._prompts[job.leg] = job
         self._interrupt()
 
@@ -178,9 +202,7 @@ class Worker:
         self._next(self._epoch)
 
     def _computed(self, job: Job) -> None:
-        for block, block_hash in zip(job.blocks, job.hashes, strict=False):
-            self.pool.store(block, block_hash)
-        self.on_blocks(self)
+        self._keep(job, len(job.hashes))
         if self.work is Work.PREFILL:
             self.admission.computed(job.leg)
         self.on_computed(self, job, job.seconds)

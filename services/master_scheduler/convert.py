@@ -72,6 +72,7 @@ def identity_from(record: InstanceRecord) -> Identity | None:
         held_sources=held_from(record),
         is_ready=takes_requests(record),
         revision=record.revision,
+        fetches_from_peers=record.fetches_from_peers,
     )
 
 

@@ -102,7 +102,11 @@ class SchedulerServicer:
         query = convert.query_from(message)
         matches = self._index.match(query.block_hashes)
         plan = self._placement.plan(
-            query, matches, self._clock(), num_cached=self._index.num_blocks_of
+            query,
+            matches,
+            self._clock(),
+            self._index.peer_runs(query.block_hashes),
+            num_cached=self._index.num_blocks_of,
         )
         result = convert.result_to(message.request_id, plan)
         _duration.record(time.perf_counter() - began)

@@ -26,7 +26,7 @@ from pdmesh.core.kv_sources import HeldSource, KvSource, SourceFault
 from pdmesh.core.placement import NoPlan, Placement, Plan
 from pdmesh.core.placement_baselines import POLICIES
 from pdmesh.core.placement_policies import Query, Weights
-from pdmesh.core.prefix_index import Delta, PrefixIndex
+from pdmesh.core.prefix_index import Delta, PeerRuns, PrefixIndex
 
 
 def identity(name: str, role: Role, **changes: object) -> Identity:
@@ -78,7 +78,7 @@ def test_the_prefill_that_holds_the_prefix_comes_first() -> None:
 @pytest.mark.req("S107")
 def test_the_score_is_formula_2_with_the_wait_and_the_load() -> None:
     """latency: fixed by what the predictor was taught: 1 ms per computed token; prefill-0 must wait 320 ms more."""
-    placement = make(*pair())
+    placement = make(*pair(fetches_from_peers=True))
     fit = placement.fleet.predictor.fit("f/prefill")
     for num_tokens in range(64, 4096, 64):
         num_reused = num_tokens * (num_tokens // 64 % 5) // 5
@@ -86,7 +86,7 @@ def test_the_score_is_formula_2_with_the_wait_and_the_load() -> None:
     placement.weights = Weights(alpha=2.0, beta=0.5, gamma=3.0, load=1.0)
     placement.fleet.handle(load("prefill-0", used=2), now=0.0)
     placement.fleet.instances["prefill-0"].available_at = 0.32
-    plan = placement.plan(QUERY, {"prefill-0": 6}, 0.0, num_remote=8)
+    plan = placement.plan(QUERY, {"prefill-0": 6}, 0.0, PeerRuns(((0, 8),)))
     assert isinstance(plan, Plan)
     scores = {c.instance_id: c.score for c in plan.prefills}
     worst = 0.32 + 0.128
@@ -97,12 +97,33 @@ def test_the_score_is_formula_2_with_the_wait_and_the_load() -> None:
 
 @pytest.mark.req("S107")
 def test_the_remote_term_favours_no_one_who_has_the_prefix_already() -> None:
-    placement = make(*pair())
-    plan = placement.plan(QUERY, {"prefill-1": 10}, 0.0, num_remote=10)
+    placement = make(*pair(fetches_from_peers=True))
+    plan = placement.plan(QUERY, {"prefill-1": 10}, 0.0, PeerRuns(((0, 10),)))
     assert isinstance(plan, Plan)
     assert plan.prefills[0].instance_id == "prefill-1"
     first, second = (c.score for c in plan.prefills)
     assert first - second == pytest.approx(0.5)  # alpha - beta: the latency of both is the same
+
+
+@pytest.mark.req("S77", "S107")
+def test_what_a_peer_can_give_decides_for_the_idle_instance() -> None:
+    """The holder has 300 ms of work before this; to compute what it holds would take 576 ms elsewhere, to fetch it nothing."""
+
+    def first(fetches: bool, peers: PeerRuns) -> str:
+        placement = make(*pair(fetches_from_peers=fetches))
+        fit = placement.fleet.predictor.fit("f/prefill")
+        for num_tokens in range(64, 4096, 64):
+            num_reused = num_tokens * (num_tokens // 64 % 5) // 5
+            fit.observe(num_tokens, num_reused, (num_tokens - num_reused) * 1e-3)
+        placement.fleet.instances["prefill-0"].available_at = 0.3
+        plan = placement.plan(QUERY, {"prefill-0": 9}, 0.0, peers)
+        assert isinstance(plan, Plan)
+        return plan.prefills[0].instance_id
+
+    held_by_pool = PeerRuns(((0, 9),))
+    assert first(fetches=True, peers=PeerRuns()) == "prefill-0"
+    assert first(fetches=True, peers=held_by_pool) == "prefill-1"
+    assert first(fetches=False, peers=held_by_pool) == "prefill-0", "it could not fetch them"
 
 
 @pytest.mark.req("S108")

@@ -6,7 +6,14 @@ import time
 
 import pytest
 
-from pdmesh.core.prefix_index import MAX_WAITING, Delta, Outcome, PrefixIndex, TierDelta
+from pdmesh.core.prefix_index import (
+    MAX_WAITING,
+    Delta,
+    Outcome,
+    PeerRuns,
+    PrefixIndex,
+    TierDelta,
+)
 from pdmesh.core.tiers import Tier
 
 
@@ -138,3 +145,20 @@ def _timed(call: object) -> float:
     began = time.perf_counter()
     call()  # type: ignore[operator]
     return time.perf_counter() - began
+
+
+@pytest.mark.req("S77", "S107")
+def test_what_host_pools_hold_goes_on_from_what_an_instance_has_itself() -> None:
+    """a holds blocks 0 to 3 in its engine, b 2 to 5 in its host pool, c 8 in its own."""
+    prompt = [bytes([i]) * 16 for i in range(10)]
+    index = PrefixIndex()
+    index.apply(Delta("a", 1, 1, stored=prompt[:4]))
+    assert index.peer_runs(prompt) == PeerRuns()
+    index.apply(Delta("b", 1, 1, host=TierDelta(stored=prompt[2:6])))
+    index.apply(Delta("c", 1, 1, host=TierDelta(stored=prompt[8:9])))
+    peers = index.peer_runs(prompt)
+    assert peers == PeerRuns(((2, 6), (8, 9)))
+    assert [peers.reach(held) for held in (0, 1, 2, 4, 6, 8)] == [0, 1, 6, 6, 6, 9]
+    index.remove_instance("b")
+    assert index.peer_runs(prompt) == PeerRuns(((8, 9),))
+    index.check_invariants()

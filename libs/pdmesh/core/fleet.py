@@ -45,6 +45,7 @@ class Identity:
     held_sources: tuple[HeldSource, ...] = ()  # of a decode: whom it refuses or avoids
     is_ready: bool = True  # else it is not connected with its peers yet
     revision: str = ""  # of what was assigned: model, KV layout, transport
+    fetches_from_peers: bool = False  # blocks out of their host pools
 
     @property
     def cell(self) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from pdmesh.core.fleet import Fleet, Instance, Role
 from pdmesh.core.kv_sources import Exchange, Fit
 from pdmesh.core.placement_baselines import POLICIES
 from pdmesh.core.placement_policies import Known, Policy, Query, Scored, Weights
+from pdmesh.core.prefix_index import NO_PEERS, PeerRuns
 from pdmesh.core.reservations import Booking
 
 DEFAULT_MODEL = "default"  # names whatever model the scenario serves
@@ -129,10 +130,10 @@ class Placement:
         query: Query,
         matches: Mapping[str, int],
         now: float,
-        num_remote: int = 0,
+        peers: PeerRuns = NO_PEERS,
         num_cached: Callable[[str], int] = lambda instance_id: 0,
     ) -> Plan | NoPlan:
-        """`matches`: contiguous blocks that each instance holds of the prompt; `num_remote`: that some peer can give.
+        """`matches`: contiguous blocks that each instance holds of the prompt; `peers`: what host pools hold of it.
 
         `num_cached` tells how many blocks of anything an instance holds.
         """
@@ -142,7 +143,7 @@ class Placement:
             return cells
         affine = self.chats.get(query.chat_id, now)
         predictor = self.fleet.predictor
-        known = Known(matches, predictor, self.weights, now, affine, num_remote, num_cached)
+        known = Known(matches, predictor, self.weights, now, affine, peers, num_cached)
         prefills, cell = self._rank_prefills(query, cells, known)
         decodes = self._rank_decodes(query, cell, prefills[0].instance, affine)
         self._book(query, prefills[0].instance, decodes[0].instance if decodes else None, known)

@@ -15,6 +15,7 @@ from typing import Final
 
 from pdmesh.core.fleet import Instance
 from pdmesh.core.latency_predictor import LatencyPredictor
+from pdmesh.core.prefix_index import NO_PEERS, PeerRuns
 
 # Scores this close to the best, relative to it, count as equal. At 10 % the Mooncake trace costs 2 % more mean TTFT (see
 # loadtests/results/compare-*): a score's size is mostly latency that all share, so 3 % of it is a tenth of what they differ in.
@@ -61,15 +62,15 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known about the candidates of one query. `matches`: contiguous blocks each holds; `num_remote`: of the
-    blocks from the prompt's start, how many some peer's host pool or file can give."""
+    """What is known about the candidates of one query. `matches`: contiguous blocks each holds; `peers`: which of the
+    prompt's blocks some host pool can give to an instance that fetches from peers."""
 
     matches: Mapping[str, int]
     predictor: LatencyPredictor
     weights: Weights
     now: float
     affine: Sequence[str] = ()
-    num_remote: int = 0
+    peers: PeerRuns = NO_PEERS
     num_cached: Callable[[str], int] = lambda instance_id: 0  # blocks an instance holds of anything
 
 
@@ -102,10 +103,11 @@ def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known
     - spread*cached/blocks*(1-local/total).
 
     Latency is the wait for what is booked there plus the predicted prefill of what must be computed. The remote
-    term is what a peer has beyond the instance's own prefix: else it would be the same for all and say nothing. The last
+    term is what peers can give beyond the instance's own prefix: else it would be the same for all and say nothing. The last
     term sends a new prefix where it evicts nothing; once all caches are full it is the same for all.
     """
-    weights, now, remote = known.weights, known.now, known.num_remote
+    weights, now = known.weights, known.now
+    reach = known.peers.reach if known.peers.runs else None
     local_of, num_tokens = known.matches.get, query.num_prompt_tokens
     total = max(1, len(query.block_hashes))
     predicted: dict[tuple[str, int], float] = {}
@@ -122,9 +124,9 @@ def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known
         if weights.spread and local < total:
             share = known.num_cached(instance.id) / (instance.identity.num_kv_blocks or 1)
             score -= weights.spread * min(1.0, share) * (1 - local / total)
-        if remote > local:
-            score += beta * (remote - local)
-            held = remote
+        if reach is not None and instance.identity.fetches_from_peers:
+            held = reach(local)
+            score += beta * (held - local)
         key = (instance.kind, held)
         latency = predicted.get(key)
         if latency is None:

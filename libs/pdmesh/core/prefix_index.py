@@ -57,6 +57,23 @@ class Delta:
         return self.is_cleared or (self.host is not None and self.host.is_cleared)
 
 
+@dataclass(frozen=True, slots=True)
+class PeerRuns:
+    """Runs of a prompt's blocks, first and end, each block of which some instance's host pool can give."""
+
+    runs: tuple[tuple[int, int], ...] = ()
+
+    def reach(self, num_held: int) -> int:
+        """How many blocks from the start an instance can have that holds `num_held` of them itself."""
+        for first, end in self.runs:
+            if first <= num_held < end:
+                return end
+        return num_held
+
+
+NO_PEERS: Final = PeerRuns()
+
+
 @dataclass(slots=True)
 class _Holder:
     slot: int
@@ -86,6 +103,7 @@ class PrefixIndex:
     max_blocks: int = 8_000_000
     num_blocks: int = 0
     num_evicted: int = 0  # entries forgotten for lack of room
+    num_host_blocks: int = 0  # of the entries, those in host pools
     _rows: dict[bytes, int] = field(default_factory=dict)
     _names: list[bytes | None] = field(default_factory=list)  # by row
     _masks: list[int] = field(default_factory=list)  # by row
@@ -206,6 +224,24 @@ class PrefixIndex:
             self._note(matches, candidates, length)
         return matches
 
+    def peer_runs(self, block_hashes: Sequence[bytes]) -> PeerRuns:
+        """What host pools hold of a prompt, whosever they are; a peer gives from its pool alone (S77)."""
+        if not self.num_host_blocks:
+            return NO_PEERS
+        rows, masks, in_host = self._rows, self._masks, self._everyone << 1
+        runs: list[tuple[int, int]] = []
+        first = -1
+        for position, block in enumerate(block_hashes):
+            row = rows.get(block)
+            if row is not None and masks[row] & in_host:
+                first = position if first < 0 else first
+            elif first >= 0:
+                runs.append((first, position))
+                first = -1
+        if first >= 0:
+            runs.append((first, len(block_hashes)))
+        return PeerRuns(tuple(runs))
+
     def take_forgotten(self) -> list[Delta]:
         """What was evicted since the last call, per instance, under the number of its last delta: for copies of this map."""
         forgotten, self._forgotten = self._forgotten, {}
@@ -230,6 +266,7 @@ class PrefixIndex:
         assert sorted((*self._free, *union)) == list(range(len(self._names)))
         assert self.num_blocks == sum(h.num_blocks for h in self._instances.values())
         assert self.num_blocks <= self.max_blocks
+        assert self.num_host_blocks == sum(len(h.rows[1]) for h in self._instances.values())
         assert {i: h.slot for i, h in self._instances.items()} == {
             i: slot for slot, i in enumerate(self._ids) if i
         }
@@ -316,6 +353,7 @@ class PrefixIndex:
                 self._masks[row] = self._intern(self._masks[row] | bit)
             own.add(row)
             self.num_blocks += 1
+            self.num_host_blocks += rank
 
     def _remove(self, holder: _Holder, rank: int, blocks: Iterable[bytes]) -> None:
         own = holder.rows[rank]
@@ -323,17 +361,18 @@ class PrefixIndex:
             row = self._rows.get(block)
             if row is not None and row in own:
                 own.remove(row)
-                self._drop(row, holder.bits[rank])
+                self._drop(row, holder.bits[rank], rank)
 
     def _clear(self, holder: _Holder, rank: int) -> None:
         own = holder.rows[rank]
         for row in own:
-            self._drop(row, holder.bits[rank])
+            self._drop(row, holder.bits[rank], rank)
         own.clear()
 
-    def _drop(self, row: int, bit: int) -> None:
+    def _drop(self, row: int, bit: int, rank: int) -> None:
         """One holder less; the row is free after the last."""
         self.num_blocks -= 1
+        self.num_host_blocks -= rank
         rest = self._masks[row] & ~bit
         if rest:
             self._masks[row] = self._intern(rest)
@@ -359,7 +398,7 @@ class PrefixIndex:
             holder.rows[rank].remove(row)
             self._forgotten.setdefault(self._ids[slot], ([], []))[rank].append(name)
             self.num_evicted += 1
-            self._drop(row, holder.bits[rank])
+            self._drop(row, holder.bits[rank], rank)
 
     def _new_row(self, block: bytes) -> int:
         if self._free:

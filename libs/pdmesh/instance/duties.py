@@ -101,18 +101,22 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
         kv_cache_dtype=settings.kv_cache_dtype,
         tensor_parallel_size=settings.tensor_parallel_size,
         kv_cache_bytes=settings.kv_cache_bytes,
-        tiers=TierConfig(
-            host_pool_bytes=settings.kv_host_pool_bytes,
-            file_store_dir=str(settings.kv_file_store_dir or ""),
-            file_store_bytes=settings.kv_file_store_bytes,
-            owner_share=settings.kv_tier_owner_share,
-            timeout_s=settings.kv_tier_timeout_s,
-            uses_peers=settings.kv_peer_pools,
-        ),
+        tiers=tiers_of(settings),
         sim_law=settings.sim_law,
         sim_eos_period=settings.sim_eos_period,
         sim_num_layers=settings.sim_num_layers,
         sim_token_bytes=settings.sim_token_bytes,
+    )
+
+
+def tiers_of(settings: InstanceSettings) -> TierConfig:
+    return TierConfig(
+        host_pool_bytes=settings.kv_host_pool_bytes,
+        file_store_dir=str(settings.kv_file_store_dir or ""),
+        file_store_bytes=settings.kv_file_store_bytes,
+        owner_share=settings.kv_tier_owner_share,
+        timeout_s=settings.kv_tier_timeout_s,
+        uses_peers=settings.kv_peer_pools,
     )
 
 

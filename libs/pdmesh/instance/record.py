@@ -9,6 +9,7 @@ from pdmesh.core.fleet import Role
 from pdmesh.core.instance_events import Duty, PeerId, Phase
 from pdmesh.core.instance_life import InstanceLife
 from pdmesh.instance.assignment import TO_PROTO
+from pdmesh.instance.duties import tiers_of
 from pdmesh.instance.serving import Serving
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.lifecycle import App
@@ -64,6 +65,7 @@ def _describe(record: InstanceRecord, serving: Serving) -> None:
     record.num_slots = loaded.settings.num_slots
     record.kv_bytes_per_token = info.kv_bytes_per_token
     record.max_model_len, record.supports_logprobs = info.max_model_len, info.supports_logprobs
+    record.fetches_from_peers = tiers_of(loaded.settings).fetches_from_peers
     record.load_timings.CopyFrom(loaded.timings.to_proto())
     record.held_kv_sources.extend(map(held_to_proto, serving.host.held_sources()))
     if takes_requests(record):  # an operator may drain one that the master does not

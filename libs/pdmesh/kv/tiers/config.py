@@ -35,6 +35,10 @@ class TierConfig:
         return bool(self.host_pool_bytes or self.file_store_dir)
 
     @property
+    def fetches_from_peers(self) -> bool:
+        return self.uses_peers and self.is_on
+
+    @property
     def pool_bytes(self) -> int:
         return self.host_pool_bytes or LEAST_POOL_BYTES
 
