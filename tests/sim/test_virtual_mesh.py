@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from loadtests.sim import phi_check
 from loadtests.sim.mesh import MeshShape, VirtualMesh
 from loadtests.workloads import Arrival, block_name, poisson, prefixed_scenarios, scaled
 from pdmesh.core.placement_baselines import POLICIES
@@ -151,3 +152,14 @@ def test_poisson_arrivals_have_the_rate_that_was_asked_for() -> None:
     arrivals = poisson(load(1, count=500), 20.0, random.Random(1))
     assert len(arrivals) / arrivals[-1].at_s == pytest.approx(20.0, rel=0.05)
     assert Counter(a.scenario for a in arrivals)["scenario-0"] == 500
+
+
+@pytest.mark.req("S2", "S93")
+@pytest.mark.parametrize("which", [0, 1])
+def test_phi_from_a_profile_is_what_a_full_mesh_carries(which: int) -> None:
+    """Within 15 %, once where prefill binds and once where decode does; and the master predicts prefills within 20 %."""
+    workload = replace(phi_check.WORKLOADS[which], num_requests=1000, num_scenarios=20)
+    found = phi_check.check(workload, seed=1)
+    assert found.bottleneck == ("prefill", "decode")[which]
+    assert abs(found.error_percent) < 15
+    assert found.prediction_error_percent < 20

@@ -1,0 +1,194 @@
+"""Throughput per instance, Phi (S2), as formula (1) predicts it from a profile, against what the mesh carries on the virtual clock.
+
+    python -m loadtests.sim.phi_check --out loadtests/results/phi-2026-11-21
+
+Each workload comes at half again the predicted rate, so that the mesh is full; measured is what it completes in the middle of the run.
+The profile is taken in advance from the engine's law, with the share of prompts found cached (r_pre) that the run had. Beside it is the
+error (MAPE) of the prefill times that the master predicted meanwhile, after the first 200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from loadtests.results import Spread, describe_machine, describe_versions
+from loadtests.sim.mesh import MeshShape, Served, VirtualMesh
+from loadtests.workloads import Arrival, poisson, prefixed_scenarios
+from pdmesh.core.placement_policies import Weights
+from pdmesh.core.ratio_model import Split
+from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU
+from pdmesh.engine.profile import profile
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`num_requests` of one kind, over scenarios that share `prefix_tokens` each."""
+
+    name: str
+    shape: MeshShape
+    num_tokens: int
+    num_output: int
+    prefix_tokens: int
+    num_scenarios: int
+    num_requests: int
+
+
+WORKLOADS: Final = (
+    Workload(
+        "short chats, prefill binds",
+        MeshShape(SMOLLM2_CPU, num_prefill=4, num_decode=4, num_blocks=2048, prefill_slots=2),
+        num_tokens=340,
+        num_output=7,
+        prefix_tokens=192,
+        num_scenarios=40,
+        num_requests=2000,
+    ),
+    Workload(
+        "long answers, decode binds",
+        MeshShape(
+            SMOLLM2_CPU, num_prefill=4, num_decode=2, num_blocks=2048, prefill_slots=2, decode_slots=16
+        ),
+        num_tokens=320,
+        num_output=200,
+        prefix_tokens=64,
+        num_scenarios=40,
+        num_requests=800,
+    ),
+    Workload(
+        "long prompts, a large model",
+        MeshShape(MOCKER, num_prefill=6, num_decode=2, num_blocks=65_536, prefill_slots=4),
+        num_tokens=2500,
+        num_output=114,
+        prefix_tokens=832,
+        num_scenarios=40,
+        num_requests=6000,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Rates in requests/s per instance."""
+
+    workload: str
+    seed: int
+    bottleneck: str
+    predicted: float
+    measured: float
+    error_percent: float
+    cached_share: float
+    prediction_error_percent: float  # of prefill times
+
+
+def check(workload: Workload, seed: int, rate_per_s: float = 0.0) -> Checked:
+    """The rate and the share found cached depend on each other: a first run without a rate finds both."""
+    shape = workload.shape
+    arrivals = _arrivals(workload, seed, rate_per_s or 1.0)
+    mesh = VirtualMesh(shape, "default", seed, Weights())
+    mesh.run(arrivals)
+    full, seconds = _while_full(mesh.served)
+    cached = sum(s.num_cached_tokens for s in full) / len(full)
+    profiled = profile(
+        shape.law,
+        num_prompt=workload.num_tokens,
+        num_output=workload.num_output,
+        prefill_slots=shape.prefill_slots,
+        decode_slots=shape.decode_slots,
+        num_cached=round(cached),
+        transfer_s=shape.transfer_token_s * workload.num_tokens,
+    )
+    phi = profiled.phi(Split(shape.num_prefill, shape.num_decode))
+    if not rate_per_s:
+        return check(workload, seed, 1.5 * phi.value * phi.num_instances)
+    measured = len(full) / seconds / phi.num_instances
+    errors = mesh.errors[200:]
+    return Checked(
+        workload.name,
+        seed,
+        phi.bottleneck,
+        phi.value,
+        measured,
+        100 * (phi.value - measured) / measured,
+        cached / workload.num_tokens,
+        100 * sum(errors) / len(errors),
+    )
+
+
+def _arrivals(workload: Workload, seed: int, rate_per_s: float) -> list[Arrival]:
+    arrivals = prefixed_scenarios(
+        random.Random(seed),
+        num_scenarios=workload.num_scenarios,
+        num_requests=workload.num_requests // workload.num_scenarios,
+        prefix_tokens=workload.prefix_tokens,
+        num_tokens=workload.num_tokens,
+        num_output_tokens=workload.num_output,
+        rate_per_s=1.0,
+    )
+    return poisson(arrivals, rate_per_s, random.Random(seed))
+
+
+def _while_full(served: Sequence[Served]) -> tuple[list[Served], float]:
+    """(completed from a third of the arrivals' time to its end, how long that is): the mesh is full, its caches warm."""
+    until = served[-1].arrival.at_s
+    since = until / 3
+    return [s for s in served if since <= s.arrival.at_s + s.e2e_s <= until], until - since
+
+
+_COLUMNS: Final[tuple[tuple[str, Callable[[Checked], float], str], ...]] = (
+    ("predicted", lambda c: c.predicted, ".3f"),
+    ("measured", lambda c: c.measured, ".3f"),
+    ("error %", lambda c: c.error_percent, ".1f"),
+    ("found cached %", lambda c: 100 * c.cached_share, ".0f"),
+    ("MAPE of prefill times %", lambda c: c.prediction_error_percent, ".2f"),
+)
+
+
+def table(checks: Sequence[Checked]) -> str:
+    """Markdown: median (lowest..highest) over the seeds."""
+    lines = [
+        f"| workload | binds | {' | '.join(name for name, _, _ in _COLUMNS)} |",
+        "|---|---|" + "---|" * len(_COLUMNS),
+    ]
+    for workload in dict.fromkeys(c.workload for c in checks):
+        own = [c for c in checks if c.workload == workload]
+        cells = [Spread.of([read(c) for c in own]).text(form) for _, read, form in _COLUMNS]
+        lines.append(f"| {workload} | {own[0].bottleneck} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
+    options = parser.parse_args()
+    checks = [check(w, seed) for w in WORKLOADS for seed in range(1, options.seeds + 1)]
+    text = table(checks)
+    print(text)
+    if options.out:
+        command = " ".join(["python", "-m", "loadtests.sim.phi_check", *sys.argv[1:]])
+        data = {
+            "command": command,
+            "machine": describe_machine(),
+            "versions": describe_versions(),
+            "clock": "virtual",
+            "checks": [asdict(c) for c in checks],
+        }
+        options.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+        head = (
+            f"# Phi, predicted and measured\n\n`{command}`\n\nSimulated: the mesh's own cores and the laws `smollm2-cpu` and `mocker`. Requests/s"
+            " per instance; median (lowest..highest) over the seeds. The bar is 15 % (S2).\n\n"
+        )
+        options.out.with_suffix(".md").write_text(head + text + "\n")
+
+
+if __name__ == "__main__":
+    main()
