@@ -52,10 +52,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Target:
+    """`names_scenario`: requests carry their scenario, and the mesh has a group for each."""
+
     host: str
     port: int
     block_size: int = 64
     model: str = "default"
+    names_scenario: bool = False
 
     def request(self, arrival: Arrival) -> bytes:
         body = json.dumps(
@@ -67,6 +70,7 @@ class Target:
                 "stream": True,
                 "stream_options": {"include_usage": True},
                 "chat_id": arrival.chat_id,
+                **({"scenario": arrival.scenario} if self.names_scenario else {}),
             }
         ).encode()
         head = f"POST {_PATH} HTTP/1.1\r\nhost: {self.host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
