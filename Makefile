@@ -18,7 +18,7 @@ DONE   := $(VENV)/.done
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help up down status setup setup-base setup-dev setup-vllm model test unit check format proto proto-check \
-        e2e chaos kill-matrix compose-test bench-tiers bench-overhead bench-index bench-kv bench-plan bench-handover leak-test bench-retrieval compare docs docs-check coverage-table lock clean
+        e2e chaos kill-matrix compose-test bench-tiers bench-overhead bench-index bench-kv bench-plan bench-handover leak-test bench-retrieval compare compare-mesh docs docs-check coverage-table lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -139,6 +139,9 @@ bench-ratio: $(DONE)/dev ## what P:D ratios carry, whether the loop finds the be
 .PHONY: demo-day
 demo-day: $(DONE)/dev ## a day of tides, changes, an upgrade and faults in minutes, on a virtual clock, with its figure; ARGS goes to it
 	@$(BIN)/python -m loadtests.sim.day --out loadtests/results/day-$$(date +%F) $(ARGS)
+
+compare-mesh: $(DONE)/dev ## the same on real meshes, one after the other, unattended; goes on where it was: ARGS="--out FILE"
+	@$(BIN)/python -m loadtests.mesh_compare --traces $(TRACES) $(ARGS)
 
 bench-kv: $(DONE)/dev ## what moving KV costs, block by block and block-free, beside ucx_perftest; ARGS="--sizes 1,16 --rounds 3"
 	@$(BIN)/python -m loadtests.kv_bench $(ARGS)

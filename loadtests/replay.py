@@ -146,7 +146,7 @@ async def ceiling(num_users: int = 32, duration_s: float = 5.0) -> float:
     return len(answers) / duration_s
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -170,7 +170,11 @@ def main() -> None:
     parser.add_argument(
         "--ceiling", action="store_true", help="what the generator itself can carry"
     )
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
     if options.ceiling:
         print(f"the generator alone: {asyncio.run(ceiling()):.0f} requests/s")
         return
