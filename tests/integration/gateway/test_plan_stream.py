@@ -128,11 +128,42 @@ class RefusingMaster(FakeMaster):
 
     def __init__(self, reason: str) -> None:
         super().__init__()
-        self.reason = reason
+        self.reason, self.epoch = reason, 1
 
     async def Plan(self, request: pb.PlanRequest, context: Any) -> pb.PlanResponse:
         result = pb.PlanResult(error_reason=self.reason, error_message="because")
-        return pb.PlanResponse(epoch=1, results=[result] * len(request.queries))
+        return pb.PlanResponse(epoch=self.epoch, results=[result] * len(request.queries))
+
+
+BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
+
+
+def leader_at(port: int) -> InstanceRecord:
+    return InstanceRecord(
+        instance_id="master-0",
+        incarnation=1,
+        service="master-scheduler",
+        grpc_address=f"127.0.0.1:{port}",
+        is_leader=True,
+    )
+
+
+@pytest.mark.fault("F12", "F13")
+async def test_a_plan_of_an_older_epoch_has_no_effect(tmp_path: Path) -> None:
+    """The zombie says that nothing serves the model. Who has heard its successor ranks by itself instead (I7)."""
+    master = RefusingMaster("MODEL_NOT_FOUND")
+    async with (
+        gateway_mesh(tmp_path) as mesh,
+        serving(master) as port,
+        httpx.AsyncClient(timeout=20) as client,
+    ):
+        mesh.register(leader_at(port))
+        statuses = []
+        for master.epoch in (5, 4, 5, 6, 5):
+            await asyncio.sleep(0.3)  # after a refused plan the master is not asked for a moment
+            answer = await client.post(f"{mesh.url}/v1/completions", json=BODY)
+            statuses.append(answer.status_code)
+        assert statuses == [404, 200, 404, 404, 200]
 
 
 @pytest.mark.req("S95")
@@ -152,15 +183,7 @@ async def test_why_the_master_ranks_nothing_reaches_the_client(
         serving(RefusingMaster(reason)) as port,
         httpx.AsyncClient() as client,
     ):
-        record = InstanceRecord(
-            instance_id="master-0",
-            incarnation=1,
-            service="master-scheduler",
-            grpc_address=f"127.0.0.1:{port}",
-            is_leader=True,
-        )
-        mesh.register(record)
-        body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
-        response = await client.post(f"{mesh.url}/v1/completions", json=body)
+        mesh.register(leader_at(port))
+        response = await client.post(f"{mesh.url}/v1/completions", json=BODY)
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
         assert ("retry-after" in response.headers) == (status == 503)
