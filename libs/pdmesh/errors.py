@@ -104,6 +104,18 @@ class NotLeader(MeshError):
     is_retryable = True
 
 
+class VersionConflict(MeshError):
+    """Somebody else has changed it since; read it again and decide anew."""
+
+    grpc_code, http_status, default_reason = "ABORTED", 409, "VERSION_CONFLICT"
+
+
+class NotAllowed(MeshError):
+    """The caller may not do this, or has not shown that it may."""
+
+    grpc_code, http_status, default_reason = "PERMISSION_DENIED", 403, "NOT_ALLOWED"
+
+
 class DeadlineExceeded(MeshError):
     grpc_code, http_status, default_reason = "DEADLINE_EXCEEDED", 504, "DEADLINE_EXCEEDED"
 

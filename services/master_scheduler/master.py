@@ -22,23 +22,30 @@ from pdmesh.core.placement_baselines import POLICIES
 from pdmesh.core.placement_policies import Weights
 from pdmesh.core.prefix_index import PrefixIndex
 from pdmesh.core.scenario_stats import Scenarios
+from pdmesh.core.scenario_windows import ScenarioWindows
 from pdmesh.events.v1.events_pb2 import LeaderChanged
 from pdmesh.kv.index_feed import IndexFeed
 from pdmesh.kv.index_sources import IndexSource
 from pdmesh.lifecycle import App
 from pdmesh.net import rpc, subjects
-from pdmesh.net.board import fault_board, health_board
+from pdmesh.net.board import fault_board, health_board, hold_board
+from pdmesh.net.desired_store import DesiredStore
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
+from pdmesh.net.nats_assignments import NatsAssignments
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_leader import LeaderElection
 from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.net.tasks import end
 from pdmesh.telemetry import metrics, names
-from pdmesh.v1 import scheduler_service_pb2
+from pdmesh.v1 import admin_service_pb2, scheduler_service_pb2
 from pdmesh.v1.common_pb2 import InstanceRecord
+from services.master_scheduler.admin import AdminServicer
+from services.master_scheduler.admin_access import AdminAccess, token_of
 from services.master_scheduler.fleet_feed import FleetFeed
+from services.master_scheduler.group_loop import GroupLoop
+from services.master_scheduler.plan_loop import PlanLoop
 from services.master_scheduler.scenario_feed import ScenarioFeed
 from services.master_scheduler.servicer import SchedulerServicer
 from services.master_scheduler.settings import Settings
@@ -90,7 +97,22 @@ class Master:
             self._publisher,
             lambda: self.election.is_leader,
         )
-        self._scenario_feed = ScenarioFeed(self.scenarios, self.fleet, bus)
+        store, holds, windows = DesiredStore(bus), hold_board(bus), ScenarioWindows()
+        self.group_loop = GroupLoop(
+            self.fleet,
+            view,
+            NatsAssignments(bus),
+            store,
+            holds,
+            self._publisher,
+            self._leadership,
+        )
+        token = token_of(settings.admin_token.get_secret_value(), settings.admin_token_file)
+        self._plan_loop = PlanLoop(self.fleet, self.group_loop, store, windows, self._leadership)
+        self._admin = AdminServicer(
+            AdminAccess(token), self.group_loop, store, holds, view, self._leadership
+        )
+        self._scenario_feed = ScenarioFeed(self.scenarios, windows, self.fleet, bus)
         self._presence = Presence(
             registry,
             self._publisher,
@@ -110,7 +132,7 @@ class Master:
             groups,
             self.backpressure,
             view,
-            lambda: (self.election.is_leader, self.election.epoch),
+            self._leadership,
         )
         self._server: grpc.aio.Server | None = None
         self._tasks: set[asyncio.Future[None]] = set()
@@ -124,9 +146,13 @@ class Master:
         self._spawn(self._index_feed.run())
         self._spawn(self._fleet_feed.run())
         self._spawn(self._scenario_feed.run())
+        self._spawn(self.group_loop.run())
+        self._spawn(self._plan_loop.run())
         self._server = rpc.server()
         service = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
         rpc.add_service(self._server, service, self._servicer)
+        admin = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
+        rpc.add_service(self._server, admin, self._admin)
         settings = self._settings
         self.port = self._server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
         await self._server.start()
@@ -167,9 +193,13 @@ class Master:
         if change.record is not None and change.record.service == SERVICE:
             self.election.saw_epoch(change.record.epoch)
 
+    def _leadership(self) -> tuple[bool, int]:
+        return self.election.is_leader, self.election.epoch
+
     def _on_leadership(self, is_leader: bool, epoch: int) -> None:
         self._presence.refresh()
         self._fleet_feed.wake()
+        self.group_loop.wake()
         if is_leader:
             event = LeaderChanged(leader_id=self._app.instance_id, epoch=epoch)
             subject = subjects.leader_changed(self._app.instance_id)

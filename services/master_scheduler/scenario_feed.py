@@ -14,6 +14,7 @@ from pdmesh.core.fleet import Fleet
 from pdmesh.core.placement import DEFAULT_SCENARIO
 from pdmesh.core.ratio_model import Phi
 from pdmesh.core.scenario_stats import Finished, Scenarios, ScenarioStats
+from pdmesh.core.scenario_windows import ScenarioWindows
 from pdmesh.net import subjects
 from pdmesh.net.bus import Bus, Message
 from pdmesh.telemetry import metrics, names
@@ -44,8 +45,11 @@ _decoder = msgspec.json.Decoder(RequestFinishedJson)
 
 
 class ScenarioFeed:
-    def __init__(self, scenarios: Scenarios, fleet: Fleet, bus: Bus) -> None:
-        self._scenarios, self._fleet, self._bus = scenarios, fleet, bus
+    def __init__(
+        self, scenarios: Scenarios, windows: ScenarioWindows, fleet: Fleet, bus: Bus
+    ) -> None:
+        self._scenarios, self._windows = scenarios, windows
+        self._fleet, self._bus = fleet, bus
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -64,7 +68,11 @@ class ScenarioFeed:
             log.warning("scenario.bad_event", error=str(exc))
             return
         if event.outcome == "completed":
-            self._scenarios.handle(finished_of(event), time.monotonic())
+            finished = finished_of(event)
+            self._scenarios.handle(finished, time.monotonic())
+            self._windows.finished(finished)
+        elif event.outcome == "failed":
+            self._windows.failed(event.scenario or DEFAULT_SCENARIO)
 
     def _observe(self) -> None:
         def show(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
-from pdmesh.config import ServiceSettings, settings_config
+from pdmesh.config import ServiceSettings, settings_config, shared
 
 
 class Settings(ServiceSettings):
@@ -46,6 +47,13 @@ class Settings(ServiceSettings):
     max_chats: int = Field(100_000, ge=1, description="Chats remembered at most")
     max_blocks: int = Field(
         8_000_000, ge=1, description="Index entries in memory over all instances"
+    )
+    admin_token: SecretStr = shared(
+        SecretStr(""),
+        description="Who shows it may change groups and instances; none: only calls from this machine may",
+    )
+    admin_token_file: Path | None = shared(
+        None, description="File that holds the admin token, instead of admin_token"
     )
     resync_s: float = Field(
         30.0, gt=0, description="Compare one instance in turn with its snapshot this often"

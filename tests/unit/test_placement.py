@@ -13,6 +13,7 @@ from pdmesh.core.fleet import (
     Fleet,
     HealthJudged,
     Identity,
+    IsolationSeen,
     JudgeLost,
     LoadReported,
     PrefillComputed,
@@ -414,3 +415,23 @@ def test_groups_are_announced_when_their_members_change_and_once_more_when_gone(
         fleet.handle(RecordVanished(each.instance_id), now=0.0)
     assert tracker.observe(fleet.instances.values()) == [GroupChanged("g0", "default", "m")]
     assert tracker.groups == []
+
+
+@pytest.mark.req("S24")
+def test_instances_of_different_revisions_never_serve_a_request_together() -> None:
+    prefill = identity("p", Role.PREFILL, revision="1")
+    other = identity("d", Role.DECODE, revision="2")
+    assert isinstance(make(prefill, other).plan(QUERY, {}, 0.0), NoPlan)
+    same = identity("e", Role.DECODE, revision="1")
+    assert [c.instance_id for c in planned(make(prefill, other, same), QUERY).decodes] == ["e"]
+
+
+def test_an_isolated_instance_gets_nothing_whatever_its_record_says() -> None:
+    placement = make(*pair())
+    fleet = placement.fleet
+    fleet.handle(IsolationSeen(frozenset({"prefill-0", "decode-0"})), 0.0)
+    fleet.handle(RecordSeen(identity("prefill-0", Role.PREFILL, incarnation=2)), 0.0)
+    plan = planned(placement, QUERY)
+    assert [c.instance_id for c in (*plan.prefills, *plan.decodes)] == ["prefill-1", "decode-1"]
+    fleet.handle(IsolationSeen(frozenset()), 0.0)
+    assert len(planned(placement, QUERY).prefills) == 2

@@ -17,7 +17,8 @@ Command = Callable[[argparse.Namespace], int]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = build_parser().parse_args(arguments)
-    run: Command = import_module(f"pdmesh.cli.{options.command}").run
+    module = getattr(options, "module", options.command)
+    run: Command = import_module(f"pdmesh.cli.{module}").run
     try:
         code = run(options)
         sys.stdout.flush()
@@ -53,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_keys(commands.add_parser("keys", parents=[common], help="API keys of the gateway"))
     _add_artefact(commands.add_parser("artefact", help="models made ready for one role"))
     _add_events(commands.add_parser("events", parents=[common], help="follow the mesh's events"))
+    _add_admin(commands, common)
     return parser
 
 
@@ -63,6 +65,12 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     add("--decode", type=_count, metavar="M", help="decode instances (default: 1; 2 on sim)")
     add("--fusion", action="store_true", help="one instance that does both, instead of a pair")
     add("--blank", type=_count, default=0, metavar="N", help="instances for the master to assign")
+    add(
+        "--groups",
+        type=Path,
+        metavar="FILE",
+        help="the desired state; instances get their roles by it",
+    )
     add("--gateways", type=_count, default=1, metavar="K", help="gateways sharing the ports")
     add("--masters", type=_count, default=1, metavar="L", help="masters; all but one stand by")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
@@ -76,6 +84,42 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     add("--allow-anonymous", action="store_true", help="no keys, though others can reach --host")
     add("--timeout", type=float, default=300.0, help="seconds until it must be ready")
     add("--detach", action="store_true", help="return when it is ready; stop it with pdmesh down")
+
+
+def _add_admin(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
+) -> None:
+    """Commands that ask the leading master to show or change groups and instances."""
+    admin = argparse.ArgumentParser(add_help=False, parents=[common])
+    admin.set_defaults(module="admin")
+    admin.add_argument("--nats-url", help="of a mesh that was not started here")
+    admin.add_argument(
+        "--admin-token",
+        default=os.environ.get("PDMESH_ADMIN_TOKEN", ""),
+        help="default: $PDMESH_ADMIN_TOKEN",
+    )
+    admin.add_argument("--admin-token-file", type=Path, metavar="FILE", help="that holds it")
+
+    def add(name: str, help: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, parents=[admin], help=help)
+
+    add("groups", "groups, their members, what they shall be").add_argument(
+        "--json", action="store_true", help="for programs"
+    )
+    add("diff", "what a file would change").add_argument("file", type=Path, help="- reads stdin")
+    apply = add("apply", "make a file the desired state")
+    apply.add_argument("file", type=Path, help="- reads stdin")
+    apply.add_argument(
+        "--expect-version", type=int, metavar="N", help="refuse if another is current"
+    )
+    rollback = add("rollback", "make an earlier version the desired state again")
+    rollback.add_argument("version", type=int, nargs="?", default=0, help="default: the one before")
+    drain = add("drain", "take an instance out of service, in order")
+    isolate = add("isolate", "take a faulty instance out of service, at once")
+    for parser in (drain, isolate, add("undrain", "end drain"), add("heal", "end isolate")):
+        parser.add_argument("instance", help="as pdmesh status shows it")
+    for parser in (apply, rollback, drain, isolate):
+        parser.add_argument("--reason", default="", help="kept with the change")
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
@@ -16,11 +17,16 @@ from typing import Any, Final
 import grpc
 
 from pdmesh.cli.connect import connected
+from pdmesh.cli.counts import counts, ready_counts
 from pdmesh.cli.errors import no_mesh
 from pdmesh.cli.table import table
+from pdmesh.errors import MeshError
 from pdmesh.launcher import state
 from pdmesh.net import rpc
+from pdmesh.net.admin_client import call_leader
+from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.v1.admin_service_pb2 import ListGroupStatesRequest
 from pdmesh.v1.common_pb2 import InstancePhase, InstanceRecord, Role
 from pdmesh.v1.instance_service_pb2 import GetStatusRequest, GetStatusResponse
 from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
@@ -45,6 +51,7 @@ class Row:
     service: str
     role: str = ""
     group: str = ""
+    phase: str = ""  # how far between blank and serving
     health: str = ""
     fault_level: int = 0
     fault: str = ""  # the reasons for its level
@@ -61,10 +68,22 @@ class Row:
 
 
 @dataclass
+class GroupRow:
+    """A group that is wanted or has assigned members. `wanted` is - if the desired state does not name it."""
+
+    id: str
+    scenario: str
+    state: str
+    wanted: str
+    ready: str
+
+
+@dataclass
 class Status:
     mesh: dict[str, Any] | None
     leader_epoch: int | None = None
     rows: list[Row] = field(default_factory=list)
+    groups: list[GroupRow] = field(default_factory=list)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,10 +103,37 @@ async def collect(options: argparse.Namespace) -> Status:
             records = dict(view.records)
         finally:
             await view.close()
+        shown = await _ask_for_groups(bus)
     groups, answers = await asyncio.gather(_ask_master(records), _ask_instances(records))
     states = _states(groups)
     rows = [_row(r, states.get(r.instance_id), answers) for _, r in sorted(records.items())]
-    return Status(asdict(mesh) if mesh else None, groups.epoch if groups else None, rows)
+    epoch = groups.epoch if groups else None
+    return Status(asdict(mesh) if mesh else None, epoch, rows, shown)
+
+
+async def _ask_for_groups(bus: NatsBus) -> list[GroupRow]:
+    """None are shown to who may not see them: $PDMESH_ADMIN_TOKEN is asked for where the masters have one."""
+    try:
+        states = await call_leader(
+            bus,
+            os.environ.get("PDMESH_ADMIN_TOKEN", ""),
+            lambda stub, metadata, s: stub.ListGroupStates(
+                ListGroupStatesRequest(), metadata=metadata, timeout=s
+            ),
+            within_s=_ASK_S,
+        )
+    except MeshError:
+        return []
+    return [
+        GroupRow(
+            group.group_id,
+            group.scenario,
+            group.state,
+            counts(group.num_prefill_wanted, group.num_decode_wanted, group.num_fusion_wanted),
+            ready_counts((m.role, m.phase) for m in group.members),
+        )
+        for group in states.groups
+    ]
 
 
 async def _ask_master(records: Mapping[str, InstanceRecord]) -> ListGroupsResponse | None:
@@ -141,9 +187,8 @@ def _row(
         row.group, row.model, row.engine = record.group_id, record.model, record.engine
         row.slots = record.num_slots
         row.health = "unknown"
+        row.phase = InstancePhase.Name(record.phase).removeprefix("INSTANCE_PHASE_").lower()
         if not record.grpc_address:  # it serves nothing yet
-            phase = InstancePhase.Name(record.phase)
-            row.health = phase.removeprefix("INSTANCE_PHASE_").lower()
             return row
         if known is not None:
             row.health = Health.Name(known.health).removeprefix("HEALTH_").lower()
@@ -169,10 +214,10 @@ def _text(status: Status) -> str:
     instances = [row for row in status.rows if row.role]
     parts.append(
         table(
-            ("INSTANCE", "ROLE", "GROUP", "HEALTH", "SLOTS", "RUNNING", "KV FREE", "MODEL", "ENGINE", "ADDRESS"),
+            ("INSTANCE", "ROLE", "GROUP", "PHASE", "HEALTH", "SLOTS", "RUNNING", "KV FREE", "MODEL", "ENGINE", "ADDRESS"),
             [
                 (
-                    row.id, row.role, row.group, _health(row),
+                    row.id, row.role, row.group, row.phase, _health(row),
                     f"{_number(row.slots_used)}/{_number(row.slots)}", _number(row.num_running),
                     _number(row.num_kv_blocks_free), row.model, row.engine, row.address,
                 )
@@ -180,6 +225,9 @@ def _text(status: Status) -> str:
             ],
         )
     )  # fmt: skip
+    if status.groups:
+        found = [(g.id, g.scenario, g.state, g.wanted, g.ready) for g in status.groups]
+        parts.append("\n" + table(("GROUP", "SCENARIO", "STATE", "WANTED", "READY"), found))
     services = [
         (row.id, row.service, str(row.pid), row.address) for row in status.rows if not row.role
     ]

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import IO, Final
 
 from pdmesh.cli.errors import CommandFailed
+from pdmesh.desired_file import read
 from pdmesh.embedded.ports import PortTaken
+from pdmesh.errors import InvalidRequest
 from pdmesh.launcher import state
 from pdmesh.launcher.mesh import Mesh, MeshFailed
 from pdmesh.launcher.spec import MeshSpec
@@ -45,13 +47,15 @@ def run(options: argparse.Namespace) -> int:
 
 def _spec(options: argparse.Namespace) -> MeshSpec:
     per_role = 2 if options.engine == "sim" else 1
-    default = 0 if options.fusion else per_role
+    is_assigned = options.groups is not None
+    default = 0 if options.fusion or is_assigned else per_role
     return MeshSpec(
         engine=options.engine,
         num_prefill=default if options.prefill is None else options.prefill,
         num_decode=default if options.decode is None else options.decode,
         num_fusion=1 if options.fusion else 0,
         num_blank=options.blank,
+        groups_file=_groups_file(options),
         num_gateways=options.gateways,
         num_masters=options.masters,
         host=options.host,
@@ -65,6 +69,20 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         allow_anonymous=options.allow_anonymous,
         start_timeout_s=options.timeout,
     )
+
+
+def _groups_file(options: argparse.Namespace) -> Path | None:
+    """Read before anything starts: what is wrong with it is said at once."""
+    if options.groups is None:
+        return None
+    file: Path = options.groups.absolute()
+    try:
+        read(file.read_text())
+    except InvalidRequest as exc:
+        raise CommandFailed(f"{options.groups}: {exc.message}") from None
+    except (OSError, UnicodeDecodeError) as exc:
+        raise CommandFailed(f"{options.groups}: {getattr(exc, 'strerror', 'not text')}") from None
+    return file
 
 
 def _model_dir(options: argparse.Namespace) -> Path | None:

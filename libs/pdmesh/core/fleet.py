@@ -88,6 +88,13 @@ class FaultForgotten:
 
 
 @dataclass(frozen=True, slots=True)
+class IsolationSeen:
+    """All instances that are isolated now, whatever they say of themselves."""
+
+    instance_ids: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class JudgeLost:
     """No health-monitor is there: its last suspicions would stand forever."""
 
@@ -120,6 +127,7 @@ Event = (
     | HealthJudged
     | FaultJudged
     | FaultForgotten
+    | IsolationSeen
     | JudgeLost
     | LoadReported
 )
@@ -132,6 +140,7 @@ class Instance:
     identity: Identity
     health: Health = Health.HEALTHY
     fault: FaultJudged | None = None
+    is_isolated: bool = False
     num_slots: int = 0
     num_slots_used: int = 0
     num_kv_blocks_free: int = 0
@@ -153,7 +162,7 @@ class Instance:
     def is_usable(self) -> bool:
         is_going = self.is_draining or self.identity.is_draining
         is_there = self.health is Health.HEALTHY and self.identity.is_ready
-        return is_there and not is_going and not self.is_ejected
+        return is_there and not (is_going or self.is_ejected or self.is_isolated)
 
     @property
     def is_ejected(self) -> bool:
@@ -211,6 +220,7 @@ class Fleet:
         default_factory=dict
     )  # a verdict may precede the record
     _faults: dict[str, FaultJudged] = field(default_factory=dict)
+    _isolated: frozenset[str] = frozenset()
 
     def handle(self, event: Event, now: float) -> None:
         match event:
@@ -227,10 +237,10 @@ class Fleet:
                 self._on_health(event)
             case FaultJudged():
                 self._on_fault(event)
-            case FaultForgotten(instance_id):
-                self._faults.pop(instance_id, None)
-                if instance_id in self.instances:
-                    self.instances[instance_id].fault = None
+            case FaultForgotten():
+                self._on_fault_forgotten(event)
+            case IsolationSeen():
+                self._on_isolation(event)
             case JudgeLost():
                 self._trust_again()
         self.version += 1
@@ -263,6 +273,7 @@ class Fleet:
         instance = self.instances[identity.instance_id] = Instance(
             identity, num_slots=identity.num_slots, num_kv_blocks_free=identity.num_kv_blocks
         )
+        instance.is_isolated = identity.instance_id in self._isolated
         judged = self._judged.get(identity.instance_id)
         if judged is not None and judged.incarnation == identity.incarnation:
             instance.health = judged.health
@@ -287,6 +298,16 @@ class Fleet:
         instance = self.instances.get(event.instance_id)
         if instance is not None and instance.identity.incarnation == event.incarnation:
             instance.fault = event
+
+    def _on_fault_forgotten(self, event: FaultForgotten) -> None:
+        self._faults.pop(event.instance_id, None)
+        if event.instance_id in self.instances:
+            self.instances[event.instance_id].fault = None
+
+    def _on_isolation(self, event: IsolationSeen) -> None:
+        self._isolated = event.instance_ids
+        for instance in self.instances.values():
+            instance.is_isolated = instance.id in event.instance_ids
 
     def _trust_again(self) -> None:
         self._judged.clear()

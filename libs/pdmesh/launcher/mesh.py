@@ -23,14 +23,19 @@ from pdmesh.embedded.binaries import ServerNotFound
 from pdmesh.embedded.ports import PortReservation
 from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer
 from pdmesh.engine.sim_tokenizer import write_sim_model
+from pdmesh.errors import MeshError
 from pdmesh.launcher import log_files, probe, state
 from pdmesh.launcher.spec import MeshSpec, ProcessSpec, Tier, Wiring, services
 from pdmesh.launcher.supervisor import Notice, Supervisor
+from pdmesh.net.admin_client import call_leader
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.v1.admin_service_pb2 import ApplyDesiredRequest
 
 Report = Callable[[str], None]  # one line of progress for a person
 _PROBE_EVERY_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 1.0
 _DEATHS_WHILE_STARTING: Final = 3
+_LEADER_S: Final = 20.0
 
 
 class MeshFailed(Exception):
@@ -180,11 +185,46 @@ class Mesh:
         await self._start_servers()
         for process in services(self.spec, self.wiring):
             self.supervisor.start(process)
-        await self.wait_ready()
+        await self._apply_groups()
+        await self.wait_ready(self._awaited())
         self._phase = "ready"
         self._write_state()
         housekeeping = asyncio.create_task(self._keep_house(), name="mesh-housekeeping")
         self._cleanup.push_async_callback(_cancelled, housekeeping)
+
+    async def _apply_groups(self) -> None:
+        """Make the file the desired state: without it, blank instances stay blank."""
+        if self.spec.groups_file is None:
+            return
+        text = self.spec.groups_file.read_text()
+        request = ApplyDesiredRequest(text=text, author="pdmesh up", reason="the mesh was started")
+        await self.wait_ready(n for n, s in self.supervisor.specs.items() if s.tier is Tier.CONTROL)
+        bus = await NatsBus.connect(self.nats_url, "pdmesh-up")
+        try:
+            await call_leader(
+                bus,
+                self._admin_token(),
+                lambda stub, metadata, s: stub.ApplyDesired(request, metadata=metadata, timeout=s),
+                within_s=_LEADER_S,
+            )
+        except MeshError as exc:
+            raise MeshFailed(f"{self.spec.groups_file}: {exc.message}") from exc
+        finally:
+            await bus.close()
+
+    def _admin_token(self) -> str:
+        """The one the masters have, if they were given one."""
+        env = {**os.environ, **self.spec.env}
+        if (file := env.get("PDMESH_ADMIN_TOKEN_FILE")) is not None:
+            return Path(file).read_text().strip()
+        return env.get("PDMESH_ADMIN_TOKEN", "")
+
+    def _awaited(self) -> list[str]:
+        """Gateways are ready when somebody serves: blank instances alone never do."""
+        spec = self.spec
+        serves = spec.groups_file or spec.num_prefill or spec.num_decode or spec.num_fusion
+        specs = self.supervisor.specs
+        return [name for name, s in specs.items() if serves or s.tier is not Tier.GATEWAY]
 
     def _wire(self) -> Wiring:
         spec = self.spec

@@ -40,6 +40,7 @@ class MeshSpec:
     num_decode: int = 1
     num_fusion: int = 0
     num_blank: int = 0  # instances whose role the master assigns
+    groups_file: Path | None = None  # the desired state, applied when the master is there
     num_gateways: int = 1
     num_masters: int = 1  # one leads, the others stand by
     host: str = "127.0.0.1"

@@ -17,6 +17,7 @@ from pdmesh.events.v1.events_pb2 import FaultReport, HealthChanged
 from pdmesh.net.event_json import to_json
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_kv import KvBucket, KvEntry, KvWatch
+from pdmesh.v1.admin_service_pb2 import Hold
 
 log = structlog.get_logger(__name__)
 
@@ -84,3 +85,8 @@ def health_board(bus: NatsBus) -> Board[HealthChanged]:
 def fault_board(bus: NatsBus) -> Board[FaultReport]:
     """The health-monitor's judgements: who is faulty, and what is to be done."""
     return Board(bus, "pdmesh-faults", FaultReport)
+
+
+def hold_board(bus: NatsBus) -> Board[Hold]:
+    """The leading master's list of instances kept out of service. No heartbeat, incarnation or restart lifts a hold."""
+    return Board(bus, "pdmesh-holds", Hold)

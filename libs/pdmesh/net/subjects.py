@@ -35,6 +35,10 @@ def group_changed(group_id: str = "*") -> str:
     return _subject("group", "changed", group_id)
 
 
+def group_step(group_id: str = "*") -> str:
+    return _subject("group", "step", group_id)
+
+
 def request_finished(gateway_id: str = "*") -> str:
     return _subject("request", "finished", gateway_id)
 

@@ -564,6 +564,60 @@ class GroupChanged(_message.Message):
 Global___GroupChanged: _TypeAlias = GroupChanged  # noqa: Y015
 
 @_typing.final
+class GroupStep(_message.Message):
+    """One step of a group's setup, change or repair was made (P/D-Serve 3.2-3.4). Published by the master. JSON."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    INSTANCE_INCARNATION_FIELD_NUMBER: _builtins.int
+    ASSIGNMENT_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    REPLACES_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    step: _builtins.str
+    """assigned, loaded, connecting, connected, serving, ready, draining, drained, released, lost, failed, ..."""
+    instance_id: _builtins.str
+    """empty: the whole group"""
+    instance_incarnation: _builtins.int
+    assignment_id: _builtins.int
+    role: _builtins.str
+    """prefill, decode, fusion"""
+    replaces: _builtins.str
+    """the instance whose place it takes"""
+    detail: _builtins.str
+    epoch: _builtins.int
+    """of the leader that made it"""
+    @_builtins.property
+    def header(self) -> Global___Header: ...
+    def __init__(
+        self,
+        *,
+        header: Global___Header | None = ...,
+        group_id: _builtins.str = ...,
+        step: _builtins.str = ...,
+        instance_id: _builtins.str = ...,
+        instance_incarnation: _builtins.int = ...,
+        assignment_id: _builtins.int = ...,
+        role: _builtins.str = ...,
+        replaces: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "detail", b"detail", "epoch", b"epoch", "group_id", b"group_id", "header", b"header", "instance_id", b"instance_id", "instance_incarnation", b"instance_incarnation", "replaces", b"replaces", "role", b"role", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupStep: _TypeAlias = GroupStep  # noqa: Y015
+
+@_typing.final
 class RequestFinished(_message.Message):
     """A request ended, however it ended. Published by the gateway. JSON. Never a prompt or an output."""
 

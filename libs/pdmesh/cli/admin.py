@@ -1,0 +1,212 @@
+"""`pdmesh groups`, `diff`, `apply`, `rollback`, `drain`, `undrain`, `isolate`, `heal`: what the groups are, and shall be."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import getpass
+import json
+import sys
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from google.protobuf.json_format import MessageToDict
+
+from pdmesh.cli.connect import connected
+from pdmesh.cli.counts import counts, ready_counts
+from pdmesh.cli.errors import CommandFailed
+from pdmesh.cli.table import table
+from pdmesh.errors import MeshError
+from pdmesh.net.admin_client import Invoke, T, call_leader
+from pdmesh.v1 import admin_service_pb2 as pb
+from pdmesh.v1.common_pb2 import InstancePhase, Role
+from pdmesh.v1.groups_pb2 import Stage
+
+Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        return asyncio.run(_COMMANDS[options.command](options))
+    except MeshError as exc:
+        raise CommandFailed(exc.message) from None
+
+
+async def _groups(options: argparse.Namespace) -> int:
+    states = await _call(
+        options,
+        lambda stub, metadata, s: stub.ListGroupStates(
+            pb.ListGroupStatesRequest(), metadata=metadata, timeout=s
+        ),
+    )
+    if options.json:
+        print(json.dumps(MessageToDict(states, preserving_proto_field_name=True), indent=2))
+    else:
+        print(groups_text(states))
+    return 0
+
+
+async def _diff(options: argparse.Namespace) -> int:
+    """Exit code 1 if something differs, as diff(1)."""
+    request = pb.DiffDesiredRequest(text=_text(options.file))
+    response = await _call(
+        options,
+        lambda stub, metadata, s: stub.DiffDesired(request, metadata=metadata, timeout=s),
+    )
+    print(_changes_text(response.changes, f"as version {response.version}"))
+    return 1 if response.changes else 0
+
+
+async def _apply(options: argparse.Namespace) -> int:
+    request = pb.ApplyDesiredRequest(
+        text=_text(options.file), author=_user(), reason=options.reason
+    )
+    if options.expect_version is not None:
+        request.expected_version = options.expect_version
+    response = await _call(
+        options,
+        lambda stub, metadata, s: stub.ApplyDesired(request, metadata=metadata, timeout=s),
+    )
+    print(_changes_text(response.changes, f"as version {response.version}"))
+    print(f"version {response.version} is the desired state; follow it with: pdmesh groups")
+    return 0
+
+
+async def _rollback(options: argparse.Namespace) -> int:
+    request = pb.RollbackDesiredRequest(
+        version=options.version, author=_user(), reason=options.reason
+    )
+    response = await _call(
+        options,
+        lambda stub, metadata, s: stub.RollbackDesired(request, metadata=metadata, timeout=s),
+    )
+    print(_changes_text(response.changes, "as before"))
+    print(f"version {response.version} is that of version {response.restored_version}")
+    return 0
+
+
+def _hold(kind: pb.HoldKind.ValueType) -> Command:
+    async def hold(options: argparse.Namespace) -> int:
+        request = pb.HoldInstanceRequest(
+            instance_id=options.instance, kind=kind, reason=options.reason
+        )
+        await _call(
+            options,
+            lambda stub, metadata, s: stub.HoldInstance(request, metadata=metadata, timeout=s),
+        )
+        back = "undrain" if kind == pb.HOLD_KIND_DRAIN else "heal"
+        print(f"{options.instance} is to leave; let it back with: pdmesh {back} {options.instance}")
+        return 0
+
+    return hold
+
+
+def _release(kind: pb.HoldKind.ValueType) -> Command:
+    async def release(options: argparse.Namespace) -> int:
+        request = pb.ReleaseInstanceRequest(instance_id=options.instance, kind=kind)
+        await _call(
+            options,
+            lambda stub, metadata, s: stub.ReleaseInstance(request, metadata=metadata, timeout=s),
+        )
+        print(f"{options.instance} may get a role again")
+        return 0
+
+    return release
+
+
+_COMMANDS: Final[Mapping[str, Command]] = {
+    "groups": _groups,
+    "diff": _diff,
+    "apply": _apply,
+    "rollback": _rollback,
+    "drain": _hold(pb.HOLD_KIND_DRAIN),
+    "undrain": _release(pb.HOLD_KIND_DRAIN),
+    "isolate": _hold(pb.HOLD_KIND_ISOLATE),
+    "heal": _release(pb.HOLD_KIND_ISOLATE),
+}
+
+
+def groups_text(states: pb.ListGroupStatesResponse) -> str:
+    """Groups with their members, then what is blank and what is on hold."""
+    groups = [
+        (
+            group.group_id, group.scenario, group.state,
+            counts(group.num_prefill_wanted, group.num_decode_wanted, group.num_fusion_wanted),
+            ready_counts((m.role, m.phase) for m in group.members), group.revision, group.detail,
+        )
+        for group in states.groups
+    ]  # fmt: skip
+    parts = [
+        f"desired state: version {states.version}" if states.version else "desired state: none",
+        table(("GROUP", "SCENARIO", "STATE", "WANTED", "READY", "REVISION", "DETAIL"), groups),
+        "",
+        table(
+            ("INSTANCE", "GROUP", "ROLE", "PHASE", "MAY", "REVISION"),
+            [
+                (
+                    m.instance_id, group.group_id, _lower(Role.Name(m.role), "ROLE_"),
+                    _lower(InstancePhase.Name(m.phase), "INSTANCE_PHASE_"),
+                    _lower(Stage.Name(m.stage), "STAGE_"), m.revision,
+                )
+                for group in states.groups
+                for m in group.members
+            ],
+        ),
+    ]  # fmt: skip
+    if states.blank_instance_ids:
+        parts.append("\nblank: " + ", ".join(states.blank_instance_ids))
+    for each in states.adjustments:
+        shall = (
+            f"lent to {each.pool}" if each.pool else counts(each.num_prefill, each.num_decode, 0)
+        )
+        parts.append(f"adjusted: {each.group_id}: {shall} ({each.reason})")
+    for hold in states.holds:
+        kind = "drained" if hold.kind == pb.HOLD_KIND_DRAIN else "isolated"
+        parts.append(f"{kind}: {hold.instance_id} ({hold.reason})")
+    return "\n".join(parts)
+
+
+def _lower(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix).lower()
+
+
+def _changes_text(changes: Iterable[pb.DesiredChange], when_none: str) -> str:
+    lines = [_change_line(change) for change in changes]
+    return "\n".join(lines) if lines else f"nothing differs: {when_none}"
+
+
+def _change_line(change: pb.DesiredChange) -> str:
+    if not change.HasField("before"):
+        return f"+ {change.path}: {change.after}"
+    if not change.HasField("after"):
+        return f"- {change.path}: {change.before}"
+    return f"~ {change.path}: {change.before} -> {change.after}"
+
+
+def _text(file: Path) -> str:
+    try:
+        return sys.stdin.read() if str(file) == "-" else file.read_text()
+    except OSError as exc:
+        raise CommandFailed(f"{file}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise CommandFailed(f"{file} is not text") from exc
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "somebody"
+
+
+def _token(options: argparse.Namespace) -> str:
+    if options.admin_token_file is None:
+        return str(options.admin_token)
+    return _text(options.admin_token_file).strip()
+
+
+async def _call(options: argparse.Namespace, invoke: Invoke[T]) -> T:
+    token = _token(options)
+    async with connected(options) as bus:
+        return await call_leader(bus, token, invoke)

@@ -1,0 +1,104 @@
+"""What plans have changed of the desired state since it was applied: the counts of a group, or that it is lent (S11, S28).
+
+An adjustment holds as long as the desired state asks for what it asked for when the adjustment was made: an operator who changes a
+group's counts has the last word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from pdmesh.core.desired import Desired, Group
+from pdmesh.core.fleet import Role
+from pdmesh.core.moves import GroupState, Move, MoveKind, applied
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustment:
+    """`pool`: who has borrowed the group; empty while it serves. `base`: prefills and decodes that were asked for."""
+
+    prefill: int
+    decode: int
+    base: tuple[int, int]
+    pool: str = ""
+    reason: str = ""
+
+
+Adjustments = Mapping[str, Adjustment]  # by group
+Busy = Callable[[str, Role], float | None]  # share of the slots of a role in a group that is taken
+
+
+class CannotMove(Exception):
+    """A move that the desired state has no room for."""
+
+
+def valid(desired: Desired, adjustments: Adjustments) -> dict[str, Adjustment]:
+    """Without those whose group is gone, or whose counts an operator has changed since."""
+    return {
+        group_id: adjustment
+        for group_id, adjustment in sorted(adjustments.items())
+        if (group := desired.groups.get(group_id)) is not None
+        and adjustment.base == (group.prefill, group.decode)
+    }
+
+
+def adjusted(desired: Desired, adjustments: Adjustments) -> Desired:
+    """What shall be now. Lent groups are not there."""
+    known = valid(desired, adjustments)
+    groups: dict[str, Group] = {}
+    for group_id, group in desired.groups.items():
+        adjustment = known.get(group_id)
+        if adjustment is None:
+            groups[group_id] = group
+        elif not adjustment.pool:
+            groups[group_id] = replace(group, prefill=adjustment.prefill, decode=adjustment.decode)
+    return replace(desired, groups=groups)
+
+
+def num_lent(desired: Desired, adjustments: Adjustments) -> int:
+    """Instances that are kept for those who borrowed groups."""
+    lent = [i for i, each in valid(desired, adjustments).items() if each.pool]
+    return sum(desired.groups[group_id].size for group_id in lent)
+
+
+def group_states(desired: Desired, adjustments: Adjustments, busy: Busy) -> dict[str, GroupState]:
+    """The groups as plans see them. Groups of fusion instances have no ratio."""
+    known = valid(desired, adjustments)
+    states: dict[str, GroupState] = {}
+    for group_id, group in sorted(desired.groups.items()):
+        if not group.prefill:
+            continue
+        adjustment = known.get(group_id)
+        states[group_id] = GroupState(
+            group_id,
+            group.scenario,
+            adjustment.prefill if adjustment else group.prefill,
+            adjustment.decode if adjustment else group.decode,
+            busy(group_id, Role.PREFILL),
+            busy(group_id, Role.DECODE),
+            adjustment.pool if adjustment else "",
+            desired.service_of(group).model,
+        )
+    return states
+
+
+def after(move: Move, desired: Desired, adjustments: Adjustments) -> dict[str, Adjustment]:
+    """The adjustments once the move is to be made; raises CannotMove."""
+    if move.role is None and move.kind in (MoveKind.ADD, MoveKind.REMOVE):
+        raise CannotMove("whole groups come and go with the desired state")
+    before = group_states(desired, adjustments, lambda group_id, role: None)
+    if move.group_id not in before or (move.to_group and move.role and move.to_group not in before):
+        raise CannotMove(f"group {move.group_id} is not there")
+    result = valid(desired, adjustments)
+    for group_id, state in applied(before, move).items():
+        if state == before[group_id]:
+            continue
+        group = desired.groups[group_id]
+        base = (group.prefill, group.decode)
+        changed = Adjustment(state.num_prefill, state.num_decode, base, state.pool, move.reason)
+        if (changed.prefill, changed.decode) == base and not changed.pool:
+            result.pop(group_id, None)
+        else:
+            result[group_id] = changed
+    return result

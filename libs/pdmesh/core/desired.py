@@ -1,0 +1,202 @@
+"""What the mesh shall be: services, scenarios, groups, schedules, pools and regions, as one value (P/D-Serve 2.2, 3.3).
+
+An operator writes it as a file; controllers compare it with what instances report. It says how many instances of which role a
+group has, never which ones. Names are checked by the reader (`pdmesh.desired_file`); `problems` are what only the whole can show.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Final
+
+from pdmesh.core.fleet import Role
+from pdmesh.core.moves import MIN_PER_SCENARIO
+
+DEFAULT_NAME: Final = "default"
+SERVING_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.FUSION)
+_REVISION_HEX: Final = 12
+
+Options = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A model as clients know it, and what its instances load. Empty: as the instance's own settings say."""
+
+    model: str = ""
+    model_dir: str = ""
+    manifests: Mapping[Role, str] = field(default_factory=dict)  # P and D artefacts differ (S17)
+    options: Options = field(default_factory=dict)  # settings of its instances, by name
+    role_options: Mapping[Role, Options] = field(default_factory=dict)
+    release: str = ""  # changes when the same names stand for other files
+
+    def options_for(self, role: Role) -> dict[str, str]:
+        return {**self.options, **self.role_options.get(role, {})}
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Requests of one kind. `allow_single`: one prefill or one decode is enough, its loss an outage (S31).
+
+    `has_auto_ratio`: its P:D ratio follows what its requests take (S29).
+    """
+
+    service: str = DEFAULT_NAME
+    allow_single: bool = False
+    has_auto_ratio: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Instances that hand KV to each other, and to none outside (S13)."""
+
+    scenario: str = DEFAULT_NAME
+    prefill: int = 0
+    decode: int = 0
+    fusion: int = 0
+    region: str = ""  # empty: any
+
+    def num(self, role: Role) -> int:
+        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.FUSION: self.fusion}[
+            role
+        ]
+
+    @property
+    def size(self) -> int:
+        return self.prefill + self.decode + self.fusion
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """At each moment of `at` (cron: minute hour day month weekday), do one thing to groups of a scenario (S11, S21)."""
+
+    at: str
+    scenario: str
+    action: str  # lend, reclaim
+    num_groups: int = 1
+    pool: str = "training"
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    services: Mapping[str, Service] = field(default_factory=dict)
+    scenarios: Mapping[str, Scenario] = field(default_factory=dict)
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    schedules: tuple[Schedule, ...] = ()
+    regions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # racks of each
+
+    def service_of(self, group: Group) -> Service:
+        return self.services.get(self.scenario_of(group).service, Service())
+
+    def scenario_of(self, group: Group) -> Scenario:
+        return self.scenarios.get(group.scenario, Scenario())
+
+    def num_wanted(self, scenario: str, role: Role) -> int:
+        """Instances of a role in all groups of a scenario."""
+        return sum(g.num(role) for g in self.groups.values() if g.scenario == scenario)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    path: str  # groups.chat.scenario
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One value that differs. `before` None: it was not there; `after` None: it is no more."""
+
+    path: str
+    before: str | None
+    after: str | None
+
+
+def problems(desired: Desired) -> Iterator[Problem]:
+    """What is wrong between the parts: names that lead nowhere, groups that cannot serve, single points of failure."""
+    for name, scenario in desired.scenarios.items():
+        if scenario.service != DEFAULT_NAME and scenario.service not in desired.services:
+            yield Problem(f"scenarios.{name}.service", f"there is no service {scenario.service}")
+    for name, group in desired.groups.items():
+        yield from _problems_of_group(f"groups.{name}", group, desired)
+    for scenario_name in sorted({group.scenario for group in desired.groups.values()}):
+        yield from _single_points(scenario_name, desired)
+    for i, schedule in enumerate(desired.schedules):
+        if not any(g.scenario == schedule.scenario for g in desired.groups.values()):
+            message = f"no group serves scenario {schedule.scenario}"
+            yield Problem(f"schedules[{i}].scenario", message)
+
+
+def _problems_of_group(path: str, group: Group, desired: Desired) -> Iterator[Problem]:
+    if group.scenario != DEFAULT_NAME and group.scenario not in desired.scenarios:
+        yield Problem(f"{path}.scenario", f"there is no scenario {group.scenario}")
+    if group.region and group.region not in desired.regions:
+        yield Problem(f"{path}.region", f"there is no region {group.region}")
+    if (group.prefill > 0) != (group.decode > 0):
+        lacking = "decode" if group.prefill else "prefill"
+        yield Problem(
+            f"{path}.{lacking}", f"a group with {group.prefill}P:{group.decode}D cannot serve"
+        )
+    elif group.size == 0:
+        yield Problem(path, "the group has no instances: give prefill and decode, or fusion")
+
+
+def _single_points(scenario: str, desired: Desired) -> Iterator[Problem]:
+    """S31: the loss of one instance must not be the loss of the scenario."""
+    if desired.scenarios.get(scenario, Scenario()).allow_single:
+        return
+    group_id = next(n for n, g in desired.groups.items() if g.scenario == scenario)
+    fusion = desired.num_wanted(scenario, Role.FUSION)
+    for role in (Role.PREFILL, Role.DECODE):
+        wanted = desired.num_wanted(scenario, role) + fusion
+        if wanted < MIN_PER_SCENARIO:
+            yield Problem(
+                f"groups.{group_id}",
+                f"scenario {scenario} would depend on a single {role.value}; ask for {MIN_PER_SCENARIO}, "
+                f"or set scenarios.{scenario}.allow_single: true",
+            )
+
+
+def revision_of(service: Service, kv_transport: str) -> str:
+    """Equal for instances that may exchange KV: what they load, how they keep KV, and how it travels (S24).
+
+    Empty where the service says nothing: instances then are as their own settings say, those with a role of their own, too.
+    """
+    if service == Service():
+        return ""
+    told = json.dumps([_plain(service), kv_transport], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(told.encode()).hexdigest()[:_REVISION_HEX]
+
+
+def diff(before: Desired, after: Desired) -> list[Change]:
+    """Every value that differs, by path."""
+    old, new = dict(_leaves("", _plain(before))), dict(_leaves("", _plain(after)))
+    return [
+        Change(path, old.get(path), new.get(path))
+        for path in sorted(old.keys() | new.keys())
+        if old.get(path) != new.get(path)
+    ]
+
+
+def _plain(value: object) -> object:
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        named = {(k.value if isinstance(k, Role) else str(k)): _plain(v) for k, v in value.items()}
+        return dict(sorted(named.items()))
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return value
+
+
+def _leaves(path: str, value: object) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from _leaves(f"{path}.{key}" if path else key, each)
+    elif isinstance(value, list):
+        for i, each in enumerate(value):
+            yield from _leaves(f"{path}[{i}]", each)
+    else:
+        yield path, str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,95 @@
+"""How long instances take with a stage, when that is too long, and which of a pair that does not connect is to blame."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdmesh.core.fleet import Role
+from pdmesh.core.group_round import Member, Round, unverified_pairs
+from pdmesh.core.instance_life import Phase, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class StageLimits:
+    """Seconds. `react_s`: until an instance says anything of an assignment; `load_s`: of fetching and building an engine."""
+
+    react_s: float = 15.0
+    load_s: float = 600.0
+    connect_s: float = 30.0
+    serve_s: float = 15.0
+    drain_s: float = 120.0
+    disconnect_s: float = 5.0
+    gather_s: float = 60.0  # a group that lost instances while it formed waits so long for others
+    max_tries: int = 3
+    cool_s: float = 60.0  # after so many failures
+    avoid_s: float = 300.0  # an instance that failed is the last choice for so long
+
+
+@dataclass(slots=True)
+class StageClock:
+    """`note` each round first. Times count from when this leader saw a stage first."""
+
+    limits: StageLimits = field(default_factory=StageLimits)
+    _since: dict[str, tuple[int, Stage, float]] = field(default_factory=dict)
+    _avoided: dict[str, float] = field(default_factory=dict)  # until when
+
+    def note(self, turn: Round, now: float) -> None:
+        since: dict[str, tuple[int, Stage, float]] = {}
+        for instance_id, assignment in turn.plan.items():
+            key = (assignment.assignment_id, assignment.stage)
+            known = self._since.get(instance_id)
+            since[instance_id] = known if known and known[:2] == key else (*key, now)
+        self._since = since
+        self._avoided = {i: until for i, until in self._avoided.items() if until > now}
+
+    def waited_s(self, member: Member, now: float) -> float:
+        """Since it was given its stage."""
+        return now - self._since[member.instance_id][2]
+
+    def avoid(self, instance_id: str, now: float) -> None:
+        self._avoided[instance_id] = now + self.limits.avoid_s
+
+    def is_avoided(self, instance_id: str) -> bool:
+        return instance_id in self._avoided
+
+    def why_broken(self, turn: Round, member: Member, now: float) -> str:
+        """Why it must start anew as a blank one; empty if it need not."""
+        limits, seen = self.limits, member.seen
+        waited_s = self.waited_s(member, now)
+        if seen.phase is Phase.FAILED:
+            return seen.failure or "it failed and did not say why"
+        if member.is_elsewhere:
+            return "it follows another assignment"
+        match member.stage:
+            case Stage.LOAD if seen.phase is Phase.BLANK and waited_s > limits.react_s:
+                return f"it did not follow its assignment in {limits.react_s:g} s"
+            case Stage.LOAD if not member.is_loaded and waited_s > limits.load_s:
+                return f"not loaded in {limits.load_s:g} s"
+            case Stage.CONNECT if waited_s > limits.connect_s:
+                return self._why_unconnected(turn, member, now)
+            case Stage.SERVE if not member.is_ready and waited_s > limits.serve_s:
+                return f"not ready in {limits.serve_s:g} s"
+        return ""
+
+    def _why_unconnected(self, turn: Round, member: Member, now: float) -> str:
+        """Of the two of a pair, the one that fails in more pairs is blamed; the others get the time to meet its substitute."""
+        pairs = unverified_pairs(turn.members(member.assignment.duty.group_id))
+        own = [pair for pair in pairs if member in pair]
+        if not own:
+            if member.seen.phase is Phase.CONNECTING:
+                return f"its connections were not made in {self.limits.connect_s:g} s"
+            return ""  # it waits for others
+        decode, prefill = own[0]
+        other = prefill if member is decode else decode
+        if not other.is_ready:
+            num_other = sum(other in pair for pair in pairs)
+            is_other_to_blame = (num_other, other.role is Role.DECODE) > (
+                len(own),
+                member.role is Role.DECODE,
+            )
+            if is_other_to_blame:
+                return ""
+        for each in turn.members(member.assignment.duty.group_id):
+            if each.stage is Stage.CONNECT:
+                self._since[each.instance_id] = (*self._since[each.instance_id][:2], now)
+        return f"no verified connection from {decode.instance_id} to {prefill.instance_id}"

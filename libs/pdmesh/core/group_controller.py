@@ -1,0 +1,427 @@
+"""Makes the groups what they shall be: sets up, changes, drains and repairs them by moving one instance at a time (S14-S26, S35, S36).
+
+Level-triggered: each round compares what is wanted with records and assignments, both from the registry, and says what to assign
+next. So a new leader takes up every workflow where it is, and nothing is done twice. What is kept here beyond that are times (how long
+a stage has lasted, how often a group failed) and which steps were told. The rules that hold in every round:
+
+- A group that serves nothing yet takes instances only when there are enough for all of it, and serves only when all pairs are verified;
+  its prefills last. If that does not come about, all of it becomes blank again (S15, S19).
+- An instance that is lost, failed or isolated is replaced by one blank instance; the others go on (S35).
+- What is too many or of another revision leaves when those that come are there, and never below what the scenario must keep.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from pdmesh.core.fleet import Role
+from pdmesh.core.group_clock import StageClock
+from pdmesh.core.group_facts import Observed, Seen, WantedGroup
+from pdmesh.core.group_round import Member, Round, unverified_pairs
+from pdmesh.core.group_steps import Step, StepTeller
+from pdmesh.core.instance_life import Assignment, Duty, Phase, Stage
+
+IDS_PER_EPOCH: Final = 1_000_000  # so that assignment ids of different leaders differ
+MAX_VACANCIES: Final = 64  # of a role in a group, whose substitutes are named
+
+
+class GroupState(enum.StrEnum):
+    GATHERING = "gathering"  # waits for enough blank instances
+    FORMING = "forming"
+    SERVING = "serving"
+    CHANGING = "changing"
+    FAILED = "failed"
+    LEAVING = "leaving"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReport:
+    group_id: str
+    state: GroupState
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """Write this assignment."""
+
+    instance_id: str
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Remove the assignment: the incarnation it was for is gone."""
+
+    instance_id: str
+
+
+Effect = Give | Forget | Step
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is remembered of a group beyond the registry."""
+
+    num_failures: int = 0
+    failure: str = ""
+    cools_until: float = 0.0
+    short_since: float | None = None
+    was_complete: bool = False
+    vacancies: dict[Role, deque[str]] = field(default_factory=dict)
+
+    def vacate(self, role: Role, instance_id: str) -> None:
+        self.vacancies.setdefault(role, deque(maxlen=MAX_VACANCIES)).append(instance_id)
+
+    def fill(self, role: Role) -> str:
+        waiting = self.vacancies.get(role)
+        return waiting.popleft() if waiting else ""
+
+
+@dataclass(slots=True)
+class GroupController:
+    """The only way to change state is `handle`; its effects are to be written before the next round, or not at all."""
+
+    clock: StageClock = field(default_factory=StageClock)
+    reports: dict[str, GroupReport] = field(default_factory=dict)
+    _steps: StepTeller = field(default_factory=StepTeller)
+    _records: dict[str, _Record] = field(default_factory=dict)
+    _last_id: int = 0
+    _version: int = 0
+
+    def handle(self, observed: Observed, now: float) -> list[Effect]:
+        """One round. Nothing happens as long as no desired state was ever applied."""
+        if observed.version == 0:
+            return []
+        if observed.version != self._version:
+            self._version = observed.version
+            self._records.clear()  # the operator may have mended what failed
+        turn = Round(observed)
+        told = self._steps.begin(observed)
+        self._note_losses(turn, now)
+        self._recover(turn)
+        self._adopt(turn)
+        self.clock.note(turn, now)
+        reports: dict[str, GroupReport] = {}
+        for group_id in self._in_order(turn):
+            self._steps.group_id = group_id
+            reports[group_id] = self._reconcile(turn, group_id, now)
+        self.reports = dict(sorted(reports.items()))
+        turn.connect_peers()
+        return [*self._writes(turn), *told, *self._steps.end(turn)]
+
+    # --- what was there before -------------------------------------------------------------------
+
+    def _note_losses(self, turn: Round, now: float) -> None:
+        """Places of those that are gone without having been asked to leave are to be filled again, if possible by others."""
+        for instance_id, assignment in sorted(turn.observed.given.items()):
+            if instance_id not in turn.plan and assignment.stage < Stage.DRAIN:
+                duty = assignment.duty
+                if self._steps.lost(instance_id, assignment):
+                    self.clock.avoid(instance_id, now)
+                    self._record(duty.group_id).vacate(duty.role, instance_id)
+
+    def _recover(self, turn: Round) -> None:
+        """The bucket of assignments was lost (F21): records tell what had been assigned."""
+        stages = {
+            Phase.LOADING: Stage.LOAD,
+            Phase.LOADED: Stage.LOAD,
+            Phase.CONNECTING: Stage.CONNECT,
+            Phase.CONNECTED: Stage.CONNECT,
+            Phase.READY: Stage.SERVE,
+            Phase.DRAINING: Stage.DRAIN,
+            Phase.DRAINED: Stage.DRAIN,
+            Phase.FAILED: Stage.BLANK,
+        }
+        for instance_id, seen in sorted(turn.observed.seen.items()):
+            is_lost = seen.assignment_id and instance_id not in turn.plan
+            if is_lost and seen.phase in stages:
+                duty = self._duty_of(turn, seen)
+                self._give(turn, seen, duty, stages[seen.phase], seen.assignment_id)
+
+    def _adopt(self, turn: Round) -> None:
+        """Instances that have their role by their own settings belong to a group that is wanted."""
+        for instance_id, seen in sorted(turn.observed.seen.items()):
+            group = turn.observed.wanted.groups.get(seen.group_id)
+            is_own = seen.assignment_id == 0 and seen.phase is Phase.READY
+            if not is_own or group is None or instance_id in turn.plan:
+                continue
+            if seen.role in group.counts and seen.scenario == group.scenario:
+                duty = self._duty_of(turn, seen)
+                self._give(turn, seen, duty, Stage.SERVE, self._next_id(turn))
+                self._steps.tell("adopted", turn.plan[instance_id], instance_id)
+
+    def _duty_of(self, turn: Round, seen: Seen) -> Duty:
+        group = turn.observed.wanted.groups.get(seen.group_id)
+        if group is not None and seen.role in group.duties:
+            duty = group.duties[seen.role]
+            if duty.revision == seen.revision:
+                return duty
+        return Duty(seen.role, seen.group_id, seen.scenario, seen.revision)
+
+    def _in_order(self, turn: Round) -> list[str]:
+        """Groups that serve come first: what they lack is a fault, what a new one lacks is a delay."""
+
+        def rank(group_id: str) -> tuple[bool, str]:
+            return (not any(m.is_ready for m in turn.members(group_id)), group_id)
+
+        return sorted(turn.group_ids(), key=rank)
+
+    # --- one group -------------------------------------------------------------------------------
+
+    def _reconcile(self, turn: Round, group_id: str, now: float) -> GroupReport:
+        group = turn.observed.wanted.groups.get(group_id)
+        self._erase_broken(turn, group_id, now)
+        self._finish_leaving(turn, group_id, now)
+        if group is None:
+            detail = self._let_go(turn, turn.members(group_id), may_empty_group=True)
+            return GroupReport(group_id, GroupState.LEAVING, detail)
+        record = self._record(group_id)
+        keep, others = self._sorted_out(turn, group)
+        is_formed = _is_formed(keep)
+        if now < record.cools_until:
+            self._abandon(turn, keep)
+            return GroupReport(group_id, GroupState.FAILED, record.failure)
+        lacking = {r: n - sum(m.role is r for m in keep) for r, n in group.counts.items()}
+        num_lacking = sum(lacking.values())
+        short = self._recruit(turn, group, lacking, is_formed=is_formed) if num_lacking else ""
+        keep, _ = self._sorted_out(turn, group)
+        if short and not is_formed and self._waits_too_long(record, keep, now):
+            self._fail(turn, group_id, f"set-up: {short}", now, is_final=True)
+            self._abandon(turn, keep)
+            return GroupReport(group_id, GroupState.FAILED, record.failure)
+        self._advance(turn, group, keep, is_formed=is_formed)
+        is_whole = not num_lacking and all(m.is_ready for m in keep)
+        detail = short
+        if others and (is_whole or short or not is_formed):
+            detail = self._let_others_go(turn, group, others) or short
+        return self._report(record, group, is_formed, is_whole and not others, detail or short)
+
+    def _sorted_out(self, turn: Round, group: WantedGroup) -> tuple[list[Member], list[Member]]:
+        """Those to keep, and those that are too many, of another revision, or drained by the operator."""
+        keep: list[Member] = []
+        others: list[Member] = []
+        room = dict(group.counts)
+        members = [m for m in turn.members(group.group_id) if m.stage <= Stage.SERVE]
+        # The last to go are those that are furthest; among those that serve, the busiest.
+        members.sort(
+            key=lambda m: (-m.stage, not m.is_ready, -m.seen.num_slots_used, m.instance_id)
+        )
+        for member in members:
+            is_held = member.instance_id in turn.observed.drained
+            if is_held or member.revision != group.revision or not room.get(member.role):
+                others.append(member)
+            else:
+                room[member.role] -= 1
+                keep.append(member)
+        return keep, others
+
+    # --- those that leave ------------------------------------------------------------------------
+
+    def _erase_broken(self, turn: Round, group_id: str, now: float) -> None:
+        """Failed, isolated and overdue ones become blank at once; their places are filled by others."""
+        for member in turn.members(group_id):
+            if member.stage is Stage.BLANK:
+                continue
+            if member.instance_id in turn.observed.isolated:
+                self._steps.tell("held", member.assignment, member.instance_id, detail="isolated")
+                self._erase(turn, member)
+            elif why := self.clock.why_broken(turn, member, now):
+                self._fail(turn, group_id, f"{member.instance_id}: {why}", now)
+                self.clock.avoid(member.instance_id, now)
+                self._steps.tell("failed", member.assignment, member.instance_id, detail=why)
+                self._erase(turn, member)
+
+    def _finish_leaving(self, turn: Round, group_id: str, now: float) -> None:
+        """Drained ones are erased when those that knew them have let go (S26)."""
+        members = turn.members(group_id)
+        for member in members:
+            if member.stage is not Stage.DRAIN:
+                continue
+            waited_s = self.clock.waited_s(member, now)
+            is_known = any(member.seen.id in m.seen.verified and m.is_ready for m in members)
+            is_over = waited_s > self.clock.limits.drain_s + self.clock.limits.disconnect_s
+            if is_over or (member.seen.phase is Phase.DRAINED and not is_known):
+                self._steps.tell("disconnected", member.assignment, member.instance_id)
+                self._erase(turn, member)
+
+    def _let_others_go(self, turn: Round, group: WantedGroup, others: list[Member]) -> str:
+        """One at a time where the group goes on; all that may where it gets another revision."""
+        stale = [m for m in others if m.revision != group.revision]
+        if stale:
+            return self._let_go(turn, stale, may_empty_group=True)
+        is_busy = any(m.stage is Stage.DRAIN for m in turn.members(group.group_id))
+        for member in sorted(others, key=lambda m: (m.is_ready, m.seen.num_slots_used)):
+            if member.is_ready and is_busy:
+                return "one instance leaves at a time"
+            may_empty = group.counts.get(member.role, 0) == 0
+            if not (why := self._let_go(turn, [member], may_empty_group=may_empty)):
+                is_busy = is_busy or member.is_ready
+            elif member is others[-1]:
+                return why
+        return ""
+
+    def _let_go(self, turn: Round, members: list[Member], *, may_empty_group: bool) -> str:
+        """Drain them, as far as it may be; why it may not."""
+        reason = ""
+        for member in members:
+            if member.stage >= Stage.DRAIN:
+                continue
+            if why := turn.why_not_leave(member, may_empty_group=may_empty_group):
+                reason = why
+            elif member.seen.phase is Phase.READY:
+                turn.set_stage(member, Stage.DRAIN)
+            else:
+                self._erase(turn, member)
+        return reason
+
+    def _abandon(self, turn: Round, members: list[Member]) -> None:
+        """Nothing half-made stays: what is not ready yet becomes blank."""
+        for member in members:
+            if not member.is_ready and member.stage <= Stage.SERVE:
+                self._erase(turn, member)
+
+    def _erase(self, turn: Round, member: Member) -> None:
+        if member.stage < Stage.DRAIN:
+            record = self._record(member.assignment.duty.group_id)
+            record.vacate(member.role, member.instance_id)
+        turn.set_stage(member, Stage.BLANK)
+
+    # --- those that come -------------------------------------------------------------------------
+
+    def _recruit(
+        self, turn: Round, group: WantedGroup, lacking: dict[Role, int], *, is_formed: bool
+    ) -> str:
+        """Give blank instances a role; what is still missing, in words. A new group takes all it needs, or none."""
+        candidates = [
+            seen for seen in turn.blanks() if not group.region or seen.region == group.region
+        ]
+        num_lacking = sum(lacking.values())
+        short = max(0, num_lacking - len(candidates))
+        if short and not is_formed:
+            return _short_line(short, group)
+        racks = [m.seen.rack for m in turn.members(group.group_id)]
+        for role, num in lacking.items():
+            for _ in range(num):
+                if not candidates:
+                    break
+                seen = min(
+                    candidates,
+                    key=lambda s: (
+                        self.clock.is_avoided(s.instance_id),
+                        racks.count(s.rack),
+                        s.instance_id,
+                    ),
+                )
+                candidates.remove(seen)
+                racks.append(seen.rack)
+                self._give(turn, seen, group.duties[role], Stage.LOAD, self._next_id(turn))
+                replaces = self._record(group.group_id).fill(role)
+                given = turn.plan[seen.instance_id]
+                self._steps.tell("assigned", given, seen.instance_id, replaces=replaces)
+        return _short_line(short, group) if short else ""
+
+    def _advance(
+        self, turn: Round, group: WantedGroup, keep: list[Member], *, is_formed: bool
+    ) -> None:
+        """Move each on by one stage if what it waits for has come."""
+        is_gathered = len(keep) == group.size
+        is_loaded = is_gathered and all(m.is_loaded for m in keep)
+        pairs = unverified_pairs(keep)
+        is_connected = is_loaded and not pairs and all(_is_connected(m) for m in keep)
+        has_decode = any(m.is_ready and m.role is Role.DECODE for m in keep)
+        are_decodes_ready = all(m.is_ready for m in keep if m.role is Role.DECODE)
+        for member in keep:
+            is_met = not any(member in pair for pair in pairs)
+            match member.stage:
+                case Stage.LOAD if member.is_loaded and (is_formed or is_loaded):
+                    turn.set_stage(member, Stage.CONNECT)
+                case Stage.CONNECT if not _is_connected(member) or not is_met:
+                    continue
+                case Stage.CONNECT if not (is_formed or is_connected):
+                    continue
+                case Stage.CONNECT if member.role is Role.PREFILL:
+                    if has_decode and (is_formed or are_decodes_ready):  # entrances last (S19)
+                        turn.set_stage(member, Stage.SERVE)
+                case Stage.CONNECT:
+                    turn.set_stage(member, Stage.SERVE)
+
+    # --- failures and reports --------------------------------------------------------------------
+
+    def _waits_too_long(self, record: _Record, keep: list[Member], now: float) -> bool:
+        if not keep:
+            record.short_since = None
+            return False
+        record.short_since = record.short_since if record.short_since is not None else now
+        return now - record.short_since > self.clock.limits.gather_s
+
+    def _fail(
+        self, turn: Round, group_id: str, why: str, now: float, *, is_final: bool = False
+    ) -> None:
+        if group_id not in turn.observed.wanted.groups:
+            return
+        record = self._record(group_id)
+        record.num_failures += 1
+        record.failure, record.short_since = why, None
+        if is_final or record.num_failures >= self.clock.limits.max_tries:
+            record.num_failures = 0
+            record.cools_until = now + self.clock.limits.cool_s
+            self._steps.tell_group("setup_failed", detail=why)
+
+    def _report(
+        self, record: _Record, group: WantedGroup, is_formed: bool, is_whole: bool, detail: str
+    ) -> GroupReport:
+        if is_whole:
+            record.num_failures, record.failure, record.short_since = 0, "", None
+            if not record.was_complete:
+                self._steps.tell_group("complete")
+            state = GroupState.SERVING
+        elif is_formed:
+            state = GroupState.CHANGING
+        else:
+            state = GroupState.GATHERING if detail else GroupState.FORMING
+            self._steps.tell_group(state.value, detail=detail)
+        record.was_complete = is_whole
+        return GroupReport(group.group_id, state, detail or record.failure)
+
+    # --- small things ----------------------------------------------------------------------------
+
+    def _record(self, group_id: str) -> _Record:
+        return self._records.setdefault(group_id, _Record())
+
+    def _next_id(self, turn: Round) -> int:
+        self._last_id = max(self._last_id, turn.observed.epoch * IDS_PER_EPOCH) + 1
+        return self._last_id
+
+    def _give(self, turn: Round, seen: Seen, duty: Duty, stage: Stage, assignment_id: int) -> None:
+        turn.plan[seen.instance_id] = Assignment(
+            seen.incarnation, turn.observed.epoch, assignment_id, stage, duty
+        )
+
+    def _writes(self, turn: Round) -> Iterator[Effect]:
+        """Also what has not changed, if an earlier leader wrote it: from then on, that one can write it no more (I7)."""
+        for instance_id in sorted(turn.observed.given.keys() - turn.plan.keys()):
+            yield Forget(instance_id)
+        for instance_id, assignment in sorted(turn.plan.items()):
+            own = replace(assignment, epoch=turn.observed.epoch)
+            if own != turn.observed.given.get(instance_id):
+                yield Give(instance_id, own)
+
+
+def _is_formed(keep: list[Member]) -> bool:
+    """Whether some of them serve together: others join them one by one."""
+    roles = {m.role for m in keep if m.stage is Stage.SERVE}
+    return Role.FUSION in roles or {Role.PREFILL, Role.DECODE} <= roles
+
+
+def _is_connected(member: Member) -> bool:
+    return member.seen.phase in (Phase.CONNECTED, Phase.READY)
+
+
+def _short_line(short: int, group: WantedGroup) -> str:
+    where = f" in region {group.region}" if group.region else ""
+    return f"{short} more blank instance{'s' if short > 1 else ''} needed{where}"

@@ -1,0 +1,112 @@
+"""What the group controller compares: groups as they are wanted, instances as they are seen, assignments as they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pdmesh.core.desired import SERVING_ROLES, Desired, revision_of
+from pdmesh.core.fleet import Role
+from pdmesh.core.instance_life import Assignment, Duty, PeerId, Phase
+from pdmesh.core.moves import MIN_PER_SCENARIO
+
+
+@dataclass(frozen=True, slots=True)
+class WantedGroup:
+    group_id: str
+    scenario: str
+    counts: Mapping[Role, int]
+    duties: Mapping[Role, Duty]
+    region: str = ""  # empty: any
+
+    @property
+    def revision(self) -> str:
+        return next(iter(self.duties.values())).revision
+
+    @property
+    def size(self) -> int:
+        return sum(self.counts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """All groups, and how many that serve a scenario must keep of each role, whatever we do ourselves (S28, S31)."""
+
+    groups: Mapping[str, WantedGroup] = field(default_factory=dict)
+    floors: Mapping[tuple[str, Role], int] = field(default_factory=dict)
+    num_lent: int = 0  # blank instances that are kept for those who borrowed groups
+
+    def floor(self, scenario: str, role: Role) -> int:
+        return self.floors.get((scenario, role), 0)
+
+
+def wanted_of(desired: Desired, kv_transport: str, num_lent: int = 0) -> Wanted:
+    """`kv_transport` names the version of the KV wire: instances that differ in it never pair."""
+    groups: dict[str, WantedGroup] = {}
+    for group_id, group in desired.groups.items():
+        service = desired.service_of(group)
+        revision = revision_of(service, kv_transport)
+        duties = {
+            role: Duty(
+                role=role,
+                group_id=group_id,
+                scenario=group.scenario,
+                revision=revision,
+                model=service.model,
+                model_dir=service.model_dir,
+                manifest=service.manifests.get(role, ""),
+                options=tuple(sorted(service.options_for(role).items())),
+            )
+            for role in SERVING_ROLES
+        }
+        counts = {role: group.num(role) for role in SERVING_ROLES}
+        groups[group_id] = WantedGroup(group_id, group.scenario, counts, duties, group.region)
+    floors: dict[tuple[str, Role], int] = {}
+    for scenario in {group.scenario for group in desired.groups.values()}:
+        fusion = desired.num_wanted(scenario, Role.FUSION)
+        for role in (Role.PREFILL, Role.DECODE):
+            wanted = desired.num_wanted(scenario, role) + fusion
+            floors[scenario, role] = min(MIN_PER_SCENARIO, wanted)
+    return Wanted(groups, floors, num_lent)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One instance by its record. `assignment_id` 0: what it is, it is by its own settings."""
+
+    instance_id: str
+    incarnation: int
+    phase: Phase
+    role: Role = Role.NONE
+    group_id: str = ""
+    scenario: str = ""
+    revision: str = ""
+    assignment_id: int = 0
+    region: str = ""
+    rack: str = ""
+    kv_addresses: tuple[str, ...] = ()
+    verified: frozenset[PeerId] = frozenset()
+    failed: frozenset[PeerId] = frozenset()
+    failure: str = ""
+    num_slots_used: int = 0
+
+    @property
+    def id(self) -> PeerId:
+        return PeerId(self.instance_id, self.incarnation)
+
+    @property
+    def is_loaded(self) -> bool:
+        return Phase.LOADED <= self.phase <= Phase.DRAINED
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The registry, now. `version` of the desired state, 0: none was ever applied. `drained`, `isolated`: instances on hold."""
+
+    epoch: int
+    version: int
+    wanted: Wanted
+    seen: Mapping[str, Seen]
+    given: Mapping[str, Assignment]
+    drained: frozenset[str] = frozenset()
+    isolated: frozenset[str] = frozenset()

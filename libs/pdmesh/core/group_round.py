@@ -1,0 +1,169 @@
+"""One look at the registry, and what shall stand there after it: the working set of one round of the group controller."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from pdmesh.core.fleet import Role
+from pdmesh.core.group_facts import Observed, Seen
+from pdmesh.core.instance_life import Assignment, Peer, Phase, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An instance that lives, with the assignment that it follows or is about to."""
+
+    seen: Seen
+    assignment: Assignment
+
+    @property
+    def instance_id(self) -> str:
+        return self.seen.instance_id
+
+    @property
+    def role(self) -> Role:
+        return self.assignment.duty.role
+
+    @property
+    def stage(self) -> Stage:
+        return self.assignment.stage
+
+    @property
+    def revision(self) -> str:
+        return self.assignment.duty.revision
+
+    @property
+    def is_ready(self) -> bool:
+        return self.stage is Stage.SERVE and self.seen.phase is Phase.READY
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.seen.is_loaded
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """It had taken another duty before this one was written, and an incarnation takes only one."""
+        seen, duty = self.seen, self.assignment.duty
+        told = (seen.role, seen.group_id, seen.revision)
+        return seen.assignment_id != 0 and told != (duty.role, duty.group_id, duty.revision)
+
+
+@dataclass(slots=True)
+class Round:
+    """`plan` starts as what is given to instances that live and ends as what they shall be given."""
+
+    observed: Observed
+    plan: dict[str, Assignment] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for instance_id, assignment in sorted(self.observed.given.items()):
+            seen = self.observed.seen.get(instance_id)
+            if seen is not None and seen.incarnation == assignment.incarnation:
+                self.plan[instance_id] = assignment
+
+    def members(self, group_id: str) -> list[Member]:
+        return [
+            Member(self.observed.seen[instance_id], assignment)
+            for instance_id, assignment in sorted(self.plan.items())
+            if assignment.duty.group_id == group_id
+        ]
+
+    def group_ids(self) -> list[str]:
+        """Of all that are wanted or have members."""
+        own = {assignment.duty.group_id for assignment in self.plan.values()}
+        return sorted(own | self.observed.wanted.groups.keys())
+
+    def set_stage(self, member: Member, stage: Stage) -> None:
+        peers = () if stage is Stage.BLANK else member.assignment.peers
+        self.plan[member.instance_id] = replace(
+            self.plan[member.instance_id], stage=stage, peers=peers
+        )
+
+    def blanks(self) -> list[Seen]:
+        """Instances that may be given a role: those that are lent may not."""
+        held = self.observed.drained | self.observed.isolated
+        found = [
+            seen
+            for instance_id, seen in sorted(self.observed.seen.items())
+            if seen.phase is Phase.BLANK
+            and instance_id not in self.plan
+            and instance_id not in held
+        ]
+        return found[: max(0, len(found) - self.observed.wanted.num_lent)]
+
+    # --- who knows whom --------------------------------------------------------------------------
+
+    def connect_peers(self) -> None:
+        """Give everybody the instances of the other role in its group and revision that can be connected to (S25)."""
+        for group_id in self.group_ids():
+            members = self.members(group_id)
+            for member in members:
+                if member.stage in (Stage.CONNECT, Stage.SERVE, Stage.DRAIN):
+                    peers = tuple(_peer(other) for other in members if _are_peers(member, other))
+                    self.plan[member.instance_id] = replace(member.assignment, peers=peers)
+
+    # --- what serves, and what must ----------------------------------------------------------------
+
+    def capacity(self, scenario: str, without: str = "") -> Counter[Role]:
+        """Instances that take requests of the scenario, `without` one: P counts only where a D can take its KV."""
+        cells: dict[tuple[str, str], Counter[Role]] = {}
+        for instance_id, assignment in self.plan.items():
+            member = Member(self.observed.seen[instance_id], assignment)
+            is_counted = member.is_ready and instance_id not in self.observed.isolated
+            if is_counted and instance_id != without and assignment.duty.scenario == scenario:
+                key = (assignment.duty.group_id, member.revision)
+                cells.setdefault(key, Counter())[member.role] += 1
+        total: Counter[Role] = Counter()
+        for cell in cells.values():
+            is_pair = bool(cell[Role.PREFILL] and cell[Role.DECODE])
+            for role in (Role.PREFILL, Role.DECODE):
+                total[role] += cell[Role.FUSION] + (cell[role] if is_pair else 0)
+        return total
+
+    def why_not_leave(self, member: Member, *, may_empty_group: bool) -> str:
+        """What its going would leave too little of, by our own doing; empty if it may go."""
+        if not member.is_ready:
+            return ""
+        duty = member.assignment.duty
+        before = self.capacity(duty.scenario)
+        after = self.capacity(duty.scenario, without=member.instance_id)
+        for role in (Role.PREFILL, Role.DECODE):
+            floor = self.observed.wanted.floor(duty.scenario, role)
+            if after[role] < floor and after[role] < before[role]:
+                return f"scenario {duty.scenario} would be left with {after[role]} {role.value}"
+        if not may_empty_group:
+            others = [m for m in self.members(duty.group_id) if m.role is member.role]
+            if not any(m.is_ready for m in others if m.instance_id != member.instance_id):
+                return f"group {duty.group_id} would be left without {member.role.value}"
+        return ""
+
+
+def _are_peers(member: Member, other: Member) -> bool:
+    if {member.role, other.role} != {Role.PREFILL, Role.DECODE}:
+        return False
+    if member.revision != other.revision or not other.is_loaded:
+        return False
+    if other.stage in (Stage.CONNECT, Stage.SERVE):
+        return True
+    # KV of a draining prefill is still to be taken, by those that know it already.
+    return other.stage is Stage.DRAIN and member.is_ready and other.seen.phase is not Phase.DRAINED
+
+
+def _peer(member: Member) -> Peer:
+    return Peer(member.seen.id, member.role, member.seen.kv_addresses)
+
+
+def unverified_pairs(members: Iterable[Member]) -> list[tuple[Member, Member]]:
+    """(decode, prefill) that are to be connected and are not yet known to be."""
+    met = [m for m in members if m.stage in (Stage.CONNECT, Stage.SERVE) and m.is_loaded]
+    return [
+        (decode, prefill)
+        for decode in met
+        if decode.role is Role.DECODE
+        for prefill in met
+        if prefill.role is Role.PREFILL
+        and prefill.revision == decode.revision
+        and prefill.seen.id not in decode.seen.verified
+    ]

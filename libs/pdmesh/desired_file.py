@@ -1,0 +1,296 @@
+"""Reads the desired state from YAML. Whatever is wrong is said with its line and field, the first one first.
+
+Only plain mappings, lists and scalars: no anchors, tags or second documents, so that a small file stays small.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from pdmesh.core.cron import Cron
+from pdmesh.core.desired import (
+    DEFAULT_NAME,
+    Desired,
+    Group,
+    Scenario,
+    Schedule,
+    Service,
+    problems,
+)
+from pdmesh.core.fleet import Role
+from pdmesh.core.schedule import MAX_ENTRIES
+from pdmesh.errors import InvalidRequest
+
+MAX_BYTES: Final = 1 << 20
+MAX_COUNT: Final = 4096  # instances of a role in a group, and copies of a group
+MAX_GROUPS: Final = 4096
+_MAX_DEPTH: Final = 8
+_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_OPTION: Final = re.compile(r"[a-z][a-z0-9_]*")
+_TRUE: Final = {"true": True, "false": False}
+_ROLES: Final = {"prefill": Role.PREFILL, "decode": Role.DECODE, "fusion": Role.FUSION}
+
+T = TypeVar("T")
+
+
+def read(text: str) -> Desired:
+    """Raises InvalidRequest, whose message names the line and whose field names where."""
+    root = _compose(text)
+    if root is None:
+        return Desired()
+    reader = _Reader(root, "")
+    parts = reader.parts("services", "scenarios", "groups", "schedules", "regions")
+    desired = Desired(
+        services=_named(parts.get("services"), _service),
+        scenarios=_named(parts.get("scenarios"), _scenario),
+        groups=_groups(parts.get("groups")),
+        schedules=_schedules(parts.get("schedules")),
+        regions=_named(parts.get("regions"), _region),
+    )
+    for problem in problems(desired):
+        raise _wrong(problem.path, _line_of(root, problem.path), problem.message)
+    return desired
+
+
+# --- the parts -------------------------------------------------------------------------------------
+
+
+def _service(reader: _Reader) -> Service:
+    parts = reader.parts("model", "model_dir", "manifests", "options", "role_options", "release")
+    return Service(
+        model=_text(parts, "model"),
+        model_dir=_text(parts, "model_dir"),
+        manifests=_by_role(parts.get("manifests"), lambda each: each.text()),
+        options=_options(parts.get("options")),
+        role_options=_by_role(parts.get("role_options"), _options),
+        release=_text(parts, "release"),
+    )
+
+
+def _scenario(reader: _Reader) -> Scenario:
+    parts = reader.parts("service", "allow_single", "ratio")
+    allow, ratio = parts.get("allow_single"), parts.get("ratio")
+    if ratio is not None and ratio.text() not in ("fixed", "auto"):
+        raise ratio.wrong("must be fixed or auto")
+    is_auto = ratio is not None and ratio.text() == "auto"
+    return Scenario(_name(parts, "service"), allow.flag() if allow else False, is_auto)
+
+
+def _groups(reader: _Reader | None) -> dict[str, Group]:
+    """`count: 3` of group chat are the groups chat-0, chat-1 and chat-2."""
+    groups: dict[str, Group] = {}
+    for name, each in reader.children() if reader else ():
+        parts = each.parts("scenario", "prefill", "decode", "fusion", "region", "count")
+        group = Group(
+            scenario=_name(parts, "scenario"),
+            prefill=_number(parts, "prefill"),
+            decode=_number(parts, "decode"),
+            fusion=_number(parts, "fusion"),
+            region=_name(parts, "region", ""),
+        )
+        count = parts["count"].number(MAX_COUNT) if "count" in parts else None
+        group_ids = [name] if count is None else [f"{name}-{i}" for i in range(count)]
+        for group_id in group_ids:
+            if group_id in groups:
+                raise each.wrong(f"its copy {group_id} has the name of another group")
+            groups[group_id] = group
+        if len(groups) > MAX_GROUPS:
+            raise each.wrong(f"more than {MAX_GROUPS} groups")
+    return groups
+
+
+def _schedules(reader: _Reader | None) -> tuple[Schedule, ...]:
+    items = _items(reader)
+    if reader is not None and len(items) > MAX_ENTRIES:
+        raise reader.wrong(f"more than {MAX_ENTRIES} schedules")
+    return tuple(_schedule(each) for each in items)
+
+
+def _schedule(reader: _Reader) -> Schedule:
+    parts = reader.parts("at", "scenario", "lend", "reclaim", "pool")
+    actions = [name for name in ("lend", "reclaim") if name in parts]
+    if "at" not in parts or len(actions) != 1:
+        raise reader.wrong("needs at, and one of lend and reclaim")
+    at = parts["at"].text()
+    try:
+        Cron.parse(at)
+    except ValueError as exc:
+        raise parts["at"].wrong(f"is not a cron expression: {exc}") from exc
+    return Schedule(
+        at=at,
+        scenario=_name(parts, "scenario"),
+        action=actions[0],
+        num_groups=parts[actions[0]].number(MAX_COUNT, least=1),
+        pool=_name(parts, "pool", "training"),
+    )
+
+
+def _region(reader: _Reader) -> tuple[str, ...]:
+    parts = reader.parts("racks")
+    return tuple(each.name() for each in _items(parts.get("racks")))
+
+
+def _options(reader: _Reader | None) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for name, each in reader.children(_OPTION) if reader else ():
+        options[name] = each.text()
+    return options
+
+
+def _by_role(reader: _Reader | None, read_one: Callable[[_Reader], T]) -> dict[Role, T]:
+    parts = reader.parts(*_ROLES) if reader else {}
+    return {_ROLES[name]: read_one(each) for name, each in parts.items()}
+
+
+def _named(reader: _Reader | None, read_one: Callable[[_Reader], T]) -> dict[str, T]:
+    return {name: read_one(each) for name, each in reader.children()} if reader else {}
+
+
+def _items(reader: _Reader | None) -> list[_Reader]:
+    return reader.items() if reader else []
+
+
+def _text(parts: Mapping[str, _Reader], name: str) -> str:
+    return parts[name].text() if name in parts else ""
+
+
+def _name(parts: Mapping[str, _Reader], name: str, default: str = DEFAULT_NAME) -> str:
+    return parts[name].name() if name in parts else default
+
+
+def _number(parts: Mapping[str, _Reader], name: str) -> int:
+    return parts[name].number(MAX_COUNT) if name in parts else 0
+
+
+# --- nodes -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """A node and where it stands. Every method raises InvalidRequest for what is not of its kind."""
+
+    node: Node
+    path: str
+
+    def wrong(self, message: str) -> InvalidRequest:
+        return _wrong(self.path, self.node.start_mark.line + 1, message)
+
+    def children(self, pattern: re.Pattern[str] = _NAME) -> list[tuple[str, _Reader]]:
+        if _is_nothing(self.node):
+            return []
+        if not isinstance(self.node, MappingNode):
+            raise self.wrong("must be a mapping of names")
+        found: dict[str, _Reader] = {}
+        for key, value in self.node.value:
+            name = str(key.value) if isinstance(key, ScalarNode) else ""
+            child = _Reader(value, f"{self.path}.{name}" if self.path else name)
+            if not pattern.fullmatch(name):
+                raise _wrong(child.path, _line(key), f"a name must match {pattern.pattern}")
+            if name in found:
+                raise _wrong(child.path, _line(key), "is there twice")
+            found[name] = child
+        return list(found.items())
+
+    def parts(self, *known: str) -> dict[str, _Reader]:
+        found = dict(self.children(_OPTION))
+        for name, each in found.items():
+            if name not in known:
+                raise each.wrong(f"is not known; known are {', '.join(known)}")
+        return found
+
+    def items(self) -> list[_Reader]:
+        if _is_nothing(self.node):
+            return []
+        if not isinstance(self.node, SequenceNode):
+            raise self.wrong("must be a list")
+        return [_Reader(each, f"{self.path}[{i}]") for i, each in enumerate(self.node.value)]
+
+    def text(self) -> str:
+        if not isinstance(self.node, ScalarNode):
+            raise self.wrong("must be a plain value")
+        return str(self.node.value)
+
+    def name(self) -> str:
+        text = self.text()
+        if not _NAME.fullmatch(text):
+            raise self.wrong(f"a name must match {_NAME.pattern}")
+        return text
+
+    def flag(self) -> bool:
+        value = _TRUE.get(self.text())
+        if value is None:
+            raise self.wrong("must be true or false")
+        return value
+
+    def number(self, most: int, least: int = 0) -> int:
+        text = self.text()
+        if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= most:
+            raise self.wrong(f"must be a whole number from {least} to {most}")
+        return int(text)
+
+
+def _compose(text: str) -> Node | None:
+    if len(text.encode()) > MAX_BYTES:
+        raise InvalidRequest(f"the desired state is longer than {MAX_BYTES} bytes", field="text")
+    try:
+        _refuse_what_grows(text)
+        root: Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as exc:
+        mark = exc.problem_mark or exc.context_mark
+        line = mark.line + 1 if mark else 1
+        raise _wrong("", line, exc.problem or "is not YAML") from exc
+    except (yaml.YAMLError, ValueError) as exc:
+        raise _wrong("", 1, "is not YAML text") from exc
+    return root
+
+
+def _refuse_what_grows(text: str) -> None:
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise _wrong("", event.start_mark.line + 1, "anchors and aliases are not read")
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > _MAX_DEPTH:
+            raise _wrong("", event.start_mark.line + 1, "is nested too deeply")
+
+
+def _wrong(path: str, line: int, message: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"line {line}: {path + ': ' if path else ''}{message}", field=path or "text"
+    )
+
+
+def _line(node: Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _line_of(root: Node, path: str) -> int:
+    """The line of the deepest part of `path` that the file has; a copy of a group stands where its pattern does."""
+    node, line = root, 1
+    for name in re.split(r"[.\[\]]+", path.rstrip("]")):
+        child = _child(node, name) or _child(node, name.rpartition("-")[0])
+        if child is None:
+            break
+        line, node = child
+    return line
+
+
+def _child(node: Node, name: str) -> tuple[int, Node] | None:
+    if isinstance(node, MappingNode):
+        return next(((_line(k), v) for k, v in node.value if k.value == name), None)
+    if isinstance(node, SequenceNode) and name.isdigit() and int(name) < len(node.value):
+        return _line(node.value[int(name)]), node.value[int(name)]
+    return None
+
+
+def _is_nothing(node: Node) -> bool:
+    return bool(isinstance(node, ScalarNode) and node.value == "" and not node.style)

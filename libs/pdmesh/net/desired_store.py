@@ -1,0 +1,141 @@
+"""The desired state in the registry, bucket `pdmesh-desired`: the current version and those before it.
+
+The key `current` holds version, text and author together, so one compare-and-set makes a version. Before it is replaced, its
+content is copied to a key of its own (`v7`): a writer that dies in between leaves a copy of what is current, nothing half-made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import structlog
+from google.protobuf.json_format import MessageToJson, Parse, ParseError
+from google.protobuf.message import Message
+
+from pdmesh.errors import NotLeader, VersionConflict
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats_kv import KvBucket, KvEntry, WrongRevision
+from pdmesh.v1.admin_service_pb2 import Adjustments, DesiredVersion
+
+log = structlog.get_logger(__name__)
+
+BUCKET: Final = "pdmesh-desired"
+VERSIONS_KEPT: Final = 100
+_CURRENT: Final = "current"
+_ADJUSTED: Final = "adjusted"
+
+
+M = TypeVar("M", bound=Message)
+
+
+class DesiredStore:
+    """Every method raises Unavailable within about a second if the store does not answer."""
+
+    def __init__(self, bus: NatsBus, bucket: str = BUCKET) -> None:
+        self._bucket = KvBucket(bus, bucket)
+
+    async def version(self, number: int = 0) -> DesiredVersion | None:
+        """That version, 0: the current one; None if it is not there."""
+        current = _parse(await self._get_current())
+        if current is None or number in (0, current.version):
+            return current
+        return _parse(await self._bucket.get(_key(number)))
+
+    async def apply(
+        self, text: str, *, expected_version: int | None, author: str, reason: str
+    ) -> DesiredVersion:
+        """Make `text` the next version; raises VersionConflict if another than the expected one is current."""
+        found = await self._get_current()
+        current = _parse(found)
+        number = current.version if current is not None else 0
+        if expected_version is not None and expected_version != number:
+            raise VersionConflict(f"version {number} is current, not {expected_version}")
+        if current is not None:
+            await self._bucket.put(_key(number), _encode(current))
+        after = DesiredVersion(version=number + 1, text=text, author=author, reason=reason)
+        after.applied_at.GetCurrentTime()
+        try:
+            await self._bucket.put(_CURRENT, _encode(after), last=found.revision if found else 0)
+        except WrongRevision as exc:
+            raise VersionConflict("somebody else changed the desired state just now") from exc
+        if number > VERSIONS_KEPT:
+            await self._bucket.delete(_key(number - VERSIONS_KEPT))
+        return after
+
+    async def adjust(self, adjustments: Adjustments) -> None:
+        """Replace the adjustments; raises NotLeader if a later epoch has written them, VersionConflict if somebody just did."""
+        await self._bucket.ensure()
+        found = await self._bucket.get(_ADJUSTED)
+        before = _parse_as(found, Adjustments)
+        if before is not None and before.epoch > adjustments.epoch:
+            raise NotLeader(f"epoch {before.epoch} has adjusted groups since")
+        try:
+            last = found.revision if found else 0
+            await self._bucket.put(_ADJUSTED, _encode(adjustments), last=last)
+        except WrongRevision as exc:
+            raise VersionConflict("somebody else adjusted groups just now") from exc
+
+    def watch(self, on_change: Callable[[], None]) -> DesiredView:
+        return DesiredView(self._bucket, on_change)
+
+    async def _get_current(self) -> KvEntry | None:
+        await self._bucket.ensure()
+        return await self._bucket.get(_CURRENT)
+
+
+class DesiredView:
+    """The current version and its adjustments, followed. They stay while the store is away, and if the store is wiped."""
+
+    def __init__(self, bucket: KvBucket, on_change: Callable[[], None]) -> None:
+        self.current: DesiredVersion | None = None
+        self.adjustments = Adjustments()
+        self._on_change = on_change
+        self._loaded = (asyncio.Event(), asyncio.Event())
+        self._watches = (
+            bucket.watch(self._on_entry, self._loaded[0].set, lambda: None, key=_CURRENT),
+            bucket.watch(self._on_adjusted, self._loaded[1].set, lambda: None, key=_ADJUSTED),
+        )
+
+    async def until_loaded(self) -> None:
+        for loaded in self._loaded:
+            await loaded.wait()
+
+    async def close(self) -> None:
+        for watch in self._watches:
+            await watch.close()
+
+    def _on_adjusted(self, entry: KvEntry) -> None:
+        adjustments = _parse_as(entry, Adjustments)
+        if adjustments is not None and adjustments != self.adjustments:
+            self.adjustments = adjustments
+            self._on_change()
+
+    def _on_entry(self, entry: KvEntry) -> None:
+        version = _parse(entry)
+        if version is not None and version != self.current:
+            self.current = version
+            self._on_change()
+
+
+def _key(number: int) -> str:
+    return f"v{number}"
+
+
+def _encode(message: Message) -> bytes:
+    return MessageToJson(message, indent=None).encode()
+
+
+def _parse(entry: KvEntry | None) -> DesiredVersion | None:
+    return _parse_as(entry, DesiredVersion)
+
+
+def _parse_as(entry: KvEntry | None, kind: type[M]) -> M | None:
+    if entry is None or entry.value is None:
+        return None
+    try:
+        return Parse(entry.value, kind(), ignore_unknown_fields=True)
+    except ParseError:
+        log.warning("desired.bad_value", key=entry.key)
+        return None

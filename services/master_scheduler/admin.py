@@ -1,0 +1,226 @@
+"""AdminService: the desired state and holds, changed by operators at the leading master."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import grpc
+import structlog
+
+from pdmesh.core.desired import Change, Desired, diff
+from pdmesh.core.fleet import Role
+from pdmesh.core.group_controller import GroupReport
+from pdmesh.core.group_facts import Observed, WantedGroup
+from pdmesh.desired_file import read
+from pdmesh.errors import InvalidRequest, NotLeader, Unavailable
+from pdmesh.instance.assignment import TO_PROTO
+from pdmesh.net.board import Board
+from pdmesh.net.desired_store import DesiredStore
+from pdmesh.net.registry import RegistryView
+from pdmesh.v1 import admin_service_pb2 as pb
+from pdmesh.v1.common_pb2 import INSTANCE_PHASE_BLANK, InstancePhase
+from pdmesh.v1.groups_pb2 import Stage
+from services.master_scheduler.admin_access import AdminAccess
+from services.master_scheduler.group_loop import GroupLoop
+
+log = structlog.get_logger(__name__)
+
+_MAX_WORDS: Final = 1024  # of an author or reason
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class AdminServicer:
+    """`leadership` returns (whether this process leads, its epoch) now."""
+
+    def __init__(
+        self,
+        access: AdminAccess,
+        loop: GroupLoop,
+        store: DesiredStore,
+        holds: Board[pb.Hold],
+        view: RegistryView,
+        leadership: Callable[[], tuple[bool, int]],
+    ) -> None:
+        self._access, self._loop, self._store, self._holds = access, loop, store, holds
+        self._view, self._leadership = view, leadership
+
+    async def GetDesired(  # noqa: N802
+        self, request: pb.GetDesiredRequest, context: Context
+    ) -> pb.GetDesiredResponse:
+        self._enter(context)
+        found = await self._store.version(request.version)
+        if found is None and request.version:
+            raise InvalidRequest(f"there is no version {request.version}", field="version")
+        return pb.GetDesiredResponse(desired=found)
+
+    async def DiffDesired(  # noqa: N802
+        self, request: pb.DiffDesiredRequest, context: Context
+    ) -> pb.DiffDesiredResponse:
+        self._enter(context)
+        after = read(request.text)
+        current = await self._store.version()
+        return pb.DiffDesiredResponse(
+            version=current.version if current else 0, changes=_changes(current, after)
+        )
+
+    async def ApplyDesired(  # noqa: N802
+        self, request: pb.ApplyDesiredRequest, context: Context
+    ) -> pb.ApplyDesiredResponse:
+        self._enter(context)
+        expected = request.expected_version if request.HasField("expected_version") else None
+        version, changes = await self._apply(request.text, expected, request.author, request.reason)
+        return pb.ApplyDesiredResponse(version=version, changes=changes)
+
+    async def RollbackDesired(  # noqa: N802
+        self, request: pb.RollbackDesiredRequest, context: Context
+    ) -> pb.RollbackDesiredResponse:
+        self._enter(context)
+        current = await self._store.version()
+        number = request.version or (current.version - 1 if current else 0)
+        old = await self._store.version(number) if number > 0 else None
+        if current is None or old is None:
+            raise InvalidRequest(f"there is no version {number} to go back to", field="version")
+        reason = request.reason or f"back to version {number}"
+        version, changes = await self._apply(old.text, current.version, request.author, reason)
+        return pb.RollbackDesiredResponse(version=version, restored_version=number, changes=changes)
+
+    async def ListGroupStates(  # noqa: N802
+        self, request: pb.ListGroupStatesRequest, context: Context
+    ) -> pb.ListGroupStatesResponse:
+        epoch = self._enter(context)
+        desired, observed = self._loop.desired, self._loop.observed
+        response = pb.ListGroupStatesResponse(
+            epoch=epoch,
+            version=desired.version if desired else 0,
+            holds=self._loop.holds,
+            adjustments=self._loop.adjustments.groups,
+        )
+        if observed is not None and observed.epoch == epoch:
+            reports = self._loop.controller.reports
+            response.groups.extend(_group_state(observed, report) for report in reports.values())
+        response.blank_instance_ids.extend(
+            instance_id
+            for instance_id, record in sorted(self._view.records.items())
+            if record.phase == INSTANCE_PHASE_BLANK
+        )
+        return response
+
+    async def HoldInstance(  # noqa: N802
+        self, request: pb.HoldInstanceRequest, context: Context
+    ) -> pb.HoldInstanceResponse:
+        self._enter(context)
+        _check_kind(request.kind)
+        if request.instance_id not in self._view.records:
+            raise InvalidRequest(f"there is no {request.instance_id}", field="instance_id")
+        reason = _words(request.reason, "reason") or "asked for by an operator"
+        hold = pb.Hold(instance_id=request.instance_id, kind=request.kind, reason=reason)
+        hold.since.GetCurrentTime()
+        await self._holds.write(request.instance_id, hold)
+        log.info("admin.held", instance_id=request.instance_id, kind=request.kind, reason=reason)
+        return pb.HoldInstanceResponse(hold=hold)
+
+    async def ReleaseInstance(  # noqa: N802
+        self, request: pb.ReleaseInstanceRequest, context: Context
+    ) -> pb.ReleaseInstanceResponse:
+        self._enter(context)
+        _check_kind(request.kind)
+        held = {hold.instance_id: hold for hold in self._loop.holds}
+        hold = held.get(request.instance_id)
+        if hold is None or hold.kind != request.kind:
+            what = "drained" if request.kind == pb.HOLD_KIND_DRAIN else "isolated"
+            raise InvalidRequest(f"{request.instance_id} is not {what}", field="instance_id")
+        await self._holds.forget(request.instance_id)
+        log.info("admin.released", instance_id=request.instance_id)
+        return pb.ReleaseInstanceResponse()
+
+    def _enter(self, context: Context) -> int:
+        """The epoch of the own leadership; raises NotAllowed before anything else is told."""
+        metadata: Any = context.invocation_metadata() or ()  # pairs; its stubs say otherwise
+        self._access.check(metadata, context.peer())
+        is_leader, epoch = self._leadership()
+        if not is_leader:
+            leader = next((r for r in self._view.records.values() if r.is_leader), None)
+            where = f"; {leader.instance_id} does, at {leader.grpc_address}" if leader else ""
+            raise NotLeader(f"this master does not lead{where}")
+        return epoch
+
+    async def _apply(
+        self, text: str, expected: int | None, author: str, reason: str
+    ) -> tuple[int, list[pb.DesiredChange]]:
+        after = read(text)
+        author, reason = _words(author, "author"), _words(reason, "reason")
+        current = await self._store.version()
+        changes = _changes(current, after)
+        if current is not None and current.text == text and expected in (None, current.version):
+            return current.version, []
+        if not self._leadership()[0]:
+            raise Unavailable("this master has just ceased to lead; nothing was changed")
+        applied = await self._store.apply(
+            text, expected_version=expected, author=author, reason=reason
+        )
+        log.info("admin.applied", version=applied.version, author=author, num_changes=len(changes))
+        return applied.version, changes
+
+
+def _changes(current: pb.DesiredVersion | None, after: Desired) -> list[pb.DesiredChange]:
+    before = Desired()
+    if current is not None:
+        try:
+            before = read(current.text)
+        except InvalidRequest:  # an earlier release took it: all of the new one is a change
+            log.warning("admin.unreadable", version=current.version)
+    return [_change_to(change) for change in diff(before, after)]
+
+
+def _change_to(change: Change) -> pb.DesiredChange:
+    return pb.DesiredChange(path=change.path, before=change.before, after=change.after)
+
+
+def _group_state(observed: Observed, report: GroupReport) -> pb.GroupState:
+    group = observed.wanted.groups.get(report.group_id)
+    state = pb.GroupState(
+        group_id=report.group_id, state=report.state.value, detail=report.detail, **_wanted(group)
+    )
+    for instance_id, given in sorted(observed.given.items()):
+        seen = observed.seen.get(instance_id)
+        if given.duty.group_id != report.group_id or seen is None:
+            continue
+        state.scenario = given.duty.scenario
+        if seen.incarnation == given.incarnation:
+            state.members.append(
+                pb.GroupMember(
+                    instance_id=instance_id,
+                    incarnation=seen.incarnation,
+                    role=TO_PROTO[given.duty.role],
+                    phase=InstancePhase.ValueType(seen.phase),
+                    stage=Stage.ValueType(given.stage),
+                    revision=given.duty.revision,
+                    assignment_id=given.assignment_id,
+                )
+            )
+    return state
+
+
+def _wanted(group: WantedGroup | None) -> dict[str, Any]:
+    """Fields of GroupState."""
+    if group is None:
+        return {}
+    return {
+        "scenario": group.scenario,
+        "num_prefill_wanted": group.counts[Role.PREFILL],
+        "num_decode_wanted": group.counts[Role.DECODE],
+        "num_fusion_wanted": group.counts[Role.FUSION],
+        "revision": group.revision,
+    }
+
+
+def _check_kind(kind: int) -> None:
+    if kind not in (pb.HOLD_KIND_DRAIN, pb.HOLD_KIND_ISOLATE):
+        raise InvalidRequest(f"hold kind {kind} is not known", field="kind")
+
+
+def _words(text: str, field: str) -> str:
+    if len(text) > _MAX_WORDS:
+        raise InvalidRequest(f"at most {_MAX_WORDS} characters", field=field)
+    return text

@@ -1,0 +1,232 @@
+"""Makes plans come true while this master leads: schedules and ratios ask for them, one move at a time goes through (S21, S28, S29).
+
+A move is made by writing an adjustment of the desired state, and has ended when the groups it touches are what they then shall be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import structlog
+
+from pdmesh.core import adjustments
+from pdmesh.core.adjustments import CannotMove
+from pdmesh.core.cron import Cron
+from pdmesh.core.desired import Desired, Scenario
+from pdmesh.core.desired import Schedule as Line
+from pdmesh.core.fleet import Fleet, Role
+from pdmesh.core.group_controller import GroupState
+from pdmesh.core.moves import Groups, serving
+from pdmesh.core.plan_runner import (
+    Event,
+    GroupsSeen,
+    MoveEnded,
+    PlanAsked,
+    PlanEnded,
+    PlanRunner,
+    StartMove,
+)
+from pdmesh.core.ratio import AskPlan, Decided, RatioController, WindowSeen
+from pdmesh.core.scenario_windows import ScenarioWindows
+from pdmesh.core.schedule import Entry, Schedule, What
+from pdmesh.errors import NotLeader, Unavailable, VersionConflict
+from pdmesh.net.desired_store import DesiredStore
+from services.master_scheduler.desired_convert import adjustments_to
+from services.master_scheduler.group_loop import GroupLoop
+
+log = structlog.get_logger(__name__)
+
+_TICK_S: Final = 1.0
+WINDOW_S: Final = 30.0  # of requests, by which a ratio is steered
+
+
+class PlanLoop:
+    """`leadership` returns (whether this process leads, its epoch) now; `wall` is unix time."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        groups: GroupLoop,
+        store: DesiredStore,
+        windows: ScenarioWindows,
+        leadership: Callable[[], tuple[bool, int]],
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._fleet, self._groups, self._store = fleet, groups, store
+        self._windows, self._closed_at = windows, clock()
+        self._ratio = RatioController()
+        self._leadership, self._clock, self._wall = leadership, clock, wall
+        self._epoch = 0
+        self._runner = PlanRunner()
+        self._schedule = Schedule(())
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            try:
+                await self.round()
+            except (Unavailable, NotLeader, VersionConflict) as exc:
+                log.info("plans.unavailable", error=exc.message)
+            except Exception:  # a bug here must not end the planning of requests
+                log.exception("plans.bug")
+            await asyncio.sleep(_TICK_S)
+
+    async def round(self) -> None:
+        is_leader, epoch = self._leadership()
+        current = self._groups.current
+        if not is_leader or current is None or self._groups.observed is None:
+            return
+        if self._groups.observed.epoch != epoch:
+            return  # it has not looked yet
+        desired, known = current
+        if epoch != self._epoch:  # plans of an earlier leadership are asked for again, or not
+            self._epoch, self._runner = epoch, PlanRunner()
+            self._ratio, self._closed_at = RatioController(), self._clock()
+            self._schedule = Schedule((), fired=dict(self._groups.fired))
+        states = adjustments.group_states(desired, known, lambda g, role: self._busy([g], role))
+        self._ask(desired, states)
+        self._steer(desired, states)
+        self._notice_ends(known, desired)
+        num_blank = self._groups.num_blank
+        for start in self._feed(GroupsSeen(states, num_blank)):
+            known = await self._make(start, desired, known)
+        if self._schedule.fired != self._groups.fired:
+            await self._write(known)
+
+    def _ask(self, desired: Desired, states: Groups) -> None:
+        entries = [_entry(i, line) for i, line in enumerate(desired.schedules)]
+        if entries != list(self._schedule.entries):
+            self._schedule.replace_entries(entries)
+        for due in self._schedule.tick(self._runner.expected(states), self._wall()):
+            log.info("plan.due", schedule=due.entry.name, late_s=due.late_s, reason=due.reason)
+            if due.plan is not None:
+                self._feed(PlanAsked(due.plan))
+
+    def _steer(self, desired: Desired, states: Groups) -> None:
+        """The ratio of scenarios that want it so, once in a window."""
+        window_s = self._clock() - self._closed_at
+        if window_s < WINDOW_S:
+            return
+        self._closed_at = self._clock()
+        for scenario in sorted({group.scenario for group in states.values()}):
+            ids = [g.group_id for g in serving(states, scenario)]
+            window = self._windows.close(
+                scenario, self._busy(ids, Role.PREFILL), self._busy(ids, Role.DECODE)
+            )
+            if desired.scenarios.get(scenario, Scenario()).has_auto_ratio:
+                rate = window.num_requests / window_s if window else 0.0
+                seen = WindowSeen(scenario, window, states, self._groups.num_blank, rate)
+                self._decide(self._ratio.handle(seen, self._clock()))
+
+    def _decide(self, effects: Sequence[AskPlan | Decided]) -> None:
+        for effect in effects:
+            match effect:
+                case AskPlan(plan):
+                    self._feed(PlanAsked(plan))
+                case Decided(scenario, action, reason, window):
+                    log.info(
+                        "ratio.decided",
+                        scenario=scenario,
+                        action=action.value,
+                        reason=reason,
+                        e2e_s=window.e2e_s if window else None,
+                        prefill_share=window.prefill_share if window else None,
+                    )
+
+    def _notice_ends(self, known: adjustments.Adjustments, desired: Desired) -> None:
+        for scenario, move in self._runner.moving.items():
+            touched = [move.group_id, *([move.to_group] if move.role and move.to_group else [])]
+            states = [self._state_of(group_id, known, desired) for group_id in touched]
+            if GroupState.FAILED in states:
+                why = self._groups.controller.reports[move.group_id].detail
+                self._feed(MoveEnded(scenario, is_done=False, detail=why))
+            elif all(state is GroupState.SERVING for state in states):
+                self._feed(MoveEnded(scenario, is_done=True))
+
+    def _state_of(
+        self, group_id: str, known: adjustments.Adjustments, desired: Desired
+    ) -> GroupState | None:
+        """None until the group's controller has seen what it shall be. A lent group that is gone is what it shall be."""
+        observed = self._groups.observed
+        assert observed is not None
+        wanted = observed.wanted.groups.get(group_id)
+        shall_be = adjustments.adjusted(desired, known).groups.get(group_id)
+        report = self._groups.controller.reports.get(group_id)
+        if shall_be is None or wanted is None:
+            is_gone = shall_be is None and wanted is None and report is None
+            return GroupState.SERVING if is_gone else None
+        counts = (wanted.counts[Role.PREFILL], wanted.counts[Role.DECODE])
+        is_seen = counts == (shall_be.prefill, shall_be.decode)
+        return report.state if is_seen and report is not None else None
+
+    async def _make(
+        self, start: StartMove, desired: Desired, known: adjustments.Adjustments
+    ) -> adjustments.Adjustments:
+        """Begin the move; the adjustments from then on."""
+        move, scenario = start.move, start.plan.scenario
+        try:
+            changed = adjustments.after(move, desired, known)
+            await self._write(changed)
+        except CannotMove as exc:
+            self._feed(MoveEnded(scenario, is_done=False, detail=str(exc)))
+            return known
+        except (Unavailable, NotLeader, VersionConflict) as exc:
+            self._feed(MoveEnded(scenario, is_done=False, detail=exc.message))
+            raise
+        role = move.role.value if move.role else ""
+        log.info(
+            "plan.move",
+            scenario=scenario,
+            group_id=move.group_id,
+            kind=move.kind.value,
+            role=role,
+            reason=move.reason,
+        )
+        return changed
+
+    def _feed(self, event: Event) -> list[StartMove]:
+        """The moves to begin. How a plan ended is for the log."""
+        starts: list[StartMove] = []
+        for effect in self._runner.handle(event, self._clock()):
+            match effect:
+                case StartMove():
+                    starts.append(effect)
+                case PlanEnded(plan, outcome, num_moves, detail):
+                    self._decide(self._ratio.handle(effect, self._clock()))
+                    log.info(
+                        "plan.ended",
+                        scenario=plan.scenario,
+                        trigger=plan.trigger.value,
+                        reason=plan.reason,
+                        outcome=outcome.value,
+                        num_moves=num_moves,
+                        detail=detail,
+                    )
+        return starts
+
+    async def _write(self, known: adjustments.Adjustments) -> None:
+        message = adjustments_to(known, self._schedule.fired, self._epoch)
+        await self._store.adjust(message)
+        self._groups.take_adjustments(message)
+
+    def _busy(self, group_ids: Sequence[str], role: Role) -> float | None:
+        """Mean share of slots taken; None if a member's load was never heard."""
+        members = [
+            i
+            for i in self._fleet.instances.values()
+            if i.identity.group_id in group_ids and i.identity.role is role and i.is_usable
+        ]
+        if not members or any(i.reported_at is None or not i.num_slots for i in members):
+            return None
+        return sum(min(1.0, i.used_slots() / i.num_slots) for i in members) / len(members)
+
+
+def _entry(number: int, line: Line) -> Entry:
+    name = f"{number}: {line.at} {line.action} {line.num_groups} of {line.scenario}"
+    return Entry(
+        name, line.scenario, Cron.parse(line.at), What(line.action), line.num_groups, line.pool
+    )

@@ -1,0 +1,213 @@
+"""A mesh of pure instances and a registry under a group controller: what every order of events may be tried on.
+
+Instances are real `InstanceLife`s; loading, connecting and idling take as long as the test lets them. The registry holds records
+and assignments, each write compared with what its writer saw, as JetStream does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pdmesh.core import instance_life as life
+from pdmesh.core.desired import Desired
+from pdmesh.core.fleet import Role
+from pdmesh.core.group_clock import StageClock, StageLimits
+from pdmesh.core.group_controller import Forget, Give, GroupController
+from pdmesh.core.group_facts import Observed, Seen, wanted_of
+from pdmesh.core.group_steps import Step
+from pdmesh.core.instance_life import Assignment, InstanceLife, PeerId, Phase
+
+LIMITS = StageLimits(
+    react_s=20, load_s=40, connect_s=20, serve_s=20, drain_s=40, disconnect_s=5, gather_s=30, cool_s=30
+)  # fmt: skip
+
+
+@dataclass
+class Process:
+    """One process; `life` is what lives in it now."""
+
+    instance_id: str
+    life: InstanceLife
+    todo: list[life.Effect] = field(default_factory=list)
+    region: str = ""
+
+    def record(self) -> Seen:
+        duty = self.life.duty
+        return Seen(
+            self.instance_id,
+            self.life.incarnation,
+            self.life.phase,
+            duty.role if duty else Role.NONE,
+            duty.group_id if duty else "",
+            duty.scenario if duty else "",
+            duty.revision if duty else "",
+            self.life.assignment.assignment_id if self.life.assignment else 0,
+            self.region,
+            kv_addresses=(f"{self.instance_id}:1",),
+            verified=frozenset(self.life.verified_peers),
+            failed=frozenset(self.life.failed_peers),
+            failure=self.life.failure,
+        )
+
+
+@dataclass
+class World:
+    desired: Desired
+    num: int = 6
+    version: int = 1
+    num_lent: int = 0
+    epoch: int = 1
+    now: float = 0.0
+    controller: GroupController = field(default_factory=lambda: GroupController(StageClock(LIMITS)))
+    processes: dict[str, Process] = field(default_factory=dict)
+    records: dict[str, Seen] = field(default_factory=dict)
+    given: dict[str, Assignment] = field(default_factory=dict)
+    drained: set[str] = field(default_factory=set)
+    isolated: set[str] = field(default_factory=set)
+    steps: list[Step] = field(default_factory=list)
+    incarnations: int = 0
+
+    def __post_init__(self) -> None:
+        for i in range(self.num):
+            self.start(f"i-{i}")
+
+    # --- what happens to processes -------------------------------------------------------------------
+
+    def start(self, instance_id: str, own: life.Duty | None = None) -> None:
+        self.incarnations += 1
+        process = Process(instance_id, InstanceLife(self.incarnations, own))
+        self.processes[instance_id] = process
+        self.records[instance_id] = process.record()
+
+    def kill(self, instance_id: str) -> None:
+        """And its lease ends."""
+        del self.processes[instance_id]
+        del self.records[instance_id]
+
+    def hear(self, instance_id: str) -> None:
+        """The instance reads its assignment."""
+        if instance_id in self.given and instance_id in self.processes:
+            self._feed(instance_id, life.Assigned(self.given[instance_id]))
+
+    def work(self, instance_id: str, *, fails: bool = False) -> None:
+        """The first thing it has to do is done, or fails."""
+        process = self.processes.get(instance_id)
+        if process is None or not process.todo:
+            return
+        for event in self._done(process.todo.pop(0), fails):
+            self._feed(instance_id, event)
+
+    def tell(self, instance_id: str) -> None:
+        """The instance's record reaches the registry."""
+        if instance_id in self.processes:
+            self.records[instance_id] = self.processes[instance_id].record()
+
+    def _done(self, effect: life.Effect, fails: bool) -> Iterator[life.Event]:
+        match effect:
+            case life.Load():
+                yield life.LoadFailed("LOAD_FAILED: no such file") if fails else life.Loaded()
+            case life.Verify(peer):
+                is_there = self._is_reachable(peer.id) and not fails
+                yield life.PeerVerified(peer.id) if is_there else life.PeerFailed(peer.id, "silent")
+            case life.Refuse():
+                yield life.BecameIdle()
+
+    def _is_reachable(self, peer: PeerId) -> bool:
+        other = self.processes.get(peer.instance_id)
+        is_same = other is not None and other.life.incarnation == peer.incarnation
+        return bool(is_same and other and other.record().is_loaded)
+
+    def _feed(self, instance_id: str, event: life.Event) -> None:
+        process = self.processes[instance_id]
+        for effect in process.life.handle(event, self.now):
+            if isinstance(effect, life.Erase):
+                self.start(instance_id)
+                return
+            process.todo.append(effect)
+        process.life.check_invariants()
+
+    # --- the leader ----------------------------------------------------------------------------------
+
+    def observe(self) -> Observed:
+        return Observed(
+            self.epoch,
+            self.version,
+            wanted_of(self.desired, "kv/1", self.num_lent),
+            dict(self.records),
+            dict(self.given),
+            frozenset(self.drained),
+            frozenset(self.isolated),
+        )
+
+    def round(self, num_written: int | None = None) -> list[Give | Forget]:
+        """One round; of its writes only the first `num_written` arrive (the leader died, or the store went away)."""
+        effects = self.controller.handle(self.observe(), self.now)
+        self.steps += [e for e in effects if isinstance(e, Step)]
+        writes = [e for e in effects if isinstance(e, Give | Forget)]
+        for write in writes[:num_written]:
+            match write:
+                case Give(instance_id, assignment):
+                    self.given[instance_id] = assignment
+                case Forget(instance_id):
+                    del self.given[instance_id]
+        return writes
+
+    def elect(self) -> None:
+        """Another master leads: it knows what the registry knows."""
+        self.epoch += 1
+        self.controller = GroupController(StageClock(LIMITS))
+
+    def apply(self, desired: Desired) -> None:
+        self.desired = desired
+        self.version += 1
+
+    # --- what a test wants ---------------------------------------------------------------------------
+
+    def settle(self, max_s: float = 3000.0, quiet_s: float = 45.0) -> None:
+        """No more faults: everybody does what is to be done until the leader has nothing to say."""
+        end, num_quiet = self.now + max_s, 0
+        while num_quiet < quiet_s:
+            assert self.now < end, self.describe()
+            self.now += 1
+            is_quiet = not self.round()
+            for instance_id in list(self.processes):
+                self.hear(instance_id)
+                while self.processes[instance_id].todo:
+                    self.work(instance_id)
+                self._feed(instance_id, life.Tick())
+                before = self.records.get(instance_id)
+                self.tell(instance_id)
+                is_quiet = is_quiet and self.records[instance_id] == before
+            is_cooling = any(r.state == "failed" for r in self.controller.reports.values())
+            num_quiet = num_quiet + 1 if is_quiet and not is_cooling else 0
+
+    def ready(self, group_id: str, role: Role) -> list[str]:
+        """Instances that really take requests as members of the group."""
+        return sorted(
+            p.instance_id
+            for p in self.processes.values()
+            if p.life.phase is Phase.READY
+            and p.life.duty is not None
+            and (p.life.duty.group_id, p.life.duty.role) == (group_id, role)
+        )
+
+    def counts(self) -> dict[str, tuple[int, int, int]]:
+        roles = (Role.PREFILL, Role.DECODE, Role.FUSION)
+        found = {
+            group_id: tuple(len(self.ready(group_id, role)) for role in roles)
+            for group_id in {p.life.duty.group_id for p in self.processes.values() if p.life.duty}
+        }
+        return {g: (c[0], c[1], c[2]) for g, c in sorted(found.items()) if any(c)}
+
+    def describe(self) -> str:
+        lines = [f"{r}" for r in self.controller.reports.values()]
+        for instance_id, process in sorted(self.processes.items()):
+            given = self.given.get(instance_id)
+            duty = given.duty if given else None
+            lines.append(
+                f"{instance_id}#{process.life.incarnation} {process.life.phase.name} "
+                f"{given.stage.name if given else '-'} {duty.group_id if duty else ''} "
+                f"{duty.role.value if duty else ''} {duty.revision if duty else ''}"
+            )
+        return "\n".join(lines)

@@ -1,0 +1,82 @@
+"""The desired state and the holds in a real JetStream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from pdmesh.errors import VersionConflict
+from pdmesh.net.board import hold_board
+from pdmesh.net.desired_store import DesiredStore
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.v1.admin_service_pb2 import HOLD_KIND_ISOLATE, Hold
+from tests.support import servers
+from tests.support.waiting import until
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[servers.TestServer]:
+    server = servers.nats(tmp_path)
+    await server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+async def bus(server: servers.TestServer) -> AsyncIterator[NatsBus]:
+    bus = await NatsBus.connect(server.url, "test")
+    yield bus
+    await bus.close()
+
+
+async def test_versions_are_numbered_kept_and_followed(bus: NatsBus) -> None:
+    store = DesiredStore(bus)
+    assert await store.version() is None
+    seen: list[int] = []
+    view = store.watch(lambda: seen.append(view.current.version if view.current else 0))
+    for i, text in enumerate(("a: 1", "a: 2", "a: 1")):
+        applied = await store.apply(text, expected_version=i, author="ann", reason="because")
+        assert applied.version == i + 1
+    await until(lambda: seen[-1:] == [3])
+    kept = [await store.version(number) for number in (0, 1, 2, 3, 9)]
+    assert [v.text if v else None for v in kept] == ["a: 1", "a: 1", "a: 2", "a: 1", None]
+    await view.close()
+
+
+async def test_of_two_who_change_one_version_one_is_told(bus: NatsBus) -> None:
+    store = DesiredStore(bus)
+    await store.apply("a: 1", expected_version=0, author="ann", reason="")
+    with pytest.raises(VersionConflict):
+        await store.apply("a: 2", expected_version=0, author="bob", reason="")
+    assert (await store.apply("a: 2", expected_version=None, author="bob", reason="")).version == 2
+
+
+@pytest.mark.fault("F18", "F21")
+async def test_the_desired_state_outlives_the_store(
+    bus: NatsBus, server: servers.TestServer
+) -> None:
+    store = DesiredStore(bus)
+    view = store.watch(lambda: None)
+    await store.apply("a: 1", expected_version=0, author="ann", reason="")
+    await until(lambda: view.current is not None)
+    server.kill()
+    await server.start()
+    await until(lambda: bus.is_connected)
+    found = await store.version()
+    assert found is not None
+    assert found.text == "a: 1"
+    assert view.current == found
+    await view.close()
+
+
+async def test_a_hold_stands_until_it_is_lifted(bus: NatsBus) -> None:
+    holds = hold_board(bus)
+    view = holds.watch(lambda _: None)
+    hold = Hold(instance_id="blank-1", kind=HOLD_KIND_ISOLATE, reason="ECC")
+    await holds.write("blank-1", hold)
+    await until(lambda: view.known == {"blank-1": hold})
+    await holds.forget("blank-1")
+    await until(lambda: not view.known)
+    await view.close()

@@ -1,0 +1,218 @@
+"""Blank instances as real processes under a desired state: they become groups, change, heal, and clients notice nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pdmesh.errors import InvalidRequest
+from pdmesh.events.v1.events_pb2 import GroupStep
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.launcher.spec import MeshSpec
+from pdmesh.net import subjects
+from pdmesh.net.admin_client import call_leader
+from pdmesh.net.bus import Message
+from pdmesh.net.events import decode_event
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.v1 import admin_service_pb2 as pb
+from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_DECODE, ROLE_PREFILL
+from tests.support.streams import StreamOutcome, stream_completion
+from tests.support.waiting import until
+
+TWO_BY_TWO = "groups:\n  chat: {prefill: 2, decode: 2}\n"
+THREE_BY_ONE = """
+scenarios:
+  default: {allow_single: true}
+groups:
+  chat: {prefill: 3, decode: 1}
+"""
+CHANGE_S = 60.0  # on a slow and busy machine
+
+
+class Operator:
+    """Asks the leading master, and remembers every step of a group that it heard of."""
+
+    def __init__(self, bus: NatsBus) -> None:
+        self._bus = bus
+        self.steps: list[GroupStep] = []
+
+    async def listen(self) -> None:
+        await self._bus.subscribe(subjects.group_step(), self._on_step)
+
+    async def _on_step(self, message: Message) -> None:
+        self.steps.append(decode_event(message, GroupStep))
+
+    async def groups(self) -> pb.ListGroupStatesResponse:
+        return await call_leader(
+            self._bus,
+            "",
+            lambda stub, metadata, s: stub.ListGroupStates(
+                pb.ListGroupStatesRequest(), metadata=metadata, timeout=s
+            ),
+            within_s=CHANGE_S,
+        )
+
+    async def apply(self, text: str) -> pb.ApplyDesiredResponse:
+        request = pb.ApplyDesiredRequest(text=text, author="test", reason="a test")
+        return await call_leader(
+            self._bus,
+            "",
+            lambda stub, metadata, s: stub.ApplyDesired(request, metadata=metadata, timeout=s),
+        )
+
+    async def hold(self, instance_id: str, kind: pb.HoldKind.ValueType) -> None:
+        request = pb.HoldInstanceRequest(instance_id=instance_id, kind=kind, reason="a test")
+        await call_leader(
+            self._bus,
+            "",
+            lambda stub, metadata, s: stub.HoldInstance(request, metadata=metadata, timeout=s),
+        )
+
+    async def members(self, role: int) -> list[str]:
+        """That are ready."""
+        states = await self.groups()
+        return [
+            m.instance_id
+            for group in states.groups
+            for m in group.members
+            if (m.role, m.phase) == (role, INSTANCE_PHASE_READY)
+        ]
+
+    async def until_serving(self, num_prefill: int, num_decode: int) -> None:
+        async def is_serving() -> bool:
+            states = await self.groups()
+            is_there = [g.state == "serving" for g in states.groups] == [True]
+            counts = (len(await self.members(ROLE_PREFILL)), len(await self.members(ROLE_DECODE)))
+            return is_there and counts == (num_prefill, num_decode)
+
+        await until(is_serving, within_s=CHANGE_S)
+
+    def of(self, instance_id: str) -> list[str]:
+        return [s.step for s in self.steps if s.instance_id == instance_id]
+
+
+def spec(groups_file: Path | None, num_blank: int, num_masters: int = 1) -> MeshSpec:
+    return MeshSpec(
+        engine="sim",
+        num_prefill=0,
+        num_decode=0,
+        num_blank=num_blank,
+        num_masters=num_masters,
+        groups_file=groups_file,
+        http_port=0,
+        grpc_port=0,
+        start_timeout_s=90,
+    )
+
+
+@contextlib.asynccontextmanager
+async def asking(url: str) -> AsyncIterator[list[StreamOutcome]]:
+    """Clients that ask one after the other until the block is left; their outcomes."""
+    outcomes: list[StreamOutcome] = []
+    is_over = asyncio.Event()
+
+    async def ask(client: httpx.AsyncClient, seed: int) -> None:
+        order = random.Random(seed)
+        while not is_over.is_set():
+            prompt = [40 + order.randrange(80) for _ in range(order.randrange(1, 300))]
+            tokens = order.randrange(1, 40)
+            outcomes.append(await stream_completion(client, url, prompt, tokens, ignore_eos=True))
+
+    async with httpx.AsyncClient(timeout=60) as client, asyncio.TaskGroup() as clients:
+        for seed in range(4):
+            clients.create_task(ask(client, seed))
+        try:
+            yield outcomes
+        finally:
+            is_over.set()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.req("S10", "S15", "S19", "S23", "S25", "S26", "S28", "S35", "S36")
+@pytest.mark.fault("F1", "F11")
+async def test_blank_instances_become_a_group_that_changes_and_heals_while_it_serves(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "groups.yaml"
+    file.write_text(TWO_BY_TWO)
+    async with Mesh(spec(file, num_blank=6), tmp_path / "mesh") as mesh:
+        bus = await NatsBus.connect(mesh.nats_url, "test")
+        operator = Operator(bus)
+        await operator.listen()
+        await operator.until_serving(2, 2)
+        assert len((await operator.groups()).blank_instance_ids) == 2
+
+        async with asking(mesh.http_url) as outcomes:
+            await until(lambda: len(outcomes) > 10, within_s=CHANGE_S)
+            with pytest.raises(InvalidRequest, match=r"line 2: groups\.chat\.decode"):
+                await operator.apply("groups:\n  chat: {prefill: 2}\n")
+            assert (await operator.apply(THREE_BY_ONE)).version == 2
+            await operator.until_serving(3, 1)
+            num_before = len(outcomes)
+            await until(lambda: len(outcomes) > num_before + 10, within_s=CHANGE_S)
+        assert [o for o in outcomes if not o.is_complete] == []
+        _check_order(operator)
+
+        operator.steps.clear()
+        lost = (await operator.members(ROLE_PREFILL))[0]
+        others = {name: mesh.pid(name) for name in mesh.names if name != lost}
+        mesh.kill(lost)
+        await until(lambda: "lost" in operator.of(lost), within_s=CHANGE_S)
+        await operator.until_serving(3, 1)
+        assigned = [s for s in operator.steps if s.step == "assigned"]
+        assert [s.replaces for s in assigned] == [lost]
+        assert assigned[0].instance_id != lost  # it is back, but not trusted with the place at once
+        assert {name: mesh.pid(name) for name in others} == others
+        async with httpx.AsyncClient(timeout=60) as client:
+            outcome = await stream_completion(client, mesh.http_url, [41, 42, 43], 8)
+        assert outcome.is_complete
+        await bus.close()
+
+
+def _check_order(operator: Operator) -> None:
+    """The prefill came before a decode left, and each step came in its place."""
+    ready = [s for s in operator.steps if s.step == "ready" and s.role == "prefill"]
+    draining = [s for s in operator.steps if s.step == "draining"]
+    assert [s.role for s in draining] == ["decode"]
+    new = [s.instance_id for s in operator.steps if s.step == "assigned"][-1]
+    names = ["assigned", "loaded", "connecting", "connected", "serving", "ready"]
+    assert [s for s in operator.of(new) if s in names] == names
+    assert operator.steps.index(ready[-1]) < operator.steps.index(draining[0])
+    leaving = draining[0].instance_id
+    left = operator.of(leaving)[operator.of(leaving).index("draining") :]
+    assert left[:4] == ["draining", "drained", "disconnected", "released"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.fault("F11", "F13")
+async def test_a_set_up_goes_on_under_another_leader_and_a_drained_instance_is_replaced(
+    tmp_path: Path,
+) -> None:
+    running = spec(None, num_blank=5, num_masters=2)
+    async with Mesh(running, tmp_path / "mesh") as mesh:
+        bus = await NatsBus.connect(mesh.nats_url, "test")
+        operator = Operator(bus)
+        await operator.listen()
+        await operator.apply(TWO_BY_TWO)
+        await until(lambda: operator.steps, within_s=CHANGE_S)
+        leader = operator.steps[0].header.publisher_id
+        mesh.kill(leader)
+        await operator.until_serving(2, 2)
+        await until(lambda: len({s.epoch for s in operator.steps}) > 1, within_s=CHANGE_S)
+        assert len([s for s in operator.steps if s.step == "assigned"]) == 4
+
+        going = (await operator.members(ROLE_DECODE))[0]
+        async with asking(mesh.http_url) as outcomes:
+            await operator.hold(going, pb.HOLD_KIND_DRAIN)
+            await until(lambda: "released" in operator.of(going), within_s=CHANGE_S)
+            await operator.until_serving(2, 2)
+        assert [o for o in outcomes if not o.is_complete] == []
+        assert going not in await operator.members(ROLE_DECODE)
+        assert [h.instance_id for h in (await operator.groups()).holds] == [going]
+        await bus.close()

@@ -1,0 +1,239 @@
+"""The group controller under any order of reports, losses, changes of mind and changes of leader.
+
+After every round: no group is given more than it wants, P and D of different revisions or groups never meet, no prefill takes requests
+of a group that cannot serve, nothing of ours goes below what a scenario must keep. When the faults stop, every group is what it
+shall be and nothing is left over.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from pdmesh.core.desired import SERVING_ROLES, Desired, Group, Scenario, Service
+from pdmesh.core.fleet import Role
+from pdmesh.core.group_controller import Forget, Give
+from pdmesh.core.group_round import Round
+from pdmesh.core.instance_life import Assigned, Assignment, Phase, Stage
+from tests.fakes.group_world import World
+
+NUM = 9
+SINGLE = {"default": Scenario(allow_single=True)}
+
+
+def _service(release: str) -> dict[str, Service]:
+    return {"default": Service(release=release)}
+
+
+STATES = (
+    Desired(services=_service("1"), groups={"a": Group("default", 2, 2)}),
+    Desired(services=_service("2"), groups={"a": Group("default", 2, 2)}),
+    Desired(services=_service("1"), scenarios=SINGLE, groups={"a": Group("default", 3, 1)}),
+    Desired(services=_service("1"), groups={"a": Group("default", 2, 1), "b": Group("default", 1, 2)}),
+    Desired(services=_service("2"), groups={"b": Group("default", 1, 1), "c": Group("default", 1, 1)}),
+    Desired(services=_service("2"), groups={"c": Group("default", 0, 0, fusion=2)}),
+    Desired(),
+)  # fmt: skip
+ids = st.sampled_from([f"i-{i}" for i in range(NUM)])
+
+
+class GroupMachine(RuleBasedStateMachine):
+    @initialize(state=st.sampled_from(STATES))
+    def begin(self, state: Desired) -> None:
+        self.world = World(state, num=NUM)
+        self.old_words: list[tuple[str, Assignment]] = []
+
+    # --- the leader ------------------------------------------------------------------------------
+
+    @rule(
+        num_written=st.none() | st.integers(0, 3), seconds=st.sampled_from([0.5, 5.0, 25.0, 61.0])
+    )
+    def round(self, num_written: int | None, seconds: float) -> None:
+        world = self.world
+        world.now += seconds
+        before, seen = dict(world.given), world.observe()
+        writes = world.round(num_written)
+        self._check_writes(writes, before, Round(seen))
+        self.old_words += [(w.instance_id, w.assignment) for w in writes if isinstance(w, Give)]
+        del self.old_words[:-20]
+
+    @rule()
+    def elect(self) -> None:
+        self.world.elect()
+
+    @rule(state=st.sampled_from(STATES))
+    def apply(self, state: Desired) -> None:
+        self.world.apply(state)
+
+    @rule()
+    def lose_assignments(self) -> None:
+        self.world.given.clear()
+
+    # --- instances -------------------------------------------------------------------------------
+
+    @rule(instance_id=ids)
+    def hear(self, instance_id: str) -> None:
+        self.world.hear(instance_id)
+
+    @rule(instance_id=ids, fails=st.sampled_from([False, False, False, True]))
+    def work(self, instance_id: str, fails: bool) -> None:
+        self.world.work(instance_id, fails=fails)
+
+    @rule(instance_id=ids)
+    def tell(self, instance_id: str) -> None:
+        self.world.tell(instance_id)
+
+    @rule(seed=st.integers(0, 1000), num=st.integers(1, 12))
+    def pass_time(self, seed: int, num: int) -> None:
+        """Everybody works for a while, in some order, with rounds in between."""
+        order = random.Random(seed)
+        for _ in range(num):
+            self.round(None, 0.5)
+            for instance_id in order.sample(
+                sorted(self.world.processes), len(self.world.processes)
+            ):
+                for act in (self.world.hear, self.world.work, self.world.tell):
+                    if order.random() < 0.8:
+                        act(instance_id)
+
+    @rule(instance_id=ids)
+    def kill(self, instance_id: str) -> None:
+        if instance_id in self.world.processes:
+            self.world.kill(instance_id)
+
+    @rule(instance_id=ids)
+    def start(self, instance_id: str) -> None:
+        """Anew, also while its predecessor's record stands: that process was replaced."""
+        self.world.start(instance_id)
+
+    @rule(pick=st.integers(0, 19))
+    def hear_late(self, pick: int) -> None:
+        """An assignment that was written long ago, or never, arrives."""
+        if pick < len(self.old_words):
+            instance_id, assignment = self.old_words[pick]
+            if instance_id in self.world.processes:
+                self.world._feed(instance_id, Assigned(assignment))
+
+    @rule(instance_id=ids, is_on=st.booleans(), is_isolated=st.booleans())
+    def hold(self, instance_id: str, is_on: bool, is_isolated: bool) -> None:
+        held = self.world.isolated if is_isolated else self.world.drained
+        (held.add if is_on else held.discard)(instance_id)
+
+    # --- what must be true -------------------------------------------------------------------------
+
+    def _check_writes(
+        self, writes: list[Give | Forget], before: dict[str, Assignment], turn: Round
+    ) -> None:
+        world, observed = self.world, turn.observed
+        after = dict(turn.plan)
+        drained: list[str] = []
+        for write in writes:
+            if isinstance(write, Forget):
+                record = observed.seen.get(write.instance_id)
+                assert record is None or record.incarnation != before[write.instance_id].incarnation
+                continue
+            given, record = write.assignment, observed.seen[write.instance_id]
+            assert given.incarnation == record.incarnation
+            assert given.epoch == world.epoch
+            was = turn.plan.get(write.instance_id)
+            if was is not None:
+                assert (given.duty, given.assignment_id) == (was.duty, was.assignment_id)
+                assert given.stage >= was.stage
+            elif given.stage is Stage.LOAD and record.assignment_id == 0:
+                assert record.phase is Phase.BLANK
+                assert write.instance_id not in world.isolated | world.drained
+            if given.stage is Stage.DRAIN and was is not None and was.stage is Stage.SERVE:
+                drained.append(write.instance_id)
+            if given.stage is Stage.SERVE and was is not None and was.stage is Stage.CONNECT:
+                self._check_entrance(turn, write.instance_id)
+            after[write.instance_id] = given
+        self._check_floors(turn, drained)
+        self._check_counts(turn.plan, after)
+        self._check_peers(after)
+
+    def _check_entrance(self, turn: Round, instance_id: str) -> None:
+        """It may serve: each pair it is in is verified, and a prefill finds a decode that serves already (S19)."""
+        given, seen = turn.plan[instance_id], turn.observed.seen[instance_id]
+        others = [
+            member
+            for member in turn.members(given.duty.group_id)
+            if member.is_ready and member.revision == given.duty.revision
+        ]
+        if given.duty.role is Role.PREFILL:
+            decodes = [m for m in others if m.role is Role.DECODE]
+            assert decodes
+            assert all(seen.id in m.seen.verified for m in decodes)
+        if given.duty.role is Role.DECODE:
+            assert all(m.seen.id in seen.verified for m in others if m.role is Role.PREFILL)
+
+    def _check_floors(self, turn: Round, drained: list[str]) -> None:
+        """What is left of a role without those that we drain is no less than its floor, if it was no less before."""
+        turn = Round(turn.observed)
+        before = turn.capacity("default")
+        for instance_id in drained:
+            del turn.plan[instance_id]
+        after = turn.capacity("default")
+        for role in (Role.PREFILL, Role.DECODE):
+            floor = turn.observed.wanted.floor("default", role)
+            assert after[role] >= min(floor, before[role])
+
+    def _check_counts(self, before: dict[str, Assignment], after: dict[str, Assignment]) -> None:
+        """Nobody is recruited beyond what is wanted."""
+        groups = self.world.observe().wanted.groups
+        counts: Counter[tuple[str, str, Role]] = Counter()
+        for instance_id, given in after.items():
+            if given.stage <= Stage.SERVE and instance_id not in self.world.drained:
+                counts[given.duty.group_id, given.duty.revision, given.duty.role] += 1
+        for instance_id in after.keys() - before.keys():
+            given = after[instance_id]
+            if given.stage is Stage.LOAD and self.world.records[instance_id].assignment_id == 0:
+                duty = given.duty
+                key = (duty.group_id, duty.revision, duty.role)
+                assert counts[key] <= groups[duty.group_id].counts[duty.role]
+
+    def _check_peers(self, after: dict[str, Assignment]) -> None:
+        for given in after.values():
+            for peer in given.peers:
+                other = after.get(peer.id.instance_id)
+                if other is None or other.incarnation != peer.id.incarnation:
+                    continue  # named by an earlier round that could not be amended
+                assert {given.duty.role, other.duty.role} == {Role.PREFILL, Role.DECODE}
+                assert given.duty.revision == other.duty.revision
+                assert given.duty.group_id == other.duty.group_id
+
+    @invariant()
+    def instances_hold_together(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for process in self.world.processes.values():
+            process.life.check_invariants()
+        for given in self.world.given.values():
+            assert given.duty.role in SERVING_ROLES
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        for i in range(NUM):
+            if f"i-{i}" not in world.processes:
+                world.start(f"i-{i}")
+        world.isolated.clear()
+        world.drained.clear()
+        world.settle()
+        wanted = {
+            group_id: (group.prefill, group.decode, group.fusion)
+            for group_id, group in world.desired.groups.items()
+        }
+        assert world.counts() == wanted, world.describe()
+        assert len(world.given) == sum(map(sum, wanted.values())), world.describe()
+        revisions = {g.duty.revision for g in world.given.values()}
+        assert len(revisions) == bool(wanted)
+
+
+TestGroupMachine = pytest.mark.req("S15", "S19", "S25", "S28", "S35", "S36")(GroupMachine.TestCase)
+TestGroupMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

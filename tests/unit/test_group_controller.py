@@ -1,0 +1,249 @@
+"""Groups set up, changed, drained and repaired, one scenario a test; the property test tries every order."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdmesh.core.desired import Desired, Group, Scenario, Service
+from pdmesh.core.fleet import Role
+from pdmesh.core.instance_life import Duty, Phase, Stage
+from pdmesh.desired_file import read
+from tests.fakes.group_world import World
+
+TWO_BY_TWO = Desired(groups={"chat": Group("default", 2, 2)})
+SINGLE = {"default": Scenario(allow_single=True)}
+THREE_BY_ONE = Desired(scenarios=SINGLE, groups={"chat": Group("default", 3, 1)})
+
+
+def steps_of(world: World, instance_id: str) -> list[str]:
+    return [s.step for s in world.steps if s.instance_id == instance_id]
+
+
+@pytest.mark.req("S14", "S15", "S16", "S18", "S19", "S23")
+def test_a_group_is_set_up_from_blank_instances_and_its_prefills_come_last() -> None:
+    world = World(TWO_BY_TWO)
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    names = ["assigned", "loaded", "connecting", "connected", "serving", "ready"]
+    for instance_id in ("i-0", "i-1", "i-2", "i-3"):
+        assert steps_of(world, instance_id) == names
+    roles = {s.instance_id: s.role for s in world.steps if s.step == "assigned"}
+    serving = [roles[s.instance_id] for s in world.steps if s.step == "serving"]
+    assert serving == ["decode", "decode", "prefill", "prefill"]
+    assert [s.step for s in world.steps if not s.instance_id] == ["forming", "complete"]
+
+
+@pytest.mark.req("S15")
+def test_without_enough_instances_none_is_taken_and_it_is_said_how_many_lack() -> None:
+    world = World(TWO_BY_TWO, num=3)
+    world.settle()
+    assert world.given == {}
+    assert world.controller.reports["chat"].detail == "1 more blank instance needed"
+    world.start("late")
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+
+
+@pytest.mark.req("S15")
+def test_a_group_that_loses_an_instance_while_it_forms_gives_the_others_back() -> None:
+    world = World(TWO_BY_TWO, num=4)
+    world.round()
+    world.kill("i-3")
+    world.settle()
+    assert world.given == {}
+    assert {p.life.phase for p in world.processes.values()} == {Phase.BLANK}
+    assert "setup_failed" in [s.step for s in world.steps]
+
+
+@pytest.mark.req("S16")
+def test_a_pair_that_cannot_be_verified_is_named_and_its_instance_replaced() -> None:
+    world = World(TWO_BY_TWO, num=5)
+    bad = "i-2"  # a decode whose connections all fail
+    for _ in range(120):
+        world.now += 1
+        world.round()
+        for instance_id in list(world.processes):
+            world.hear(instance_id)
+            world.work(instance_id, fails=world.processes[instance_id].life.phase is Phase.CONNECTING
+                       and instance_id == bad)  # fmt: skip
+            world.tell(instance_id)
+    failed = [s for s in world.steps if s.step == "failed"]
+    assert [s.instance_id for s in failed] == [bad]
+    assert failed[0].detail.startswith(f"no verified connection from {bad} to i-")
+    assert world.counts() == {"chat": (2, 2, 0)}
+    assert bad not in world.ready("chat", Role.DECODE)
+
+
+@pytest.mark.req("S25", "S26", "S28")
+def test_a_ratio_changes_by_adding_first_and_draining_then() -> None:
+    world = World(TWO_BY_TWO)
+    world.settle()
+    world.steps.clear()
+    world.apply(THREE_BY_ONE)
+    world.settle()
+    assert world.counts() == {"chat": (3, 1, 0)}
+    told = [(s.step, s.role) for s in world.steps if s.instance_id]
+    assert told.index(("ready", "prefill")) < told.index(("draining", "decode"))
+    leaving = next(s.instance_id for s in world.steps if s.step == "draining")
+    assert steps_of(world, leaving) == ["draining", "drained", "disconnected", "released"]
+
+
+def test_without_spare_instances_a_role_is_changed_in_place() -> None:
+    world = World(TWO_BY_TWO, num=4)
+    world.settle()
+    world.apply(THREE_BY_ONE)
+    world.settle()
+    assert world.counts() == {"chat": (3, 1, 0)}
+
+
+@pytest.mark.req("S35", "S36")
+def test_a_lost_instance_is_replaced_by_exactly_one_and_nobody_else_is_touched() -> None:
+    world = World(TWO_BY_TWO)
+    world.settle()
+    before = {i: p.life.incarnation for i, p in world.processes.items()}
+    assignments = {i: a.assignment_id for i, a in world.given.items()}
+    world.steps.clear()
+    lost = world.ready("chat", Role.DECODE)[0]
+    world.kill(lost)
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    assigned = [s for s in world.steps if s.step == "assigned"]
+    assert [s.replaces for s in assigned] == [lost]
+    for instance_id, assignment_id in assignments.items():
+        if instance_id != lost:
+            assert world.given[instance_id].assignment_id == assignment_id
+            assert world.processes[instance_id].life.incarnation == before[instance_id]
+    assert lost not in world.given
+
+
+@pytest.mark.fault("F11", "F13")
+@pytest.mark.parametrize("num_rounds", range(12))
+def test_a_new_leader_goes_on_where_the_old_one_stopped(num_rounds: int) -> None:
+    """In whatever round the old one stops: no instance is assigned twice, none is left over."""
+    world = World(TWO_BY_TWO)
+    for _ in range(num_rounds):
+        world.now += 1
+        world.round(num_written=2)
+        for instance_id in list(world.processes):
+            world.hear(instance_id)
+            world.work(instance_id)
+            world.tell(instance_id)
+    world.elect()
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    assert len(world.given) == 4
+    assert {a.epoch for a in world.given.values()} == {2}
+
+
+@pytest.mark.fault("F21")
+def test_lost_assignments_are_written_anew_from_the_records() -> None:
+    world = World(TWO_BY_TWO)
+    world.settle()
+    before, world.given = world.given, {}
+    world.settle()
+    assert world.given == before
+
+
+def test_an_isolated_instance_is_erased_replaced_and_never_chosen_until_it_is_healed() -> None:
+    world = World(TWO_BY_TWO, num=5)
+    world.settle()
+    bad = world.ready("chat", Role.PREFILL)[0]
+    world.isolated.add(bad)
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    assert world.processes[bad].life.phase is Phase.BLANK
+    world.kill(bad)
+    world.start(bad)  # coming back heals nothing
+    other = world.ready("chat", Role.PREFILL)[0]
+    world.kill(other)
+    world.settle()
+    assert world.counts() == {"chat": (1, 2, 0)}
+    world.isolated.clear()
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+
+
+@pytest.mark.req("S26", "S35")
+def test_a_drained_instance_leaves_after_its_substitute_has_come() -> None:
+    world = World(TWO_BY_TWO, num=5)
+    world.settle()
+    world.steps.clear()
+    going = world.ready("chat", Role.DECODE)[0]
+    world.drained.add(going)
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    told = [s.step for s in world.steps]
+    assert told.index("ready") < told.index("draining")
+    assert world.processes[going].life.phase is Phase.BLANK
+
+
+@pytest.mark.req("S31")
+def test_the_last_ones_of_a_scenario_are_not_drained_without_a_substitute() -> None:
+    world = World(TWO_BY_TWO, num=4)
+    world.settle()
+    world.drained.add(world.ready("chat", Role.DECODE)[0])
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    assert "scenario default would be left with 1 decode" in world.controller.reports["chat"].detail
+
+
+@pytest.mark.req("S22")
+def test_a_group_that_is_wanted_no_more_is_drained_and_given_back() -> None:
+    world = World(TWO_BY_TWO)
+    world.settle()
+    world.apply(Desired())
+    world.settle()
+    assert world.counts() == {}
+    assert world.given == {}
+    assert {p.life.phase for p in world.processes.values()} == {Phase.BLANK}
+
+
+@pytest.mark.req("S24")
+def test_another_revision_is_served_before_the_old_one_leaves_and_they_never_pair() -> None:
+    world = World(
+        Desired(services={"default": Service(release="1")}, groups=TWO_BY_TWO.groups), num=8
+    )
+    world.settle()
+    world.steps.clear()
+    world.apply(Desired(services={"default": Service(release="2")}, groups=TWO_BY_TWO.groups))
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    assert len({a.duty.revision for a in world.given.values()}) == 1
+    told = [s.step for s in world.steps]
+    assert told.index("draining") > len(told) - 1 - told[::-1].index("ready") - 4
+
+
+@pytest.mark.req("S10")
+def test_instances_with_a_role_of_their_own_are_adopted_where_they_are_wanted() -> None:
+    world = World(TWO_BY_TWO, num=0)
+    for i, role in enumerate((Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)):
+        world.start(f"own-{i}", Duty(role, "chat", "default"))
+    world.start("other", Duty(Role.DECODE, "elsewhere", "default"))
+    world.settle()
+    assert world.counts()["chat"] == (2, 2, 0)
+    assert {a.stage for a in world.given.values()} == {Stage.SERVE}
+    assert "other" not in world.given
+
+
+def test_without_any_desired_state_nothing_is_touched() -> None:
+    world = World(Desired())
+    world.version = 0
+    world.start("own", Duty(Role.FUSION, "chat", "default"))
+    world.settle()
+    assert world.given == {}
+
+
+def test_fusion_groups_and_regions() -> None:
+    text = """
+groups:
+  a: {fusion: 2, region: eu}
+  b: {prefill: 2, decode: 2, region: us}
+regions: {eu: {}, us: {}}
+"""
+    world = World(read(text), num=8)
+    for i, process in enumerate(world.processes.values()):
+        process.region = "eu" if i % 2 else "us"
+        world.tell(process.instance_id)
+    world.settle()
+    assert world.counts() == {"a": (0, 0, 2), "b": (2, 2, 0)}
+    assert world.ready("a", Role.FUSION) == ["i-1", "i-3"]

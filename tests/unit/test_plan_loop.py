@@ -1,0 +1,153 @@
+"""Plans made true: a schedule lends a group at night and takes it back, one move at a time, over the real controller."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from pdmesh.core.adjustments import adjusted, num_lent
+from pdmesh.core.desired import Desired, Group, Scenario, Schedule
+from pdmesh.core.fleet import Fleet, Identity, LoadReported, RecordSeen, Role
+from pdmesh.core.scenario_stats import Finished
+from pdmesh.core.scenario_windows import ScenarioWindows
+from pdmesh.errors import Unavailable
+from pdmesh.v1.admin_service_pb2 import Adjustments
+from services.master_scheduler.desired_convert import adjustments_from
+from services.master_scheduler.plan_loop import PlanLoop
+from tests.fakes.group_world import World
+
+NIGHT = datetime(2026, 11, 20, 22, 0, tzinfo=UTC).timestamp()
+MORNING = datetime(2026, 11, 21, 7, 0, tzinfo=UTC).timestamp()
+DESIRED = Desired(
+    groups={"a": Group("chat", 2, 2), "b": Group("chat", 2, 2)},
+    schedules=(Schedule("0 22 * * *", "chat", "lend"), Schedule("0 7 * * *", "chat", "reclaim")),
+)
+
+
+class Site:
+    """As much of a GroupLoop and a DesiredStore as the plan loop uses, over a world of pure instances."""
+
+    def __init__(self, desired: Desired, num: int) -> None:
+        self.desired, self.stored = desired, Adjustments()
+        self.world = World(desired, num=num)
+        self.fleet = Fleet()
+        self.wall = NIGHT - 3600
+        self.used = {Role.PREFILL: 1, Role.DECODE: 1}  # slots of each instance
+        self.is_up = True
+        self.windows = ScenarioWindows()
+        self.loop = PlanLoop(
+            self.fleet, self, self, self.windows, lambda: (True, self.world.epoch), lambda: self.world.now, lambda: self.wall
+        )  # fmt: skip
+
+    async def adjust(self, adjustments: Adjustments) -> None:
+        if not self.is_up:
+            raise Unavailable("the store is away")
+        self.stored = adjustments
+
+    def take_adjustments(self, adjustments: Adjustments) -> None:
+        self.stored = adjustments
+
+    @property
+    def current(self):
+        return self.desired, adjustments_from(self.stored)
+
+    @property
+    def fired(self):
+        return dict(self.stored.fired)
+
+    @property
+    def observed(self):
+        return self.world.observe()
+
+    @property
+    def controller(self):
+        return self.world.controller
+
+    @property
+    def num_blank(self) -> int:
+        return 0
+
+    def settle(self) -> None:
+        """The groups' controller does what shall be; loads are heard."""
+        known = adjustments_from(self.stored)
+        self.world.desired = adjusted(self.desired, known)
+        self.world.num_lent = num_lent(self.desired, known)
+        self.world.settle()
+        for group_id in self.world.counts():
+            for role in (Role.PREFILL, Role.DECODE):
+                for name in self.world.ready(group_id, role):
+                    self._hear(name, group_id, role)
+
+    def _hear(self, name: str, group_id: str, role: Role) -> None:
+        identity = Identity(name, 1, role, group_id, "chat", "m", "f", 64, 8, 1000, 4096)
+        self.fleet.handle(RecordSeen(identity), 0.0)
+        used = self.used[role]
+        self.fleet.handle(LoadReported(name, 1, 8, used, 1000, is_draining=False), 0.0)
+
+
+@pytest.mark.req("S11", "S21")
+async def test_a_group_is_lent_at_night_and_back_before_the_morning() -> None:
+    site = Site(DESIRED, num=8)
+    site.settle()
+    await site.loop.round()
+    assert not site.stored.groups
+    site.wall = NIGHT + 1
+    await site.loop.round()
+    assert [(g.group_id, g.pool) for g in site.stored.groups] == [("b", "training")]
+    site.settle()
+    assert sorted(site.world.counts()) == ["a"]
+    assert site.world.observe().wanted.num_lent == 4
+    await site.loop.round()
+    site.world.elect()  # another leader: what fired does not fire again
+    site.settle()
+    site.wall = NIGHT + 60
+    await site.loop.round()
+    assert len(site.stored.groups) == 1
+    site.wall = MORNING - 200  # early enough to be there in time
+    await site.loop.round()
+    assert not site.stored.groups
+    site.settle()
+    assert sorted(site.world.counts()) == ["a", "b"]
+
+
+async def test_a_move_that_could_not_be_written_is_not_taken_for_made() -> None:
+    site = Site(DESIRED, num=8)
+    site.settle()
+    await site.loop.round()
+    site.wall, site.is_up = NIGHT + 1, False
+    with pytest.raises(Unavailable):
+        await site.loop.round()
+    assert not site.stored.groups
+    assert site.loop._runner.num_moving == 0
+
+
+async def test_without_a_desired_state_nothing_is_planned() -> None:
+    site = Site(Desired(), num=2)
+    await site.loop.round()
+    assert not site.stored.groups
+
+
+@pytest.mark.req("S29")
+@pytest.mark.parametrize("has_auto_ratio", [True, False])
+async def test_longer_prompts_turn_a_decode_into_a_prefill_where_that_is_wanted(
+    has_auto_ratio: bool,
+) -> None:
+    scenarios = {"chat": Scenario(has_auto_ratio=has_auto_ratio)}
+    site = Site(Desired(scenarios=scenarios, groups={"a": Group("chat", 3, 3)}), num=6)
+    site.settle()
+
+    async def windows(count: int, t_p_s: float) -> None:
+        for _ in range(count):
+            for _ in range(100):
+                site.windows.finished(Finished("chat", 900, 0, 50, 0.0, t_p_s, t_p_s + 1.0, 0.01))
+            site.world.now += 31
+            await site.loop.round()
+
+    await windows(10, t_p_s=0.2)
+    assert not site.stored.groups
+    site.used = {Role.PREFILL: 7, Role.DECODE: 2}
+    site.settle()
+    await windows(10, t_p_s=0.8)
+    changed = [(g.num_prefill, g.num_decode) for g in site.stored.groups]
+    assert changed == ([(4, 2)] if has_auto_ratio else [])
