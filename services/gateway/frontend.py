@@ -56,6 +56,7 @@ class Call:
         self.spec = spec
         self.span = span
         self.visit = visit
+        self.num_prompt_tokens = sum(map(len, spec.prompts))
         self.created = int(time.time())  # shown to clients; nothing decides on it
         self.started_at = time.monotonic()
         self.generations: list[Generation] = []
@@ -99,10 +100,6 @@ class Call:
 
     def take(self) -> list[Delta]:
         return [d for g in self.generations if (d := g.take()) is not None]
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(len(p) for p in self.spec.prompts)
 
     @property
     def num_completion_tokens(self) -> int:
