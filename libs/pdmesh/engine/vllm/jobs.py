@@ -37,7 +37,8 @@ from pdmesh.engine.vllm.messages import (
     StageFailed,
     TicketEnded,
 )
-from pdmesh.engine.vllm.per_layer import PerLayerPrefills, worst
+from pdmesh.engine.vllm.per_layer import PerLayerPrefills
+from pdmesh.engine.vllm.whole import WholePrefills
 from pdmesh.errors import KvFormatMismatch, KvTransferFailed
 
 
@@ -72,19 +73,6 @@ class Endpoint:
 
 
 @dataclass(slots=True)
-class _Handing:
-    """A prefill whose KV goes elsewhere, from its start until its ticket has ended on all ranks."""
-
-    job: PrefillJob
-    drawn: Drawn | None = None
-    staged: set[int] = field(default_factory=set)
-    ended: dict[int, str] = field(default_factory=dict)  # rank -> reason
-    failure: str = ""
-    is_announced: bool = False  # the host has seen a terminal output of the leg, or aborted it
-    is_aborted: bool = False
-
-
-@dataclass(slots=True)
 class _Taking:
     """A decode, from its start until it has ended and its landing range is clear on all ranks."""
 
@@ -106,23 +94,21 @@ class Jobs:
 
     def __init__(self, endpoint: Endpoint, num_ranks: int) -> None:
         self._endpoint, self._num_ranks = endpoint, num_ranks
-        self._handing: dict[int, _Handing] = {}
-        self._leg_of_ticket: dict[str, int] = {}
         self._taking: dict[int, _Taking] = {}
         self._local: dict[int, _Local] = {}
+        self._whole = WholePrefills(num_ranks, endpoint.ticket)
         self._per_layer = PerLayerPrefills(num_ranks)
 
     @property
     def num_open(self) -> int:
         """Legs whose terminal output has not been emitted."""
-        handing = sum(not h.is_announced for h in self._handing.values())
         taking = sum(not t.is_over for t in self._taking.values())
-        return handing + taking + len(self._local) + self._per_layer.num_open
+        return self._whole.num_open + taking + len(self._local) + self._per_layer.num_open
 
     @property
     def is_idle(self) -> bool:
         """Nothing is held for any leg or ticket."""
-        return not (self._handing or self._taking or self._local or self._per_layer)
+        return not (self._whole or self._taking or self._local or self._per_layer)
 
     def prefill(self, job: PrefillJob) -> None:
         if not hands_on(job, self._endpoint.max_model_len):
@@ -130,8 +116,7 @@ class Jobs:
         elif job.is_per_layer:
             self._per_layer.start(job, self._endpoint.ticket(job))
         else:
-            self._handing[job.leg] = _Handing(job)
-            self._leg_of_ticket[job.ticket_id] = job.leg
+            self._whole.start(job)
 
     def decode(self, job: DecodeJob) -> list[Effect]:
         """Effects only for a ticket whose KV does not fit this engine: the leg is over before it began."""
@@ -154,14 +139,11 @@ class Jobs:
         """vLLM never took the request: nothing of it can reach a worker."""
         if self._per_layer.owns(leg):
             return self._per_layer.refused(leg, message)
+        if self._whole.owns(leg):
+            return self._whole.refused(leg, message)
         local, taking = self._local.pop(leg, None), self._taking.pop(leg, None)
-        handing = self._handing.pop(leg, None)
         effects: list[Effect] = []
-        if handing:
-            del self._leg_of_ticket[handing.job.ticket_id]
-            if handing.is_aborted:
-                return [TicketClosed(handing.job.ticket_id, "released")]
-        if (taking and not taking.is_over) or handing or local:
+        if (taking and not taking.is_over) or local:
             effects.append(Failed(leg, "ENGINE_FAILED", message))
         if taking:
             effects.append(LandingFreed(leg))
@@ -178,15 +160,10 @@ class Jobs:
         if taking and not taking.is_over:
             self._end_taking(leg, taking)
             return [CancelRequest(leg)]
-        handing = self._handing.get(leg)
-        if handing is None or handing.is_aborted:
-            return []
-        cancel: list[Effect] = [] if handing.drawn else [CancelRequest(leg)]
-        handing.is_announced = handing.is_aborted = True
-        return [*cancel, ReleaseTicket(handing.job.ticket_id)]
+        return self._whole.abort(leg) if self._whole.owns(leg) else []
 
     def release(self, ticket_id: str) -> list[Effect]:
-        is_known = ticket_id in self._leg_of_ticket or self._per_layer.owns_ticket(ticket_id)
+        is_known = self._whole.owns_ticket(ticket_id) or self._per_layer.owns_ticket(ticket_id)
         return [ReleaseTicket(ticket_id)] if is_known else []
 
     def awaits_first_token(self, leg: int) -> bool:
@@ -221,12 +198,7 @@ class Jobs:
             return [] if taking.is_over else self._on_decoded(taking, drawn)
         if self._per_layer.owns(drawn.leg):
             return self._per_layer.drawn(drawn)
-        if (handing := self._handing.get(drawn.leg)) is not None:
-            handing.drawn = drawn
-            if drawn.is_error:
-                handing.failure = handing.failure or "vLLM failed the request"
-            return self._settle(handing)
-        return []
+        return self._whole.drawn(drawn) if self._whole.owns(drawn.leg) else []
 
     def _on_local(self, local: _Local, drawn: Drawn) -> list[Effect]:
         leg, effects = drawn.leg, []
@@ -265,53 +237,9 @@ class Jobs:
     def _on_ticket(self, fact: Opened | Staged | StageFailed | TicketEnded) -> list[Effect]:
         if self._per_layer.owns_ticket(fact.ticket_id):
             return [] if isinstance(fact, Staged) else self._per_layer.handle(fact)
-        leg = self._leg_of_ticket.get(fact.ticket_id)
-        if leg is None:
+        if isinstance(fact, Opened) or not self._whole.owns_ticket(fact.ticket_id):
             return []
-        handing = self._handing[leg]
-        match fact:
-            case Staged():
-                handing.staged.add(fact.rank)
-            case StageFailed():
-                handing.failure = fact.message
-            case TicketEnded():
-                handing.ended[fact.rank] = fact.reason
-        return self._settle(handing)
-
-    def _settle(self, handing: _Handing) -> list[Effect]:
-        """Announce the prefill's end once all ranks agree on it, and close the ticket after that."""
-        job, drawn = handing.job, handing.drawn
-        if len(handing.ended) == self._num_ranks:
-            return self._close(handing)
-        if drawn is None or handing.is_announced:
-            return []
-        if handing.failure or drawn.finish_reason is FinishReason.STOP:
-            return [ReleaseTicket(job.ticket_id)]  # announced when it has ended
-        if len(handing.staged) < self._num_ranks:
-            return []
-        handing.is_announced = True
-        return [self._prefilled(handing, drawn, self._endpoint.ticket(job), None)]
-
-    def _close(self, handing: _Handing) -> list[Effect]:
-        job, drawn = handing.job, handing.drawn
-        if drawn is None and not handing.is_aborted:
-            return []  # its last word is still under way
-        del self._handing[job.leg], self._leg_of_ticket[job.ticket_id]
-        if handing.is_announced:
-            return [TicketClosed(job.ticket_id, worst(handing.ended.values()))]
-        assert drawn is not None
-        if drawn.finish_reason is FinishReason.STOP and not handing.failure:
-            return [self._prefilled(handing, drawn, None, FinishReason.STOP)]
-        message = handing.failure or "the staged KV ended before it was announced"
-        return [Failed(job.leg, KvTransferFailed.default_reason, message)]
-
-    @staticmethod
-    def _prefilled(
-        handing: _Handing, drawn: Drawn, ticket: Ticket | None, finish: FinishReason | None
-    ) -> Prefilled:
-        logprob = drawn.logprobs[0] if drawn.logprobs else None
-        token, cached = drawn.token_ids[0], drawn.num_cached_tokens
-        return Prefilled(handing.job.leg, token, ticket, cached, finish, logprob)
+        return self._whole.handle(fact)
 
     # landings
 
@@ -365,8 +293,8 @@ class Jobs:
 
     def check_invariants(self) -> None:
         self._per_layer.check_invariants()
-        assert set(self._leg_of_ticket.values()) == set(self._handing)
-        assert not self._handing.keys() & self._taking.keys()
+        self._whole.check_invariants()
+        assert not any(self._whole.owns(leg) for leg in self._taking)
         for taking in self._taking.values():
             assert not (taking.is_over and len(taking.cleared) == self._num_ranks)
 
