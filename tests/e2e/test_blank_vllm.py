@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import pytest
 from pdmesh.engine.base import Sampling
 from pdmesh.instance import artefact
 from pdmesh.net.nats_assignments import NatsAssignments
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tests.e2e.cases import Case
 from tests.e2e.conftest import BLOCK_SIZE, DTYPE, Reference
 from tests.fakes.sim_instances import TestSession, generate
 from tests.support.instance_site import Process, instance_site
 from tests.support.lone_master import Master, again, blank
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.vllm,
@@ -65,4 +68,35 @@ async def test_two_processes_change_places_and_the_text_stays(
                 await master.erase(name)
         assert (a.child.pid, b.child.pid) == pids
         assert (a.child.returncode, b.child.returncode) == (None, None)
+        await book.close()
+
+
+def children(pid: int) -> list[int]:
+    """Processes below this one, multiprocessing's own helper aside."""
+    found = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [p for p in found if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+@pytest.mark.req("S22", "S23")
+@pytest.mark.fault("F37")
+async def test_a_load_that_is_no_longer_wanted_ends_and_leaves_no_process(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """Taken back while vLLM starts its processes: by the master, and then by whoever stops the instance."""
+    async with instance_site(tmp_path) as site:
+        book = await NatsAssignments(site.bus).book()
+        options = {"dtype": DTYPE, "block_size": str(BLOCK_SIZE)}
+        master = Master(site.view, book, options=options, wait_s=120)
+        process = await blank(site, "i-0", ENGINE="vllm", MODEL_DIR=str(model_dir), NUM_SLOTS="8")
+        pid = process.child.pid
+        await master.assign("i-0", ROLE_PREFILL)
+        await until(lambda: children(pid), 120)
+        await master.begin_anew("i-0")
+        await until(lambda: not children(pid), 60)
+        await master.assign("i-0", ROLE_DECODE)
+        await until(lambda: children(pid), 120)
+        left = children(pid)
+        process.signal(signal.SIGTERM)
+        assert await process.exit_code(60) == 0
+        await until(lambda: not any(Path(f"/proc/{p}").exists() for p in left), 30)
         await book.close()

@@ -45,7 +45,6 @@ from pdmesh.v1.groups_pb2 import (
 from tests.fakes.sim_instances import TestSession, generate
 from tests.support.instance_site import Process, Site, site
 from tests.support.lone_master import OPTIONS, Master, again, blank
-from tests.support.waiting import until
 
 __all__ = ["site"]  # a fixture
 
@@ -223,15 +222,15 @@ async def test_only_the_artefact_of_the_role_is_loaded_and_only_if_it_is_whole(
     whole = weights.read_bytes()
     weights.unlink()  # it is linked to the model's
     weights.write_bytes(whole[:-1] + b"?")
-    await _begin_anew(master)
+    await master.begin_anew("p")
     await master.assign("p", ROLE_PREFILL, manifest=str(manifest))
     failed = await master.until("p", INSTANCE_PHASE_FAILED)
     assert failed.failure.startswith("WRONG_HASH: ")
     assert "weights.bin" in failed.failure
-    await _begin_anew(master)
+    await master.begin_anew("p")
     await master.assign("p", ROLE_PREFILL, engine_options={"nats_url": "nats://elsewhere"})
     assert (await master.until("p", INSTANCE_PHASE_FAILED)).failure.startswith("BAD_OPTION: nats_")
-    await _begin_anew(master)
+    await master.begin_anew("p")
     (next(cache.iterdir()) / "weights.bin").write_bytes(whole)
     await master.assign(
         "p", ROLE_PREFILL, manifest=str(manifest), model="", engine_options={"num_slots": "5"}
@@ -244,12 +243,6 @@ async def test_only_the_artefact_of_the_role_is_loaded_and_only_if_it_is_whole(
         text = str(response.read(), "utf-8")
     for part in ("fetch", "verify", "build"):
         assert f'pdmesh_instance_load_seconds{{part="{part}"}}' in text
-
-
-async def _begin_anew(master: Master) -> None:
-    before = master.record("p").incarnation
-    await master.stage("p", STAGE_BLANK)
-    await until(lambda: master.record("p").incarnation not in (0, before), 30)
 
 
 @pytest.mark.req("S18")

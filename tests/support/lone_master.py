@@ -106,9 +106,13 @@ class Master:
 
     async def erase(self, name: str) -> None:
         """Drain to the end, then blank: until the next incarnation is there."""
-        before = self.record(name).incarnation
         await self.stage(name, STAGE_DRAIN)
         await self.until(name, INSTANCE_PHASE_DRAINED)
+        await self.begin_anew(name)
+
+    async def begin_anew(self, name: str) -> None:
+        """Erased without being drained: until the next incarnation is there."""
+        before = self.record(name).incarnation
         await self.stage(name, STAGE_BLANK)
         await until(lambda: self.record(name).incarnation not in (0, before), self.wait_s)
         assert self.record(name).phase == INSTANCE_PHASE_BLANK
