@@ -22,7 +22,7 @@ from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("default"),  # vLLM's own
     pytest.mark.asyncio(loop_scope="session"),
 ]
@@ -52,7 +52,7 @@ async def test_two_processes_change_places_and_the_text_stays(
     cases, expected = reference.cases[:NUM_CASES], reference.tokens[:NUM_CASES]
     async with instance_site(tmp_path) as site:
         book = await NatsAssignments(site.bus).book()
-        master = Master(site.view, book, options={}, wait_s=180, manifests=manifests)
+        master = Master(site.view, book, options={}, wait_s=300, manifests=manifests)
         env = {"ENGINE": "vllm", "NUM_SLOTS": "8"}
         a, b = await asyncio.gather(blank(site, "i-0", **env), blank(site, "i-1", **env))
         pids = a.child.pid, b.child.pid
