@@ -72,9 +72,14 @@ async def test_two_processes_change_places_and_the_text_stays(
 
 
 def children(pid: int) -> list[int]:
-    """Processes below this one, multiprocessing's own helper aside."""
-    found = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [p for p in found if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes()]
+    """Processes that any thread of this one started, multiprocessing's own helper aside."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    found = [child for each in lists for child in each.read_text().split()]
+    return [
+        int(child)
+        for child in found
+        if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
 
 
 @pytest.mark.req("S22", "S23")
