@@ -71,15 +71,11 @@ async def test_two_processes_change_places_and_the_text_stays(
         await book.close()
 
 
-def children(pid: int) -> list[int]:
-    """Processes that any thread of this one started, multiprocessing's own helper aside."""
+def engine_processes(pid: int) -> list[int]:
+    """What vLLM has spawned, from whichever thread."""
     lists = Path(f"/proc/{pid}/task").glob("*/children")
     found = [child for each in lists for child in each.read_text().split()]
-    return [
-        int(child)
-        for child in found
-        if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
+    return [int(p) for p in found if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
 
 
 @pytest.mark.req("S22", "S23")
@@ -95,12 +91,12 @@ async def test_a_load_that_is_no_longer_wanted_ends_and_leaves_no_process(
         process = await blank(site, "i-0", ENGINE="vllm", MODEL_DIR=str(model_dir), NUM_SLOTS="8")
         pid = process.child.pid
         await master.assign("i-0", ROLE_PREFILL)
-        await until(lambda: children(pid), 120)
+        await until(lambda: engine_processes(pid), 120)
         await master.begin_anew("i-0")
-        await until(lambda: not children(pid), 60)
+        await until(lambda: not engine_processes(pid), 60)
         await master.assign("i-0", ROLE_DECODE)
-        await until(lambda: children(pid), 120)
-        left = children(pid)
+        await until(lambda: engine_processes(pid), 120)
+        left = engine_processes(pid)
         process.signal(signal.SIGTERM)
         assert await process.exit_code(60) == 0
         await until(lambda: not any(Path(f"/proc/{p}").exists() for p in left), 30)
