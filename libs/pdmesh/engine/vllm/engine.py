@@ -72,6 +72,7 @@ log = structlog.get_logger(__name__)
 STAND_IN = 0  # for token 1 of a decode that starts without it
 PULL_GRACE_S = 1.0  # a pull ends by its own deadline; this much later the leg fails without it
 STOP_TIMEOUT_S = 15.0
+BUILD_STOP_S = 8.0  # for a start that is given up; who stops the process waits longer than that
 NAMES_PER_BLOCK = 4  # names of blocks remembered, per block of the cache
 
 
@@ -95,6 +96,7 @@ class VllmEngine:
         self._num_blocks = 0
         self._worker_pids: tuple[int, ...] = ()
         self._is_stopping = False
+        self._building: asyncio.Future[AsyncLLM] | None = None
         self._other_children = {child.pid for child in multiprocessing.active_children()}
 
     # -- life -------------------------------------------------------------------------------------
@@ -124,9 +126,9 @@ class VllmEngine:
         log.info("vllm.imported", version=version, seconds=round(time.monotonic() - started, 1))
         computation = computation_digest(model, config.effective_dtype, version)
         arguments = engine_arguments(config, self._private_dir, computation)
-        self._llm = await with_progress(
-            "vllm.loading", asyncio.to_thread(build, arguments, self._view), config.start_timeout_s
-        )
+        work = asyncio.to_thread(build, arguments, self._view, lambda: not self._is_stopping)
+        self._building = asyncio.ensure_future(work)
+        self._llm = await with_progress("vllm.loading", self._building, config.start_timeout_s)
         hellos = await asyncio.wait_for(self._control.ready, PROGRESS_EVERY_S)
         info = self._describe(hellos)
         self._requests = Requests(
@@ -202,6 +204,8 @@ class VllmEngine:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
+        if self._llm is None and self._building is not None:
+            self._llm = await self._end_build(self._building)
         if self._llm is not None:
             if self._llm.output_handler is not None:
                 self._llm.output_handler.cancel()  # or it reports the end of its engine as a death
@@ -209,16 +213,27 @@ class VllmEngine:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(shutdown, STOP_TIMEOUT_S)
             self._llm = None
-        else:
-            self._kill_children()
         if self._control is not None:
             await self._control.close()  # a worker that is still there exits when this ends
         if self._private_dir is not None:
             shutil.rmtree(self._private_dir, ignore_errors=True)
         log.info("vllm.stopped")
 
+    async def _end_build(self, building: asyncio.Future[AsyncLLM]) -> AsyncLLM | None:
+        """vLLM was still starting: its processes would go on, and the thread that waits for them too.
+
+        The process may live on, so no process may be started behind our back: wait for the thread, for a bounded time.
+        """
+        until = time.monotonic() + BUILD_STOP_S
+        while not building.done() and time.monotonic() < until:
+            self._kill_children()
+            await asyncio.wait([building], timeout=0.1)
+        if not building.done() or building.exception() is not None:
+            self._kill_children()
+            return None
+        return building.result()
+
     def _kill_children(self) -> None:
-        """vLLM was still starting: its processes would go on, and the thread that waits for them too."""
         for child in multiprocessing.active_children():
             if child.pid not in self._other_children:
                 child.kill()

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -50,13 +50,20 @@ def vllm_version() -> str:
     return str(vllm.__version__)
 
 
-def build(arguments: dict[str, Any], view: SchedulerView) -> AsyncLLM:
-    """Start vLLM's processes and load the model. Blocks; raises EngineFailed with vLLM's own cause."""
+def build(
+    arguments: dict[str, Any], view: SchedulerView, is_wanted: Callable[[], bool]
+) -> AsyncLLM:
+    """Start vLLM's processes and load the model. Blocks; raises EngineFailed with vLLM's own cause.
+
+    Starts none once it is no longer wanted: a thread cannot be cancelled.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     try:
         config = AsyncEngineArgs(**arguments).create_engine_config()
+        if not is_wanted():
+            raise EngineFailed("the engine is no longer wanted", reason="ENGINE_START")
         with guarded_children():
             return AsyncLLM.from_vllm_config(
                 config, stat_loggers=[view.logger_factory()], disable_log_stats=True
