@@ -46,7 +46,7 @@ class LegCommands:
     ) -> PlanQuery:
         """`reference`: an instance that speaks for the model, if there is one."""
         spec, prompt = self._spec, self._prompt
-        return PlanQuery(
+        query = PlanQuery(
             request_id=self._identity.request_id,
             attempt=effect.attempt,
             model=spec.model,
@@ -58,6 +58,13 @@ class LegCommands:
             excluded_instance_ids=effect.excluded,
             traceparent=self._identity.traceparent,
         )
+        if reference is not None and reference.kv_tail_step and not emitted:
+            query.block_size = reference.block_size
+            for tail in prompt.tails(reference, self._stop_token_ids):
+                query.tails.add(
+                    num_blocks=tail.num_blocks, num_tokens=tail.num_tokens, name=tail.name
+                )
+        return query
 
     def prefill(
         self,

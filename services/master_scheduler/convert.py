@@ -11,6 +11,7 @@ from pdmesh.core.fleet import Identity, Role
 from pdmesh.core.health import Health
 from pdmesh.core.placement import Candidate, NoPlan, Plan
 from pdmesh.core.placement_policies import Query
+from pdmesh.core.tail_names import TailName
 from pdmesh.errors import InvalidRequest
 from pdmesh.net.held_sources import held_from
 from pdmesh.net.registry import takes_requests
@@ -49,6 +50,7 @@ _HEALTHS: Final = {
     Health.DEAD: pb.HEALTH_DEAD,
 }
 _MAX_HASHES: Final = 1_000_000
+_MAX_TAILS: Final = 16
 
 
 def identity_from(record: InstanceRecord) -> Identity | None:
@@ -81,6 +83,9 @@ def query_from(query: pb.PlanQuery) -> Query:
     hashes = list(query.block_hashes)
     if len(hashes) > _MAX_HASHES or (hashes and set(map(len, hashes)) != {HASH_BYTES}):
         raise InvalidRequest("block hashes are 16 bytes each", field="queries.block_hashes")
+    tails = [TailName(t.num_blocks, t.num_tokens, t.name) for t in query.tails[:_MAX_TAILS]]
+    if any(not 0 < t.num_tokens < query.block_size for t in tails):
+        raise InvalidRequest("a tail is shorter than a block", field="queries.tails")
     return Query(
         model=query.model,
         scenario=query.scenario,
@@ -90,6 +95,8 @@ def query_from(query: pb.PlanQuery) -> Query:
         chat_id=query.chat_id,
         excluded=frozenset(query.excluded_instance_ids),
         request_id=query.request_id,
+        tails=tails,
+        block_size=query.block_size,
     )
 
 

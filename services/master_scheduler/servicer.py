@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Final
 
 import grpc
@@ -100,7 +100,9 @@ class SchedulerServicer:
     def _plan_untraced(self, message: pb.PlanQuery) -> pb.PlanResult:
         began = time.perf_counter()
         query = convert.query_from(message)
-        matches = self._index.match(query.block_hashes)
+        matches: Mapping[str, float] = (blocks := self._index.match(query.block_hashes))
+        if query.tails:
+            matches = self._index.with_tails(blocks, query.tails, query.block_size)
         plan = self._placement.plan(
             query,
             matches,

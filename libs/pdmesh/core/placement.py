@@ -128,7 +128,7 @@ class Placement:
     def plan(
         self,
         query: Query,
-        matches: Mapping[str, int],
+        matches: Mapping[str, float],
         now: float,
         peers: PeerRuns = NO_PEERS,
         num_cached: Callable[[str], int] = lambda instance_id: 0,
@@ -236,7 +236,7 @@ class Placement:
 
     def _book(self, query: Query, prefill: Instance, decode: Instance | None, known: Known) -> None:
         block_size = max(1, prefill.identity.block_size)
-        num_held = min(known.matches.get(prefill.id, 0), len(query.block_hashes))
+        num_held = min(int(known.matches.get(prefill.id, 0)), len(query.block_hashes))
         seconds = known.predictor.fit(prefill.kind).predict_s(
             query.num_prompt_tokens, min(num_held * block_size, query.num_prompt_tokens)
         )
@@ -292,7 +292,7 @@ def _is_affine(instance: Instance, affine: Sequence[str]) -> bool:
     return has_slot and instance.id in affine
 
 
-def _candidate(scored: Scored, matches: Mapping[str, int]) -> Candidate:
+def _candidate(scored: Scored, matches: Mapping[str, float]) -> Candidate:
     identity = scored.instance.identity
-    num_matched = matches.get(identity.instance_id, 0) * identity.block_size
+    num_matched = round(matches.get(identity.instance_id, 0) * identity.block_size)
     return Candidate(identity.instance_id, identity.incarnation, num_matched, scored.score)

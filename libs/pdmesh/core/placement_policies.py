@@ -16,6 +16,7 @@ from typing import Final
 from pdmesh.core.fleet import Instance
 from pdmesh.core.latency_predictor import LatencyPredictor
 from pdmesh.core.prefix_index import NO_PEERS, PeerRuns
+from pdmesh.core.tail_names import TailName
 
 # Scores this close to the best, relative to it, count as equal. At 10 % the Mooncake trace costs 2 % more mean TTFT (see
 # loadtests/results/compare-*): a score's size is mostly latency that all share, so 3 % of it is a tenth of what they differ in.
@@ -36,6 +37,8 @@ class Query:
     chat_id: str = ""
     excluded: frozenset[str] = frozenset()
     request_id: str = ""  # its bookings settle by it; empty: they lapse
+    tails: Sequence[TailName] = ()  # beginnings of blocks that it may find, of `block_size` tokens
+    block_size: int = 0
 
     def num_blocks(self, instance: Instance) -> int:
         """KV blocks that prompt and output may come to need, within the model's length."""
@@ -62,10 +65,10 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known about the candidates of one query. `matches`: contiguous blocks each holds; `peers`: which of the
-    prompt's blocks some host pool can give to an instance that fetches from peers."""
+    """What is known about the candidates of one query. `matches`: contiguous blocks each holds, with the share
+    of one it holds the beginning of; `peers`: which of the prompt's blocks some host pool can give to an instance that fetches from peers."""
 
-    matches: Mapping[str, int]
+    matches: Mapping[str, float]
     predictor: LatencyPredictor
     weights: Weights
     now: float
@@ -110,7 +113,7 @@ def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known
     reach = known.peers.reach if known.peers.runs else None
     local_of, num_tokens = known.matches.get, query.num_prompt_tokens
     total = max(1, len(query.block_hashes))
-    predicted: dict[tuple[str, int], float] = {}
+    predicted: dict[tuple[str, float], float] = {}
     latencies: list[float] = []
     scores: list[float] = []
     alpha, beta, load = weights.alpha / total, weights.beta / total, weights.load
@@ -120,17 +123,17 @@ def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known
         score = alpha * local - load * used / slots
         if used >= slots:
             score -= _FULL
-        held = local
+        held: float = local
         if weights.spread and local < total:
             share = known.num_cached(instance.id) / (instance.identity.num_kv_blocks or 1)
             score -= weights.spread * min(1.0, share) * (1 - local / total)
         if reach is not None and instance.identity.fetches_from_peers:
-            held = reach(local)
+            held = max(local, reach(int(local)))
             score += beta * (held - local)
         key = (instance.kind, held)
         latency = predicted.get(key)
         if latency is None:
-            reused = min(held * instance.identity.block_size, max(0, num_tokens - 1))
+            reused = min(round(held * instance.identity.block_size), max(0, num_tokens - 1))
             latency = known.predictor.fit(instance.kind).predict_s(num_tokens, reused)
             predicted[key] = latency
         if instance.available_at > now:

@@ -11,10 +11,11 @@ once, under a row number; equal masks are one object, and runs of them cost a po
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from pdmesh.core.tail_names import TailName
 from pdmesh.core.tiers import Tier
 
 TIERS: Final = (Tier.ENGINE, Tier.HOST)  # what an instance holds itself, and a tier's bit
@@ -241,6 +242,24 @@ class PrefixIndex:
         if first >= 0:
             runs.append((first, len(block_hashes)))
         return PeerRuns(tuple(runs))
+
+    def with_tails(
+        self, matches: Mapping[str, int], tails: Iterable[TailName], block_size: int
+    ) -> dict[str, float]:
+        """`matches`, and for who holds the beginning of the block after its match, the share of that block."""
+        best: dict[str, float] = dict(matches)
+        for tail in tails:
+            row = self._rows.get(tail.name)
+            if row is None:
+                continue
+            self._is_used[row] = 1
+            found: dict[str, int] = {}
+            self._note(found, self._masks[row] & self._everyone, tail.num_blocks)
+            for instance_id, num_blocks in found.items():
+                if matches.get(instance_id, 0) == num_blocks:
+                    share = num_blocks + tail.num_tokens / block_size
+                    best[instance_id] = max(best.get(instance_id, 0), share)
+        return best
 
     def take_forgotten(self) -> list[Delta]:
         """What was evicted since the last call, per instance, under the number of its last delta: for copies of this map."""

@@ -17,6 +17,7 @@ from enum import Enum
 from typing import Protocol
 
 from pdmesh.core.arena import ArenaRange as ArenaRange  # noqa: PLC0414  # part of the jobs
+from pdmesh.core.tail_names import NO_TAILS, TailSampling
 from pdmesh.core.ticket import Ticket as Ticket  # noqa: PLC0414  # part of the jobs
 from pdmesh.core.tiers import Tier
 from pdmesh.kv.tiers.report import TierReport
@@ -238,6 +239,7 @@ class EngineInfo:
     num_ranks: int = 1
     supports_logprobs: bool = False
     kv_addresses: tuple[str, ...] = ()  # KV transport address of each rank
+    tail_sampling: TailSampling = NO_TAILS  # of beginnings of its blocks
 
 
 @dataclass(frozen=True, slots=True)

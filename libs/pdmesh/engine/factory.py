@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pdmesh.core.tail_names import NO_TAILS, TailSampling
 from pdmesh.core.tiers import CostBook
 from pdmesh.engine.base import Engine
 from pdmesh.engine.laws import LAWS
@@ -52,6 +53,7 @@ class EngineSettings:
     sim_eos_period: int = 300
     sim_num_layers: int = 2
     sim_token_bytes: int = 64  # of KV, per layer
+    tail_sampling: TailSampling = NO_TAILS  # sim: vLLM appends to no block of its prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,7 @@ def build_sim(
         ticket_lease_s=settings.ticket_lease_s,
         tier_timeout_s=settings.tiers.timeout_s,
         max_pulls=settings.max_pulls,
+        tail_sampling=settings.tail_sampling,
     )
     engine = SimEngine(config, make_agent, tiers, find_holders)
     return BuiltEngine(engine, staging_bytes, landing_bytes)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pdmesh.core.admission import Capacity, Work
 from pdmesh.core.fleet import Role
 from pdmesh.core.instance_events import Duty
+from pdmesh.core.tail_names import TailSampling
 from pdmesh.engine.base import EngineInfo
 from pdmesh.engine.factory import BuiltEngine, EngineSettings
 from pdmesh.errors import EngineFailed
@@ -106,6 +107,7 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
         sim_eos_period=settings.sim_eos_period,
         sim_num_layers=settings.sim_num_layers,
         sim_token_bytes=settings.sim_token_bytes,
+        tail_sampling=TailSampling(settings.kv_tail_start, settings.kv_tail_step),
     )
 
 

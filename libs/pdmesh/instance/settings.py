@@ -72,6 +72,12 @@ class InstanceSettings(ServiceSettings):
     kv_tier_timeout_s: float = shared(
         0.5, gt=0, description="A prompt waits so long at most for blocks from the tiers"
     )
+    kv_tail_start: int = shared(
+        208, ge=1, description="Sim: beginnings of KV blocks are reused from so many tokens on"
+    )
+    kv_tail_step: int = shared(
+        4, ge=0, description="Sim: and each so many tokens further; 0: whole blocks alone, as vLLM"
+    )
     max_reserved_output: int = Field(
         0, ge=0, description="Tokens of an answer that get KV blocks up front; 0: the whole answer"
     )

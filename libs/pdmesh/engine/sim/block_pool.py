@@ -1,7 +1,8 @@
 """KV blocks of one instance: which are free, in use, or kept for their prefix (S80).
 
-A block in use has references; a full one may also have a hash. Without references it stays findable by
-its hash until it is the least recently used and its memory is needed. Pure bookkeeping, no bytes.
+A block in use has references; a full one may also have a hash, and the beginning of one, or of a partial one, may have names
+(`core.tail_book`). Without references it stays findable until it is the least recently used and its memory is
+needed. Pure bookkeeping, no bytes.
 """
 
 from __future__ import annotations
@@ -11,21 +12,43 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from pdmesh.core.tail_book import TailBook
+from pdmesh.core.tail_names import NO_TAILS, TailSampling
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The request's own block, which holds `num_tokens` tokens once they are copied from `source`, if that is set."""
+
+    block: int
+    num_tokens: int
+    source: int | None = None
+
 
 @dataclass(slots=True)
 class BlockPool:
+    """`block_size` matters for the names of beginnings alone, which `sampling` turns on."""
+
     num_blocks: int
+    block_size: int = 0
+    sampling: TailSampling = NO_TAILS
     _free: list[int] = field(init=False)
     _references: list[int] = field(init=False)
     _hash_of: dict[int, bytes] = field(default_factory=dict)
     _block_of: dict[bytes, int] = field(default_factory=dict)
     _idle: OrderedDict[int, None] = field(default_factory=OrderedDict)  # cached, unreferenced, LRU
+    _tails: TailBook = field(init=False)
     stored: dict[bytes, None] = field(default_factory=dict)  # since `take_changes`
     removed: dict[bytes, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._references = [0] * self.num_blocks
+        self._tails = TailBook(self.sampling, self.block_size)
+
+    @property
+    def num_tail_names(self) -> int:
+        return self._tails.num_names
 
     @property
     def num_free(self) -> int:
@@ -43,11 +66,14 @@ class BlockPool:
         for block_hash in hashes:
             if (block := self._block_of.get(block_hash)) is None:
                 break
-            if self._references[block] == 0:
-                del self._idle[block]
-            self._references[block] += 1
+            self._refer(block)
             blocks.append(block)
         return blocks
+
+    def _refer(self, block: int) -> None:
+        if self._references[block] == 0:
+            del self._idle[block]
+        self._references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one reference each; forgets the least recently used prefixes if it must."""
@@ -61,25 +87,71 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
-        block_hash = self._hash_of.pop(block)
-        del self._block_of[block_hash]
-        if block_hash in self.stored:
-            del self.stored[block_hash]
-        else:
-            self.removed[block_hash] = None
+        self._forget_names(self._tails.forget(block))
+        if (block_hash := self._hash_of.pop(block, None)) is not None:
+            del self._block_of[block_hash]
+            self._forget_names([block_hash])
         return block
 
+    def _learn_names(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            if name in self.removed:
+                del self.removed[name]
+            else:
+                self.stored[name] = None
+
+    def _forget_names(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            if name in self.stored:
+                del self.stored[name]
+            else:
+                self.removed[name] = None
+
     def store(self, block: int, block_hash: bytes) -> None:
-        """Make a full block findable. A second block of the same content stays anonymous."""
+        """Make a full block findable. A second block of the same content stays anonymous.
+
+        Beginnings of it that were kept are no more to be appended to: `keep_tail` may name them anew.
+        """
         assert self._references[block] > 0
+        self._forget_names(self._tails.forget(block))
         if block_hash in self._block_of or block in self._hash_of:
             return
         self._block_of[block_hash] = block
         self._hash_of[block] = block_hash
-        if block_hash in self.removed:
-            del self.removed[block_hash]
-        else:
-            self.stored[block_hash] = None
+        self._learn_names([block_hash])
+
+    # -- beginnings of blocks ---------------------------------------------------------------------
+
+    def keep_tail(self, block: int, root: bytes, parent: bytes, data: bytes) -> None:
+        """`block`, which the caller holds, has the tokens `data` after those of `parent`: they may be continued.
+
+        In place of what was kept of the block before. A beginning that another block has already is not kept twice.
+        """
+        assert self._references[block] > 0
+        self._forget_names(self._tails.forget(block))
+        found = self._tails.find(root, parent, data)
+        if found is None or found.num_tokens < len(data) // 4:
+            self._learn_names(self._tails.keep(block, root, parent, data))
+
+    def claim_tail(self, root: bytes, parent: bytes, data: bytes) -> Tail | None:
+        """A block with the most tokens of the beginning of `data`, with one reference, to be appended to.
+
+        None: there is none, or no room for the copy that it takes where another uses the block or has more in it.
+        """
+        found = self._tails.find(root, parent, data)
+        if found is None:
+            return None
+        if self._references[found.block] == 0 and self._tails.may_append(found):
+            self._refer(found.block)
+            return Tail(found.block, found.num_tokens)
+        self._refer(found.block)  # not to be the block that makes room for its own copy
+        target = self.allocate(1)[0] if self.num_free else None
+        self.release([found.block])
+        if target is None:
+            return None
+        return Tail(target, found.num_tokens, found.block)
+
+    # -- giving back ------------------------------------------------------------------------------
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference to each. The tail of a prefix is forgotten before its head."""
@@ -87,7 +159,7 @@ class BlockPool:
             self._references[block] -= 1
             assert self._references[block] >= 0
             if self._references[block] == 0:
-                if block in self._hash_of:
+                if block in self._hash_of or block in self._tails:
                     self._idle[block] = None
                 else:
                     self._free.append(block)
@@ -106,4 +178,6 @@ class BlockPool:
         assert not set(self._free) & set(self._idle)
         assert len(self._free) + len(self._idle) + len(used) == self.num_blocks
         assert {h: b for b, h in self._hash_of.items()} == self._block_of
-        assert set(self._idle) <= set(self._hash_of)
+        for block in self._idle:
+            assert block in self._hash_of or block in self._tails
+        self._tails.check_invariants()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pdmesh.core.tail_names import NO_TAILS, TailSampling
 from pdmesh.engine.laws import DEMO, Law
 from pdmesh.engine.sim.model import SimParams
 
@@ -22,3 +23,4 @@ class SimConfig:
     ticket_lease_s: float = 10.0
     tier_timeout_s: float = 0.5  # longest wait of a prompt for its blocks from the tiers
     max_pulls: int = 64  # of KV, at once
+    tail_sampling: TailSampling = NO_TAILS

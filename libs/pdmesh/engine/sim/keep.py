@@ -6,40 +6,50 @@ hashed on from the prompt's chain, and made findable.
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
 from pdmesh.core.block_hash import block_hashes
 from pdmesh.engine.base import PrefillJob
 from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.memory import PagedMemory
+from pdmesh.engine.sim.tail_lane import TailLane
 
 
 def keep_answer(
     memory: PagedMemory,
     pool: BlockPool,
+    tails: TailLane,
     job: PrefillJob,
     blocks: list[int],
     answer: list[int],
 ) -> tuple[bytes, ...]:
     """Store the full blocks that the answer completed, and add them to `blocks`, which the caller releases.
 
-    Returns the names of all full blocks now stored, the prompt's included; none if nothing was kept.
+    Returns the names of all full blocks now stored, the prompt's included; none if no block was completed.
 
-    The last drawn token has no KV yet. Nothing is kept of a job without hashes of its own full blocks.
+    The last drawn token has no KV yet. Nothing is kept of a job without hashes of its own full blocks. A block that
+    is not full is kept if the pool names beginnings.
     """
     size = memory.model.params.block_size
     num_hashed = len(job.prompt) // size
-    tokens = np.concatenate(
-        [np.frombuffer(job.prompt, np.uint32), np.array(answer[:-1], np.uint32)]
-    )
-    num_full = len(tokens) // size
-    if num_full == num_hashed or not job.cache_salt or len(job.block_hashes) != num_hashed:
+    tokens = job.prompt + array("I", answer[:-1])
+    num_full, num_used = len(tokens) // size, -(-len(tokens) // size)
+    has_more = num_full > num_hashed or (pool.sampling and len(tokens) > len(job.prompt))
+    if not has_more or not job.cache_salt or len(job.block_hashes) != num_hashed:
         return ()
-    blocks += pool.allocate(max(0, num_full - len(blocks)))
-    memory.write(blocks, memory.model.states(tokens)[: num_full * size], num_hashed * size)
+    num_kept = num_used if pool.sampling else num_full
+    num_kept = min(num_kept, len(blocks) + pool.num_free)
+    blocks += pool.allocate(max(0, num_kept - len(blocks)))
+    tokens = tokens[: num_kept * size]
+    states = memory.model.states(np.frombuffer(tokens, np.uint32))
+    memory.write(blocks, states, len(job.prompt))
     parent = job.block_hashes[-1] if job.block_hashes else b""
-    rest = tokens[num_hashed * size :].tolist()
+    rest = tokens[num_hashed * size :]
     hashes = block_hashes(bytes.fromhex(job.cache_salt), rest, size, parent)
     for block, block_hash in zip(blocks[num_hashed:], hashes, strict=False):
         pool.store(block, block_hash)
-    return (*job.block_hashes, *hashes)
+    names = (*job.block_hashes, *hashes)
+    tails.keep(job, blocks, tokens, names)
+    return names if hashes else ()

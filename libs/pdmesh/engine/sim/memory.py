@@ -38,18 +38,27 @@ class PagedMemory:
 
     def _write(self, layers: slice, blocks: Sequence[int], states: Words, start: int) -> None:
         params = self.model.params
-        size = params.block_size
-        first = start // size  # a partly filled block is written anew, from its own start
-        data = self.model.kv_words(states[first * size :], layers).view(np.uint8)
+        size, width = params.block_size, params.token_bytes
+        data = self.model.kv_words(states[start:], layers).view(np.uint8)
+        caches = self._bytes[layers]
+        first, within = divmod(start, size)
+        if within:  # what lies in the block before `start` stays as it is
+            count = min(size - within, data.shape[1])
+            head = data[:, :count].reshape(len(caches), count * width)
+            caches[:, blocks[first], within * width : (within + count) * width] = head
+            data, first = data[:, count:], first + 1
         full, tail = divmod(data.shape[1], size)
-        caches, num_bytes = self._bytes[layers], tail * params.token_bytes
         if full:
             written = data[:, : full * size].reshape(len(caches), full, params.block_bytes)
             caches[:, blocks[first : first + full]] = written
         if tail:
-            caches[:, blocks[first + full], :num_bytes] = data[:, full * size :].reshape(
-                len(caches), num_bytes
-            )
+            rest = data[:, full * size :].reshape(len(caches), tail * width)
+            caches[:, blocks[first + full], : tail * width] = rest
+
+    def copy(self, source: int, target: int, num_tokens: int) -> None:
+        """The first tokens of one block, into another."""
+        end = num_tokens * self.model.params.token_bytes
+        self._bytes[:, target, :end] = self._bytes[:, source, :end]
 
     def digest(self, blocks: Sequence[int], num_tokens: int) -> int:
         """Of the KV of the first `num_tokens` tokens of a sequence that lies in `blocks`."""

@@ -1,0 +1,53 @@
+"""The sim engine's way with blocks that are not full, or whose beginning alone is wanted (S103, S104)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from pdmesh.core.block_hash import tokens_to_bytes
+from pdmesh.engine.base import PrefillJob
+from pdmesh.engine.sim.block_pool import BlockPool, Tail
+from pdmesh.engine.sim.memory import PagedMemory
+
+
+class TailLane:
+    def __init__(self, memory: PagedMemory, pool: BlockPool) -> None:
+        self._memory, self._pool = memory, pool
+        self._size = memory.model.params.block_size
+
+    def claim(self, job: PrefillJob, num_blocks: int) -> Tail | None:
+        """What is held of the job's tokens after its first `num_blocks` blocks, but for the last, which is computed."""
+        if not (self._pool.sampling and _is_named(job, job.block_hashes, self._size)):
+            return None
+        begin, end = num_blocks * self._size, len(job.prompt) - 1
+        data = tokens_to_bytes(job.prompt[begin : min(begin + self._size, end)])
+        parent = job.block_hashes[num_blocks - 1] if num_blocks else b""
+        tail = self._pool.claim_tail(bytes.fromhex(job.cache_salt), parent, data)
+        if tail is not None and tail.source is not None:
+            self._memory.copy(tail.source, tail.block, tail.num_tokens)
+        return tail
+
+    def keep(
+        self,
+        job: PrefillJob,
+        blocks: Sequence[int],
+        tokens: array[int],
+        hashes: Sequence[bytes],
+    ) -> None:
+        """`blocks` hold `tokens`, whose full blocks are named `hashes`: what follows may continue within a block too."""
+        sampling, size = self._pool.sampling, self._size
+        if not (sampling and _is_named(job, job.block_hashes, size)):
+            return
+        root = bytes.fromhex(job.cache_salt)
+        num_full = len(tokens) // size
+        first = 0 if sampling.start < size else num_full  # full blocks have no names but their own
+        for index in range(first, -(-len(tokens) // size)):
+            data = tokens_to_bytes(tokens[index * size : (index + 1) * size])
+            parent = hashes[index - 1] if index else b""
+            self._pool.keep_tail(blocks[index], root, parent, data)
+
+
+def _is_named(job: PrefillJob, hashes: Sequence[bytes], size: int) -> bool:
+    """Nothing is kept of a job without a root, or without hashes of its own full blocks."""
+    return bool(job.cache_salt) and len(hashes) == len(job.prompt) // size
