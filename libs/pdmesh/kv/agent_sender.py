@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 import structlog
 
@@ -98,6 +99,9 @@ class _Pinned:
         indices = range(part.offset // size, (part.offset + part.length) // size)
         views, checksums = self.blocks.views, self.blocks.checksums
         return [(views[i], checksums[i] if checksums else checksum(views[i])) for i in indices]
+
+
+_SLOW_S: Final = 0.25  # per part, where the failpoint says that the link is slow
 
 
 class SenderHalf:
@@ -300,14 +304,22 @@ class SenderHalf:
 
     def _send_part(self, effect: tx.SendPart) -> bool:
         """True if it is sent already."""
+        if delay := self._delay_s(effect):
+            asyncio.get_running_loop().call_later(delay, self._send_late, effect)
+            return False
+        return self._send_now(effect)
+
+    def _delay_s(self, effect: tx.SendPart) -> float:
+        """What a test makes of the link."""
         if self._hooks is not None:
-            delay = self._hooks.part_delay_s(effect.pull_id, effect.part.offset)
-            if delay:
-                asyncio.get_running_loop().call_later(delay, self._send_late, effect)
-                return False
+            return self._hooks.part_delay_s(effect.pull_id, effect.part.offset)
+        return _SLOW_S if failpoints.hit("prefill.link") == "slow" else 0.0
+
+    def _send_now(self, effect: tx.SendPart) -> bool:
         part = effect.part
         pieces = self._staged[effect.ticket_id].pieces(part)
-        if failpoints.hit("prefill.sending") == "corrupt":
+        fault = failpoints.hit("prefill.sending")
+        if fault == "corrupt":
             pieces[0][0][0] ^= 1  # after its checksum was made
         ranges: list[wire.Range] = []
         offset = part.offset
@@ -325,17 +337,16 @@ class SenderHalf:
             self._peers.tell(effect.peer, meta)
             return True  # the transport has copied it
         self._peers.tell(effect.peer, wire.Meta(effect.pull_id, effect.num_bytes, tuple(ranges)))
+        if fault == "cut":  # the bytes that were announced never come
+            asyncio.get_running_loop().call_soon(self._peers.abort, effect.peer, "a failpoint")
+            return False
         self._send_payloads(effect.peer, effect.pull_id, [data for data, _ in pieces])
         return False
 
     def _send_late(self, effect: tx.SendPart) -> None:
         """After a test's delay. The part counts as being sent meanwhile, so its ticket is still there with its peer."""
-        hooks, self._hooks = self._hooks, None
-        try:
-            if self._peers.get(effect.peer) is not None and self._send_part(effect):
-                self.handle(tx.PartSent(effect.peer, effect.pull_id))
-        finally:
-            self._hooks = hooks
+        if self._peers.get(effect.peer) is not None and self._send_now(effect):
+            self.handle(tx.PartSent(effect.peer, effect.pull_id))
 
     def _send_payloads(self, peer: int, pull_id: int, pieces: list[ByteArray]) -> None:
         num_left = len(pieces)

@@ -1,0 +1,100 @@
+"""Links between prefill and decode that are slow, or cut in the middle of a message, as a mesh of processes sees them.
+
+Two prefills and two decodes on the sim engine; what prefill-0 sends is at fault. KV is heavy enough to travel in many parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pdmesh.engine.sim.model import SimParams
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.launcher.spec import MeshSpec
+from tests.support import fleet
+from tests.support.streams import StreamOutcome, stream_completion
+from tests.support.waiting import until
+from tests.support.watch import Watch
+
+pytestmark = pytest.mark.timeout(180)
+
+NUM_STREAMS, MAX_TOKENS, NUM_LAYERS = 8, 8, 8
+GAP_S = 12.0  # FAULTS' 3 s, and several times the TTFT of 3 s that a loaded machine shows without any fault
+SLOW_S = 0.25  # of each part, and there is at least one for each layer
+PARAMS = SimParams(num_layers=NUM_LAYERS, token_bytes=512)
+KV = {
+    "PDMESH_SIM_NUM_LAYERS": str(NUM_LAYERS),
+    "PDMESH_SIM_TOKEN_BYTES": "512",
+    "PDMESH_KV_TRANSFER": "per_layer",
+}
+
+
+def spec_with(failpoint: str) -> MeshSpec:
+    return fleet.two_by_two({"prefill-0": {"PDMESH_PREFILL_FAILPOINT": failpoint}}, **KV)
+
+
+async def stream_all(mesh: Mesh, reference: fleet.Reference, seed: int) -> list[StreamOutcome]:
+    """Prompts that share nothing, at once; each must end with its text."""
+    rng = random.Random(seed)
+    prompts = [
+        [rng.randrange(40, 120) for _ in range(rng.randrange(600, 1200))]
+        for _ in range(NUM_STREAMS)
+    ]
+    async with httpx.AsyncClient(timeout=60) as client:
+        outcomes = await asyncio.gather(
+            *(
+                stream_completion(client, mesh.http_url, prompt, MAX_TOKENS, ignore_eos=True)
+                for prompt in prompts
+            )
+        )
+    for prompt, outcome in zip(prompts, outcomes, strict=True):
+        assert outcome.is_complete, outcome
+        assert outcome.text == reference.text(prompt, MAX_TOKENS)
+    return outcomes
+
+
+def counted(mesh: Mesh, name: str) -> float:
+    decodes = [fleet.samples(mesh, decode) for decode in ("decode-0", "decode-1")]
+    return sum(value for found in decodes for n, _, value in found if n == name)
+
+
+@pytest.mark.fault("F24")
+async def test_a_slow_link_slows_its_own_requests_and_fails_none(tmp_path: Path) -> None:
+    reference = fleet.Reference.load(tmp_path / "model", PARAMS)
+    async with (
+        Mesh(spec_with("prefill.link=slow"), tmp_path / "mesh") as mesh,
+        Watch(mesh).on() as watch,
+    ):
+        await stream_all(mesh, reference, seed=24)
+        await until(lambda: len(watch.finished) == NUM_STREAMS)
+        slow, good = (
+            [e.kv_transfer_ms for e in watch.finished if e.prefill_id == prefill]
+            for prefill in ("prefill-0", "prefill-1")
+        )
+        # A window of two parts is on its way at once, so each pair of layers takes one delay at least.
+        assert min(slow) > 1e3 * SLOW_S * NUM_LAYERS / 2
+        assert statistics.median(good) < statistics.median(slow), "the good link waited too"
+        assert counted(mesh, "pdmesh_kv_sources_held") == 0, "slow is not out of reach"
+        await until(lambda: _nothing_held(mesh), within_s=14.0)
+
+
+@pytest.mark.fault("F25")
+@pytest.mark.parametrize("part", [1, 5, 8])
+async def test_a_link_cut_within_a_part_costs_no_client_anything(tmp_path: Path, part: int) -> None:
+    """The part was announced and its bytes never came; then the connection is there again."""
+    reference = fleet.Reference.load(tmp_path / "model", PARAMS)
+    async with Mesh(spec_with(f"prefill.sending=cut@{part}"), tmp_path / "mesh") as mesh:
+        outcomes = await stream_all(mesh, reference, seed=part)
+        assert max(outcome.longest_gap_s for outcome in outcomes) <= GAP_S
+        assert counted(mesh, "pdmesh_kv_transfer_failures_total") >= 1, "the cut was not met"
+        await stream_all(mesh, reference, seed=100 + part)
+        await until(lambda: _nothing_held(mesh), within_s=14.0)
+
+
+async def _nothing_held(mesh: Mesh) -> bool:
+    return not await fleet.held(mesh)

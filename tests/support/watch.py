@@ -1,0 +1,67 @@
+"""What an operator of a mesh sees of it on NATS: errors, ends of requests, and who holds whom in quarantine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from pdmesh.events.v1.events_pb2 import ErrorReported, RequestFinished
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.net import subjects
+from pdmesh.net.bus import Message
+from pdmesh.net.events import decode_event
+from pdmesh.net.held_sources import held_from
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats_registry import NatsRegistry
+from tests.support.waiting import until
+
+
+class Watch:
+    """What operators see of a mesh: errors, ends of requests, and the records of instances."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.errors: list[ErrorReported] = []
+        self.finished: list[RequestFinished] = []
+        self.num_asked = 0
+
+    @asynccontextmanager
+    async def on(self) -> AsyncIterator[Watch]:
+        bus = await NatsBus.connect(self.mesh.nats_url, "quarantine-test")
+
+        async def error(message: Message) -> None:
+            self.errors.append(decode_event(message, ErrorReported))
+
+        async def finished(message: Message) -> None:
+            self.finished.append(decode_event(message, RequestFinished))
+
+        await bus.subscribe(subjects.error_reported(), error)
+        await bus.subscribe(subjects.request_finished(), finished)
+        self._view = await NatsRegistry(bus, 3.0).watch()
+        try:
+            yield self
+        finally:
+            await self._view.close()
+            await bus.close()
+
+    def held(self) -> set[tuple[str, str, str]]:
+        """(decode, prefill, fault) of every quarantine in the registry."""
+        return {
+            (name, held.source.instance_id, held.fault.value)
+            for name, record in self._view.records.items()
+            for held in held_from(record)
+        }
+
+    def num_errors(self, what: str) -> int:
+        return sum(what in (error.reason, *error.message.split(": ")) for error in self.errors)
+
+    async def all_told(self) -> int:
+        """How many requests were asked, once the events of their ends are here."""
+        await until(lambda: len(self.finished) == self.num_asked)
+        return self.num_asked
+
+    async def pairs_since(self, mark: int, count: int) -> Counter[tuple[str, str]]:
+        """Of the `count` requests after the first `mark`: who prefilled and who decoded."""
+        await until(lambda: len(self.finished) >= mark + count)
+        return Counter((e.prefill_id, e.decode_id) for e in self.finished[mark:])
