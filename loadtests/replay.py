@@ -89,7 +89,12 @@ async def run(options: argparse.Namespace) -> tuple[list[Answer], dict[str, floa
     arrivals = WORKLOADS[options.workload](options)
     if options.url:
         return await _send(options.url, arrivals), {}
-    settings = {"SIM_LAW": options.law, "SIM_EOS_PERIOD": "0", "NUM_SLOTS": str(options.slots)}
+    # Both roles compute the same model, or they are no pair.
+    shared = {"SIM_LAW": options.law, "SIM_EOS_PERIOD": "0"}
+    settings = {
+        "PREFILL": {**shared, "NUM_SLOTS": str(options.slots)},
+        "DECODE": {**shared, "NUM_SLOTS": "64"},
+    }
     spec = MeshSpec(
         engine="sim",
         num_prefill=options.prefill,
@@ -97,8 +102,10 @@ async def run(options: argparse.Namespace) -> tuple[list[Answer], dict[str, floa
         http_port=0,
         grpc_port=0,
         service_env={
-            "prefill": {f"PDMESH_PREFILL_{key}": value for key, value in settings.items()},
-            "decode": {"PDMESH_DECODE_SIM_LAW": options.law, "PDMESH_DECODE_NUM_SLOTS": "64"},
+            **{
+                role.lower(): {f"PDMESH_{role}_{key}": value for key, value in own.items()}
+                for role, own in settings.items()
+            },
             "master-scheduler": {"PDMESH_MASTER_SCHEDULER_POLICY": options.policy},
         },
     )
