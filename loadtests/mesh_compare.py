@@ -26,7 +26,7 @@ from loadtests.traffic_report import Slo, part
 from pdmesh.core.placement_baselines import POLICIES
 
 TRACE: Final = (
-    "--workload mooncake --jitter --first 300 --time 0.1 --lengths 0.05 --prefill 4 --decode 2"
+    "--workload mooncake --jitter --first 300 --time 0.2 --lengths 0.02 --prefill 4 --decode 2"
 )
 
 
