@@ -30,6 +30,7 @@ from pdmesh.core.plan_runner import (
     StartMove,
 )
 from pdmesh.core.ratio import AskPlan, Decided, RatioController, WindowSeen
+from pdmesh.core.role_loads import RoleLoads
 from pdmesh.core.scenario_windows import ScenarioWindows
 from pdmesh.core.schedule import Entry, Schedule, What
 from pdmesh.errors import NotLeader, Unavailable, VersionConflict
@@ -58,7 +59,7 @@ class PlanLoop:
     ) -> None:
         self._fleet, self._groups, self._store = fleet, groups, store
         self._windows, self._closed_at = windows, clock()
-        self._ratio = RatioController()
+        self._ratio, self._loads = RatioController(), RoleLoads()
         self._leadership, self._clock, self._wall = leadership, clock, wall
         self._epoch = 0
         self._runner = PlanRunner()
@@ -85,9 +86,12 @@ class PlanLoop:
         desired, known = current
         if epoch != self._epoch:  # plans of an earlier leadership are asked for again, or not
             self._epoch, self._runner = epoch, PlanRunner()
-            self._ratio, self._closed_at = RatioController(), self._clock()
+            self._ratio, self._loads = RatioController(), RoleLoads()
+            self._closed_at = self._clock()
             self._schedule = Schedule((), fired=dict(self._groups.fired))
-        states = adjustments.group_states(desired, known, lambda g, role: self._busy([g], role))
+        self._loads.sample(list(self._fleet.instances.values()), self._clock())
+        loads = self._loads
+        states = adjustments.group_states(desired, known, lambda g, role: loads.busy([g], role))
         self._ask(desired, states)
         self._steer(desired, states)
         self._notice_ends(known, desired)
@@ -112,15 +116,26 @@ class PlanLoop:
         if window_s < WINDOW_S:
             return
         self._closed_at = self._clock()
+        self._loads.close()
         for scenario in sorted({group.scenario for group in states.values()}):
             ids = [g.group_id for g in serving(states, scenario)]
             window = self._windows.close(
-                scenario, self._busy(ids, Role.PREFILL), self._busy(ids, Role.DECODE)
+                scenario,
+                self._loads.busy(ids, Role.PREFILL),
+                self._loads.busy(ids, Role.DECODE),
+                window_s,
             )
+            if not self._is_steady(scenario, ids):
+                window = None  # a set-up says nothing of the ratio
             if desired.scenarios.get(scenario, Scenario()).has_auto_ratio:
                 rate = window.num_requests / window_s if window else 0.0
                 seen = WindowSeen(scenario, window, states, self._groups.num_blank, rate)
                 self._decide(self._ratio.handle(seen, self._clock()))
+
+    def _is_steady(self, scenario: str, group_ids: Sequence[str]) -> bool:
+        reports = self._groups.controller.reports
+        is_serving = all(i in reports and reports[i].state is GroupState.SERVING for i in group_ids)
+        return is_serving and not self._runner.is_busy(scenario)
 
     def _decide(self, effects: Sequence[AskPlan | Decided]) -> None:
         for effect in effects:
@@ -212,17 +227,6 @@ class PlanLoop:
         message = adjustments_to(known, self._schedule.fired, self._epoch)
         await self._store.adjust(message)
         self._groups.take_adjustments(message)
-
-    def _busy(self, group_ids: Sequence[str], role: Role) -> float | None:
-        """Mean share of slots taken; None if a member's load was never heard."""
-        members = [
-            i
-            for i in self._fleet.instances.values()
-            if i.identity.group_id in group_ids and i.identity.role is role and i.is_usable
-        ]
-        if not members or any(i.reported_at is None or not i.num_slots for i in members):
-            return None
-        return sum(min(1.0, i.used_slots() / i.num_slots) for i in members) / len(members)
 
 
 def _entry(number: int, line: Line) -> Entry:

@@ -8,7 +8,7 @@ import pytest
 
 from pdmesh.core.adjustments import adjusted, num_lent
 from pdmesh.core.desired import Desired, Group, Scenario, Schedule
-from pdmesh.core.fleet import Fleet, Identity, LoadReported, RecordSeen, Role
+from pdmesh.core.fleet import Fleet, Identity, LoadReported, PrefillComputed, RecordSeen, Role
 from pdmesh.core.scenario_stats import Finished
 from pdmesh.core.scenario_windows import ScenarioWindows
 from pdmesh.errors import Unavailable
@@ -151,3 +151,28 @@ async def test_longer_prompts_turn_a_decode_into_a_prefill_where_that_is_wanted(
     await windows(10, t_p_s=0.8)
     changed = [(g.num_prefill, g.num_decode) for g in site.stored.groups]
     assert changed == ([(4, 2)] if has_auto_ratio else [])
+
+
+@pytest.mark.req("S29", "S41")
+async def test_short_decodes_get_a_prefill_though_prompts_hold_all_of_its_slots() -> None:
+    """Prompts keep their slots until a decode has their KV: by slots no prefill could be spared, by what they compute one can."""
+    scenarios = {"chat": Scenario(has_auto_ratio=True)}
+    site = Site(Desired(scenarios=scenarios, groups={"a": Group("chat", 3, 3)}), num=6)
+    site.settle()
+
+    async def windows(count: int, t_d_s: float) -> None:
+        for _ in range(count):
+            for _ in range(100):
+                site.windows.finished(Finished("chat", 900, 0, 50, 0.0, 0.5, 0.5 + t_d_s, 0.01))
+            for name in site.world.ready("a", Role.PREFILL):
+                computed = [PrefillComputed("r", 900, 0, 9.0)]
+                site.fleet.handle(LoadReported(name, 1, 8, 8, 1000, False, (), computed), 0.0)
+            site.world.now += 31
+            await site.loop.round()
+
+    await windows(10, t_d_s=2.0)
+    assert not site.stored.groups
+    site.used = {Role.PREFILL: 8, Role.DECODE: 7}
+    site.settle()
+    await windows(6, t_d_s=4.0)
+    assert [(g.num_prefill, g.num_decode) for g in site.stored.groups] == [(2, 4)]

@@ -146,6 +146,7 @@ class Instance:
     num_kv_blocks_free: int = 0
     is_draining: bool = False
     reported_at: float | None = None
+    computed_s: float = 0.0  # of prefills, all so far, as it timed them
     id: str = field(init=False)
     kind: str = field(init=False)  # instances of one kind take equally long for a prompt
     available_at: float = 0.0  # when what is booked here is predicted to be computed (S93)
@@ -330,6 +331,7 @@ class Fleet:
         for prefill in event.computed:
             self.reservations.computed(prefill.request_id, now)
             if prefill.seconds > 0:
+                instance.computed_s += prefill.seconds
                 fit = self.predictor.fit(instance.kind)
                 fit.observe(prefill.num_tokens, prefill.num_cached_tokens, prefill.seconds)
         if not event.num_slots_used and instance.num_backlog_blocks:

@@ -35,9 +35,13 @@ class ScenarioWindows:
             sums.num_failed += 1
 
     def close(
-        self, scenario: str, prefill_busy: float | None, decode_busy: float | None
+        self,
+        scenario: str,
+        prefill_busy: float | None,
+        decode_busy: float | None,
+        span_s: float,
     ) -> Window | None:
-        """None if nothing of the scenario was answered: its times are not known then."""
+        """`span_s`: how long it was. None if nothing of the scenario was answered: its times are not known then."""
         sums = self._sums.pop(scenario, None)
         if sums is None or not sums.num:
             return None
@@ -50,6 +54,7 @@ class ScenarioWindows:
             num / (num + sums.num_failed),
             prefill_busy,
             decode_busy,
+            num / span_s,
         )
 
     def _of(self, scenario: str) -> _Sums | None:
