@@ -7,7 +7,9 @@ plain name (`PDMESH_NATS_URL`), so that one line configures the whole mesh; the 
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +78,9 @@ class ServiceSettings(BaseSettings):
         0, ge=0, le=65535, description="Port of /metrics and /health; 0 picks a free one"
     )
     nats_url: str = shared("nats://127.0.0.1:4222", description="NATS server")
+    node_id: str = shared(
+        "", description="Name of the machine; default: its host name", pattern=r"^[a-z0-9-]*$"
+    )
     lease_s: float = shared(
         3.0, gt=0, description="Lease in the registry; renewed every third of it"
     )
@@ -93,6 +98,11 @@ class ServiceSettings(BaseSettings):
         None, description="File to write the ops address to, for whoever started this process"
     )
     uvloop: bool = shared(True, description="Use uvloop when it is installed")
+
+    @property
+    def node(self) -> str:
+        """The machine's name, made of letters, digits and dashes."""
+        return self.node_id or re.sub(r"[^a-z0-9-]+", "-", socket.gethostname().lower()) or "node"
 
     @property
     def reachable_host(self) -> str:

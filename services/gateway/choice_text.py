@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdmesh.core.request_types import Cancelled, Complete, Fail, FinishReason
-from pdmesh.errors import MeshError, Overloaded
+from pdmesh.errors import MeshError
 from pdmesh.v1.common_pb2 import TokenLogprob
 from services.gateway.tokenizer import TextStream
 
@@ -97,6 +97,7 @@ class ChoiceText:
             return Delta(self._index, text, token_ids, logprobs, True, outcome.finish_reason)
         if isinstance(outcome, Fail):
             error = outcome.error
-        if isinstance(error, Overloaded) and is_empty and self._default_text is not None:
+        can_wait = error is not None and error.is_retryable
+        if can_wait and is_empty and self._default_text is not None:
             return Delta(self._index, self._default_text, token_ids, logprobs, True, "stop")
         return Delta(self._index, text, token_ids, logprobs, True, None, error)

@@ -21,6 +21,7 @@ from pdmesh.v1.common_pb2 import (
 )
 
 DEFAULT_MODEL: Final = "default"
+DEFAULT_SCENARIO: Final = "default"
 _SERVING: Final = frozenset({ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION})
 _MASTER: Final = "master-scheduler"
 _GATEWAY: Final = "gateway"
@@ -39,7 +40,8 @@ class Fleet:
         self._clock = clock
         self._model = model
         self._connected_at = clock()
-        self._known_models: dict[str, None] = {model: None} if model else {}
+        self._known_models: dict[str, InstanceRecord | None] = {model: None} if model else {}
+        self._served: set[tuple[str, str]] = set()  # model and scenario
         self._records: dict[str, InstanceRecord] = {}
         self._refresh()
         view.on_change(self._on_change)
@@ -58,7 +60,8 @@ class Fleet:
         )
         for record in (*self._prefills, *self._decodes, *self._fusions):
             if record.model:
-                self._known_models[record.model] = None
+                self._known_models[record.model] = record
+                self._served.add((record.model, record.scenario))
 
     def _with_role(self, role: int) -> list[InstanceRecord]:
         found = (r for _, r in sorted(self._records.items()) if r.role == role)
@@ -97,30 +100,36 @@ class Fleet:
         raise ModelNotFound(f"the model {asked!r} does not exist", field="model")
 
     def reference(self, model: str) -> InstanceRecord | None:
-        """An instance that speaks for the model: its context length, block size and fingerprint."""
+        """An instance that speaks for the model: its context length, block size and fingerprint. The last one, if all are gone."""
         for records in (self._prefills, self._fusions, self._decodes):
             for record in records:
                 if record.model == model:
                     return record
-        return None
+        return self._known_models.get(model)
+
+    def has_served(self, model: str, scenario: str) -> bool:
+        """Whether somebody ever did: then it is away, and not unknown."""
+        return (model, scenario or DEFAULT_SCENARIO) in self._served
 
     def can_serve(self) -> bool:
-        """At least one prefill and decode that pair, or one fusion instance."""
-        if self._fusions:
-            return True
-        decodes = {pair_of(r) for r in self._decodes}
-        return any(pair_of(r) in decodes for r in self._prefills)
+        """At least one instance: without the other role, one does both phases."""
+        return bool(self._fusions or self._prefills or self._decodes)
 
     # --- candidates ------------------------------------------------------------------------------
 
     def candidate(
-        self, instance_id: str, incarnation: int, num_matched_tokens: int = 0
+        self,
+        instance_id: str,
+        incarnation: int,
+        num_matched_tokens: int = 0,
+        *,
+        is_local: bool = False,
     ) -> Candidate | None:
         """None if it is not there any more, so that a late plan never reaches a successor."""
         record = self.record(instance_id, incarnation)
         if record is None or record.role not in _SERVING or not takes_requests(record):
             return None
-        is_local = record.role == ROLE_FUSION
+        is_local = is_local or record.role == ROLE_FUSION
         quarrels = self._exchange.quarrels(instance_id) if self._exchange else NO_QUARRELS
         return Candidate(
             instance_id, incarnation, pair_of(record), is_local, num_matched_tokens, quarrels
@@ -133,9 +142,12 @@ class Fleet:
         excluded: Sequence[str],
         num_open: Callable[[str, int], int],
     ) -> tuple[list[Candidate], list[Candidate]]:
-        """Prefills (or fusions) and decodes with the fewest of our own open legs first (S42)."""
+        """Prefills (or fusions) and decodes with the fewest of our own open legs first (S42).
 
-        def rank(records: Sequence[InstanceRecord]) -> list[Candidate]:
+        Where nobody is there of one role, those of the other do both phases.
+        """
+
+        def rank(records: Sequence[InstanceRecord], *, is_local: bool = False) -> list[Candidate]:
             able = [
                 r
                 for r in records
@@ -145,7 +157,11 @@ class Fleet:
                 and (not scenario or r.scenario in {"", scenario})
             ]
             able.sort(key=lambda r: (num_open(r.instance_id, r.incarnation), r.instance_id))
-            found = (self.candidate(r.instance_id, r.incarnation) for r in able)
+            found = (self.candidate(r.instance_id, r.incarnation, is_local=is_local) for r in able)
             return [c for c in found if c is not None]
 
-        return rank([*self._prefills, *self._fusions]), rank(self._decodes)
+        prefills, decodes = rank([*self._prefills, *self._fusions]), rank(self._decodes)
+        pairs = {c.pair for c in decodes}
+        if any(c.is_local or c.pair in pairs for c in prefills):
+            return prefills, decodes
+        return rank(self._prefills, is_local=True) or rank(self._decodes, is_local=True), []

@@ -194,12 +194,15 @@ class Planner:
 
     def _from_result(self, ask: _Ask, result: PlanResult) -> Event:
         if result.error_reason:
-            return PlanFailed(ask.plan, _refusal(result))
+            is_away = self._fleet.has_served(ask.query.model, ask.query.scenario)
+            return PlanFailed(ask.plan, _refusal(result, is_away))
         return PlanReceived(ask.plan, self._resolve(result.prefills), self._resolve(result.decodes))
 
     def _resolve(self, candidates: Sequence[CandidateProto]) -> list[Candidate]:
         found = (
-            self._fleet.candidate(c.instance_id, c.incarnation, c.num_matched_tokens)
+            self._fleet.candidate(
+                c.instance_id, c.incarnation, c.num_matched_tokens, is_local=c.is_local
+            )
             for c in candidates
         )
         return [c for c in found if c is not None]
@@ -216,10 +219,10 @@ class Planner:
         return PlanReceived(ask.plan, prefills, decodes)
 
 
-def _refusal(result: PlanResult) -> MeshError:
+def _refusal(result: PlanResult, is_away: bool) -> MeshError:
     message = result.error_message or "nothing can serve this now"
     match result.error_reason:
-        case "MODEL_NOT_FOUND":
+        case "MODEL_NOT_FOUND" if not is_away:
             return ModelNotFound(message, field="model")
         case "PROMPT_TOO_LONG":
             # It fits the model's context, or the gateway had refused it: no instance has the memory.

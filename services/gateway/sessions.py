@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import grpc
 import structlog
 
-from pdmesh.core.request_types import Event, LegLost
+from pdmesh.core.request_types import Event, LegLost, LegRejected
 from pdmesh.net import rpc
 from pdmesh.v1.common_pb2 import InstanceRecord, TokenLogprob
 from pdmesh.v1.instance_service_pb2 import (
@@ -203,11 +203,19 @@ class InstanceSession:
         self._is_open, self.load = False, None
         self._may_open_at = time.monotonic() + self._backoff_s
         self._backoff_s = min(_MAX_BACKOFF_S, self._backoff_s * 2)
+        was_reached = not self._is_unreachable()
         lost, self._legs = self._legs, {}
         self._outbox = []
         log.info("session.broken", instance_id=self.instance_id, reason=reason, num_legs=len(lost))
         for key, owner in lost.items():
-            owner.on_event(LegLost(key))
+            # Who was never reached has not died of the request: that would make poison of an innocent prompt (F38).
+            owner.on_event(LegLost(key) if was_reached else LegRejected(key, is_final=True))
+
+    def _is_unreachable(self) -> bool:
+        """Connecting failed. A connection that was there and broke leaves the channel idle instead."""
+        if self._channel is None:
+            return True
+        return self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
     async def close(self) -> None:
         if self._task is not None:

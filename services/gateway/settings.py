@@ -67,7 +67,7 @@ class Settings(ServiceSettings):
     )
     scenarios: dict[str, ScenarioSettings] = Field(
         {},
-        description="By scenario, as JSON: ttft_s, ttft_s_per_1k_tokens, default_text (instead of a 429)",
+        description="By scenario, as JSON: ttft_s, ttft_s_per_1k_tokens, default_text (instead of a 429 or 503)",
     )
     deadline_s: float = Field(600.0, gt=0, description="Longest life of a request")
     answer_s: float = Field(3.0, gt=0, description="An instance accepts or rejects within this")

@@ -135,4 +135,5 @@ def _candidate_to(candidate: Candidate) -> pb.Candidate:
         incarnation=candidate.incarnation,
         num_matched_tokens=candidate.num_matched_tokens,
         score=candidate.score,
+        is_local=candidate.is_local,
     )

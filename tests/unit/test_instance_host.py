@@ -52,6 +52,8 @@ class EndedEngine:
     async def outputs(self) -> AsyncIterator[list[Output]]:
         yield [self._end]
 
+    async def ping(self) -> None: ...
+
     def stats(self) -> EngineStats:
         return EngineStats()
 

@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from pdmesh.core.fault_levels import Level
 from pdmesh.core.fleet import (
+    FaultJudged,
     Fleet,
     HealthJudged,
     Identity,
@@ -214,6 +216,62 @@ def test_a_fusion_instance_needs_no_decode_and_stands_alone() -> None:
     assert plan.decodes == ()
 
 
+@pytest.mark.req("S37", "S72")
+@pytest.mark.parametrize(
+    ("gone", "left"),
+    [(Role.DECODE, "prefill"), (Role.PREFILL, "decode")],
+    ids=["decodes", "prefills"],
+)
+def test_when_one_role_is_gone_the_other_does_both_phases_until_it_is_back(
+    gone: Role, left: str
+) -> None:
+    placement = make(*pair())
+    for i in (0, 1):
+        placement.fleet.handle(HealthJudged(f"{gone.value}-{i}", 1, Health.DEAD), 0.0)
+    plan = planned(placement, QUERY)
+    assert {c.instance_id for c in plan.prefills} == {f"{left}-0", f"{left}-1"}
+    assert all(c.is_local for c in plan.prefills)
+    assert plan.decodes == ()
+    placement.fleet.handle(HealthJudged(f"{gone.value}-1", 1, Health.HEALTHY), 0.0)
+    plan = planned(placement, QUERY)
+    assert plan.decodes
+    assert not any(c.is_local for c in plan.prefills)
+
+
+def test_a_whole_group_goes_before_one_that_lost_a_role() -> None:
+    lonely = identity("prefill-9", Role.PREFILL, group_id="g9")
+    placement = make(*pair(), lonely)
+    plan = planned(placement, QUERY, prefill_9=10)
+    assert plan.group_id == "g0"
+    query = Query(model="m", excluded=frozenset(i.instance_id for i in pair()))
+    assert [(c.instance_id, c.is_local) for c in planned(placement, query).prefills] == [
+        ("prefill-9", True)
+    ]
+
+
+def test_alone_an_instance_must_have_room_for_the_answer_too() -> None:
+    small = identity("prefill-0", Role.PREFILL, num_kv_blocks=10)
+    plan = make(small).plan(QUERY, {}, now=0.0)
+    assert isinstance(plan, NoPlan)
+    assert plan.reason == "NO_INSTANCE"
+    assert planned(make(small), Query(model="m", num_prompt_tokens=500, max_tokens=64)).prefills
+
+
+@pytest.mark.req("S34")
+@pytest.mark.parametrize(
+    ("level", "held_back", "is_left_out"),
+    [(Level.TRANSIENT, "", False), (Level.PROCESS, "", True), (Level.LOST, "panic", False)],
+)
+def test_from_level_two_on_an_instance_is_left_out_unless_that_is_held_back(
+    level: Level, held_back: str, is_left_out: bool
+) -> None:
+    placement = make(*pair())
+    placement.fleet.handle(FaultJudged("prefill-0", 1, level, (), held_back), 0.0)
+    placement.fleet.handle(FaultJudged("prefill-1", 99, Level.LOST), 0.0)
+    ids = {c.instance_id for c in planned(placement, QUERY).prefills}
+    assert ids == ({"prefill-1"} if is_left_out else {"prefill-0", "prefill-1"})
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -259,7 +317,7 @@ def test_instances_that_failed_this_request_are_left_out() -> None:
         (Query(model="other"), "MODEL_NOT_FOUND"),
         (Query(model="m", scenario="other"), "MODEL_NOT_FOUND"),
         (Query(model="m", num_prompt_tokens=8192), "PROMPT_TOO_LONG"),
-        (Query(model="m", excluded=frozenset({"decode-0", "decode-1"})), "NO_INSTANCE"),
+        (Query(model="m", excluded=frozenset(i.instance_id for i in pair())), "NO_INSTANCE"),
     ],
 )
 def test_there_is_a_reason_when_nothing_can_be_ranked(query: Query, reason: str) -> None:

@@ -204,6 +204,9 @@ class FaultJudge:
         if instance is None:
             return
         past = self._past(event.instance_id, now)
+        own = (s for told in instance.told.values() for s in told.signals)
+        if not instance.is_ejectable and any(s.is_proof and s.level is Level.PROCESS for s in own):
+            past.restarts.append(now)  # it knew before we did, and ended itself
         was_short = now - instance.seen_at < self.policy.stable_s
         if event.is_crash and not instance.is_ejectable:
             past.num_crashes = past.num_crashes + 1 if was_short else 1

@@ -1,7 +1,8 @@
 """Where a request may go, best first: filter, score, pick (S89, S94, S107, S108).
 
 A plan names prefills and decodes of one cell (group and model fingerprint), since only those can hand KV to each other, or
-fusion instances, which need no decode. The ranking is advice: whether an instance takes the request is its own decision.
+fusion instances, which need no decode. A cell that has lost one of the two roles serves with the other alone, both phases on
+one instance, but only while no whole cell can serve the request. The ranking is advice: whether an instance takes the request is its own decision.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ class Candidate:
     incarnation: int
     num_matched_tokens: int
     score: float
+    is_local: bool = False  # it does both phases
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Ranked candidates of one group. `decodes` is empty if the prefills are fusion instances."""
+    """Ranked candidates of one group. `decodes` is empty if the prefills do both phases."""
 
     group_id: str
     prefills: tuple[Candidate, ...]
@@ -80,10 +82,20 @@ class _Cell:
     def is_whole(self) -> bool:
         return bool(self.prefills and (self.decodes or self.key[2]))
 
+    def alone(self, query: Query) -> _Cell:
+        """Its instances of the one role that is left, each for both phases. Nobody, if it has both."""
+        cell = _Cell(self.key)
+        if self.prefills and self.decodes:
+            return cell
+        cell.prefills = [
+            i for i in self.prefills or self.decodes if _could_hold(i, query, is_local=True)
+        ]
+        return cell
+
     def narrowed(self, query: Query) -> _Cell:
         """Without those that could not hold the query or have failed it; itself if it may have all."""
         if not query.excluded and query.num_prompt_tokens <= self.safe_tokens:
-            any_member = self.prefills[0]
+            any_member = (self.prefills or self.decodes)[0]
             if query.num_blocks(any_member) <= self.safe_blocks:
                 return self
         cell = _Cell(self.key)
@@ -149,7 +161,7 @@ class Placement:
         self._book(query, prefills[0].instance, decodes[0].instance if decodes else None, known)
         return Plan(
             cell.key[0],
-            tuple(_candidate(s, matches) for s in prefills),
+            tuple(_candidate(s, matches, is_local=not decodes) for s in prefills),
             tuple(_candidate(s, matches) for s in decodes),
         )
 
@@ -163,9 +175,13 @@ class Placement:
         known = self._cells.get(key)
         if known is None:
             known = self._cells[key] = self._usable_cells(query)
+        narrowed = [cell.narrowed(query) for cell in known]
         exchange = self._exchange
-        cells = [c for cell in known if (c := cell.narrowed(query).reconciled(exchange)).is_whole]
-        return cells or self._why_none(query)
+        whole = [c for cell in narrowed if (c := cell.reconciled(exchange)).is_whole]
+        if whole:
+            return whole
+        alone = [cell for n in narrowed if (cell := n.alone(query)).prefills]
+        return alone or self._why_none(query)
 
     def _usable_cells(self, query: Query) -> list[_Cell]:
         cells: dict[CellKey, _Cell] = {}
@@ -173,7 +189,7 @@ class Placement:
             if instance.is_usable and _serves(instance, query):
                 key = _key(instance)
                 cells.setdefault(key, _Cell(key)).add(instance)
-        return [cell for cell in cells.values() if cell.is_whole]
+        return list(cells.values())
 
     def _why_none(self, query: Query) -> NoPlan:
         serving = [i for i in self.fleet.instances.values() if _serves(i, query)]
@@ -273,12 +289,13 @@ def _serves(instance: Instance, query: Query) -> bool:
     return query.model in ("", DEFAULT_MODEL) or identity.model == query.model
 
 
-def _could_hold(instance: Instance, query: Query) -> bool:
+def _could_hold(instance: Instance, query: Query, *, is_local: bool = False) -> bool:
     """An empty instance could; prefill holds the prompt alone, which the model's length bounds."""
     identity = instance.identity
     if identity.max_model_len and query.num_prompt_tokens >= identity.max_model_len:
         return False
-    if identity.role is Role.PREFILL or not identity.num_kv_blocks:
+    is_prompt_alone = identity.role is Role.PREFILL and not is_local
+    if is_prompt_alone or not identity.num_kv_blocks:
         return True
     return identity.num_kv_blocks >= query.num_blocks(instance)
 
@@ -292,7 +309,11 @@ def _is_affine(instance: Instance, affine: Sequence[str]) -> bool:
     return has_slot and instance.id in affine
 
 
-def _candidate(scored: Scored, matches: Mapping[str, float]) -> Candidate:
+def _candidate(
+    scored: Scored, matches: Mapping[str, float], *, is_local: bool = False
+) -> Candidate:
     identity = scored.instance.identity
     num_matched = round(matches.get(identity.instance_id, 0) * identity.block_size)
-    return Candidate(identity.instance_id, identity.incarnation, num_matched, scored.score)
+    return Candidate(
+        identity.instance_id, identity.incarnation, num_matched, scored.score, is_local
+    )

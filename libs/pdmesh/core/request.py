@@ -134,8 +134,6 @@ class Request(RequestState):
         """Ask the next candidate (S43), or wait for one to come free."""
         if self._tried < len(self._candidates):
             return self._send_prefill(self._candidates[self._tried], now)
-        if not self._candidates:
-            return self._no_plan(NoInstance("no instance takes new work"), now)
         return self._wait(Phase.WAITING_PREFILL, self._candidates, self._ttft_by, now)
 
     def _send_prefill(self, to: Candidate, now: float) -> list[Effect]:
@@ -184,7 +182,12 @@ class Request(RequestState):
             return effects + self._end(Fail(_too_long(event.detail)))
         self._last_error = self._after_rejection(event)
         if event.is_final:
+            self._excluded[to.instance_id] = None
             self._candidates = [c for c in self._candidates if c is not to]
+            if (
+                not self._candidates
+            ):  # the next plan may know others, or an instance that does both phases
+                return effects + self._ask_plan()
         else:
             self._tried += 1
         return effects + self._offer_prefill(now)
@@ -272,6 +275,7 @@ class Request(RequestState):
         self.num_rejections += 1
         self._last_error = self._after_rejection(event)
         if event.is_final or event.is_too_long:
+            self._excluded[to.instance_id] = None
             self._decodes = [c for c in self._decodes if c is not to]
         else:
             self._tried += 1

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from pdmesh.core.request_types import RequestLimits
+
+DEFAULT: Final = "default"
 
 
 @dataclass(frozen=True, slots=True)
 class ScenarioSlo:
-    """`default_text`: the answer instead of an error when nobody could take the request in time."""
+    """`default_text`: the answer instead of an error when nothing could serve the request (S37, S44)."""
 
     ttft_s: float
     ttft_s_per_1k_tokens: float = 0.0
@@ -30,7 +33,7 @@ class Slos:
 
     def limits_for(self, scenario: str, num_prompt_tokens: int) -> RequestLimits:
         """The limits themselves where neither scenario nor length matters: that is free."""
-        slo = self.scenarios.get(scenario)
+        slo = self._of(scenario)
         if slo is None:
             if not self.ttft_s_per_1k_tokens:
                 return self.limits
@@ -38,9 +41,13 @@ class Slos:
         return replace(self.limits, ttft_s=slo.ttft_for(num_prompt_tokens))
 
     def default_text(self, scenario: str) -> str | None:
-        slo = self.scenarios.get(scenario)
+        slo = self._of(scenario)
         return None if slo is None else slo.default_text
+
+    def _of(self, scenario: str) -> ScenarioSlo | None:
+        """Who names none is of the scenario `default`."""
+        return self.scenarios.get(scenario or DEFAULT)
 
     def label(self, scenario: str) -> str:
         """For metrics: clients may send any name, and only those that are configured get their own."""
-        return scenario if scenario in self.scenarios else "default"
+        return scenario if scenario in self.scenarios else DEFAULT

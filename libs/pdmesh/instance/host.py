@@ -18,6 +18,7 @@ import structlog
 from pdmesh.core.admission import Admission, Ask, RefusalReason, Refused, Work
 from pdmesh.core.kv_sources import HeldSource, KvSource, KvSources, SourceFault
 from pdmesh.core.ticket import PullFailure
+from pdmesh.core.vitals import Vitals
 from pdmesh.engine.base import (
     ArenaRange,
     BlocksChanged,
@@ -86,6 +87,7 @@ class InstanceHost:
     ) -> None:
         self.admission = admission
         self.book = LoadBook()
+        self.vitals = Vitals()
         self.on_load: Callable[[], None] = lambda: None
         self.on_record: Callable[[], None] = lambda: None
         self._sources = KvSources()
@@ -216,6 +218,7 @@ class InstanceHost:
         num_computed_here = 0 if work is Work.DECODE else ask.num_prompt_tokens
         self.book.admitted(ask.leg, m.request_id, num_computed_here, self._clock())
         instruments.admissions.add(1, instruments.ACCEPTED)
+        self.vitals.num_accepted += 1
         trace_id = m.traceparent[3:35]
         leg = Leg(ask.leg, outbox, m.key, work, m.request_id, trace_id, source=source)
         if isinstance(m, Start):
@@ -225,6 +228,7 @@ class InstanceHost:
 
     def _refuse(self, outbox: Outbox, key: int, refused: Refused) -> None:
         instruments.admissions.add(1, instruments.REFUSED[refused.reason])
+        self.vitals.num_refused += 1
         outbox.add_event(convert.rejected(key, refused))
         if refused.retry_after_ms:
             outbox.wants_load = True
@@ -326,6 +330,8 @@ class InstanceHost:
             leg.overdue.cancel()
             leg.overdue = None
         self._legs.remove(leg)
+        self.vitals.num_ended += 1
+        self.vitals.num_failed += outcome == "failed"
         instruments.legs_ended.add(1, {names.ATTR_OUTCOME: outcome})
 
     # -- outputs ----------------------------------------------------------------------------------
@@ -338,7 +344,7 @@ class InstanceHost:
                     _HANDLE[type(output)](self, output)
                 self._after_changes()
         except Exception:
-            self._fail_all()
+            self.fail_all(ENGINE_DIED, "the engine died")
             raise
 
     def _on_ticket_opened(self, output: TicketOpened) -> None:
@@ -403,6 +409,9 @@ class InstanceHost:
         if leg.overdue is not None:
             leg.overdue.cancel()
             leg.overdue = None
+        self.vitals.num_pulls += 1
+        self.vitals.pull_s += output.duration_s
+        self.vitals.pull_bytes += output.kv_bytes
         instruments.transfer_s.record(output.duration_s)
         instruments.transfer_bytes.add(output.kv_bytes)
         instruments.computed_tokens.add(output.num_computed_tokens)
@@ -489,11 +498,11 @@ class InstanceHost:
         for fault in output.report.faults:
             self._on_error(fault.reason, f"{fault.tier.value} tier: {fault.message}", "")
 
-    def _fail_all(self) -> None:
-        """The engine is gone, and with it everything it held."""
-        self._on_error(ENGINE_DIED, "the engine died", "")
+    def fail_all(self, reason: str, message: str) -> None:
+        """The engine is gone or given up, and with it everything it held: every leg fails, nothing is taken any more."""
+        self._on_error(reason, message, "")
         for leg in self._legs.all():
-            failure = Failed(leg.number, ENGINE_DIED, "the engine died")
+            failure = Failed(leg.number, reason, message)
             leg.outbox.add_event(convert.failed(leg.key, failure))
             self._forget(leg, "failed")
         self.admission.drain(True)

@@ -90,6 +90,18 @@ class InstanceSettings(ServiceSettings):
     stall_s: float = shared(
         10.0, gt=0, description="A gateway that reads nothing for so long is cut"
     )
+    engine_slow_s: float = shared(
+        5.0, gt=0, description="An engine that answers no ping for so long is suspect"
+    )
+    engine_hung_s: float = shared(
+        30.0,
+        gt=0,
+        description="After so long it is given up: the instance ends, to be started anew",
+    )
+    devices: str = shared(
+        "",
+        description="Names of the node's devices it computes on, by commas; default: CUDA_VISIBLE_DEVICES, else its own id",
+    )
     drain_s: float = shared(10.0, ge=0, description="Time running requests get when asked to stop")
     sim_law: Literal["zero", "demo", "smollm2-cpu"] = shared(
         "demo", description="Time the sim takes: zero, demo, smollm2-cpu"

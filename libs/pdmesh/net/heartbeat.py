@@ -29,7 +29,7 @@ class Presence:
     """Registers at `start`, says goodbye at `stop`.
 
     `record_fn` is asked at every beat; a changed record is written at once. `on_replaced` is called once, when
-    another incarnation has taken the id.
+    another incarnation has taken the id. `describe` adds to each heartbeat what else there is to say.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Presence:
         is_ready: Callable[[], bool] = lambda: True,
         on_replaced: Callable[[], None] = lambda: None,
     ) -> None:
+        self.describe: Callable[[InstanceHealth], None] = lambda _: None
         self._registry = registry
         self._publisher = publisher
         self._period_s = lease_s / _BEATS_PER_LEASE
@@ -96,12 +97,11 @@ class Presence:
         if record != self._record:
             self._record = _snapshot(record)
             await lease.update(self._record)
-        await self._publisher.publish(
-            subjects.health_instance(record.instance_id),
-            InstanceHealth(
-                service=record.service, is_ready=self._is_ready(), is_draining=record.is_draining
-            ),
+        health = InstanceHealth(
+            service=record.service, is_ready=self._is_ready(), is_draining=record.is_draining
         )
+        self.describe(health)
+        await self._publisher.publish(subjects.health_instance(record.instance_id), health)
 
 
 def _snapshot(record: InstanceRecord) -> InstanceRecord:

@@ -241,7 +241,7 @@ async def test_fusion_gives_the_same_answer(tmp_path: Path) -> None:
 
 async def test_a_request_with_nobody_to_serve_it_fails_at_once(tmp_path: Path) -> None:
     async with (
-        gateway_mesh(tmp_path, 1, 0, model="tiny") as mesh,
+        gateway_mesh(tmp_path, 0, 0, model="tiny") as mesh,
         httpx.AsyncClient() as client,
     ):
         body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}

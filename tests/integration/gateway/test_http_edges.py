@@ -220,7 +220,7 @@ async def test_one_address_has_so_many_connections_and_no_more(tmp_path: Path) -
 
 @pytest.mark.fault("F36")
 async def test_every_503_and_429_says_when_to_come_back(tmp_path: Path) -> None:
-    async with gateway_mesh(tmp_path, 1, 0, model="tiny") as mesh, httpx.AsyncClient() as client:
+    async with gateway_mesh(tmp_path, 0, 0, model="tiny") as mesh, httpx.AsyncClient() as client:
         body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
         response = await client.post(f"{mesh.url}/v1/completions", json=body)
         assert response.status_code == 503

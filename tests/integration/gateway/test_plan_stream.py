@@ -171,7 +171,7 @@ async def test_a_plan_of_an_older_epoch_has_no_effect(tmp_path: Path) -> None:
     ("reason", "status", "code"),
     [
         ("PROMPT_TOO_LONG", 400, "context_length_exceeded"),
-        ("MODEL_NOT_FOUND", 404, "model_not_found"),
+        ("MODEL_NOT_FOUND", 503, "no_instance"),  # the gateway has seen it served: it is away
         ("NO_INSTANCE", 503, "no_instance"),
     ],
 )

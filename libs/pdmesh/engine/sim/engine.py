@@ -110,6 +110,7 @@ class SimEngine:
         self._random = random.Random()
         self._work, self._has_output = asyncio.Event(), asyncio.Event()
         self._outputs: list[Output] = []
+        self._pings: list[asyncio.Future[None]] = []
         self._loop: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
 
@@ -194,6 +195,12 @@ class SimEngine:
             self._has_output.clear()
             yield batch
 
+    async def ping(self) -> None:
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pings.append(answer)
+        self._work.set()
+        await answer
+
     def stats(self) -> EngineStats:
         running = len(self._arrivals) + len(self._lane) + len(self._sequences)
         running += self._tiers.num_waiting if self._tiers is not None else 0
@@ -221,9 +228,13 @@ class SimEngine:
     async def _run(self) -> None:
         law = self._config.law
         while True:
+            if failpoints.hit("engine.step") == "hang":
+                await asyncio.Event().wait()
+            self._answer_pings()
             if not (self._arrivals or self._joining or len(self._lane) or len(self._batch)):
                 self._work.clear()
                 await self._work.wait()
+                continue
             self._take_arrivals()
             chunk = self._lane.next_chunk()
             batch = len(self._batch)
@@ -237,6 +248,12 @@ class SimEngine:
             for prompt in self._lane.finish_chunk():
                 self._complete(prompt)
             self._emit_block_changes()
+
+    def _answer_pings(self) -> None:
+        for answer in self._pings:
+            if not answer.done():
+                answer.set_result(None)
+        self._pings.clear()
 
     async def _wait_out(self, duration: float) -> None:
         """A step's time. Prompts that are handed on per layer have a share of it per layer, and go on as they get it."""

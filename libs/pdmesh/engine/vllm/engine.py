@@ -332,6 +332,17 @@ class VllmEngine:
         async for batch in self._queue.batches():
             yield batch
 
+    async def ping(self) -> None:
+        """A question that the engine's process answers between two steps."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if self._llm is None:
+            return
+        try:
+            await self._llm.is_sleeping()
+        except EngineDeadError:
+            self._die("vLLM's engine process died; its own log says why")
+
     def stats(self) -> EngineStats:
         jobs = self._jobs
         return EngineStats(

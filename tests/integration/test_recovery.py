@@ -1,0 +1,150 @@
+"""A mesh that loses what it serves with: a hung engine, a whole role, everything. Clients see whole texts, or the default one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pdmesh.core.supervision import RestartPolicy
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.launcher.spec import MeshSpec
+from tests.support import fleet
+from tests.support.streams import StreamOutcome, stream_completion
+from tests.support.waiting import until
+
+PROMPT = [40 + i % 80 for i in range(130)]
+MAX_TOKENS = 120
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> fleet.Reference:
+    return fleet.Reference.load(tmp_path_factory.mktemp("sim-model"))
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(timeout=60) as running:
+        yield running
+
+
+async def ask(
+    client: httpx.AsyncClient, mesh: Mesh, num_tokens: int = MAX_TOKENS, start: int = 0
+) -> StreamOutcome:
+    prompt = PROMPT[start:]
+    return await stream_completion(client, mesh.http_url, prompt, num_tokens, ignore_eos=True)
+
+
+def check(outcomes: list[StreamOutcome], reference: fleet.Reference) -> None:
+    for outcome in outcomes:
+        assert outcome.is_complete, (outcome.error, outcome.finish_reason, outcome.text)
+        assert outcome.text == reference.text(list(outcome.prompt), MAX_TOKENS)
+
+
+async def lose(mesh: Mesh, *names: str) -> None:
+    """kill -9, and nobody starts them again."""
+    for name in names:
+        mesh.kill(name)
+    await asyncio.gather(*(mesh.supervisor.stop(name) for name in names))
+
+
+async def bring_back(mesh: Mesh, *names: str) -> None:
+    for name in names:
+        mesh.supervisor.start(mesh.supervisor.specs[name])
+    await mesh.wait_ready(names, 30)
+
+
+def num_tokens(mesh: Mesh) -> float:
+    """Drawn for clients so far."""
+    return sum(
+        v for n, _, v in fleet.samples(mesh, "gateway-0") if n == "pdmesh_gateway_tokens_total"
+    )
+
+
+def num_started(mesh: Mesh, instance_id: str) -> float:
+    """Legs that the instance has taken."""
+    return sum(
+        value
+        for name, labels, value in fleet.samples(mesh, instance_id)
+        if name == "pdmesh_admissions_total" and labels.get("pdmesh_outcome") == "accepted"
+    )
+
+
+@pytest.mark.req("S37", "S72")
+@pytest.mark.fault("F1", "F7")
+@pytest.mark.parametrize(
+    ("lost", "left"),
+    [(("decode-0", "decode-1"), "prefill"), (("prefill-0", "prefill-1"), "decode")],
+    ids=["decodes", "prefills"],
+)
+async def test_when_a_whole_role_is_killed_the_other_serves_alone_until_it_is_back(
+    lost: tuple[str, ...],
+    left: str,
+    tmp_path: Path,
+    client: httpx.AsyncClient,
+    reference: fleet.Reference,
+) -> None:
+    async with Mesh(fleet.two_by_two(), tmp_path) as mesh:
+        streams = [asyncio.create_task(ask(client, mesh, start=i)) for i in range(8)]
+        await until(
+            lambda: num_tokens(mesh) > 8 * 25, 20
+        )  # past where a death is a prompt's own doing
+        await lose(mesh, *lost)
+        check(await asyncio.gather(*streams), reference)
+        check(await asyncio.gather(*(ask(client, mesh, start=i) for i in range(4))), reference)
+        await bring_back(mesh, *lost)
+
+        async def is_used_again() -> bool:
+            check([await ask(client, mesh)], reference)
+            return any(num_started(mesh, name) for name in lost)
+
+        await until(is_used_again, within_s=30)
+
+
+@pytest.mark.req("S33", "S34", "S74")
+@pytest.mark.fault("F37")
+async def test_an_engine_that_hangs_in_a_live_process_is_noticed_and_started_anew(
+    tmp_path: Path, client: httpx.AsyncClient, reference: fleet.Reference
+) -> None:
+    """The process beats and answers probes, as vLLM's host does while its engine process is stuck."""
+    hung = {
+        "PDMESH_DECODE_FAILPOINT": "engine.step=hang@40",
+        "PDMESH_ENGINE_SLOW_S": "0.5",
+        "PDMESH_ENGINE_HUNG_S": "2.0",
+    }
+    async with Mesh(fleet.two_by_two({"decode-0": hung}), tmp_path) as mesh:
+        pid = mesh.pid("decode-0")
+        streams = [asyncio.create_task(ask(client, mesh, start=i)) for i in range(8)]
+        check(await asyncio.gather(*streams), reference)
+        await until(lambda: mesh.supervisor.pid("decode-0") not in (None, pid), within_s=30)
+        log = mesh.log_file("decode-0").read_text()
+        assert "engine.hung" in log
+        await mesh.wait_ready(["decode-0"], 30)
+
+
+@pytest.mark.req("S37")
+async def test_with_everything_gone_clients_get_the_scenarios_text(
+    tmp_path: Path, client: httpx.AsyncClient
+) -> None:
+    scenarios = {"default": {"default_text": "Please come back in a minute."}}
+    spec = MeshSpec(
+        engine="sim",
+        http_port=0,
+        grpc_port=0,
+        env={"PDMESH_GATEWAY_SCENARIOS": json.dumps(scenarios)},
+    )
+    async with Mesh(spec, tmp_path, policy=RestartPolicy(max_deaths=1)) as mesh:
+        for name in ("prefill-0", "decode-0"):
+            mesh.kill(name, signal.SIGKILL)
+
+        async def has_text() -> bool:
+            outcome = await ask(client, mesh)
+            assert outcome.is_done or outcome.error, outcome
+            return outcome.text == "Please come back in a minute."
+
+        await until(has_text, within_s=30)
