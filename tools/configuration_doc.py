@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Final
 
 from pdmesh.config import ServiceSettings, SettingLine, describe
+from services.health_monitor.settings import NodeSettings
 
 SERVICES: Final = (
     "gateway", "master_scheduler", "prefill", "decode", "instance", "kv_cache_index", "health_monitor",
+    "node_agent",
 )  # fmt: skip
 
 _INTRO: Final = """\
@@ -27,6 +29,8 @@ one line that names the variable.
 
 
 def settings_of(service: str) -> type[ServiceSettings]:
+    if service == "node_agent":  # pdmesh-health-monitor --node
+        return NodeSettings
     found: type[ServiceSettings] = import_module(f"services.{service}.settings").Settings
     assert issubclass(found, ServiceSettings)
     return found

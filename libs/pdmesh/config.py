@@ -144,6 +144,11 @@ class ServiceSettings(BaseSettings):
             raise BadSetting(str(exc)) from None
 
 
+def node_status_file(state_dir: Path) -> Path:
+    """Where a node's agent and its instances look for the node's status unless told otherwise."""
+    return state_dir / "run" / "node-status.json"
+
+
 class _SharedEnv(EnvSettingsSource):
     """`PDMESH_<FIELD>` for the fields marked shared, and for no other."""
 

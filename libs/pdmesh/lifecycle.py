@@ -58,6 +58,7 @@ class App:
     incarnation: int  # random, 63 bits, never 0
     stopping: asyncio.Event
     ops_address: str = ""  # host:port of /metrics, /health/live, /health/ready
+    pages: dict[str, Callable[[], object]] = field(default_factory=dict)  # JSON of /status/<page>
     _checks: dict[str, Callable[[], bool]] = field(default_factory=dict)
 
     def add_readiness(self, name: str, is_ready: Callable[[], bool]) -> None:
@@ -179,7 +180,7 @@ def _calm_the_collector() -> None:
 
 def _open_ops(settings: ServiceSettings, app: App) -> OpsServer:
     try:
-        return OpsServer(settings.host, settings.ops_port, app.not_ready)
+        return OpsServer(settings.host, settings.ops_port, app.not_ready, app.pages)
     except OSError as exc:
         variable = f"{type(settings).model_config.get('env_prefix', '')}OPS_PORT"
         raise StartupError(

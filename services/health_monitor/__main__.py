@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections import Counter
 from collections.abc import Coroutine, Iterable
-from typing import Any
+from typing import Any, Final
 
 import pdmesh
 from pdmesh.core.health import Health
@@ -19,9 +20,12 @@ from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.net.tasks import end, together
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1.common_pb2 import InstanceRecord
+from services.health_monitor import node_main
 from services.health_monitor.faults import FaultWatch, observe
 from services.health_monitor.monitor import HealthMonitor
-from services.health_monitor.settings import Settings
+from services.health_monitor.settings import NodeSettings, Settings
+
+NODE_FLAG: Final = "--node"
 
 
 async def serve(settings: Settings, app: App) -> None:
@@ -40,6 +44,7 @@ async def serve(settings: Settings, app: App) -> None:
     faults = FaultWatch(bus, view, publisher, fault_board(bus), lease_s=settings.lease_s)
     _observe(monitor)
     observe(faults)
+    app.pages["faults"] = faults.page
     app.add_readiness("watching", lambda: True)
     presence = Presence(
         registry,
@@ -83,7 +88,12 @@ def _observe(monitor: HealthMonitor) -> None:
 
 
 def main() -> None:
-    run("health-monitor", Settings, serve)
+    """`--node` runs the agent of one machine instead."""
+    if NODE_FLAG in sys.argv[1:]:
+        sys.argv.remove(NODE_FLAG)
+        run(node_main.SERVICE, NodeSettings, node_main.serve)
+    else:
+        run("health-monitor", Settings, serve)
 
 
 if __name__ == "__main__":

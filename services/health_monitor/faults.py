@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 import structlog
+from google.protobuf import json_format
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from pdmesh.core.fault_judge import (
@@ -120,6 +121,11 @@ class FaultWatch:
         for level, held_back in sorted(keys):
             num = sum((int(j.level), j.held_back) == (level, held_back) for j in current)
             yield float(num), {"level": str(level), "held_back": held_back}
+
+    def page(self) -> object:
+        """`/status/faults`."""
+        reports = map(self._report, self.judge.current())
+        return [json_format.MessageToDict(report) for report in reports]
 
     # -- what is heard ----------------------------------------------------------------------------
 

@@ -1,10 +1,12 @@
-"""The environment of a health-monitor."""
+"""The environment of a health-monitor, and of a node's agent."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field
 
-from pdmesh.config import ServiceSettings, settings_config
+from pdmesh.config import ServiceSettings, node_status_file, settings_config, shared
 
 
 class Settings(ServiceSettings):
@@ -13,3 +15,27 @@ class Settings(ServiceSettings):
     forget_s: float = Field(
         60.0, gt=0, description="Keep the verdict on an instance that is gone for so long"
     )
+
+
+class NodeSettings(ServiceSettings):
+    """Of `pdmesh-health-monitor --node`."""
+
+    model_config = settings_config("PDMESH_NODE_AGENT_")
+
+    period_s: float = Field(2.0, gt=0, description="Ask the devices and tell of them so often")
+    device_dir: Path | None = Field(
+        None,
+        description="Folder with a file per device that tools write; default: STATE_DIR/devices",
+    )
+    node_status_file: Path | None = shared(
+        None,
+        description="The node's status for its instances; default: STATE_DIR/run/node-status.json",
+    )
+
+    @property
+    def device_files(self) -> Path:
+        return self.device_dir or self.state_dir / "devices"
+
+    @property
+    def status_file(self) -> Path:
+        return self.node_status_file or node_status_file(self.state_dir)

@@ -6,11 +6,14 @@ import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
+from pdmesh.atomic_file import write_atomically
+from pdmesh.core.node_status import parse
 from pdmesh.core.supervision import RestartPolicy
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
@@ -148,3 +151,51 @@ async def test_with_everything_gone_clients_get_the_scenarios_text(
             return outcome.text == "Please come back in a minute."
 
         await until(has_text, within_s=30)
+
+
+@pytest.mark.req("S33", "S34", "S74")
+async def test_a_device_fault_reaches_the_instance_by_file_and_bus_and_its_level_decides(
+    tmp_path: Path, client: httpx.AsyncClient, reference: fleet.Reference
+) -> None:
+    """Level 3: no requests until it is healed. Level 2: the instance starts itself anew. Nobody else is touched."""
+    spec = replace(fleet.two_by_two(), node_agent=True)
+    async with Mesh(spec, tmp_path) as mesh:
+        pids = {name: mesh.pid(name) for name in fleet.INSTANCES}
+
+        async def page(name: str, path: str) -> str:
+            return (await client.get(f"http://{mesh.ops_address(name)}/status/{path}")).text
+
+        def set_level(device: str, level: int) -> None:
+            said = json.dumps({"level": level, "reason": "DEVICE_RESET_REQUIRED"})
+            write_atomically(tmp_path / "devices" / f"{device}.json", said)
+
+        async def is_reported(level: int) -> bool:
+            reports = json.loads(await page("health-monitor", "faults"))
+            return [(r["instanceId"], r["level"]) for r in reports] == [("decode-0", level)]
+
+        async def nothing_is_reported() -> bool:
+            return await page("health-monitor", "faults") == "[]"
+
+        set_level("decode-0", 3)
+        await until(lambda: is_reported(3), within_s=20)
+        assert "DEVICE_RESET_REQUIRED" in await page("node-agent", "node")
+        statuses = parse((tmp_path / "run" / "node-status.json").read_text()).devices
+        assert [(s.device, int(s.level)) for s in statuses] == [("decode-0", 3)]
+
+        async def is_left_out() -> bool:
+            before = num_started(mesh, "decode-0")
+            check(await asyncio.gather(*(ask(client, mesh, start=i) for i in range(6))), reference)
+            return num_started(mesh, "decode-0") == before
+
+        await until(is_left_out, within_s=30)
+        assert {name: mesh.pid(name) for name in pids} == pids
+
+        set_level("decode-0", 0)
+        await until(nothing_is_reported, within_s=30)
+        set_level("decode-0", 2)
+        await until(lambda: mesh.supervisor.pid("decode-0") not in (None, pids["decode-0"]), 30)
+        set_level("decode-0", 0)
+        await until(nothing_is_reported, within_s=40)
+        await mesh.wait_ready(["decode-0"], 30)
+        others = [name for name in pids if name != "decode-0"]
+        assert [mesh.pid(name) for name in others] == [pids[name] for name in others]

@@ -72,6 +72,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         help="the desired state; instances get their roles by it",
     )
     add("--gateways", type=_count, default=1, metavar="K", help="gateways sharing the ports")
+    add("--node-agent", action="store_true", help="watch this machine's devices")
     add("--masters", type=_count, default=1, metavar="L", help="masters; all but one stand by")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--http-port", type=_port, default=_port(os.environ.get("PDMESH_HTTP_PORT", "8000")))

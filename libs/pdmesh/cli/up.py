@@ -58,6 +58,7 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         groups_file=_groups_file(options),
         num_gateways=options.gateways,
         num_masters=options.masters,
+        node_agent=options.node_agent,
         host=options.host,
         http_port=options.http_port,
         grpc_port=options.grpc_port,

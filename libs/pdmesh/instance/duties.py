@@ -23,8 +23,9 @@ from pdmesh.kv.tiers.config import TierConfig
 S = TypeVar("S", bound=InstanceSettings)
 
 WORKS: Final = {
-    Role.PREFILL: frozenset({Work.PREFILL}),
-    Role.DECODE: frozenset({Work.DECODE}),
+    # Both phases at once (LOCAL) are asked of it only while its group has nobody of the other role.
+    Role.PREFILL: frozenset({Work.PREFILL, Work.LOCAL}),
+    Role.DECODE: frozenset({Work.DECODE, Work.LOCAL}),
     Role.FUSION: frozenset({Work.PREFILL, Work.DECODE, Work.LOCAL}),
 }
 _SLOTS: Final = {Role.PREFILL: 8, Role.DECODE: 64, Role.FUSION: 8}

@@ -7,12 +7,14 @@ it. A failure of anything that must not end is the process's: its supervisor sta
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Coroutine
 from typing import Any, Final
 
 import structlog
 
+from pdmesh.config import node_status_file
 from pdmesh.core import instance_events as life
 from pdmesh.core.instance_events import Peer, Phase
 from pdmesh.core.instance_life import InstanceLife
@@ -22,13 +24,15 @@ from pdmesh.instance import instruments
 from pdmesh.instance.assignment import assignment_from
 from pdmesh.instance.loading import LoadedEngine, load
 from pdmesh.instance.record import record_of
+from pdmesh.instance.self_check import SelfCheck, device_names, node_reader
 from pdmesh.instance.serving import Serving
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.lifecycle import App
 from pdmesh.net.assignments import Assignments
-from pdmesh.net.bus import Bus
+from pdmesh.net.board import fault_board
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
+from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.registry import Registry
 from pdmesh.net.tasks import end
 from pdmesh.telemetry import names
@@ -48,7 +52,7 @@ class Member:
         self,
         settings: InstanceSettings,
         app: App,
-        bus: Bus,
+        bus: NatsBus,
         registry: Registry,
         assignments: Assignments,
         own: LoadedEngine | None,
@@ -56,6 +60,7 @@ class Member:
     ) -> None:
         self._settings, self._app = settings, app
         self._registry, self._assignments = registry, assignments
+        self._faults = fault_board(bus)
         self._life = InstanceLife(app.incarnation, own.duty if own is not None else None, epoch)
         self._own = own
         self._events = EventPublisher(bus, app.instance_id, app.incarnation)
@@ -189,6 +194,24 @@ class Member:
         for work in await serving.start(self._registry):
             self._mind(work, may_end=False)
         self._serving, self._own = serving, None
+        self._watch_over(serving)
+
+    def _watch_over(self, serving: Serving) -> None:
+        settings, app = self._settings, self._app
+        devices = device_names(settings.devices, app.instance_id, os.environ)
+        file = settings.node_status_file or node_status_file(settings.state_dir)
+        check = SelfCheck(
+            serving.loaded.engine,
+            serving.host,
+            self._faults,
+            (app.instance_id, app.incarnation),
+            slow_s=settings.engine_slow_s,
+            hung_s=settings.engine_hung_s,
+            say_now=self._presence.refresh,
+            node=node_reader(file, devices),
+        )
+        self._presence.describe = check.describe
+        self._spawn(check.run(), "self-check", may_end=False)
 
     async def _verify(self, peer: Peer) -> None:
         assert self._serving is not None

@@ -10,6 +10,7 @@ from pdmesh.core.instance_events import Duty, PeerId, Phase
 from pdmesh.core.instance_life import InstanceLife
 from pdmesh.instance.assignment import TO_PROTO
 from pdmesh.instance.duties import tiers_of
+from pdmesh.instance.self_check import device_names
 from pdmesh.instance.serving import Serving
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.lifecycle import App
@@ -50,6 +51,8 @@ def record_of(
         ops_address=app.ops_address,
         version=__version__,
         pid=os.getpid(),
+        node_id=settings.node,
+        devices=device_names(settings.devices, app.instance_id, os.environ),
     )
     if serving is not None:
         _describe(record, serving)

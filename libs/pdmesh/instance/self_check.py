@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 import structlog
@@ -17,6 +18,7 @@ import structlog
 from pdmesh.core.engine_watch import Answered, EngineWatch, GiveUp, SendPing, Tick
 from pdmesh.core.fault_judge import Signal
 from pdmesh.core.fault_levels import RESPONSES, Action, level_of
+from pdmesh.core.node_status import signals_from_file
 from pdmesh.engine.base import Engine
 from pdmesh.errors import EngineFailed, InstanceLost
 from pdmesh.events.v1.events_pb2 import FaultReport, InstanceHealth
@@ -115,6 +117,21 @@ class SelfCheck:
             return
         if self._verdict is not None and not self._verdict.done():
             self._verdict.set_result(report)
+
+
+def node_reader(
+    file: Path, devices: Sequence[str], wall_clock: Callable[[], float] = time.time
+) -> ReadNode:
+    """What the node's status file holds against an instance on these devices; nothing where there is no agent."""
+
+    def read() -> Sequence[Signal]:
+        try:
+            text = file.read_text(errors="replace")
+        except OSError:
+            return ()
+        return signals_from_file(text, devices, wall_clock())
+
+    return read
 
 
 def device_names(setting: str, instance_id: str, environment: Mapping[str, str]) -> list[str]:

@@ -102,6 +102,10 @@ class InstanceSettings(ServiceSettings):
         "",
         description="Names of the node's devices it computes on, by commas; default: CUDA_VISIBLE_DEVICES, else its own id",
     )
+    node_status_file: Path | None = shared(
+        None,
+        description="The node's status for its instances; default: STATE_DIR/run/node-status.json",
+    )
     drain_s: float = shared(10.0, ge=0, description="Time running requests get when asked to stop")
     sim_law: Literal["zero", "demo", "smollm2-cpu"] = shared(
         "demo", description="Time the sim takes: zero, demo, smollm2-cpu"

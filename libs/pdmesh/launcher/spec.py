@@ -42,6 +42,7 @@ class MeshSpec:
     num_blank: int = 0  # instances whose role the master assigns
     groups_file: Path | None = None  # the desired state, applied when the master is there
     num_gateways: int = 1
+    node_agent: bool = False  # watch this machine's devices
     num_masters: int = 1  # one leads, the others stand by
     host: str = "127.0.0.1"
     http_port: int = 8000
@@ -87,17 +88,24 @@ _TIERS: Final = {
     "master-scheduler": Tier.CONTROL,
     "kv-cache-index": Tier.CONTROL,
     "health-monitor": Tier.CONTROL,
+    "node-agent": Tier.CONTROL,
     "prefill": Tier.INSTANCE,
     "decode": Tier.INSTANCE,
     "instance": Tier.INSTANCE,
     "gateway": Tier.GATEWAY,
 }
 
+_MODULES: Final = {
+    "node-agent": ("services.health_monitor", "--node")
+}  # others: services.<service>
+
 
 def services(spec: MeshSpec, wiring: Wiring) -> list[ProcessSpec]:
     """Every service process, in the order of starting."""
     named = [(s, s) for s in ("master-scheduler", "kv-cache-index", "health-monitor")]
     named += [(f"master-scheduler-{i}", "master-scheduler") for i in range(1, spec.num_masters)]
+    if spec.node_agent:
+        named.append(("node-agent", "node-agent"))
     if spec.num_fusion:
         named += [(f"fusion-{i}", "prefill") for i in range(spec.num_fusion)]
     named += [(f"prefill-{i}", "prefill") for i in range(spec.num_prefill)]
@@ -121,7 +129,7 @@ def _service(name: str, service: str, spec: MeshSpec, wiring: Wiring) -> Process
         name=name,
         service=service,
         tier=_TIERS[service],
-        command=(sys.executable, "-m", f"services.{module}"),
+        command=(sys.executable, "-m", *_MODULES.get(service, (f"services.{module}",))),
         env={
             **os.environ,
             **_common_settings(spec, wiring),

@@ -1,4 +1,4 @@
-"""The operators' HTTP endpoint of a process: /metrics, /health/live, /health/ready.
+"""The operators' HTTP endpoint of a process: /metrics, /health/live, /health/ready, /status/<page>.
 
 Live: the event loop answers. Ready: everything the process needs holds; the reply names what does not. The routes
 may also be mounted in a service's own HTTP server.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import uvicorn
@@ -21,10 +22,11 @@ from starlette.routing import Route
 from pdmesh.telemetry import metrics
 
 NotReady = Callable[[], Sequence[str]]  # names of what does not hold yet
+Pages = Mapping[str, Callable[[], object]]  # what a service shows as JSON, by name
 _GRACE_S: Final = 1
 
 
-def ops_routes(not_ready: NotReady) -> list[Route]:
+def ops_routes(not_ready: NotReady, pages: Pages = MappingProxyType({})) -> list[Route]:
     async def show_metrics(_: Request) -> Response:
         return Response(metrics.render(), media_type=metrics.CONTENT_TYPE)
 
@@ -37,7 +39,14 @@ def ops_routes(not_ready: NotReady) -> list[Route]:
             return JSONResponse({"status": "not ready", "not_ready": missing}, status_code=503)
         return JSONResponse({"status": "ready"})
 
+    async def status(request: Request) -> Response:
+        page = pages.get(request.path_params["page"])
+        if page is None:
+            return JSONResponse({"pages": sorted(pages)}, status_code=404)
+        return JSONResponse(page())
+
     return [
+        Route("/status/{page}", status),
         Route("/metrics", show_metrics),
         Route("/health/live", live),
         Route("/health/ready", ready),
@@ -55,12 +64,14 @@ class _Server(uvicorn.Server):
 class OpsServer:
     """Serves until `close`. The port is taken in the constructor, so that a conflict is an OSError at once."""
 
-    def __init__(self, host: str, port: int, not_ready: NotReady) -> None:
+    def __init__(
+        self, host: str, port: int, not_ready: NotReady, pages: Pages = MappingProxyType({})
+    ) -> None:
         self._socket = socket.create_server((host, port), backlog=128)
         self.port: int = self._socket.getsockname()[1]
         self._server = _Server(
             uvicorn.Config(
-                Starlette(routes=ops_routes(not_ready)),
+                Starlette(routes=ops_routes(not_ready, pages)),
                 lifespan="off",
                 log_config=None,
                 access_log=False,

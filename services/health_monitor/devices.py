@@ -1,0 +1,142 @@
+"""Where the node's agent learns how its devices are: the driver, and files that tools and operators write.
+
+A source is asked in a thread, since drivers block. One that is not there says nothing; one that fails or hangs is told as
+unknown by the agent. What each answer means for the level is decided here, next to what the driver calls it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from pdmesh.core.fault_levels import Level, level_of
+from pdmesh.core.node_status import DEVICE_UNKNOWN, DeviceStatus
+
+_MAX_FILE_BYTES: Final = 65_536
+
+
+class DeviceSource(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def read(self) -> Sequence[DeviceStatus]:
+        """Of all devices it knows. May block, and may raise anything."""
+        ...
+
+
+class FileDevices:
+    """One file per device, `<device>.json`: {"level": 3, "reason": "...", "detail": "..."}. No file: nothing is known.
+
+    Written by hardware tooling, or by a person who takes a device out of use.
+    """
+
+    name = "files"
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def read(self) -> Sequence[DeviceStatus]:
+        if not self._directory.is_dir():
+            return ()
+        return [_from_file(path) for path in sorted(self._directory.glob("*.json"))]
+
+
+def _from_file(path: Path) -> DeviceStatus:
+    try:
+        with path.open("rb") as file:
+            said = json.loads(file.read(_MAX_FILE_BYTES))
+        level = level_of(int(said["level"]))
+        reason, detail = str(said.get("reason", "")), str(said.get("detail", ""))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return DeviceStatus(path.stem, Level.TRANSIENT, DEVICE_UNKNOWN, "its file cannot be read")
+    if level is not Level.WELL and not reason:
+        reason = "DEVICE_FAULT"
+    return DeviceStatus(path.stem, level, reason, detail)
+
+
+class NvmlDevices:
+    """NVIDIA devices by the driver, each under its index and its UUID, as CUDA_VISIBLE_DEVICES may name it."""
+
+    name = "nvml"
+
+    def __init__(self, nvml: Any) -> None:
+        """`nvml` is the module pynvml, initialised; it has no types."""
+        self._nvml = nvml
+
+    @classmethod
+    def find(cls) -> NvmlDevices | None:
+        """None where there is no such driver."""
+        try:
+            import pynvml
+        except ImportError:
+            return None
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError:
+            return None
+        return cls(pynvml)
+
+    def read(self) -> Sequence[DeviceStatus]:
+        return [
+            status
+            for index in range(self._nvml.nvmlDeviceGetCount())
+            for status in self._read_one(index)
+        ]
+
+    def _read_one(self, index: int) -> Iterator[DeviceStatus]:
+        nvml, names = self._nvml, [str(index)]
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            names.append(_text(nvml.nvmlDeviceGetUUID(handle)))
+            found = self._judge(handle)
+        except nvml.NVMLError as exc:
+            found = self._from_error(exc)
+        for name in names:
+            yield DeviceStatus(name, *found)
+
+    def _judge(self, handle: Any) -> tuple[Level, str, str]:
+        """The worst of what the driver counts; what this kind of device does not count is no fault."""
+        nvml = self._nvml
+        rows = self._ask(nvml.nvmlDeviceGetRemappedRows, handle)
+        if rows is not None:
+            _, _, is_pending, has_failed = rows
+            if has_failed:
+                return Level.NODE, "DEVICE_ROWS_USED_UP", "row remapping failed"
+            if is_pending:
+                return Level.INSTANCE, "DEVICE_RESET_REQUIRED", "row remapping waits for a reset"
+        uncorrected = self._ask(
+            nvml.nvmlDeviceGetTotalEccErrors,
+            handle,
+            nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+            nvml.NVML_VOLATILE_ECC,
+        )
+        if uncorrected:
+            return Level.INSTANCE, "DEVICE_ECC_UNCORRECTED", f"{uncorrected} errors since its reset"
+        reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+        if reasons & nvml.nvmlClocksThrottleReasonHwThermalSlowdown:
+            return Level.TRANSIENT, "DEVICE_HOT", "slowed down by heat"
+        return Level.WELL, "", ""
+
+    def _ask(self, question: Any, *about: Any) -> Any:
+        """None if the device does not count this."""
+        nvml = self._nvml
+        try:
+            return question(*about)
+        except nvml.NVMLError as exc:
+            if exc.value in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND):
+                return None
+            raise
+
+    def _from_error(self, error: Any) -> tuple[Level, str, str]:
+        nvml = self._nvml
+        if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
+            return Level.LOST, "DEVICE_LOST", "fallen off the bus"
+        if error.value == nvml.NVML_ERROR_RESET_REQUIRED:
+            return Level.INSTANCE, "DEVICE_RESET_REQUIRED", "the driver asks for a reset"
+        return Level.TRANSIENT, DEVICE_UNKNOWN, str(error)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,143 @@
+"""The agent of one node: asks its devices how they are, and tells the node's instances, the mesh, and whoever asks by HTTP (S33).
+
+Everything is told whole each period, so that nothing hangs on one message: the status file for the instances of the node,
+`NodeReported` for the health-monitor, `/status/node` for tools. It starts and kills nothing: an instance that must restart ends
+itself, and whoever keeps processes running on this machine starts it anew (ADR 18).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from pdmesh.atomic_file import write_atomically
+from pdmesh.core.fault_levels import EJECTS_FROM, Level
+from pdmesh.core.node_status import (
+    DEVICE_UNKNOWN,
+    DeviceStatus,
+    NodeStatus,
+    dump,
+    merged,
+    signals_for,
+)
+from pdmesh.events.v1.events_pb2 import NodeReported
+from pdmesh.net import subjects
+from pdmesh.net.events import EventPublisher
+from pdmesh.net.fault_signals import signal_to
+from pdmesh.net.registry import RegistryView
+from pdmesh.telemetry import metrics, names
+from services.health_monitor.devices import DeviceSource
+
+log = structlog.get_logger(__name__)
+
+_SOURCE_S: Final = 5.0
+
+
+class NodeAgent:
+    def __init__(
+        self,
+        node_id: str,
+        sources: Sequence[DeviceSource],
+        view: RegistryView,
+        publisher: EventPublisher,
+        status_file: Path,
+        *,
+        period_s: float,
+        source_timeout_s: float = _SOURCE_S,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._node_id, self._sources, self._view = node_id, sources, view
+        self._publisher, self._status_file = publisher, status_file
+        self._period_s, self._source_timeout_s = period_s, source_timeout_s
+        self._wall_clock = wall_clock
+        self._asked: dict[str, asyncio.Future[Sequence[DeviceStatus]]] = {}
+        self._told: tuple[DeviceStatus, ...] = ()
+        self.status = NodeStatus(node_id, 0.0, period_s, ())
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self.step()
+            await asyncio.sleep(self._period_s)
+
+    async def step(self) -> None:
+        """Ask every source once, and tell everybody."""
+        answers = await asyncio.gather(*(self._ask(source) for source in self._sources))
+        devices = merged(status for answer in answers for status in answer)
+        self.status = NodeStatus(self._node_id, self._wall_clock(), self._period_s, devices)
+        self._log_changes(devices)
+        try:
+            await asyncio.to_thread(write_atomically, self._status_file, dump(self.status))
+        except OSError as exc:  # the bus still tells it, and the old file grows old
+            log.warning("node.file_not_written", path=str(self._status_file), error=exc.strerror)
+        await self._publisher.publish(subjects.node_reported(self._node_id), self._report())
+
+    def page(self) -> object:
+        """`/status/node`."""
+        return asdict(self.status)
+
+    def counts(self) -> Iterable[tuple[float, dict[str, str]]]:
+        """Devices by level."""
+        for level in Level:
+            num = sum(device.level is level for device in self.status.devices)
+            yield float(num), {"level": str(int(level))}
+
+    async def _ask(self, source: DeviceSource) -> Sequence[DeviceStatus]:
+        """A source that hangs is asked again when it comes back, so that one thread is all it costs."""
+        asked = self._asked.get(source.name)
+        if asked is None:
+            asked = self._asked[source.name] = asyncio.ensure_future(asyncio.to_thread(source.read))
+        await asyncio.wait([asked], timeout=self._source_timeout_s)
+        if not asked.done():
+            return self._unknown(source, f"no answer for {self._source_timeout_s:g} s")
+        del self._asked[source.name]
+        error = asked.exception()
+        return asked.result() if error is None else self._unknown(source, type(error).__name__)
+
+    def _unknown(self, source: DeviceSource, detail: str) -> Sequence[DeviceStatus]:
+        """Of all that it may have told of before; and of itself, so that somebody sees it."""
+        names_ = [source.name, *(device.device for device in self._told)]
+        return [DeviceStatus(name, Level.TRANSIENT, DEVICE_UNKNOWN, detail) for name in names_]
+
+    def _report(self) -> NodeReported:
+        status = self.status
+        return NodeReported(
+            node_id=status.node_id,
+            period_s=status.period_s,
+            devices=[
+                NodeReported.DeviceStatus(
+                    device=d.device, level=int(d.level), reason=d.reason, detail=d.detail
+                )
+                for d in status.devices
+            ],
+            instances=[
+                NodeReported.InstanceSignals(
+                    instance_id=record.instance_id,
+                    instance_incarnation=record.incarnation,
+                    signals=map(signal_to, signals_for(record.devices, status.devices)),
+                )
+                for _, record in sorted(self._view.records.items())
+                if record.node_id == status.node_id and record.devices
+            ],
+        )
+
+    def _log_changes(self, devices: tuple[DeviceStatus, ...]) -> None:
+        before = {device.device: device for device in self._told}
+        for device in devices:
+            if before.get(device.device, DeviceStatus(device.device)) != device:
+                is_bad = device.level >= EJECTS_FROM
+                (log.warning if is_bad else log.info)(
+                    "node.device", device=device.device, level=int(device.level),
+                    reason=device.reason, detail=device.detail,
+                )  # fmt: skip
+        self._told = devices
+
+
+def observe(agent: NodeAgent) -> None:
+    metrics.gauge(names.NODE_DEVICES, "Devices of the node by level", agent.counts)

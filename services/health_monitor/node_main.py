@@ -1,0 +1,68 @@
+"""`pdmesh-health-monitor --node`: the agent of one machine, in the registry as `node-agent`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pdmesh
+from pdmesh.lifecycle import App
+from pdmesh.net.events import EventPublisher
+from pdmesh.net.heartbeat import Presence
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.tasks import end
+from pdmesh.v1.common_pb2 import InstanceRecord
+from services.health_monitor.devices import DeviceSource, FileDevices, NvmlDevices
+from services.health_monitor.node_agent import NodeAgent, observe
+from services.health_monitor.settings import NodeSettings
+
+SERVICE = "node-agent"
+
+
+async def serve(settings: NodeSettings, app: App) -> None:
+    bus = await app.unless_stopping(NatsBus.connect(settings.nats_url, settings.instance_id))
+    registry = NatsRegistry(bus, settings.lease_s)
+    view = await app.unless_stopping(registry.watch())
+    publisher = EventPublisher(bus, app.instance_id, app.incarnation)
+    agent = NodeAgent(
+        settings.node,
+        _sources(settings),
+        view,
+        publisher,
+        settings.status_file,
+        period_s=settings.period_s,
+    )
+    observe(agent)
+    app.pages["node"] = agent.page
+    app.add_readiness("told", lambda: agent.status.written_at > 0)
+    record = InstanceRecord(
+        instance_id=app.instance_id,
+        incarnation=app.incarnation,
+        service=app.service,
+        ops_address=app.ops_address,
+        version=pdmesh.__version__,
+        pid=os.getpid(),
+        node_id=settings.node,
+    )
+    presence = Presence(
+        registry,
+        publisher,
+        lease_s=settings.lease_s,
+        is_ready=lambda: not app.not_ready(),
+        on_replaced=app.stopping.set,
+    )
+    await app.unless_stopping(presence.start(lambda: record))
+    running = asyncio.create_task(agent.run(), name="node-agent")
+    await app.until_stopping(running)
+    await end([running])
+    await presence.stop()
+    await view.close()
+    await bus.close()
+
+
+def _sources(settings: NodeSettings) -> list[DeviceSource]:
+    sources: list[DeviceSource] = [FileDevices(settings.device_files)]
+    if (nvml := NvmlDevices.find()) is not None:
+        sources.append(nvml)
+    return sources
