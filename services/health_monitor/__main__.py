@@ -21,6 +21,7 @@ from pdmesh.net.tasks import end, together
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1.common_pb2 import InstanceRecord
 from services.health_monitor import node_main
+from services.health_monitor.canary import CanaryRunner
 from services.health_monitor.faults import FaultWatch, observe
 from services.health_monitor.monitor import HealthMonitor
 from services.health_monitor.settings import NodeSettings, Settings
@@ -42,6 +43,7 @@ async def serve(settings: Settings, app: App) -> None:
         forget_s=settings.forget_s,
     )
     faults = FaultWatch(bus, view, publisher, fault_board(bus), lease_s=settings.lease_s)
+    canary = CanaryRunner(faults, view, app.instance_id, period_s=settings.canary_period_s)
     _observe(monitor)
     observe(faults)
     app.pages["faults"] = faults.page
@@ -62,7 +64,7 @@ async def serve(settings: Settings, app: App) -> None:
         pid=os.getpid(),
     )
     await app.unless_stopping(presence.start(lambda: record))
-    await _run_until(together(monitor.run(), faults.run()), app.stopping)
+    await _run_until(together(monitor.run(), faults.run(), canary.run()), app.stopping)
     await presence.stop()
     await view.close()
     await bus.close()

@@ -114,6 +114,10 @@ class FaultWatch:
             SignalsHeard(teller, record.instance_id, record.incarnation, tuple(signals), ttl_s)
         )
 
+    def is_idle(self, record: InstanceRecord) -> bool:
+        """It said so with its last heartbeat."""
+        return self._vitals.is_idle(record.instance_id, record.incarnation)
+
     def counts(self) -> Iterable[tuple[float, dict[str, str]]]:
         """Instances that are not well, by level and by why nothing is done."""
         current = self.judge.current()

@@ -15,6 +15,9 @@ class Settings(ServiceSettings):
     forget_s: float = Field(
         60.0, gt=0, description="Keep the verdict on an instance that is gone for so long"
     )
+    canary_period_s: float = Field(
+        30.0, gt=0, description="An idle instance is tried with a request of our own so often"
+    )
 
 
 class NodeSettings(ServiceSettings):

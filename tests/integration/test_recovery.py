@@ -199,3 +199,39 @@ async def test_a_device_fault_reaches_the_instance_by_file_and_bus_and_its_level
         await mesh.wait_ready(["decode-0"], 30)
         others = [name for name in pids if name != "decode-0"]
         assert [mesh.pid(name) for name in others] == [pids[name] for name in others]
+
+
+@pytest.mark.req("S33", "S34")
+async def test_idle_instances_are_tried_and_one_that_fails_is_suspected_before_a_client_meets_it(
+    tmp_path: Path, client: httpx.AsyncClient
+) -> None:
+    env = {
+        "health-monitor": {"PDMESH_HEALTH_MONITOR_CANARY_PERIOD_S": "0.5"},
+        "decode-0": {
+            "PDMESH_DECODE_FAILPOINT": "decode.asking=drop",  # its pulls are never answered
+            "PDMESH_TRANSFER_TIMEOUT_S": "1.0",
+        },
+    }
+    async with Mesh(fleet.two_by_two(env), tmp_path) as mesh:
+
+        async def reports() -> list[tuple[str, str]]:
+            page = await client.get(f"http://{mesh.ops_address('health-monitor')}/status/faults")
+            return [(r["instanceId"], s["reason"]) for r in page.json() for s in r["signals"]]
+
+        async def is_found() -> bool:
+            return await reports() == [("decode-0", "CANARY_FAILED")]
+
+        await until(is_found, within_s=40)
+        probes = {
+            labels["pdmesh_outcome"]: value
+            for name, labels, value in fleet.samples(mesh, "health-monitor")
+            if name == "pdmesh_canary_probes_total"
+        }
+        assert probes["passed"] > 0
+        assert not [s for s in fleet.samples(mesh, "gateway-0") if s[0] == "pdmesh_requests_total"]
+        await mesh.supervisor.stop("health-monitor")
+        await until(lambda: _nothing_held(mesh), within_s=14)
+
+
+async def _nothing_held(mesh: Mesh) -> bool:
+    return not await fleet.held(mesh)

@@ -479,7 +479,9 @@ def test_groups_are_announced_when_their_members_change_and_once_more_when_gone(
 def test_instances_of_different_revisions_never_serve_a_request_together() -> None:
     prefill = identity("p", Role.PREFILL, revision="1")
     other = identity("d", Role.DECODE, revision="2")
-    assert isinstance(make(prefill, other).plan(QUERY, {}, 0.0), NoPlan)
+    alone = planned(make(prefill, other), QUERY)
+    assert [c.is_local for c in alone.prefills] == [True]
+    assert alone.decodes == ()
     same = identity("e", Role.DECODE, revision="1")
     assert [c.instance_id for c in planned(make(prefill, other, same), QUERY).decodes] == ["e"]
 

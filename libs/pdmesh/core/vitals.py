@@ -69,6 +69,12 @@ class VitalsBook:
         while len(points) > 2 and points[1][0] <= now - self.policy.window_s:
             points.popleft()
 
+    def is_idle(self, instance_id: str, incarnation: int) -> bool:
+        course = self._courses.get(instance_id)
+        if course is None or course.incarnation != incarnation:
+            return False
+        return not course.points[-1][1].num_slots_used
+
     def forget(self, instance_id: str) -> None:
         self._courses.pop(instance_id, None)
 

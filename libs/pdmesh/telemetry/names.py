@@ -120,6 +120,7 @@ VIEW_AGE: Final = "pdmesh.registry.view_age"
 HEALTH_STATES: Final = "pdmesh.health.instances"
 HEALTH_CHANGES: Final = "pdmesh.health.changes"
 HEALTH_FAULTS: Final = "pdmesh.health.faults"  # instances by level, and why held back
+CANARY_PROBES: Final = "pdmesh.canary.probes"
 NODE_DEVICES: Final = "pdmesh.node.devices"  # by level
 LEADER: Final = "pdmesh.leader"
 GROUP_WANTED: Final = "pdmesh.group.wanted"  # instances by group and role

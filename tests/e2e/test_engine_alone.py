@@ -1,0 +1,75 @@
+"""vLLM by itself: either role does both phases when the other is gone, and an engine process that hangs answers no ping."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from array import array
+
+import pytest
+
+from pdmesh.engine.base import Finished, Prefilled, PrefillJob, Sampling, Tokens
+from tests.e2e.cases import differences
+from tests.e2e.conftest import Reference
+from tests.e2e.pair import Host, Pair
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.asyncio(loop_scope="session"),
+]
+NUM_CASES = 12
+
+
+async def generate_alone(
+    pair: Pair, host: Host, prompt: tuple[int, ...], sampling: Sampling
+) -> list[int]:
+    leg = pair.next_leg(host)
+    host.engine.prefill(PrefillJob(leg, f"r{leg}", 0, array("I", prompt), sampling))
+    first = await host.next_output(leg)
+    assert isinstance(first, Prefilled)
+    tokens = [first.token]
+    if first.finish_reason is None:
+        while not isinstance(output := await host.next_output(leg), Finished):
+            assert isinstance(output, Tokens), output
+            tokens += output.token_ids
+    del host.legs[leg]
+    return tokens
+
+
+@pytest.mark.req("S37", "S72")
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_either_role_alone_draws_what_plain_vllm_draws(
+    pair: Pair, reference: Reference, role: str
+) -> None:
+    host = pair.prefill if role == "prefill" else pair.decode
+    cases = reference.cases[:NUM_CASES]
+    got = [await generate_alone(pair, host, case.prompt, case.sampling()) for case in cases]
+    assert differences(reference.tokens[:NUM_CASES], got) == []
+    await host.until_idle()
+
+
+@pytest.mark.req("S33", "S34")
+async def test_an_engine_process_that_hangs_answers_no_ping_and_one_that_works_does(
+    pair: Pair, reference: Reference
+) -> None:
+    engine = pair.decode.engine
+    await asyncio.wait_for(engine.ping(), 30)
+    case = reference.cases[0]
+    busy = asyncio.create_task(pair.generate(case.prompt, case.sampling()))
+    await asyncio.wait_for(engine.ping(), 60)
+    await busy
+    pids = engine.worker_pids
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    ping = asyncio.create_task(engine.ping())
+    try:
+        _, waiting = await asyncio.wait([ping], timeout=3.0)
+        assert waiting, "a stopped process cannot have answered"
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    await asyncio.wait_for(ping, 60)
+    assert await pair.generate(case.prompt, case.sampling()) == reference.tokens[0]
