@@ -198,19 +198,91 @@ def test_a_group_that_is_wanted_no_more_is_drained_and_given_back() -> None:
     assert {p.life.phase for p in world.processes.values()} == {Phase.BLANK}
 
 
+def released(release: str, *counts: tuple[int, int]) -> Desired:
+    """Groups a, b... of one scenario, all of one revision."""
+    groups = {name: Group("default", *each) for name, each in zip("abc", counts, strict=False)}
+    return Desired(services={"default": Service(release=release)}, groups=groups)
+
+
+def ready_of(world: World, revision: str) -> list[str]:
+    lives = {i: p.life for i, p in world.processes.items()}
+    return [
+        i
+        for i, life in lives.items()
+        if life.phase is Phase.READY and life.duty and life.duty.revision == revision
+    ]
+
+
 @pytest.mark.req("S24")
-def test_another_revision_is_served_before_the_old_one_leaves_and_they_never_pair() -> None:
-    world = World(
-        Desired(services={"default": Service(release="1")}, groups=TWO_BY_TWO.groups), num=8
-    )
+def test_another_revision_is_served_whole_before_any_of_the_old_one_leaves() -> None:
+    world = World(released("1", (4, 4)), num=16)
     world.settle()
     world.steps.clear()
-    world.apply(Desired(services={"default": Service(release="2")}, groups=TWO_BY_TWO.groups))
+    world.apply(released("2", (4, 4)))
     world.settle()
-    assert world.counts() == {"chat": (2, 2, 0)}
+    assert world.counts() == {"a": (4, 4, 0)}
     assert len({a.duty.revision for a in world.given.values()}) == 1
     told = [s.step for s in world.steps]
-    assert told.index("draining") > len(told) - 1 - told[::-1].index("ready") - 4
+    assert told.count("draining") == 8
+    assert told[: told.index("draining")].count("ready") == 8
+
+
+@pytest.mark.req("S24")
+def test_without_spare_instances_one_group_of_a_scenario_at_a_time_makes_room() -> None:
+    """Three groups, and not one blank instance: the first one's leave, and the others carry its traffic until its place is taken."""
+    world = World(released("1", (2, 2), (2, 2), (2, 2)), num=12)
+    world.settle()
+    (old,) = {a.duty.revision for a in world.given.values()}
+    world.apply(released("2", (2, 2), (2, 2), (2, 2)))
+    fewest = 12
+    for _ in range(200):
+        world.now += 1
+        world.round()
+        going = {a.duty.group_id for a in world.given.values() if a.stage is Stage.DRAIN}
+        assert len(going) <= 1
+        for instance_id in list(world.processes):
+            for act in (world.hear, world.work, world.tell):
+                act(instance_id)
+        ready = sum(p.life.phase is Phase.READY for p in world.processes.values())
+        fewest = min(fewest, ready)
+    assert fewest == 8
+    assert world.counts() == dict.fromkeys("abc", (2, 2, 0))
+    assert not ready_of(world, old)
+
+
+@pytest.mark.req("S24", "S31")
+@pytest.mark.parametrize(("num_spare", "is_changed"), [(0, False), (3, False), (4, True)])
+def test_an_old_revision_leaves_only_if_that_makes_enough_room(
+    num_spare: int, is_changed: bool
+) -> None:
+    """Eight new ones are needed and four of the old ones may go: with three blank instances they would go for nothing."""
+    world = World(released("1", (4, 4)), num=8 + num_spare)
+    world.settle()
+    (old,) = {a.duty.revision for a in world.given.values()}
+    world.apply(released("2", (4, 4)))
+    world.settle()
+    assert world.counts() == {"a": (4, 4, 0)}
+    assert bool(ready_of(world, old)) is not is_changed
+    if not is_changed:
+        assert "would be left with 1" in world.controller.reports["a"].detail
+
+
+@pytest.mark.req("S24")
+def test_a_revision_that_cannot_be_set_up_takes_no_second_group_out() -> None:
+    world = World(released("1", (2, 2), (2, 2)), num=8)
+    world.settle()
+    (old,) = {a.duty.revision for a in world.given.values()}
+    world.apply(released("2", (2, 2), (2, 2)))
+    for _ in range(300):
+        world.now += 1
+        world.round()
+        for instance_id in list(world.processes):
+            world.hear(instance_id)
+            world.work(instance_id, fails=world.processes[instance_id].life.phase is Phase.LOADING)
+            world.tell(instance_id)
+    assert world.counts() == {"b": (2, 2, 0)}
+    assert len(ready_of(world, old)) == 4
+    assert "LOAD_FAILED" in world.controller.reports["b"].detail
 
 
 @pytest.mark.req("S10")

@@ -7,13 +7,13 @@ a stage has lasted, how often a group failed) and which steps were told. The rul
 - A group that serves nothing yet takes instances only when there are enough for all of it, and serves only when all pairs are verified;
   its prefills last. If that does not come about, all of it becomes blank again (S15, S19).
 - An instance that is lost, failed or isolated is replaced by one blank instance; the others go on (S35).
-- What is too many or of another revision leaves when those that come are there, and never below what the scenario must keep.
+- What is too many or of another revision leaves when those that come are ready, and never below what the scenario must keep.
+  Without room for them it leaves first: `group_leaving`.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -21,12 +21,12 @@ from typing import Final
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_clock import StageClock
 from pdmesh.core.group_facts import Observed, Seen, WantedGroup
-from pdmesh.core.group_round import Member, Round, unverified_pairs
+from pdmesh.core.group_leaving import GroupRecord, abandon, erase, let_go, let_others_go
+from pdmesh.core.group_round import Member, Round, serve_together, unverified_pairs
 from pdmesh.core.group_steps import Step, StepTeller
 from pdmesh.core.instance_life import Assignment, Duty, Phase, Stage
 
 IDS_PER_EPOCH: Final = 1_000_000  # so that assignment ids of different leaders differ
-MAX_VACANCIES: Final = 64  # of a role in a group, whose substitutes are named
 
 
 class GroupState(enum.StrEnum):
@@ -64,32 +64,13 @@ Effect = Give | Forget | Step
 
 
 @dataclass(slots=True)
-class _Record:
-    """What is remembered of a group beyond the registry."""
-
-    num_failures: int = 0
-    failure: str = ""
-    cools_until: float = 0.0
-    short_since: float | None = None
-    was_complete: bool = False
-    vacancies: dict[Role, deque[str]] = field(default_factory=dict)
-
-    def vacate(self, role: Role, instance_id: str) -> None:
-        self.vacancies.setdefault(role, deque(maxlen=MAX_VACANCIES)).append(instance_id)
-
-    def fill(self, role: Role) -> str:
-        waiting = self.vacancies.get(role)
-        return waiting.popleft() if waiting else ""
-
-
-@dataclass(slots=True)
 class GroupController:
     """The only way to change state is `handle`; its effects are to be written before the next round, or not at all."""
 
     clock: StageClock = field(default_factory=StageClock)
     reports: dict[str, GroupReport] = field(default_factory=dict)
     _steps: StepTeller = field(default_factory=StepTeller)
-    _records: dict[str, _Record] = field(default_factory=dict)
+    _records: dict[str, GroupRecord] = field(default_factory=dict)
     _last_id: int = 0
     _version: int = 0
 
@@ -178,27 +159,33 @@ class GroupController:
         self._erase_broken(turn, group_id, now)
         self._finish_leaving(turn, group_id, now)
         if group is None:
-            detail = self._let_go(turn, turn.members(group_id), may_empty_group=True)
+            record = self._record(group_id)
+            detail = let_go(turn, record, turn.members(group_id), may_empty_group=True)
             return GroupReport(group_id, GroupState.LEAVING, detail)
         record = self._record(group_id)
         keep, others = self._sorted_out(turn, group)
-        is_formed = _is_formed(keep)
+        is_formed = serve_together(keep)
         if now < record.cools_until:
-            self._abandon(turn, keep)
+            abandon(turn, record, keep)
             return GroupReport(group_id, GroupState.FAILED, record.failure)
         lacking = {r: n - sum(m.role is r for m in keep) for r, n in group.counts.items()}
         num_lacking = sum(lacking.values())
-        short = self._recruit(turn, group, lacking, is_formed=is_formed) if num_lacking else ""
+        num_short = self._recruit(turn, group, lacking, is_formed=is_formed) if num_lacking else 0
+        short = _short_line(num_short, group) if num_short else ""
         keep, _ = self._sorted_out(turn, group)
         if short and not is_formed and self._waits_too_long(record, keep, now):
             self._fail(turn, group_id, f"set-up: {short}", now, is_final=True)
-            self._abandon(turn, keep)
+            abandon(turn, record, keep)
             return GroupReport(group_id, GroupState.FAILED, record.failure)
         self._advance(turn, group, keep, is_formed=is_formed)
         is_whole = not num_lacking and all(m.is_ready for m in keep)
-        detail = short
-        if others and (is_whole or short or not is_formed):
-            detail = self._let_others_go(turn, group, others) or short
+        detail = ""
+        if is_whole or short or not is_formed:
+            idle = [m for m in others if not m.is_ready]
+            let_go(turn, record, idle, may_empty_group=True)
+        if is_whole or short:
+            busy = [m for m in others if m.is_ready]
+            detail = let_others_go(turn, group, self._records, busy, num_short)
         return self._report(record, group, is_formed, is_whole and not others, detail or short)
 
     def _sorted_out(self, turn: Round, group: WantedGroup) -> tuple[list[Member], list[Member]]:
@@ -224,21 +211,22 @@ class GroupController:
 
     def _erase_broken(self, turn: Round, group_id: str, now: float) -> None:
         """Failed, isolated and overdue ones become blank at once; their places are filled by others."""
+        record = self._record(group_id)
         for member in turn.members(group_id):
             if member.stage is Stage.BLANK:
                 continue
             if member.instance_id in turn.observed.isolated:
                 self._steps.tell("held", member.assignment, member.instance_id, detail="isolated")
-                self._erase(turn, member)
+                erase(turn, record, member)
             elif why := self.clock.why_broken(turn, member, now):
                 self._fail(turn, group_id, f"{member.instance_id}: {why}", now)
                 self.clock.avoid(member.instance_id, now)
                 self._steps.tell("failed", member.assignment, member.instance_id, detail=why)
-                self._erase(turn, member)
+                erase(turn, record, member)
 
     def _finish_leaving(self, turn: Round, group_id: str, now: float) -> None:
         """Drained ones are erased when those that knew them have let go (S26)."""
-        members = turn.members(group_id)
+        record, members = self._record(group_id), turn.members(group_id)
         for member in members:
             if member.stage is not Stage.DRAIN:
                 continue
@@ -247,63 +235,21 @@ class GroupController:
             is_over = waited_s > self.clock.limits.drain_s + self.clock.limits.disconnect_s
             if is_over or (member.seen.phase is Phase.DRAINED and not is_known):
                 self._steps.tell("disconnected", member.assignment, member.instance_id)
-                self._erase(turn, member)
-
-    def _let_others_go(self, turn: Round, group: WantedGroup, others: list[Member]) -> str:
-        """One at a time where the group goes on; all that may where it gets another revision."""
-        stale = [m for m in others if m.revision != group.revision]
-        if stale:
-            return self._let_go(turn, stale, may_empty_group=True)
-        is_busy = any(m.stage is Stage.DRAIN for m in turn.members(group.group_id))
-        for member in sorted(others, key=lambda m: (m.is_ready, m.seen.num_slots_used)):
-            if member.is_ready and is_busy:
-                return "one instance leaves at a time"
-            may_empty = group.counts.get(member.role, 0) == 0
-            if not (why := self._let_go(turn, [member], may_empty_group=may_empty)):
-                is_busy = is_busy or member.is_ready
-            elif member is others[-1]:
-                return why
-        return ""
-
-    def _let_go(self, turn: Round, members: list[Member], *, may_empty_group: bool) -> str:
-        """Drain them, as far as it may be; why it may not."""
-        reason = ""
-        for member in members:
-            if member.stage >= Stage.DRAIN:
-                continue
-            if why := turn.why_not_leave(member, may_empty_group=may_empty_group):
-                reason = why
-            elif member.seen.phase is Phase.READY:
-                turn.set_stage(member, Stage.DRAIN)
-            else:
-                self._erase(turn, member)
-        return reason
-
-    def _abandon(self, turn: Round, members: list[Member]) -> None:
-        """Nothing half-made stays: what is not ready yet becomes blank."""
-        for member in members:
-            if not member.is_ready and member.stage <= Stage.SERVE:
-                self._erase(turn, member)
-
-    def _erase(self, turn: Round, member: Member) -> None:
-        if member.stage < Stage.DRAIN:
-            record = self._record(member.assignment.duty.group_id)
-            record.vacate(member.role, member.instance_id)
-        turn.set_stage(member, Stage.BLANK)
+                erase(turn, record, member)
 
     # --- those that come -------------------------------------------------------------------------
 
     def _recruit(
         self, turn: Round, group: WantedGroup, lacking: dict[Role, int], *, is_formed: bool
-    ) -> str:
-        """Give blank instances a role; what is still missing, in words. A new group takes all it needs, or none."""
+    ) -> int:
+        """Give blank instances a role; how many are still missing. A new group takes all it needs, or none."""
         candidates = [
             seen for seen in turn.blanks() if not group.region or seen.region == group.region
         ]
         num_lacking = sum(lacking.values())
         short = max(0, num_lacking - len(candidates))
         if short and not is_formed:
-            return _short_line(short, group)
+            return short
         racks = [m.seen.rack for m in turn.members(group.group_id)]
         for role, num in lacking.items():
             for _ in range(num):
@@ -323,7 +269,7 @@ class GroupController:
                 replaces = self._record(group.group_id).fill(role)
                 given = turn.plan[seen.instance_id]
                 self._steps.tell("assigned", given, seen.instance_id, replaces=replaces)
-        return _short_line(short, group) if short else ""
+        return short
 
     def _advance(
         self, turn: Round, group: WantedGroup, keep: list[Member], *, is_formed: bool
@@ -352,7 +298,7 @@ class GroupController:
 
     # --- failures and reports --------------------------------------------------------------------
 
-    def _waits_too_long(self, record: _Record, keep: list[Member], now: float) -> bool:
+    def _waits_too_long(self, record: GroupRecord, keep: list[Member], now: float) -> bool:
         if not keep:
             record.short_since = None
             return False
@@ -373,7 +319,7 @@ class GroupController:
             self._steps.tell_group("setup_failed", detail=why)
 
     def _report(
-        self, record: _Record, group: WantedGroup, is_formed: bool, is_whole: bool, detail: str
+        self, record: GroupRecord, group: WantedGroup, is_formed: bool, is_whole: bool, detail: str
     ) -> GroupReport:
         if is_whole:
             record.num_failures, record.failure, record.short_since = 0, "", None
@@ -390,8 +336,8 @@ class GroupController:
 
     # --- small things ----------------------------------------------------------------------------
 
-    def _record(self, group_id: str) -> _Record:
-        return self._records.setdefault(group_id, _Record())
+    def _record(self, group_id: str) -> GroupRecord:
+        return self._records.setdefault(group_id, GroupRecord())
 
     def _next_id(self, turn: Round) -> int:
         self._last_id = max(self._last_id, turn.observed.epoch * IDS_PER_EPOCH) + 1
@@ -410,12 +356,6 @@ class GroupController:
             own = replace(assignment, epoch=turn.observed.epoch)
             if own != turn.observed.given.get(instance_id):
                 yield Give(instance_id, own)
-
-
-def _is_formed(keep: list[Member]) -> bool:
-    """Whether some of them serve together: others join them one by one."""
-    roles = {m.role for m in keep if m.stage is Stage.SERVE}
-    return Role.FUSION in roles or {Role.PREFILL, Role.DECODE} <= roles
 
 
 def _is_connected(member: Member) -> bool:

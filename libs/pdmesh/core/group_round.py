@@ -155,6 +155,12 @@ def _peer(member: Member) -> Peer:
     return Peer(member.seen.id, member.role, member.seen.kv_addresses)
 
 
+def serve_together(members: Iterable[Member]) -> bool:
+    """Whether some of them do: others join them one by one."""
+    roles = {m.role for m in members if m.stage is Stage.SERVE}
+    return Role.FUSION in roles or {Role.PREFILL, Role.DECODE} <= roles
+
+
 def unverified_pairs(members: Iterable[Member]) -> list[tuple[Member, Member]]:
     """(decode, prefill) that are to be connected and are not yet known to be."""
     met = [m for m in members if m.stage in (Stage.CONNECT, Stage.SERVE) and m.is_loaded]

@@ -1,0 +1,148 @@
+"""Which instances of a group leave, and when: what a round of the group controller does about those that are not to stay (S26, S28, S31).
+
+Those that serve leave when those that come are ready. Where there are too few blank instances for that, they make room first: one
+at a time if they are too many, and as many as are needed if they are of an old revision, in one group of a scenario at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdmesh.core.fleet import Role
+from pdmesh.core.group_facts import WantedGroup
+from pdmesh.core.group_round import Member, Round, serve_together
+from pdmesh.core.instance_life import Phase, Stage
+
+MAX_VACANCIES: Final = 64  # of a role in a group, whose substitutes are named
+
+
+@dataclass(slots=True)
+class GroupRecord:
+    """What is remembered of a group beyond the registry."""
+
+    num_failures: int = 0
+    failure: str = ""
+    cools_until: float = 0.0
+    short_since: float | None = None
+    was_complete: bool = False
+    vacancies: dict[Role, deque[str]] = field(default_factory=dict)
+
+    def vacate(self, role: Role, instance_id: str) -> None:
+        self.vacancies.setdefault(role, deque(maxlen=MAX_VACANCIES)).append(instance_id)
+
+    def fill(self, role: Role) -> str:
+        waiting = self.vacancies.get(role)
+        return waiting.popleft() if waiting else ""
+
+
+def erase(turn: Round, record: GroupRecord, member: Member) -> None:
+    """It becomes blank; if it was not leaving, somebody is to take its place."""
+    if member.stage < Stage.DRAIN:
+        record.vacate(member.role, member.instance_id)
+    turn.set_stage(member, Stage.BLANK)
+
+
+def abandon(turn: Round, record: GroupRecord, members: list[Member]) -> None:
+    """Nothing half-made stays: what is not ready yet becomes blank."""
+    for member in members:
+        if not member.is_ready and member.stage <= Stage.SERVE:
+            erase(turn, record, member)
+
+
+def let_go(
+    turn: Round, record: GroupRecord, members: list[Member], *, may_empty_group: bool
+) -> str:
+    """Drain them, as far as it may be; why it may not."""
+    reason = ""
+    for member in members:
+        if member.stage >= Stage.DRAIN:
+            continue
+        if why := turn.why_not_leave(member, may_empty_group=may_empty_group):
+            reason = why
+        elif member.seen.phase is Phase.READY:
+            turn.set_stage(member, Stage.DRAIN)
+        else:
+            erase(turn, record, member)
+    return reason
+
+
+def let_others_go(
+    turn: Round,
+    group: WantedGroup,
+    records: Mapping[str, GroupRecord],
+    others: list[Member],
+    num_short: int,
+) -> str:
+    """Of a group's instances that serve and are not to stay; why they may not go. `num_short`: those to come that there is no room for."""
+    record = records[group.group_id]
+    stale = [m for m in others if m.revision != group.revision]
+    if stale and num_short:
+        return _make_room(turn, group, records, stale, num_short)
+    if stale:
+        return let_go(turn, record, stale, may_empty_group=True)
+    reason, is_busy = "", any(m.stage is Stage.DRAIN for m in turn.members(group.group_id))
+    for member in sorted(others, key=lambda m: m.seen.num_slots_used):
+        if is_busy:
+            return "one instance leaves at a time"
+        may_empty = group.counts.get(member.role, 0) == 0
+        reason = let_go(turn, record, [member], may_empty_group=may_empty)
+        is_busy = not reason
+    return reason
+
+
+def _make_room(
+    turn: Round,
+    group: WantedGroup,
+    records: Mapping[str, GroupRecord],
+    stale: list[Member],
+    num_short: int,
+) -> str:
+    """As many of the old revision as are needed, or none if not all of these may go: half the room would serve nobody."""
+    if first := _changes_now(turn, group, records):
+        return f"group {first} changes its revision first"
+    num_leaving = sum(
+        given.stage >= Stage.DRAIN
+        for instance_id, given in turn.plan.items()
+        if not group.region or turn.observed.seen[instance_id].region == group.region
+    )
+    num_needed, before, reason = num_short - num_leaving, dict(turn.plan), ""
+    for member in _in_pairs(stale):
+        if num_needed <= 0:
+            return ""
+        if why := turn.why_not_leave(member, may_empty_group=True):
+            reason = why
+            continue
+        turn.set_stage(member, Stage.DRAIN)
+        num_needed -= 1
+    if num_needed > 0:
+        turn.plan = before
+        return reason
+    return ""
+
+
+def _in_pairs(members: list[Member]) -> list[Member]:
+    """The least busy first, of each role in turn: what is left can serve."""
+    ranks: dict[str, int] = {}
+    for role in {m.role for m in members}:
+        own = sorted((m for m in members if m.role is role), key=lambda m: m.seen.num_slots_used)
+        ranks.update({m.instance_id: rank for rank, m in enumerate(own)})
+    return sorted(members, key=lambda m: (ranks[m.instance_id], m.role.value, m.instance_id))
+
+
+def _changes_now(turn: Round, group: WantedGroup, records: Mapping[str, GroupRecord]) -> str:
+    """Another group of the scenario that is out, or whose new revision could not be set up."""
+    for group_id, other in sorted(turn.observed.wanted.groups.items()):
+        if group_id == group.group_id or other.scenario != group.scenario:
+            continue
+        members = turn.members(group_id)
+        old = [m for m in members if m.revision != other.revision]
+        new = [m for m in members if m.revision == other.revision and m.stage <= Stage.SERVE]
+        is_begun = bool(new) or any(m.stage >= Stage.DRAIN for m in old)
+        has_failed = group_id in records and bool(records[group_id].failure)
+        is_done = not old and serve_together(new)
+        if (is_begun or has_failed) and not is_done:
+            return group_id
+    return ""
