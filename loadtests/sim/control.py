@@ -1,7 +1,8 @@
 """The control plane on the virtual clock: the ratio loop, schedules, upgrades and substitution, over a live mesh.
 
-The same cores as in the master, joined by calls: what a shell adds is I/O alone. Everything that was decided or done is in `log`,
-in order, and `samples` holds one row per window: figures are drawn from these two.
+Ratio, plans and schedules are the master's own cores, joined by calls: what a shell adds is I/O alone. Two things differ: substitution is
+the simulated mesh's (the master's is `core/group_controller`), and upgrades are run by `core/upgrade`, which the master does not do yet.
+Everything that was decided or done is in `log`, in order, and `samples` holds one row per window: figures are drawn from these two.
 """
 
 from __future__ import annotations

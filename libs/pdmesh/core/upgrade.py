@@ -4,6 +4,8 @@ At most one group is out at any time, and only if the others can carry its traff
 revision with as many instances of each role as it is meant to have, and stayed healthy for a while. If it does not, that group
 goes back to its revision and the upgrade stops; groups that were done stay, since they proved themselves.
 With a canary share, the first group takes only that part of its traffic until it has proved itself.
+
+Played by simulations only: the master changes revisions by `group_controller`'s own rule (ADR 0017).
 """
 
 from __future__ import annotations
