@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
-from pdmesh.cli import app, chat, events
+from pdmesh.cli import admin, app, chat, events
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.table import table
 from pdmesh.events.v1.events_pb2 import Header, HealthChanged, KvBlocks
 from pdmesh.launcher import log_files, state
 from pdmesh.net.bus import Message
+from pdmesh.v1 import admin_service_pb2 as pb
 
+T = TypeVar("T")
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
 
@@ -152,6 +155,55 @@ def test_every_event_of_the_catalogue_can_be_shown() -> None:
     builders = [f for n, f in vars(subjects).items() if callable(f) and not n.startswith("_")]
     kinds = {tuple(builder("x").split(".")[2:4]) for builder in builders}
     assert kinds == set(events.KINDS)
+
+
+class Leader:
+    """A leading master that has applied two files."""
+
+    texts = ("", "groups: {}\n", "# the second\ngroups: {}")
+
+    async def GetDesired(self, request: pb.GetDesiredRequest, **_: object) -> pb.GetDesiredResponse:
+        version = request.version or len(self.texts) - 1
+        if version == 0:
+            return pb.GetDesiredResponse()
+        found = pb.DesiredVersion(version=version, text=self.texts[version])
+        return pb.GetDesiredResponse(desired=found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [(["1"], "groups: {}\n"), ([], "# the second\ngroups: {}\n")],
+)
+def test_the_file_of_a_version_is_shown_as_it_was_applied(
+    arguments: list[str],
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ask_leader(monkeypatch, Leader())
+    with pytest.raises(SystemExit) as ended:
+        app.main(["groups", "--text", *arguments])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_where_nothing_was_applied_there_is_no_file_to_show(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leader = Leader()
+    leader.texts = ("",)
+    ask_leader(monkeypatch, leader)
+    with pytest.raises(SystemExit):
+        app.main(["groups", "--text"])
+    assert "pdmesh apply FILE" in capsys.readouterr().err
+
+
+def ask_leader(monkeypatch: pytest.MonkeyPatch, leader: Leader) -> None:
+    async def call(bus: None, token: str, invoke: Callable[..., Awaitable[T]]) -> T:
+        return await invoke(leader, (), 1.0)
+
+    monkeypatch.setattr(admin, "connected", lambda _: nullcontext())
+    monkeypatch.setattr(admin, "call_leader", call)
 
 
 def test_columns_are_as_wide_as_their_widest_cell() -> None:

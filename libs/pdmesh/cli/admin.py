@@ -34,6 +34,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _groups(options: argparse.Namespace) -> int:
+    if options.text is not None:
+        return await _file(options)
     states = await _call(
         options,
         lambda stub, metadata, s: stub.ListGroupStates(
@@ -44,6 +46,19 @@ async def _groups(options: argparse.Namespace) -> int:
         print(json.dumps(MessageToDict(states, preserving_proto_field_name=True), indent=2))
     else:
         print(groups_text(states))
+    return 0
+
+
+async def _file(options: argparse.Namespace) -> int:
+    """The file of one version and nothing else, so that it can be changed and applied again."""
+    request = pb.GetDesiredRequest(version=options.text)
+    response = await _call(
+        options,
+        lambda stub, metadata, s: stub.GetDesired(request, metadata=metadata, timeout=s),
+    )
+    if not response.HasField("desired"):
+        raise CommandFailed("no desired state was ever applied; do it with: pdmesh apply FILE")
+    print(response.desired.text, end="" if response.desired.text.endswith("\n") else "\n")
     return 0
 
 

@@ -104,8 +104,16 @@ def _add_admin(
     def add(name: str, help: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, parents=[admin], help=help)
 
-    add("groups", "groups, their members, what they shall be").add_argument(
-        "--json", action="store_true", help="for programs"
+    groups = add("groups", "groups, their members, what they shall be")
+    shown = groups.add_mutually_exclusive_group()
+    shown.add_argument("--json", action="store_true", help="for programs")
+    shown.add_argument(
+        "--text",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="VERSION",
+        help="print the desired state's file, as it was applied; default: the current version",
     )
     add("diff", "what a file would change").add_argument("file", type=Path, help="- reads stdin")
     apply = add("apply", "make a file the desired state")
