@@ -51,7 +51,7 @@ def read(text: str) -> Desired:
         scenarios=_named(parts.get("scenarios"), _scenario),
         groups=_groups(parts.get("groups")),
         schedules=_schedules(parts.get("schedules")),
-        regions=_named(parts.get("regions"), _region),
+        regions=tuple(each.name() for each in _items(parts.get("regions"))),
     )
     for problem in problems(desired):
         raise _wrong(problem.path, _line_of(root, problem.path), problem.message)
@@ -129,11 +129,6 @@ def _schedule(reader: _Reader) -> Schedule:
         num_groups=parts[actions[0]].number(MAX_COUNT, least=1),
         pool=_name(parts, "pool", "training"),
     )
-
-
-def _region(reader: _Reader) -> tuple[str, ...]:
-    parts = reader.parts("racks")
-    return tuple(each.name() for each in _items(parts.get("racks")))
 
 
 def _options(reader: _Reader | None) -> dict[str, str]:

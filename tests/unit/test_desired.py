@@ -54,8 +54,7 @@ groups:
 schedules:
   - {at: "0 22 * * *", scenario: chat, lend: 1}
   - {at: "0 7 * * 1-5", scenario: chat, reclaim: 1}
-regions:
-  eu: {racks: [r1, r2]}
+regions: [eu]
 """
 
 
@@ -77,7 +76,7 @@ def test_everything_a_file_can_say() -> None:
     assert sorted(desired.groups) == ["chat-0", "chat-1", "summaries"]
     assert desired.groups["chat-1"] == Group("chat", 2, 1, region="eu")
     assert desired.schedules[0] == Schedule("0 22 * * *", "chat", "lend", 1, "training")
-    assert desired.regions == {"eu": ("r1", "r2")}
+    assert desired.regions == ("eu",)
     assert service.options_for(Role.DECODE) == {"num_slots": "64"}
     assert desired.service_of(desired.groups["chat-0"]) == service
 
@@ -104,6 +103,7 @@ def test_everything_a_file_can_say() -> None:
         ("schedules:\n- {at: noon, lend: 1}", "schedules[0].at", "line 2: schedules[0].at: is not a cron"),
         ("schedules:\n- {at: 0 8 * * *}", "schedules[0]", "line 2: schedules[0]: needs at, and one of"),
         ("schedules:\n- {at: 0 8 * * *, lend: 1}", "schedules[0].scenario", "line 2"),
+        ("regions: [eu, {}]", "regions[1]", "line 1: regions[1]: must be a plain value"),
         ("groups: {a: [", "text", "line 1"),
         ("a: &x {}\nb: *x", "text", "line 1: anchors and aliases are not read"),
         ("[" * 20 + "]" * 20, "text", "line 1: is nested too deeply"),

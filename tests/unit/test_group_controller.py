@@ -310,7 +310,7 @@ def test_fusion_groups_and_regions() -> None:
 groups:
   a: {fusion: 2, region: eu}
   b: {prefill: 2, decode: 2, region: us}
-regions: {eu: {}, us: {}}
+regions: [eu, us]
 """
     world = World(read(text), num=8)
     for i, process in enumerate(world.processes.values()):

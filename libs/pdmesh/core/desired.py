@@ -86,7 +86,7 @@ class Desired:
     scenarios: Mapping[str, Scenario] = field(default_factory=dict)
     groups: Mapping[str, Group] = field(default_factory=dict)
     schedules: tuple[Schedule, ...] = ()
-    regions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # racks of each
+    regions: tuple[str, ...] = ()  # those that groups may name
 
     def service_of(self, group: Group) -> Service:
         return self.services.get(self.scenario_of(group).service, Service())
