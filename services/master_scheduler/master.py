@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import time
 from collections.abc import Awaitable
 from typing import Final
 
@@ -45,6 +44,12 @@ from services.master_scheduler.admin import AdminServicer
 from services.master_scheduler.admin_access import AdminAccess, token_of
 from services.master_scheduler.fleet_feed import FleetFeed
 from services.master_scheduler.group_loop import GroupLoop
+from services.master_scheduler.instruments import (
+    observe_backpressure,
+    observe_fleet,
+    observe_index,
+    observe_registry,
+)
 from services.master_scheduler.plan_loop import PlanLoop
 from services.master_scheduler.scenario_feed import ScenarioFeed
 from services.master_scheduler.servicer import SchedulerServicer
@@ -53,6 +58,24 @@ from services.master_scheduler.settings import Settings
 log = structlog.get_logger(__name__)
 
 SERVICE: Final = "master-scheduler"
+
+
+def _placement(fleet: Fleet, settings: Settings, rng: random.Random) -> Placement:
+    weights = Weights(
+        settings.prefix_weight,
+        settings.remote_weight,
+        settings.latency_weight,
+        settings.load_weight,
+        settings.chat_weight,
+    )
+    return Placement(
+        fleet,
+        rng,
+        POLICIES[settings.policy](),
+        weights,
+        settings.max_candidates,
+        ChatAffinity(settings.chat_ttl_s, settings.max_chats),
+    )
 
 
 class Master:
@@ -66,20 +89,7 @@ class Master:
         self.index = PrefixIndex(max_blocks=settings.max_blocks)
         self.fleet, self.scenarios = Fleet(), Scenarios()
         groups = GroupTracker()
-        placement = Placement(
-            self.fleet,
-            random.Random(app.incarnation),
-            POLICIES[settings.policy](),
-            Weights(
-                settings.prefix_weight,
-                settings.remote_weight,
-                settings.latency_weight,
-                settings.load_weight,
-                settings.chat_weight,
-            ),
-            settings.max_candidates,
-            ChatAffinity(settings.chat_ttl_s, settings.max_chats),
-        )
+        placement = _placement(self.fleet, settings, random.Random(app.incarnation))
         self.election = LeaderElection(
             bus, SERVICE, app.instance_id, app.incarnation, settings.lease_s, self._on_leadership
         )
@@ -210,70 +220,8 @@ class Master:
         self._tasks.add(asyncio.ensure_future(work))
 
     def _observe(self) -> None:
-        connected_at = time.monotonic()
-
-        def view_age_s() -> float:
-            nonlocal connected_at
-            if self._view.is_connected:
-                connected_at = time.monotonic()
-            return time.monotonic() - connected_at
-
-        def load_age_s() -> float:
-            """Reports are pushed when something changes: an idle instance's may be old and true."""
-            now = time.monotonic()
-            busy = [i for i in list(self.fleet.instances.values()) if i.num_slots_used]
-            return max(
-                (now - i.reported_at for i in busy if i.reported_at is not None), default=0.0
-            )
-
-        metrics.gauge(names.VIEW_AGE, "How old the view of the registry may be", view_age_s, "s")
         metrics.gauge(names.LEADER, "1 if this master leads", lambda: self.election.is_leader)
-        metrics.gauge(
-            names.FLEET_INSTANCES,
-            "Instances that may be candidates",
-            lambda: sum(i.is_usable for i in self.fleet.instances.values()),
-        )
-        fits = self.fleet.predictor.fits
-        metrics.gauge(
-            names.PREDICTION_ERROR,
-            "Mean relative error of predicted prefill times, lately, by kind of instance",
-            lambda: [(fit.error, {"kind": kind}) for kind, fit in list(fits())],
-        )
-        metrics.gauge(
-            names.PREDICTION_OBSERVED,
-            "Prefills the predictor has learnt from, by kind of instance",
-            lambda: [(fit.num_observed, {"kind": kind}) for kind, fit in list(fits())],
-        )
-        book = self.backpressure.book
-
-        def waiting() -> list[tuple[float, dict[str, str]]]:
-            now = time.monotonic()
-            return [(sum(book.waiting(s, now).values()), {"scenario": s}) for s in book.scenarios()]
-
-        metrics.gauge(
-            names.SCENARIO_WAITING, "Requests that wait for a prefill, at all gateways", waiting
-        )
-        metrics.gauge(
-            names.BOOKINGS,
-            "Shares of requests that no report has named yet",
-            lambda: len(self.fleet.reservations),
-        )
-        metrics.gauge(
-            names.LOAD_AGE,
-            "Age of the oldest load report of an instance that works",
-            load_age_s,
-            "s",
-        )
-        metrics.gauge(names.INDEX_BLOCKS, "Blocks indexed", lambda: self.index.num_blocks)
-        metrics.gauge(
-            names.INDEX_EVICTED,
-            "Entries forgotten for lack of room",
-            lambda: self.index.num_evicted,
-        )
-        metrics.gauge(
-            names.INDEX_AGE,
-            "For how long known deltas have been missing",
-            self._index_feed.age_s,
-            "s",
-        )
-        metrics.gauge(names.REGISTRY_RECORDS, "Records seen", lambda: len(self._view.records))
+        observe_registry(self._view)
+        observe_fleet(self.fleet)
+        observe_backpressure(self.backpressure)
+        observe_index(self.index, self._index_feed)

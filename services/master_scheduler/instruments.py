@@ -1,0 +1,78 @@
+"""The gauges of a master-scheduler: what it knows, how old that is, and what waits."""
+
+from __future__ import annotations
+
+import time
+
+from pdmesh.core.backpressure import Backpressure
+from pdmesh.core.fleet import Fleet
+from pdmesh.core.prefix_index import PrefixIndex
+from pdmesh.kv.index_feed import IndexFeed
+from pdmesh.net.registry import RegistryView
+from pdmesh.telemetry import metrics, names
+
+
+def observe_registry(view: RegistryView) -> None:
+    connected_at = time.monotonic()
+
+    def age_s() -> float:
+        nonlocal connected_at
+        if view.is_connected:
+            connected_at = time.monotonic()
+        return time.monotonic() - connected_at
+
+    metrics.gauge(names.VIEW_AGE, "How old the view of the registry may be", age_s, "s")
+    metrics.gauge(names.REGISTRY_RECORDS, "Records seen", lambda: len(view.records))
+
+
+def observe_fleet(fleet: Fleet) -> None:
+    def load_age_s() -> float:
+        """Reports are pushed when something changes: an idle instance's may be old and true."""
+        now = time.monotonic()
+        busy = [i for i in list(fleet.instances.values()) if i.num_slots_used]
+        return max((now - i.reported_at for i in busy if i.reported_at is not None), default=0.0)
+
+    metrics.gauge(
+        names.FLEET_INSTANCES,
+        "Instances that may be candidates",
+        lambda: sum(i.is_usable for i in fleet.instances.values()),
+    )
+    metrics.gauge(
+        names.LOAD_AGE, "Age of the oldest load report of an instance that works", load_age_s, "s"
+    )
+    metrics.gauge(
+        names.BOOKINGS,
+        "Shares of requests that no report has named yet",
+        lambda: len(fleet.reservations),
+    )
+    fits = fleet.predictor.fits
+    metrics.gauge(
+        names.PREDICTION_ERROR,
+        "Mean relative error of predicted prefill times, lately, by kind of instance",
+        lambda: [(fit.error, {"kind": kind}) for kind, fit in list(fits())],
+    )
+    metrics.gauge(
+        names.PREDICTION_OBSERVED,
+        "Prefills the predictor has learnt from, by kind of instance",
+        lambda: [(fit.num_observed, {"kind": kind}) for kind, fit in list(fits())],
+    )
+
+
+def observe_backpressure(backpressure: Backpressure) -> None:
+    book = backpressure.book
+
+    def waiting() -> list[tuple[float, dict[str, str]]]:
+        now = time.monotonic()
+        return [(sum(book.waiting(s, now).values()), {"scenario": s}) for s in book.scenarios()]
+
+    metrics.gauge(
+        names.SCENARIO_WAITING, "Requests that wait for a prefill, at all gateways", waiting
+    )
+
+
+def observe_index(index: PrefixIndex, feed: IndexFeed) -> None:
+    metrics.gauge(names.INDEX_BLOCKS, "Blocks indexed", lambda: index.num_blocks)
+    metrics.gauge(
+        names.INDEX_EVICTED, "Entries forgotten for lack of room", lambda: index.num_evicted
+    )
+    metrics.gauge(names.INDEX_AGE, "For how long known deltas have been missing", feed.age_s, "s")
