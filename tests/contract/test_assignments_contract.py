@@ -11,11 +11,10 @@ import pytest
 from pdmesh.errors import NotLeader, Unavailable
 from pdmesh.net.assignments import Assignments, StaleView, is_newer
 from pdmesh.net.nats_assignments import NatsAssignments
-from pdmesh.net.nats_bus import NatsBus
 from pdmesh.v1.common_pb2 import ROLE_PREFILL
 from pdmesh.v1.groups_pb2 import STAGE_CONNECT, STAGE_LOAD, STAGE_SERVE, Assignment
+from tests.contract.nats_world import NatsServerWorld
 from tests.fakes.memory_assignments import MemoryAssignments, MemoryAssignmentStore
-from tests.support import servers
 from tests.support.waiting import until
 
 
@@ -39,20 +38,9 @@ class MemoryWorld:
         self._store.come_back()
 
 
-class NatsWorld:
-    def __init__(self, server: servers.TestServer) -> None:
-        self._server = server
-        self.buses: list[NatsBus] = []
-
+class NatsWorld(NatsServerWorld):
     async def party(self) -> Assignments:
-        self.buses.append(await NatsBus.connect(self._server.url, "test"))
-        return NatsAssignments(self.buses[-1])
-
-    async def take_away(self) -> None:
-        self._server.kill()
-
-    async def bring_back(self) -> None:
-        await self._server.start()
+        return NatsAssignments(await self.connect())
 
 
 @pytest.fixture(params=["memory", "nats"])
@@ -60,13 +48,8 @@ async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     if request.param == "memory":
         yield MemoryWorld()
         return
-    server = servers.nats(tmp_path)
-    await server.start()
-    nats_world = NatsWorld(server)
-    yield nats_world
-    for bus in nats_world.buses:
-        await bus.close()
-    server.close()
+    async with NatsWorld(tmp_path) as nats_world:
+        yield nats_world
 
 
 def assignment(epoch: int = 1, stage: int = STAGE_LOAD, **fields: object) -> Assignment:

@@ -10,9 +10,8 @@ from typing import Protocol
 import pytest
 
 from pdmesh.net.bus import Bus, Message
-from pdmesh.net.nats_bus import NatsBus
+from tests.contract.nats_world import NatsServerWorld
 from tests.fakes.memory_bus import MemoryBus, MemoryServer
-from tests.support import servers
 from tests.support.waiting import until
 
 
@@ -36,18 +35,9 @@ class MemoryWorld:
         self._server.restore()
 
 
-class NatsWorld:
-    def __init__(self, server: servers.TestServer) -> None:
-        self._server = server
-
+class NatsWorld(NatsServerWorld):
     async def bus(self) -> Bus:
-        return await NatsBus.connect(self._server.url, "test")
-
-    async def take_away(self) -> None:
-        self._server.kill()
-
-    async def bring_back(self) -> None:
-        await self._server.start()
+        return await self.connect()
 
 
 @pytest.fixture(params=["memory", "nats"])
@@ -55,10 +45,8 @@ async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     if request.param == "memory":
         yield MemoryWorld()
         return
-    server = servers.nats(tmp_path)
-    await server.start()
-    yield NatsWorld(server)
-    server.close()
+    async with NatsWorld(tmp_path) as nats_world:
+        yield nats_world
 
 
 class Inbox:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Protocol
@@ -13,8 +12,8 @@ from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged, Registry
 from pdmesh.v1.common_pb2 import ROLE_PREFILL, InstanceRecord
+from tests.contract.nats_world import NatsServerWorld
 from tests.fakes.memory_registry import MemoryRegistry, MemoryStore
-from tests.support import servers
 from tests.support.waiting import until
 
 LEASE_S = 1.0
@@ -45,25 +44,19 @@ class MemoryWorld:
         self._store.is_up = True
 
 
-class NatsWorld:
-    def __init__(self, server: servers.TestServer) -> None:
-        self._server = server
-        self.buses: dict[Registry, NatsBus] = {}
+class NatsWorld(NatsServerWorld):
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._bus_of: dict[Registry, NatsBus] = {}
 
     async def registry(self) -> Registry:
-        bus = await NatsBus.connect(self._server.url, "test")
+        bus = await self.connect()
         registry = NatsRegistry(bus, LEASE_S)
-        self.buses[registry] = bus
+        self._bus_of[registry] = bus
         return registry
 
     async def crash(self, registry: Registry) -> None:
-        await self.buses.pop(registry).close()  # its leases can renew no more
-
-    async def take_away(self) -> None:
-        self._server.kill()
-
-    async def bring_back(self) -> None:
-        await self._server.start()
+        await self._bus_of[registry].close()  # its leases can renew no more
 
 
 @pytest.fixture(params=["memory", "nats"])
@@ -71,14 +64,8 @@ async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     if request.param == "memory":
         yield MemoryWorld()
         return
-    server = servers.nats(tmp_path)
-    await server.start()
-    nats_world = NatsWorld(server)
-    yield nats_world
-    with contextlib.ExitStack() as stack:
-        stack.callback(server.close)
-        for bus in nats_world.buses.values():
-            await bus.close()
+    async with NatsWorld(tmp_path) as nats_world:
+        yield nats_world
 
 
 def record(

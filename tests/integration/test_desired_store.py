@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
 from pdmesh.errors import VersionConflict
@@ -14,21 +11,6 @@ from pdmesh.net.nats_bus import NatsBus
 from pdmesh.v1.admin_service_pb2 import HOLD_KIND_ISOLATE, Hold
 from tests.support import servers
 from tests.support.waiting import until
-
-
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[servers.TestServer]:
-    server = servers.nats(tmp_path)
-    await server.start()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-async def bus(server: servers.TestServer) -> AsyncIterator[NatsBus]:
-    bus = await NatsBus.connect(server.url, "test")
-    yield bus
-    await bus.close()
 
 
 async def test_versions_are_numbered_kept_and_followed(bus: NatsBus) -> None:

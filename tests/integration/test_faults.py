@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,6 @@ from pdmesh.net.nats_registry import NatsLease, NatsRegistry
 from pdmesh.net.tasks import end
 from pdmesh.v1.common_pb2 import ROLE_DECODE, InstanceRecord
 from services.health_monitor.faults import FaultWatch
-from tests.support import servers
 from tests.support.waiting import until
 
 LEASE_S = 0.6
@@ -72,16 +70,7 @@ class Site:
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[servers.TestServer]:
-    server = servers.nats(tmp_path)
-    await server.start()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-async def site(server: servers.TestServer) -> AsyncIterator[Site]:
-    bus = await NatsBus.connect(server.url, "test")
+async def site(bus: NatsBus) -> AsyncIterator[Site]:
     registry = NatsRegistry(bus, LEASE_S)
     view = await registry.watch()
     board = fault_board(bus)
@@ -98,7 +87,6 @@ async def site(server: servers.TestServer) -> AsyncIterator[Site]:
         await lease.release()
     await site.board.close()
     await view.close()
-    await bus.close()
 
 
 @pytest.mark.req("S33", "S34")

@@ -7,7 +7,6 @@ import contextlib
 import statistics
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import grpc
 import pytest
@@ -80,21 +79,6 @@ class Running:
         await self.master.stop()
         await self.view.close()
         await self.bus.close()
-
-
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[servers.TestServer]:
-    server = servers.nats(tmp_path)
-    await server.start()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-async def bus(server: servers.TestServer) -> AsyncIterator[NatsBus]:
-    bus = await NatsBus.connect(server.url, "test")
-    yield bus
-    await bus.close()
 
 
 @pytest.fixture

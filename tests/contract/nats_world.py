@@ -1,0 +1,38 @@
+"""The real side of a contract: a NATS server of the test's own, which can be taken away and brought back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pdmesh.net.nats_bus import NatsBus
+from tests.support import servers
+
+
+class NatsServerWorld:
+    """What a contract's world is made from. `async with` it; its connections end with it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._server = servers.nats(directory)
+        self._buses: list[NatsBus] = []
+
+    async def __aenter__(self) -> Self:
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            for bus in self._buses:
+                await bus.close()
+        finally:
+            self._server.close()
+
+    async def connect(self) -> NatsBus:
+        self._buses.append(await NatsBus.connect(self._server.url, "test"))
+        return self._buses[-1]
+
+    async def take_away(self) -> None:
+        self._server.kill()
+
+    async def bring_back(self) -> None:
+        await self._server.start()
