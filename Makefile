@@ -8,17 +8,19 @@ ENGINE ?= vllm
 PYTHON ?= python3.11
 VENV   ?= .venv
 ARGS   ?=
-TRACES ?= ../shared/traces
+# Where the public request traces lie that `compare` and `compare-mesh` play (loadtests/README.md says which); they are not in this repository.
+TRACES ?= $(wildcard ../shared/traces)
 BIN    := $(VENV)/bin
 # A script that starts a container engine (`up`, `stop`), for compose-test on a machine without one.
-COMPOSE_ENGINE ?= ../shared/tools/compose_engine.sh
+COMPOSE_ENGINE ?= $(wildcard ../shared/tools/compose_engine.sh)
 MODEL  := .cache/models/SmolLM2-135M-Instruct
 # Done steps. Each is newer than what it was made from, and is written last, so a broken step is repeated.
 DONE   := $(VENV)/.done
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help up down status setup setup-base setup-dev setup-vllm model test unit check format proto proto-check \
-        e2e chaos kill-matrix compose-test bench-tiers bench-overhead bench-index bench-kv bench-plan bench-handover leak-test bench-retrieval compare compare-mesh docs docs-check coverage-table lock clean
+.PHONY: help up down status setup setup-base setup-sim setup-dev setup-vllm model test unit e2e chaos kill-matrix compose-test check format fuzz \
+        bench-tiers bench-overhead bench-retrieval bench-handover bench-plan bench-kv bench-index bench-ratio demo-day leak-test compare \
+        compare-mesh proto proto-check docs docs-check lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
@@ -104,7 +106,6 @@ format: $(DONE)/dev ## format and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.PHONY: fuzz
 fuzz: $(DONE)/dev ## the KV wire against atheris, in an environment of its own; FUZZ_S=600 for ten minutes
 	@test -x .cache/fuzz/bin/atheris-is-here || { $(PYTHON) -m venv .cache/fuzz && .cache/fuzz/bin/pip install -q atheris==3.0.0 && \
 	  touch .cache/fuzz/bin/atheris-is-here && chmod +x .cache/fuzz/bin/atheris-is-here; }
@@ -126,22 +127,21 @@ bench-handover: $(DONE)/vllm model ## what handing KV over costs a client on vLL
 
 bench-plan: $(DONE)/dev ## what one placement decision costs, by the number of workers
 	@$(BIN)/python -m loadtests.plan_bench $(ARGS)
+
 leak-test: $(DONE)/dev ## 100,000 requests with random disconnects and killed instances; nothing may be left (I4)
 	@$(BIN)/python -m loadtests.leak $(ARGS)
 
-compare: $(DONE)/dev ## placement policies side by side on a virtual clock; traces from TRACES, ARGS goes to it
-	@$(BIN)/python -m loadtests.sim.compare --traces $(TRACES) $(ARGS)
+compare: $(DONE)/dev ## placement policies side by side on a virtual clock; TRACES=FOLDER for cases that play one; ARGS goes to it
+	@$(BIN)/python -m loadtests.sim.compare $(if $(TRACES),--traces $(TRACES)) $(ARGS)
 
-.PHONY: bench-ratio
 bench-ratio: $(DONE)/dev ## what P:D ratios carry, whether the loop finds the best, a week of faults: on a virtual clock; ARGS goes to it
 	@$(BIN)/python -m loadtests.sim.ratio --out loadtests/results/ratio-$$(date +%F) $(ARGS)
 
-.PHONY: demo-day
 demo-day: $(DONE)/dev ## a day of tides, changes, an upgrade and faults in minutes, on a virtual clock, with its figure; ARGS goes to it
 	@$(BIN)/python -m loadtests.sim.day --out loadtests/results/day-$$(date +%F) $(ARGS)
 
-compare-mesh: $(DONE)/dev ## the same on real meshes, one after the other, unattended; goes on where it was: ARGS="--out FILE"
-	@$(BIN)/python -m loadtests.mesh_compare --traces $(TRACES) $(ARGS)
+compare-mesh: $(DONE)/dev ## placement policies on real meshes of sim instances, one after the other; TRACES=FOLDER; goes on where it was: ARGS="--out FILE"
+	@$(BIN)/python -m loadtests.mesh_compare $(if $(TRACES),--traces $(TRACES)) $(ARGS)
 
 bench-kv: $(DONE)/dev ## what moving KV costs, block by block and block-free, beside ucx_perftest; ARGS="--sizes 1,16 --rounds 3"
 	@$(BIN)/python -m loadtests.kv_bench $(ARGS)
@@ -160,12 +160,10 @@ proto-check: proto
 	@git diff --exit-code --stat -- 'libs/pdmesh/v1' 'libs/pdmesh/events' || \
 	  { echo "the generated code is not what proto/ says: run make proto and commit it" >&2; exit 1; }
 
-docs: $(DONE)/dev ## docs/configuration.md and docs/coverage.md from the code
+docs: $(DONE)/dev ## docs/configuration.md, docs/coverage.md and docs/telemetry.md from the code
 	@$(BIN)/python -m tools.configuration_doc docs/configuration.md
 	@$(BIN)/python -m tools.coverage_doc docs/coverage.md
 	@$(BIN)/python -m tools.telemetry_doc docs/telemetry.md
-
-coverage-table: docs
 
 docs-check: docs
 	@git diff --exit-code --stat -- docs || { echo "generated docs are old: run make docs and commit them" >&2; exit 1; }

@@ -1,6 +1,6 @@
 """Placement policies side by side on a real mesh of sim instances: the same arrivals, >= 3 seeds, one table with spread.
 
-    make compare-mesh TRACES=../shared/traces ARGS="--out loadtests/results/mesh-compare-2026-11-21"
+    make compare-mesh TRACES=FOLDER ARGS="--out loadtests/results/mesh-compare-2026-11-21"
     python -m loadtests.mesh_compare --policies default,kv_router --seeds 1 --replay "--workload scenarios --rate 12"
 
 One run after the other, each on a mesh of its own, seed by seed, so that all policies meet the same minutes of the machine. Each run is a
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from loadtests import replay
-from loadtests.results import Spread, describe_machine
+from loadtests.results import spread_table, write
 from loadtests.traffic_report import Slo, part
 from pdmesh.core.placement_baselines import POLICIES
 
@@ -48,10 +48,11 @@ class Run:
     load_max_over_mean: float
 
 
-def play(policy: str, seed: int, arguments: str, traces: Path) -> Run:
+def play(policy: str, seed: int, arguments: str, traces: Path | None) -> Run:
     options = replay.parser().parse_args(
-        [*shlex.split(arguments), "--policy", policy, "--seed", str(seed), "--traces", str(traces)]
+        [*shlex.split(arguments), "--policy", policy, "--seed", str(seed)]
     )
+    options.traces = traces
     answers, admitted = asyncio.run(replay.run(options))
     span_s = max(a.sent_at for a in answers) or 1.0
     found = part("all", answers, Slo(options.ttft_slo_s, options.tpot_slo_s), span_s)
@@ -93,27 +94,26 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[Run], float], str], ...]] = (
 
 def table(runs: Sequence[Run]) -> str:
     """Markdown: median (lowest..highest) over the seeds."""
-    lines = [
-        f"| policy | seeds | {' | '.join(name for name, _, _ in _COLUMNS)} |",
-        "|---|---|" + "---|" * len(_COLUMNS),
-    ]
-    for policy in dict.fromkeys(r.policy for r in runs):
-        own = [r for r in runs if r.policy == policy]
-        cells = [Spread.of([read(r) for r in own]).text(form) for _, read, form in _COLUMNS]
-        lines.append(f"| {policy} | {len(own)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    by_policy = {
+        policy: [r for r in runs if r.policy == policy]
+        for policy in dict.fromkeys(r.policy for r in runs)
+    }
+    rows = [((policy, len(own)), own) for policy, own in by_policy.items()]
+    return spread_table(("policy", "seeds"), _COLUMNS, rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"))
+    parser.add_argument("--traces", type=Path, help="folder of the public traces")
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--replay", default=TRACE, help="what loadtests.replay is told")
     parser.add_argument("--max-runs", type=int, help="stop after so many, to go on another time")
-    parser.add_argument("--out", type=Path, help="keep runs in OUT.jsonl, and write OUT.md")
+    parser.add_argument(
+        "--out", type=Path, help="keep runs in OUT.jsonl; write OUT.json and OUT.md"
+    )
     options = parser.parse_args()
     kept = options.out.with_suffix(".jsonl") if options.out else None
     runs = [r for r in known(kept) if r.replay == options.replay]
@@ -133,12 +133,15 @@ def main() -> None:
     text = table(runs)
     print(text)
     if options.out:
-        command = " ".join(["python", "-m", "loadtests.mesh_compare", *sys.argv[1:]])
-        head = (
-            f"# Placement policies on a real mesh\n\n`{command}`, {describe_machine()}\n\nEach run: `loadtests.replay {options.replay}`. Sim engines, real"
-            " processes and KV transfer; clients, mesh and servers share the cores. Median (lowest..highest) over the seeds.\n\n"
+        write(
+            options.out,
+            "loadtests.mesh_compare",
+            "Placement policies on a real mesh",
+            f"Each run: `loadtests.replay {options.replay}`. Sim engines, real processes and KV transfer; clients, mesh and servers share"
+            " the cores. Median (lowest..highest) over the seeds.",
+            text,
+            runs=[asdict(run) for run in runs],
         )
-        options.out.with_suffix(".md").write_text(head + text + "\n")
 
 
 if __name__ == "__main__":

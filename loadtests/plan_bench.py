@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import multiprocessing
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +20,7 @@ from typing import Any, Final
 
 import structlog
 
-from loadtests.results import describe_machine, describe_versions
+from loadtests.results import write
 from loadtests.workloads import block_name
 from pdmesh.core.backpressure import Backpressure
 from pdmesh.core.fleet import Fleet, Identity, LoadReported, PrefillComputed, RecordSeen, Role
@@ -219,18 +217,15 @@ def main() -> None:
     text = "\n".join(lines)
     print(text)
     if options.out:
-        data = {
-            "command": " ".join(["python", "-m", "loadtests.plan_bench", *sys.argv[1:]]),
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "costs": [asdict(cost) for cost in costs],
-        }
-        options.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-        head = (
-            f"# The cost of a placement decision\n\n`{data['command']}`, {data['machine']}\n\n{NUM_BLOCKS} blocks of prompt, half of the"
-            " workers prefills. A message's time through gRPC is that of all its queries; client and master share the machine.\n\n"
+        write(
+            options.out,
+            "loadtests.plan_bench",
+            "The cost of a placement decision",
+            f"{NUM_BLOCKS} blocks of prompt, half of the workers prefills. A message's time through gRPC is that of all its queries; client"
+            " and master share the machine.",
+            text,
+            costs=[asdict(cost) for cost in costs],
         )
-        options.out.with_suffix(".md").write_text(head + text + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Send a workload to a mesh in an open loop and write a report: JSON and one page of plots.
 
-    python -m loadtests.replay --workload mooncake --traces ../shared/traces --lengths 0.02 --time 0.05 --first 600
+    python -m loadtests.replay --workload mooncake --traces FOLDER --lengths 0.02 --time 0.05 --first 600
     python -m loadtests.replay --workload scenarios --rate 10            # six scenarios that share prefixes
     python -m loadtests.replay --workload chats --url http://127.0.0.1:8000
 
@@ -32,6 +32,7 @@ from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 
 _MOONCAKE: Final = "mooncake_conversation_trace.jsonl"
+_AZURE: Final = ("AzureLLMInferenceTrace_code.csv", "AzureLLMInferenceTrace_conv.csv")
 _COUNTED: Final = re.compile(
     r'^pdmesh_admissions_total\{.*outcome="accepted".*\} ([0-9.e+]+)', re.MULTILINE
 )
@@ -39,14 +40,17 @@ _COUNTED: Final = re.compile(
 
 def _mooncake(options: argparse.Namespace) -> list[Arrival]:
     jitter = options.seed if options.jitter else None
-    arrivals = workloads.mooncake(options.traces / _MOONCAKE, jitter_seed=jitter)
+    arrivals = workloads.mooncake(
+        workloads.trace_file(options.traces, _MOONCAKE), jitter_seed=jitter
+    )
     return workloads.scaled(arrivals[: options.first], time=options.time, lengths=options.lengths)
 
 
 def _azure(options: argparse.Namespace) -> list[Arrival]:
-    code = workloads.azure(options.traces / "AzureLLMInferenceTrace_code.csv", "code")
-    conv = workloads.azure(options.traces / "AzureLLMInferenceTrace_conv.csv", "conversation")
-    chat = [replace(a, scenario="mooncake") for a in workloads.mooncake(options.traces / _MOONCAKE)]
+    paths = [workloads.trace_file(options.traces, name) for name in (*_AZURE, _MOONCAKE)]
+    code = workloads.azure(paths[0], "code")
+    conv = workloads.azure(paths[1], "conversation")
+    chat = [replace(a, scenario="mooncake") for a in workloads.mooncake(paths[2])]
     merged = sorted([*code, *conv, *chat], key=lambda a: a.at_s)[: options.first]
     return workloads.scaled(merged, time=options.time, lengths=options.lengths)
 
@@ -158,7 +162,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--workload", choices=WORKLOADS, default="scenarios")
-    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"))
+    parser.add_argument("--traces", type=Path, help="folder of the public traces")
     parser.add_argument("--first", type=int, default=300, help="requests")
     parser.add_argument("--time", type=float, default=1.0, help="factor on the trace's times")
     parser.add_argument("--lengths", type=float, default=1.0, help="factor on its lengths")

@@ -1,4 +1,4 @@
-"""What a run of overhead.py found: rounds of cells, reduced to median and spread, written as JSON and Markdown."""
+"""What measurements found, written as JSON and Markdown: the machine, medians with their spread, and the rounds of overhead.py."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import psutil
 
 from loadtests.generator import ROOT, Measured
+
+T = TypeVar("T")
 
 STALL_S: Final = (0.035, 0.060)  # where a delayed ACK shows: 40 ms and a bit
 _PACKAGES: Final = ("grpcio", "protobuf", "uvicorn", "uvloop", "tokenizers", "ucxx-cu12", "nats-py")
@@ -107,6 +109,15 @@ def describe_versions() -> dict[str, str]:
     return versions
 
 
+def write(out: Path, module: str, title: str, about: str, text: str, **found: object) -> None:
+    """OUT.json: what was `found`, with the command, machine and versions. OUT.md: `text` under its title and what it is `about`."""
+    command, machine = shlex.join(["python", "-m", module, *sys.argv[1:]]), describe_machine()
+    data = {"command": command, "machine": machine, "versions": describe_versions(), **found}
+    out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    page = f"# {title}\n\n`{command}`, {machine}\n\n{about}\n\n{text}\n"
+    out.with_suffix(".md").write_text(page)
+
+
 @dataclass(slots=True)
 class Run:
     """Everything one run measured, and what is needed to run it again."""
@@ -151,3 +162,17 @@ class Spread:
     def text(self, form: str) -> str:
         middle = format(self.median, form)
         return f"{middle} ({format(self.low, form)}..{format(self.high, form)})"
+
+
+def spread_table(
+    first: Sequence[str],
+    columns: Sequence[tuple[str, Callable[[T], float], str]],
+    rows: Iterable[tuple[Sequence[object], Sequence[T]]],
+) -> str:
+    """Markdown: after the cells of `first`, each column (name, value, format) as median (lowest..highest) over a row's runs."""
+    names = [*first, *(name for name, _, _ in columns)]
+    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+    for cells, runs in rows:
+        spreads = [Spread.of([value(r) for r in runs]).text(form) for _, value, form in columns]
+        lines.append(f"| {' | '.join([*map(str, cells), *spreads])} |")
+    return "\n".join(lines)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import random
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from loadtests.results import describe_machine, describe_versions
+from loadtests.results import write
 from loadtests.traffic import Answer, Target, closed_loop
 from loadtests.workloads import Arrival, block_name
 from pdmesh.core.ratio_model import Split
@@ -243,19 +242,14 @@ def main() -> None:
     text = table(options.law, scenarios, levels)
     print(text)
     if options.out:
-        command = " ".join(["python", "-m", "loadtests.until_failure", *sys.argv[1:]])
-        data = {
-            "command": command,
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "levels": [asdict(level) for level in levels],
-        }
-        options.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-        head = (
-            f"# Users until the first failure, by scenario\n\n`{command}`, {data['machine']}\n\nReal processes, real KV transfer, sim engines at the law"
-            f" `{options.law}`; clients, mesh and servers share the cores.\n\n"
+        write(
+            options.out,
+            "loadtests.until_failure",
+            "Users until the first failure, by scenario",
+            f"Real processes, real KV transfer, sim engines at the law `{options.law}`; clients, mesh and servers share the cores.",
+            text,
+            levels=[asdict(level) for level in levels],
         )
-        options.out.with_suffix(".md").write_text(head + text + "\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import random
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from loadtests.results import describe_machine, describe_versions
+from loadtests.results import write
 from loadtests.traffic import Answer, Target, closed_loop
 from loadtests.workloads import Arrival
 from pdmesh.engine.laws import SMOLLM2_CPU
@@ -209,21 +208,17 @@ def main() -> None:
     text = _table(points)
     print(text)
     if options.out:
-        command = " ".join(["python", "-m", "loadtests.users", *sys.argv[1:]])
-        data = {
-            "command": command,
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "capacity_per_s": CAPACITY_PER_S,
-            "points": [asdict(point) for point in points],
-        }
-        options.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-        head = (
-            f"# Users from A to 4A\n\n`{command}`, {describe_machine()}\n\n{NUM_PREFILL} prefills, {NUM_DECODE} decodes, sim at the law"
-            f" `smollm2-cpu`, prompts of {NUM_TOKENS} tokens that share nothing, answers of 2; real processes, real KV transfer. n_p b_p / T_p"
-            f" is {CAPACITY_PER_S:.1f} requests/s. Success: first token within {options.slo_s} s.\n\n"
+        write(
+            options.out,
+            "loadtests.users",
+            "Users from A to 4A",
+            f"{NUM_PREFILL} prefills, {NUM_DECODE} decodes, sim at the law `smollm2-cpu`, prompts of {NUM_TOKENS} tokens that share nothing,"
+            f" answers of 2; real processes, real KV transfer. n_p b_p / T_p is {CAPACITY_PER_S:.1f} requests/s. Success: first token within"
+            f" {options.slo_s} s.",
+            text,
+            capacity_per_s=CAPACITY_PER_S,
+            points=[asdict(point) for point in points],
         )
-        options.out.with_suffix(".md").write_text(head + text + "\n")
         _draw(points, options.slo_s, options.out.with_suffix(".png"))
 
 

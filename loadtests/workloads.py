@@ -36,6 +36,16 @@ def block_name(*parts: int) -> bytes:
     return b"".join(part.to_bytes(16 // len(parts), "little", signed=True) for part in parts)
 
 
+def trace_file(folder: Path | None, name: str) -> Path:
+    """The file of a public trace; ends the program with what to do where it is not there."""
+    if folder is None or not (folder / name).exists():
+        raise SystemExit(
+            f"{name} is not {'there' if folder is None else f'in {folder}'}: say with --traces FOLDER (make: TRACES=FOLDER) where it is;"
+            " loadtests/README.md says where to get it"
+        )
+    return folder / name
+
+
 def mooncake(path: Path, block_size: int = 64, *, jitter_seed: int | None = None) -> list[Arrival]:
     """The Mooncake trace. `jitter_seed` spreads each tick's arrivals over its 3 s; None leaves the bursts as they are."""
     rng = random.Random(jitter_seed)

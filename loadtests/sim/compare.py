@@ -1,13 +1,12 @@
 """Policies side by side on the virtual clock: the same arrivals, the same seeds, one table with spread (`make compare`).
 
-python -m loadtests.sim.compare --traces ../shared/traces             # the full Mooncake trace and the cases that need none
+python -m loadtests.sim.compare --traces FOLDER                    # the full Mooncake trace and the cases that need none
 python -m loadtests.sim.compare --cases "cache pressure" --policies default,kv_router
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from loadtests.progress import Progress
-from loadtests.results import Spread, describe_machine, describe_versions
+from loadtests.results import Spread, write
 from loadtests.sim.mesh import MeshShape, VirtualMesh
 from loadtests.workloads import Arrival, mooncake, prefixed_scenarios
 from pdmesh.core.placement_baselines import POLICIES
@@ -27,7 +26,7 @@ from pdmesh.core.placement_policies import Weights
 from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU
 
 TRACE: Final = "mooncake_conversation_trace.jsonl"
-# What Dynamo's own replay of the same trace with the same workers and blocks gave with its KV router (PEERS 8).
+# What Dynamo's own replay of the same trace with the same workers and blocks gave with its KV router.
 PEER_REUSE: Final = {
     "4 x 16384": 13.1,
     "8 x 16384": 20.2,
@@ -209,7 +208,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     lines = []
     for case in dict.fromkeys(o.case for o in outcomes):
         peer = PEER_REUSE.get(case)
-        note = f" (Dynamo's KV router, PEERS 8: {peer} %)" if peer else ""
+        note = f" (Dynamo's KV router: {peer} %)" if peer else ""
         lines += [f"\n### {case}{note}\n", _HEAD, _RULE]
         for policy in dict.fromkeys(o.policy for o in outcomes if o.case == case):
             runs = [o for o in outcomes if (o.case, o.policy) == (case, policy)]
@@ -252,8 +251,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"))
-    parser.add_argument("--cases", default="", help="comma-separated; default: all that can run")
+    parser.add_argument("--traces", type=Path, help="folder of the public traces")
+    parser.add_argument("--cases", default="", help="separated by ; default: all that can run")
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
@@ -262,15 +261,18 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write OUT.json, OUT.md and OUT.png")
     options = parser.parse_args()
-    has_traces = (options.traces / TRACE).exists()
+    has_traces = options.traces is not None and (options.traces / TRACE).exists()
     names = options.cases.split(";") if options.cases else list(BY_NAME)
     cases = [
         BY_NAME[name.strip()] for name in names if has_traces or not BY_NAME[name.strip()].is_trace
     ]
     if not has_traces:
-        print(f"no {TRACE} in {options.traces}: only cases that need none", file=sys.stderr)
+        print(
+            f"only cases that play no trace: --traces FOLDER (make: TRACES=FOLDER) says where {TRACE} is",
+            file=sys.stderr,
+        )
     jobs = [
-        (case.name, policy, seed, str(options.traces))
+        (case.name, policy, seed, str(options.traces or ""))
         for case in cases
         for policy in options.policies.split(",")
         for seed in range(1, _num_seeds(case, policy, options) + 1)
@@ -291,24 +293,20 @@ def main() -> None:
 def _write(out: Path, outcomes: Sequence[Outcome], text: str) -> None:
     from loadtests.sim.plots import draw  # matplotlib takes a second to import
 
-    began = datetime.now(UTC).isoformat(timespec="seconds")
-    data = {
-        "at": began,
-        "command": " ".join(["python", "-m", "loadtests.sim.compare", *sys.argv[1:]]),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "weights": asdict(Weights()),
-        "clock": "virtual: what the network and Python cost is not in these numbers",
-        "outcomes": [asdict(outcome) for outcome in outcomes],
-    }
-    out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-    head = (
-        f"# Placement policies on a virtual clock, {began}\n\n`{data['command']}`\n\nSimulated: the mesh's own cores (placement, index,"
-        " admission, request, waiting room) and laws; median (lowest..highest) over the seeds. The Mooncake arrivals are as they"
-        " are, in bursts at 3 s ticks, unless jittered within the tick; seeds then move only the policy's own ties.\n"
-        f"\nWeights: {asdict(Weights())}\n"
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    write(
+        out,
+        "loadtests.sim.compare",
+        f"Placement policies on a virtual clock, {at}",
+        "Simulated: the mesh's own cores (placement, index, admission, request, waiting room) and laws; median (lowest..highest) over"
+        " the seeds. The Mooncake arrivals are as they are, in bursts at 3 s ticks, unless jittered within the tick; seeds then move"
+        f" only the policy's own ties.\n\nWeights: {asdict(Weights())}",
+        text,
+        at=at,
+        weights=asdict(Weights()),
+        clock="virtual: what the network and Python cost is not in these numbers",
+        outcomes=[asdict(outcome) for outcome in outcomes],
     )
-    out.with_suffix(".md").write_text(head + text + "\n")
     draw(outcomes, out.with_suffix(".png"))
 
 

@@ -10,15 +10,13 @@ error (MAPE) of the prefill times that the master predicted meanwhile, after the
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from loadtests.results import Spread, describe_machine, describe_versions
+from loadtests.results import spread_table, write
 from loadtests.sim.mesh import MeshShape, Served, VirtualMesh
 from loadtests.workloads import Arrival, poisson, prefixed_scenarios
 from pdmesh.core.placement_policies import Weights
@@ -152,15 +150,12 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[Checked], float], str], ...]] = (
 
 def table(checks: Sequence[Checked]) -> str:
     """Markdown: median (lowest..highest) over the seeds."""
-    lines = [
-        f"| workload | binds | {' | '.join(name for name, _, _ in _COLUMNS)} |",
-        "|---|---|" + "---|" * len(_COLUMNS),
-    ]
-    for workload in dict.fromkeys(c.workload for c in checks):
-        own = [c for c in checks if c.workload == workload]
-        cells = [Spread.of([read(c) for c in own]).text(form) for _, read, form in _COLUMNS]
-        lines.append(f"| {workload} | {own[0].bottleneck} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    by_workload = {
+        workload: [c for c in checks if c.workload == workload]
+        for workload in dict.fromkeys(c.workload for c in checks)
+    }
+    rows = [((workload, own[0].bottleneck), own) for workload, own in by_workload.items()]
+    return spread_table(("workload", "binds"), _COLUMNS, rows)
 
 
 def main() -> None:
@@ -174,20 +169,16 @@ def main() -> None:
     text = table(checks)
     print(text)
     if options.out:
-        command = " ".join(["python", "-m", "loadtests.sim.phi_check", *sys.argv[1:]])
-        data = {
-            "command": command,
-            "machine": describe_machine(),
-            "versions": describe_versions(),
-            "clock": "virtual",
-            "checks": [asdict(c) for c in checks],
-        }
-        options.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-        head = (
-            f"# Phi, predicted and measured\n\n`{command}`\n\nSimulated: the mesh's own cores and the laws `smollm2-cpu` and `mocker`. Requests/s"
-            " per instance; median (lowest..highest) over the seeds. The bar is 15 % (S2).\n\n"
+        write(
+            options.out,
+            "loadtests.sim.phi_check",
+            "Phi, predicted and measured",
+            "Simulated: the mesh's own cores and the laws `smollm2-cpu` and `mocker`. Requests/s per instance; median (lowest..highest)"
+            " over the seeds. The bar is 15 % (S2).",
+            text,
+            clock="virtual",
+            checks=[asdict(c) for c in checks],
         )
-        options.out.with_suffix(".md").write_text(head + text + "\n")
 
 
 if __name__ == "__main__":
