@@ -2,7 +2,7 @@
 
 Two prefills and two decodes on the sim engine, two masters, and a link for each process that is to be cut off. Steady
 requests and long streams go on through every fault; each ends with exactly the text of one sim model. One mesh takes all blows:
-what one fault leaves behind, the next test finds. The bounds are those of FAULTS, and SLACK_S for a loaded two-core machine.
+what one fault leaves behind, the next test finds. The bounds are what each fault may cost, and SLACK_S for a loaded two-core machine.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ KV = {"PDMESH_SIM_NUM_LAYERS": "8", "PDMESH_SIM_TOKEN_BYTES": "512"}
 
 @dataclass(frozen=True)
 class Case:
-    """`gap_s`: the longest silence a client may see: TTFT, which is up to 3 s here on a loaded machine, and FAULTS' 3 s."""
+    """`gap_s`: the longest silence a client may see: TTFT, which is up to 3 s here on a loaded machine, and the 3 s a fault may cost."""
 
     victim: str
     failpoint: str

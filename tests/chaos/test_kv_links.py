@@ -24,7 +24,7 @@ from tests.support.watch import Watch
 pytestmark = pytest.mark.timeout(180)
 
 NUM_STREAMS, MAX_TOKENS, NUM_LAYERS = 8, 8, 8
-GAP_S = 12.0  # FAULTS' 3 s, and several times the TTFT of 3 s that a loaded machine shows without any fault
+GAP_S = 12.0  # the 3 s that a fault may cost, and several times the TTFT of 3 s that a loaded machine shows without any fault
 SLOW_S = 0.25  # of each part, and there is at least one for each layer
 PARAMS = SimParams(num_layers=NUM_LAYERS, token_bytes=512)
 KV = {

@@ -27,9 +27,7 @@ pytestmark = pytest.mark.timeout(180)
 
 MAX_TOKENS = 6
 PULL_S = 1.0
-GAP_S = (
-    12.0  # FAULTS' 3 s, and several times the TTFT that a loaded machine shows without any fault
-)
+GAP_S = 12.0  # the 3 s that a fault may cost, and several times the TTFT that a loaded machine shows without any fault
 
 
 @asynccontextmanager

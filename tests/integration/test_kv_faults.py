@@ -1,6 +1,6 @@
 """KV between two processes that die, freeze, or have a bad network between them: what each side does, and within what time.
 
-The bounds in the assertions are those that the request's deadline and lease leave to the mesh (FAULTS F2-F6, F23-F25, F34), with
+The bounds in the assertions are those that the request's deadline and lease leave to the mesh (F2-F6, F23-F25, F34), with
 room for a machine that does other things at the same time.
 """
 

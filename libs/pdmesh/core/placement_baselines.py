@@ -72,7 +72,7 @@ class ShortestQueue:
 def cache_aware(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
     """Shortest queue if the loads differ a lot, else the longest match if it is most of the prompt, else the emptiest cache.
 
-    The rule of SGLang's gateway (PEERS 1.1).
+    The rule of SGLang's gateway.
     """
     used = [i.used_slots() for i in instances]
     lowest, highest = min(used), max(used)
@@ -86,7 +86,7 @@ def cache_aware(query: Query, instances: Sequence[Instance], known: Known) -> li
 
 
 def block_cost(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
-    """Less cost is better: prompt blocks to compute here, with those waiting, plus active blocks (Dynamo, PEERS 1.1)."""
+    """Less cost is better: prompt blocks to compute here, with those waiting, plus active blocks, as Dynamo's KV router."""
     total = len(query.block_hashes)
     scores = []
     for instance in instances:

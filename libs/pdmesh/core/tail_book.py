@@ -43,10 +43,6 @@ class TailBook:
     def __contains__(self, block: int) -> bool:
         return block in self._tails
 
-    @property
-    def num_names(self) -> int:
-        return len(self._block_at)
-
     def keep(self, block: int, root: bytes, parent: bytes, data: bytes) -> list[bytes]:
         """`block` holds the tokens `data` after those that `parent` names. Returns names that were not known before."""
         assert block not in self._tails

@@ -55,7 +55,7 @@ SMOLLM2_CPU = Law(
     step_context_s=2e-7,
 )
 
-# A large model on a data-centre GPU: the curve of Dynamo's mock engine (PEERS 8), so that results on a trace compare with its
+# A large model on a data-centre GPU: the curve of Dynamo's mock engine, so that results on a trace compare with its
 # own. 12,000 tokens of prompt in 260 ms, 6 ms for a step. Its decode is a polynomial of the used share of 16,384 blocks of 64
 # tokens; its first two terms are here.
 MOCKER = Law(

@@ -18,7 +18,6 @@ ATTR_ERROR_TYPE: Final = "error.type"
 # Attributes of ours.
 ATTR_REQUEST_ID: Final = "pdmesh.request.id"  # made by the gateway; also the header x-request-id
 ATTR_ATTEMPT: Final = "pdmesh.request.attempt"  # counts plans: more than one after a lost leg
-ATTR_INSTANCE_ID: Final = "pdmesh.instance.id"
 ATTR_GROUP_ID: Final = "pdmesh.group.id"
 ATTR_REASON: Final = "pdmesh.reason"  # stable, as in errors and google.rpc.ErrorInfo
 ATTR_OUTCOME: Final = (
@@ -30,7 +29,6 @@ ATTR_PART: Final = "part"  # of an instance's way from blank to ready
 ATTR_STEP: Final = "step"  # assigned, loaded, ...: see docs/events.md
 ATTR_SCENARIO: Final = "pdmesh.scenario"  # a configured one, or default
 ATTR_TENANT: Final = "pdmesh.tenant"  # of the key file; empty: unknown
-ATTR_KV_BYTES: Final = "pdmesh.kv.bytes"  # pulled by decode
 ATTR_CACHED_TOKENS: Final = "pdmesh.usage.cached_tokens"  # of the prompt, not computed by prefill
 
 # Spans of one request, outermost first.

@@ -47,10 +47,6 @@ class BlockPool:
         self._tails = TailBook(self.sampling, self.block_size)
 
     @property
-    def num_tail_names(self) -> int:
-        return self._tails.num_names
-
-    @property
     def num_free(self) -> int:
         """Blocks that `allocate` can hand out, those kept for their prefix included."""
         return len(self._free) + len(self._idle)
