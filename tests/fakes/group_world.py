@@ -31,13 +31,14 @@ class Process:
     life: InstanceLife
     todo: list[life.Effect] = field(default_factory=list)
     region: str = ""
+    is_stopping: bool = False
 
     def record(self) -> Seen:
         duty = self.life.duty
         return Seen(
             self.instance_id,
             self.life.incarnation,
-            self.life.phase,
+            Phase.DRAINING if self.is_stopping and self.life.duty else self.life.phase,
             duty.role if duty else Role.NONE,
             duty.group_id if duty else "",
             duty.scenario if duty else "",
@@ -85,9 +86,15 @@ class World:
         del self.processes[instance_id]
         del self.records[instance_id]
 
+    def stop(self, instance_id: str) -> None:
+        """It is asked to end: it drains, and follows assignments no more."""
+        self.processes[instance_id].is_stopping = True
+        self.tell(instance_id)
+
     def hear(self, instance_id: str) -> None:
         """The instance reads its assignment."""
-        if instance_id in self.given and instance_id in self.processes:
+        process = self.processes.get(instance_id)
+        if instance_id in self.given and process is not None and not process.is_stopping:
             self._feed(instance_id, life.Assigned(self.given[instance_id]))
 
     def work(self, instance_id: str, *, fails: bool = False) -> None:
@@ -169,25 +176,30 @@ class World:
         end, num_quiet = self.now + max_s, 0
         while num_quiet < quiet_s:
             assert self.now < end, self.describe()
-            self.now += 1
-            is_quiet = not self.round()
-            for instance_id in list(self.processes):
-                self.hear(instance_id)
-                while self.processes[instance_id].todo:
-                    self.work(instance_id)
-                self._feed(instance_id, life.Tick())
-                before = self.records.get(instance_id)
-                self.tell(instance_id)
-                is_quiet = is_quiet and self.records[instance_id] == before
+            is_quiet = self.work_round()
             is_cooling = any(r.state == "failed" for r in self.controller.reports.values())
             num_quiet = num_quiet + 1 if is_quiet and not is_cooling else 0
+
+    def work_round(self) -> bool:
+        """A second: the leader says what it has to say, everybody does all of it. True if nothing was to be done."""
+        self.now += 1
+        is_quiet = not self.round()
+        for instance_id in list(self.processes):
+            self.hear(instance_id)
+            while self.processes[instance_id].todo:
+                self.work(instance_id)
+            self._feed(instance_id, life.Tick())
+            before = self.records.get(instance_id)
+            self.tell(instance_id)
+            is_quiet = is_quiet and self.records[instance_id] == before
+        return is_quiet
 
     def ready(self, group_id: str, role: Role) -> list[str]:
         """Instances that really take requests as members of the group."""
         return sorted(
             p.instance_id
             for p in self.processes.values()
-            if p.life.phase is Phase.READY
+            if p.record().phase is Phase.READY
             and p.life.duty is not None
             and (p.life.duty.group_id, p.life.duty.role) == (group_id, role)
         )

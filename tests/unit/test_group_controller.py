@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pdmesh.core.desired import Desired, Group, Scenario, Service
 from pdmesh.core.fleet import Role
 from pdmesh.core.instance_life import Duty, Phase, Stage
 from pdmesh.desired_file import read
-from tests.fakes.group_world import World
+from tests.fakes.group_world import LIMITS, World
 
 TWO_BY_TWO = Desired(groups={"chat": Group("default", 2, 2)})
 SINGLE = {"default": Scenario(allow_single=True)}
@@ -114,6 +116,82 @@ def test_a_lost_instance_is_replaced_by_exactly_one_and_nobody_else_is_touched()
             assert world.given[instance_id].assignment_id == assignment_id
             assert world.processes[instance_id].life.incarnation == before[instance_id]
     assert lost not in world.given
+
+
+@pytest.mark.req("S15", "S35")
+def test_an_assignment_that_kills_whoever_takes_it_is_a_set_up_that_fails() -> None:
+    """An engine that dies of its model takes the process with it; without an end, every blank instance would die of it in turn."""
+    world = World(TWO_BY_TWO, num=6)
+    num_deaths = 0
+    for _ in range(40):  # less than the group cools down for
+        world.now += 0.5
+        world.round()
+        for instance_id, given in sorted(world.given.items()):
+            if given.stage is Stage.LOAD and given.duty.role is Role.DECODE:
+                world.kill(instance_id)
+                world.start(instance_id)
+                num_deaths += 1
+    assert num_deaths <= 2 * LIMITS.max_tries
+    report = world.controller.reports["chat"]
+    assert (report.state, "was lost while it was set up" in report.detail) == ("failed", True)
+    assert world.counts() == {}
+    assert "setup_failed" in [s.step for s in world.steps if s.group_id == "chat"]
+    world.now += LIMITS.cool_s
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+
+
+@pytest.mark.fault("F41")
+def test_processes_that_are_restarted_one_after_the_other_are_no_failures() -> None:
+    """They drain by themselves, longer than one that came to nothing may take."""
+    world = World(TWO_BY_TWO, num=5)
+    world.settle()
+    world.steps.clear()
+    for role in (Role.PREFILL, Role.DECODE, Role.PREFILL, Role.DECODE):
+        going = world.ready("chat", role)[0]
+        world.stop(going)
+        for _ in range(int(LIMITS.serve_s) + 5):
+            world.work_round()
+        assert world.counts()["chat"] == (2, 2, 0), "its place is filled while it drains"
+        world.kill(going)
+        world.start(going)
+        world.settle()
+    told = {s.step for s in world.steps}
+    assert told.isdisjoint({"failed", "lost", "setup_failed"})
+    assert world.counts() == {"chat": (2, 2, 0)}
+
+
+def test_one_that_ceased_to_be_ready_has_the_time_of_one_that_begins() -> None:
+    world = World(TWO_BY_TWO)
+    world.settle()
+    odd = world.ready("chat", Role.DECODE)[0]
+    for num_seconds, is_kept in ((0, True), (LIMITS.serve_s, True), (1, False)):
+        world.now += num_seconds
+        world.records[odd] = replace(world.records[odd], phase=Phase.CONNECTING)
+        world.round()
+        assert (world.given[odd].stage is Stage.SERVE) == is_kept
+
+
+@pytest.mark.req("S35")
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_one_blank_instance_repairs_a_group_that_lost_all_of_a_role(role: Role) -> None:
+    world = World(TWO_BY_TWO, num=4)
+    world.settle()
+    for instance_id in world.ready("chat", role):
+        world.kill(instance_id)
+    world.start("spare")
+    world.settle()
+    assert world.counts() == {"chat": (1, 2, 0) if role is Role.PREFILL else (2, 1, 0)}
+
+
+def test_the_first_substitute_gets_the_role_that_nobody_has() -> None:
+    world = World(TWO_BY_TWO, num=4)
+    world.settle()
+    for instance_id in [world.ready("chat", Role.PREFILL)[0], *world.ready("chat", Role.DECODE)]:
+        world.kill(instance_id)
+    world.start("spare")
+    world.settle()
+    assert world.counts() == {"chat": (1, 1, 0)}
 
 
 @pytest.mark.fault("F11", "F13")

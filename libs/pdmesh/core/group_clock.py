@@ -25,26 +25,30 @@ class StageLimits:
     avoid_s: float = 300.0  # an instance that failed is the last choice for so long
 
 
+_State = tuple[int, Stage, bool]  # assignment, stage, and whether it takes requests in it
+
+
 @dataclass(slots=True)
 class StageClock:
-    """`note` each round first. Times count from when this leader saw a stage first."""
+    """`note` each round first. Times count from when this leader saw a stage first; of one that served, from when it ceased to."""
 
     limits: StageLimits = field(default_factory=StageLimits)
-    _since: dict[str, tuple[int, Stage, float]] = field(default_factory=dict)
+    _since: dict[str, tuple[_State, float]] = field(default_factory=dict)
     _avoided: dict[str, float] = field(default_factory=dict)  # until when
 
     def note(self, turn: Round, now: float) -> None:
-        since: dict[str, tuple[int, Stage, float]] = {}
+        since: dict[str, tuple[_State, float]] = {}
         for instance_id, assignment in turn.plan.items():
-            key = (assignment.assignment_id, assignment.stage)
+            is_ready = Member(turn.observed.seen[instance_id], assignment).is_ready
+            state = (assignment.assignment_id, assignment.stage, is_ready)
             known = self._since.get(instance_id)
-            since[instance_id] = known if known and known[:2] == key else (*key, now)
+            since[instance_id] = known if known and known[0] == state else (state, now)
         self._since = since
         self._avoided = {i: until for i, until in self._avoided.items() if until > now}
 
     def waited_s(self, member: Member, now: float) -> float:
-        """Since it was given its stage."""
-        return now - self._since[member.instance_id][2]
+        """Since it was given its stage, or became or ceased to be ready in it."""
+        return now - self._since[member.instance_id][1]
 
     def avoid(self, instance_id: str, now: float) -> None:
         self._avoided[instance_id] = now + self.limits.avoid_s
@@ -91,5 +95,5 @@ class StageClock:
                 return ""
         for each in turn.members(member.assignment.duty.group_id):
             if each.stage is Stage.CONNECT:
-                self._since[each.instance_id] = (*self._since[each.instance_id][:2], now)
+                self._since[each.instance_id] = (self._since[each.instance_id][0], now)
         return f"no verified connection from {decode.instance_id} to {prefill.instance_id}"

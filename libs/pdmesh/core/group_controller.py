@@ -14,6 +14,7 @@ a stage has lasted, how often a group failed) and which steps were told. The rul
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -22,7 +23,7 @@ from pdmesh.core.fleet import Role
 from pdmesh.core.group_clock import StageClock
 from pdmesh.core.group_facts import Observed, Seen, WantedGroup
 from pdmesh.core.group_leaving import GroupRecord, abandon, erase, let_go, let_others_go
-from pdmesh.core.group_round import Member, Round, serve_together, unverified_pairs
+from pdmesh.core.group_round import Member, Round, unverified_pairs
 from pdmesh.core.group_steps import Step, StepTeller
 from pdmesh.core.instance_life import Assignment, Duty, Phase, Stage
 
@@ -86,6 +87,7 @@ class GroupController:
         self._note_losses(turn, now)
         self._recover(turn)
         self._adopt(turn)
+        self._note_departures(turn)
         self.clock.note(turn, now)
         reports: dict[str, GroupReport] = {}
         for group_id in self._in_order(turn):
@@ -98,13 +100,30 @@ class GroupController:
     # --- what was there before -------------------------------------------------------------------
 
     def _note_losses(self, turn: Round, now: float) -> None:
-        """Places of those that are gone without having been asked to leave are to be filled again, if possible by others."""
+        """Places of those that are gone without having been asked to leave are to be filled again, if possible by others.
+
+        One that never served may have died of what it was assigned: then its substitute would too, and all after it.
+        """
+        unmade: dict[str, str] = {}  # one of each group: a node takes several with it
         for instance_id, assignment in sorted(turn.observed.given.items()):
             if instance_id not in turn.plan and assignment.stage < Stage.DRAIN:
                 duty = assignment.duty
                 if self._steps.lost(instance_id, assignment):
                     self.clock.avoid(instance_id, now)
                     self._record(duty.group_id).vacate(duty.role, instance_id)
+                    if assignment.stage < Stage.SERVE:
+                        unmade.setdefault(duty.group_id, instance_id)
+        for group_id, instance_id in unmade.items():
+            self._steps.group_id = group_id
+            self._fail(turn, group_id, f"{instance_id} was lost while it was set up", now)
+
+    def _note_departures(self, turn: Round) -> None:
+        """Processes that were asked to stop drain by themselves: no failure, and their places are free from now on (F41)."""
+        for instance_id, assignment in sorted(turn.plan.items()):
+            member = Member(turn.observed.seen[instance_id], assignment)
+            if member.is_departing:
+                self._record(assignment.duty.group_id).vacate(member.role, instance_id)
+                turn.set_stage(member, Stage.DRAIN)
 
     def _recover(self, turn: Round) -> None:
         """The bucket of assignments was lost (F21): records tell what had been assigned."""
@@ -164,29 +183,29 @@ class GroupController:
             return GroupReport(group_id, GroupState.LEAVING, detail)
         record = self._record(group_id)
         keep, others = self._sorted_out(turn, group)
-        is_formed = serve_together(keep)
+        has_served = any(m.is_ready for m in keep)
         if now < record.cools_until:
             abandon(turn, record, keep)
             return GroupReport(group_id, GroupState.FAILED, record.failure)
-        lacking = {r: n - sum(m.role is r for m in keep) for r, n in group.counts.items()}
+        lacking = _lacking(group, keep)
         num_lacking = sum(lacking.values())
-        num_short = self._recruit(turn, group, lacking, is_formed=is_formed) if num_lacking else 0
+        num_short = self._recruit(turn, group, lacking, has_served=has_served) if num_lacking else 0
         short = _short_line(num_short, group) if num_short else ""
         keep, _ = self._sorted_out(turn, group)
-        if short and not is_formed and self._waits_too_long(record, keep, now):
+        if short and not has_served and self._waits_too_long(record, keep, now):
             self._fail(turn, group_id, f"set-up: {short}", now, is_final=True)
             abandon(turn, record, keep)
             return GroupReport(group_id, GroupState.FAILED, record.failure)
-        self._advance(turn, group, keep, is_formed=is_formed)
+        self._advance(turn, group, keep, has_served=has_served)
         is_whole = not num_lacking and all(m.is_ready for m in keep)
         detail = ""
-        if is_whole or short or not is_formed:
+        if is_whole or short or not has_served:
             idle = [m for m in others if not m.is_ready]
             let_go(turn, record, idle, may_empty_group=True)
         if is_whole or short:
             busy = [m for m in others if m.is_ready]
             detail = let_others_go(turn, group, self._records, busy, num_short)
-        return self._report(record, group, is_formed, is_whole and not others, detail or short)
+        return self._report(record, group, has_served, is_whole and not others, detail or short)
 
     def _sorted_out(self, turn: Round, group: WantedGroup) -> tuple[list[Member], list[Member]]:
         """Those to keep, and those that are too many, of another revision, or drained by the operator."""
@@ -240,7 +259,7 @@ class GroupController:
     # --- those that come -------------------------------------------------------------------------
 
     def _recruit(
-        self, turn: Round, group: WantedGroup, lacking: dict[Role, int], *, is_formed: bool
+        self, turn: Round, group: WantedGroup, lacking: dict[Role, int], *, has_served: bool
     ) -> int:
         """Give blank instances a role; how many are still missing. A new group takes all it needs, or none."""
         candidates = [
@@ -248,7 +267,7 @@ class GroupController:
         ]
         num_lacking = sum(lacking.values())
         short = max(0, num_lacking - len(candidates))
-        if short and not is_formed:
+        if short and not has_served:
             return short
         racks = [m.seen.rack for m in turn.members(group.group_id)]
         for role, num in lacking.items():
@@ -272,26 +291,25 @@ class GroupController:
         return short
 
     def _advance(
-        self, turn: Round, group: WantedGroup, keep: list[Member], *, is_formed: bool
+        self, turn: Round, group: WantedGroup, keep: list[Member], *, has_served: bool
     ) -> None:
         """Move each on by one stage if what it waits for has come."""
         is_gathered = len(keep) == group.size
         is_loaded = is_gathered and all(m.is_loaded for m in keep)
         pairs = unverified_pairs(keep)
         is_connected = is_loaded and not pairs and all(_is_connected(m) for m in keep)
-        has_decode = any(m.is_ready and m.role is Role.DECODE for m in keep)
-        are_decodes_ready = all(m.is_ready for m in keep if m.role is Role.DECODE)
+        decodes = [m for m in keep if m.role is Role.DECODE and m.stage is Stage.SERVE]
         for member in keep:
             is_met = not any(member in pair for pair in pairs)
             match member.stage:
-                case Stage.LOAD if member.is_loaded and (is_formed or is_loaded):
+                case Stage.LOAD if member.is_loaded and (has_served or is_loaded):
                     turn.set_stage(member, Stage.CONNECT)
                 case Stage.CONNECT if not _is_connected(member) or not is_met:
                     continue
-                case Stage.CONNECT if not (is_formed or is_connected):
+                case Stage.CONNECT if not (has_served or is_connected):
                     continue
                 case Stage.CONNECT if member.role is Role.PREFILL:
-                    if has_decode and (is_formed or are_decodes_ready):  # entrances last (S19)
+                    if decodes and all(m.is_ready for m in decodes):  # entrances last (S19)
                         turn.set_stage(member, Stage.SERVE)
                 case Stage.CONNECT:
                     turn.set_stage(member, Stage.SERVE)
@@ -319,14 +337,14 @@ class GroupController:
             self._steps.tell_group("setup_failed", detail=why)
 
     def _report(
-        self, record: GroupRecord, group: WantedGroup, is_formed: bool, is_whole: bool, detail: str
+        self, record: GroupRecord, group: WantedGroup, has_served: bool, is_whole: bool, detail: str
     ) -> GroupReport:
         if is_whole:
             record.num_failures, record.failure, record.short_since = 0, "", None
             if not record.was_complete:
                 self._steps.tell_group("complete")
             state = GroupState.SERVING
-        elif is_formed:
+        elif has_served:
             state = GroupState.CHANGING
         else:
             state = GroupState.GATHERING if detail else GroupState.FORMING
@@ -356,6 +374,13 @@ class GroupController:
             own = replace(assignment, epoch=turn.observed.epoch)
             if own != turn.observed.given.get(instance_id):
                 yield Give(instance_id, own)
+
+
+def _lacking(group: WantedGroup, keep: list[Member]) -> dict[Role, int]:
+    """Instances that are missing, by role; first of a role that has none left, without which the others serve nobody."""
+    have = Counter(m.role for m in keep)
+    roles = sorted(group.counts, key=lambda role: have[role] > 0)
+    return {role: group.counts[role] - have[role] for role in roles}
 
 
 def _is_connected(member: Member) -> bool:

@@ -43,6 +43,11 @@ class Member:
         return self.seen.is_loaded
 
     @property
+    def is_departing(self) -> bool:
+        """It drains, and not because it was told to."""
+        return self.stage < Stage.DRAIN and self.seen.phase in (Phase.DRAINING, Phase.DRAINED)
+
+    @property
     def is_elsewhere(self) -> bool:
         """It had taken another duty before this one was written, and an incarnation takes only one."""
         seen, duty = self.seen, self.assignment.duty
