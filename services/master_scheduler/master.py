@@ -200,7 +200,7 @@ class Master:
         )
 
     def _on_record(self, change: RecordChanged) -> None:
-        if change.record is not None and change.record.service == SERVICE:
+        if change.record is not None:
             self.election.saw_epoch(change.record.epoch)
 
     def _leadership(self) -> tuple[bool, int]:

@@ -172,6 +172,20 @@ def test_one_that_ceased_to_be_ready_has_the_time_of_one_that_begins() -> None:
         assert (world.given[odd].stage is Stage.SERVE) == is_kept
 
 
+@pytest.mark.req("S23")
+def test_one_that_does_not_become_blank_is_named_once() -> None:
+    world = World(TWO_BY_TWO, num=5)
+    world.settle()
+    odd = world.ready("chat", Role.DECODE)[0]
+    world.isolated.add(odd)
+    for _ in range(int(LIMITS.erase_s) + 5):
+        world.now += 1
+        world.round()
+    assert steps_of(world, odd).count("stuck") == 1
+    world.settle()
+    assert world.processes[odd].life.phase is Phase.BLANK
+
+
 @pytest.mark.req("S35")
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_one_blank_instance_repairs_a_group_that_lost_all_of_a_role(role: Role) -> None:

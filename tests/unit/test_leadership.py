@@ -33,15 +33,28 @@ def test_epochs_grow_although_the_store_was_wiped_and_counts_anew() -> None:
     state.lost()
     assert state.won(revision=1, asked_at=5.0) == 101
     other = Leadership(lease_s=3.0)
-    other.saw(101)
+    other.saw(101, now=9.0)
     assert other.won(revision=2, asked_at=9.0) == 102
 
 
-def test_what_a_leader_hears_of_others_does_not_change_its_own_epoch() -> None:
+@pytest.mark.fault("F21")
+def test_a_leader_goes_on_above_what_instances_remember_of_a_wiped_store() -> None:
+    """The store was wiped and the master restarted before an instance's record was there to tell it of the old epochs."""
+    state = Leadership(lease_s=3.0)
+    assert state.won(revision=1, asked_at=0.0) == 1
+    assert state.saw(5000, now=0.5)
+    assert (state.epoch, state.is_leader(0.5)) == (5001, True)
+    assert not state.saw(5001, now=0.6), "its own, come back"
+    assert not state.saw(4999, now=0.6)
+    assert state.epoch == 5001
+
+
+@pytest.mark.fault("F12")
+def test_one_whose_lease_may_be_another_s_by_now_only_remembers() -> None:
     state = Leadership(lease_s=3.0)
     state.won(revision=5, asked_at=0.0)
-    state.saw(50)
-    assert state.epoch == 5
+    assert not state.saw(6, now=2.1), "not yet ticked"
+    assert (state.epoch, state.is_leader(2.1)) == (6, False)
 
 
 @pytest.mark.fault("F12", "F13")

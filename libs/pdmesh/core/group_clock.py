@@ -19,6 +19,7 @@ class StageLimits:
     serve_s: float = 15.0
     drain_s: float = 120.0
     disconnect_s: float = 5.0
+    erase_s: float = 30.0  # until one that is to be blank has begun anew
     gather_s: float = 60.0  # a group that lost instances while it formed waits so long for others
     max_tries: int = 3
     cool_s: float = 60.0  # after so many failures
@@ -74,6 +75,10 @@ class StageClock:
             case Stage.SERVE if not member.is_ready and waited_s > limits.serve_s:
                 return f"not ready in {limits.serve_s:g} s"
         return ""
+
+    def is_erase_overdue(self, member: Member, now: float) -> bool:
+        """It should have begun anew under another incarnation: it hangs, or does not heed this leader."""
+        return member.stage is Stage.BLANK and self.waited_s(member, now) > self.limits.erase_s
 
     def _why_unconnected(self, turn: Round, member: Member, now: float) -> str:
         """Of the two of a pair, the one that fails in more pairs is blamed; the others get the time to meet its substitute."""

@@ -233,6 +233,8 @@ class GroupController:
         record = self._record(group_id)
         for member in turn.members(group_id):
             if member.stage is Stage.BLANK:
+                if self.clock.is_erase_overdue(member, now):
+                    self._steps.stuck(member.instance_id, member.assignment)
                 continue
             if member.instance_id in turn.observed.isolated:
                 self._steps.tell("held", member.assignment, member.instance_id, detail="isolated")

@@ -47,6 +47,7 @@ class StepTeller:
     _phases: dict[_Key, Phase] | None = None
     _stages: dict[_Key, Stage] = field(default_factory=dict)
     _gone: set[_Key] = field(default_factory=set)
+    _stuck: set[_Key] = field(default_factory=set)
     _of_group: dict[str, tuple[str, str]] = field(default_factory=dict)
     _told: list[Step] = field(default_factory=list)
 
@@ -74,6 +75,13 @@ class StepTeller:
         self._gone.add(key)
         self.tell("lost", assignment, instance_id)
         return True
+
+    def stuck(self, instance_id: str, assignment: Assignment) -> None:
+        """It was told to become blank and does not; once for each incarnation."""
+        key = (instance_id, assignment.incarnation)
+        if key not in self._stuck:
+            self._stuck.add(key)
+            self.tell("stuck", assignment, instance_id, detail="it does not become blank")
 
     def tell(
         self,
@@ -107,7 +115,9 @@ class StepTeller:
             is_over = now is None or now.incarnation != assignment.incarnation
             if is_over and assignment.stage >= Stage.DRAIN:
                 steps.append(_step("released", assignment, instance_id))
-        self._gone &= {(i, a.incarnation) for i, a in given.items()}
+        known = {(i, a.incarnation) for i, a in given.items()}
+        self._gone &= known
+        self._stuck &= known
         return steps
 
 

@@ -2,7 +2,7 @@
 
 A leader that could not renew for two thirds of the lease stops leading by itself, before anybody else can
 start: no two lead at once, whatever the network or a pause of this process does. Epochs only grow, and
-what an older epoch decided is refused (I7).
+what an older epoch decided is refused (I7). Whoever has seen an epoch says so in its record, and a leader stays above all of them.
 """
 
 from __future__ import annotations
@@ -43,10 +43,17 @@ class Leadership:
             return True
         return False
 
-    def saw(self, epoch: int) -> None:
-        """Another process knows of this epoch."""
-        if not self._is_leader:
-            self.epoch = max(self.epoch, epoch)
+    def saw(self, epoch: int, now: float) -> bool:
+        """Another process knows of this epoch. True if the own leadership goes on under a new one, above it.
+
+        Nobody else leads while the lease is valid, so a higher epoch is of a store that was wiped since (F21): who knows it would
+        ignore all that is said under the lower one.
+        """
+        if epoch <= self.epoch:
+            return False
+        is_leader = self.is_leader(now)
+        self.epoch = epoch + 1 if is_leader else epoch
+        return is_leader
 
 
 @dataclass(slots=True)

@@ -42,6 +42,7 @@ def record_of(
         phase=InstancePhase.ValueType(phase),
         is_draining=phase in (Phase.DRAINING, Phase.DRAINED),
         assignment_id=life.assignment.assignment_id if life.assignment is not None else 0,
+        epoch=life.epoch,
         failure=life.failure,
         verified_peers=map(_ref, life.verified_peers),
         failed_peers=map(_ref, life.failed_peers),

@@ -28,7 +28,7 @@ _TICKS_PER_LEASE: Final = 12
 
 
 class LeaderElection:
-    """`on_change(is_leader, epoch)` is called at each change of the own leadership."""
+    """`on_change(is_leader, epoch)` is called at each change of the own leadership, its epoch's among them."""
 
     def __init__(
         self,
@@ -60,7 +60,10 @@ class LeaderElection:
         return self._state.epoch
 
     def saw_epoch(self, epoch: int) -> None:
-        self._state.saw(epoch)
+        """Some record knows of it."""
+        if self._state.saw(epoch, time.monotonic()):
+            log.warning("leader.epoch_raised", seen=epoch, epoch=self.epoch)
+            self._on_change(True, self.epoch)
 
     def start(self) -> asyncio.Task[None]:
         """The campaign; it ends only by failing."""
