@@ -19,11 +19,12 @@ from pdmesh.core.desired import (
     Desired,
     Group,
     Scenario,
-    Schedule,
+    ScheduleLine,
     Service,
     problems,
 )
 from pdmesh.core.fleet import Role
+from pdmesh.core.moves import TRAINING_POOL
 from pdmesh.core.schedule import MAX_ENTRIES
 from pdmesh.errors import InvalidRequest
 
@@ -105,14 +106,14 @@ def _groups(reader: _Reader | None) -> dict[str, Group]:
     return groups
 
 
-def _schedules(reader: _Reader | None) -> tuple[Schedule, ...]:
+def _schedules(reader: _Reader | None) -> tuple[ScheduleLine, ...]:
     items = _items(reader)
     if reader is not None and len(items) > MAX_ENTRIES:
         raise reader.wrong(f"more than {MAX_ENTRIES} schedules")
     return tuple(_schedule(each) for each in items)
 
 
-def _schedule(reader: _Reader) -> Schedule:
+def _schedule(reader: _Reader) -> ScheduleLine:
     parts = reader.parts("at", "scenario", "lend", "reclaim", "pool")
     actions = [name for name in ("lend", "reclaim") if name in parts]
     if "at" not in parts or len(actions) != 1:
@@ -122,12 +123,12 @@ def _schedule(reader: _Reader) -> Schedule:
         Cron.parse(at)
     except ValueError as exc:
         raise parts["at"].wrong(f"is not a cron expression: {exc}") from exc
-    return Schedule(
+    return ScheduleLine(
         at=at,
         scenario=_name(parts, "scenario"),
         action=actions[0],
         num_groups=parts[actions[0]].number(MAX_COUNT, least=1),
-        pool=_name(parts, "pool", "training"),
+        pool=_name(parts, "pool", TRAINING_POOL),
     )
 
 

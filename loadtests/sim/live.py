@@ -15,7 +15,7 @@ from loadtests.sim.mesh import MeshShape, Served, VirtualMesh, _Life
 from loadtests.sim.worker import Job, Worker
 from loadtests.workloads import Arrival
 from pdmesh.core.fleet import RecordSeen, RecordVanished, Role
-from pdmesh.core.moves import TRAINING_POOL, GroupState, Move, MoveKind, other
+from pdmesh.core.moves import TRAINING_POOL, GroupShape, Move, MoveKind, other
 from pdmesh.core.placement_policies import Weights
 from pdmesh.core.ratio_detector import Window
 from pdmesh.core.request_types import AbortLeg, Effect, LegLost, ReleaseTicket
@@ -171,14 +171,14 @@ class LiveMesh(VirtualMesh):
 
     # --- what is seen of it ------------------------------------------------------------------------
 
-    def states(self) -> dict[str, GroupState]:
+    def states(self) -> dict[str, GroupShape]:
         """Groups with how busy they were in this window and, while it is young, the one before."""
         span = self.clock.now - self._window_began
         return {g.group_id: self._state(g, span) for _, g in sorted(self.groups.items())}
 
-    def _state(self, group: Group, span_s: float) -> GroupState:
+    def _state(self, group: Group, span_s: float) -> GroupShape:
         lent = self._lent.get(group.group_id)
-        return GroupState(
+        return GroupShape(
             group.group_id,
             group.scenario,
             lent[Role.PREFILL] if lent else group.num(Role.PREFILL),
@@ -189,7 +189,7 @@ class LiveMesh(VirtualMesh):
             "m",
         )
 
-    def window(self, scenario: str, states: dict[str, GroupState]) -> tuple[Window | None, float]:
+    def window(self, scenario: str, states: dict[str, GroupShape]) -> tuple[Window | None, float]:
         """What ended since the window began, and the rate that came; None if nothing ended."""
         sums = self._sums.get(scenario, _Sums())
         span = max(1e-9, self.clock.now - self._window_began)
@@ -444,7 +444,7 @@ class LiveMesh(VirtualMesh):
         return min(1.0, busy_s / total_s)
 
 
-def _mean_busy(groups: list[GroupState], role: Role) -> float | None:
+def _mean_busy(groups: list[GroupShape], role: Role) -> float | None:
     known = [(busy, g.num(role)) for g in groups if (busy := g.busy(role)) is not None]
     count = sum(num for _, num in known)
     return sum(busy * num for busy, num in known) / count if count else None

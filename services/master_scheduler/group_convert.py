@@ -6,7 +6,7 @@ from typing import Final
 
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_facts import Seen
-from pdmesh.core.instance_life import Assignment, PeerId, Phase
+from pdmesh.core.instance_events import Assignment, PeerId, Phase
 from pdmesh.instance.assignment import ROLES, TO_PROTO
 from pdmesh.v1 import groups_pb2
 from pdmesh.v1.common_pb2 import InstanceRecord, PeerRef

@@ -21,7 +21,7 @@ from pdmesh.core.group_controller import Effect, Forget, Give, GroupController
 from pdmesh.core.group_facts import Observed, Seen, Wanted, wanted_of
 from pdmesh.core.group_round import Round
 from pdmesh.core.group_steps import Step
-from pdmesh.core.instance_life import Assignment
+from pdmesh.core.instance_events import Assignment
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest, NotLeader, Unavailable
 from pdmesh.events.v1.events_pb2 import GroupStep

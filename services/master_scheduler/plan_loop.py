@@ -15,8 +15,7 @@ import structlog
 from pdmesh.core import adjustments
 from pdmesh.core.adjustments import CannotMove
 from pdmesh.core.cron import Cron
-from pdmesh.core.desired import Desired, Scenario
-from pdmesh.core.desired import Schedule as Line
+from pdmesh.core.desired import Desired, Scenario, ScheduleLine
 from pdmesh.core.fleet import Fleet, Role
 from pdmesh.core.group_controller import GroupState
 from pdmesh.core.moves import Groups, serving
@@ -91,7 +90,7 @@ class PlanLoop:
             self._schedule = Schedule((), fired=dict(self._groups.fired))
         self._loads.sample(list(self._fleet.instances.values()), self._clock())
         loads = self._loads
-        states = adjustments.group_states(desired, known, lambda g, role: loads.busy([g], role))
+        states = adjustments.group_shapes(desired, known, lambda g, role: loads.busy([g], role))
         self._ask(desired, states)
         self._steer(desired, states)
         self._notice_ends(known, desired)
@@ -229,7 +228,7 @@ class PlanLoop:
         self._groups.take_adjustments(message)
 
 
-def _entry(number: int, line: Line) -> Entry:
+def _entry(number: int, line: ScheduleLine) -> Entry:
     name = f"{number}: {line.at} {line.action} {line.num_groups} of {line.scenario}"
     return Entry(
         name, line.scenario, Cron.parse(line.at), What(line.action), line.num_groups, line.pool

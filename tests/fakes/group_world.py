@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pdmesh.core import instance_life as life
+from pdmesh.core import instance_events as events
 from pdmesh.core.desired import Desired
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_clock import StageClock, StageLimits
 from pdmesh.core.group_controller import Forget, Give, GroupController
 from pdmesh.core.group_facts import Observed, Seen, wanted_of
 from pdmesh.core.group_steps import Step
-from pdmesh.core.instance_life import Assignment, InstanceLife, PeerId, Phase
+from pdmesh.core.instance_events import Assignment, PeerId, Phase
+from pdmesh.core.instance_life import InstanceLife
 
 LIMITS = StageLimits(
     react_s=20, load_s=40, connect_s=20, serve_s=20, drain_s=40, disconnect_s=5, gather_s=30, cool_s=30
@@ -29,7 +30,7 @@ class Process:
 
     instance_id: str
     life: InstanceLife
-    todo: list[life.Effect] = field(default_factory=list)
+    todo: list[events.Effect] = field(default_factory=list)
     region: str = ""
     is_stopping: bool = False
 
@@ -75,7 +76,7 @@ class World:
 
     # --- what happens to processes -------------------------------------------------------------------
 
-    def start(self, instance_id: str, own: life.Duty | None = None) -> None:
+    def start(self, instance_id: str, own: events.Duty | None = None) -> None:
         self.incarnations += 1
         process = Process(instance_id, InstanceLife(self.incarnations, own))
         self.processes[instance_id] = process
@@ -95,7 +96,7 @@ class World:
         """The instance reads its assignment."""
         process = self.processes.get(instance_id)
         if instance_id in self.given and process is not None and not process.is_stopping:
-            self._feed(instance_id, life.Assigned(self.given[instance_id]))
+            self._feed(instance_id, events.Assigned(self.given[instance_id]))
 
     def work(self, instance_id: str, *, fails: bool = False) -> None:
         """The first thing it has to do is done, or fails."""
@@ -110,25 +111,29 @@ class World:
         if instance_id in self.processes:
             self.records[instance_id] = self.processes[instance_id].record()
 
-    def _done(self, effect: life.Effect, fails: bool) -> Iterator[life.Event]:
+    def _done(self, effect: events.Effect, fails: bool) -> Iterator[events.Event]:
         match effect:
-            case life.Load():
-                yield life.LoadFailed("LOAD_FAILED: no such file") if fails else life.Loaded()
-            case life.Verify(peer):
+            case events.Load():
+                yield events.LoadFailed("LOAD_FAILED: no such file") if fails else events.Loaded()
+            case events.Verify(peer):
                 is_there = self._is_reachable(peer.id) and not fails
-                yield life.PeerVerified(peer.id) if is_there else life.PeerFailed(peer.id, "silent")
-            case life.Refuse():
-                yield life.BecameIdle()
+                yield (
+                    events.PeerVerified(peer.id)
+                    if is_there
+                    else events.PeerFailed(peer.id, "silent")
+                )
+            case events.Refuse():
+                yield events.BecameIdle()
 
     def _is_reachable(self, peer: PeerId) -> bool:
         other = self.processes.get(peer.instance_id)
         is_same = other is not None and other.life.incarnation == peer.incarnation
         return bool(is_same and other and other.record().is_loaded)
 
-    def _feed(self, instance_id: str, event: life.Event) -> None:
+    def _feed(self, instance_id: str, event: events.Event) -> None:
         process = self.processes[instance_id]
         for effect in process.life.handle(event, self.now):
-            if isinstance(effect, life.Erase):
+            if isinstance(effect, events.Erase):
                 self.start(instance_id)
                 return
             process.todo.append(effect)
@@ -188,7 +193,7 @@ class World:
             self.hear(instance_id)
             while self.processes[instance_id].todo:
                 self.work(instance_id)
-            self._feed(instance_id, life.Tick())
+            self._feed(instance_id, events.Tick())
             before = self.records.get(instance_id)
             self.tell(instance_id)
             is_quiet = is_quiet and self.records[instance_id] == before

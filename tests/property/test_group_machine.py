@@ -19,7 +19,7 @@ from pdmesh.core.desired import SERVING_ROLES, Desired, Group, Scenario, Service
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_controller import Forget, Give
 from pdmesh.core.group_round import Round
-from pdmesh.core.instance_life import Assigned, Assignment, Phase, Stage
+from pdmesh.core.instance_events import Assigned, Assignment, Phase, Stage
 from tests.fakes.group_world import World
 
 NUM = 9

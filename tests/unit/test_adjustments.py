@@ -11,7 +11,7 @@ from pdmesh.core.adjustments import (
     CannotMove,
     adjusted,
     after,
-    group_states,
+    group_shapes,
     num_lent,
 )
 from pdmesh.core.desired import Desired, Group
@@ -44,7 +44,7 @@ def test_a_lent_group_is_not_there_and_its_instances_are_kept() -> None:
     known = after(LEND, DESIRED, {})
     assert sorted(adjusted(DESIRED, known).groups) == ["a", "f"]
     assert num_lent(DESIRED, known) == 4
-    states = group_states(DESIRED, known, lambda group_id, role: 0.5)
+    states = group_shapes(DESIRED, known, lambda group_id, role: 0.5)
     assert [states[g].pool for g in ("a", "b")] == ["", "training"]
     assert "f" not in states
     back = after(Move("b", MoveKind.RECLAIM, None, None, "morning"), DESIRED, known)
@@ -69,8 +69,6 @@ def test_an_operator_who_changes_the_counts_has_the_last_word() -> None:
 @pytest.mark.parametrize(
     "move",
     [
-        Move("a", MoveKind.REMOVE, None),
-        Move("new", MoveKind.ADD, None),
         Move("gone", MoveKind.ADD, Role.PREFILL),
         Move("a", MoveKind.MOVE, Role.DECODE, "gone"),
         Move("f", MoveKind.LEND, None, "training"),

@@ -13,7 +13,7 @@ from pdmesh.core.desired import (
     Desired,
     Group,
     Scenario,
-    Schedule,
+    ScheduleLine,
     Service,
     diff,
     revision_of,
@@ -75,7 +75,7 @@ def test_everything_a_file_can_say() -> None:
     assert desired.scenarios["summaries"] == Scenario("assistant", allow_single=True)
     assert sorted(desired.groups) == ["chat-0", "chat-1", "summaries"]
     assert desired.groups["chat-1"] == Group("chat", 2, 1, region="eu")
-    assert desired.schedules[0] == Schedule("0 22 * * *", "chat", "lend", 1, "training")
+    assert desired.schedules[0] == ScheduleLine("0 22 * * *", "chat", "lend", 1, "training")
     assert desired.regions == ("eu",)
     assert service.options_for(Role.DECODE) == {"num_slots": "64"}
     assert desired.service_of(desired.groups["chat-0"]) == service

@@ -24,7 +24,6 @@ def test_each_level_has_one_action(
 ) -> None:
     response = RESPONSES[level]
     assert response.action is action
-    assert response.takes_requests is takes_requests
     assert response.finishes_running is finishes_running
     assert (level < EJECTS_FROM) is takes_requests
 

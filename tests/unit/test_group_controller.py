@@ -8,7 +8,7 @@ import pytest
 
 from pdmesh.core.desired import Desired, Group, Scenario, Service
 from pdmesh.core.fleet import Role
-from pdmesh.core.instance_life import Duty, Phase, Stage
+from pdmesh.core.instance_events import Duty, Phase, Stage
 from pdmesh.desired_file import read
 from tests.fakes.group_world import LIMITS, World
 

@@ -12,7 +12,7 @@ from pdmesh.core.fleet import Role
 from pdmesh.core.moves import (
     MIN_PER_SCENARIO,
     TRAINING_POOL,
-    GroupState,
+    GroupShape,
     Move,
     MoveKind,
     applied,
@@ -22,11 +22,11 @@ from pdmesh.core.moves import (
 )
 
 P, D = Role.PREFILL, Role.DECODE
-CHAT = GroupState("chat-0", "chat", 3, 5, 0.3, 0.2)
+CHAT = GroupShape("chat-0", "chat", 3, 5, 0.3, 0.2)
 GROUPS = {
     "chat-0": CHAT,
     "chat-1": replace(CHAT, group_id="chat-1", num_prefill=2, num_decode=2),
-    "code-0": GroupState("code-0", "code", 2, 2, 0.1, 0.1),
+    "code-0": GroupShape("code-0", "code", 2, 2, 0.1, 0.1),
 }
 MAX_BUSY = 0.85
 
@@ -78,18 +78,23 @@ def test_not_even_force_takes_a_groups_last_instance_of_a_role() -> None:
         (Move("gone", MoveKind.REMOVE, P), "group gone is not there"),
         (Move("chat-0", MoveKind.ADD, P), "no blank instance"),
         (Move("chat-0", MoveKind.MOVE, P, "gone"), "group gone does not serve"),
-        (Move("chat-0", MoveKind.ADD, None), "group chat-0 is there already"),
         (Move("chat-0", MoveKind.RECLAIM, None), "group chat-0 is not lent"),
         (
             Move("code-0", MoveKind.LEND, None, TRAINING_POOL),
             "code-0 is the last group of scenario code",
         ),
         (Move("chat-0", MoveKind.LEND, None, TRAINING_POOL), None),
-        (Move("chat-2", MoveKind.ADD, None), None),
     ],
 )
 def test_a_refusal_names_its_reason(move: Move, why: str | None) -> None:
     assert refusal(move, GROUPS, MAX_BUSY) == why
+
+
+def test_only_whole_groups_are_lent_and_only_instances_change() -> None:
+    for kind in MoveKind:
+        is_whole = kind in (MoveKind.LEND, MoveKind.RECLAIM)
+        with pytest.raises(ValueError, match=kind.value):
+            Move("chat-0", kind, P if is_whole else None)
 
 
 @pytest.mark.req("S11")
@@ -121,7 +126,7 @@ def test_whatever_is_asked_for_each_group_keeps_both_roles_and_no_survivor_is_ov
     busy: float,
     moves: list[tuple[int, MoveKind, Role, int]],
 ) -> None:
-    groups = {f"g{i}": GroupState(f"g{i}", "s", *c, busy, busy) for i, c in enumerate(counts)}
+    groups = {f"g{i}": GroupShape(f"g{i}", "s", *c, busy, busy) for i, c in enumerate(counts)}
     before = {role: sum(g.num(role) for g in groups.values()) for role in (P, D)}
     for at, kind, role, to in moves:
         move = Move(f"g{at}", kind, role, f"g{to}" if kind is MoveKind.MOVE else None)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from pdmesh.core.adjustments import adjusted, num_lent
-from pdmesh.core.desired import Desired, Group, Scenario, Schedule
+from pdmesh.core.desired import Desired, Group, Scenario, ScheduleLine
 from pdmesh.core.fleet import Fleet, Identity, LoadReported, PrefillComputed, RecordSeen, Role
 from pdmesh.core.scenario_stats import Finished
 from pdmesh.core.scenario_windows import ScenarioWindows
@@ -21,7 +21,10 @@ NIGHT = datetime(2026, 11, 20, 22, 0, tzinfo=UTC).timestamp()
 MORNING = datetime(2026, 11, 21, 7, 0, tzinfo=UTC).timestamp()
 DESIRED = Desired(
     groups={"a": Group("chat", 2, 2), "b": Group("chat", 2, 2)},
-    schedules=(Schedule("0 22 * * *", "chat", "lend"), Schedule("0 7 * * *", "chat", "reclaim")),
+    schedules=(
+        ScheduleLine("0 22 * * *", "chat", "lend"),
+        ScheduleLine("0 7 * * *", "chat", "reclaim"),
+    ),
 )
 
 
@@ -119,7 +122,7 @@ async def test_a_move_that_could_not_be_written_is_not_taken_for_made() -> None:
     with pytest.raises(Unavailable):
         await site.loop.round()
     assert not site.stored.groups
-    assert site.loop._runner.num_moving == 0
+    assert not site.loop._runner.moving
 
 
 async def test_without_a_desired_state_nothing_is_planned() -> None:

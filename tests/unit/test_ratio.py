@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from pdmesh.core.fleet import Role
-from pdmesh.core.moves import GroupState, Move, MoveKind, Plan, Trigger, applied
+from pdmesh.core.moves import GroupShape, Move, MoveKind, Plan, Trigger, applied
 from pdmesh.core.plan_runner import (
     MAX_PLANS,
     GroupsSeen,
@@ -32,7 +32,7 @@ from pdmesh.core.ratio_model import Profile, Split
 from pdmesh.core.ratio_planner import PlannerLimits, changes_to, one_step
 
 P, D = Role.PREFILL, Role.DECODE
-GROUP = GroupState("g0", "chat", 3, 5, 0.4, 0.6)
+GROUP = GroupShape("g0", "chat", 3, 5, 0.4, 0.6)
 CALM = Window(100, 0.0, 0.5, 2.0, 1.0, 0.4, 0.6)
 LONGER = replace(CALM, t_d_s=3.2, decode_busy=0.8)
 WINDOW_S = 10.0
@@ -42,7 +42,7 @@ WINDOW_S = 10.0
 class Loop:
     """Controller and runner as a shell joins them; each move takes a minute and is made."""
 
-    groups: dict[str, GroupState] = field(default_factory=lambda: {"g0": GROUP})
+    groups: dict[str, GroupShape] = field(default_factory=lambda: {"g0": GROUP})
     num_blank: int = 0
     now: float = 0.0
     controller: RatioController = field(default_factory=RatioController)
@@ -216,8 +216,8 @@ def test_a_blank_instance_is_taken_where_the_other_role_has_no_room() -> None:
 def test_else_one_of_another_group_of_the_same_model_is_moved() -> None:
     groups = {
         "g0": replace(GROUP, prefill_busy=0.9, decode_busy=0.8, model="m"),
-        "idle": GroupState("idle", "code", 4, 4, 0.1, 0.1, model="m"),
-        "other": GroupState("other", "code", 4, 4, 0.0, 0.0, model="n"),
+        "idle": GroupShape("idle", "code", 4, 4, 0.1, 0.1, model="m"),
+        "other": GroupShape("other", "code", 4, 4, 0.0, 0.0, model="n"),
     }
     choice = one_step(P, "chat", groups, 0, PlannerLimits(), "why")
     assert choice.move == Move("idle", MoveKind.MOVE, P, "g0", "why")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from pdmesh.core.desired import Desired, Group
 from pdmesh.core.fleet import Role
-from pdmesh.core.moves import GroupState, Move, MoveKind, applied
+from pdmesh.core.moves import GroupShape, Move, applied
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +62,15 @@ def num_lent(desired: Desired, adjustments: Adjustments) -> int:
     return sum(desired.groups[group_id].size for group_id in lent)
 
 
-def group_states(desired: Desired, adjustments: Adjustments, busy: Busy) -> dict[str, GroupState]:
+def group_shapes(desired: Desired, adjustments: Adjustments, busy: Busy) -> dict[str, GroupShape]:
     """The groups as plans see them. Groups of fusion instances have no ratio."""
     known = valid(desired, adjustments)
-    states: dict[str, GroupState] = {}
+    states: dict[str, GroupShape] = {}
     for group_id, group in sorted(desired.groups.items()):
         if not group.prefill:
             continue
         adjustment = known.get(group_id)
-        states[group_id] = GroupState(
+        states[group_id] = GroupShape(
             group_id,
             group.scenario,
             adjustment.prefill if adjustment else group.prefill,
@@ -85,9 +85,7 @@ def group_states(desired: Desired, adjustments: Adjustments, busy: Busy) -> dict
 
 def after(move: Move, desired: Desired, adjustments: Adjustments) -> dict[str, Adjustment]:
     """The adjustments once the move is to be made; raises CannotMove."""
-    if move.role is None and move.kind in (MoveKind.ADD, MoveKind.REMOVE):
-        raise CannotMove("whole groups come and go with the desired state")
-    before = group_states(desired, adjustments, lambda group_id, role: None)
+    before = group_shapes(desired, adjustments, lambda group_id, role: None)
     if move.group_id not in before or (move.to_group and move.role and move.to_group not in before):
         raise CannotMove(f"group {move.group_id} is not there")
     result = valid(desired, adjustments)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Final
 
 from pdmesh.core.fleet import Role
-from pdmesh.core.moves import MIN_PER_SCENARIO
+from pdmesh.core.moves import MIN_PER_SCENARIO, TRAINING_POOL
 
 DEFAULT_NAME: Final = "default"
 SERVING_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.FUSION)
@@ -70,14 +70,14 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class ScheduleLine:
     """At each moment of `at` (cron: minute hour day month weekday), do one thing to groups of a scenario (S11, S21)."""
 
     at: str
     scenario: str
     action: str  # lend, reclaim
     num_groups: int = 1
-    pool: str = "training"
+    pool: str = TRAINING_POOL
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Desired:
     services: Mapping[str, Service] = field(default_factory=dict)
     scenarios: Mapping[str, Scenario] = field(default_factory=dict)
     groups: Mapping[str, Group] = field(default_factory=dict)
-    schedules: tuple[Schedule, ...] = ()
+    schedules: tuple[ScheduleLine, ...] = ()
     regions: tuple[str, ...] = ()  # those that groups may name
 
     def service_of(self, group: Group) -> Service:

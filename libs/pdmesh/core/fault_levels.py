@@ -39,21 +39,18 @@ class Response:
     """What a level means for an instance. `finishes_running`: its requests may go on where they are until they end."""
 
     action: Action
-    takes_requests: bool
     finishes_running: bool
-    example: str
 
 
 RESPONSES: Final[Mapping[Level, Response]] = MappingProxyType(
     {
-        Level.WELL: Response(Action.IGNORE, True, True, "corrected memory errors, a warm device"),
-        Level.TRANSIENT: Response(Action.RETRY, True, True, "one failed pull, a lone suspicion"),
-        Level.PROCESS: Response(Action.RESTART_PROCESS, False, False, "an engine that hangs"),
-        Level.INSTANCE: Response(
-            Action.REPLACE_INSTANCE, False, True, "restarts that do not help, a device to be reset"
-        ),
-        Level.NODE: Response(Action.DRAIN_NODE, False, True, "rows of memory used up, a fan gone"),
-        Level.LOST: Response(Action.ISOLATE_NODE, False, False, "a device fallen off the bus"),
+        Level.WELL: Response(Action.IGNORE, True),  # corrected memory errors, a warm device
+        Level.TRANSIENT: Response(Action.RETRY, True),  # one failed pull, a lone suspicion
+        Level.PROCESS: Response(Action.RESTART_PROCESS, False),  # an engine that hangs
+        # restarts that do not help, a device to be reset
+        Level.INSTANCE: Response(Action.REPLACE_INSTANCE, True),
+        Level.NODE: Response(Action.DRAIN_NODE, True),  # rows of memory used up, a fan gone
+        Level.LOST: Response(Action.ISOLATE_NODE, False),  # a device fallen off the bus
     }
 )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_round import Member, Round, unverified_pairs
-from pdmesh.core.instance_life import Phase, Stage
+from pdmesh.core.instance_events import Phase, Stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from pdmesh.core.group_facts import Observed, Seen, WantedGroup
 from pdmesh.core.group_leaving import GroupRecord, abandon, erase, let_go, let_others_go
 from pdmesh.core.group_round import Member, Round, unverified_pairs
 from pdmesh.core.group_steps import Step, StepTeller
-from pdmesh.core.instance_life import Assignment, Duty, Phase, Stage
+from pdmesh.core.instance_events import Assignment, Duty, Phase, Stage
 
 IDS_PER_EPOCH: Final = 1_000_000  # so that assignment ids of different leaders differ
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.core.desired import SERVING_ROLES, Desired, revision_of
 from pdmesh.core.fleet import Role
-from pdmesh.core.instance_life import Assignment, Duty, PeerId, Phase
+from pdmesh.core.instance_events import Assignment, Duty, PeerId, Phase
 from pdmesh.core.moves import MIN_PER_SCENARIO
 
 

@@ -14,7 +14,7 @@ from typing import Final
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_facts import WantedGroup
 from pdmesh.core.group_round import Member, Round, serve_together
-from pdmesh.core.instance_life import Phase, Stage
+from pdmesh.core.instance_events import Phase, Stage
 
 MAX_VACANCIES: Final = 64  # of a role in a group, whose substitutes are named
 

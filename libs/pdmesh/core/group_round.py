@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_facts import Observed, Seen
-from pdmesh.core.instance_life import Assignment, Peer, Phase, Stage
+from pdmesh.core.instance_events import Assignment, Peer, Phase, Stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Final
 
 from pdmesh.core.group_facts import Observed
 from pdmesh.core.group_round import Round
-from pdmesh.core.instance_life import Assignment, Phase, Stage
+from pdmesh.core.instance_events import Assignment, Phase, Stage
 
 _OF_PHASE: Final = {
     Phase.LOADED: "loaded",
@@ -45,7 +45,6 @@ class StepTeller:
 
     group_id: str = ""  # of the group that is looked at now
     _phases: dict[_Key, Phase] | None = None
-    _stages: dict[_Key, Stage] = field(default_factory=dict)
     _gone: set[_Key] = field(default_factory=set)
     _stuck: set[_Key] = field(default_factory=set)
     _of_group: dict[str, tuple[str, str]] = field(default_factory=dict)

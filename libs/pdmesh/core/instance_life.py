@@ -33,37 +33,8 @@ from pdmesh.core.instance_events import (
     Phase,
     Refuse,
     Stage,
-    Tick,
     Verify,
 )
-
-__all__ = [
-    "MAX_PEERS",
-    "RETRY_S",
-    "Admit",
-    "Assigned",
-    "Assignment",
-    "BecameIdle",
-    "Duty",
-    "Effect",
-    "Erase",
-    "Event",
-    "ForgetPeer",
-    "Ignored",
-    "InstanceLife",
-    "Load",
-    "LoadFailed",
-    "Loaded",
-    "Peer",
-    "PeerFailed",
-    "PeerId",
-    "PeerVerified",
-    "Phase",
-    "Refuse",
-    "Stage",
-    "Tick",
-    "Verify",
-]
 
 RETRY_S = (1.0, 15.0)  # a failed peer is verified again after so long; doubled up to the second
 MAX_PEERS = 1024  # of one assignment; more are not verified

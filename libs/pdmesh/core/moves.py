@@ -29,10 +29,10 @@ class Trigger(enum.StrEnum):
 
 
 class MoveKind(enum.StrEnum):
-    """`role` of a Move is the one that the instance gets (ADD, CHANGE_ROLE) or has (REMOVE, MOVE); None: the whole group."""
+    """`role` of a Move is the one that the instance gets (ADD, CHANGE_ROLE) or has (REMOVE, MOVE); None for whole groups."""
 
-    ADD = "add"  # a blank instance joins the group; whole: a group is set up
-    REMOVE = "remove"  # an instance is drained and becomes blank; whole: the group is given up
+    ADD = "add"  # a blank instance joins the group
+    REMOVE = "remove"  # an instance is drained and becomes blank
     CHANGE_ROLE = "change_role"  # an instance of the other role becomes `role`, in the same group
     MOVE = "move"  # an instance leaves for `to_group` and keeps its role
     LEND = "lend"  # the whole group goes to the pool `to_group`
@@ -47,6 +47,11 @@ class Move:
     to_group: str | None = None
     reason: str = ""
 
+    def __post_init__(self) -> None:
+        is_whole = self.kind in (MoveKind.LEND, MoveKind.RECLAIM)
+        if is_whole is not (self.role is None):
+            raise ValueError(f"{self.kind.value} is of {'whole groups' if is_whole else 'a role'}")
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -60,7 +65,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupState:
+class GroupShape:
     """Instances that serve, and the mean share of their slots and KV that is taken (0..1); None: not known.
 
     `pool` names who has borrowed the group; empty while it serves.
@@ -85,7 +90,7 @@ class GroupState:
     def busy(self, role: Role) -> float | None:
         return self.prefill_busy if role is Role.PREFILL else self.decode_busy
 
-    def changed(self, role: Role, by: int) -> GroupState:
+    def changed(self, role: Role, by: int) -> GroupShape:
         """With `by` more instances of a role, over which the same load spreads."""
         before, after = self.num(role), self.num(role) + by
         busy = self.busy(role)
@@ -95,29 +100,26 @@ class GroupState:
         return replace(self, num_decode=after, decode_busy=spread)
 
 
-Groups = Mapping[str, GroupState]
+Groups = Mapping[str, GroupShape]
 
 
 def other(role: Role) -> Role:
     return Role.DECODE if role is Role.PREFILL else Role.PREFILL
 
 
-def serving(groups: Groups, scenario: str) -> list[GroupState]:
+def serving(groups: Groups, scenario: str) -> list[GroupShape]:
     """The scenario's groups that nobody has borrowed, by id."""
     found = (groups[group_id] for group_id in sorted(groups))
     return [group for group in found if group.scenario == scenario and not group.pool]
 
 
-def applied(groups: Groups, move: Move) -> dict[str, GroupState]:
-    """The groups after a move. Adding or giving up a whole group is not of their shape: see `schedule`."""
+def applied(groups: Groups, move: Move) -> dict[str, GroupShape]:
+    """The groups after a move."""
     after = dict(groups)
     group = after[move.group_id]
     if move.role is None:
-        if move.kind is MoveKind.REMOVE:
-            del after[move.group_id]
-        elif move.kind in (MoveKind.LEND, MoveKind.RECLAIM):
-            pool = (move.to_group or TRAINING_POOL) if move.kind is MoveKind.LEND else ""
-            after[move.group_id] = replace(group, pool=pool)
+        pool = (move.to_group or TRAINING_POOL) if move.kind is MoveKind.LEND else ""
+        after[move.group_id] = replace(group, pool=pool)
         return after
     for group_id, role, by in _steps(move):
         after[group_id] = after[group_id].changed(role, by)
@@ -149,7 +151,7 @@ def refusal(
     """Why the move must not be made now; None if it may. Force lifts all but what would leave a group without a role."""
     group = groups.get(move.group_id)
     if group is None:
-        return None if _is_new_group(move) else f"group {move.group_id} is not there"
+        return f"group {move.group_id} is not there"
     if move.role is None:
         return _group_refusal(move, group, groups, max_busy, is_forced=is_forced)
     if move.kind is MoveKind.ADD and num_blank < 1:
@@ -180,12 +182,8 @@ def _steps(move: Move) -> list[tuple[str, Role, int]]:
             raise AssertionError("only whole groups are lent")
 
 
-def _is_new_group(move: Move) -> bool:
-    return move.kind is MoveKind.ADD and move.role is None
-
-
 def _survivors_refusal(
-    group: GroupState, role: Role, groups: Groups, max_busy: float, is_forced: bool
+    group: GroupShape, role: Role, groups: Groups, max_busy: float, is_forced: bool
 ) -> str | None:
     num_left = group.num(role) - 1
     if num_left < MIN_PER_GROUP:
@@ -204,13 +202,11 @@ def _survivors_refusal(
 
 
 def _group_refusal(
-    move: Move, group: GroupState, groups: Groups, max_busy: float, *, is_forced: bool
+    move: Move, group: GroupShape, groups: Groups, max_busy: float, *, is_forced: bool
 ) -> str | None:
-    """Lending or giving up a group: the scenario's others must carry its traffic."""
+    """Of a group that is lent the scenario's others must carry the traffic."""
     if move.kind is MoveKind.RECLAIM:
         return None if group.pool else f"group {group.group_id} is not lent"
-    if move.kind is MoveKind.ADD:
-        return f"group {group.group_id} is there already"
     if group.pool:
         return f"group {group.group_id} does not serve"
     others = [g for g in serving(groups, group.scenario) if g.group_id != group.group_id]
@@ -219,7 +215,7 @@ def _group_refusal(
     return None if is_forced else _others_refusal(group, others, max_busy)
 
 
-def _others_refusal(group: GroupState, others: Iterable[GroupState], max_busy: float) -> str | None:
+def _others_refusal(group: GroupShape, others: Iterable[GroupShape], max_busy: float) -> str | None:
     for role in (Role.PREFILL, Role.DECODE):
         left = sum(g.num(role) for g in others)
         if left < MIN_PER_SCENARIO:

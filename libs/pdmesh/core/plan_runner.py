@@ -86,10 +86,6 @@ class PlanRunner:
         return scenario in self._running or bool(self._waiting.get(scenario))
 
     @property
-    def num_moving(self) -> int:
-        return sum(r.started_at is not None for r in self._running.values())
-
-    @property
     def moving(self) -> Mapping[str, Move]:
         """The move under way, by scenario."""
         return {

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pdmesh.core.fleet import Role
-from pdmesh.core.moves import Groups, GroupState, Move, Plan, Trigger, inverse, other, serving
+from pdmesh.core.moves import Groups, GroupShape, Move, Plan, Trigger, inverse, other, serving
 from pdmesh.core.plan_runner import Outcome, PlanEnded
 from pdmesh.core.ratio_detector import BottleneckDetector, DetectorLimits, Finding, Window
 from pdmesh.core.ratio_model import Profile
@@ -97,7 +97,7 @@ class Decided:
     action: Action
     reason: str
     window: Window | None = None
-    groups: tuple[GroupState, ...] = ()
+    groups: tuple[GroupShape, ...] = ()
     moves: tuple[Move, ...] = ()
 
 

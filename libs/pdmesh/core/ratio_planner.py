@@ -9,7 +9,7 @@ from pdmesh.core.fleet import Role
 from pdmesh.core.moves import (
     MIN_PER_SCENARIO,
     Groups,
-    GroupState,
+    GroupShape,
     Move,
     MoveKind,
     other,
@@ -37,7 +37,7 @@ class Choice:
     is_needed: bool = True
 
 
-def towards(profile: Profile, groups: Sequence[GroupState], reason: str) -> tuple[Move, ...]:
+def towards(profile: Profile, groups: Sequence[GroupShape], reason: str) -> tuple[Move, ...]:
     """Role changes, group after group, that give each the profile's best split of what it has (1)."""
     least = 1 if len(groups) > 1 else MIN_PER_SCENARIO
     moves: list[Move] = []
@@ -48,7 +48,7 @@ def towards(profile: Profile, groups: Sequence[GroupState], reason: str) -> tupl
     return tuple(moves)
 
 
-def changes_to(split: Split, group: GroupState, reason: str) -> list[Move]:
+def changes_to(split: Split, group: GroupShape, reason: str) -> list[Move]:
     """Single moves from what a group has to `split`: role changes first, then blanks in or out."""
     more_p = split.num_prefill - group.num_prefill
     more_d = split.num_decode - group.num_decode
@@ -89,7 +89,7 @@ def one_step(
 
 
 def _candidates(
-    role: Role, group: GroupState, groups: Groups, limits: PlannerLimits, need: float
+    role: Role, group: GroupShape, groups: Groups, limits: PlannerLimits, need: float
 ) -> list[tuple[Move, str | None]]:
     """Moves that help, cheapest first, each with why it would only pass the shortage on."""
     most = need - limits.min_gain
@@ -109,14 +109,14 @@ def _candidates(
     return moves
 
 
-def _passed_on(group: GroupState, giver: Role, most: float) -> str | None:
+def _passed_on(group: GroupShape, giver: Role, most: float) -> str | None:
     busy = _without_one(group, giver)
     if busy is None or busy <= most:
         return None
     return f"the other {giver.value}s would be {busy:.0%} busy"
 
 
-def _without_one(group: GroupState, role: Role) -> float | None:
+def _without_one(group: GroupShape, role: Role) -> float | None:
     """How busy the others would be; None if that is not known or there are no others."""
     busy, num = group.busy(role), group.num(role)
     return None if busy is None or num < 2 else busy * num / (num - 1)

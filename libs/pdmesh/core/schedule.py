@@ -1,4 +1,4 @@
-"""Groups by the clock: scale out and in, and lend groups to training at night so that they are back in time (S11, S21).
+"""Groups by the clock: groups are lent to training at night, and serve again in time (S11, S21).
 
 An entry fires once for each time it names. What it makes is a plan like any other, so it waits for what an operator has under way
 and is refused what an operator would be refused. A master that was away at that time makes up for it if it is back within the
@@ -8,7 +8,7 @@ entry's grace, and says that it did not if it comes later.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, tzinfo
 from typing import Final
@@ -17,7 +17,7 @@ from pdmesh.core.cron import Cron
 from pdmesh.core.moves import (
     TRAINING_POOL,
     Groups,
-    GroupState,
+    GroupShape,
     Move,
     MoveKind,
     Plan,
@@ -30,8 +30,6 @@ _LEAD_MARGIN: Final = 1.5  # times the slowest of the last set-ups
 
 
 class What(enum.StrEnum):
-    ADD = "add"  # set up so many more groups
-    REMOVE = "remove"  # give up so many
     LEND = "lend"  # to a pool, from which RECLAIM takes back
     RECLAIM = "reclaim"  # so that they serve at the entry's time: it begins earlier
 
@@ -98,13 +96,8 @@ class Schedule:
             return 0.0
         return max(self.lead_s, _LEAD_MARGIN * self._setups_s.get(entry.scenario, 0.0))
 
-    def wake_at(self) -> float | None:
-        """When the next entry is due, in unix seconds; None if none ever is. Valid after a tick."""
-        due = [at for entry in self.entries if (at := self._next(entry)) is not None]
-        return min(due, default=None)
-
     def tick(self, groups: Groups, now: float) -> list[Due]:
-        """`now` in unix seconds; call it at `wake_at`, and as often as liked. Reclaims come first.
+        """`now` in unix seconds; entries fire as late as it is called. Reclaims come first.
 
         `groups`: as they will be when what was asked for before is done (`PlanRunner.expected`).
         """
@@ -118,11 +111,6 @@ class Schedule:
             self.fired[entry.name] = at
             due.append(self._fire(entry, at, groups, taken, now))
         return due
-
-    def _next(self, entry: Entry) -> float | None:
-        fired = self.fired.get(entry.name)
-        at = None if fired is None else entry.cron.next_after(fired, entry.zone)
-        return None if at is None else at - self.lead_of(entry)
 
     def _latest(self, entry: Entry, now: float) -> float | None:
         """The last time that has come since the one it fired for: several missed ones fire once."""
@@ -147,15 +135,9 @@ class Schedule:
 
 
 def _moves(entry: Entry, groups: Groups, taken: Iterable[str], reason: str) -> list[Move]:
-    own = [g for g in serving(groups, entry.scenario) if g.group_id not in taken]
     match entry.what:
-        case What.ADD:
-            ids = _new_ids(entry.scenario, groups, taken, entry.num_groups)
-            return [Move(group_id, MoveKind.ADD, None, None, reason) for group_id in ids]
-        case What.REMOVE:
-            chosen = _least_busy(own, entry.num_groups)
-            return [Move(g.group_id, MoveKind.REMOVE, None, None, reason) for g in chosen]
         case What.LEND:
+            own = [g for g in serving(groups, entry.scenario) if g.group_id not in taken]
             chosen = _least_busy(own, entry.num_groups)
             return [Move(g.group_id, MoveKind.LEND, None, entry.pool, reason) for g in chosen]
         case What.RECLAIM:
@@ -169,26 +151,12 @@ def _moves(entry: Entry, groups: Groups, taken: Iterable[str], reason: str) -> l
             return [Move(i, MoveKind.RECLAIM, None, None, reason) for i in lent[: entry.num_groups]]
 
 
-def _least_busy(groups: Sequence[GroupState], count: int) -> list[GroupState]:
+def _least_busy(groups: Sequence[GroupShape], count: int) -> list[GroupShape]:
     """Of equally busy ones the newest: what was set up last goes first. Unknown counts as busy."""
 
-    def load(group: GroupState) -> float:
+    def load(group: GroupShape) -> float:
         known = (group.prefill_busy, group.decode_busy)
         return max(1.0 if busy is None else busy for busy in known)
 
     by_age = sorted(groups, key=lambda g: g.group_id, reverse=True)
     return sorted(by_age, key=load)[:count]
-
-
-def _new_ids(
-    scenario: str, groups: Mapping[str, GroupState], taken: Iterable[str], count: int
-) -> list[str]:
-    """`scenario-0`, `scenario-1`...: the first that are free."""
-    used = {*groups, *taken}
-    ids: list[str] = []
-    number = 0
-    while len(ids) < count:
-        if (group_id := f"{scenario}-{number}") not in used:
-            ids.append(group_id)
-        number += 1
-    return ids

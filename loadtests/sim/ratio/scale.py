@@ -11,7 +11,7 @@ from typing import Final
 from pdmesh.core.cron import Cron
 from pdmesh.core.fleet import Fleet, Identity, LoadReported, RecordSeen, Role
 from pdmesh.core.groups import GroupTracker
-from pdmesh.core.moves import GroupState
+from pdmesh.core.moves import GroupShape
 from pdmesh.core.placement import Placement
 from pdmesh.core.placement_policies import Query
 from pdmesh.core.plan_runner import GroupsSeen, PlanRunner
@@ -37,7 +37,7 @@ class Cost:
 def costs(num_instances: int) -> list[Cost]:
     num_groups = num_instances // sum(_SPLIT)
     ids = [f"s{i % NUM_SCENARIOS}-{i // NUM_SCENARIOS}" for i in range(num_groups)]
-    states = {i: GroupState(i, i.split("-")[0], *_SPLIT, 0.5, 0.5, "", "m") for i in ids}
+    states = {i: GroupShape(i, i.split("-")[0], *_SPLIT, 0.5, 0.5, "", "m") for i in ids}
     fleet = _fleet(ids)
     return [
         Cost("ratio: a window of every scenario", num_instances, _ratio(states), 0.1),
@@ -72,7 +72,7 @@ def _fleet(group_ids: list[str]) -> Fleet:
     return fleet
 
 
-def _ratio(states: dict[str, GroupState]) -> float:
+def _ratio(states: dict[str, GroupShape]) -> float:
     controller = RatioController()
     scenarios = sorted({s.scenario for s in states.values()})
     by_scenario = {n: {i: s for i, s in states.items() if s.scenario == n} for n in scenarios}
@@ -89,12 +89,12 @@ def _ratio(states: dict[str, GroupState]) -> float:
     return _timed(look, 10)
 
 
-def _runner(states: dict[str, GroupState]) -> float:
+def _runner(states: dict[str, GroupShape]) -> float:
     runner = PlanRunner()
     return _timed(lambda: runner.handle(GroupsSeen(states, 10), 0.0), 10)
 
 
-def _schedule(states: dict[str, GroupState]) -> float:
+def _schedule(states: dict[str, GroupShape]) -> float:
     entries = [
         Entry(f"{what.value}-{n}", f"s{n}", Cron.parse(cron), what, 1)
         for n in range(NUM_SCENARIOS)
