@@ -19,6 +19,7 @@ from pdmesh.core.plan_runner import Event as RunnerEvent
 from pdmesh.core.plan_runner import (
     GroupsSeen,
     MoveEnded,
+    MoveMade,
     PlanAsked,
     PlanEnded,
     PlanRunner,
@@ -201,17 +202,13 @@ class Control:
         match effect:
             case StartMove():
                 move, scenario = effect.move, effect.plan.scenario
-                began = self.mesh.clock.now
                 self._note("move", scenario, f"{_text(move)}: {move.reason or effect.plan.reason}")
-                self.mesh.make(move, lambda is_done: self._moved(scenario, move, is_done, began))
+                self.mesh.make(move, lambda is_done: self._run(MoveEnded(scenario, is_done)))
+            case MoveMade(plan, move, took_s):
+                if self.schedule is not None and move.kind is MoveKind.RECLAIM:
+                    self.schedule.set_up_took(plan.scenario, self.speed * took_s)
             case PlanEnded():
                 self._ratio(effect)
-
-    def _moved(self, scenario: str, move: Move, is_done: bool, began: float) -> None:
-        if self.schedule is not None and move.kind is MoveKind.RECLAIM:
-            took_s = self.speed * (self.mesh.clock.now - began)
-            self.schedule.set_up_took(scenario, took_s)
-        self._run(MoveEnded(scenario, is_done))
 
     def _upgrade_tick(self, upgrade: Upgrade) -> None:
         states = self.mesh.states()

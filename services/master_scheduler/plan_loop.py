@@ -18,11 +18,12 @@ from pdmesh.core.cron import Cron
 from pdmesh.core.desired import Desired, Scenario, ScheduleLine
 from pdmesh.core.fleet import Fleet, Role
 from pdmesh.core.group_controller import GroupState
-from pdmesh.core.moves import Groups, serving
+from pdmesh.core.moves import Groups, GroupShape, Move, MoveKind, serving
 from pdmesh.core.plan_runner import (
     Event,
     GroupsSeen,
     MoveEnded,
+    MoveMade,
     PlanAsked,
     PlanEnded,
     PlanRunner,
@@ -63,6 +64,7 @@ class PlanLoop:
         self._epoch = 0
         self._runner = PlanRunner()
         self._schedule = Schedule(())
+        self._disturbed: set[str] = set()  # scenarios, since the window began
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -110,13 +112,16 @@ class PlanLoop:
                 self._feed(PlanAsked(due.plan))
 
     def _steer(self, desired: Desired, states: Groups) -> None:
-        """The ratio of scenarios that want it so, once in a window."""
+        """The ratio of scenarios that want it so, once in a window; one with a set-up or a loss in it says nothing of the ratio."""
+        scenarios = sorted({group.scenario for group in states.values()})
+        self._disturbed.update(s for s in scenarios if not self._is_steady(s, states))
         window_s = self._clock() - self._closed_at
         if window_s < WINDOW_S:
             return
         self._closed_at = self._clock()
         self._loads.close()
-        for scenario in sorted({group.scenario for group in states.values()}):
+        disturbed, self._disturbed = self._disturbed, set()
+        for scenario in scenarios:
             ids = [g.group_id for g in serving(states, scenario)]
             window = self._windows.close(
                 scenario,
@@ -124,16 +129,17 @@ class PlanLoop:
                 self._loads.busy(ids, Role.DECODE),
                 window_s,
             )
-            if not self._is_steady(scenario, ids):
-                window = None  # a set-up says nothing of the ratio
+            if scenario in disturbed:
+                window = None
             if desired.scenarios.get(scenario, Scenario()).has_auto_ratio:
                 rate = window.num_requests / window_s if window else 0.0
                 seen = WindowSeen(scenario, window, states, self._groups.num_blank, rate)
                 self._decide(self._ratio.handle(seen, self._clock()))
 
-    def _is_steady(self, scenario: str, group_ids: Sequence[str]) -> bool:
+    def _is_steady(self, scenario: str, states: Groups) -> bool:
         reports = self._groups.controller.reports
-        is_serving = all(i in reports and reports[i].state is GroupState.SERVING for i in group_ids)
+        ids = [g.group_id for g in serving(states, scenario)]
+        is_serving = all(i in reports and reports[i].state is GroupState.SERVING for i in ids)
         return is_serving and not self._runner.is_busy(scenario)
 
     def _decide(self, effects: Sequence[AskPlan | Decided]) -> None:
@@ -141,7 +147,7 @@ class PlanLoop:
             match effect:
                 case AskPlan(plan):
                     self._feed(PlanAsked(plan))
-                case Decided(scenario, action, reason, window):
+                case Decided(scenario, action, reason, window, groups, moves):
                     log.info(
                         "ratio.decided",
                         scenario=scenario,
@@ -149,6 +155,8 @@ class PlanLoop:
                         reason=reason,
                         e2e_s=window.e2e_s if window else None,
                         prefill_share=window.prefill_share if window else None,
+                        groups=[_shape(group) for group in groups],
+                        moves=[_text(move) for move in moves],
                     )
 
     def _notice_ends(self, known: adjustments.Adjustments, desired: Desired) -> None:
@@ -209,6 +217,10 @@ class PlanLoop:
             match effect:
                 case StartMove():
                     starts.append(effect)
+                case MoveMade(plan, move, took_s):
+                    log.info("plan.moved", scenario=plan.scenario, move=_text(move), took_s=took_s)
+                    if move.kind is MoveKind.RECLAIM:
+                        self._schedule.set_up_took(plan.scenario, took_s)
                 case PlanEnded(plan, outcome, num_moves, detail):
                     self._decide(self._ratio.handle(effect, self._clock()))
                     log.info(
@@ -226,6 +238,21 @@ class PlanLoop:
         message = adjustments_to(known, self._schedule.fired, self._epoch)
         await self._store.adjust(message)
         self._groups.take_adjustments(message)
+
+
+def _shape(group: GroupShape) -> dict[str, str | int | float | None]:
+    return {
+        "group_id": group.group_id,
+        "num_prefill": group.num_prefill,
+        "num_decode": group.num_decode,
+        "prefill_busy": group.prefill_busy,
+        "decode_busy": group.decode_busy,
+    }
+
+
+def _text(move: Move) -> str:
+    parts = (move.group_id, move.kind.value, move.role.value if move.role else "", move.to_group)
+    return " ".join(part for part in parts if part)
 
 
 def _entry(number: int, line: ScheduleLine) -> Entry:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 import pytest
+from structlog.testing import capture_logs
 
 from pdmesh.core.adjustments import adjusted, num_lent
 from pdmesh.core.desired import Desired, Group, Scenario, ScheduleLine
@@ -19,6 +20,7 @@ from tests.fakes.group_world import World
 
 NIGHT = datetime(2026, 11, 20, 22, 0, tzinfo=UTC).timestamp()
 MORNING = datetime(2026, 11, 21, 7, 0, tzinfo=UTC).timestamp()
+DAY = 86_400.0
 DESIRED = Desired(
     groups={"a": Group("chat", 2, 2), "b": Group("chat", 2, 2)},
     schedules=(
@@ -114,6 +116,28 @@ async def test_a_group_is_lent_at_night_and_back_before_the_morning() -> None:
     assert sorted(site.world.counts()) == ["a", "b"]
 
 
+@pytest.mark.req("S11", "S21")
+async def test_a_group_that_took_long_to_set_up_is_taken_back_earlier_the_next_morning() -> None:
+    site = Site(DESIRED, num=8)
+
+    async def at(wall: float, lasts_s: float = 0.0) -> None:
+        site.wall = wall
+        await site.loop.round()
+        site.settle()
+        site.world.now += lasts_s
+        await site.loop.round()
+
+    await at(NIGHT - 60)
+    await at(NIGHT)
+    await at(MORNING - 200, lasts_s=600.0)
+    assert not site.stored.groups
+    await at(NIGHT + DAY)
+    await at(MORNING + DAY - 1200)
+    assert [g.pool for g in site.stored.groups] == ["training"]
+    await at(MORNING + DAY - 850)  # half as much again as it took
+    assert not site.stored.groups
+
+
 async def test_a_move_that_could_not_be_written_is_not_taken_for_made() -> None:
     site = Site(DESIRED, num=8)
     site.settle()
@@ -154,6 +178,41 @@ async def test_longer_prompts_turn_a_decode_into_a_prefill_where_that_is_wanted(
     await windows(10, t_p_s=0.8)
     changed = [(g.num_prefill, g.num_decode) for g in site.stored.groups]
     assert changed == ([(4, 2)] if has_auto_ratio else [])
+
+
+async def test_a_window_in_which_an_instance_was_lost_says_nothing_of_the_ratio() -> None:
+    """Also if another stands in before the window ends. Each decision is logged with the groups' loads and the moves."""
+    scenarios = {"chat": Scenario(has_auto_ratio=True)}
+    site = Site(Desired(scenarios=scenarios, groups={"a": Group("chat", 3, 3)}), num=7)
+    site.settle()
+
+    async def windows(count: int, t_p_s: float, *, is_lost: bool = False) -> None:
+        for _ in range(count):
+            for _ in range(100):
+                site.windows.finished(Finished("chat", 900, 0, 50, 0.0, t_p_s, t_p_s + 1.0, 0.01))
+            if is_lost:
+                lost = site.world.ready("a", Role.PREFILL)[0]
+                site.world.kill(lost)
+                site.world.round()
+                await site.loop.round()
+                site.world.start(lost)
+                site.settle()
+            site.world.now += 31
+            await site.loop.round()
+
+    await windows(10, t_p_s=0.2)
+    site.used = {Role.PREFILL: 7, Role.DECODE: 2}
+    site.settle()
+    await windows(10, t_p_s=0.8, is_lost=True)
+    assert not site.stored.groups
+    with capture_logs() as logs:
+        await windows(10, t_p_s=0.8)
+    assert [(g.num_prefill, g.num_decode) for g in site.stored.groups] == [(4, 2)]
+    (planned,) = [e for e in logs if e["event"] == "ratio.decided" and e["action"] == "planned"]
+    assert planned["moves"] == ["a change_role prefill"]
+    (group,) = planned["groups"]
+    assert (group["num_prefill"], group["num_decode"]) == (3, 3)
+    assert group["prefill_busy"] > group["decode_busy"]
 
 
 @pytest.mark.req("S29", "S41")

@@ -12,6 +12,7 @@ from pdmesh.core.plan_runner import (
     MAX_PLANS,
     GroupsSeen,
     MoveEnded,
+    MoveMade,
     Outcome,
     PlanAsked,
     PlanEnded,
@@ -264,7 +265,9 @@ def test_plans_of_a_scenario_run_one_after_the_other_and_those_of_others_beside_
     started = runner.handle(GroupsSeen(groups), 0.0)
     assert [e.move.group_id for e in started if isinstance(e, StartMove)] == ["g0", "h0"]
     assert runner.handle(GroupsSeen(groups), 1.0) == []
-    (ended,) = runner.handle(MoveEnded("chat", True), 2.0)
+    made, ended = runner.handle(MoveEnded("chat", True), 2.0)
+    assert isinstance(made, MoveMade)
+    assert (made.move.role, made.took_s) == (D, 2.0)
     assert isinstance(ended, PlanEnded)
     (second,) = runner.handle(GroupsSeen(groups), 2.0)
     assert isinstance(second, StartMove)
@@ -275,7 +278,7 @@ def test_a_plan_ends_at_the_move_that_failed_or_may_not_be_made_any_more() -> No
     runner = PlanRunner()
     runner.handle(asked(D, 2), 0.0)
     runner.handle(GroupsSeen({"g0": replace(GROUP, prefill_busy=0.1)}), 0.0)
-    assert runner.handle(MoveEnded("chat", True), 1.0) == []
+    assert [type(e) for e in runner.handle(MoveEnded("chat", True), 1.0)] == [MoveMade]
     (ended,) = runner.handle(GroupsSeen({"g0": replace(GROUP, prefill_busy=0.9)}), 1.0)
     assert isinstance(ended, PlanEnded)
     assert (ended.outcome, ended.num_moves) == (Outcome.REFUSED, 1)

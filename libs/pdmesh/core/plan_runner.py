@@ -52,6 +52,15 @@ class StartMove:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveMade:
+    """The groups look like it, `took_s` after it was begun."""
+
+    plan: Plan
+    move: Move
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class PlanEnded:
     """`num_moves` of its moves were made."""
 
@@ -62,7 +71,7 @@ class PlanEnded:
 
 
 Event = PlanAsked | MoveEnded | GroupsSeen
-Effect = StartMove | PlanEnded
+Effect = StartMove | MoveMade | PlanEnded
 
 
 @dataclass(slots=True)
@@ -109,7 +118,7 @@ class PlanRunner:
             case PlanAsked():
                 return self._on_asked(event.plan)
             case MoveEnded():
-                return self._on_ended(event)
+                return self._on_ended(event, now)
             case GroupsSeen():
                 return self._on_seen(event, now)
 
@@ -130,17 +139,19 @@ class PlanRunner:
         waiting.append(plan)
         return []
 
-    def _on_ended(self, event: MoveEnded) -> list[Effect]:
+    def _on_ended(self, event: MoveEnded, now: float) -> list[Effect]:
         running = self._running.get(event.scenario)
         if running is None or running.started_at is None:
             return []
         if not event.is_done:
             return self._end(running, Outcome.FAILED, event.detail)
+        move = running.plan.moves[running.num_done]
+        made = MoveMade(running.plan, move, now - running.started_at)
         running.started_at = None
         running.num_done += 1
         if running.num_done == len(running.plan.moves):
-            return self._end(running, Outcome.DONE, event.detail)
-        return []
+            return [made, *self._end(running, Outcome.DONE, event.detail)]
+        return [made]
 
     def _on_seen(self, seen: GroupsSeen, now: float) -> list[Effect]:
         effects: list[Effect] = []
