@@ -164,6 +164,26 @@ def test_a_master_that_was_away_makes_up_for_it_within_the_grace_and_says_so_bey
     assert len(years.tick(GROUPS, MIDNIGHT + 3650 * DAY)) == 1
 
 
+def test_a_clock_that_was_years_ahead_for_a_moment_stops_no_schedule() -> None:
+    """A machine without a battery boots, or a time server lies: what fired then would be in the way until that year."""
+    schedule = Schedule([entry(What.LEND, "0 8 * * *")])
+    schedule.tick(GROUPS, MIDNIGHT)
+    schedule.tick(GROUPS, MIDNIGHT + 3650 * DAY)
+    assert schedule.tick(GROUPS, MIDNIGHT + 60) == []
+    (due,) = schedule.tick(GROUPS, MIDNIGHT + 8 * 3600)
+    assert due.plan is not None
+
+
+@pytest.mark.parametrize("seconds", [1.0, 3600.0, 0.9 * DAY])
+def test_a_clock_that_is_set_back_a_little_fires_nothing_twice(seconds: float) -> None:
+    schedule = Schedule([entry(What.LEND, "0 8 * * *")])
+    schedule.tick(GROUPS, MIDNIGHT)
+    assert len(schedule.tick(GROUPS, MIDNIGHT + 8 * 3600)) == 1
+    for _ in range(2):
+        assert schedule.tick(GROUPS, MIDNIGHT + 8 * 3600 - seconds) == []
+    assert schedule.tick(GROUPS, MIDNIGHT + 8 * 3600 + 1) == []
+
+
 def test_an_entry_that_came_with_a_change_of_the_file_does_not_fire_for_the_past() -> None:
     schedule = Schedule([entry(What.LEND, "0 8 * * *")])
     schedule.tick(GROUPS, MIDNIGHT + 9 * 3600)

@@ -26,6 +26,7 @@ from pdmesh.core.moves import (
 )
 
 MAX_ENTRIES: Final = 1000
+_MAX_AHEAD_S: Final = 86_400.0  # of the next time: a clock that is set back by less does not make an entry fire twice
 _LEAD_MARGIN: Final = 1.5  # times the slowest of the last set-ups
 
 
@@ -104,13 +105,21 @@ class Schedule:
         due: list[Due] = []
         taken: set[str] = set()
         for entry in sorted(self.entries, key=lambda e: (e.what is not What.RECLAIM, e.name)):
-            self.fired.setdefault(entry.name, now + self.lead_of(entry))
+            self._note_start(entry, now)
             at = self._latest(entry, now)
             if at is None:
                 continue
             self.fired[entry.name] = at
             due.append(self._fire(entry, at, groups, taken, now))
         return due
+
+    def _note_start(self, entry: Entry, now: float) -> None:
+        """It fires for times from now on, if it is new, or fired for one that lies far ahead: by a wall clock that was wrong."""
+        start = now + self.lead_of(entry)
+        fired = self.fired.setdefault(entry.name, start)
+        following = entry.cron.next_after(start, entry.zone) if fired > start else None
+        if following is not None and fired - following > _MAX_AHEAD_S:
+            self.fired[entry.name] = start
 
     def _latest(self, entry: Entry, now: float) -> float | None:
         """The last time that has come since the one it fired for: several missed ones fire once."""
