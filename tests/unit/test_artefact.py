@@ -13,6 +13,7 @@ from pdmesh.core.fleet import Role
 from pdmesh.core.instance_events import Duty
 from pdmesh.instance import artefact
 from pdmesh.instance.duties import DutyRefused, settings_for
+from pdmesh.instance.loading import Timings, with_artefact
 from services.instance.settings import Settings
 
 pytestmark = pytest.mark.req("S17", "S20")
@@ -139,6 +140,44 @@ def test_one_copy_serves_both_roles_and_a_damaged_source_makes_none(
         artefact.fetch(d, tmp_path / "other")
     assert refused.value.reason == "FETCH_FAILED"
     assert not list((tmp_path / "other").iterdir())
+
+
+def cached_settings(cache: Path) -> Settings:
+    return Settings(instance_id="i-0", nats_url="nats://here:1", model_cache_dir=cache)
+
+
+@pytest.mark.parametrize("damage", [_cut, _change, _remove])
+async def test_a_damaged_copy_in_the_cache_is_fetched_once_more(
+    damage: Callable[[Path], None], model_dir: Path, tmp_path: Path
+) -> None:
+    """A copy that a power cut left half-written has the name of a whole one: no later load would get past it."""
+    path = artefact.build(model_dir, "prefill", tmp_path / "p")
+    copy = artefact.fetch(artefact.read(path), tmp_path / "cache")
+    damage(copy.folder)
+    duty = Duty(Role.PREFILL, "g", "s", manifest=str(path))
+    found = await with_artefact(cached_settings(tmp_path / "cache"), duty, Timings())
+    assert found.model_dir == copy.folder
+    artefact.verify(copy)
+    folders = [x.name for x in (tmp_path / "cache").iterdir() if x.is_dir()]
+    assert folders == [copy.folder.name], "the damaged copy takes no room"
+
+
+async def test_a_damaged_source_is_refused_also_where_copies_are_kept(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    path = artefact.build(model_dir, "prefill", tmp_path / "p")
+    _change(path.parent / "files")
+    duty = Duty(Role.PREFILL, "g", "s", manifest=str(path))
+    with pytest.raises(DutyRefused) as refused:
+        await with_artefact(cached_settings(tmp_path / "cache"), duty, Timings())
+    assert refused.value.reason == "WRONG_HASH"
+
+
+def test_a_copy_that_another_process_has_mended_stays(model_dir: Path, tmp_path: Path) -> None:
+    source = artefact.read(artefact.build(model_dir, "prefill", tmp_path / "p"))
+    copy = artefact.fetch(source, tmp_path / "cache")
+    before = copy.folder.stat().st_ino
+    assert artefact.fetch_again(source, tmp_path / "cache").folder.stat().st_ino == before
 
 
 def test_the_command_builds_and_verifies(

@@ -26,7 +26,9 @@ from pdmesh.core.moves import (
 )
 
 MAX_ENTRIES: Final = 1000
-_MAX_AHEAD_S: Final = 86_400.0  # of the next time: a clock that is set back by less does not make an entry fire twice
+_MAX_AHEAD_S: Final = (
+    86_400.0  # of the next time: a clock that is set back by less does not make an entry fire twice
+)
 _LEAD_MARGIN: Final = 1.5  # times the slowest of the last set-ups
 
 

@@ -8,6 +8,7 @@ from what decides the bytes of KV, so that it is equal for the two artefacts of 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
@@ -98,6 +99,9 @@ def fetch(artefact: Artefact, cache_dir: Path) -> Artefact:
                     to = Path(making) / _FILES / entry.path
                     to.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(artefact.folder / entry.path, to)
+                    _write_through(
+                        to
+                    )  # the folder's name says that it is whole, also after a power cut
                 with contextlib.suppress(OSError):  # another process was first
                     (Path(making) / _FILES).rename(target)
         except OSError as exc:
@@ -105,6 +109,23 @@ def fetch(artefact: Artefact, cache_dir: Path) -> Artefact:
         if not target.is_dir():
             raise DutyRefused(f"{target} cannot be made", reason="FETCH_FAILED")
     return Artefact(artefact.manifest, target)
+
+
+def fetch_again(artefact: Artefact, cache_dir: Path) -> Artefact:
+    """In place of a copy that `verify` found damaged; the damaged one is gone then. Blocks. Raises DutyRefused: FETCH_FAILED.
+
+    Processes that share the cache do this one after the other, and a copy that another one has mended stays.
+    """
+    target = cache_dir / artefact.key
+    with (cache_dir / f"{artefact.key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _is_whole(Artefact(artefact.manifest, target)):
+            with (
+                tempfile.TemporaryDirectory(dir=cache_dir, prefix="damaged-") as aside,
+                contextlib.suppress(FileNotFoundError),
+            ):
+                target.rename(Path(aside) / _FILES)
+        return fetch(artefact, cache_dir)
 
 
 def verify(artefact: Artefact) -> None:
@@ -120,6 +141,19 @@ def verify(artefact: Artefact) -> None:
         if not is_right:
             text = f"{path} is not the file of the manifest"
             raise DutyRefused(text, reason="WRONG_HASH", field=entry.path)
+
+
+def _is_whole(artefact: Artefact) -> bool:
+    try:
+        verify(artefact)
+    except DutyRefused:
+        return False
+    return True
+
+
+def _write_through(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def build(

@@ -16,6 +16,8 @@ from pdmesh.core.instance_events import Duty
 from pdmesh.engine.base import Engine, EngineInfo
 from pdmesh.engine.factory import BuiltEngine, build_engine
 from pdmesh.instance import artefact, duties, instruments
+from pdmesh.instance.artefact import Artefact
+from pdmesh.instance.duties import DutyRefused
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.kv.tiers.holders import HolderDirectory
 from pdmesh.v1.common_pb2 import LoadTimings
@@ -74,7 +76,7 @@ class LoadedEngine:
 async def load(settings: InstanceSettings, duty: Duty, incarnation: int) -> LoadedEngine:
     """Raises EngineFailed (DutyRefused among them). Cancelled, it takes apart what it has built so far."""
     timings = Timings()
-    settings = await _with_artefact(settings, duty, timings)
+    settings = await with_artefact(settings, duty, timings)
     wanted = duties.engine_settings(settings, duty.role, incarnation)
     tiers = wanted.tiers
     holders = HolderDirectory(wanted.instance_id) if tiers.is_on and tiers.uses_peers else None
@@ -90,18 +92,35 @@ async def load(settings: InstanceSettings, duty: Duty, incarnation: int) -> Load
     return LoadedEngine(duty, settings, built, info, holders, timings)
 
 
-async def _with_artefact(
+async def with_artefact(
     settings: InstanceSettings, duty: Duty, timings: Timings
 ) -> InstanceSettings:
+    """As the duty and its artefact say, which is there and whole. Raises DutyRefused."""
     if not duty.manifest:
         return duties.settings_for(settings, duty, {})
     found = await asyncio.to_thread(artefact.read, Path(duty.manifest))
     artefact.check_role(found, duty.role)
-    with timings.measure("fetch"):
-        if settings.model_cache_dir is not None:
-            found = await asyncio.to_thread(artefact.fetch, found, settings.model_cache_dir)
-    with timings.measure("verify"):
-        await asyncio.to_thread(artefact.verify, found)
+    if settings.model_cache_dir is not None:
+        found = await _from_cache(found, settings.model_cache_dir, timings)
+    else:
+        with timings.measure("verify"):
+            await asyncio.to_thread(artefact.verify, found)
     manifest = found.manifest
     changed = settings.model_copy(update={"model": manifest.model, "model_dir": found.folder})
     return duties.settings_for(changed, duty, manifest.config)
+
+
+async def _from_cache(source: Artefact, cache_dir: Path, timings: Timings) -> Artefact:
+    """The copy in the cache, checked; a damaged one is fetched once more, since it would be found again by every later load."""
+    with timings.measure("fetch"):
+        copy = await asyncio.to_thread(artefact.fetch, source, cache_dir)
+    try:
+        with timings.measure("verify"):
+            await asyncio.to_thread(artefact.verify, copy)
+    except DutyRefused as exc:
+        log.warning("artefact.damaged", folder=str(copy.folder), error=exc.message)
+        with timings.measure("fetch"):
+            copy = await asyncio.to_thread(artefact.fetch_again, source, cache_dir)
+        with timings.measure("verify"):
+            await asyncio.to_thread(artefact.verify, copy)
+    return copy
