@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from pdmesh.core.ejection_cap import CAP, PANIC
 from pdmesh.core.fault_judge import (
-    CAP,
     CRASH_LOOP,
-    PANIC,
     RESTARTED_IN_VAIN,
     FaultJudge,
     HearsAgain,

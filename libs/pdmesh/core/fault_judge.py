@@ -2,18 +2,17 @@
 
 Suspicion is not guilt. One proof (the engine says itself that it hangs, the driver that the device is gone) decides alone;
 suspicions need two sources that agree for a while. What was decided stays until nothing speaks for it for a while.
-Then the fleet is protected from its judge: of one group and role only a share is ejected at a time, and if much of the
-fleet looks sick the fault is in our eyes, and nothing is done at all (panic). A level holds for one incarnation.
+Then the fleet is protected from its judge: see `ejection_cap`. A level holds for one incarnation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pdmesh.core.ejection_cap import EjectionCap, EjectionLimits
 from pdmesh.core.fault_levels import EJECTS_FROM, RESPONSES, Action, Level
 
-CAP, PANIC = "cap", "panic"
 RESTARTED_IN_VAIN = "RESTARTED_IN_VAIN"
 CRASH_LOOP = "CRASH_LOOP"
 
@@ -90,16 +89,12 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgePolicy:
-    """Times in seconds, shares of the instances of one group and role (cap) or of the fleet (panic)."""
+class JudgePolicy(EjectionLimits):
+    """Times in seconds."""
 
     quorum: int = 2  # sources that must agree where none has a proof
     confirm_s: float = 2.0
     clear_s: float = 10.0
-    max_ejected_share: float = 0.34
-    panic_share: float = 0.5
-    min_for_panic: int = 4
-    settle_s: float = 60.0  # one that was ejected counts against the cap for so long at least
     max_restarts: int = 3  # within `restart_window_s`; one more would not help either
     restart_window_s: float = 600.0
     max_crashes: int = 5  # in a row, each within `stable_s` of its start
@@ -123,6 +118,14 @@ class _Instance:
     better_since: float | None = None
     signals: tuple[Signal, ...] = ()
     announced: Judged | None = None
+
+    @property
+    def instance_id(self) -> str:
+        return self.seen.instance_id
+
+    @property
+    def peers(self) -> tuple[str, str]:
+        return self.seen.group_id, self.seen.role
 
     @property
     def is_ejectable(self) -> bool:
@@ -152,8 +155,11 @@ class FaultJudge:
     policy: JudgePolicy = field(default_factory=JudgePolicy)
     _instances: dict[str, _Instance] = field(default_factory=dict)
     _pasts: dict[str, _Past] = field(default_factory=dict)
-    _ejected: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
     _is_deaf: bool = False
+    _cap: EjectionCap = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._cap = EjectionCap(self.policy)
 
     def handle(self, event: Event, now: float) -> list[Judged]:
         match event:
@@ -178,12 +184,9 @@ class FaultJudge:
         return [j for j in found if j is not None and j.level is not Level.WELL]
 
     def check_invariants(self) -> None:
-        for (group_id, role), ejected in self._ejected.items():
-            peers = self._peers(group_id, role)
-            now_out = [
-                i for i in peers if i.is_ejectable and i.announced and not i.announced.held_back
-            ]
-            assert {i.seen.instance_id for i in now_out} <= ejected.keys()
+        for instance in self._instances.values():
+            if instance.is_ejectable and instance.announced and not instance.announced.held_back:
+                assert instance.instance_id in self._cap.out(instance.peers)
         for instance in self._instances.values():
             if instance.level > Level.TRANSIENT:
                 assert instance.signals, "nobody is judged without a reason"
@@ -231,10 +234,12 @@ class FaultJudge:
     def _judge_all(self, now: float) -> list[Judged]:
         for instance in self._instances.values():
             self._weigh(instance, now)
-        held = self._held_back(now)
+        ruling = self._cap.rule(self._instances.values(), now)
+        for instance_id in ruling.ejected:
+            self._note_restart(self._instances[instance_id], now)
         changes = []
         for instance_id, instance in sorted(self._instances.items()):
-            judged = self._verdict(instance, held.get(instance_id, ""))
+            judged = self._verdict(instance, ruling.held_back.get(instance_id, ""))
             if judged != instance.announced:
                 is_news = instance.announced is not None or judged.level is not Level.WELL
                 instance.announced = judged
@@ -314,57 +319,9 @@ class FaultJudge:
             held_back,
         )
 
-    # -- the fleet is protected from its judge ----------------------------------------------------
-
-    def _held_back(self, now: float) -> Mapping[str, str]:
-        """Why nothing is done about an instance, by its id."""
-        sick = [i for i in self._instances.values() if i.is_ejectable]
-        num_all = len(self._instances)
-        is_many = len(sick) > self.policy.panic_share * num_all
-        if num_all >= self.policy.min_for_panic and is_many:
-            return {i.seen.instance_id: PANIC for i in sick}
-        held: dict[str, str] = {}
-        for key in sorted({(i.seen.group_id, i.seen.role) for i in sick} | self._ejected.keys()):
-            held |= dict.fromkeys(self._over_cap(key, now), CAP)
-        return held
-
-    def _over_cap(self, key: tuple[str, str], now: float) -> Iterable[str]:
-        """Ids of the sick ones beyond what this group and role can do without. Who is out already stays out."""
-        peers = self._peers(*key)
-        sick = {i.seen.instance_id: i for i in peers if i.is_ejectable}
-        out = {
-            instance_id: at
-            for instance_id, at in self._ejected.get(key, {}).items()
-            if instance_id in sick or now - at < self.policy.settle_s
-        }
-        num_peers = len({i.seen.instance_id for i in peers} | out.keys())
-        may_be_out = max(1, int(self.policy.max_ejected_share * num_peers))
-        order = sorted(sick.values(), key=lambda i: (not i.has_proof, i.since, i.seen.instance_id))
-        over = []
-        for instance in order:
-            instance_id = instance.seen.instance_id
-            is_last = num_peers == 1 and not instance.has_proof
-            if instance_id not in out and (len(out) >= may_be_out or is_last):
-                over.append(instance_id)
-                continue
-            if instance_id not in out or out[instance_id] < instance.since:
-                out[instance_id] = now
-                self._note_restart(instance, now)
-        self._ejected[key] = out
-        if not out:
-            del self._ejected[key]
-        return over
-
     def _note_restart(self, instance: _Instance, now: float) -> None:
         if instance.level is Level.PROCESS:
             self._past(instance.seen.instance_id, now).restarts.append(now)
-
-    def _peers(self, group_id: str, role: str) -> list[_Instance]:
-        return [
-            i
-            for i in self._instances.values()
-            if i.seen.group_id == group_id and i.seen.role == role
-        ]
 
     def _past(self, instance_id: str, now: float) -> _Past:
         past = self._pasts.pop(instance_id, None) or _Past()

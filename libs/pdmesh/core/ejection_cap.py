@@ -1,0 +1,102 @@
+"""Protects the fleet from its judge: who of those that are judged sick is really ejected (S34).
+
+Of one group and role only a share is ejected at a time, and the last one by a proof alone. If much of the fleet looks sick the fault
+is in our eyes, and nothing is done at all (panic).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+CAP: Final = "cap"
+PANIC: Final = "panic"
+
+
+@dataclass(frozen=True, slots=True)
+class EjectionLimits:
+    """Shares of the instances of one group and role (cap) or of the fleet (panic)."""
+
+    max_ejected_share: float = 0.34
+    panic_share: float = 0.5
+    min_for_panic: int = 4
+    settle_s: float = 60.0  # one that was ejected counts against the cap for so long at least
+
+
+class Patient(Protocol):
+    """An instance as it is judged, `since` when."""
+
+    @property
+    def instance_id(self) -> str: ...
+    @property
+    def peers(self) -> tuple[str, str]:
+        """Group and role."""
+        ...
+
+    @property
+    def is_ejectable(self) -> bool: ...
+    @property
+    def has_proof(self) -> bool: ...
+    @property
+    def since(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """Why nothing is done about an instance, and whose ejection begins now."""
+
+    held_back: Mapping[str, str]
+    ejected: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class EjectionCap:
+    limits: EjectionLimits
+    _out: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)  # since when
+
+    def rule(self, patients: Collection[Patient], now: float) -> Ruling:
+        """Of the whole fleet, each time it was judged. Who is out already stays out."""
+        sick = [each for each in patients if each.is_ejectable]
+        is_many = len(sick) > self.limits.panic_share * len(patients)
+        if len(patients) >= self.limits.min_for_panic and is_many:
+            return Ruling({each.instance_id: PANIC for each in sick})
+        held: dict[str, str] = {}
+        ejected: list[str] = []
+        for key in sorted({each.peers for each in sick} | self._out.keys()):
+            over, new = self._over_cap(key, [p for p in patients if p.peers == key], now)
+            held |= dict.fromkeys(over, CAP)
+            ejected += new
+        return Ruling(held, tuple(ejected))
+
+    def out(self, peers: tuple[str, str]) -> Collection[str]:
+        return self._out.get(peers, {}).keys()
+
+    def _over_cap(
+        self, key: tuple[str, str], peers: Collection[Patient], now: float
+    ) -> tuple[list[str], list[str]]:
+        """Ids of the sick ones beyond what this group and role can do without, and of those that are ejected now."""
+        sick = {each.instance_id: each for each in peers if each.is_ejectable}
+        out = {
+            instance_id: at
+            for instance_id, at in self._out.get(key, {}).items()
+            if instance_id in sick or now - at < self.limits.settle_s
+        }
+        num_peers = len({each.instance_id for each in peers} | out.keys())
+        may_be_out = max(1, int(self.limits.max_ejected_share * num_peers))
+        over, ejected = [], []
+        for each in _worst_first(sick.values()):
+            is_last = num_peers == 1 and not each.has_proof
+            if each.instance_id not in out and (len(out) >= may_be_out or is_last):
+                over.append(each.instance_id)
+            elif each.instance_id not in out or out[each.instance_id] < each.since:
+                out[each.instance_id] = now
+                ejected.append(each.instance_id)
+        self._out[key] = out
+        if not out:
+            del self._out[key]
+        return over, ejected
+
+
+def _worst_first(sick: Iterable[Patient]) -> list[Patient]:
+    return sorted(sick, key=lambda each: (not each.has_proof, each.since, each.instance_id))
