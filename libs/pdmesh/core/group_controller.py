@@ -14,7 +14,6 @@ a stage has lasted, how often a group failed) and which steps were told. The rul
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -22,8 +21,9 @@ from typing import Final
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_clock import StageClock
 from pdmesh.core.group_facts import Observed, Seen, WantedGroup
+from pdmesh.core.group_joining import advance, lacking, sorted_out
 from pdmesh.core.group_leaving import GroupRecord, abandon, erase, let_go, let_others_go
-from pdmesh.core.group_round import Member, Round, unverified_pairs
+from pdmesh.core.group_round import Member, Round
 from pdmesh.core.group_steps import Step, StepTeller
 from pdmesh.core.instance_events import Assignment, Duty, Phase, Stage
 
@@ -182,21 +182,21 @@ class GroupController:
             detail = let_go(turn, record, turn.members(group_id), may_empty_group=True)
             return GroupReport(group_id, GroupState.LEAVING, detail)
         record = self._record(group_id)
-        keep, others = self._sorted_out(turn, group)
+        keep, others = sorted_out(turn, group)
         has_served = any(m.is_ready for m in keep)
         if now < record.cools_until:
             abandon(turn, record, keep)
             return GroupReport(group_id, GroupState.FAILED, record.failure)
-        lacking = _lacking(group, keep)
-        num_lacking = sum(lacking.values())
-        num_short = self._recruit(turn, group, lacking, has_served=has_served) if num_lacking else 0
+        missing = lacking(group, keep)
+        num_lacking = sum(missing.values())
+        num_short = self._recruit(turn, group, missing, has_served=has_served) if num_lacking else 0
         short = _short_line(num_short, group) if num_short else ""
-        keep, _ = self._sorted_out(turn, group)
+        keep, _ = sorted_out(turn, group)
         if short and not has_served and self._waits_too_long(record, keep, now):
             self._fail(turn, group_id, f"set-up: {short}", now, is_final=True)
             abandon(turn, record, keep)
             return GroupReport(group_id, GroupState.FAILED, record.failure)
-        self._advance(turn, group, keep, has_served=has_served)
+        advance(turn, group, keep, has_served=has_served)
         is_whole = not num_lacking and all(m.is_ready for m in keep)
         detail = ""
         if is_whole or short or not has_served:
@@ -206,25 +206,6 @@ class GroupController:
             busy = [m for m in others if m.is_ready]
             detail = let_others_go(turn, group, self._records, busy, num_short)
         return self._report(record, group, has_served, is_whole and not others, detail or short)
-
-    def _sorted_out(self, turn: Round, group: WantedGroup) -> tuple[list[Member], list[Member]]:
-        """Those to keep, and those that are too many, of another revision, or drained by the operator."""
-        keep: list[Member] = []
-        others: list[Member] = []
-        room = dict(group.counts)
-        members = [m for m in turn.members(group.group_id) if m.stage <= Stage.SERVE]
-        # The last to go are those that are furthest; among those that serve, the busiest.
-        members.sort(
-            key=lambda m: (-m.stage, not m.is_ready, -m.seen.num_slots_used, m.instance_id)
-        )
-        for member in members:
-            is_held = member.instance_id in turn.observed.drained
-            if is_held or member.revision != group.revision or not room.get(member.role):
-                others.append(member)
-            else:
-                room[member.role] -= 1
-                keep.append(member)
-        return keep, others
 
     # --- those that leave ------------------------------------------------------------------------
 
@@ -261,18 +242,17 @@ class GroupController:
     # --- those that come -------------------------------------------------------------------------
 
     def _recruit(
-        self, turn: Round, group: WantedGroup, lacking: dict[Role, int], *, has_served: bool
+        self, turn: Round, group: WantedGroup, missing: dict[Role, int], *, has_served: bool
     ) -> int:
         """Give blank instances a role; how many are still missing. A new group takes all it needs, or none."""
         candidates = [
             seen for seen in turn.blanks() if not group.region or seen.region == group.region
         ]
-        num_lacking = sum(lacking.values())
-        short = max(0, num_lacking - len(candidates))
+        short = max(0, sum(missing.values()) - len(candidates))
         if short and not has_served:
             return short
         racks = [m.seen.rack for m in turn.members(group.group_id)]
-        for role, num in lacking.items():
+        for role, num in missing.items():
             for _ in range(num):
                 if not candidates:
                     break
@@ -291,30 +271,6 @@ class GroupController:
                 given = turn.plan[seen.instance_id]
                 self._steps.tell("assigned", given, seen.instance_id, replaces=replaces)
         return short
-
-    def _advance(
-        self, turn: Round, group: WantedGroup, keep: list[Member], *, has_served: bool
-    ) -> None:
-        """Move each on by one stage if what it waits for has come."""
-        is_gathered = len(keep) == group.size
-        is_loaded = is_gathered and all(m.is_loaded for m in keep)
-        pairs = unverified_pairs(keep)
-        is_connected = is_loaded and not pairs and all(_is_connected(m) for m in keep)
-        decodes = [m for m in keep if m.role is Role.DECODE and m.stage is Stage.SERVE]
-        for member in keep:
-            is_met = not any(member in pair for pair in pairs)
-            match member.stage:
-                case Stage.LOAD if member.is_loaded and (has_served or is_loaded):
-                    turn.set_stage(member, Stage.CONNECT)
-                case Stage.CONNECT if not _is_connected(member) or not is_met:
-                    continue
-                case Stage.CONNECT if not (has_served or is_connected):
-                    continue
-                case Stage.CONNECT if member.role is Role.PREFILL:
-                    if decodes and all(m.is_ready for m in decodes):  # entrances last (S19)
-                        turn.set_stage(member, Stage.SERVE)
-                case Stage.CONNECT:
-                    turn.set_stage(member, Stage.SERVE)
 
     # --- failures and reports --------------------------------------------------------------------
 
@@ -376,17 +332,6 @@ class GroupController:
             own = replace(assignment, epoch=turn.observed.epoch)
             if own != turn.observed.given.get(instance_id):
                 yield Give(instance_id, own)
-
-
-def _lacking(group: WantedGroup, keep: list[Member]) -> dict[Role, int]:
-    """Instances that are missing, by role; first of a role that has none left, without which the others serve nobody."""
-    have = Counter(m.role for m in keep)
-    roles = sorted(group.counts, key=lambda role: have[role] > 0)
-    return {role: group.counts[role] - have[role] for role in roles}
-
-
-def _is_connected(member: Member) -> bool:
-    return member.seen.phase in (Phase.CONNECTED, Phase.READY)
 
 
 def _short_line(short: int, group: WantedGroup) -> str:
