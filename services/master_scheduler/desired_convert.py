@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from pdmesh.core.adjustments import Adjustment, Adjustments
+from pdmesh.core.fleet import Role
+from pdmesh.core.moves import Move, MoveKind, Plan, Trigger
+from pdmesh.core.plan_runner import Outstanding
 from pdmesh.v1 import admin_service_pb2 as pb
 
 
@@ -22,11 +25,15 @@ def adjustments_from(message: pb.Adjustments) -> dict[str, Adjustment]:
 
 
 def adjustments_to(
-    adjustments: Adjustments, fired: Mapping[str, float], epoch: int
+    adjustments: Adjustments,
+    fired: Mapping[str, float],
+    pending: Iterable[Outstanding],
+    epoch: int,
 ) -> pb.Adjustments:
     return pb.Adjustments(
         epoch=epoch,
         fired=dict(fired),
+        pending=map(_pending_to, pending),
         groups=[
             pb.GroupAdjustment(
                 group_id=group_id,
@@ -40,3 +47,41 @@ def adjustments_to(
             for group_id, each in sorted(adjustments.items())
         ],
     )
+
+
+def pending_from(message: pb.Adjustments) -> list[Outstanding]:
+    """Plans of schedules alone. One with a move that this release does not know is left out."""
+    plans: list[Outstanding] = []
+    for each in message.pending:
+        try:
+            moves = tuple(map(_move_from, each.moves))
+        except ValueError:
+            continue
+        plan = Plan(each.scenario, Trigger.SCHEDULE, moves, each.reason, asked_at=each.asked_at)
+        plans.append(Outstanding(plan, each.is_moving and bool(moves)))
+    return plans
+
+
+def _pending_to(left: Outstanding) -> pb.PendingPlan:
+    plan = left.plan
+    return pb.PendingPlan(
+        scenario=plan.scenario,
+        reason=plan.reason,
+        asked_at=plan.asked_at,
+        is_moving=left.is_moving,
+        moves=[
+            pb.PendingMove(
+                group_id=move.group_id,
+                kind=move.kind.value,
+                role=move.role.value if move.role else "",
+                to_group=move.to_group or "",
+                reason=move.reason,
+            )
+            for move in plan.moves
+        ],
+    )
+
+
+def _move_from(each: pb.PendingMove) -> Move:
+    role = Role(each.role) if each.role else None
+    return Move(each.group_id, MoveKind(each.kind), role, each.to_group or None, each.reason)

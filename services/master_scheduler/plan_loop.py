@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 import structlog
@@ -18,14 +19,16 @@ from pdmesh.core.cron import Cron
 from pdmesh.core.desired import Desired, Scenario, ScheduleLine
 from pdmesh.core.fleet import Fleet, Role
 from pdmesh.core.group_controller import GroupState
-from pdmesh.core.moves import Groups, GroupShape, Move, MoveKind, serving
+from pdmesh.core.moves import Groups, GroupShape, Move, MoveKind, Trigger, serving
 from pdmesh.core.plan_runner import (
     Event,
     GroupsSeen,
     MoveEnded,
     MoveMade,
+    MoveNotBegun,
     PlanAsked,
     PlanEnded,
+    PlanResumed,
     PlanRunner,
     StartMove,
 )
@@ -35,12 +38,13 @@ from pdmesh.core.scenario_windows import ScenarioWindows
 from pdmesh.core.schedule import Entry, Schedule, What
 from pdmesh.errors import NotLeader, Unavailable, VersionConflict
 from pdmesh.net.desired_store import DesiredStore
-from services.master_scheduler.desired_convert import adjustments_to
+from services.master_scheduler.desired_convert import adjustments_to, pending_from
 from services.master_scheduler.group_loop import GroupLoop
 
 log = structlog.get_logger(__name__)
 
 _TICK_S: Final = 1.0
+RESUME_WITHIN_S: Final = 3600.0  # of when a schedule asked: groups lent later are missed too soon
 WINDOW_S: Final = 30.0  # of requests, by which a ratio is steered
 
 
@@ -85,7 +89,8 @@ class PlanLoop:
         if self._groups.observed.epoch != epoch:
             return  # it has not looked yet
         desired, known = current
-        if epoch != self._epoch:  # plans of an earlier leadership are asked for again, or not
+        is_new = epoch != self._epoch
+        if is_new:  # plans of ratios are gone: what they rest on is measured anew
             self._epoch, self._runner = epoch, PlanRunner()
             self._ratio, self._loads = RatioController(), RoleLoads()
             self._closed_at = self._clock()
@@ -93,14 +98,22 @@ class PlanLoop:
         self._loads.sample(list(self._fleet.instances.values()), self._clock())
         loads = self._loads
         states = adjustments.group_shapes(desired, known, lambda g, role: loads.busy([g], role))
+        if is_new:
+            self._resume(states)
         self._ask(desired, states)
         self._steer(desired, states)
         self._notice_ends(known, desired)
         num_blank = self._groups.num_blank
-        for start in self._feed(GroupsSeen(states, num_blank)):
-            known = await self._make(start, desired, known)
-        if self._schedule.fired != self._groups.fired:
-            await self._write(known)
+        await self._make(self._feed(GroupsSeen(states, num_blank)), desired, known)
+
+    def _resume(self, states: Groups) -> None:
+        """Schedules fire once: what an earlier leader did not get done of their plans is done now, unless it is too late."""
+        for left in pending_from(self._groups.adjustments):
+            plan, age_s = left.plan, self._wall() - left.plan.asked_at
+            if age_s > RESUME_WITHIN_S:
+                plan = replace(plan, moves=plan.moves[: left.is_moving])
+            log.info("plan.resumed", scenario=plan.scenario, num_moves=len(plan.moves), age_s=age_s)
+            self._feed(PlanResumed(replace(left, plan=plan), states))
 
     def _ask(self, desired: Desired, states: Groups) -> None:
         entries = [_entry(i, line) for i, line in enumerate(desired.schedules)]
@@ -186,29 +199,32 @@ class PlanLoop:
         return report.state if is_seen and report is not None else None
 
     async def _make(
-        self, start: StartMove, desired: Desired, known: adjustments.Adjustments
-    ) -> adjustments.Adjustments:
-        """Begin the move; the adjustments from then on."""
-        move, scenario = start.move, start.plan.scenario
+        self, starts: Sequence[StartMove], desired: Desired, known: adjustments.Adjustments
+    ) -> None:
+        """Begin the moves, with one write: what was not written is tried again at the next look."""
+        begun: list[StartMove] = []
+        for start in starts:
+            try:
+                known = adjustments.after(start.move, desired, known)
+                begun.append(start)
+            except CannotMove as exc:
+                self._feed(MoveEnded(start.plan.scenario, is_done=False, detail=str(exc)))
         try:
-            changed = adjustments.after(move, desired, known)
-            await self._write(changed)
-        except CannotMove as exc:
-            self._feed(MoveEnded(scenario, is_done=False, detail=str(exc)))
-            return known
-        except (Unavailable, NotLeader, VersionConflict) as exc:
-            self._feed(MoveEnded(scenario, is_done=False, detail=exc.message))
+            await self._write(known)
+        except (Unavailable, NotLeader, VersionConflict):
+            for start in begun:
+                self._feed(MoveNotBegun(start.plan.scenario))
             raise
-        role = move.role.value if move.role else ""
-        log.info(
-            "plan.move",
-            scenario=scenario,
-            group_id=move.group_id,
-            kind=move.kind.value,
-            role=role,
-            reason=move.reason,
-        )
-        return changed
+        for start in begun:
+            move = start.move
+            log.info(
+                "plan.move",
+                scenario=start.plan.scenario,
+                group_id=move.group_id,
+                kind=move.kind.value,
+                role=move.role.value if move.role else "",
+                reason=move.reason,
+            )
 
     def _feed(self, event: Event) -> list[StartMove]:
         """The moves to begin. How a plan ended is for the log."""
@@ -235,7 +251,14 @@ class PlanLoop:
         return starts
 
     async def _write(self, known: adjustments.Adjustments) -> None:
-        message = adjustments_to(known, self._schedule.fired, self._epoch)
+        """With what fired and what is left of it, so that a successor neither repeats nor forgets anything."""
+        left = self._runner.outstanding()
+        pending = [each for each in left if each.plan.trigger is Trigger.SCHEDULE]
+        stored = self._groups.adjustments
+        message = adjustments_to(known, self._schedule.fired, pending, stored.epoch)
+        if message == stored:
+            return
+        message.epoch = self._epoch
         await self._store.adjust(message)
         self._groups.take_adjustments(message)
 

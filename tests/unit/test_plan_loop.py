@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -15,7 +16,7 @@ from pdmesh.core.scenario_windows import ScenarioWindows
 from pdmesh.errors import Unavailable
 from pdmesh.v1.admin_service_pb2 import Adjustments
 from services.master_scheduler.desired_convert import adjustments_from
-from services.master_scheduler.plan_loop import PlanLoop
+from services.master_scheduler.plan_loop import RESUME_WITHIN_S, PlanLoop
 from tests.fakes.group_world import World
 
 NIGHT = datetime(2026, 11, 20, 22, 0, tzinfo=UTC).timestamp()
@@ -41,14 +42,26 @@ class Site:
         self.used = {Role.PREFILL: 1, Role.DECODE: 1}  # slots of each instance
         self.is_up = True
         self.windows = ScenarioWindows()
-        self.loop = PlanLoop(
+        self.loop = self.new_loop()
+
+    def new_loop(self) -> PlanLoop:
+        return PlanLoop(
             self.fleet, self, self, self.windows, lambda: (True, self.world.epoch), lambda: self.world.now, lambda: self.wall
         )  # fmt: skip
+
+    def elect(self) -> None:
+        """Another master leads: it knows what the registry knows."""
+        self.world.elect()
+        self.loop = self.new_loop()
 
     async def adjust(self, adjustments: Adjustments) -> None:
         if not self.is_up:
             raise Unavailable("the store is away")
         self.stored = adjustments
+
+    @property
+    def adjustments(self) -> Adjustments:
+        return self.stored
 
     def take_adjustments(self, adjustments: Adjustments) -> None:
         self.stored = adjustments
@@ -147,6 +160,80 @@ async def test_a_move_that_could_not_be_written_is_not_taken_for_made() -> None:
         await site.loop.round()
     assert not site.stored.groups
     assert not site.loop._runner.moving
+
+
+async def test_a_move_that_could_not_be_written_is_tried_again() -> None:
+    site = Site(DESIRED, num=8)
+    site.settle()
+    await site.loop.round()
+    site.wall, site.is_up = NIGHT + 1, False
+    for _ in range(3):
+        with pytest.raises(Unavailable):
+            await site.loop.round()
+    site.is_up = True
+    await site.loop.round()
+    assert [g.group_id for g in site.stored.groups] == ["b"]
+
+
+LEND_TWO = Desired(
+    groups={name: Group("chat", 2, 2) for name in "abc"},
+    schedules=(replace(DESIRED.schedules[0], num_groups=2),),
+)
+
+
+def lent(site: Site) -> list[str]:
+    return [g.group_id for g in site.stored.groups if g.pool]
+
+
+@pytest.mark.fault("F12")
+@pytest.mark.req("S11", "S21")
+async def test_a_new_leader_goes_on_with_what_a_schedule_asked_of_the_old_one() -> None:
+    """It fired once and will not again: what was left of its plan stands beside what it fired for."""
+    site = Site(LEND_TWO, num=12)
+    site.settle()
+    await site.loop.round()
+    site.wall = NIGHT + 1
+    await site.loop.round()
+    assert lent(site) == ["c"]
+    site.elect()
+    await site.loop.round()
+    assert lent(site) == ["c"], "one move at a time, whoever leads"
+    site.settle()
+    await site.loop.round()
+    assert lent(site) == ["b", "c"]
+    site.elect()
+    site.settle()
+    await site.loop.round()
+    assert lent(site) == ["b", "c"]
+    assert not site.stored.pending, "it is done"
+    site.elect()
+    await site.loop.round()
+    assert lent(site) == ["b", "c"]
+
+
+async def test_a_plan_that_nobody_led_for_hours_ends_with_the_move_under_way() -> None:
+    site = Site(LEND_TWO, num=12)
+    site.settle()
+    await site.loop.round()
+    site.wall = NIGHT + 1
+    await site.loop.round()
+    site.elect()
+    site.wall += RESUME_WITHIN_S + 1
+    site.settle()
+    await site.loop.round()
+    assert (lent(site), list(site.stored.pending)) == (["c"], [])
+
+
+async def test_a_plan_of_a_later_release_is_left_out() -> None:
+    site = Site(LEND_TWO, num=12)
+    site.settle()
+    await site.loop.round()
+    site.stored.pending.add(scenario="chat", is_moving=True).moves.add(
+        group_id="c", kind="teleport"
+    )
+    site.elect()
+    await site.loop.round()
+    assert (lent(site), list(site.stored.pending)) == ([], [])
 
 
 async def test_without_a_desired_state_nothing_is_planned() -> None:

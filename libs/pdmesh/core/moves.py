@@ -55,13 +55,17 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Moves to make one after the other. `is_forced`: an operator takes the blame for what `refusal` would say."""
+    """Moves to make one after the other. `is_forced`: an operator takes the blame for what `refusal` would say.
+
+    `asked_at` is in unix seconds, for plans by the clock.
+    """
 
     scenario: str
     trigger: Trigger
     moves: tuple[Move, ...]
     reason: str
     is_forced: bool = False
+    asked_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pdmesh.core.moves import Groups, Move, MoveKind, Plan, applied, refusal
@@ -26,6 +26,29 @@ class Outcome(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class PlanAsked:
     plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Outstanding:
+    """What is left of a plan. `is_moving`: its first move is under way."""
+
+    plan: Plan
+    is_moving: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResumed:
+    """An earlier leader left it; `groups` as they are now."""
+
+    left: Outstanding
+    groups: Groups
+
+
+@dataclass(frozen=True, slots=True)
+class MoveNotBegun:
+    """What begins the move could not be written: its turn comes again."""
+
+    scenario: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +93,7 @@ class PlanEnded:
     detail: str = ""
 
 
-Event = PlanAsked | MoveEnded | GroupsSeen
+Event = PlanAsked | PlanResumed | MoveNotBegun | MoveEnded | GroupsSeen
 Effect = StartMove | MoveMade | PlanEnded
 
 
@@ -103,6 +126,16 @@ class PlanRunner:
             if running.started_at is not None
         }
 
+    def outstanding(self) -> list[Outstanding]:
+        """What a successor has to go on with: of each scenario the plan under way, then those that wait."""
+        left: list[Outstanding] = []
+        for scenario in sorted(self._running.keys() | self._waiting.keys()):
+            if (running := self._running.get(scenario)) is not None:
+                rest = replace(running.plan, moves=running.plan.moves[running.num_done :])
+                left.append(Outstanding(rest, running.started_at is not None))
+            left += [Outstanding(plan, False) for plan in self._waiting.get(scenario, ())]
+        return left
+
     def expected(self, groups: Groups) -> Groups:
         """The groups once everything that was asked for is made: what a new plan should start from."""
         plans = [r.plan.moves[r.num_done :] for _, r in sorted(self._running.items())]
@@ -117,6 +150,10 @@ class PlanRunner:
         match event:
             case PlanAsked():
                 return self._on_asked(event.plan)
+            case PlanResumed(left, groups):
+                return self._on_resumed(left, groups, now)
+            case MoveNotBegun(scenario):
+                return self._on_not_begun(scenario)
             case MoveEnded():
                 return self._on_ended(event, now)
             case GroupsSeen():
@@ -137,6 +174,19 @@ class PlanRunner:
         if len(waiting) >= MAX_PLANS:
             return [PlanEnded(plan, Outcome.REFUSED, 0, f"{MAX_PLANS} plans wait already")]
         waiting.append(plan)
+        return []
+
+    def _on_resumed(self, left: Outstanding, groups: Groups, now: float) -> list[Effect]:
+        plan = left.plan
+        if not left.is_moving or plan.scenario in self._running:
+            return self._on_asked(plan)
+        touched = frozenset({plan.scenario, *_scenarios(plan.moves[0], groups)})
+        self._running[plan.scenario] = _Running(plan, 0, now, touched)
+        return []
+
+    def _on_not_begun(self, scenario: str) -> list[Effect]:
+        if (running := self._running.get(scenario)) is not None:
+            running.started_at = None
         return []
 
     def _on_ended(self, event: MoveEnded, now: float) -> list[Effect]:

@@ -26,9 +26,7 @@ from pdmesh.core.moves import (
 )
 
 MAX_ENTRIES: Final = 1000
-_MAX_AHEAD_S: Final = (
-    86_400.0  # of the next time: a clock that is set back by less does not make an entry fire twice
-)
+_MAX_AHEAD_S: Final = 86_400.0  # of the next time; a clock set back by less fires nothing twice
 _LEAD_MARGIN: Final = 1.5  # times the slowest of the last set-ups
 
 
@@ -142,7 +140,8 @@ class Schedule:
         taken.update(move.group_id for move in moves)
         if not moves:
             return Due(entry, at, late_s, None, f"no group to {entry.what.value}")
-        return Due(entry, at, late_s, Plan(entry.scenario, Trigger.SCHEDULE, moves, reason), reason)
+        plan = Plan(entry.scenario, Trigger.SCHEDULE, moves, reason, asked_at=now)
+        return Due(entry, at, late_s, plan, reason)
 
 
 def _moves(entry: Entry, groups: Groups, taken: Iterable[str], reason: str) -> list[Move]:

@@ -99,9 +99,7 @@ def fetch(artefact: Artefact, cache_dir: Path) -> Artefact:
                     to = Path(making) / _FILES / entry.path
                     to.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(artefact.folder / entry.path, to)
-                    _write_through(
-                        to
-                    )  # the folder's name says that it is whole, also after a power cut
+                    _write_through(to)
                 with contextlib.suppress(OSError):  # another process was first
                     (Path(making) / _FILES).rename(target)
         except OSError as exc:
@@ -152,6 +150,7 @@ def _is_whole(artefact: Artefact) -> bool:
 
 
 def _write_through(path: Path) -> None:
+    """Before the name of its folder says that it is whole, also after a power cut."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

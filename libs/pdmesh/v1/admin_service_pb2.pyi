@@ -110,6 +110,7 @@ class Adjustments(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     FIRED_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """of the leader that wrote it"""
     @_builtins.property
@@ -118,20 +119,97 @@ class Adjustments(_message.Message):
     def fired(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """for which time each schedule fired last, in unix seconds"""
 
+    @_builtins.property
+    def pending(self) -> _containers.RepeatedCompositeFieldContainer[Global___PendingPlan]:
+        """of schedules that fired: the next leader goes on with them"""
+
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         groups: _abc.Iterable[Global___GroupAdjustment] | None = ...,
         fired: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        pending: _abc.Iterable[Global___PendingPlan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fired", b"fired", "groups", b"groups"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "fired", b"fired", "groups", b"groups", "pending", b"pending"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Adjustments: _TypeAlias = Adjustments  # noqa: Y015
+
+@_typing.final
+class PendingPlan(_message.Message):
+    """What is left of a plan. Kept in the registry, written by the leading master."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCENARIO_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    ASKED_AT_FIELD_NUMBER: _builtins.int
+    IS_MOVING_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    scenario: _builtins.str
+    reason: _builtins.str
+    asked_at: _builtins.float
+    """unix seconds"""
+    is_moving: _builtins.bool
+    """the first of its moves was begun"""
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___PendingMove]: ...
+    def __init__(
+        self,
+        *,
+        scenario: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        asked_at: _builtins.float = ...,
+        is_moving: _builtins.bool = ...,
+        moves: _abc.Iterable[Global___PendingMove] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_at", b"asked_at", "is_moving", b"is_moving", "moves", b"moves", "reason", b"reason", "scenario", b"scenario"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PendingPlan: _TypeAlias = PendingPlan  # noqa: Y015
+
+@_typing.final
+class PendingMove(_message.Message):
+    """A move that is to be made or under way. Kept in the registry, written by the leading master."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    TO_GROUP_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    kind: _builtins.str
+    """lend, reclaim and so on"""
+    role: _builtins.str
+    """empty: of the whole group"""
+    to_group: _builtins.str
+    """where the instance goes, or who borrows the group"""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        role: _builtins.str = ...,
+        to_group: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "kind", b"kind", "reason", b"reason", "role", b"role", "to_group", b"to_group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PendingMove: _TypeAlias = PendingMove  # noqa: Y015
 
 @_typing.final
 class GroupAdjustment(_message.Message):
