@@ -31,13 +31,13 @@ Invoke = Callable[["AdminServiceAsyncStub", Metadata, float], Awaitable[T]]
 async def call_leader(
     bus: NatsBus, token: str, invoke: Invoke[T], *, within_s: float = _CALL_S
 ) -> T:
-    """Ask the masters in turn until the leader answers. Raises the leader's refusal; Unavailable if none leads in time."""
+    """Ask whoever leads until he answers, and nobody else: the token is for no other eyes. Raises his refusal; Unavailable if none leads in time."""
     deadline = asyncio.get_running_loop().time() + within_s
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    why: MeshError = Unavailable("no master is registered")
+    why: MeshError = Unavailable("no master says that it leads")
     while asyncio.get_running_loop().time() < deadline:
-        for address in await _masters(bus):
-            async with rpc.channel(address) as channel:
+        if leader := await _leader(bus):
+            async with rpc.channel(leader) as channel:
                 try:
                     return await invoke(AdminServiceStub(channel), metadata, _CALL_S)
                 except grpc.aio.AioRpcError as exc:
@@ -48,11 +48,15 @@ async def call_leader(
     raise Unavailable(f"no leading master answers: {why.message}")
 
 
-async def _masters(bus: NatsBus) -> list[str]:
-    """Addresses, the leader's first."""
+async def _leader(bus: NatsBus) -> str:
+    """The address of the leading master by its record; of two that say so, of the later epoch. Empty: none does."""
     view = await NatsRegistry(bus, _LEASE_S).watch()
     try:
-        records = [r for r in view.records.values() if r.service == _MASTER and r.grpc_address]
+        leaders = [
+            r
+            for r in view.records.values()
+            if r.service == _MASTER and r.is_leader and r.grpc_address
+        ]
     finally:
         await view.close()
-    return [r.grpc_address for r in sorted(records, key=lambda r: not r.is_leader)]
+    return max(leaders, key=lambda r: r.epoch).grpc_address if leaders else ""
