@@ -14,8 +14,7 @@ from pdmesh.core.group_controller import GroupReport
 from pdmesh.core.group_facts import Observed, WantedGroup
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest, NotLeader, Unavailable
-from pdmesh.instance.assignment import TO_PROTO
-from pdmesh.net.board import Board
+from pdmesh.instance.assignment import ROLES, TO_PROTO
 from pdmesh.net.desired_store import DesiredStore
 from pdmesh.net.registry import RegistryView
 from pdmesh.v1 import admin_service_pb2 as pb
@@ -23,6 +22,7 @@ from pdmesh.v1.common_pb2 import INSTANCE_PHASE_BLANK, InstancePhase
 from pdmesh.v1.groups_pb2 import Stage
 from services.master_scheduler.admin_access import AdminAccess
 from services.master_scheduler.group_loop import GroupLoop
+from services.master_scheduler.holds import Holds
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +38,7 @@ class AdminServicer:
         access: AdminAccess,
         loop: GroupLoop,
         store: DesiredStore,
-        holds: Board[pb.Hold],
+        holds: Holds,
         view: RegistryView,
         leadership: Callable[[], tuple[bool, int]],
     ) -> None:
@@ -69,7 +69,9 @@ class AdminServicer:
     ) -> pb.ApplyDesiredResponse:
         self._enter(context)
         expected = request.expected_version if request.HasField("expected_version") else None
-        version, changes = await self._apply(request.text, expected, request.author, request.reason)
+        version, changes = await self._apply(
+            request.text, expected, request.author, request.reason, allow_empty=request.allow_empty
+        )
         return pb.ApplyDesiredResponse(version=version, changes=changes)
 
     async def RollbackDesired(  # noqa: N802
@@ -82,7 +84,9 @@ class AdminServicer:
         if current is None or old is None:
             raise InvalidRequest(f"there is no version {number} to go back to", field="version")
         reason = request.reason or f"back to version {number}"
-        version, changes = await self._apply(old.text, current.version, request.author, reason)
+        version, changes = await self._apply(
+            old.text, current.version, request.author, reason, allow_empty=request.allow_empty
+        )
         return pb.RollbackDesiredResponse(version=version, restored_version=number, changes=changes)
 
     async def ListGroupStates(  # noqa: N802
@@ -93,8 +97,9 @@ class AdminServicer:
         response = pb.ListGroupStatesResponse(
             epoch=epoch,
             version=desired.version if desired else 0,
-            holds=self._loop.holds,
+            holds=self._holds.known,
             adjustments=self._loop.adjustments.groups,
+            paused=self._loop.paused,
         )
         if observed is not None and observed.epoch == epoch:
             reports = self._loop.controller.reports
@@ -109,28 +114,21 @@ class AdminServicer:
     async def HoldInstance(  # noqa: N802
         self, request: pb.HoldInstanceRequest, context: Context
     ) -> pb.HoldInstanceResponse:
-        self._enter(context)
+        epoch = self._enter(context)
         _check_kind(request.kind)
-        if request.instance_id not in self._view.records:
-            raise InvalidRequest(f"there is no {request.instance_id}", field="instance_id")
+        self._check_can_be_held(request.instance_id, request.kind)
         reason = _words(request.reason, "reason") or "asked for by an operator"
         hold = pb.Hold(instance_id=request.instance_id, kind=request.kind, reason=reason)
-        hold.since.GetCurrentTime()
-        await self._holds.write(request.instance_id, hold)
+        await self._holds.hold(hold, epoch)
         log.info("admin.held", instance_id=request.instance_id, kind=request.kind, reason=reason)
         return pb.HoldInstanceResponse(hold=hold)
 
     async def ReleaseInstance(  # noqa: N802
         self, request: pb.ReleaseInstanceRequest, context: Context
     ) -> pb.ReleaseInstanceResponse:
-        self._enter(context)
+        epoch = self._enter(context)
         _check_kind(request.kind)
-        held = {hold.instance_id: hold for hold in self._loop.holds}
-        hold = held.get(request.instance_id)
-        if hold is None or hold.kind != request.kind:
-            what = "drained" if request.kind == pb.HOLD_KIND_DRAIN else "isolated"
-            raise InvalidRequest(f"{request.instance_id} is not {what}", field="instance_id")
-        await self._holds.forget(request.instance_id)
+        await self._holds.release(request.instance_id, request.kind, epoch)
         log.info("admin.released", instance_id=request.instance_id)
         return pb.ReleaseInstanceResponse()
 
@@ -145,8 +143,25 @@ class AdminServicer:
             raise NotLeader(f"this master does not lead{where}")
         return epoch
 
+    def _check_can_be_held(self, instance_id: str, kind: int) -> None:
+        """Raises InvalidRequest."""
+        is_assigned = self._loop.is_assigned(instance_id)  # also between two lives
+        record = self._view.records.get(instance_id)
+        if record is None and not is_assigned:
+            raise InvalidRequest(f"there is no {instance_id}", field="instance_id")
+        if record is None or is_assigned or kind != pb.HOLD_KIND_DRAIN:
+            return
+        current = self._loop.current
+        is_named = current is not None and record.group_id in current[0].groups
+        if ROLES.get(record.role, Role.NONE) is not Role.NONE and not is_named:
+            raise InvalidRequest(
+                f"{instance_id} has its role by its own settings and no desired group names it, so nobody would"
+                " drain it: stop it, or isolate it so that it gets no new requests",
+                field="instance_id",
+            )
+
     async def _apply(
-        self, text: str, expected: int | None, author: str, reason: str
+        self, text: str, expected: int | None, author: str, reason: str, *, allow_empty: bool
     ) -> tuple[int, list[pb.DesiredChange]]:
         after = read(text)
         author, reason = _words(author, "author"), _words(reason, "reason")
@@ -154,6 +169,13 @@ class AdminServicer:
         changes = _changes(current, after)
         if current is not None and current.text == text and expected in (None, current.version):
             return current.version, []
+        is_emptied = not after.groups and _has_groups(current or self._loop.desired)
+        if is_emptied and not allow_empty:
+            raise InvalidRequest(
+                "it has no groups, so every instance would be let go; say --allow-empty (allow_empty)"
+                " if that is meant",
+                field="groups",
+            )
         if not self._leadership()[0]:
             raise Unavailable("this master has just ceased to lead; nothing was changed")
         applied = await self._store.apply(
@@ -161,6 +183,16 @@ class AdminServicer:
         )
         log.info("admin.applied", version=applied.version, author=author, num_changes=len(changes))
         return applied.version, changes
+
+
+def _has_groups(current: pb.DesiredVersion | None) -> bool:
+    """One that cannot be read may have some."""
+    if current is None:
+        return False
+    try:
+        return bool(read(current.text).groups)
+    except InvalidRequest:
+        return True
 
 
 def _changes(current: pb.DesiredVersion | None, after: Desired) -> list[pb.DesiredChange]:

@@ -1,6 +1,7 @@
 """Runs the group controller while this master leads: registry in, assignments, holds and step events out.
 
 A round is decided from one look at the registry and written at once. A write that fails ends the round; the next one looks again.
+Nothing is decided from a look that may be old, or without a desired state that could be read: a wrong guess drains a fleet.
 """
 
 from __future__ import annotations
@@ -15,21 +16,18 @@ import structlog
 
 from pdmesh.core.adjustments import Adjustments, adjusted, num_lent
 from pdmesh.core.desired import Desired
-from pdmesh.core.fault_levels import RESPONSES, Level
-from pdmesh.core.fleet import Fleet, Instance, IsolationSeen
+from pdmesh.core.fleet import Fleet, IsolationSeen
 from pdmesh.core.group_controller import Effect, Forget, Give, GroupController
 from pdmesh.core.group_facts import Observed, Seen, Wanted, wanted_of
 from pdmesh.core.group_round import Round
 from pdmesh.core.group_steps import Step
 from pdmesh.core.instance_events import Assignment
-from pdmesh.desired_file import read
-from pdmesh.errors import InvalidRequest, NotLeader, Unavailable
+from pdmesh.errors import InvalidRequest, NotLeader, Unavailable, VersionConflict
 from pdmesh.events.v1.events_pb2 import GroupStep
 from pdmesh.instance.assignment import assignment_from
 from pdmesh.kv import wire
 from pdmesh.net import subjects
 from pdmesh.net.assignments import AssignmentBook, Assignments, StaleView
-from pdmesh.net.board import Board, BoardView
 from pdmesh.net.desired_store import DesiredStore, DesiredView
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.registry import RecordChanged, RegistryView
@@ -38,11 +36,12 @@ from pdmesh.v1.admin_service_pb2 import (
     HOLD_KIND_DRAIN,
     HOLD_KIND_ISOLATE,
     DesiredVersion,
-    Hold,
 )
 from pdmesh.v1.admin_service_pb2 import Adjustments as AdjustmentsMessage
 from services.master_scheduler.desired_convert import adjustments_from
+from services.master_scheduler.desired_reader import DesiredReader
 from services.master_scheduler.group_convert import assignment_to, seen_from
+from services.master_scheduler.holds import Holds
 
 log = structlog.get_logger(__name__)
 
@@ -60,46 +59,53 @@ class GroupLoop:
         view: RegistryView,
         assignments: Assignments,
         store: DesiredStore,
-        holds: Board[Hold],
+        holds: Holds,
         publisher: EventPublisher,
         leadership: Callable[[], tuple[bool, int]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet, self._view, self._assignments = fleet, view, assignments
-        self._store, self._board, self._publisher = store, holds, publisher
+        self._store, self._holds, self._publisher = store, holds, publisher
         self._leadership, self._clock = leadership, clock
         self.controller = GroupController()
         self.observed: Observed | None = None  # of the last round
+        self.paused = ""  # why the leader decides nothing now
         self._epoch = 0
         self._book: AssignmentBook | None = None
         self._desired: DesiredView | None = None
-        self._holds: BoardView[Hold] | None = None
-        self._read = _Read()
+        self._reader = DesiredReader()
         self._wake = asyncio.Event()
 
     async def run(self) -> None:
         """Until cancelled."""
-        self._view.on_change(self._on_record)
-        self._desired = self._store.watch(self._wake.set)
-        self._holds = self._board.watch(lambda _: self._on_holds(), lambda _: self._on_holds())
         self._observe_metrics()
         try:
-            self._book = await self._assignments.book()
-            self._book.on_change(self._wake.set)
-            await self._desired.until_loaded()
-            await self._holds.loaded.wait()
+            await self.open()
             while True:
                 await self._until_woken()
                 try:
-                    await self._maybe_round(self._book, self._desired, self._holds)
+                    await self.round()
                 except Exception:  # a bug here must not end the planning of requests
                     log.exception("groups.bug")
                     await asyncio.sleep(_TICK_S)
         finally:
+            await self.close()
+
+    async def open(self) -> None:
+        """Returns when all is known that a round looks at."""
+        self._view.on_change(self._on_record)
+        self._desired = self._store.watch(self._wake.set)
+        await self._holds.watch(self._on_holds)
+        self._book = await self._assignments.book()
+        self._book.on_change(self._wake.set)
+        await self._desired.until_loaded()
+
+    async def close(self) -> None:
+        if self._desired is not None:
             await self._desired.close()
-            await self._holds.close()
-            if self._book is not None:
-                await self._book.close()
+        await self._holds.close()
+        if self._book is not None:
+            await self._book.close()
 
     def wake(self) -> None:
         """The own leadership changed."""
@@ -111,10 +117,13 @@ class GroupLoop:
 
     @property
     def current(self) -> tuple[Desired, Adjustments] | None:
-        """What the operator asks for and what plans have made of it; None if nothing was ever applied."""
-        if self.desired is None or self._desired is None:
+        """What the operator asks for and what plans have made of it; None while this leader can act on nothing."""
+        if self.paused or self.desired is None or self._desired is None:
             return None
-        return self._read.desired(self.desired), adjustments_from(self._desired.adjustments)
+        desired = self._reader.read(self.desired)
+        if desired is None:
+            return None
+        return desired, adjustments_from(self._desired.adjustments)
 
     @property
     def adjustments(self) -> AdjustmentsMessage:
@@ -136,18 +145,17 @@ class GroupLoop:
         self._desired.adjustments = adjustments
         self._wake.set()
 
-    @property
-    def holds(self) -> Sequence[Hold]:
-        known = self._holds.known if self._holds is not None else {}
-        return [known[instance_id] for instance_id in sorted(known)]
+    def is_assigned(self, instance_id: str) -> bool:
+        """Whether the instance has an assignment, though it may be between two lives."""
+        return self._book is not None and instance_id in self._book.known
 
     def _on_record(self, change: RecordChanged) -> None:
         self._wake.set()
 
     def _on_holds(self) -> None:
         """Every master knows them, not the leader alone: it may plan the next moment."""
-        held = {h.instance_id for h in self.holds if h.kind == HOLD_KIND_ISOLATE}
-        self._fleet.handle(IsolationSeen(frozenset(held)), self._clock())
+        held = self._holds.held(HOLD_KIND_ISOLATE)
+        self._fleet.handle(IsolationSeen(held), self._clock())
         self._wake.set()
 
     async def _until_woken(self) -> None:
@@ -157,53 +165,84 @@ class GroupLoop:
                 await asyncio.sleep(_GAP_S)
         self._wake.clear()
 
-    async def _maybe_round(
-        self, book: AssignmentBook, desired: DesiredView, holds: BoardView[Hold]
-    ) -> None:
+    async def round(self) -> None:
+        """Look, decide and write, if this master leads and all that it looks at is current."""
         is_leader, epoch = self._leadership()
-        if not is_leader or not (self._view.is_connected and book.is_current):
+        if not is_leader:
+            self._pause("", "")
+            return
+        assert self._book is not None
+        assert self._desired is not None
+        if stale := self._stale(self._book, self._desired):
+            self._pause("stale", f"the view of {stale} is not current")
             return
         if epoch != self._epoch:  # times of an earlier leadership mean nothing now
             self._epoch, self.controller = epoch, GroupController()
-        version = desired.current
-        if version is None:
-            return
         try:
-            await self._hold_faulty(holds)
-            self.observed = self._look(epoch, version, desired.adjustments, book, holds)
-            effects = self.controller.handle(self.observed, self._clock())
-            await self._carry_out(effects, book, epoch)
-        except Unavailable as exc:
+            self._check_leadership(epoch)
+            await self._store.restore(self._desired)
+            await self._holds.restore(epoch)
+            if self._desired.current is None:
+                self._pause("", "")
+            else:
+                await self._act(self._desired.current, epoch)
+        except (Unavailable, NotLeader, VersionConflict) as exc:
             log.info("groups.unavailable", error=exc.message)
 
-    def _look(
-        self,
-        epoch: int,
-        version: DesiredVersion,
-        adjustments: AdjustmentsMessage,
-        book: AssignmentBook,
-        holds: BoardView[Hold],
-    ) -> Observed:
+    async def _act(self, version: DesiredVersion, epoch: int) -> None:
+        assert self._book is not None
+        desired = self._reader.read(version)
+        if desired is None:
+            self._pause("unreadable", self._reader.problem)
+            return
+        self._pause("", "")
+        await self._holds.hold_faulty(epoch)
+        self.observed = self._look(epoch, version, desired)
+        effects = self.controller.handle(self.observed, self._clock())
+        await self._carry_out(effects, self._book, epoch)
+
+    def _stale(self, book: AssignmentBook, desired: DesiredView) -> str:
+        """The first of the views that may be older than the registry; empty: none is."""
+        are_current = {
+            "instances": self._view.is_connected,
+            "assignments": book.is_current,
+            "desired state": desired.is_current,
+            "holds": self._holds.is_current,
+        }
+        return next(
+            (f"the {what}" for what, is_current in are_current.items() if not is_current), ""
+        )
+
+    def _pause(self, reason: str, why: str) -> None:
+        """Each skipped round is counted, each change of the reason logged."""
+        if reason:
+            _skipped.add(1, {names.ATTR_REASON: reason})
+        if why != self.paused:
+            log.warning("groups.paused" if why else "groups.resumed", why=why or self.paused)
+        self.paused = why
+
+    def _check_leadership(self, epoch: int) -> None:
+        if self._leadership() != (True, epoch):
+            raise NotLeader(f"this master leads no more in epoch {epoch}")
+
+    def _look(self, epoch: int, version: DesiredVersion, desired: Desired) -> Observed:
+        assert self._book is not None
+        assert self._desired is not None
         seen: dict[str, Seen] = {}
         for instance_id, record in self._view.records.items():
             instance = self._fleet.instances.get(instance_id)
             if each := seen_from(record, instance.used_slots() if instance else 0):
                 seen[instance_id] = each
         given: dict[str, Assignment] = {}
-        for instance_id, message in book.known.items():
+        for instance_id, message in self._book.known.items():
             try:
                 given[instance_id] = assignment_from(message)
             except InvalidRequest as exc:
                 log.warning("groups.bad_assignment", instance_id=instance_id, error=exc.message)
 
-        def held(kind: int) -> frozenset[str]:
-            return frozenset(i for i, hold in holds.known.items() if hold.kind == kind)
-
-        known = adjustments_from(adjustments)
-        wanted = wanted_now(self._read.desired(version), known)
-        return Observed(
-            epoch, version.version, wanted, seen, given, held(HOLD_KIND_DRAIN), held(HOLD_KIND_ISOLATE)
-        )  # fmt: skip
+        wanted = wanted_now(desired, adjustments_from(self._desired.adjustments))
+        drained, isolated = self._holds.held(HOLD_KIND_DRAIN), self._holds.held(HOLD_KIND_ISOLATE)
+        return Observed(epoch, version.version, wanted, seen, given, drained, isolated)
 
     async def _carry_out(self, effects: Sequence[Effect], book: AssignmentBook, epoch: int) -> None:
         """Steps are told of what was written, and of what was merely seen."""
@@ -212,9 +251,11 @@ class GroupLoop:
             for effect in effects:
                 match effect:
                     case Give(instance_id, assignment):
+                        self._check_leadership(epoch)
                         await book.write(assignment_to(instance_id, assignment))
                         unwritten.discard(instance_id)
                     case Forget(instance_id):
+                        self._check_leadership(epoch)
                         await book.forget(instance_id, epoch)
                         unwritten.discard(instance_id)
         except (NotLeader, StaleView) as exc:
@@ -250,22 +291,6 @@ class GroupLoop:
             ),
         )
 
-    async def _hold_faulty(self, holds: BoardView[Hold]) -> None:
-        """An instance that is to be replaced for a fault stays out until somebody heals it: its word is worth nothing."""
-        for instance_id, instance in sorted(self._fleet.instances.items()):
-            if instance_id in holds.known or not _is_to_be_replaced(instance):
-                continue
-            assert instance.fault is not None
-            finishes = RESPONSES[instance.fault.level].finishes_running
-            hold = Hold(
-                instance_id=instance_id,
-                kind=HOLD_KIND_DRAIN if finishes else HOLD_KIND_ISOLATE,
-                reason=f"fault level {instance.fault.level:d}: {', '.join(instance.fault.reasons)}",
-            )
-            hold.since.GetCurrentTime()
-            await self._board.write(instance_id, hold)
-            log.warning("group.held", instance_id=instance_id, reason=hold.reason)
-
     def _observe_metrics(self) -> None:
         def counts() -> list[tuple[float, dict[str, str]]]:
             wanted = self.observed.wanted if self.observed is not None else Wanted()
@@ -286,31 +311,12 @@ class GroupLoop:
         )
 
 
-class _Read:
-    """The desired state of the current version, read once."""
-
-    def __init__(self) -> None:
-        self._text, self._desired = "", Desired()
-
-    def desired(self, version: DesiredVersion) -> Desired:
-        """What was stored was valid once; if a later release refuses it, the last valid one stands."""
-        if version.text != self._text:
-            self._text = version.text
-            try:
-                self._desired = read(version.text)
-            except InvalidRequest as exc:
-                log.error("groups.unreadable", version=version.version, error=exc.message)
-        return self._desired
-
-
 def wanted_now(desired: Desired, known: Adjustments) -> Wanted:
     """With what plans have adjusted; instances of lent groups are kept for their borrowers."""
     return wanted_of(adjusted(desired, known), KV_TRANSPORT, num_lent(desired, known))
 
 
-def _is_to_be_replaced(instance: Instance) -> bool:
-    fault = instance.fault
-    return fault is not None and fault.level >= Level.INSTANCE and not fault.held_back
-
-
 _steps = metrics.counter(names.GROUP_STEPS, "Steps of groups, by kind")
+_skipped = metrics.counter(
+    names.GROUP_ROUNDS_SKIPPED, "Rounds in which the leader decided nothing, by reason"
+)

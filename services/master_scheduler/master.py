@@ -28,7 +28,7 @@ from pdmesh.kv.index_sources import IndexSource
 from pdmesh.lifecycle import App
 from pdmesh.net import rpc, subjects
 from pdmesh.net.board import fault_board, health_board, hold_board
-from pdmesh.net.desired_store import DesiredStore
+from pdmesh.net.desired_store import desired_store
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
 from pdmesh.net.nats_assignments import NatsAssignments
@@ -44,6 +44,7 @@ from services.master_scheduler.admin import AdminServicer
 from services.master_scheduler.admin_access import AdminAccess, token_of
 from services.master_scheduler.fleet_feed import FleetFeed
 from services.master_scheduler.group_loop import GroupLoop
+from services.master_scheduler.holds import Holds
 from services.master_scheduler.instruments import (
     observe_backpressure,
     observe_fleet,
@@ -107,7 +108,8 @@ class Master:
             self._publisher,
             lambda: self.election.is_leader,
         )
-        store, holds, windows = DesiredStore(bus), hold_board(bus), ScenarioWindows()
+        store, windows = desired_store(bus), ScenarioWindows()
+        holds = Holds(hold_board(bus), self.fleet, self._leadership)
         self.group_loop = GroupLoop(
             self.fleet,
             view,

@@ -6,7 +6,7 @@ import pytest
 
 from pdmesh.errors import VersionConflict
 from pdmesh.net.board import hold_board
-from pdmesh.net.desired_store import DesiredStore
+from pdmesh.net.desired_store import desired_store
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.v1.admin_service_pb2 import HOLD_KIND_ISOLATE, Hold
 from tests.support import servers
@@ -14,7 +14,7 @@ from tests.support.waiting import until
 
 
 async def test_versions_are_numbered_kept_and_followed(bus: NatsBus) -> None:
-    store = DesiredStore(bus)
+    store = desired_store(bus)
     assert await store.version() is None
     seen: list[int] = []
     view = store.watch(lambda: seen.append(view.current.version if view.current else 0))
@@ -28,7 +28,7 @@ async def test_versions_are_numbered_kept_and_followed(bus: NatsBus) -> None:
 
 
 async def test_of_two_who_change_one_version_one_is_told(bus: NatsBus) -> None:
-    store = DesiredStore(bus)
+    store = desired_store(bus)
     await store.apply("a: 1", expected_version=0, author="ann", reason="")
     with pytest.raises(VersionConflict):
         await store.apply("a: 2", expected_version=0, author="bob", reason="")
@@ -39,7 +39,7 @@ async def test_of_two_who_change_one_version_one_is_told(bus: NatsBus) -> None:
 async def test_the_desired_state_outlives_the_store(
     bus: NatsBus, server: servers.TestServer
 ) -> None:
-    store = DesiredStore(bus)
+    store = desired_store(bus)
     view = store.watch(lambda: None)
     await store.apply("a: 1", expected_version=0, author="ann", reason="")
     await until(lambda: view.current is not None)
@@ -51,6 +51,34 @@ async def test_the_desired_state_outlives_the_store(
     assert found.text == "a: 1"
     assert view.current == found
     await view.close()
+
+
+@pytest.mark.fault("F21")
+async def test_a_wiped_bucket_is_noticed_and_written_back(bus: NatsBus) -> None:
+    store, holds = desired_store(bus), hold_board(bus)
+    desired, view = store.watch(lambda: None), holds.watch(lambda _: None)
+    await store.apply("a: 1", expected_version=0, author="ann", reason="")
+    hold = Hold(instance_id="blank-1", kind=HOLD_KIND_ISOLATE, reason="ECC")
+    for instance_id in ("blank-1", "blank-2"):
+        await holds.write(instance_id, hold)
+    await until(lambda: len(view.known) == 2 and desired.current is not None)
+    await holds.forget("blank-2", last=view.revision("blank-2"))
+    await until(lambda: list(view.known) == ["blank-1"])
+    before = desired.current
+    for bucket in ("pdmesh-desired", "pdmesh-holds"):
+        await bus.client.jetstream().delete_stream(f"KV_{bucket}")
+    await until(lambda: view.missing and desired.missing)
+    await until(lambda: view.is_current and desired.is_current)
+    assert (view.missing, view.known) == ({"blank-1"}, {"blank-1": hold})
+    await store.restore(desired)
+    view.wrote("blank-1", hold, await holds.write("blank-1", hold, last=view.revision("blank-1")))
+    assert await store.version() == before
+    with pytest.raises(VersionConflict):
+        await holds.write("blank-1", hold, last=0)
+    late = holds.watch(lambda _: None)
+    await until(lambda: late.known == {"blank-1": hold})
+    for each in (desired, view, late):
+        await each.close()
 
 
 async def test_a_hold_stands_until_it_is_lifted(bus: NatsBus) -> None:

@@ -245,3 +245,10 @@ def test_a_log_over_its_bound_is_set_aside_and_goes_on_empty(tmp_path: Path) -> 
     assert (tmp_path / "a.log.1").read_bytes() == b"x" * 100
     assert log.read_bytes() == b"after\n"
     assert log_files.last_lines(log) == ["after"]
+
+
+def test_groups_say_first_that_the_leader_changes_nothing() -> None:
+    states = pb.ListGroupStatesResponse(version=3, paused="version 3 cannot be read")
+    lines = admin.groups_text(states).splitlines()
+    assert lines[0] == "desired state: version 3"
+    assert lines[1] == "NOTHING IS CHANGED NOW: version 3 cannot be read"

@@ -75,7 +75,10 @@ async def _diff(options: argparse.Namespace) -> int:
 
 async def _apply(options: argparse.Namespace) -> int:
     request = pb.ApplyDesiredRequest(
-        text=_text(options.file), author=_user(), reason=options.reason
+        text=_text(options.file),
+        author=_user(),
+        reason=options.reason,
+        allow_empty=options.allow_empty,
     )
     if options.expect_version is not None:
         request.expected_version = options.expect_version
@@ -90,7 +93,10 @@ async def _apply(options: argparse.Namespace) -> int:
 
 async def _rollback(options: argparse.Namespace) -> int:
     request = pb.RollbackDesiredRequest(
-        version=options.version, author=_user(), reason=options.reason
+        version=options.version,
+        author=_user(),
+        reason=options.reason,
+        allow_empty=options.allow_empty,
     )
     response = await _call(
         options,
@@ -169,6 +175,8 @@ def groups_text(states: pb.ListGroupStatesResponse) -> str:
             ],
         ),
     ]  # fmt: skip
+    if states.paused:
+        parts.insert(1, f"NOTHING IS CHANGED NOW: {states.paused}")
     if states.blank_instance_ids:
         parts.append("\nblank: " + ", ".join(states.blank_instance_ids))
     for each in states.adjustments:

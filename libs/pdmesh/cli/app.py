@@ -123,6 +123,10 @@ def _add_admin(
     )
     rollback = add("rollback", "make an earlier version the desired state again")
     rollback.add_argument("version", type=int, nargs="?", default=0, help="default: the one before")
+    for parser in (apply, rollback):
+        parser.add_argument(
+            "--allow-empty", action="store_true", help="also if no group is left: all instances go"
+        )
     drain = add("drain", "take an instance out of service, in order")
     isolate = add("isolate", "take a faulty instance out of service, at once")
     for parser in (drain, isolate, add("undrain", "end drain"), add("heal", "end isolate")):

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from pdmesh.errors import NotLeader, VersionConflict
 from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_kv import KvBucket, KvEntry, WrongRevision
+from pdmesh.net.nats_kv import KvBucket, KvEntry, KvWatch, WrongRevision
 from pdmesh.v1.admin_service_pb2 import Adjustments, DesiredVersion
 
 log = structlog.get_logger(__name__)
@@ -33,8 +33,8 @@ M = TypeVar("M", bound=Message)
 class DesiredStore:
     """Every method raises Unavailable within about a second if the store does not answer."""
 
-    def __init__(self, bus: NatsBus, bucket: str = BUCKET) -> None:
-        self._bucket = KvBucket(bus, bucket)
+    def __init__(self, bucket: KvBucket) -> None:
+        self._bucket = bucket
 
     async def version(self, number: int = 0) -> DesiredVersion | None:
         """That version, 0: the current one; None if it is not there."""
@@ -77,6 +77,22 @@ class DesiredStore:
         except WrongRevision as exc:
             raise VersionConflict("somebody else adjusted groups just now") from exc
 
+    async def restore(self, view: DesiredView) -> None:
+        """Put back what the bucket lost and the view still knows, unless somebody has written it since (F21).
+
+        Earlier versions are lost: nobody keeps them in memory.
+        """
+        known: dict[str, Message | None] = {_CURRENT: view.current, _ADJUSTED: view.adjustments}
+        for key in sorted(view.missing):
+            message = known[key]
+            assert message is not None
+            try:
+                await self._bucket.put(key, _encode(message), last=0)
+                log.warning("desired.restored", key=key)
+            except WrongRevision:
+                log.info("desired.not_restored", key=key)
+            view.missing.discard(key)
+
     def watch(self, on_change: Callable[[], None]) -> DesiredView:
         return DesiredView(self._bucket, on_change)
 
@@ -91,32 +107,71 @@ class DesiredView:
     def __init__(self, bucket: KvBucket, on_change: Callable[[], None]) -> None:
         self.current: DesiredVersion | None = None
         self.adjustments = Adjustments()
+        self.missing: set[str] = set()  # keys that were wiped from the bucket and are not restored
         self._on_change = on_change
-        self._loaded = (asyncio.Event(), asyncio.Event())
-        self._watches = (
-            bucket.watch(self._on_entry, self._loaded[0].set, lambda: None, key=_CURRENT),
-            bucket.watch(self._on_adjusted, self._loaded[1].set, lambda: None, key=_ADJUSTED),
+        self._seen: set[str] = set()  # keys that the bucket had, ever
+        self._unseen: set[str] = set()  # of them, before the watch opened again
+        self._loaded = {key: asyncio.Event() for key in (_CURRENT, _ADJUSTED)}
+        self._watches = [self._follow(bucket, key) for key in (_CURRENT, _ADJUSTED)]
+
+    def _follow(self, bucket: KvBucket, key: str) -> KvWatch:
+        return bucket.watch(
+            self._on_entry, lambda: self._on_loaded(key), lambda: self._on_reset(key), key=key
         )
 
+    @property
+    def is_current(self) -> bool:
+        """False while the store is away, or not all of it has been read: decide nothing from it then."""
+        return all(watch.is_live for watch in self._watches)
+
     async def until_loaded(self) -> None:
-        for loaded in self._loaded:
+        for loaded in self._loaded.values():
             await loaded.wait()
 
     async def close(self) -> None:
         for watch in self._watches:
             await watch.close()
 
+    def _on_reset(self, key: str) -> None:
+        self._unseen |= self._seen & {key}
+
+    def _on_loaded(self, key: str) -> None:
+        if key in self._unseen:  # nobody deletes these keys: the bucket was wiped
+            self._unseen.discard(key)
+            self.missing.add(key)
+            log.warning("desired.lost", key=key)
+            self._on_change()
+        self._loaded[key].set()
+
+    def _on_entry(self, entry: KvEntry) -> None:
+        self._unseen.discard(entry.key)
+        self.missing.discard(entry.key)
+        if entry.key == _CURRENT:
+            self._on_current(entry)
+        else:
+            self._on_adjusted(entry)
+
     def _on_adjusted(self, entry: KvEntry) -> None:
         adjustments = _parse_as(entry, Adjustments)
-        if adjustments is not None and adjustments != self.adjustments:
+        if adjustments is None:
+            return
+        self._seen.add(_ADJUSTED)
+        if adjustments != self.adjustments:
             self.adjustments = adjustments
             self._on_change()
 
-    def _on_entry(self, entry: KvEntry) -> None:
+    def _on_current(self, entry: KvEntry) -> None:
         version = _parse(entry)
-        if version is not None and version != self.current:
+        if version is None:
+            return
+        self._seen.add(_CURRENT)
+        if version != self.current:
             self.current = version
             self._on_change()
+
+
+def desired_store(bus: NatsBus) -> DesiredStore:
+    return DesiredStore(KvBucket(bus, BUCKET))
 
 
 def _key(number: int) -> str:

@@ -261,9 +261,12 @@ class Hold(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
+    IS_AUTOMATIC_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     kind: Global___HoldKind.ValueType
     reason: _builtins.str
+    is_automatic: _builtins.bool
+    """by a fault, without an operator's word; how many of them may stand is bounded"""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -273,10 +276,11 @@ class Hold(_message.Message):
         kind: Global___HoldKind.ValueType = ...,
         reason: _builtins.str = ...,
         since: _timestamp_pb2.Timestamp | None = ...,
+        is_automatic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "kind", b"kind", "reason", b"reason", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "is_automatic", b"is_automatic", "kind", b"kind", "reason", b"reason", "since", b"since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -417,11 +421,14 @@ class ApplyDesiredRequest(_message.Message):
     EXPECTED_VERSION_FIELD_NUMBER: _builtins.int
     AUTHOR_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ALLOW_EMPTY_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     expected_version: _builtins.int
     """refused if another one is current; absent: whatever is"""
     author: _builtins.str
     reason: _builtins.str
+    allow_empty: _builtins.bool
+    """else a text without groups is refused where there are some now: it would let the whole fleet go"""
     def __init__(
         self,
         *,
@@ -429,10 +436,11 @@ class ApplyDesiredRequest(_message.Message):
         expected_version: _builtins.int | None = ...,
         author: _builtins.str = ...,
         reason: _builtins.str = ...,
+        allow_empty: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "expected_version", b"expected_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "author", b"author", "expected_version", b"expected_version", "reason", b"reason", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "allow_empty", b"allow_empty", "author", b"author", "expected_version", b"expected_version", "reason", b"reason", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_version: _TypeAlias = _typing.Literal["expected_version"]  # noqa: Y015
     _WhichOneofArgType__expected_version: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version"]  # noqa: Y015
@@ -474,20 +482,24 @@ class RollbackDesiredRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     AUTHOR_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ALLOW_EMPTY_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """0: the one before the current"""
     author: _builtins.str
     reason: _builtins.str
+    allow_empty: _builtins.bool
+    """as in ApplyDesiredRequest"""
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         author: _builtins.str = ...,
         reason: _builtins.str = ...,
+        allow_empty: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "reason", b"reason", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_empty", b"allow_empty", "author", b"author", "reason", b"reason", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -550,9 +562,12 @@ class ListGroupStatesResponse(_message.Message):
     BLANK_INSTANCE_IDS_FIELD_NUMBER: _builtins.int
     HOLDS_FIELD_NUMBER: _builtins.int
     ADJUSTMENTS_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     version: _builtins.int
     """of the desired state"""
+    paused: _builtins.str
+    """why nothing is changed now; empty: the leader acts"""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupState]: ...
     @_builtins.property
@@ -574,10 +589,11 @@ class ListGroupStatesResponse(_message.Message):
         blank_instance_ids: _abc.Iterable[_builtins.str] | None = ...,
         holds: _abc.Iterable[Global___Hold] | None = ...,
         adjustments: _abc.Iterable[Global___GroupAdjustment] | None = ...,
+        paused: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "blank_instance_ids", b"blank_instance_ids", "epoch", b"epoch", "groups", b"groups", "holds", b"holds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "blank_instance_ids", b"blank_instance_ids", "epoch", b"epoch", "groups", b"groups", "holds", b"holds", "paused", b"paused", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
