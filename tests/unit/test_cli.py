@@ -198,6 +198,28 @@ def test_where_nothing_was_applied_there_is_no_file_to_show(
     assert "pdmesh apply FILE" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("allow_empty", [False, True])
+def test_that_no_group_shall_be_left_is_said_on_purpose(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, allow_empty: bool
+) -> None:
+    asked: list[pb.ApplyDesiredRequest] = []
+
+    class Applying(Leader):
+        async def ApplyDesired(
+            self, request: pb.ApplyDesiredRequest, **_: object
+        ) -> pb.ApplyDesiredResponse:
+            asked.append(request)
+            return pb.ApplyDesiredResponse(version=1)
+
+    ask_leader(monkeypatch, Applying())
+    file = tmp_path / "groups.yaml"
+    file.write_text("")
+    with pytest.raises(SystemExit) as ended:
+        app.main(["apply", str(file), *(["--allow-empty"] if allow_empty else [])])
+    assert ended.value.code == 0
+    assert asked[0].allow_empty is allow_empty
+
+
 def ask_leader(monkeypatch: pytest.MonkeyPatch, leader: Leader) -> None:
     async def call(bus: None, token: str, invoke: Callable[..., Awaitable[T]]) -> T:
         return await invoke(leader, (), 1.0)
