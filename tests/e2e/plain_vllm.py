@@ -1,4 +1,4 @@
-"""Plain vLLM without the mesh: reads cases from one JSON file, writes the tokens drawn to another.
+"""Plain vLLM without the mesh: reads cases from one JSON file, writes the tokens drawn to another, and how clearly each was drawn.
 
 A process of its own, with vLLM's engine inside it: no connector, no events, no code of ours but the cases and which core a rank computes on.
 Arguments: model directory, dtype, block size, file of cases, file of tokens, further engine arguments as JSON.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pdmesh.engine.vllm.config import thread_binding, usable_cores
 
@@ -47,14 +49,26 @@ def main() -> None:
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt, _ in cases],
         [
-            SamplingParams(max_tokens=n, temperature=0.0, detokenize=False, ignore_eos=True)
+            SamplingParams(
+                max_tokens=n, temperature=0.0, detokenize=False, ignore_eos=True, logprobs=2
+            )
             for _, n in cases
         ],
         use_tqdm=False,
     )
-    tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    Path(tokens_file).write_text(json.dumps(tokens))
+    drawn = [output.outputs[0] for output in outputs]
+    answers = {
+        "tokens": [list(answer.token_ids) for answer in drawn],
+        "margins": [[margin(likely) for likely in answer.logprobs] for answer in drawn],
+    }
+    Path(tokens_file).write_text(json.dumps(answers))
     os._exit(0)  # vLLM's own exit in process is not always clean, and nothing is left to do
+
+
+def margin(likely: Mapping[int, Any]) -> float:
+    """By how much the likeliest token's log probability exceeds the next one's."""
+    first, second = sorted((token.logprob for token in likely.values()), reverse=True)[:2]
+    return float(first - second)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,15 @@ def engine_processes(pid: int) -> list[int]:
     """What vLLM has spawned, from whichever thread."""
     lists = Path(f"/proc/{pid}/task").glob("*/children")
     found = [child for each in lists for child in each.read_text().split()]
-    return [int(p) for p in found if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    return [int(p) for p in found if b"spawn_main" in command_of(p)]
+
+
+def command_of(pid: str) -> bytes:
+    """Empty of a process that is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 @pytest.mark.req("S22", "S23")
