@@ -49,7 +49,9 @@ class Plain:
         """The first of those asked, each up to its first near-tie, and what was drawn: a batch's shape may decide a near-tie."""
         answers = self._answers()
         todo, drawn = [], []
-        for case, tokens, margins in zip(asked, answers["tokens"], answers["margins"], strict=False):
+        for case, tokens, margins in zip(
+            asked, answers["tokens"], answers["margins"], strict=False
+        ):
             clear = list(takewhile(lambda margin: margin > NEAR_TIE, margins))
             todo.append(replace(case, max_tokens=max(1, len(clear))))
             drawn.append(tokens[: len(clear)])
