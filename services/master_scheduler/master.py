@@ -55,6 +55,7 @@ from services.master_scheduler.plan_loop import PlanLoop
 from services.master_scheduler.scenario_feed import ScenarioFeed
 from services.master_scheduler.servicer import SchedulerServicer
 from services.master_scheduler.settings import Settings
+from services.master_scheduler.stored_epochs import highest_stored
 
 log = structlog.get_logger(__name__)
 
@@ -108,12 +109,14 @@ class Master:
             self._publisher,
             lambda: self.election.is_leader,
         )
-        store, windows = desired_store(bus), ScenarioWindows()
+        self._store = store = desired_store(bus)
+        self._assignments = NatsAssignments(bus)
+        windows = ScenarioWindows()
         holds = Holds(hold_board(bus), self.fleet, self._leadership)
         self.group_loop = GroupLoop(
             self.fleet,
             view,
-            NatsAssignments(bus),
+            self._assignments,
             store,
             holds,
             self._publisher,
@@ -155,6 +158,7 @@ class Master:
         for record in tuple(self._view.records.values()):
             self.election.saw_epoch(record.epoch)
         await self._index_feed.start()
+        self._spawn(self._heed_stored_epochs())
         self._spawn(self._index_feed.run())
         self._spawn(self._fleet_feed.run())
         self._spawn(self._scenario_feed.run())
@@ -204,6 +208,9 @@ class Master:
     def _on_record(self, change: RecordChanged) -> None:
         if change.record is not None:
             self.election.saw_epoch(change.record.epoch)
+
+    async def _heed_stored_epochs(self) -> None:
+        self.election.saw_epoch(await highest_stored(self._assignments, self._store))
 
     def _leadership(self) -> tuple[bool, int]:
         return self.election.is_leader, self.election.epoch

@@ -26,6 +26,7 @@ from pdmesh.net import rpc, subjects
 from pdmesh.net.board import fault_board, health_board
 from pdmesh.net.bus import Message
 from pdmesh.net.events import EventPublisher, decode_event
+from pdmesh.net.nats_assignments import NatsAssignments
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsLease, NatsRegistry
 from pdmesh.net.tasks import end
@@ -36,6 +37,7 @@ from pdmesh.v1.common_pb2 import (
     InstanceRecord,
     Usage,
 )
+from pdmesh.v1.groups_pb2 import Assignment
 from pdmesh.v1.scheduler_service_pb2 import (
     HEALTH_HEALTHY,
     ListGroupsRequest,
@@ -253,6 +255,38 @@ async def test_a_standby_refuses_then_takes_over_under_a_higher_epoch(
     assert heard[-1][0] == "master-b"
     await until(lambda: standby.view.records["master-b"].is_leader)
     await standby.stop()
+
+
+@pytest.mark.fault("F21")
+async def test_a_leader_goes_on_above_the_epochs_that_instances_remember(
+    leader: Running, leases: dict[str, NatsLease]
+) -> None:
+    """The store was wiped and the masters were restarted; the instances were not."""
+    record = InstanceRecord()
+    record.CopyFrom(leader.view.records["prefill-0"])
+    record.epoch = 5000
+    await leases["prefill-0"].update(record)
+    await until(lambda: leader.view.records["master-a"].epoch == 5001)
+    assert leader.view.records["master-a"].is_leader
+    assert (await leader.plan(query())).epoch == 5001
+
+
+@pytest.mark.fault("F21")
+async def test_a_leader_begins_above_the_epochs_of_what_is_stored(
+    server: servers.TestServer, bus: NatsBus
+) -> None:
+    """The whole mesh was restarted, after the store's revisions had fallen behind its epochs once."""
+    book = await NatsAssignments(bus).book()
+    await book.write(Assignment(instance_id="i-0", incarnation=1, epoch=7000))
+    running = Running()
+    await running.start(server, "master-a", 1)
+    try:
+        await until(lambda: running.master.election.epoch > 7000)
+        await until(lambda: running.master.election.is_leader)
+        await book.forget("i-0", running.master.election.epoch)
+    finally:
+        await running.stop()
+        await book.close()
 
 
 @pytest.mark.req("S12", "S13")

@@ -1,0 +1,21 @@
+"""The epochs of leaders by what they have written: a leader below them could write over none of it (I7).
+
+They outlive all processes: after a restart of the whole mesh nobody else remembers an epoch above the store's revisions (F21).
+"""
+
+from __future__ import annotations
+
+from pdmesh.net.assignments import Assignments
+from pdmesh.net.desired_store import DesiredStore
+
+
+async def highest_stored(assignments: Assignments, store: DesiredStore) -> int:
+    """0 if nothing was ever written. Waits for the store if it is away."""
+    book = await assignments.book()
+    desired = store.watch(lambda: None)
+    try:
+        await desired.until_loaded()
+        return max([desired.adjustments.epoch, *(each.epoch for each in book.known.values())])
+    finally:
+        await desired.close()
+        await book.close()
