@@ -22,6 +22,7 @@ from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.nightly,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("default"),  # vLLM's own
     pytest.mark.asyncio(loop_scope="session"),

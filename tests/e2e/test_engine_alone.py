@@ -16,6 +16,7 @@ from tests.e2e.pair import Host, Pair
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.nightly,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("default"),  # vLLM's own
     pytest.mark.asyncio(loop_scope="session"),
