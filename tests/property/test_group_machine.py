@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -18,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pdmesh.core.desired import SERVING_ROLES, Desired, Group, Scenario, Service
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_controller import Forget, Give
+from pdmesh.core.group_joining import sorted_out
 from pdmesh.core.group_round import Round
 from pdmesh.core.instance_events import Assigned, Assignment, Phase, Stage
 from tests.fakes.group_world import World
@@ -58,7 +60,7 @@ class GroupMachine(RuleBasedStateMachine):
         world.now += seconds
         before, seen = dict(world.given), world.observe()
         writes = world.round(num_written)
-        self._check_writes(writes, before, Round(seen))
+        self._check_writes(writes, before, _with_recovered(Round(seen), writes))
         self.old_words += [(w.instance_id, w.assignment) for w in writes if isinstance(w, Give)]
         del self.old_words[:-20]
 
@@ -157,13 +159,10 @@ class GroupMachine(RuleBasedStateMachine):
         self._check_peers(after)
 
     def _check_entrance(self, turn: Round, instance_id: str) -> None:
-        """It may serve: each pair it is in is verified, and a prefill finds a decode that serves already (S19)."""
+        """It may serve: each pair with one that stays is verified, and a prefill finds a decode that serves already (S19)."""
         given, seen = turn.plan[instance_id], turn.observed.seen[instance_id]
-        others = [
-            member
-            for member in turn.members(given.duty.group_id)
-            if member.is_ready and member.revision == given.duty.revision
-        ]
+        staying, _ = sorted_out(turn, turn.observed.wanted.groups[given.duty.group_id])
+        others = [member for member in staying if member.is_ready]
         if given.duty.role is Role.PREFILL:
             decodes = [m for m in others if m.role is Role.DECODE]
             assert decodes
@@ -173,11 +172,9 @@ class GroupMachine(RuleBasedStateMachine):
 
     def _check_floors(self, turn: Round, drained: list[str]) -> None:
         """What is left of a role without those that we drain is no less than its floor, if it was no less before."""
-        turn = Round(turn.observed)
-        before = turn.capacity("default")
-        for instance_id in drained:
-            del turn.plan[instance_id]
-        after = turn.capacity("default")
+        left = Round(turn.observed)
+        left.plan = {i: given for i, given in turn.plan.items() if i not in drained}
+        before, after = turn.capacity("default"), left.capacity("default")
         for role in (Role.PREFILL, Role.DECODE):
             floor = turn.observed.wanted.floor("default", role)
             assert after[role] >= min(floor, before[role])
@@ -233,6 +230,17 @@ class GroupMachine(RuleBasedStateMachine):
         assert len(world.given) == sum(map(sum, wanted.values())), world.describe()
         revisions = {g.duty.revision for g in world.given.values()}
         assert len(revisions) == bool(wanted)
+
+
+def _with_recovered(turn: Round, writes: list[Give | Forget]) -> Round:
+    """Those that serve by an assignment that the store has lost serve all the same."""
+    for write in writes:
+        seen = turn.observed.seen.get(write.instance_id)
+        if not isinstance(write, Give) or seen is None or write.instance_id in turn.plan:
+            continue
+        if seen.phase is Phase.READY and seen.assignment_id:
+            turn.plan[write.instance_id] = replace(write.assignment, stage=Stage.SERVE)
+    return turn
 
 
 TestGroupMachine = pytest.mark.req("S15", "S19", "S25", "S28", "S35", "S36")(GroupMachine.TestCase)

@@ -4,8 +4,8 @@ Level-triggered: each round compares what is wanted with records and assignments
 next. So a new leader takes up every workflow where it is, and nothing is done twice. What is kept here beyond that are times (how long
 a stage has lasted, how often a group failed) and which steps were told. The rules that hold in every round:
 
-- A group that serves nothing yet takes instances only when there are enough for all of it, and serves only when all pairs are verified;
-  its prefills last. If that does not come about, all of it becomes blank again (S15, S19).
+- A group that serves nothing yet takes instances only when there are enough for all of it, and serves only when all pairs of those
+  that stay are verified; its prefills last. If that does not come about, all of it becomes blank again (S15, S19).
 - An instance that is lost, failed or isolated is replaced by one blank instance; the others go on (S35).
 - What is too many or of another revision leaves when those that come are ready, and never below what the scenario must keep.
   Without room for them it leaves first: `group_leaving`.

@@ -36,7 +36,10 @@ def lacking(group: WantedGroup, keep: list[Member]) -> dict[Role, int]:
 
 
 def advance(turn: Round, group: WantedGroup, keep: list[Member], *, has_served: bool) -> None:
-    """Move each on by one stage if what it waits for has come."""
+    """Move each on by one stage if what it waits for has come.
+
+    Those that are to leave hold nobody up: one may be drained since it connects to nobody.
+    """
     is_gathered = len(keep) == group.size
     is_loaded = is_gathered and all(m.is_loaded for m in keep)
     pairs = unverified_pairs(keep)
