@@ -154,6 +154,7 @@ class Gateway:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.observer.publish_rest()
         await self.sessions.close()
         await self._planner.close()
         self.frontend.shared.tokenizer.close()

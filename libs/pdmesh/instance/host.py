@@ -65,7 +65,7 @@ _HOLD_ACCEPTED_S: Final = 0.05  # a decode's; a prefill's is not held, as gatewa
 class HostConfig:
     transfer_timeout_s: float = 5.0  # one pull of KV, however much of the deadline is left
     stall_s: float = 10.0  # a gateway that does not read for so long is cut off
-    message_gap_s: float = 0.001  # tokens alone wait so long after a message
+    message_gap_s: float = 0.002  # tokens alone wait so long after a message
 
 
 class InstanceHost:

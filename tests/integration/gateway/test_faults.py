@@ -106,6 +106,7 @@ async def test_a_rejection_sends_the_request_to_the_next_candidate(
     assert answer.choices[0].text == mesh.expected_text("abc", 9)
     assert (first.num_rejected, len(second.prefills)) == (1, 1)
     assert not first.aborted, "a rejected leg holds nothing"
+    await until(lambda: bool(mesh.events))
     assert mesh.events[-1].num_rejections == 2
     assert mesh.events[-1].num_migrations == 0, "a rejection is no failure"
 
