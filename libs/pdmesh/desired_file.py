@@ -87,13 +87,24 @@ def _groups(reader: _Reader | None) -> dict[str, Group]:
     """`count: 3` of group chat are the groups chat-0, chat-1 and chat-2."""
     groups: dict[str, Group] = {}
     for name, each in reader.children() if reader else ():
-        parts = each.parts("scenario", "prefill", "decode", "fusion", "region", "count")
+        parts = each.parts(
+            "scenario",
+            "prefill",
+            "decode",
+            "fusion",
+            "count",
+            "region",
+            "failover",
+            "spans_regions",
+        )
         group = Group(
             scenario=_name(parts, "scenario"),
             prefill=_number(parts, "prefill"),
             decode=_number(parts, "decode"),
             fusion=_number(parts, "fusion"),
             region=_name(parts, "region", ""),
+            failover=tuple(name.name() for name in _items(parts.get("failover"))),
+            spans_regions=parts["spans_regions"].flag() if "spans_regions" in parts else False,
         )
         count = parts["count"].number(MAX_COUNT) if "count" in parts else None
         group_ids = [name] if count is None else [f"{name}-{i}" for i in range(count)]

@@ -75,6 +75,7 @@ def _record(settings: Settings, app: App, gateway: Gateway) -> InstanceRecord:
         instance_id=settings.instance_id,
         incarnation=app.incarnation,
         service="gateway",
+        region=settings.region,
         grpc_address=f"{host}:{gateway.grpc.port}",
         http_address=f"{host}:{gateway.http.port}",
         ops_address=app.ops_address,

@@ -28,14 +28,21 @@ _GATEWAY: Final = "gateway"
 
 
 def pair_of(record: InstanceRecord) -> str:
-    """Only instances with an equal pair may hand KV to each other (S13); an upgrade of the same model is another (S24)."""
-    return f"{record.group_id}/{record.model_fingerprint}/{record.revision}"
+    """Only instances with an equal pair may hand KV to each other (S13): an upgrade of the same model is another (S24), and
+    KV stays in its region (S58)."""
+    return f"{record.group_id}/{record.model_fingerprint}/{record.revision}/{record.kv_region}"
 
 
 class Fleet:
-    """`model` is what `default` means; empty: the first one seen. A model once seen keeps its name while its instances are away."""
+    """`model` is what `default` means; empty: the first one seen. A model once seen keeps its name while its instances are away.
 
-    def __init__(self, view: RegistryView, model: str, clock: Callable[[], float]) -> None:
+    `region` is this gateway's own.
+    """
+
+    def __init__(
+        self, view: RegistryView, model: str, clock: Callable[[], float], region: str = ""
+    ) -> None:
+        self.region = region
         self._view = view
         self._clock = clock
         self._model = model
@@ -142,10 +149,15 @@ class Fleet:
         excluded: Sequence[str],
         num_open: Callable[[str, int], int],
     ) -> tuple[list[Candidate], list[Candidate]]:
-        """Prefills (or fusions) and decodes with the fewest of our own open legs first (S42).
+        """Prefills (or fusions) and decodes of our region first, and of these with the fewest of our own open legs (S42, S58).
 
         Where nobody is there of one role, those of the other do both phases.
         """
+
+        def order(record: InstanceRecord) -> tuple[bool, int, str]:
+            is_far = bool(self.region) and record.kv_region not in (self.region, "")
+            num = num_open(record.instance_id, record.incarnation)
+            return is_far, num, record.instance_id
 
         def rank(records: Sequence[InstanceRecord], *, is_local: bool = False) -> list[Candidate]:
             able = [
@@ -156,7 +168,7 @@ class Fleet:
                 and r.instance_id not in excluded
                 and (not scenario or r.scenario in {"", scenario})
             ]
-            able.sort(key=lambda r: (num_open(r.instance_id, r.incarnation), r.instance_id))
+            able.sort(key=order)
             found = (self.candidate(r.instance_id, r.incarnation, is_local=is_local) for r in able)
             return [c for c in found if c is not None]
 

@@ -49,7 +49,7 @@ class Gateway:
         self._door = door or OpenDoor()
         gateway_id = settings.instance_id
         self._settings = settings
-        self.fleet = Fleet(view, settings.model, time.monotonic)
+        self.fleet = Fleet(view, settings.model, time.monotonic, region=settings.region)
         self._room = Waiting(settings.max_waiting)
         self._poison = PoisonBook()
         self.sessions = SessionPool(gateway_id, self._on_slots_freed)

@@ -153,6 +153,7 @@ class Planner:
             gateway_id=self._gateway_id,
             queries=queries,
             queues=[ScenarioQueue(scenario=s, num_waiting=queue) for s, queue in told.items()],
+            region=self._fleet.region,
         )
         error: MeshError = Unavailable("no master answered")
         for master in masters:

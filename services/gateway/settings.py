@@ -35,6 +35,9 @@ class Settings(ServiceSettings):
 
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port for clients; 0 picks one")
     http_port: int = Field(8000, ge=0, le=65535, description="HTTP port for clients; 0 picks one")
+    region: str = shared(
+        "", description="Region this gateway runs in: instances of it are preferred"
+    )
     reuse_port: bool = Field(
         False, description="Share the HTTP and gRPC ports with other gateway processes"
     )

@@ -205,7 +205,7 @@ def _subject(record: InstanceRecord) -> Subject | None:
     role = _ROLES.get(record.role)
     if role is None or record.is_draining or record.phase not in _SERVES:
         return None
-    cell = f"{record.group_id}/{record.model_fingerprint}"
+    cell = f"{record.group_id}/{record.model_fingerprint}/{record.revision}/{record.kv_region}"
     return Subject(record.instance_id, record.incarnation, role, cell)
 
 

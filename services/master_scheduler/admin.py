@@ -220,6 +220,8 @@ def _group_state(observed: Observed, report: GroupReport) -> pb.GroupState:
             continue
         state.scenario = given.duty.scenario
         if seen.incarnation == given.incarnation:
+            if seen.region and seen.region not in state.regions:
+                state.regions.append(seen.region)
             state.members.append(
                 pb.GroupMember(
                     instance_id=instance_id,

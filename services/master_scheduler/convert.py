@@ -75,11 +75,13 @@ def identity_from(record: InstanceRecord) -> Identity | None:
         is_ready=takes_requests(record),
         revision=record.revision,
         fetches_from_peers=record.fetches_from_peers,
+        region=record.region,
+        kv_region=record.kv_region,
     )
 
 
-def query_from(query: pb.PlanQuery) -> Query:
-    """Raises InvalidRequest."""
+def query_from(query: pb.PlanQuery, region: str = "") -> Query:
+    """`region` of the gateway that asks. Raises InvalidRequest."""
     hashes = list(query.block_hashes)
     if len(hashes) > _MAX_HASHES or (hashes and set(map(len, hashes)) != {HASH_BYTES}):
         raise InvalidRequest("block hashes are 16 bytes each", field="queries.block_hashes")
@@ -97,6 +99,7 @@ def query_from(query: pb.PlanQuery) -> Query:
         request_id=query.request_id,
         tails=tails,
         block_size=query.block_size,
+        region=region,
     )
 
 

@@ -30,6 +30,7 @@ def seen_from(record: InstanceRecord, num_slots_used: int) -> Seen | None:
         assignment_id=record.assignment_id,
         region=record.region,
         rack=record.rack,
+        kv_region=record.kv_region,
         kv_addresses=tuple(record.kv_addresses),
         verified=frozenset(map(_peer_id, record.verified_peers)),
         failed=frozenset(map(_peer_id, record.failed_peers)),
@@ -54,6 +55,7 @@ def assignment_to(instance_id: str, assignment: Assignment) -> groups_pb2.Assign
         model_dir=duty.model_dir,
         manifest=duty.manifest,
         engine_options=dict(duty.options),
+        spans_regions=duty.spans_regions,
         peers=[
             groups_pb2.Peer(
                 instance_id=peer.id.instance_id,

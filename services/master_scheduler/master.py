@@ -197,6 +197,7 @@ class Master:
             instance_id=self._app.instance_id,
             incarnation=self._app.incarnation,
             service=SERVICE,
+            region=self._settings.region,
             grpc_address=f"{self._settings.reachable_host}:{self.port}",
             ops_address=self._app.ops_address,
             is_leader=self.election.is_leader,

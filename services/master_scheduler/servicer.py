@@ -60,7 +60,7 @@ class SchedulerServicer:
         scenarios = dict.fromkeys(q.scenario or DEFAULT_SCENARIO for q in request.queries)
         return pb.PlanResponse(
             epoch=epoch,
-            results=[self._plan(q) for q in request.queries],
+            results=[self._plan(q, request.region) for q in request.queries],
             pressures=[convert.pressure_to(self._backpressure.pressure(s, now)) for s in scenarios],
         )
 
@@ -85,21 +85,21 @@ class SchedulerServicer:
             raise NotLeader("this master stands by")
         return epoch
 
-    def _plan(self, query: pb.PlanQuery) -> pb.PlanResult:
+    def _plan(self, query: pb.PlanQuery, region: str) -> pb.PlanResult:
         if not query.traceparent.endswith(
             "1"
         ):  # a span that nobody records costs as much as the plan
-            return self._plan_untraced(query)
+            return self._plan_untraced(query, region)
         parent = traces.context_from(query.traceparent)
         with traces.tracer().start_as_current_span(names.SPAN_PLAN, context=parent) as span:
             span.set_attribute(names.ATTR_REQUEST_ID, query.request_id)
-            result = self._plan_untraced(query)
+            result = self._plan_untraced(query, region)
             span.set_attribute(names.ATTR_GROUP_ID, result.group_id)
             return result
 
-    def _plan_untraced(self, message: pb.PlanQuery) -> pb.PlanResult:
+    def _plan_untraced(self, message: pb.PlanQuery, region: str) -> pb.PlanResult:
         began = time.perf_counter()
-        query = convert.query_from(message)
+        query = convert.query_from(message, region)
         matches: Mapping[str, float] = (blocks := self._index.match(query.block_hashes))
         if query.tails:
             matches = self._index.with_tails(blocks, query.tails, query.block_size)

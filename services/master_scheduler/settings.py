@@ -13,6 +13,7 @@ from pdmesh.config import ServiceSettings, settings_config, shared
 class Settings(ServiceSettings):
     model_config = settings_config("PDMESH_MASTER_SCHEDULER_")
 
+    region: str = shared("", description="Region this master runs in")
     policy: Literal[
         "default",
         "round_robin",

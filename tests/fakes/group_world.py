@@ -47,6 +47,7 @@ class Process:
             self.life.assignment.assignment_id if self.life.assignment else 0,
             self.region,
             kv_addresses=(f"{self.instance_id}:1",),
+            kv_region="" if duty is not None and duty.spans_regions else self.region,
             verified=frozenset(self.life.verified_peers),
             failed=frozenset(self.life.failed_peers),
             failure=self.life.failure,

@@ -12,11 +12,12 @@ from typing import TypeVar
 
 import pytest
 
-from pdmesh.cli import admin, app, chat, events
+from pdmesh.cli import admin, app, chat, events, up
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.table import table
 from pdmesh.events.v1.events_pb2 import Header, HealthChanged, KvBlocks
 from pdmesh.launcher import log_files, state
+from pdmesh.launcher.spec import Ports, Wiring, services
 from pdmesh.net.bus import Message
 from pdmesh.v1 import admin_service_pb2 as pb
 
@@ -274,3 +275,32 @@ def test_groups_say_first_that_the_leader_changes_nothing() -> None:
     lines = admin.groups_text(states).splitlines()
     assert lines[0] == "desired state: version 3"
     assert lines[1] == "NOTHING IS CHANGED NOW: version 3 cannot be read"
+
+
+def test_a_mesh_has_the_regions_that_its_file_names(tmp_path: Path) -> None:
+    file = tmp_path / "groups.yaml"
+    file.write_text("regions: [eu, us]\ngroups:\n  chat: {prefill: 2, decode: 2}\n")
+    asked = ["up", "--engine", "sim", "--groups", str(file), "--blank", "2"]
+    spec = up._spec(app.build_parser().parse_args(asked))
+    assert spec.regions == ("eu", "us")
+    ports = {"eu": Ports(8000, 8001), "us": Ports(8010, 8011)}
+    wiring = Wiring("nats://x", "redis://x", ports, "secret", tmp_path, tmp_path / "model")
+    found = {process.name: process for process in services(spec, wiring)}
+    own = {f"{r}-{name}" for r in ports for name in ("instance-0", "instance-1", "gateway-0")}
+    masters = {f"{region}-master-scheduler" for region in ports}
+    assert found.keys() == own | masters | {"kv-cache-index", "health-monitor"}
+    assert found["us-gateway-0"].env["PDMESH_GATEWAY_HTTP_PORT"] == "8010"
+    assert found["us-instance-1"].env["PDMESH_INSTANCE_REGION"] == "us"
+    assert found["health-monitor"].region == ""
+
+
+@pytest.mark.parametrize(
+    ("regions", "message"),
+    [("eu,eu", "named twice"), ("eu,", "'' is not a name"), ("eu", "also names us")],
+)
+def test_regions_that_cannot_be_are_refused(tmp_path: Path, regions: str, message: str) -> None:
+    file = tmp_path / "groups.yaml"
+    file.write_text("regions: [eu, us]\ngroups:\n  chat: {prefill: 2, decode: 2}\n")
+    asked = ["up", "--engine", "sim", "--groups", str(file), "--regions", regions]
+    with pytest.raises(CommandFailed, match=message):
+        up._spec(app.build_parser().parse_args(asked))

@@ -154,13 +154,14 @@ def groups_text(states: pb.ListGroupStatesResponse) -> str:
         (
             group.group_id, group.scenario, group.state,
             counts(group.num_prefill_wanted, group.num_decode_wanted, group.num_fusion_wanted),
-            ready_counts((m.role, m.phase) for m in group.members), group.revision, group.detail,
+            ready_counts((m.role, m.phase) for m in group.members), group.revision,
+            ", ".join(group.regions), group.detail,
         )
         for group in states.groups
     ]  # fmt: skip
     parts = [
         f"desired state: version {states.version}" if states.version else "desired state: none",
-        table(("GROUP", "SCENARIO", "STATE", "WANTED", "READY", "REVISION", "DETAIL"), groups),
+        table(("GROUP", "SCENARIO", "STATE", "WANTED", "READY", "REVISION", "REGION", "DETAIL"), groups),
         "",
         table(
             ("INSTANCE", "GROUP", "ROLE", "PHASE", "MAY", "REVISION"),

@@ -72,6 +72,11 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         help="the desired state; instances get their roles by it",
     )
     add("--gateways", type=_count, default=1, metavar="K", help="gateways sharing the ports")
+    add(
+        "--regions",
+        metavar="A,B",
+        help="so many instances, gateways and masters in each of these; default: the regions that --groups names",
+    )
     add("--node-agent", action="store_true", help="watch this machine's devices")
     add("--masters", type=_count, default=1, metavar="L", help="masters; all but one stand by")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")

@@ -51,6 +51,7 @@ class Row:
     service: str
     role: str = ""
     group: str = ""
+    region: str = ""
     phase: str = ""  # how far between blank and serving
     health: str = ""
     fault_level: int = 0
@@ -181,6 +182,7 @@ def _row(
         address=record.http_address or record.grpc_address,
         is_draining=record.is_draining,
         pid=record.pid,
+        region=record.region,
     )
     if record.service in _INSTANCE_SERVICES:
         row.role = Role.Name(record.role).removeprefix("ROLE_").lower()
@@ -209,6 +211,7 @@ def _text(status: Status) -> str:
     parts = []
     if (mesh := status.mesh) is not None:
         parts.append(f"mesh: {mesh['phase']}, {mesh['http_url']}/v1, gRPC {mesh['grpc_address']}")
+        parts += [f"region {region}: {url}/v1" for region, url in mesh["regions"].items()]
     epoch = "no leader answers" if status.leader_epoch is None else f"epoch {status.leader_epoch}"
     parts.append(f"master: {epoch}\n")
     instances = [row for row in status.rows if row.role]

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from pdmesh.launcher.spec import MeshSpec
 from pdmesh.models import smollm2
 
 _POLL_S: Final = 0.1
+_REGION: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 # Set for the detached launcher, which must not detach again.
 _DETACHED: Final = "PDMESH_DETACHED"
 
@@ -47,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _spec(options: argparse.Namespace) -> MeshSpec:
     per_role = 2 if options.engine == "sim" else 1
+    groups_file, regions = _groups_file(options)
     is_assigned = options.groups is not None
     default = 0 if options.fusion or is_assigned else per_role
     return MeshSpec(
@@ -55,7 +58,8 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         num_decode=default if options.decode is None else options.decode,
         num_fusion=1 if options.fusion else 0,
         num_blank=options.blank,
-        groups_file=_groups_file(options),
+        groups_file=groups_file,
+        regions=_regions(options, regions),
         num_gateways=options.gateways,
         num_masters=options.masters,
         node_agent=options.node_agent,
@@ -72,18 +76,32 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
     )
 
 
-def _groups_file(options: argparse.Namespace) -> Path | None:
-    """Read before anything starts: what is wrong with it is said at once."""
+def _groups_file(options: argparse.Namespace) -> tuple[Path | None, tuple[str, ...]]:
+    """With the regions it names. Read before anything starts: what is wrong with it is said at once."""
     if options.groups is None:
-        return None
+        return None, ()
     file: Path = options.groups.absolute()
     try:
-        read(file.read_text())
+        desired = read(file.read_text())
     except InvalidRequest as exc:
         raise CommandFailed(f"{options.groups}: {exc.message}") from None
     except (OSError, UnicodeDecodeError) as exc:
         raise CommandFailed(f"{options.groups}: {getattr(exc, 'strerror', 'not text')}") from None
-    return file
+    return file, desired.regions
+
+
+def _regions(options: argparse.Namespace, named: tuple[str, ...]) -> tuple[str, ...]:
+    """Those asked for, which the file's groups must have among them."""
+    if options.regions is None:
+        return named
+    asked = tuple(options.regions.split(","))
+    if bad := [region for region in asked if not _REGION.fullmatch(region)]:
+        raise CommandFailed(f"--regions: {bad[0]!r} is not a name (letters, digits and dashes)")
+    if len(set(asked)) < len(asked):
+        raise CommandFailed("--regions: a region is named twice")
+    if missing := [region for region in named if region not in asked]:
+        raise CommandFailed(f"--regions: {options.groups} also names {', '.join(missing)}")
+    return asked
 
 
 def _model_dir(options: argparse.Namespace) -> Path | None:
@@ -126,6 +144,8 @@ async def _serve(spec: MeshSpec, state_dir: Path) -> int:
         return 130
     try:
         _say(f"the mesh is ready after {time.monotonic() - began:.1f} s")
+        for region in spec.regions[1:]:
+            _say(f"region {region} answers at {mesh.http_url_in(region)}/v1")
         print(_what_next(mesh.http_url, mesh.grpc_address), flush=True)
         await stopping.wait()
         _say("stopping")
@@ -198,7 +218,8 @@ def _summary(spec: MeshSpec) -> str:
         "blank": spec.num_blank,
     }
     instances = ", ".join(f"{count} {role}" for role, count in roles.items() if count)
-    return f"a mesh with {instances} on {spec.engine}"
+    where = f" in each of {', '.join(spec.regions)}" if spec.regions else ""
+    return f"a mesh with {instances}{where} on {spec.engine}"
 
 
 def _what_next(http_url: str, grpc_address: str) -> str:

@@ -39,7 +39,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Requests of one kind. `allow_single`: one prefill or one decode is enough, its loss an outage (S31).
+    """Requests of one kind. `allow_single`: one prefill, one decode or one region is enough, its loss an outage (S31, S58).
 
     `has_auto_ratio`: its P:D ratio follows what its requests take (S29).
     """
@@ -57,7 +57,14 @@ class Group:
     prefill: int = 0
     decode: int = 0
     fusion: int = 0
-    region: str = ""  # empty: any
+    region: str = ""  # empty: any one that has room
+    failover: tuple[str, ...] = ()  # where it is set up while its own region has no room for it
+    spans_regions: bool = False  # its KV may go from one region to another
+
+    @property
+    def regions(self) -> tuple[str, ...]:
+        """That it may be in, the preferred one first; empty: any."""
+        return (self.region, *self.failover) if self.region else ()
 
     def num(self, role: Role) -> int:
         return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.FUSION: self.fusion}[
@@ -123,6 +130,7 @@ def problems(desired: Desired) -> Iterator[Problem]:
         yield from _problems_of_group(f"groups.{name}", group, desired)
     for scenario_name in sorted({group.scenario for group in desired.groups.values()}):
         yield from _single_points(scenario_name, desired)
+        yield from _single_region(scenario_name, desired)
     for i, schedule in enumerate(desired.schedules):
         if not any(g.scenario == schedule.scenario for g in desired.groups.values()):
             message = f"no group serves scenario {schedule.scenario}"
@@ -132,8 +140,7 @@ def problems(desired: Desired) -> Iterator[Problem]:
 def _problems_of_group(path: str, group: Group, desired: Desired) -> Iterator[Problem]:
     if group.scenario != DEFAULT_NAME and group.scenario not in desired.scenarios:
         yield Problem(f"{path}.scenario", f"there is no scenario {group.scenario}")
-    if group.region and group.region not in desired.regions:
-        yield Problem(f"{path}.region", f"there is no region {group.region}")
+    yield from _problems_of_place(path, group, desired)
     if (group.prefill > 0) != (group.decode > 0):
         lacking = "decode" if group.prefill else "prefill"
         yield Problem(
@@ -141,6 +148,34 @@ def _problems_of_group(path: str, group: Group, desired: Desired) -> Iterator[Pr
         )
     elif group.size == 0:
         yield Problem(path, "the group has no instances: give prefill and decode, or fusion")
+
+
+def _problems_of_place(path: str, group: Group, desired: Desired) -> Iterator[Problem]:
+    if group.region and group.region not in desired.regions:
+        yield Problem(f"{path}.region", f"there is no region {group.region}")
+    for i, name in enumerate(group.failover):
+        if name not in desired.regions:
+            yield Problem(f"{path}.failover[{i}]", f"there is no region {name}")
+        elif name in (group.region, *group.failover[:i]):
+            yield Problem(f"{path}.failover[{i}]", f"{name} is named twice")
+    if group.failover and not group.region:
+        yield Problem(f"{path}.failover", "says where the group goes from its region: name that")
+    if group.spans_regions and group.region:
+        yield Problem(f"{path}.spans_regions", f"contradicts region {group.region}")
+
+
+def _single_region(scenario: str, desired: Desired) -> Iterator[Problem]:
+    """S58: the loss of one region must not be the loss of the scenario."""
+    if len(desired.regions) < 2 or desired.scenarios.get(scenario, Scenario()).allow_single:
+        return
+    own = {i: g for i, g in desired.groups.items() if g.scenario == scenario}
+    regions = {r for group in own.values() for r in group.regions or desired.regions}
+    if len(regions) < 2:
+        yield Problem(
+            f"groups.{next(iter(own))}",
+            f"scenario {scenario} would be lost with region {regions.pop()}; give a group of it a failover or"
+            f" another region, or set scenarios.{scenario}.allow_single: true",
+        )
 
 
 def _single_points(scenario: str, desired: Desired) -> Iterator[Problem]:

@@ -46,10 +46,12 @@ class Identity:
     is_ready: bool = True  # else it is not connected with its peers yet
     revision: str = ""  # of what was assigned: model, KV layout, transport
     fetches_from_peers: bool = False  # blocks out of their host pools
+    region: str = ""
+    kv_region: str = ""  # that its KV stays in; empty: its group spans regions
 
     @property
     def cell(self) -> tuple[str, str]:
-        return (self.group_id, f"{self.model_fingerprint}/{self.revision}")
+        return (self.group_id, f"{self.model_fingerprint}/{self.revision}/{self.kv_region}")
 
 
 @dataclass(frozen=True, slots=True)

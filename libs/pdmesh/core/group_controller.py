@@ -23,6 +23,7 @@ from pdmesh.core.group_clock import StageClock
 from pdmesh.core.group_facts import Observed, Seen, WantedGroup
 from pdmesh.core.group_joining import advance, lacking, sorted_out
 from pdmesh.core.group_leaving import GroupRecord, abandon, erase, let_go, let_others_go
+from pdmesh.core.group_place import RegionWatch, placed
 from pdmesh.core.group_round import Member, Round
 from pdmesh.core.group_steps import Step, StepTeller
 from pdmesh.core.instance_events import Assignment, Duty, Phase, Stage
@@ -72,6 +73,7 @@ class GroupController:
     reports: dict[str, GroupReport] = field(default_factory=dict)
     _steps: StepTeller = field(default_factory=StepTeller)
     _records: dict[str, GroupRecord] = field(default_factory=dict)
+    _regions: RegionWatch = field(default_factory=RegionWatch)
     _last_id: int = 0
     _version: int = 0
 
@@ -84,6 +86,7 @@ class GroupController:
             self._records.clear()  # the operator may have mended what failed
         turn = Round(observed)
         told = self._steps.begin(observed)
+        self._regions.note(observed.seen, now)
         self._note_losses(turn, now)
         self._recover(turn)
         self._adopt(turn)
@@ -102,7 +105,8 @@ class GroupController:
     def _note_losses(self, turn: Round, now: float) -> None:
         """Places of those that are gone without having been asked to leave are to be filled again, if possible by others.
 
-        One that never served may have died of what it was assigned: then its substitute would too, and all after it.
+        One that never served may have died of what it was assigned, unless its region is lost: then its substitute would too, and
+        all after it.
         """
         unmade: dict[str, str] = {}  # one of each group: a node takes several with it
         for instance_id, assignment in sorted(turn.observed.given.items()):
@@ -111,7 +115,8 @@ class GroupController:
                 if self._steps.lost(instance_id, assignment):
                     self.clock.avoid(instance_id, now)
                     self._record(duty.group_id).vacate(duty.role, instance_id)
-                    if assignment.stage < Stage.SERVE:
+                    is_alone = not self._regions.is_losing(instance_id)
+                    if assignment.stage < Stage.SERVE and is_alone:
                         unmade.setdefault(duty.group_id, instance_id)
         for group_id, instance_id in unmade.items():
             self._steps.group_id = group_id
@@ -181,7 +186,7 @@ class GroupController:
             record = self._record(group_id)
             detail = let_go(turn, record, turn.members(group_id), may_empty_group=True)
             return GroupReport(group_id, GroupState.LEAVING, detail)
-        record = self._record(group_id)
+        record, group = self._record(group_id), placed(turn, group)
         keep, others = sorted_out(turn, group)
         has_served = any(m.is_ready for m in keep)
         if now < record.cools_until:
@@ -245,9 +250,7 @@ class GroupController:
         self, turn: Round, group: WantedGroup, missing: dict[Role, int], *, has_served: bool
     ) -> int:
         """Give blank instances a role; how many are still missing. A new group takes all it needs, or none."""
-        candidates = [
-            seen for seen in turn.blanks() if not group.region or seen.region == group.region
-        ]
+        candidates = [s for s in turn.blanks() if group.region in (None, s.region)]
         short = max(0, sum(missing.values()) - len(candidates))
         if short and not has_served:
             return short

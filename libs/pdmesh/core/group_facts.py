@@ -17,7 +17,9 @@ class WantedGroup:
     scenario: str
     counts: Mapping[Role, int]
     duties: Mapping[Role, Duty]
-    region: str = ""  # empty: any
+    regions: tuple[str, ...] = ()  # that it may be in, the preferred one first; empty: in any one
+    spans_regions: bool = False  # its instances may be of several at once
+    region: str | None = None  # that it is to be in now (`group_place`); None: in any
 
     @property
     def revision(self) -> str:
@@ -56,11 +58,14 @@ def wanted_of(desired: Desired, kv_transport: str, num_lent: int = 0) -> Wanted:
                 model_dir=service.model_dir,
                 manifest=service.manifests.get(role, ""),
                 options=tuple(sorted(service.options_for(role).items())),
+                spans_regions=group.spans_regions,
             )
             for role in SERVING_ROLES
         }
         counts = {role: group.num(role) for role in SERVING_ROLES}
-        groups[group_id] = WantedGroup(group_id, group.scenario, counts, duties, group.region)
+        groups[group_id] = WantedGroup(
+            group_id, group.scenario, counts, duties, group.regions, group.spans_regions
+        )
     floors: dict[tuple[str, Role], int] = {}
     for scenario in {group.scenario for group in desired.groups.values()}:
         fusion = desired.num_wanted(scenario, Role.FUSION)
@@ -84,6 +89,7 @@ class Seen:
     assignment_id: int = 0
     region: str = ""
     rack: str = ""
+    kv_region: str = ""  # that its KV stays in; empty: its group spans them
     kv_addresses: tuple[str, ...] = ()
     verified: frozenset[PeerId] = frozenset()
     failed: frozenset[PeerId] = frozenset()

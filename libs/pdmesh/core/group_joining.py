@@ -6,12 +6,13 @@ from collections import Counter
 
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_facts import WantedGroup
+from pdmesh.core.group_place import is_misplaced
 from pdmesh.core.group_round import Member, Round, unverified_pairs
 from pdmesh.core.instance_events import Phase, Stage
 
 
 def sorted_out(turn: Round, group: WantedGroup) -> tuple[list[Member], list[Member]]:
-    """Those to keep, and those that are too many, of another revision, or drained by the operator."""
+    """Those to keep, and those that are too many, of another revision or region, or drained by the operator."""
     keep: list[Member] = []
     others: list[Member] = []
     room = dict(group.counts)
@@ -20,7 +21,8 @@ def sorted_out(turn: Round, group: WantedGroup) -> tuple[list[Member], list[Memb
     members.sort(key=lambda m: (-m.stage, not m.is_ready, -m.seen.num_slots_used, m.instance_id))
     for member in members:
         is_held = member.instance_id in turn.observed.drained
-        if is_held or member.revision != group.revision or not room.get(member.role):
+        is_fitting = member.revision == group.revision and not is_misplaced(member, group)
+        if is_held or not is_fitting or not room.get(member.role):
             others.append(member)
         else:
             room[member.role] -= 1

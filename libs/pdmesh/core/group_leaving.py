@@ -13,6 +13,7 @@ from typing import Final
 
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_facts import WantedGroup
+from pdmesh.core.group_place import is_misplaced
 from pdmesh.core.group_round import Member, Round, serve_together
 from pdmesh.core.instance_events import Phase, Stage
 
@@ -78,11 +79,14 @@ def let_others_go(
 ) -> str:
     """Of a group's instances that serve and are not to stay; why they may not go. `num_short`: those to come that there is no room for."""
     record = records[group.group_id]
+    misplaced = [m for m in others if is_misplaced(m, group)]
+    if misplaced and num_short:  # what would leave makes no room in the other region
+        return ""
     stale = [m for m in others if m.revision != group.revision]
     if stale and num_short:
         return _make_room(turn, group, records, stale, num_short)
-    if stale:
-        return let_go(turn, record, stale, may_empty_group=True)
+    if stale or misplaced:
+        return let_go(turn, record, stale or misplaced, may_empty_group=True)
     reason, is_busy = "", any(m.stage is Stage.DRAIN for m in turn.members(group.group_id))
     for member in sorted(others, key=lambda m: m.seen.num_slots_used):
         if is_busy:
@@ -106,7 +110,7 @@ def _make_room(
     num_leaving = sum(
         given.stage >= Stage.DRAIN
         for instance_id, given in turn.plan.items()
-        if not group.region or turn.observed.seen[instance_id].region == group.region
+        if group.region in (None, turn.observed.seen[instance_id].region)
     )
     num_needed, before, reason = num_short - num_leaving, dict(turn.plan), ""
     for member in _in_pairs(stale):

@@ -42,6 +42,11 @@ class Member:
     def is_loaded(self) -> bool:
         return self.seen.is_loaded
 
+    def may_exchange(self, other: Member) -> bool:
+        """KV, within a group: revision and region are the same (S24, S58)."""
+        mine, yours = self.seen.kv_region, other.seen.kv_region
+        return self.revision == other.revision and mine == yours
+
     @property
     def is_departing(self) -> bool:
         """It drains, and not because it was told to."""
@@ -113,12 +118,12 @@ class Round:
 
     def capacity(self, scenario: str, without: str = "") -> Counter[Role]:
         """Instances that take requests of the scenario, `without` one: P counts only where a D can take its KV."""
-        cells: dict[tuple[str, str], Counter[Role]] = {}
+        cells: dict[tuple[str, str, str], Counter[Role]] = {}
         for instance_id, assignment in self.plan.items():
             member = Member(self.observed.seen[instance_id], assignment)
             is_counted = member.is_ready and instance_id not in self.observed.isolated
             if is_counted and instance_id != without and assignment.duty.scenario == scenario:
-                key = (assignment.duty.group_id, member.revision)
+                key = (assignment.duty.group_id, member.revision, member.seen.kv_region)
                 cells.setdefault(key, Counter())[member.role] += 1
         total: Counter[Role] = Counter()
         for cell in cells.values():
@@ -148,7 +153,7 @@ class Round:
 def _are_peers(member: Member, other: Member) -> bool:
     if {member.role, other.role} != {Role.PREFILL, Role.DECODE}:
         return False
-    if member.revision != other.revision or not other.is_loaded:
+    if not member.may_exchange(other) or not other.is_loaded:
         return False
     if other.stage in (Stage.CONNECT, Stage.SERVE):
         return True
@@ -175,6 +180,6 @@ def unverified_pairs(members: Iterable[Member]) -> list[tuple[Member, Member]]:
         if decode.role is Role.DECODE
         for prefill in met
         if prefill.role is Role.PREFILL
-        and prefill.revision == decode.revision
+        and prefill.may_exchange(decode)
         and prefill.seen.id not in decode.seen.verified
     ]

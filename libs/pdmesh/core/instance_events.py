@@ -59,6 +59,7 @@ class Duty:
     model_dir: str = ""  # empty: as the instance's settings say
     manifest: str = ""  # path of the artefact's manifest; empty: the model is loaded unchecked
     options: tuple[tuple[str, str], ...] = ()  # settings of the instance, by name
+    spans_regions: bool = False  # KV of its group may go from one region to another
 
 
 @dataclass(frozen=True, slots=True)

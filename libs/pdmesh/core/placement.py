@@ -2,7 +2,8 @@
 
 A plan names prefills and decodes of one cell (group and model fingerprint), since only those can hand KV to each other, or
 fusion instances, which need no decode. A cell that has lost one of the two roles serves with the other alone, both phases on
-one instance, but only while no whole cell can serve the request. The ranking is advice: whether an instance takes the request is its own decision.
+one instance, but only while no whole cell can serve the request. Cells of the region that the request came in by go before
+those of others. The ranking is advice: whether an instance takes the request is its own decision.
 """
 
 from __future__ import annotations
@@ -77,6 +78,19 @@ class _Cell:
             self.safe_tokens = min(self.safe_tokens, identity.max_model_len - 1)
         if identity.role is not Role.PREFILL and identity.num_kv_blocks:
             self.safe_blocks = min(self.safe_blocks, identity.num_kv_blocks)
+
+    @property
+    def region(self) -> str:
+        """That its KV stays in; empty: it spans regions, or none is named."""
+        return (self.prefills or self.decodes)[0].identity.kv_region
+
+    @property
+    def has_room(self) -> bool:
+        """An instance of each role that it needs has a free slot."""
+        has_prefill = any(i.used_slots() < i.num_slots for i in self.prefills)
+        return has_prefill and (
+            not self.decodes or any(i.used_slots() < i.num_slots for i in self.decodes)
+        )
 
     @property
     def is_whole(self) -> bool:
@@ -179,9 +193,9 @@ class Placement:
         exchange = self._exchange
         whole = [c for cell in narrowed if (c := cell.reconciled(exchange)).is_whole]
         if whole:
-            return whole
+            return _nearest(whole, query.region)
         alone = [cell for n in narrowed if (cell := n.alone(query)).prefills]
-        return alone or self._why_none(query)
+        return _nearest(alone, query.region) or self._why_none(query)
 
     def _usable_cells(self, query: Query) -> list[_Cell]:
         cells: dict[CellKey, _Cell] = {}
@@ -272,6 +286,16 @@ class Placement:
         if query.chat_id:
             ids = (prefill.id, decode.id) if decode else (prefill.id,)
             self.chats.put(query.chat_id, ids, now)
+
+
+def _nearest(cells: list[_Cell], region: str) -> list[_Cell]:
+    """Those of the region, unless they are full and others are not (S58)."""
+    if not region or len(cells) < 2:
+        return cells
+    near = [cell for cell in cells if cell.region in (region, "")]
+    if not near or len(near) == len(cells) or any(cell.has_room for cell in near):
+        return near or cells
+    return [cell for cell in cells if cell.has_room] or near
 
 
 def _exchange_among(fleet: Fleet) -> Exchange:

@@ -39,6 +39,7 @@ class Query:
     request_id: str = ""  # its bookings settle by it; empty: they lapse
     tails: Sequence[TailName] = ()  # beginnings of blocks that it may find, of `block_size` tokens
     block_size: int = 0
+    region: str = ""  # where it came in: instances of it are preferred
 
     def num_blocks(self, instance: Instance) -> int:
         """KV blocks that prompt and output may come to need, within the model's length."""

@@ -39,6 +39,7 @@ def assignment_from(m: groups_pb2.Assignment) -> Assignment:
             model_dir=m.model_dir,
             manifest=m.manifest,
             options=tuple(sorted(m.engine_options.items())),
+            spans_regions=m.spans_regions,
         ),
         peers=tuple(
             Peer(PeerId(p.instance_id, p.incarnation), _role(p.role, "peers"), (*p.kv_addresses,))

@@ -49,6 +49,7 @@ def record_of(
         engine=settings.engine,
         region=settings.region,
         rack=settings.rack,
+        kv_region="" if duty.spans_regions else settings.region,
         ops_address=app.ops_address,
         version=__version__,
         pid=os.getpid(),

@@ -25,7 +25,7 @@ from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer
 from pdmesh.engine.sim_tokenizer import write_sim_model
 from pdmesh.errors import MeshError
 from pdmesh.launcher import log_files, probe, state
-from pdmesh.launcher.spec import MeshSpec, ProcessSpec, Tier, Wiring, services
+from pdmesh.launcher.spec import MeshSpec, Ports, ProcessSpec, Tier, Wiring, services
 from pdmesh.launcher.supervisor import Notice, Supervisor
 from pdmesh.net.admin_client import call_leader
 from pdmesh.net.nats_bus import NatsBus
@@ -36,6 +36,7 @@ _PROBE_EVERY_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 1.0
 _DEATHS_WHILE_STARTING: Final = 3
 _LEADER_S: Final = 20.0
+_PORTS_APART: Final = 10
 
 
 class MeshFailed(Exception):
@@ -44,7 +45,7 @@ class MeshFailed(Exception):
 
 class Mesh:
     """Processes are named prefill-0, decode-0, fusion-0, gateway-0, master-scheduler, master-scheduler-1,
-    kv-cache-index, health-monitor, nats, valkey."""
+    kv-cache-index, health-monitor, nats, valkey. With regions: eu-prefill-0, eu-gateway-0, eu-master-scheduler and so on."""
 
     def __init__(
         self,
@@ -84,11 +85,19 @@ class Mesh:
 
     @property
     def http_url(self) -> str:
-        return f"http://{self.spec.host}:{self.wiring.http_port}"
+        """Of the gateways; with regions, of the first one's."""
+        return self.http_url_in(self._first_region)
 
     @property
     def grpc_address(self) -> str:
-        return f"{self.spec.host}:{self.wiring.grpc_port}"
+        return f"{self.spec.host}:{self.wiring.ports[self._first_region].grpc}"
+
+    def http_url_in(self, region: str) -> str:
+        return f"http://{self.spec.host}:{self.wiring.ports[region].http}"
+
+    @property
+    def _first_region(self) -> str:
+        return self.spec.regions[0] if self.spec.regions else ""
 
     @property
     def nats_url(self) -> str:
@@ -136,6 +145,17 @@ class Mesh:
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
         """Signal one process, as a fault would. The supervisor restarts what dies of it."""
         self.supervisor.signal(name, number)
+
+    def lose_region(self, region: str) -> list[str]:
+        """SIGKILL all its processes at once, and leave them away until `return_region`; their names."""
+        names = [name for name, spec in self.supervisor.specs.items() if spec.region == region]
+        self.supervisor.lose(names)
+        return names
+
+    def return_region(self, region: str) -> None:
+        for spec in list(self.supervisor.specs.values()):
+            if spec.region == region:
+                self.supervisor.start(spec)
 
     async def restart(self, name: str, timeout_s: float = 60.0) -> None:
         """Stop in order, start again, wait until ready."""
@@ -228,10 +248,7 @@ class Mesh:
 
     def _wire(self) -> Wiring:
         spec = self.spec
-        http = PortReservation(spec.host, spec.http_port, "--http-port")
-        self._cleanup.callback(http.close)
-        grpc = PortReservation(spec.host, spec.grpc_port, "--grpc-port")
-        self._cleanup.callback(grpc.close)
+        ports = {r: self._reserve(i) for i, r in enumerate(spec.regions or ("",))}
         if spec.nats_url is None:
             self._add_server(NatsServer(self.state_dir / "nats"))
         if spec.redis_url is None:
@@ -239,12 +256,24 @@ class Mesh:
         return Wiring(
             nats_url=spec.nats_url or self._servers["nats"].url,
             redis_url=spec.redis_url or self._servers["valkey"].url,
-            http_port=http.port,
-            grpc_port=grpc.port,
+            ports=ports,
             hash_secret=state.hash_secret(self.state_dir),
             state_dir=self.state_dir,
             model_dir=self._model_dir(),
         )
+
+    def _reserve(self, number: int) -> Ports:
+        """The gateways' of each further region lie _PORTS_APART higher."""
+        reserved: list[int] = []
+        for first, option in (
+            (self.spec.http_port, "--http-port"),
+            (self.spec.grpc_port, "--grpc-port"),
+        ):
+            port = first + number * _PORTS_APART if first else 0
+            reservation = PortReservation(self.spec.host, port, option)
+            self._cleanup.callback(reservation.close)
+            reserved.append(reservation.port)
+        return Ports(*reserved)
 
     def _model_dir(self) -> Path:
         if self.spec.model_dir is not None:
@@ -371,6 +400,7 @@ class Mesh:
             redis_url=self.redis_url,
             message=self._message,
             processes=processes,
+            regions={region: self.http_url_in(region) for region in self.spec.regions},
         )
         if described != self._last_state:
             state.write(self.state_dir, described)

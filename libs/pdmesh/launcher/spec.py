@@ -44,6 +44,7 @@ class MeshSpec:
     num_gateways: int = 1
     node_agent: bool = False  # watch this machine's devices
     num_masters: int = 1  # one leads, the others stand by
+    regions: tuple[str, ...] = ()  # instances, gateways and masters are as many in each of them
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 8001
@@ -69,6 +70,15 @@ class ProcessSpec:
     command: tuple[str, ...]
     env: Mapping[str, str]
     ops_file: Path | None = None  # where a service writes its ops address; None for a server
+    region: str = ""
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where the gateways of one region listen."""
+
+    http: int
+    grpc: int
 
 
 @dataclass(frozen=True)
@@ -77,8 +87,7 @@ class Wiring:
 
     nats_url: str
     redis_url: str
-    http_port: int
-    grpc_port: int
+    ports: Mapping[str, Ports]  # by region
     hash_secret: str
     state_dir: Path
     model_dir: Path
@@ -101,29 +110,44 @@ _MODULES: Final = {
 
 
 def services(spec: MeshSpec, wiring: Wiring) -> list[ProcessSpec]:
-    """Every service process, in the order of starting."""
-    named = [(s, s) for s in ("master-scheduler", "kv-cache-index", "health-monitor")]
-    named += [(f"master-scheduler-{i}", "master-scheduler") for i in range(1, spec.num_masters)]
+    """Every service process, in the order of starting. In a region its name is <region>-<what it is elsewhere>."""
+    regions = spec.regions or ("",)
+    control = [("kv-cache-index", "kv-cache-index"), ("health-monitor", "health-monitor")]
     if spec.node_agent:
-        named.append(("node-agent", "node-agent"))
-    if spec.num_fusion:
-        named += [(f"fusion-{i}", "prefill") for i in range(spec.num_fusion)]
-    named += [(f"prefill-{i}", "prefill") for i in range(spec.num_prefill)]
-    named += [(f"decode-{i}", "decode") for i in range(spec.num_decode)]
-    named += [(f"instance-{i}", "instance") for i in range(spec.num_blank)]
-    named += [(f"gateway-{i}", "gateway") for i in range(spec.num_gateways)]
-    return [_service(name, service, spec, wiring) for name, service in named]
+        control.append(("node-agent", "node-agent"))
+    masters = [("master-scheduler", "master-scheduler")]
+    masters += [(f"master-scheduler-{i}", "master-scheduler") for i in range(1, spec.num_masters)]
+    instances = [
+        (f"{kind}-{i}", service)
+        for kind, service, count in (
+            ("fusion", "prefill", spec.num_fusion),
+            ("prefill", "prefill", spec.num_prefill),
+            ("decode", "decode", spec.num_decode),
+            ("instance", "instance", spec.num_blank),
+        )
+        for i in range(count)
+    ]
+    gateways = [(f"gateway-{i}", "gateway") for i in range(spec.num_gateways)]
+    parts = ((masters, regions), (control, ("",)), (instances, regions), (gateways, regions))
+    return [
+        _service(name, service, region, spec, wiring)
+        for named, places in parts
+        for region in places
+        for name, service in named
+    ]
 
 
-def _service(name: str, service: str, spec: MeshSpec, wiring: Wiring) -> ProcessSpec:
+def _service(kind: str, service: str, region: str, spec: MeshSpec, wiring: Wiring) -> ProcessSpec:
+    name = f"{region}-{kind}" if region else kind
     module = service.replace("-", "_")
     prefix = f"PDMESH_{module.upper()}_"
     ops_file = wiring.state_dir / "run" / f"{name}.ops"
     own = {
         "INSTANCE_ID": name,
         "OPS_FILE": str(ops_file),
-        **(_gateway_settings(spec, wiring) if service == "gateway" else {}),
-        **(_instance_settings(name, spec) if _TIERS[service] is Tier.INSTANCE else {}),
+        **({"REGION": region} if region else {}),
+        **(_gateway_settings(region, spec, wiring) if service == "gateway" else {}),
+        **(_instance_settings(kind, spec) if _TIERS[service] is Tier.INSTANCE else {}),
     }
     return ProcessSpec(
         name=name,
@@ -139,6 +163,7 @@ def _service(name: str, service: str, spec: MeshSpec, wiring: Wiring) -> Process
             **spec.service_env.get(name, {}),
         },
         ops_file=ops_file,
+        region=region,
     )
 
 
@@ -158,21 +183,22 @@ def _common_settings(spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
     }
 
 
-def _gateway_settings(spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
+def _gateway_settings(region: str, spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
+    ports = wiring.ports[region]
     keys = {"KEYS_FILE": str(spec.keys_file.absolute())} if spec.keys_file else {}
     return {
         **keys,
         **({"ALLOW_ANONYMOUS": "true"} if spec.allow_anonymous else {}),
-        "HTTP_PORT": str(wiring.http_port),
-        "GRPC_PORT": str(wiring.grpc_port),
+        "HTTP_PORT": str(ports.http),
+        "GRPC_PORT": str(ports.grpc),
         "REUSE_PORT": str(spec.num_gateways > 1).lower(),
         "MODEL_DIR": str(wiring.model_dir),
     }
 
 
-def _instance_settings(name: str, spec: MeshSpec) -> dict[str, str]:
+def _instance_settings(kind: str, spec: MeshSpec) -> dict[str, str]:
     settings: dict[str, str] = {"ENGINE": spec.engine}
-    if name.startswith("fusion-"):
+    if kind.startswith("fusion-"):
         settings["ROLE"] = "fusion"
     if spec.dtype:
         settings["DTYPE"] = spec.dtype

@@ -47,6 +47,7 @@ class MeshState:
     redis_url: str
     message: str = ""
     processes: dict[str, ProcessState] = field(default_factory=dict)
+    regions: dict[str, str] = field(default_factory=dict)  # the HTTP address of each one's gateways
 
 
 def mesh_file(state_dir: Path) -> Path:

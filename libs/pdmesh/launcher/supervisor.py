@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -94,6 +94,14 @@ class Supervisor:
         """End it with all its children, at once; it will be restarted."""
         if (pid := self.pid(name)) is not None:
             child.signal_group(pid, signal.SIGKILL)
+
+    def lose(self, names: Iterable[str]) -> None:
+        """End them all at once, as when their site is lost; they stay away until `start`."""
+        lost = list(names)
+        for name in lost:
+            self.kill(name)
+        for name in lost:
+            self._feed(StopAsked(name))
 
     async def stop(self, name: str) -> None:
         """Ask it to end, kill it after its grace, and wait until it is gone."""

@@ -614,6 +614,7 @@ class GroupState(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    REGIONS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     scenario: _builtins.str
     num_prefill_wanted: _builtins.int
@@ -626,6 +627,10 @@ class GroupState(_message.Message):
     """what it waits for, or why it failed"""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupMember]: ...
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of its members, by name"""
+
     def __init__(
         self,
         *,
@@ -638,10 +643,11 @@ class GroupState(_message.Message):
         state: _builtins.str = ...,
         detail: _builtins.str = ...,
         members: _abc.Iterable[Global___GroupMember] | None = ...,
+        regions: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "group_id", b"group_id", "members", b"members", "num_decode_wanted", b"num_decode_wanted", "num_fusion_wanted", b"num_fusion_wanted", "num_prefill_wanted", b"num_prefill_wanted", "revision", b"revision", "scenario", b"scenario", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "group_id", b"group_id", "members", b"members", "num_decode_wanted", b"num_decode_wanted", "num_fusion_wanted", b"num_fusion_wanted", "num_prefill_wanted", b"num_prefill_wanted", "regions", b"regions", "revision", b"revision", "scenario", b"scenario", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -127,6 +127,7 @@ class Assignment(_message.Message):
     MANIFEST_FIELD_NUMBER: _builtins.int
     ENGINE_OPTIONS_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    SPANS_REGIONS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     incarnation: _builtins.int
     """of the record it is meant for; any other ignores it"""
@@ -146,6 +147,8 @@ class Assignment(_message.Message):
     """where the instance finds it; empty: as its own settings say"""
     manifest: _builtins.str
     """path of the role's artefact manifest; empty: the model is loaded unchecked (S17)"""
+    spans_regions: _builtins.bool
+    """its group's KV may go from one region to another"""
     @_builtins.property
     def engine_options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """settings of the instance that the group overrides, by name"""
@@ -169,10 +172,11 @@ class Assignment(_message.Message):
         manifest: _builtins.str = ...,
         engine_options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         peers: _abc.Iterable[Global___Peer] | None = ...,
+        spans_regions: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "engine_options", b"engine_options", "epoch", b"epoch", "group_id", b"group_id", "incarnation", b"incarnation", "instance_id", b"instance_id", "manifest", b"manifest", "model", b"model", "model_dir", b"model_dir", "peers", b"peers", "revision", b"revision", "role", b"role", "scenario", b"scenario", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignment_id", b"assignment_id", "engine_options", b"engine_options", "epoch", b"epoch", "group_id", b"group_id", "incarnation", b"incarnation", "instance_id", b"instance_id", "manifest", b"manifest", "model", b"model", "model_dir", b"model_dir", "peers", b"peers", "revision", b"revision", "role", b"role", "scenario", b"scenario", "spans_regions", b"spans_regions", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -49,7 +49,10 @@ class PlanRequest(_message.Message):
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
     QUERIES_FIELD_NUMBER: _builtins.int
     QUEUES_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
+    region: _builtins.str
+    """of this gateway: instances of it are preferred (S58); empty: none are"""
     @_builtins.property
     def queries(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanQuery]: ...
     @_builtins.property
@@ -62,10 +65,11 @@ class PlanRequest(_message.Message):
         gateway_id: _builtins.str = ...,
         queries: _abc.Iterable[Global___PlanQuery] | None = ...,
         queues: _abc.Iterable[Global___ScenarioQueue] | None = ...,
+        region: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "queries", b"queries", "queues", b"queues"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id", "queries", b"queries", "queues", b"queues", "region", b"region"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

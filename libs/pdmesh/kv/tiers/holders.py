@@ -35,6 +35,7 @@ class HolderDirectory:
     def __init__(self, instance_id: str) -> None:
         self._instance_id = instance_id
         self._records: Mapping[str, InstanceRecord] = {}
+        self._kv_region = ""  # that its KV stays in, as its record says
         self._channel: grpc.aio.Channel | None = None
         self._address = ""
         self._not_before = 0.0
@@ -47,6 +48,8 @@ class HolderDirectory:
     async def read(self, registry: Registry) -> None:
         view = await registry.watch()
         self._records = dict(view.records)
+        own = self._records.get(self._instance_id)
+        self._kv_region = own.kv_region if own is not None else ""
         await view.close()
 
     async def find(self, names: Sequence[bytes], first: int) -> Sequence[PeerHolding]:
@@ -65,6 +68,8 @@ class HolderDirectory:
         for match in sorted(response.matches, key=lambda m: -m.num_blocks):
             record = self._records.get(match.instance_id)
             if record is None or record.incarnation != match.incarnation:
+                continue
+            if record.kv_region != self._kv_region:
                 continue
             if match.instance_id != self._instance_id and record.kv_addresses:
                 addresses = tuple(record.kv_addresses)

@@ -1,0 +1,93 @@
+"""An operator of a mesh: asks the leading master, and remembers every step of a group that was told."""
+
+from __future__ import annotations
+
+from pdmesh.events.v1.events_pb2 import GroupStep
+from pdmesh.net import subjects
+from pdmesh.net.admin_client import Invoke, T, call_leader
+from pdmesh.net.bus import Message
+from pdmesh.net.events import decode_event
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.v1 import admin_service_pb2 as pb
+from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_DECODE, ROLE_PREFILL
+from tests.support.waiting import until
+
+CHANGE_S = 60.0  # on a slow and busy machine
+
+
+class Operator:
+    """`within_s`: for so long it looks for a master that leads. Its calls raise what `call_leader` raises."""
+
+    def __init__(self, bus: NatsBus, within_s: float = CHANGE_S) -> None:
+        self._bus, self._within_s = bus, within_s
+        self.steps: list[GroupStep] = []
+
+    async def listen(self) -> None:
+        await self._bus.subscribe(subjects.group_step(), self._on_step)
+
+    async def _on_step(self, message: Message) -> None:
+        self.steps.append(decode_event(message, GroupStep))
+
+    async def _call(self, invoke: Invoke[T]) -> T:
+        return await call_leader(self._bus, "", invoke, within_s=self._within_s)
+
+    async def groups(self) -> pb.ListGroupStatesResponse:
+        request = pb.ListGroupStatesRequest()
+        return await self._call(
+            lambda stub, metadata, s: stub.ListGroupStates(request, metadata=metadata, timeout=s)
+        )
+
+    async def desired(self, version: int = 0) -> pb.DesiredVersion:
+        request = pb.GetDesiredRequest(version=version)
+        response = await self._call(
+            lambda stub, metadata, s: stub.GetDesired(request, metadata=metadata, timeout=s)
+        )
+        return response.desired
+
+    async def apply(self, text: str) -> pb.ApplyDesiredResponse:
+        request = pb.ApplyDesiredRequest(text=text, author="test", reason="a test")
+        return await self._call(
+            lambda stub, metadata, s: stub.ApplyDesired(request, metadata=metadata, timeout=s)
+        )
+
+    async def rollback(self, version: int = 0) -> pb.RollbackDesiredResponse:
+        request = pb.RollbackDesiredRequest(version=version, author="test", reason="a test")
+        return await self._call(
+            lambda stub, metadata, s: stub.RollbackDesired(request, metadata=metadata, timeout=s)
+        )
+
+    async def hold(self, instance_id: str, kind: pb.HoldKind.ValueType) -> None:
+        request = pb.HoldInstanceRequest(instance_id=instance_id, kind=kind, reason="a test")
+        await self._call(
+            lambda stub, metadata, s: stub.HoldInstance(request, metadata=metadata, timeout=s)
+        )
+
+    async def release(self, instance_id: str, kind: pb.HoldKind.ValueType) -> None:
+        request = pb.ReleaseInstanceRequest(instance_id=instance_id, kind=kind)
+        await self._call(
+            lambda stub, metadata, s: stub.ReleaseInstance(request, metadata=metadata, timeout=s)
+        )
+
+    async def members(self, role: int) -> list[str]:
+        """That are ready."""
+        states = await self.groups()
+        return [
+            m.instance_id
+            for group in states.groups
+            for m in group.members
+            if (m.role, m.phase) == (role, INSTANCE_PHASE_READY)
+        ]
+
+    async def until_serving(self, num_prefill: int, num_decode: int) -> None:
+        """One group, of so many."""
+
+        async def is_serving() -> bool:
+            states = await self.groups()
+            is_there = [g.state == "serving" for g in states.groups] == [True]
+            counts = (len(await self.members(ROLE_PREFILL)), len(await self.members(ROLE_DECODE)))
+            return is_there and counts == (num_prefill, num_decode)
+
+        await until(is_serving, within_s=CHANGE_S)
+
+    def of(self, instance_id: str) -> list[str]:
+        return [s.step for s in self.steps if s.instance_id == instance_id]
