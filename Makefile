@@ -18,7 +18,7 @@ MODEL  := .cache/models/SmolLM2-135M-Instruct
 DONE   := $(VENV)/.done
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help up down status setup setup-base setup-sim setup-dev setup-vllm model test unit e2e chaos kill-matrix compose-test check format fuzz \
+.PHONY: help up down status setup setup-base setup-sim setup-dev setup-vllm model test unit e2e chaos faults kill-matrix compose-test check format fuzz \
         bench-tiers bench-overhead bench-retrieval bench-handover bench-plan bench-kv bench-index bench-ratio demo-day leak-test compare \
         compare-mesh proto proto-check docs docs-check lock clean
 
@@ -85,8 +85,11 @@ unit: $(DONE)/dev ## the fast ones alone
 e2e: $(DONE)/dev $(DONE)/vllm model ## the real model through the whole mesh
 	@$(call pytest_if_any,tests/e2e)
 
-chaos: $(DONE)/dev ## kill, freeze and cut every process while streams run
-	@$(call pytest_if_any,tests/chaos)
+chaos: $(DONE)/dev ## two minutes of random faults and an operator's orders under load, I1-I9 after each; CHAOS_S=600 for ten, CHAOS_SEED=n again
+	@CHAOS_S=$(CHAOS_S) CHAOS_SEED=$(CHAOS_SEED) $(PYTEST) -s tests/chaos/test_nemesis.py $(ARGS)
+
+faults: $(DONE)/dev ## each fault by itself: kill, freeze and cut every process while streams run
+	@$(PYTEST) tests/chaos --ignore=tests/chaos/test_nemesis.py $(ARGS)
 
 kill-matrix: $(DONE)/dev ## the kill matrix, and docs/kill-matrix.md from what it measured
 	@rm -rf .cache/kill-matrix && mkdir -p .cache/kill-matrix

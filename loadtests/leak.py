@@ -36,6 +36,7 @@ _GIVE_UP_SHARE: Final = 0.4
 _CLIENT_TIMEOUT_S: Final = 60.0
 _QUIESCE_S: Final = 20.0  # ticket lease 10 s, registry lease 3 s, the answer to a killed peer
 _SURVIVORS: Final = ("prefill-0", "decode-0", "gateway-0", "gateway-1")
+_PROCESSES: Final = (*_SURVIVORS, "prefill-1", "decode-1")
 _FILE_SLACK: Final = 8  # connections between processes that were replaced in between
 # Gauges of a process that are zero when it holds nothing for any request.
 _ZERO: Final = (
@@ -226,9 +227,10 @@ def _is_zero_at_rest(metric: str) -> bool:
     )
 
 
-def held(mesh: Mesh) -> dict[str, dict[str, float]]:
+def held(mesh: Mesh, processes: Sequence[str] = _PROCESSES) -> dict[str, dict[str, float]]:
+    """What these processes still hold for requests: empty when all is given back."""
     rest: dict[str, dict[str, float]] = {}
-    for process in (*_SURVIVORS, "prefill-1", "decode-1"):
+    for process in processes:
         left = {n: v for n, v in gauges(mesh, process).items() if _is_zero_at_rest(n) and v}
         if left:
             rest[process] = left

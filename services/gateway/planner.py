@@ -197,7 +197,10 @@ class Planner:
         if result.error_reason:
             is_away = self._fleet.has_served(ask.query.model, ask.query.scenario)
             return PlanFailed(ask.plan, _refusal(result, is_away))
-        return PlanReceived(ask.plan, self._resolve(result.prefills), self._resolve(result.decodes))
+        prefills, decodes = self._resolve(result.prefills), self._resolve(result.decodes)
+        if not any(c.is_local for c in prefills) and not (prefills and decodes):
+            return self._rank_here(ask)  # the master sees more than we do already, or less
+        return PlanReceived(ask.plan, prefills, decodes)
 
     def _resolve(self, candidates: Sequence[CandidateProto]) -> list[Candidate]:
         found = (

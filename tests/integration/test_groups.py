@@ -12,16 +12,12 @@ import httpx
 import pytest
 
 from pdmesh.errors import InvalidRequest
-from pdmesh.events.v1.events_pb2 import GroupStep
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
-from pdmesh.net import subjects
-from pdmesh.net.admin_client import call_leader
-from pdmesh.net.bus import Message
-from pdmesh.net.events import decode_event
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.v1 import admin_service_pb2 as pb
-from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_DECODE, ROLE_PREFILL
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
+from tests.support.operator import CHANGE_S, Operator
 from tests.support.streams import StreamOutcome, stream_completion
 from tests.support.waiting import until
 
@@ -32,69 +28,6 @@ scenarios:
 groups:
   chat: {prefill: 3, decode: 1}
 """
-CHANGE_S = 60.0  # on a slow and busy machine
-
-
-class Operator:
-    """Asks the leading master, and remembers every step of a group that it heard of."""
-
-    def __init__(self, bus: NatsBus) -> None:
-        self._bus = bus
-        self.steps: list[GroupStep] = []
-
-    async def listen(self) -> None:
-        await self._bus.subscribe(subjects.group_step(), self._on_step)
-
-    async def _on_step(self, message: Message) -> None:
-        self.steps.append(decode_event(message, GroupStep))
-
-    async def groups(self) -> pb.ListGroupStatesResponse:
-        return await call_leader(
-            self._bus,
-            "",
-            lambda stub, metadata, s: stub.ListGroupStates(
-                pb.ListGroupStatesRequest(), metadata=metadata, timeout=s
-            ),
-            within_s=CHANGE_S,
-        )
-
-    async def apply(self, text: str) -> pb.ApplyDesiredResponse:
-        request = pb.ApplyDesiredRequest(text=text, author="test", reason="a test")
-        return await call_leader(
-            self._bus,
-            "",
-            lambda stub, metadata, s: stub.ApplyDesired(request, metadata=metadata, timeout=s),
-        )
-
-    async def hold(self, instance_id: str, kind: pb.HoldKind.ValueType) -> None:
-        request = pb.HoldInstanceRequest(instance_id=instance_id, kind=kind, reason="a test")
-        await call_leader(
-            self._bus,
-            "",
-            lambda stub, metadata, s: stub.HoldInstance(request, metadata=metadata, timeout=s),
-        )
-
-    async def members(self, role: int) -> list[str]:
-        """That are ready."""
-        states = await self.groups()
-        return [
-            m.instance_id
-            for group in states.groups
-            for m in group.members
-            if (m.role, m.phase) == (role, INSTANCE_PHASE_READY)
-        ]
-
-    async def until_serving(self, num_prefill: int, num_decode: int) -> None:
-        async def is_serving() -> bool:
-            states = await self.groups()
-            is_there = [g.state == "serving" for g in states.groups] == [True]
-            counts = (len(await self.members(ROLE_PREFILL)), len(await self.members(ROLE_DECODE)))
-            return is_there and counts == (num_prefill, num_decode)
-
-        await until(is_serving, within_s=CHANGE_S)
-
-    def of(self, instance_id: str) -> list[str]:
-        return [s.step for s in self.steps if s.instance_id == instance_id]
 
 
 def spec(groups_file: Path | None, num_blank: int, num_masters: int = 1) -> MeshSpec:

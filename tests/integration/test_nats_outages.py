@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_leader import LeaderElection
+from pdmesh.net.nats_kv import KvBucket
+from pdmesh.net.nats_leader import BUCKET, LeaderElection
 from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged
 from pdmesh.v1.common_pb2 import InstanceRecord
@@ -90,11 +91,11 @@ async def test_a_process_that_starts_before_its_server_waits_for_it(
 
 
 class Candidate:
-    def __init__(self, bus: NatsBus, name: str) -> None:
+    def __init__(self, bus: NatsBus, name: str, lease_s: float = LEASE_S) -> None:
         self.changes: list[tuple[bool, int]] = []
         self.bus = bus
         self.election = LeaderElection(
-            bus, "master", name, 1, LEASE_S, lambda *change: self.changes.append(change)
+            bus, "master", name, 1, lease_s, lambda *change: self.changes.append(change)
         )
         self.election.start()
 
@@ -145,3 +146,31 @@ async def test_a_leader_without_its_store_fences_itself_before_its_lease_ends(
     assert epochs == sorted(set(epochs))
     assert len(epochs) == 2
     await a.stop()
+
+
+@pytest.mark.fault("F13", "F21")
+async def test_a_wiped_store_makes_no_second_leader_while_the_first_may_lead(
+    server: servers.TestServer,
+) -> None:
+    """Found by the nemesis: the standby won at once, and each raised its epoch above the other's until the first noticed."""
+    await server.start()
+    a = Candidate(await NatsBus.connect(server.url, "a"), "a", lease_s=4.0)
+    await until(lambda: a.election.is_leader)
+    b = Candidate(await NatsBus.connect(server.url, "b"), "b", lease_s=4.0)
+    lease = KvBucket(b.bus, BUCKET, ttl_s=4.0)
+    joined = await lease.get("master")
+    assert joined is not None
+
+    async def is_renewed() -> bool:  # so that the standby has heard of it
+        entry = await lease.get("master")
+        return entry is not None and entry.revision > joined.revision
+
+    await until(is_renewed)
+    await a.bus.close()  # it does not hear of what comes
+    server.kill()
+    server.wipe()
+    await server.start()
+    await until(lambda: b.election.is_leader)
+    assert not a.election.is_leader
+    await a.stop()
+    await b.stop()

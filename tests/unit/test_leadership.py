@@ -49,6 +49,19 @@ def test_a_leader_goes_on_above_what_instances_remember_of_a_wiped_store() -> No
     assert state.epoch == 5001
 
 
+@pytest.mark.fault("F21")
+def test_a_standby_does_not_take_a_lease_that_a_wiped_store_has_forgotten() -> None:
+    """Its leader notices at its next renewal only: until then both would lead, each above the other's epoch again and again."""
+    state = Leadership(lease_s=3.0)
+    assert state.may_win(0.0), "nobody was ever heard of"
+    state.other_holds(now=1.0)
+    assert not state.may_win(3.9)
+    assert state.may_win(4.0)
+    state.other_holds(now=5.0)
+    state.vacated()
+    assert state.may_win(5.0), "given up in order, or ended by the store's clock"
+
+
 @pytest.mark.fault("F12")
 def test_one_whose_lease_may_be_another_s_by_now_only_remembers() -> None:
     state = Leadership(lease_s=3.0)

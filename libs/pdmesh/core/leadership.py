@@ -3,6 +3,8 @@
 A leader that could not renew for two thirds of the lease stops leading by itself, before anybody else can
 start: no two lead at once, whatever the network or a pause of this process does. Epochs only grow, and
 what an older epoch decided is refused (I7). Whoever has seen an epoch says so in its record, and a leader stays above all of them.
+A store that was wiped forgets who leads, and the leader does not know it before its next renewal: a standby that knew of its lease waits
+until that is over.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ class Leadership:
     epoch: int = 0  # of the own leadership, or the highest seen
     _is_leader: bool = False
     _renewed_at: float = 0.0
+    _other_until: float = 0.0
 
     def is_leader(self, now: float) -> bool:
         return self._is_leader and now - self._renewed_at < self.lease_s * FENCE_SHARE
@@ -35,6 +38,18 @@ class Leadership:
 
     def lost(self) -> None:
         self._is_leader = False
+
+    def other_holds(self, now: float) -> None:
+        """The store says that another one holds the lease."""
+        self._other_until = now + self.lease_s
+
+    def vacated(self) -> None:
+        """The store says that the lease was given up, or ended."""
+        self._other_until = 0.0
+
+    def may_win(self, now: float) -> bool:
+        """Whether the lease may be taken where the store knows of none: not while one that it has forgotten may be valid (F21)."""
+        return now >= self._other_until
 
     def tick(self, now: float) -> bool:
         """True once, when the lease was not renewed in time: it is over."""

@@ -87,8 +87,13 @@ class LeaderElection:
             await watch.close()
 
     def _on_entry(self, entry: KvEntry) -> None:
-        if entry.key == self._role and entry.value is None:
+        if entry.key != self._role:
+            return
+        if entry.value is None:
+            self._state.vacated()
             self._is_vacant.set()
+        elif entry.value != self._name:
+            self._state.other_holds(time.monotonic())
 
     async def _fence_often(self) -> None:
         while True:
@@ -111,8 +116,11 @@ class LeaderElection:
         found = await self._get()
         is_own = found is not None and found.value == self._name
         if found is not None and found.value is not None and not is_own:
+            self._state.other_holds(time.monotonic())
             return
         asked_at = time.monotonic()
+        if found is None and not self._state.may_win(asked_at):
+            return
         with contextlib.suppress(WrongRevision):
             last = found.revision if found else 0
             self._revision = await self._bucket.put(self._role, self._name, last=last)

@@ -188,3 +188,30 @@ async def test_why_the_master_ranks_nothing_reaches_the_client(
         response = await client.post(f"{mesh.url}/v1/completions", json=BODY)
         assert (response.status_code, response.json()["error"]["code"]) == (status, code)
         assert ("retry-after" in response.headers) == (status == 503)
+
+
+class ForeseeingMaster(FakeMaster):
+    """Names a pair that the gateway does not know as ready yet."""
+
+    async def Plan(self, request: pb.PlanRequest, context: Any) -> pb.PlanResponse:
+        result = pb.PlanResult(
+            group_id="default",
+            prefills=[pb.Candidate(instance_id="prefill-9", incarnation=9)],
+            decodes=[pb.Candidate(instance_id="decode-0", incarnation=9)],
+        )
+        return pb.PlanResponse(epoch=1, results=[result] * len(request.queries))
+
+
+@pytest.mark.req("S10", "S25")
+async def test_a_plan_whose_instances_the_gateway_does_not_know_yet_fails_no_request(
+    tmp_path: Path,
+) -> None:
+    """Found by the nemesis: a new prefill's record reached the master some milliseconds before the gateway, and a request got a 503."""
+    async with (
+        gateway_mesh(tmp_path) as mesh,
+        serving(ForeseeingMaster()) as port,
+        httpx.AsyncClient() as client,
+    ):
+        mesh.register(leader_at(port))
+        response = await client.post(f"{mesh.url}/v1/completions", json=BODY)
+        assert response.status_code == 200, response.text

@@ -1,0 +1,224 @@
+"""The mesh that the nemesis plays with, and how each of its actions is carried out there.
+
+NATS and Valkey are ours, so that they can be lost and wiped; some processes reach theirs through a link that can be cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from pdmesh import api_keys
+from pdmesh.api_keys import KeyFile, TenantEntry
+from pdmesh.atomic_file import write_atomically
+from pdmesh.errors import InvalidRequest
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.launcher.spec import MeshSpec
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.v1.admin_service_pb2 import HOLD_KIND_DRAIN, HOLD_KIND_ISOLATE
+from tests.chaos.nemesis.actions import (
+    Action,
+    Apply,
+    Cut,
+    DeviceFault,
+    Freeze,
+    Hold,
+    Outage,
+    Release,
+    Rollback,
+    Signal,
+    Slow,
+)
+from tests.chaos.nemesis.plan import FIRST, LINKED, NUM_INSTANCES
+from tests.support import servers
+from tests.support.link import Link
+from tests.support.operator import Operator
+from tests.support.waiting import until
+
+TENANTS: Final = ("acme", "umbrella")
+_FAILPOINT: Final = "PDMESH_INSTANCE_FAILPOINT"
+_ORDER_S: Final = 30.0  # until an order is taken, by whoever leads then
+_KINDS: Final = {"drain": HOLD_KIND_DRAIN, "isolate": HOLD_KIND_ISOLATE}
+_ENV: Final = {
+    "PDMESH_INSTANCE_NUM_SLOTS": "24",  # room for all clients on one instance
+    "PDMESH_TRANSFER_TIMEOUT_S": "2.0",
+    "PDMESH_ENGINE_SLOW_S": "1.5",
+    "PDMESH_ENGINE_HUNG_S": "5.0",
+    "PDMESH_HEALTH_MONITOR_CANARY_PERIOD_S": "5.0",
+    "PDMESH_NODE_AGENT_PERIOD_S": "1.0",
+}
+
+
+@dataclass
+class Arena:
+    mesh: Mesh
+    servers: dict[str, servers.TestServer]
+    links: dict[str, Link]
+    operator: Operator
+    bus: NatsBus
+    keys: dict[str, str]  # of each tenant
+    say: Callable[[str], None]
+    texts: list[str] = field(
+        default_factory=lambda: [FIRST]
+    )  # desired states, the current one last
+    held: dict[str, str] = field(default_factory=dict)  # by an operator's order: instance, kind
+    num_wipes: int = 0
+
+    @property
+    def log_dir(self) -> Path:
+        return self.mesh.state_dir / "logs"
+
+    async def act(self, action: Action) -> None:
+        """Returns when the fault is over, or the order was taken."""
+        match action:
+            case Signal():
+                await self._signal(action)
+            case Freeze(target, for_s):
+                await self._freeze(target, for_s)
+            case Outage():
+                await self._outage(action)
+            case Cut(target, for_s):
+                self.links[target].cut()
+                await asyncio.sleep(for_s)
+                self.links[target].heal()
+            case Slow(target, delay_s, for_s):
+                self.links[target].delay_s = delay_s
+                await asyncio.sleep(for_s)
+                self.links[target].delay_s = 0.0
+            case DeviceFault():
+                await self._device_fault(action)
+            case Apply() | Rollback() | Hold() | Release():
+                await self._order(action)
+
+    async def release_automatic_holds(self) -> None:
+        """What the operator of a real mesh does when the hardware is mended: the mesh lets nobody back by itself."""
+        for hold in (await self.operator.groups()).holds:
+            if hold.instance_id not in self.held:
+                self.say(f"the operator lets {hold.instance_id} back ({hold.reason})")
+                with contextlib.suppress(InvalidRequest):
+                    await self.operator.release(hold.instance_id, hold.kind)
+
+    # --- faults ----------------------------------------------------------------------------------
+
+    async def _signal(self, action: Signal) -> None:
+        name, supervisor = action.target, self.mesh.supervisor
+        clean = supervisor.specs[name]
+        if action.armed:
+            supervisor.start(replace(clean, env={**clean.env, _FAILPOINT: action.armed}))
+        pid = supervisor.pid(name)
+        with contextlib.suppress(KeyError):  # it is just being restarted
+            self.mesh.kill(name, signal.Signals[action.name])
+        await until(lambda: supervisor.pid(name) not in (None, pid))
+        supervisor.start(clean)  # whoever dies of the failpoint comes back without it
+
+    async def _freeze(self, name: str, for_s: float) -> None:
+        if name in self.servers:
+            self.servers[name].pause()
+            await asyncio.sleep(for_s)
+            self.servers[name].resume()
+            return
+        pid = self.mesh.supervisor.pid(name)
+        if pid is not None:
+            self.mesh.kill(name, signal.SIGSTOP)
+            await asyncio.sleep(for_s)
+            with contextlib.suppress(ProcessLookupError):  # it was replaced meanwhile
+                os.kill(pid, signal.SIGCONT)
+
+    async def _outage(self, action: Outage) -> None:
+        server = self.servers[action.target]
+        server.kill()
+        if action.is_wiped:
+            self.num_wipes += 1
+            server.wipe()
+        await asyncio.sleep(action.for_s)
+        await server.start()
+
+    async def _device_fault(self, action: DeviceFault) -> None:
+        path = self.mesh.state_dir / "devices" / f"{action.target}.json"
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, f'{{"level": {action.level}, "reason": "DEVICE_FAULT"}}')
+        await asyncio.sleep(action.for_s)
+        path.unlink()
+
+    # --- an operator's orders --------------------------------------------------------------------
+
+    async def _order(self, action: Apply | Rollback | Hold | Release) -> None:
+        """An order whose answer was lost is given again: that it was carried out already is no error then."""
+        try:
+            match action:
+                case Apply(_, text):
+                    await self.operator.apply(text)
+                    self.texts.append(text)
+                case Rollback():
+                    await self._roll_back()
+                case Hold(target, kind):
+                    self.held[target] = kind
+                    await self.operator.hold(target, _KINDS[kind])
+                case Release(target, kind):
+                    self.held.pop(target, None)
+                    await self.operator.release(target, _KINDS[kind])
+        except InvalidRequest as exc:
+            self.say(f"refused: {action}: {exc.message}")
+
+    async def _roll_back(self) -> None:
+        """To a version by its number, so that asking twice does not go to and fro."""
+        current = await self.operator.desired()
+        if current.version > 1:
+            text = (await self.operator.desired(current.version - 1)).text
+            await self.operator.rollback(current.version - 1)
+            self.texts.append(text)
+
+
+@contextlib.asynccontextmanager
+async def arena(directory: Path, say: Callable[[str], None]) -> AsyncIterator[Arena]:
+    """Up and serving the first desired state."""
+    nats, valkey = servers.nats(directory), servers.valkey(directory)
+    groups_file, keys_file = directory / "groups.yaml", directory / "keys.json"
+    groups_file.write_text(FIRST)
+    file = KeyFile(tenants={tenant: TenantEntry() for tenant in TENANTS})
+    keys = {tenant: api_keys.issue(file, tenant) for tenant in TENANTS}
+    api_keys.save(keys_file, file)
+    async with contextlib.AsyncExitStack() as stack:
+        for server in (nats, valkey):
+            stack.callback(server.close)
+            await server.start()
+        links = {
+            name: await stack.enter_async_context(
+                Link(valkey.url if name == "kv-cache-index" else nats.url)
+            )
+            for name in LINKED
+        }
+        spec = MeshSpec(
+            engine="sim",
+            num_prefill=0,
+            num_decode=0,
+            num_blank=NUM_INSTANCES,
+            num_masters=2,
+            num_gateways=2,
+            node_agent=True,
+            groups_file=groups_file,
+            keys_file=keys_file,
+            nats_url=nats.url,
+            redis_url=valkey.url,
+            http_port=0,
+            grpc_port=0,
+            start_timeout_s=120,
+            env=_ENV,
+            service_env={name: {_url_setting(name): link.url} for name, link in links.items()},
+        )
+        mesh = await stack.enter_async_context(Mesh(spec, directory / "mesh", report=say))
+        bus = await NatsBus.connect(nats.url, "nemesis")
+        stack.push_async_callback(bus.close)
+        operator = Operator(bus, _ORDER_S)
+        await operator.listen()
+        yield Arena(mesh, {"nats": nats, "valkey": valkey}, links, operator, bus, keys, say)
+
+
+def _url_setting(name: str) -> str:
+    return "PDMESH_REDIS_URL" if name == "kv-cache-index" else "PDMESH_NATS_URL"

@@ -1,0 +1,104 @@
+"""Clients of two tenants that ask without a pause, and how each of their requests ended."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+import httpx
+
+from tests.support.streams import StreamOutcome, stream_completion
+
+NUM_CLIENTS: Final = 6
+HANGS_AFTER_S: Final = 60.0
+_LONGEST_PROMPT: Final = 400
+_CALM_S: Final = 0.05  # after a refusal, as a client that backs off
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request. `outcome` None: it had not ended after HANGS_AFTER_S."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    outcome: StreamOutcome | None
+
+
+class Clients:
+    """`async with Clients(...)`: they ask until the block is left, except while they are paused."""
+
+    def __init__(self, url: str, keys: Mapping[str, str], seed: int) -> None:
+        self._url, self._seed = url, seed
+        self._may_ask = asyncio.Event()
+        self._may_ask.set()
+        self._num_open = 0
+        self._none_open = asyncio.Event()
+        self._asked: list[Asked] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        # A connection for each request, so that they spread over the gateways.
+        self._tenants = [
+            httpx.AsyncClient(
+                timeout=HANGS_AFTER_S,
+                limits=httpx.Limits(max_keepalive_connections=0),
+                headers={"authorization": f"Bearer {key}"},
+            )
+            for key in keys.values()
+        ]
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(self._run(number)) for number in range(NUM_CLIENTS)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(tenant.aclose() for tenant in self._tenants))
+
+    @property
+    def num_asked(self) -> int:
+        """That ended since they were last taken."""
+        return len(self._asked)
+
+    async def pause(self) -> list[Asked]:
+        """No new requests; returns all since the last pause, when the last of them has ended."""
+        self._may_ask.clear()
+        while self._num_open:
+            self._none_open.clear()
+            await self._none_open.wait()
+        asked, self._asked = self._asked, []
+        return asked
+
+    def resume(self) -> None:
+        self._may_ask.set()
+
+    async def _run(self, number: int) -> None:
+        draw = random.Random(f"client {self._seed} {number}")
+        tenant = self._tenants[number % len(self._tenants)]
+        while True:
+            await self._may_ask.wait()
+            prompt = [draw.randrange(40, 120) for _ in range(draw.randrange(1, _LONGEST_PROMPT))]
+            max_tokens = draw.randrange(100, 200) if draw.random() < 0.15 else draw.randrange(1, 50)
+            self._num_open += 1
+            try:
+                asked = Asked(prompt, max_tokens, await self._ask(tenant, prompt, max_tokens))
+                self._asked.append(asked)
+            finally:
+                self._num_open -= 1
+                self._none_open.set()
+            if asked.outcome is None or not asked.outcome.is_complete:
+                await asyncio.sleep(_CALM_S)
+
+    async def _ask(
+        self, tenant: httpx.AsyncClient, prompt: list[int], max_tokens: int
+    ) -> StreamOutcome | None:
+        try:
+            async with asyncio.timeout(HANGS_AFTER_S):
+                return await stream_completion(
+                    tenant, self._url, prompt, max_tokens, ignore_eos=True
+                )
+        except TimeoutError:
+            return None

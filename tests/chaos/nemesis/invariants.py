@@ -1,0 +1,280 @@
+"""What must hold when a step's faults are over: each check says which invariant it proves (I1 to I9 of the fault matrix).
+
+Here the mesh is looked at whole, at rest; `witness` holds what is seen at any moment (I3, I7).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+from urllib.error import URLError
+
+import httpx
+
+from loadtests.leak import gauges, held
+from pdmesh.core.desired import SERVING_ROLES
+from pdmesh.core.fleet import Role
+from pdmesh.desired_file import read
+from pdmesh.errors import MeshError
+from pdmesh.instance.assignment import ROLES
+from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY
+from tests.chaos.nemesis.actions import Freeze, Signal
+from tests.chaos.nemesis.arena import TENANTS, Arena
+from tests.chaos.nemesis.clients import Asked
+from tests.chaos.nemesis.plan import GATEWAYS, INSTANCES, Step
+from tests.chaos.nemesis.witness import Violation
+from tests.support import fleet
+
+SLACK_S: Final = 1.5  # for a loaded machine of two cores, as in the kill matrix
+GAP_S: Final = 4.5  # the longest silence that one lost instance may cost a client (F8)
+SETTLE_S: Final = 45.0  # until every group is what the desired state says
+QUIESCE_S: Final = 16.0  # ticket lease 10 s, registry lease 3 s, and a little
+AGAIN_S: Final = 5.0  # until a new request works (I8)
+FILE_SLACK: Final = 48
+_CANARY_TOKENS: Final = 4
+# Documented in docs/api.md for a request that instances or gateways failed; `internal` would be a bug.
+ERRORS: Final = frozenset(
+    {
+        "overloaded", "ttft_unreachable", "queue_full", "no_instance", "draining", "upstream_failed", "engine_failed",
+        "engine_died", "kv_transfer_failed", "kv_transfer_timeout", "poison_request",
+    }
+)  # fmt: skip
+_BUGS: Final = re.compile(
+    rb'"event": ?"(rpc\.bug|groups\.bug|plans\.bug|[a-z_.]*\.died)"|never retrieved|Traceback \(most'
+)
+_EXPECTED_DEATHS: Final = (b"engine.died",)  # a failpoint's doing
+
+
+@dataclass
+class Books:
+    """What is compared from one step to the next."""
+
+    pids: dict[str, int] = field(default_factory=dict)
+    files: dict[int, int] = field(
+        default_factory=dict
+    )  # open ones of each process, at its first rest
+    requests: dict[int, float] = field(default_factory=dict)  # that each gateway process has ended
+    read: dict[Path, int] = field(default_factory=dict)  # how far each log was looked at
+
+
+async def within(seconds: float, condition: Callable[[], Awaitable[str]]) -> str:
+    """Empty once `condition()` is; else the last of what it said was still missing."""
+    deadline = time.monotonic() + seconds
+    while missing := await condition():
+        if time.monotonic() > deadline:
+            return missing
+        await asyncio.sleep(0.1)
+    return ""
+
+
+# --- at any time ---------------------------------------------------------------------------------
+
+
+def judge_requests(
+    asked: Iterable[Asked], step: Step, num_lost: int, reference: fleet.Reference
+) -> list[Violation]:
+    """I1 and I2. `num_lost`: instances that were hit or died in this step, of which the first alone must cost no request."""
+    gateways = [fault for fault in step.faults if fault.target in GATEWAYS]
+    frozen_s = sum(f.for_s for f in gateways if isinstance(f, Freeze))
+    gap_s = GAP_S * max(1, num_lost) + frozen_s + SLACK_S
+    found: list[Violation] = []
+    for each in asked:
+        outcome = each.outcome
+        if outcome is None:
+            found.append(Violation("I1", f"a request of {each.max_tokens} tokens never ended"))
+            continue
+        if wrong := outcome.fault_in_ending():
+            found.append(Violation("I1", wrong))
+            continue
+        expected = reference.text(list(each.prompt), each.max_tokens)
+        is_right = outcome.text == expected if outcome.is_complete else True
+        if not is_right or not expected.startswith(outcome.text):
+            found.append(Violation("I2", f"{outcome.text!r} instead of {expected!r}"))
+        if outcome.longest_gap_s > gap_s and not (outcome.error or outcome.was_cut):
+            found.append(
+                Violation("I1", f"silent for {outcome.longest_gap_s:.1f} s, bound {gap_s} s")
+            )
+        if outcome.was_cut and not gateways:
+            found.append(Violation("I1", "cut off, though no gateway was hit"))
+        if outcome.error is not None:
+            code = str(outcome.error.get("code"))
+            if code not in ERRORS:
+                found.append(Violation("I1", f"{outcome.status} {outcome.error}"))
+            elif num_lost < 2 and not gateways:
+                found.append(Violation("I1", f"{code}, though another instance could serve it"))
+    return found
+
+
+def scan_logs(directory: Path, books: Books, secrets: Iterable[str]) -> list[Violation]:
+    """I9: no prompt and no key in any log; and no line that only a bug writes (I1)."""
+    found: list[Violation] = []
+    hidden = [secret.encode() for secret in secrets]
+    for path in sorted(directory.glob("*.log")):
+        begin = books.read.get(path, 0)
+        with path.open("rb") as file:
+            begin = begin if path.stat().st_size >= begin else 0  # it was cut meanwhile
+            file.seek(begin)
+            data = file.read()
+        books.read[path] = begin + len(data)
+        found += [Violation("I9", f"{path.name} holds a secret") for s in hidden if s in data]
+        for line in data.splitlines():
+            if _BUGS.search(line) and not any(known in line for known in _EXPECTED_DEATHS):
+                found.append(
+                    Violation("I1", f"{path.name}: {line[:1500].decode(errors='replace')}")
+                )
+    return found
+
+
+# --- at rest -------------------------------------------------------------------------------------
+
+
+async def settled(arena: Arena) -> str:
+    """What still differs from the desired state; empty: every group serves with exactly what it shall have (I8)."""
+    try:
+        states = await arena.operator.groups()
+        text = (await arena.operator.desired()).text
+    except MeshError as exc:
+        return exc.message
+    if states.paused:
+        return f"paused: {states.paused}"
+    if text != arena.texts[-1]:
+        return f"the desired state is {text!r} instead of {arena.texts[-1]!r}"
+    wanted = read(text).groups
+    for group in states.groups:
+        if group.group_id not in wanted:
+            return f"{group.group_id} is still there"
+        ready = Counter(ROLES[m.role] for m in group.members if m.phase == INSTANCE_PHASE_READY)
+        shall = {role: wanted[group.group_id].num(role) for role in SERVING_ROLES}
+        if group.state != "serving" or ready != Counter({r: n for r, n in shall.items() if n}):
+            return f"{group.group_id} is {group.state} with {_named(ready)}: {group.detail}"
+    return "" if len(states.groups) == len(wanted) else "a group is missing"
+
+
+def _named(counts: Counter[Role]) -> str:
+    return ", ".join(f"{number} {role.value}" for role, number in sorted(counts.items(), key=str))
+
+
+async def nothing_held(arena: Arena) -> str:
+    """I4: slots, tickets, arenas, pulls, waiting rooms and legs are empty when nobody asks."""
+    with contextlib.suppress(URLError, ValueError, OSError):
+        rest = await asyncio.to_thread(held, arena.mesh, [*INSTANCES, *GATEWAYS])
+        return json.dumps(rest) if rest else ""
+    return "a process does not answer"
+
+
+def count_files(arena: Arena, books: Books) -> list[Violation]:
+    """I4: no process keeps opening files."""
+    found: list[Violation] = []
+    for name in arena.mesh.names:
+        pid = arena.mesh.supervisor.pid(name)
+        if pid is None:
+            continue
+        number = len(os.listdir(f"/proc/{pid}/fd"))
+        first = books.files.setdefault(pid, number)
+        if number > first + FILE_SLACK:
+            found.append(Violation("I4", f"{name} has {number} open files, {first} before"))
+    return found
+
+
+def count_requests(arena: Arena, books: Books, num_asked: int, step: Step) -> list[Violation]:
+    """I6: what clients asked is what gateways accepted, and what those ended."""
+    before, now = books.requests, _ended(arena)
+    found = [
+        Violation("I6", f"{name} accepted {accepted:g} and ended {now[arena.mesh.pid(name)]:g}")
+        for name in GATEWAYS
+        if (accepted := _total(arena, name, "pdmesh_requests_accepted_total"))
+        != now[arena.mesh.pid(name)]
+    ]
+    is_hit = any(fault.target in GATEWAYS for fault in step.faults)
+    ended = sum(now.values()) - sum(before.values())
+    if before.keys() == now.keys() and not is_hit and ended != num_asked:
+        found.append(Violation("I6", f"clients asked {num_asked}, gateways ended {ended:g}"))
+    return found
+
+
+def note_requests(arena: Arena, books: Books) -> None:
+    """Before clients go on."""
+    books.requests = _ended(arena)
+
+
+def _ended(arena: Arena) -> dict[int, float]:
+    return {arena.mesh.pid(name): _total(arena, name, "pdmesh_requests_total") for name in GATEWAYS}
+
+
+def _total(arena: Arena, process: str, metric: str) -> float:
+    return gauges(arena.mesh, process).get(metric, 0.0)
+
+
+def count_deaths(
+    arena: Arena, books: Books, step: Step, armed: set[str]
+) -> tuple[list[str], list[str]]:
+    """Processes that are not those of the step before: (all, those that nobody hit)."""
+    now = {n: pid for n in arena.mesh.names if (pid := arena.mesh.supervisor.pid(n)) is not None}
+    replaced = [name for name, pid in now.items() if books.pids.get(name, pid) != pid]
+    books.pids = now
+    hit = {fault.target for fault in step.faults} | armed
+    return replaced, [name for name in replaced if name not in hit]
+
+
+async def asks_again(arena: Arena, prompt: str, reference: fleet.Reference) -> list[Violation]:
+    """I8: a new request works at once. I5: what one tenant asked, the other does not find cached."""
+    found: list[Violation] = []
+    expected = reference.text(reference.tokenizer.encode(prompt).ids, _CANARY_TOKENS)
+    async with httpx.AsyncClient(base_url=arena.mesh.http_url, timeout=20) as client:
+        for tenant in TENANTS:
+            headers = {"authorization": f"Bearer {arena.keys[tenant]}"}
+            tries: list[
+                tuple[str, int]
+            ] = []  # the first of them alone can find what is not its own
+
+            async def fails(
+                headers: dict[str, str] = headers, tries: list[tuple[str, int]] = tries
+            ) -> str:
+                try:
+                    tries.append(await _ask(client, headers, prompt))
+                except (httpx.HTTPError, KeyError) as exc:
+                    tries.append(("", 0))
+                    return repr(exc)
+                return ""
+
+            if missing := await within(AGAIN_S + SLACK_S, fails):
+                found.append(Violation("I8", f"no new request works: {missing}"))
+            elif tries[-1][0] != expected:
+                found.append(Violation("I2", f"{tries[-1][0]!r} instead of {expected!r}"))
+            if tries[0][1]:
+                found.append(Violation("I5", f"{tenant} finds {tries[0][1]} tokens of another"))
+    return found
+
+
+async def _ask(client: httpx.AsyncClient, headers: dict[str, str], prompt: str) -> tuple[str, int]:
+    """What it says, and how many tokens of the prompt were cached. Raises HTTPStatusError where it is refused."""
+    body = {
+        "model": "default",
+        "prompt": prompt,
+        "max_tokens": _CANARY_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    answer = await client.post("/v1/completions", json=body, headers=headers)
+    answer.raise_for_status()
+    said = answer.json()
+    return said["choices"][0]["text"], said["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def lost(step: Step, replaced: Iterable[str]) -> int:
+    """Instances that clients may have lost in this step."""
+    targets = {fault.target for fault in step.faults} | set(replaced)
+    return len(targets & set(INSTANCES))
+
+
+def armed_by(step: Step) -> set[str]:
+    return {f.target for f in step.faults if isinstance(f, Signal) and f.armed}

@@ -1,0 +1,235 @@
+"""What the nemesis does, drawn from a seed alone: the same seed is the same plan, whatever the mesh makes of it.
+
+A step is one to three faults that overlap, and perhaps an operator's order. The limits keep what is drawn within what the mesh promises to
+survive: at most two instances and one gateway are hit in a step, one instance is held at a time, and the store is not wiped while masters are hit.
+A new release needs room for all of it beside the old one (docs/groups.md), so it comes only while nobody is held.
+Kinds are drawn from a bag that is filled anew when it is empty, so that a short run meets all of them too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from tests.chaos.nemesis.actions import (
+    Action,
+    Apply,
+    Cut,
+    DeviceFault,
+    Fault,
+    Freeze,
+    Hold,
+    Order,
+    Outage,
+    Release,
+    Rollback,
+    Signal,
+    Slow,
+)
+
+NUM_INSTANCES: Final = 8
+INSTANCES: Final = tuple(f"instance-{i}" for i in range(NUM_INSTANCES))
+GATEWAYS: Final = ("gateway-0", "gateway-1")
+MASTERS: Final = ("master-scheduler", "master-scheduler-1")
+HELPERS: Final = ("kv-cache-index", "health-monitor", "node-agent")
+LINKED: Final = (*MASTERS, *INSTANCES[:3], "kv-cache-index")  # have a link that can be cut
+MAX_FAULTS: Final = 3
+MAX_INSTANCES_HIT: Final = 2
+_SPREAD_S: Final = 3.0  # the faults of a step begin within this
+
+# At most four of the eight instances: there is room for a new release of them all.
+_SHAPES: Final = {
+    "2P:2D": "groups:\n  chat: {prefill: 2, decode: 2}\n",
+    "3P:1D": "groups:\n  chat: {prefill: 3, decode: 1}\n",
+    "1P:3D": "groups:\n  chat: {prefill: 1, decode: 3}\n",
+    "1P:2D": "groups:\n  chat: {prefill: 1, decode: 2}\n",
+    "two groups of 1P:1D": "groups:\n  chat: {count: 2, prefill: 1, decode: 1}\n",
+    "1P:1D and two fusions": "groups:\n  chat: {prefill: 1, decode: 1}\n  lone: {fusion: 2}\n",
+}
+_ONE_IS_ENOUGH: Final = "scenarios:\n  default: {allow_single: true}\n"
+
+_FAILPOINTS: Final = (
+    ("prefill.computing=sigkill", 3, 40),
+    ("prefill.layer=sigkill", 3, 60),
+    ("prefill.staged=sigkill", 3, 40),
+    ("decode.accepted=sigkill", 3, 40),
+    ("decode.range=sigkill", 3, 60),
+    ("decode.token=sigkill", 30, 600),
+    ("decode.asking=drop", 3, 40),
+    ("prefill.sending=corrupt", 3, 40),
+    ("engine.step=hang", 20, 400),
+)
+
+# Draws one fault of its kind. The instances are those that may be hit.
+Draw = Callable[[random.Random, Sequence[str]], Fault]
+
+
+def _seconds(draw: random.Random) -> float:
+    return round(draw.uniform(1.0, 6.0), 1)
+
+
+def _failpoint(draw: random.Random) -> str:
+    """Half of those that are killed come back with a fault that acts later, under another step."""
+    point, least, most = draw.choice(_FAILPOINTS)
+    at = draw.randint(least, most)
+    return f"{point}@{at}" if draw.random() < 0.5 else ""
+
+
+def _ended(targets: Sequence[str]) -> Draw:
+    return lambda draw, _: Signal(draw.choice(targets), draw.choice(("SIGKILL", "SIGTERM")))
+
+
+def _frozen(targets: Sequence[str]) -> Draw:
+    return lambda draw, _: Freeze(draw.choice(targets), _seconds(draw))
+
+
+def _cut(targets: Sequence[str]) -> Draw:
+    return lambda draw, _: Cut(draw.choice(targets), _seconds(draw))
+
+
+def _linked(draw: random.Random, instances: Sequence[str]) -> str:
+    return draw.choice([name for name in instances if name in LINKED])
+
+
+_FAULTS: Final[Sequence[Draw]] = (
+    lambda draw, instances: Signal(draw.choice(instances), "SIGKILL", _failpoint(draw)),
+    lambda draw, instances: Signal(draw.choice(instances), "SIGKILL", _failpoint(draw)),
+    lambda draw, instances: Signal(draw.choice(instances), "SIGTERM"),
+    lambda draw, instances: Freeze(draw.choice(instances), _seconds(draw)),
+    lambda draw, instances: DeviceFault(draw.choice(instances), draw.randint(1, 5), _seconds(draw)),
+    lambda draw, instances: DeviceFault(draw.choice(instances), draw.randint(2, 5), _seconds(draw)),
+    lambda draw, instances: Slow(
+        _linked(draw, instances), round(draw.uniform(0.02, 0.3), 2), _seconds(draw)
+    ),
+    lambda draw, instances: Cut(_linked(draw, instances), _seconds(draw)),
+    _cut(MASTERS),
+    _cut(["kv-cache-index"]),
+    _ended(MASTERS),
+    _ended(GATEWAYS),
+    _ended(HELPERS),
+    _frozen(MASTERS),
+    _frozen(GATEWAYS),
+    _frozen(HELPERS),
+    _frozen(["nats"]),
+    _frozen(["valkey"]),
+    lambda draw, _: Outage("nats", _seconds(draw)),
+    lambda draw, _: Outage("nats", 0.5, is_wiped=True),
+    lambda draw, _: Outage("valkey", _seconds(draw), is_wiped=draw.random() < 0.5),
+)
+
+OrderKind = Literal["apply", "rollback", "drain", "isolate", "none"]
+_ORDERS: Final[tuple[OrderKind, ...]] = (
+    "apply", "apply", "apply", "rollback", "drain", "isolate", "none", "none",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Each action begins so many seconds after the step did."""
+
+    number: int
+    actions: tuple[tuple[float, Action], ...]
+
+    @property
+    def faults(self) -> list[Fault]:
+        return [action for _, action in self.actions if isinstance(action, Fault)]
+
+
+def desired_text(shape: str, release: int) -> str:
+    return f'services:\n  default: {{release: "{release}"}}\n{_ONE_IS_ENOUGH}{_SHAPES[shape]}'
+
+
+FIRST: Final = desired_text("2P:2D", 1)
+
+
+def steps(seed: int) -> Iterator[Step]:
+    """Without an end."""
+    return Plan(seed).steps()
+
+
+class Plan:
+    """Draws step after step, and knows whom an operator holds meanwhile."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(f"nemesis {seed}")
+        self._faults: list[Draw] = []
+        self._orders: list[OrderKind] = []
+        self._held: Hold | None = None
+        self._release_at = 0
+        self._release = 1
+
+    def steps(self) -> Iterator[Step]:
+        for number in itertools.count(1):
+            orders = self._draw_orders(number)
+            faults = self._draw_faults(
+                {order.target for order in orders if isinstance(order, Hold)}
+            )
+            actions: list[tuple[float, Action]] = [(self._begins(), order) for order in orders]
+            actions += [(self._begins(), fault) for fault in faults]
+            yield Step(number, tuple(sorted(actions, key=lambda each: each[0])))
+
+    def _begins(self) -> float:
+        return round(self._random.uniform(0.0, _SPREAD_S), 1)
+
+    # --- an operator's orders --------------------------------------------------------------------
+
+    def _draw_orders(self, number: int) -> list[Order]:
+        if self._held is not None and number >= self._release_at:
+            held, self._held = self._held, None
+            return [Release(held.target, held.kind)]
+        self._orders = self._orders or self._random.sample(_ORDERS, len(_ORDERS))
+        match self._orders.pop():
+            case "apply":
+                return [self._draw_desired()]
+            case "rollback" if self._held is None:  # it may be one to another release
+                return [Rollback()]
+            case "drain":
+                return self._draw_hold("drain", number)
+            case "isolate":
+                return self._draw_hold("isolate", number)
+            case _:
+                return []
+
+    def _draw_desired(self) -> Apply:
+        """Now and then with another release: then every instance is replaced."""
+        if self._random.random() < 0.4 and self._held is None:
+            self._release += 1
+        shape = self._random.choice(sorted(_SHAPES))
+        return Apply(f"{shape}, release {self._release}", desired_text(shape, self._release))
+
+    def _draw_hold(self, kind: Literal["drain", "isolate"], number: int) -> list[Order]:
+        if self._held is not None:
+            return []
+        self._held = Hold(self._random.choice(INSTANCES), kind)
+        self._release_at = number + self._random.randint(1, 2)
+        return [self._held]
+
+    # --- faults ----------------------------------------------------------------------------------
+
+    def _draw_faults(self, spared: set[str]) -> list[Fault]:
+        num = self._random.choices((1, 2, MAX_FAULTS), weights=(5, 3, 2))[0]
+        held = {self._held.target} if self._held is not None else set()
+        instances = [i for i in INSTANCES if i not in spared | held]
+        drawn: list[Fault] = []
+        for _ in range(num):
+            self._faults = self._faults or self._random.sample(_FAULTS, len(_FAULTS))
+            fault = self._faults.pop()(self._random, instances)
+            if _goes_with(fault, drawn):
+                drawn.append(fault)
+        return drawn
+
+
+def _goes_with(fault: Fault, drawn: list[Fault]) -> bool:
+    """Whether it stays within the limits beside what the step holds already."""
+    together = [*drawn, fault]
+    targets = [each.target for each in together]
+    is_wiped = any(isinstance(each, Outage) and each.is_wiped for each in together)
+    return (
+        len(set(targets)) == len(targets)
+        and sum(t in INSTANCES for t in targets) <= MAX_INSTANCES_HIT
+        and sum(t in GATEWAYS for t in targets) <= 1
+        and not (is_wiped and any(t in MASTERS for t in targets))
+    )

@@ -1,0 +1,183 @@
+"""Everything at once: random faults and random orders of an operator while clients ask, and the invariants after each step (F42).
+
+`make chaos` runs it for two minutes, `CHAOS_S=600 make chaos` is its nightly form, `CHAOS_SEED=7` repeats a plan. The plan is printed as
+it goes; a failure prints the seed, all that was done up to then, what was violated, and where the logs are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.chaos.nemesis import invariants
+from tests.chaos.nemesis.actions import Action, Outage
+from tests.chaos.nemesis.arena import Arena, arena
+from tests.chaos.nemesis.clients import Asked, Clients
+from tests.chaos.nemesis.invariants import Books, within
+from tests.chaos.nemesis.plan import Step, steps
+from tests.chaos.nemesis.witness import Violation, Witness
+from tests.support import fleet
+from tests.support.waiting import until
+
+DURATION_S: Final = float(os.environ.get("CHAOS_S") or 120)
+SEED: Final = int(os.environ.get("CHAOS_SEED") or random.randrange(10_000))
+_READY_S: Final = 40.0  # until every process is up again
+_AFTER_S: Final = 1.5  # the faults of a step go on being felt: requests run meanwhile
+_ARMED_FOR: Final = 6  # steps; a failpoint that has not acted by then is still watched for
+
+pytestmark = [
+    pytest.mark.timeout(DURATION_S + 300),
+    # nats-py leaves the socket of a server that went away to the collector.
+    pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:ResourceWarning"),
+]
+
+
+class Journal:
+    """What was done and seen, with seconds since the beginning: printed at once, and again with a failure."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.lines: list[str] = []
+
+    def __call__(self, what: str) -> None:
+        line = f"{time.monotonic() - self._began:7.1f} s  {what}"
+        self.lines.append(line)
+        print(line, flush=True)
+
+
+class Run:
+    """One nemesis against one mesh."""
+
+    def __init__(
+        self,
+        world: Arena,
+        witness: Witness,
+        clients: Clients,
+        reference: fleet.Reference,
+        journal: Journal,
+    ) -> None:
+        self._world, self._witness, self._clients = world, witness, clients
+        self._reference, self._journal = reference, journal
+        self._books = Books()
+        self._canary = random.Random(SEED)
+        self._canaries: list[str] = []
+        self._armed: dict[str, int] = {}  # instance, in which step
+        self.num_requests = self.num_errors = 0
+
+    async def step(self, step: Step) -> list[Violation]:
+        """Act, let it be over, look; what was violated."""
+        self._armed |= dict.fromkeys(invariants.armed_by(step), step.number)
+        await asyncio.gather(*(self._act(after_s, action) for after_s, action in step.actions))
+        await asyncio.sleep(_AFTER_S)
+        found = await self._come_to_rest()
+        asked = await self._clients.pause()
+        found += await self._look(step, asked)
+        self._clients.resume()
+        return found
+
+    async def _act(self, after_s: float, action: Action) -> None:
+        await asyncio.sleep(after_s)
+        self._journal(str(action))
+        if isinstance(action, Outage) and action.is_wiped:
+            self._witness.forget_assignments()
+        await self._world.act(action)
+
+    async def _come_to_rest(self) -> list[Violation]:
+        """All processes are there and every group is as it shall be, while clients ask."""
+        began = time.monotonic()
+        await self._world.mesh.wait_ready(
+            [n for n in self._world.mesh.names if not n.startswith("gateway")], _READY_S
+        )
+        await self._world.release_automatic_holds()
+        if missing := await within(invariants.SETTLE_S, lambda: invariants.settled(self._world)):
+            return [Violation("I8", f"not settled after {invariants.SETTLE_S} s: {missing}")]
+        await self._world.mesh.wait_ready(timeout_s=_READY_S)
+        self._journal(f"settled after {time.monotonic() - began:.1f} s")
+        return []
+
+    async def _look(self, step: Step, asked: list[Asked]) -> list[Violation]:
+        """At rest: nobody asks."""
+        found: list[Violation] = []
+        self._armed = {n: at for n, at in self._armed.items() if at > step.number - _ARMED_FOR}
+        replaced, unhit = invariants.count_deaths(self._world, self._books, step, {*self._armed})
+        found += [Violation("I8", f"{name} was replaced though nobody hit it") for name in unhit]
+        num_lost = invariants.lost(step, replaced)
+        found += await asyncio.to_thread(
+            invariants.judge_requests, asked, step, num_lost, self._reference
+        )
+        if missing := await within(
+            invariants.QUIESCE_S, lambda: invariants.nothing_held(self._world)
+        ):
+            found.append(Violation("I4", f"held without a request: {missing}"))
+        found += await asyncio.to_thread(
+            invariants.count_requests, self._world, self._books, len(asked), step
+        )
+        found += invariants.count_files(self._world, self._books)
+        found += self._witness.take()
+        canary = f"canary {self._canary.getrandbits(256):064x} " * 4
+        self._canaries.append(canary[:40])
+        found += await invariants.asks_again(self._world, canary, self._reference)
+        await asyncio.to_thread(invariants.note_requests, self._world, self._books)
+        secrets = [*self._canaries[-3:], *self._world.keys.values()]
+        found += await asyncio.to_thread(
+            invariants.scan_logs, self._world.log_dir, self._books, secrets
+        )
+        self._tell(step, asked, replaced)
+        return found
+
+    def _tell(self, step: Step, asked: list[Asked], replaced: list[str]) -> None:
+        ends = [each.outcome for each in asked if each.outcome is not None]
+        errors = Counter(
+            str(o.error.get("code")) if o.error else "cut" for o in ends if not o.is_complete
+        )
+        gap_s = max((outcome.longest_gap_s for outcome in ends), default=0.0)
+        self.num_requests += len(asked)
+        self.num_errors += errors.total()
+        self._journal(
+            f"step {step.number}: {len(asked)} requests, not answered whole: {dict(errors) or 0}, longest gap {gap_s:.2f} s"
+            + (f"; started anew: {', '.join(replaced)}" if replaced else "")
+        )
+
+
+@pytest.mark.req("S10", "S36", "S37", "S71", "S74", "S79")
+@pytest.mark.fault("F42", "F1", "F11", "F12", "F13", "F18", "F19", "F21", "F37")
+async def test_whatever_happens_every_invariant_holds(tmp_path: Path) -> None:
+    journal = Journal()
+    journal(f"CHAOS_SEED={SEED} CHAOS_S={DURATION_S:g}, logs in {tmp_path}")
+    reference = fleet.Reference.load(tmp_path / "model")
+    async with arena(tmp_path, journal) as world, Witness(world.bus) as witness:
+        assert not await within(invariants.SETTLE_S, lambda: invariants.settled(world))
+        async with Clients(world.mesh.http_url, world.keys, SEED) as clients:
+            await until(lambda: clients.num_asked > 5)
+            run = Run(world, witness, clients, reference, journal)
+            began = time.monotonic()
+            for step in steps(SEED):
+                if time.monotonic() - began > DURATION_S:
+                    break
+                found = await run.step(step)
+                for violation in found:
+                    journal(f"VIOLATED {violation}")
+                if found:
+                    pytest.fail(_report(found, journal, tmp_path), pytrace=False)
+        journal(
+            f"{step.number - 1} steps, {run.num_requests} requests, {run.num_errors} not answered whole; "
+            f"{witness.num_pairs} pairs and {witness.num_leaders_asked} times both masters looked at"
+        )
+
+
+def _report(found: list[Violation], journal: Journal, directory: Path) -> str:
+    return "\n".join(
+        [
+            *journal.lines,
+            "",
+            *map(str, found[:20]),
+            f"again: make chaos CHAOS_SEED={SEED}; logs: {directory}",
+        ]
+    )

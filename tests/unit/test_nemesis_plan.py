@@ -1,0 +1,82 @@
+"""The nemesis's plan: a seed repeats it, every kind of fault comes, and no step goes beyond what the mesh promises to survive."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from pdmesh.desired_file import read
+from tests.chaos.nemesis.actions import Apply, Hold, Outage, Release, Rollback, Signal
+from tests.chaos.nemesis.plan import (
+    FIRST,
+    GATEWAYS,
+    INSTANCES,
+    LINKED,
+    MASTERS,
+    MAX_FAULTS,
+    MAX_INSTANCES_HIT,
+    Step,
+    steps,
+)
+
+SEEDS = range(20)
+
+
+def plan(seed: int, num: int = 60) -> list[Step]:
+    return list(itertools.islice(steps(seed), num))
+
+
+def test_a_seed_is_a_plan() -> None:
+    assert plan(7) == plan(7)
+    assert plan(7) != plan(8)
+
+
+@pytest.mark.fault("F42")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_step_goes_beyond_its_limits(seed: int) -> None:
+    held: str | None = None
+    for step in plan(seed):
+        targets = [fault.target for fault in step.faults]
+        assert 1 <= len(targets) <= MAX_FAULTS
+        assert len(set(targets)) == len(targets)
+        assert len(set(targets) & set(INSTANCES)) <= MAX_INSTANCES_HIT
+        assert len(set(targets) & set(GATEWAYS)) <= 1
+        if any(isinstance(f, Outage) and f.is_wiped for f in step.faults):
+            assert not set(targets) & set(MASTERS)
+        for _, action in step.actions:
+            match action:
+                case Hold(target):
+                    assert held is None
+                    held = target
+                case Release(target):
+                    assert held == target
+                    held = None
+                case Rollback():
+                    assert held is None
+        assert held not in targets
+
+
+def test_what_it_applies_is_valid_and_leaves_room_for_a_new_release() -> None:
+    texts = {FIRST} | {
+        action.text
+        for seed in SEEDS
+        for step in plan(seed)
+        for _, action in step.actions
+        if isinstance(action, Apply)
+    }
+    for text in texts:
+        groups = read(text).groups.values()
+        assert 2 * sum(g.prefill + g.decode + g.fusion for g in groups) <= len(INSTANCES)
+
+
+def test_a_short_run_meets_every_kind_of_fault() -> None:
+    """Two minutes are ten steps and more; a bag is twenty-one faults."""
+    kinds = {(type(f), f.target.rstrip("-0123456789")) for step in plan(1, 14) for f in step.faults}
+    assert {kind.__name__ for kind, _ in kinds} == {
+        "Signal", "Freeze", "Outage", "Cut", "Slow", "DeviceFault",
+    }  # fmt: skip
+    assert len(kinds) > 10
+    armed = [f for f in itertools.chain(*(s.faults for s in plan(1))) if isinstance(f, Signal)]
+    assert any(signal.armed for signal in armed)
+    assert set(LINKED) >= set(MASTERS)
