@@ -128,6 +128,9 @@ class ArrayCaches:
         self.rows = [rng.integers(0, 256, (num_blocks, block_bytes), np.uint8) for _ in range(2)]
         self.num_layers, self.block_bytes = 2, block_bytes
 
+    def wait_for_model(self) -> None:
+        pass
+
     def gather(self, block_ids: Sequence[int], out: ByteArray) -> None:
         gather(self.rows, block_ids, out)
 
@@ -143,9 +146,13 @@ class Rank:
         self.said: list[Message] = []
         config = TierConfig(host_pool_bytes=16 * 4096).to_plain()
         self.died: list[BaseException] = []
+        self.now = 100.0
         self.worker = TierWorker(
-            config, self.caches, "fp", 4, 0, 1, self.said.append, self.died.append
+            config, self.caches, "fp", 4, 0, 1, self.said.append, self.died.append, self.clock
         )
+
+    def clock(self) -> float:
+        return self.now
 
     def until(self, is_so: Callable[[], bool]) -> None:
         end = time.monotonic() + 30
@@ -206,6 +213,37 @@ def test_what_a_step_saved_a_later_step_loads_into_other_blocks(rank: Rank) -> N
     for row in rank.caches.rows:
         assert np.array_equal(row[[20, 21]], row[[9, 2]])
     assert rank.worker.take_failed_blocks() == set()
+
+
+@pytest.mark.req("S77")
+def test_computing_is_timed_from_the_step_s_beginning_whenever_vllm_says_load(rank: Rank) -> None:
+    """vLLM calls for loads after the forward in steps that load nothing. Timed from there, computing seemed to take
+    0.4 ms a block, so that no load was worth its while and all that the tiers held was computed again.
+    """
+    costs = rank.worker.stack.costs
+    costs.weight = 1.0
+    rank.worker.begin()
+    rank.now += 3.0  # the forward
+    plan = TierPlan(loads=[TierLoad(9)], saves=[TierSave(NAMES[:3], OWNER, (4, 9, 2))])
+    plan.num_tokens = 12
+    rank.worker.load(plan)
+    rank.worker.save(plan)
+    assert costs.recompute_block_s == 1.0
+
+
+@pytest.mark.req("S77")
+def test_loading_is_no_part_of_what_computing_takes(rank: Rank) -> None:
+    costs = rank.worker.stack.costs
+    costs.weight = 1.0
+    rank.worker.save(TierPlan(saves=[TierSave(NAMES[:2], OWNER, (4, 9))]))
+    assert rank.fetch(1, NAMES) == 2
+    plan = TierPlan([TierLoad(1, 0, (20, 21))], [TierSave(NAMES[:3], OWNER, (2,))], num_tokens=4)
+    rank.worker.begin()
+    rank.now += 5.0
+    rank.worker.load(plan)
+    rank.now += 2.0
+    rank.worker.save(plan)
+    assert costs.recompute_block_s == 2.0
 
 
 def test_a_lease_nobody_needs_is_closed(rank: Rank) -> None:

@@ -33,6 +33,10 @@ class PagedCaches(Protocol):
     num_heads: int  # of this rank; 1 where blocks are opaque
     block_bytes: int  # of one layer, all heads
 
+    def wait_for_model(self) -> None:
+        """Returns when the model has computed what it was given."""
+        ...
+
     def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
         """All layers of the blocks into `out`, as the model has written them so far. It may overwrite them at once."""
         ...
@@ -89,6 +93,9 @@ class HostCaches:
         self.num_layers, self.num_heads = len(rows), 1
         self.block_bytes = int(rows[0].shape[1])
 
+    def wait_for_model(self) -> None:
+        """It computes on the thread that asks."""
+
     def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
         self._blocks.gather(block_ids, out)
         if on_done is not None:
@@ -128,6 +135,9 @@ class HostHeads:
         self._layers = [_by_head(cache, where) for cache in caches]
         self.num_layers, self.num_heads = len(caches), where.heads.count
         self.block_bytes = where.block_bytes
+
+    def wait_for_model(self) -> None:
+        """It computes on the thread that asks."""
 
     def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
         by_layer = self._buffer(out, self.num_layers, self.num_heads, len(block_ids))

@@ -158,8 +158,12 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker.start(kv_caches, kv_facts(self._vllm_config, kv_caches))
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The step begins: vLLM calls `start_load_kv` after its forward unless it waits for a load."""
+        super().bind_connector_metadata(connector_metadata)
         self.worker.begin(self._plan())
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.worker.tiers is not None:
             self.worker.tiers.load(self._tier_plan())
 

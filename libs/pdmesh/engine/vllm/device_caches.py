@@ -19,6 +19,10 @@ class DeviceCaches:
         self._where = where
         self.num_layers, self.num_heads = len(caches), where.heads.count
         self.block_bytes = where.block_bytes
+        self._device = caches[0].device
+
+    def wait_for_model(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
 
     def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
         self._copies.gather(block_ids, out, (0, self.num_layers), on_done)

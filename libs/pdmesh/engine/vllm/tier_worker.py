@@ -56,12 +56,13 @@ class TierWorker:
         num_ranks: int,
         send: Callable[[Message], None],
         die: Callable[[BaseException], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`die` ends the process: its tiers are not what the host takes them for."""
         self._config = TierConfig(**config)
         self._caches, self._block_size = caches, block_size
         self._rank, self._num_ranks, self._send = rank, num_ranks, send
-        self._die = die
+        self._die, self._clock = die, clock
         self._loop = asyncio.new_event_loop()
         self.stack: TierStack = open_tiers(
             self._config,
@@ -96,13 +97,18 @@ class TierWorker:
 
     # -- a step, on vLLM's thread -------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """The step begins: what passes until `save` is the model's time."""
+        self._step_began = self._clock()
+
     def load(self, plan: TierPlan) -> None:
-        """Before the forward."""
+        """Before the forward, or after it where no block is to be loaded: leases are closed then."""
         for load in plan.loads:
             with self._lock:
                 lease = self._leases.pop(load.leg, None)
             self._load(load, lease)
-        self._step_began = time.monotonic()
+        if any(load.block_ids for load in plan.loads):
+            self._step_began = self._clock()
 
     def _load(self, load: TierLoad, lease: Lease | None) -> None:
         if lease is None:
@@ -119,8 +125,9 @@ class TierWorker:
 
     def save(self, plan: TierPlan) -> None:
         """After the forward, while the requests hold their blocks."""
-        if plan.num_tokens >= self._block_size:
-            duration_s = time.monotonic() - self._step_began
+        if plan.saves and plan.num_tokens >= self._block_size:
+            self._caches.wait_for_model()  # as the first gather does
+            duration_s = self._clock() - self._step_began
             self.stack.costs.computed(plan.num_tokens / self._block_size, duration_s)
         for save in plan.saves:
             self._save(save)

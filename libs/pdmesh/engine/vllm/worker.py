@@ -150,7 +150,9 @@ class HandoffWorker:
     # -- a step, on vLLM's thread -------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
-        """Drops, loads and entries of the step's plan."""
+        """Before the forward: drops, pulls and entries of the step's plan."""
+        if self.tiers is not None:
+            self.tiers.begin()
         if (outgoing := self.outgoing) is not None:
             for ticket_id in plan.dropped_tickets:
                 outgoing.drop(ticket_id)
