@@ -18,19 +18,22 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 from loadtests import workloads
 from loadtests.generator import canned_server
+from loadtests.processes import ProcessSet, cpu_between
 from loadtests.traffic import Answer, Target, closed_loop, open_loop
 from loadtests.traffic_report import Slo, write
 from loadtests.workloads import Arrival
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 
+DECODE_SLOTS: Final = 64
+TTFT_S: Final = 10.0  # a request that waits longer is refused: the gateway's own default
 _MOONCAKE: Final = "mooncake_conversation_trace.jsonl"
 _AZURE: Final = ("AzureLLMInferenceTrace_code.csv", "AzureLLMInferenceTrace_conv.csv")
 _COUNTED: Final = re.compile(
@@ -80,24 +83,58 @@ def _chats(options: argparse.Namespace) -> list[Arrival]:
     )
 
 
+def _short_chats(options: argparse.Namespace) -> list[Arrival]:
+    return _rtp(options, workloads.short_chats)
+
+
+def _long_prompts(options: argparse.Namespace) -> list[Arrival]:
+    return _rtp(options, workloads.long_prompts)
+
+
+def _rtp(options: argparse.Namespace, make: Callable[..., list[Arrival]]) -> list[Arrival]:
+    """A dozen requests of each scenario, as many scenarios as that makes."""
+    arrivals = make(
+        random.Random(options.seed),
+        num_scenarios=options.first // 12,
+        num_requests=12,
+        rate_per_s=options.rate,
+    )
+    return workloads.scaled(arrivals, lengths=options.lengths)
+
+
 WORKLOADS: Final[dict[str, Callable[[argparse.Namespace], list[Arrival]]]] = {
     "mooncake": _mooncake,
     "azure": _azure,
     "scenarios": _scenarios,
     "chats": _chats,
+    "short-chats": _short_chats,
+    "long-prompts": _long_prompts,
 }
 
 
-async def run(options: argparse.Namespace) -> tuple[list[Answer], dict[str, float]]:
-    """(answers, prompts admitted by each instance; empty for a mesh that is not ours)."""
+@dataclass(frozen=True, slots=True)
+class Played:
+    """`admitted`: prompts or streams by instance; `cpu_s`: of all the mesh's processes while it was sent to. Empty and 0
+    for a mesh that is not ours."""
+
+    answers: list[Answer]
+    admitted: dict[str, float] = field(default_factory=dict)
+    cpu_s: float = 0.0
+
+
+async def run(options: argparse.Namespace) -> Played:
     arrivals = WORKLOADS[options.workload](options)
     if options.url:
-        return await _send(options.url, arrivals), {}
+        return Played(await _send(options.url, arrivals))
     # Both roles compute the same model, or they are no pair.
     shared = {"SIM_LAW": options.law, "SIM_EOS_PERIOD": "0"}
     settings = {
-        "PREFILL": {**shared, "NUM_SLOTS": str(options.slots)},
-        "DECODE": {**shared, "NUM_SLOTS": "64"},
+        "PREFILL": {
+            **shared,
+            "NUM_SLOTS": str(options.slots),
+            "NUM_KV_BLOCKS": str(options.prefill_blocks),
+        },
+        "DECODE": {**shared, "NUM_SLOTS": str(DECODE_SLOTS)},
     }
     spec = MeshSpec(
         engine="sim",
@@ -111,13 +148,18 @@ async def run(options: argparse.Namespace) -> tuple[list[Answer], dict[str, floa
                 for role, own in settings.items()
             },
             "master-scheduler": {"PDMESH_MASTER_SCHEDULER_POLICY": options.policy},
+            "gateway": {"PDMESH_GATEWAY_TTFT_S": str(TTFT_S)},
         },
     )
     with tempfile.TemporaryDirectory(prefix="pdmesh-replay-") as directory:
         async with Mesh(spec, Path(directory), report=_say) as mesh:
+            processes = ProcessSet({name: mesh.pid(name) for name in mesh.names})
+            before = processes.costs()
             answers = await _send(mesh.http_url, arrivals)
+            cpu_s = sum(cpu_between(before, processes.costs()).values())
             names = [name for name in mesh.names if name.startswith(("prefill", "decode"))]
-            return answers, {name: _admitted(mesh.ops_address(name)) for name in names}
+            admitted = {name: _admitted(mesh.ops_address(name)) for name in names}
+            return Played(answers, admitted, cpu_s)
 
 
 async def _send(url: str, arrivals: list[Arrival]) -> list[Answer]:
@@ -175,6 +217,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefill", type=int, default=4)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--slots", type=int, default=2, help="of each prefill")
+    parser.add_argument(
+        "--prefill-blocks",
+        type=int,
+        default=0,
+        help="KV blocks of each prefill: the size of its cache; 0: room for all slots",
+    )
     parser.add_argument("--ttft-slo-s", type=float, default=1.0)
     parser.add_argument("--tpot-slo-s", type=float, default=0.1)
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.png")
@@ -189,8 +237,8 @@ def main() -> None:
     if options.ceiling:
         print(f"the generator alone: {asyncio.run(ceiling()):.0f} requests/s")
         return
-    answers, admitted = asyncio.run(run(options))
-    write(answers, admitted, Slo(options.ttft_slo_s, options.tpot_slo_s), options.out)
+    played = asyncio.run(run(options))
+    write(played.answers, played.admitted, Slo(options.ttft_slo_s, options.tpot_slo_s), options.out)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,41 @@ def prefixed_scenarios(
     return arrivals
 
 
+def short_chats(
+    rng: random.Random, *, num_scenarios: int, num_requests: int, rate_per_s: float
+) -> list[Arrival]:
+    """Lengths of RTP-LLM's first workload (S131): 300 to 1,000 in, 340 on average, 7 out; a shared head and a tail of its own."""
+    arrivals = prefixed_scenarios(
+        rng,
+        num_scenarios=num_scenarios,
+        num_requests=num_requests,
+        prefix_tokens=192,
+        num_tokens=960,
+        num_output_tokens=7,
+        rate_per_s=rate_per_s,
+    )
+    return [_cut(a, min(1000, 300 + int(rng.expovariate(1 / 40)))) for a in arrivals]
+
+
+def _cut(arrival: Arrival, num_tokens: int) -> Arrival:
+    return replace(arrival, num_prompt_tokens=num_tokens, blocks=arrival.blocks[: num_tokens // 64])
+
+
+def long_prompts(
+    rng: random.Random, *, num_scenarios: int, num_requests: int, rate_per_s: float
+) -> list[Arrival]:
+    """Lengths of its second: 2,500 in, 114 out, a third of each prompt shared."""
+    return prefixed_scenarios(
+        rng,
+        num_scenarios=num_scenarios,
+        num_requests=num_requests,
+        prefix_tokens=832,
+        num_tokens=2500,
+        num_output_tokens=114,
+        rate_per_s=rate_per_s,
+    )
+
+
 def chats(
     rng: random.Random,
     *,

@@ -20,7 +20,13 @@ from typing import Final
 from loadtests.progress import Progress
 from loadtests.results import Spread, write
 from loadtests.sim.mesh import MeshShape, VirtualMesh
-from loadtests.workloads import Arrival, mooncake, prefixed_scenarios
+from loadtests.workloads import (
+    Arrival,
+    long_prompts,
+    mooncake,
+    prefixed_scenarios,
+    short_chats,
+)
 from pdmesh.core.placement_baselines import POLICIES
 from pdmesh.core.placement_policies import Weights
 from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU
@@ -68,36 +74,11 @@ def _pressure(traces: Path, seed: int) -> list[Arrival]:
 
 
 def _short_chats(traces: Path, seed: int) -> list[Arrival]:
-    """Lengths of RTP-LLM's first workload (S131): 300 to 1,000 in, 340 on average, 7 out; a shared head and a tail of its own."""
-    rng = random.Random(seed)
-    arrivals = prefixed_scenarios(
-        rng,
-        num_scenarios=200,
-        num_requests=30,
-        prefix_tokens=192,
-        num_tokens=960,
-        num_output_tokens=7,
-        rate_per_s=19.0,
-    )
-    return [_cut(a, min(1000, 300 + int(rng.expovariate(1 / 40)))) for a in arrivals]
-
-
-def _cut(arrival: Arrival, num_tokens: int) -> Arrival:
-    return replace(arrival, num_prompt_tokens=num_tokens, blocks=arrival.blocks[: num_tokens // 64])
+    return short_chats(random.Random(seed), num_scenarios=200, num_requests=30, rate_per_s=19.0)
 
 
 def _long_prompts(traces: Path, seed: int) -> list[Arrival]:
-    """Lengths of its second: 2,500 in, 114 out, a third of each prompt shared."""
-    return prefixed_scenarios(
-        random.Random(seed),
-        num_scenarios=40,
-        num_requests=50,
-        prefix_tokens=832,
-        num_tokens=2500,
-        num_output_tokens=114,
-        rate_per_s=1.9,
-        block_size=64,
-    )
+    return long_prompts(random.Random(seed), num_scenarios=40, num_requests=50, rate_per_s=1.9)
 
 
 _SHORT_CHATS: Final = MeshShape(

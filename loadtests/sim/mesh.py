@@ -69,6 +69,7 @@ class MeshShape:
     num_prefill: int = 0
     num_decode: int = 0
     num_blocks: int = 16384
+    decode_blocks: int = 0  # of a decode; 0: as many as the others have
     block_size: int = 64
     prefill_slots: int = 8
     decode_slots: int = 256
@@ -153,10 +154,13 @@ class VirtualMesh:
         shape = self.shape
         work = {Role.FUSION: Work.LOCAL, Role.PREFILL: Work.PREFILL, Role.DECODE: Work.DECODE}[role]
         num_slots = shape.prefill_slots if role is Role.PREFILL else shape.decode_slots
+        num_blocks = shape.num_blocks
+        if role is Role.DECODE:
+            num_blocks = shape.decode_blocks or num_blocks
         capacity = Capacity(
             works=frozenset({work}),
             num_slots=num_slots,
-            num_blocks=shape.num_blocks,
+            num_blocks=num_blocks,
             block_size=shape.block_size,
             block_bytes=1,
             max_model_len=1 << 30,
@@ -185,7 +189,7 @@ class VirtualMesh:
             "f",
             shape.block_size,
             num_slots,
-            shape.num_blocks,
+            num_blocks,
             0,
             fetches_from_peers=bool(shape.host_blocks),
         )

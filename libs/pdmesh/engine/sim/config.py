@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from pdmesh.core.tail_names import NO_TAILS, TailSampling
 from pdmesh.engine.laws import DEMO, Law
 from pdmesh.engine.sim.model import SimParams
+
+CHUNK_TOKENS: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,7 @@ class SimConfig:
     params: SimParams = field(default_factory=SimParams)
     law: Law = DEMO
     num_kv_blocks: int = 4096
-    chunk_tokens: int = 512  # prompt tokens computed per step
+    chunk_tokens: int = CHUNK_TOKENS  # prompt tokens computed per step
     ticket_lease_s: float = 10.0
     tier_timeout_s: float = 0.5  # longest wait of a prompt for its blocks from the tiers
     max_pulls: int = 64  # of KV, at once
