@@ -31,7 +31,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AdminServicer:
-    """`leadership` returns (whether this process leads, its epoch) now."""
+    """`leadership` returns (whether this process leads, its epoch) now; `usage` the book as of now, or it raises Unavailable."""
 
     def __init__(
         self,
@@ -41,9 +41,10 @@ class AdminServicer:
         holds: Holds,
         view: RegistryView,
         leadership: Callable[[], tuple[bool, int]],
+        usage: Callable[[], pb.UsageBook],
     ) -> None:
         self._access, self._loop, self._store, self._holds = access, loop, store, holds
-        self._view, self._leadership = view, leadership
+        self._view, self._leadership, self._usage = view, leadership, usage
 
     async def GetDesired(  # noqa: N802
         self, request: pb.GetDesiredRequest, context: Context
@@ -110,6 +111,12 @@ class AdminServicer:
             if record.phase == INSTANCE_PHASE_BLANK
         )
         return response
+
+    async def GetUsage(  # noqa: N802
+        self, request: pb.GetUsageRequest, context: Context
+    ) -> pb.GetUsageResponse:
+        self._enter(context)
+        return pb.GetUsageResponse(book=self._usage())
 
     async def HoldInstance(  # noqa: N802
         self, request: pb.HoldInstanceRequest, context: Context

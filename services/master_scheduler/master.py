@@ -37,6 +37,7 @@ from pdmesh.net.nats_leader import LeaderElection
 from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.net.tasks import end
+from pdmesh.net.usage_store import usage_store
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1 import admin_service_pb2, scheduler_service_pb2
 from pdmesh.v1.common_pb2 import InstanceRecord
@@ -56,6 +57,7 @@ from services.master_scheduler.scenario_feed import ScenarioFeed
 from services.master_scheduler.servicer import SchedulerServicer
 from services.master_scheduler.settings import Settings
 from services.master_scheduler.stored_epochs import highest_stored
+from services.master_scheduler.usage_loop import UsageLoop
 
 log = structlog.get_logger(__name__)
 
@@ -124,8 +126,15 @@ class Master:
         )
         token = token_of(settings.admin_token.get_secret_value(), settings.admin_token_file)
         self._plan_loop = PlanLoop(self.fleet, self.group_loop, store, windows, self._leadership)
+        self._usage = UsageLoop(self.group_loop, usage_store(bus), self._leadership)
         self._admin = AdminServicer(
-            AdminAccess(token), self.group_loop, store, holds, view, self._leadership
+            AdminAccess(token),
+            self.group_loop,
+            store,
+            holds,
+            view,
+            self._leadership,
+            self._usage.message,
         )
         self._scenario_feed = ScenarioFeed(self.scenarios, windows, self.fleet, bus)
         self._presence = Presence(
@@ -164,6 +173,7 @@ class Master:
         self._spawn(self._scenario_feed.run())
         self._spawn(self.group_loop.run())
         self._spawn(self._plan_loop.run())
+        self._spawn(self._usage.run())
         self._server = rpc.server()
         service = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
         rpc.add_service(self._server, service, self._servicer)

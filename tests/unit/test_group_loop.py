@@ -68,7 +68,13 @@ class Site:
         )
         self._loops.append(self.loop)
         self.admin = AdminServicer(
-            AdminAccess(""), self.loop, self.store, self.holds, view, lambda: self.leadership
+            AdminAccess(""),
+            self.loop,
+            self.store,
+            self.holds,
+            view,
+            lambda: self.leadership,
+            pb.UsageBook,
         )
         opening = asyncio.create_task(self.loop.open())
         await asyncio.sleep(0)

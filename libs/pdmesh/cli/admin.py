@@ -17,6 +17,7 @@ from pdmesh.cli.connect import connected
 from pdmesh.cli.counts import counts, ready_counts
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.table import table
+from pdmesh.cli.usage_text import usage_text
 from pdmesh.errors import MeshError
 from pdmesh.net.admin_client import Invoke, T, call_leader
 from pdmesh.v1 import admin_service_pb2 as pb
@@ -36,6 +37,8 @@ def run(options: argparse.Namespace) -> int:
 async def _groups(options: argparse.Namespace) -> int:
     if options.text is not None:
         return await _file(options)
+    if options.usage:
+        return await _usage(options)
     states = await _call(
         options,
         lambda stub, metadata, s: stub.ListGroupStates(
@@ -59,6 +62,18 @@ async def _file(options: argparse.Namespace) -> int:
     if not response.HasField("desired"):
         raise CommandFailed("no desired state was ever applied; do it with: pdmesh apply FILE")
     print(response.desired.text, end="" if response.desired.text.endswith("\n") else "\n")
+    return 0
+
+
+async def _usage(options: argparse.Namespace) -> int:
+    response = await _call(
+        options,
+        lambda stub, metadata, s: stub.GetUsage(pb.GetUsageRequest(), metadata=metadata, timeout=s),
+    )
+    if options.json:
+        print(json.dumps(MessageToDict(response.book, preserving_proto_field_name=True), indent=2))
+    else:
+        print(usage_text(response.book))
     return 0
 
 

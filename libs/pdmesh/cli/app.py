@@ -112,6 +112,7 @@ def _add_admin(
     groups = add("groups", "groups, their members, what they shall be")
     shown = groups.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="for programs")
+    groups.add_argument("--usage", action="store_true", help="how long instances were used so far")
     shown.add_argument(
         "--text",
         type=int,

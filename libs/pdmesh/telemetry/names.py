@@ -125,6 +125,7 @@ GROUP_WANTED: Final = "pdmesh.group.wanted"  # instances by group and role
 GROUP_STATE: Final = "pdmesh.group.state"  # 1 for the state that each group is in
 GROUP_STEPS: Final = "pdmesh.group.steps"
 GROUP_ROUNDS_SKIPPED: Final = "pdmesh.group.rounds.skipped"  # by reason
+USAGE: Final = "pdmesh.usage.instance_time"  # by service, scenario, group and pool
 FLEET_INSTANCES: Final = "pdmesh.fleet.instances"
 PLAN_DURATION: Final = "pdmesh.plan.duration"
 PLANS: Final = "pdmesh.plans"

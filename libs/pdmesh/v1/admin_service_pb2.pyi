@@ -694,6 +694,119 @@ class GroupMember(_message.Message):
 Global___GroupMember: _TypeAlias = GroupMember  # noqa: Y015
 
 @_typing.final
+class GetUsageRequest(_message.Message):
+    """Sent by operators."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetUsageRequest: _TypeAlias = GetUsageRequest  # noqa: Y015
+
+@_typing.final
+class GetUsageResponse(_message.Message):
+    """Until now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def book(self) -> Global___UsageBook: ...
+    def __init__(
+        self,
+        *,
+        book: Global___UsageBook | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["book", b"book"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["book", b"book"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetUsageResponse: _TypeAlias = GetUsageResponse  # noqa: Y015
+
+@_typing.final
+class UsageBook(_message.Message):
+    """For how long instances were used so far. Kept in the registry, written by the leading master."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    AS_OF_FIELD_NUMBER: _builtins.int
+    ACCOUNTS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """of the leader that wrote it"""
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """when the counting began"""
+
+    @_builtins.property
+    def as_of(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def accounts(self) -> _containers.RepeatedCompositeFieldContainer[Global___UsageAccount]: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        as_of: _timestamp_pb2.Timestamp | None = ...,
+        accounts: _abc.Iterable[Global___UsageAccount] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accounts", b"accounts", "as_of", b"as_of", "epoch", b"epoch", "since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UsageBook: _TypeAlias = UsageBook  # noqa: Y015
+
+@_typing.final
+class UsageAccount(_message.Message):
+    """Instances of one group, serving or lent. Without a group: of those that are gone, or of none (pool `free`)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVICE_FIELD_NUMBER: _builtins.int
+    SCENARIO_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    INSTANCE_S_FIELD_NUMBER: _builtins.int
+    NUM_INSTANCES_FIELD_NUMBER: _builtins.int
+    service: _builtins.str
+    scenario: _builtins.str
+    group_id: _builtins.str
+    pool: _builtins.str
+    """who has borrowed the group; empty: it serves"""
+    instance_s: _builtins.float
+    num_instances: _builtins.int
+    """now"""
+    def __init__(
+        self,
+        *,
+        service: _builtins.str = ...,
+        scenario: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        instance_s: _builtins.float = ...,
+        num_instances: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "instance_s", b"instance_s", "num_instances", b"num_instances", "pool", b"pool", "scenario", b"scenario", "service", b"service"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UsageAccount: _TypeAlias = UsageAccount  # noqa: Y015
+
+@_typing.final
 class HoldInstanceRequest(_message.Message):
     """Sent by operators."""
 

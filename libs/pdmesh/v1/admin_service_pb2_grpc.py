@@ -61,6 +61,11 @@ class AdminServiceStub:
                 request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.ListGroupStatesRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.ListGroupStatesResponse.FromString,
                 _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/pdmesh.v1.AdminService/GetUsage',
+                request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
         self.HoldInstance = channel.unary_unary(
                 '/pdmesh.v1.AdminService/HoldInstance',
                 request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.HoldInstanceRequest.SerializeToString,
@@ -113,6 +118,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUsage(self, request, context):
+        """For how long instances were used, by whom (S22).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def HoldInstance(self, request, context):
         """Take one instance out of service, or let it back.
         """
@@ -153,6 +165,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListGroupStates,
                     request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.ListGroupStatesRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.ListGroupStatesResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.GetUsageRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.GetUsageResponse.SerializeToString,
             ),
             'HoldInstance': grpc.unary_unary_rpc_method_handler(
                     servicer.HoldInstance,
@@ -302,6 +319,33 @@ class AdminService:
             '/pdmesh.v1.AdminService/ListGroupStates',
             pdmesh_dot_v1_dot_admin__service__pb2.ListGroupStatesRequest.SerializeToString,
             pdmesh_dot_v1_dot_admin__service__pb2.ListGroupStatesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.AdminService/GetUsage',
+            pdmesh_dot_v1_dot_admin__service__pb2.GetUsageRequest.SerializeToString,
+            pdmesh_dot_v1_dot_admin__service__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

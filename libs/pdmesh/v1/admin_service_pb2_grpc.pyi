@@ -45,6 +45,8 @@ class AdminServiceStub:
     """Make an earlier version the desired state again, as a new version."""
     ListGroupStates: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListGroupStatesRequest, _admin_service_pb2.ListGroupStatesResponse]
     """The groups: wanted, members and how far they are."""
+    GetUsage: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetUsageRequest, _admin_service_pb2.GetUsageResponse]
+    """For how long instances were used, by whom (S22)."""
     HoldInstance: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.HoldInstanceRequest, _admin_service_pb2.HoldInstanceResponse]
     """Take one instance out of service, or let it back."""
     ReleaseInstance: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ReleaseInstanceRequest, _admin_service_pb2.ReleaseInstanceResponse]
@@ -66,6 +68,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Make an earlier version the desired state again, as a new version."""
     ListGroupStates: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListGroupStatesRequest, _admin_service_pb2.ListGroupStatesResponse]  # type: ignore[assignment]
     """The groups: wanted, members and how far they are."""
+    GetUsage: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetUsageRequest, _admin_service_pb2.GetUsageResponse]  # type: ignore[assignment]
+    """For how long instances were used, by whom (S22)."""
     HoldInstance: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.HoldInstanceRequest, _admin_service_pb2.HoldInstanceResponse]  # type: ignore[assignment]
     """Take one instance out of service, or let it back."""
     ReleaseInstance: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ReleaseInstanceRequest, _admin_service_pb2.ReleaseInstanceResponse]  # type: ignore[assignment]
@@ -114,6 +118,14 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.ListGroupStatesResponse, _abc.Awaitable[_admin_service_pb2.ListGroupStatesResponse]]:
         """The groups: wanted, members and how far they are."""
+
+    @_abc_1.abstractmethod
+    def GetUsage(
+        self,
+        request: _admin_service_pb2.GetUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.GetUsageResponse, _abc.Awaitable[_admin_service_pb2.GetUsageResponse]]:
+        """For how long instances were used, by whom (S22)."""
 
     @_abc_1.abstractmethod
     def HoldInstance(
