@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import random
 import re
 import socket
 import time
@@ -46,7 +47,9 @@ class LoadSpec:
     warmup_s: float
     duration_s: float
     max_requests: int | None = None  # the window ends early after this many answers
-    think_s: float = 0.0  # pause of a connection between an answer and its next request
+    # Mean pause of a connection between an answer and its next request, half of it to one and a half times, at random:
+    # with equal ones the requests fell in step with the timers of what is measured, and all of them met the same one.
+    think_s: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -253,7 +256,7 @@ class _Connection(asyncio.Protocol):
         elif self._is_ok and not think_s:
             self._send()
         elif self._is_ok:
-            asyncio.get_running_loop().call_later(think_s, self._send)
+            asyncio.get_running_loop().call_later(think_s * random.uniform(0.5, 1.5), self._send)
         else:
             asyncio.get_running_loop().call_later(_RECONNECT_S, self._close)
 

@@ -73,7 +73,7 @@ def bars(run: Run) -> list[Bar]:
     found: list[Bar] = []
     for name, scenario in (
         ("added TTFT p50, one stream", ONE_STREAM),
-        ("added TTFT p50, one stream, pauses of 10 ms", low_load(run)),
+        (f"added TTFT p50, one stream, pauses of {low_load(run).pauses}", low_load(run)),
     ):
         ttft = added_ttft_ms(run, scenario)
         if ttft is not None:

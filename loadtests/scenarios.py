@@ -41,11 +41,15 @@ class Kind(Enum):
 class Scenario:
     kind: Kind
     concurrency: int
-    think_s: float = 0.0  # pause of each connection before its next request
+    think_s: float = 0.0  # mean pause of each connection before its next request
+
+    @property
+    def pauses(self) -> str:
+        return f"{self.think_s * 500:.0f} to {self.think_s * 1500:.0f} ms"
 
     @property
     def name(self) -> str:
-        pause = f", pauses of {self.think_s * 1e3:.0f} ms" if self.think_s else ""
+        pause = f", pauses of {self.pauses}" if self.think_s else ""
         return f"{self.kind.value} x {self.concurrency}{pause}"
 
     def spec(

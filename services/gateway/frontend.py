@@ -29,7 +29,7 @@ from pdmesh.errors import (
 from pdmesh.telemetry import metrics, names, traces
 from services.gateway.choice_text import Delta
 from services.gateway.door import ANYONES_VISIT, Visit
-from services.gateway.generation import Collaborators, Generation
+from services.gateway.generation import Collaborators, Generation, unheard
 from services.gateway.leg_commands import Identity
 from services.gateway.observer import CallReport, Observer
 from services.gateway.openai_schema import context_exceeded
@@ -182,7 +182,7 @@ class Frontend:
         visit.charge(sum(map(len, spec.prompts)) + spec.n * sum(budgets))
         span = self._observer.start_span(spec, traceparent)
         call = Call(request_id, spec, span, self._pacer, visit)
-        on_tokens: Callable[[], None] = _nothing if is_quiet else call.on_tokens
+        on_tokens: Callable[[], None] = unheard if is_quiet else call.on_tokens
         for prompt_index, prompt in enumerate(prompts):
             for choice in range(spec.n):
                 index = prompt_index * spec.n + choice
@@ -207,6 +207,8 @@ class Frontend:
         call.visit.settle(call.num_used_tokens)
         self._judge(call)
         self._observer.on_closed(_report(call))
+        for generation in call.generations:
+            generation.detach()
 
     def _refuse_poison(self, prompts: Sequence[Prompt]) -> None:
         now = time.monotonic()
@@ -277,10 +279,6 @@ def _count_slo(call: Call, slos: Slos) -> None:
     outcome = "met" if first.timings.first_token and took_s <= limit_s else "missed"
     label = slos.label(call.spec.scenario)
     _ttft_slo.add(1, {names.ATTR_SCENARIO: label, names.ATTR_OUTCOME: outcome})
-
-
-def _nothing() -> None:
-    """A quiet call is not told of tokens."""
 
 
 _ABSENT: Final = object()

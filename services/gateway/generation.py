@@ -157,6 +157,10 @@ class Generation:
             self.error = error
             self.on_event(ClientGone())
 
+    def detach(self) -> None:
+        """Nobody listens any more. Without the way back to its call the two are freed at once, not by the garbage collector."""
+        self._on_tokens = self._on_end = unheard
+
     @property
     def num_completion_tokens(self) -> int:
         return self._text.num_tokens(len(self.core.emitted))
@@ -384,6 +388,10 @@ class Generation:
     def _on_timer(self) -> None:
         self._timer = None
         self.on_event(Tick())
+
+
+def unheard() -> None:
+    """Told, where nobody listens."""
 
 
 # Any: each function takes the one effect its key names.

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 import structlog
 from opentelemetry import trace
-from opentelemetry.trace import Span, SpanKind, StatusCode
+from opentelemetry.trace import Span, StatusCode
 
 from pdmesh.core.request import Request
 from pdmesh.events.v1.events_pb2 import RequestFinished
@@ -88,11 +88,8 @@ class Observer:
                 await self._publisher.publish(self._subject, event)
 
     def start_span(self, spec: CallSpec, traceparent: str) -> Span:
-        return traces.tracer().start_span(
-            names.SPAN_CHAT if spec.operation == "chat" else names.SPAN_COMPLETION,
-            context=traces.context_from(traceparent) if traceparent else None,
-            kind=SpanKind.SERVER,
-        )
+        name = names.SPAN_CHAT if spec.operation == "chat" else names.SPAN_COMPLETION
+        return traces.start_root(name, traceparent)
 
     def on_accepted(self, spec: CallSpec) -> None:
         self.num_accepted += 1

@@ -26,3 +26,11 @@ def test_what_is_not_a_traceparent_starts_a_new_trace(text: str) -> None:
 
 def test_outside_a_trace_there_is_nothing_to_pass_on() -> None:
     assert traces.current_traceparent() == ""
+
+
+def test_a_request_has_ids_though_nobody_records_it_and_keeps_those_of_its_caller() -> None:
+    first, second = (traces.start_root("chat", "").get_span_context() for _ in range(2))
+    assert first.is_valid
+    assert first.trace_id != second.trace_id
+    inherited = traces.start_root("chat", PARENT).get_span_context()
+    assert inherited.trace_id == int(PARENT[3:35], 16)

@@ -14,21 +14,32 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler
-from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags, Tracer
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    TraceFlags,
+    Tracer,
+)
 
 _TRACEPARENT: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _tracer = trace.get_tracer("pdmesh")
+_is_recorded = False
+_ids = RandomIdGenerator()
 
 
 def configure(
     resource: Resource, otlp_endpoint: str | None, processor: SpanProcessor | None = None
 ) -> TracerProvider:
     """Record spans if somebody takes them: the collector at `otlp_endpoint`, or `processor` (tests)."""
-    is_recorded = bool(otlp_endpoint) or processor is not None
+    global _is_recorded
+    _is_recorded = bool(otlp_endpoint) or processor is not None
     provider = TracerProvider(
         resource=resource,
-        sampler=None if is_recorded else _ids_only(),
+        sampler=None if _is_recorded else _ids_only(),
         shutdown_on_exit=False,
     )
     if otlp_endpoint:
@@ -51,6 +62,15 @@ def _ids_only() -> Sampler:
 
 def tracer() -> Tracer:
     return _tracer
+
+
+def start_root(name: str, parent: str) -> Span:
+    """The span of a request, in the trace of `parent` if that is a traceparent. Ids alone where nobody takes spans."""
+    context = context_from(parent) if parent else None
+    if context is not None or _is_recorded:
+        return _tracer.start_span(name, context=context, kind=SpanKind.SERVER)
+    ids = SpanContext(_ids.generate_trace_id(), _ids.generate_span_id(), is_remote=False)
+    return NonRecordingSpan(ids)
 
 
 def traceparent(span: Span) -> str:
