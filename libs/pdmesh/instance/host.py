@@ -99,6 +99,9 @@ class InstanceHost:
         self._outboxes: dict[Outbox, None] = {}
         self._published_version = -1
         self._last_leg = 0
+        self._ticket_prefix = secrets.token_hex(
+            8
+        )  # nobody else's tickets begin so, or can be guessed
 
     # -- sessions ---------------------------------------------------------------------------------
 
@@ -238,7 +241,7 @@ class InstanceHost:
     ) -> None:
         leg.span = spans.start(names.SPAN_PREFILL, m.traceparent, m.request_id, m.attempt)
         if staging is not None:
-            leg.ticket_id = secrets.token_hex(12)
+            leg.ticket_id = f"{self._ticket_prefix}{leg.number:x}"
         job = PrefillJob(
             leg=leg.number,
             request_id=m.request_id,
