@@ -51,10 +51,10 @@ class Serving:
             HostConfig(settings.transfer_timeout_s, settings.stall_s),
             on_blocks=self._blocks.add,
             on_error=self._failures.report,
+            on_record=on_record,
         )
         self._load = LoadPublisher(events, settings.instance_id, self.host.load, self.host.book)
         self.host.on_load = self._load.changed
-        self.host.on_record = on_record
         self.host.drain(True)
         self._server: grpc.aio.Server | None = None
         self._works: dict[str, asyncio.Task[None]] = {}

@@ -1,0 +1,159 @@
+"""What the engine puts out, passed on: to the session of its leg, to the leg's end, or to whoever publishes it.
+
+Outputs come in batches, one per engine step, and leave as one message per session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from pdmesh.core.admission import Work
+from pdmesh.engine.base import (
+    BlocksChanged,
+    Failed,
+    Finished,
+    KvReceived,
+    LandingFreed,
+    Output,
+    Prefilled,
+    TicketClosed,
+    TicketOpened,
+    TiersReported,
+    TokenBatch,
+    Tokens,
+)
+from pdmesh.instance import convert, instruments, spans
+from pdmesh.instance.leg_desk import LegDesk
+from pdmesh.telemetry import names
+from pdmesh.v1.instance_service_pb2 import LogprobsDrawn, SessionEvent
+
+
+class Outputs:
+    """`on_blocks` is told of changes of the engine's cache."""
+
+    def __init__(
+        self,
+        desk: LegDesk,
+        clock: Callable[[], float],
+        on_blocks: Callable[[BlocksChanged], None],
+    ) -> None:
+        self._desk, self._legs = desk, desk.table
+        self._clock, self._on_blocks = clock, on_blocks
+
+    def pass_on(self, output: Output) -> None:
+        _HANDLE[type(output)](self, output)
+
+    def _on_ticket_opened(self, output: TicketOpened) -> None:
+        if (leg := self._legs.get(output.leg)) is not None:
+            leg.outbox.add_event(convert.accepted(leg.key, output.ticket))
+
+    def _on_token_batch(self, batch: TokenBatch) -> None:
+        token_ids = batch.token_ids
+        instruments.tokens.add(len(token_ids))
+        instruments.batch_size.record(len(token_ids))
+        for route in self._legs.route(batch.legs):
+            mine = token_ids
+            if len(route.positions) != len(token_ids):
+                mine = [token_ids[position] for position in route.positions]
+            route.outbox.add_tokens(route.keys, mine)
+
+    def _on_tokens(self, output: Tokens) -> None:
+        if (leg := self._legs.get(output.leg)) is None:
+            return
+        instruments.tokens.add(len(output.token_ids))
+        leg.outbox.add_tokens([leg.key] * len(output.token_ids), output.token_ids)
+        if output.logprobs:
+            drawn = LogprobsDrawn(logprobs=map(convert.logprob_to_proto, output.logprobs))
+            leg.outbox.add_event(SessionEvent(key=leg.key, logprobs_drawn=drawn), is_urgent=False)
+
+    def _on_prefilled(self, output: Prefilled) -> None:
+        desk = self._desk
+        desk.book.computed(output.leg, output.num_cached_tokens, self._clock())
+        if (leg := self._legs.get(output.leg)) is None:
+            if output.finish_reason is not None:
+                desk.ended_unheard(output.leg)
+            return
+        leg.outbox.add_event(convert.first_token(leg.key, output))
+        leg.has_first = True
+        instruments.tokens.add(1)
+        if leg.work is Work.PREFILL:
+            spans.end(leg.span, pdmesh__usage__cached_tokens=output.num_cached_tokens)
+            leg.span = None
+        if output.finish_reason is not None:
+            desk.close(leg, "finished")
+            return
+        desk.admission.computed(leg.number)
+        if leg.is_per_layer and not self._legs.is_ticket_open(leg.ticket_id):
+            desk.forget(leg, "finished")  # taken before token 1 was read
+            desk.free_if_closed(leg)
+
+    def _on_kv_received(self, output: KvReceived) -> None:
+        if (leg := self._legs.get(output.leg)) is None:
+            return
+        event = convert.kv_received(
+            leg.key, output.kv_bytes, output.duration_s, output.num_computed_tokens
+        )
+        leg.outbox.add_event(event, is_urgent=False)
+        leg.has_first = True
+        desk = self._desk
+        desk.sources.succeeded(leg.source)
+        desk.in_time(leg)
+        desk.vitals.num_pulls += 1
+        desk.vitals.pull_s += output.duration_s
+        desk.vitals.pull_bytes += output.kv_bytes
+        instruments.transfer_s.record(output.duration_s)
+        instruments.transfer_bytes.add(output.kv_bytes)
+        instruments.computed_tokens.add(output.num_computed_tokens)
+        spans.end(leg.transfer_span, pdmesh__kv__bytes=output.kv_bytes)
+        leg.transfer_span = None
+        desk.admission.computed(leg.number)
+
+    def _on_finished(self, output: Finished) -> None:
+        if (leg := self._legs.get(output.leg)) is None:
+            return
+        leg.outbox.add_event(convert.finished(leg.key, output.finish_reason))
+        self._desk.close(leg, "finished")
+
+    def _on_failed(self, output: Failed) -> None:
+        if (leg := self._legs.get(output.leg)) is None:
+            self._desk.ended_unheard(output.leg)
+        else:
+            self._desk.fail(leg, output)
+
+    def _on_ticket_closed(self, output: TicketClosed) -> None:
+        if (leg := self._legs.close_ticket(output.ticket_id)) is None:
+            return
+        instruments.tickets_closed.add(1, {names.ATTR_REASON: output.reason})
+        if self._legs.get(leg.number) is leg:
+            if leg.is_per_layer and not leg.has_first:
+                return  # it computes still; its slot and range are given back at its end
+            self._desk.forget(leg, "finished")
+        self._desk.admission.range_freed(leg.number, self._clock())
+
+    def _on_landing_freed(self, output: LandingFreed) -> None:
+        self._desk.admission.range_freed(output.leg, self._clock())
+
+    def _on_blocks_changed(self, output: BlocksChanged) -> None:
+        self._on_blocks(output)
+
+    def _on_tiers_reported(self, output: TiersReported) -> None:
+        instruments.count_tiers(output.report)
+        for fault in output.report.faults:
+            self._desk.on_error(fault.reason, f"{fault.tier.value} tier: {fault.message}", "")
+
+
+# Any: each function takes the one output its key names.
+_HANDLE: Final[dict[type, Callable[[Outputs, Any], None]]] = {
+    TokenBatch: Outputs._on_token_batch,
+    Tokens: Outputs._on_tokens,
+    TicketOpened: Outputs._on_ticket_opened,
+    Prefilled: Outputs._on_prefilled,
+    KvReceived: Outputs._on_kv_received,
+    Finished: Outputs._on_finished,
+    Failed: Outputs._on_failed,
+    TicketClosed: Outputs._on_ticket_closed,
+    LandingFreed: Outputs._on_landing_freed,
+    BlocksChanged: Outputs._on_blocks_changed,
+    TiersReported: Outputs._on_tiers_reported,
+}
