@@ -1,4 +1,4 @@
-"""One instance: sessions on one side, an engine on the other, and the desk where legs begin and end between them.
+"""One instance: sessions on one side, an engine on the other, and the legs between them.
 
 Commands are applied at once and in order, on the event loop. A session that ends, for whatever reason, takes all its
 legs with it.
@@ -17,7 +17,7 @@ from pdmesh.core.vitals import Vitals
 from pdmesh.engine.base import BlocksChanged, Engine, Failed
 from pdmesh.errors import InvalidRequest
 from pdmesh.instance import convert
-from pdmesh.instance.leg_desk import LegDesk
+from pdmesh.instance.leg_life import LegLife
 from pdmesh.instance.load_book import LoadBook
 from pdmesh.instance.outbox import Outbox
 from pdmesh.instance.outputs import Outputs
@@ -57,7 +57,7 @@ class InstanceHost:
         self._engine, self._clock, self._config = engine, clock, config
         self._on_error = on_error
         self._sources = SourceWatch(clock, on_error, on_record)
-        self._desk = LegDesk(
+        self._life = LegLife(
             engine,
             admission,
             clock,
@@ -66,7 +66,7 @@ class InstanceHost:
             on_error,
             self._after_changes,
         )
-        self._outputs = Outputs(self._desk, clock, on_blocks)
+        self._outputs = Outputs(self._life, clock, on_blocks)
         self._idle = asyncio.Event()
         self._idle.set()
         self._outboxes: dict[Outbox, None] = {}
@@ -76,11 +76,11 @@ class InstanceHost:
 
     @property
     def book(self) -> LoadBook:
-        return self._desk.book
+        return self._life.book
 
     @property
     def vitals(self) -> Vitals:
-        return self._desk.vitals
+        return self._life.vitals
 
     @property
     def num_sessions(self) -> int:
@@ -97,7 +97,7 @@ class InstanceHost:
 
     @property
     def num_tickets(self) -> int:
-        return self._desk.table.num_tickets
+        return self._life.table.num_tickets
 
     def load(self) -> Load:
         admission = self.admission
@@ -120,8 +120,8 @@ class InstanceHost:
         await self._idle.wait()
 
     def check_invariants(self) -> None:
-        self._desk.check_invariants()
-        assert all(leg.outbox in self._outboxes for leg in self._desk.table.all())
+        self._life.check_invariants()
+        assert all(leg.outbox in self._outboxes for leg in self._life.table.all())
 
     # -- sessions ---------------------------------------------------------------------------------
 
@@ -137,8 +137,8 @@ class InstanceHost:
         if outbox not in self._outboxes:
             return
         outbox.close()
-        for leg in self._desk.table.of_session(outbox):
-            self._desk.abort(leg)
+        for leg in self._life.table.of_session(outbox):
+            self._life.abort(leg)
         del self._outboxes[outbox]
         self._after_changes()
 
@@ -148,21 +148,21 @@ class InstanceHost:
 
     def apply(self, outbox: Outbox, commands: Iterable[Command]) -> None:
         """Carry out a batch of commands. Raises InvalidRequest on what no correct gateway sends."""
-        desk = self._desk
+        life = self._life
         for command in commands:
             match command.WhichOneof("command"):
                 case "prefill":
-                    desk.begin(outbox, command.prefill)
+                    life.begin(outbox, command.prefill)
                 case "start":
-                    desk.begin(outbox, command.start)
+                    life.begin(outbox, command.start)
                 case "join":
-                    if leg := desk.table.find(outbox, command.join.key):
-                        desk.join(leg, command.join.first_token_id)
+                    if leg := life.table.find(outbox, command.join.key):
+                        life.join(leg, command.join.first_token_id)
                 case "abort":
-                    if leg := desk.table.find(outbox, command.abort.key):
-                        desk.abort(leg)
+                    if leg := life.table.find(outbox, command.abort.key):
+                        life.abort(leg)
                 case "release":
-                    if leg := desk.table.find(outbox, command.release.key):
+                    if leg := life.table.find(outbox, command.release.key):
                         self._engine.release(leg.ticket_id)
                 case _:
                     raise InvalidRequest("no such command here", field="commands")
@@ -191,10 +191,10 @@ class InstanceHost:
     def fail_all(self, reason: str, message: str) -> None:
         """The engine is gone or given up, and with it everything it held: every leg fails, nothing is taken any more."""
         self._on_error(reason, message, "")
-        for leg in self._desk.table.all():
+        for leg in self._life.table.all():
             failure = Failed(leg.number, reason, message)
             leg.outbox.add_event(convert.failed(leg.key, failure))
-            self._desk.forget(leg, "failed")
+            self._life.forget(leg, "failed")
         self.admission.drain(True)
         for outbox in self._outboxes:
             outbox.flush()

@@ -24,7 +24,7 @@ from pdmesh.engine.base import (
     Tokens,
 )
 from pdmesh.instance import convert, instruments, spans
-from pdmesh.instance.leg_desk import LegDesk
+from pdmesh.instance.leg_life import LegLife
 from pdmesh.telemetry import names
 from pdmesh.v1.instance_service_pb2 import LogprobsDrawn, SessionEvent
 
@@ -34,11 +34,11 @@ class Outputs:
 
     def __init__(
         self,
-        desk: LegDesk,
+        life: LegLife,
         clock: Callable[[], float],
         on_blocks: Callable[[BlocksChanged], None],
     ) -> None:
-        self._desk, self._legs = desk, desk.table
+        self._life, self._legs = life, life.table
         self._clock, self._on_blocks = clock, on_blocks
 
     def pass_on(self, output: Output) -> None:
@@ -68,11 +68,11 @@ class Outputs:
             leg.outbox.add_event(SessionEvent(key=leg.key, logprobs_drawn=drawn), is_urgent=False)
 
     def _on_prefilled(self, output: Prefilled) -> None:
-        desk = self._desk
-        desk.book.computed(output.leg, output.num_cached_tokens, self._clock())
+        life = self._life
+        life.book.computed(output.leg, output.num_cached_tokens, self._clock())
         if (leg := self._legs.get(output.leg)) is None:
             if output.finish_reason is not None:
-                desk.ended_unheard(output.leg)
+                life.ended_unheard(output.leg)
             return
         leg.outbox.add_event(convert.first_token(leg.key, output))
         leg.has_first = True
@@ -81,12 +81,12 @@ class Outputs:
             spans.end(leg.span, pdmesh__usage__cached_tokens=output.num_cached_tokens)
             leg.span = None
         if output.finish_reason is not None:
-            desk.close(leg, "finished")
+            life.close(leg, "finished")
             return
-        desk.admission.computed(leg.number)
+        life.admission.computed(leg.number)
         if leg.is_per_layer and not self._legs.is_ticket_open(leg.ticket_id):
-            desk.forget(leg, "finished")  # taken before token 1 was read
-            desk.free_if_closed(leg)
+            life.forget(leg, "finished")  # taken before token 1 was read
+            life.free_if_closed(leg)
 
     def _on_kv_received(self, output: KvReceived) -> None:
         if (leg := self._legs.get(output.leg)) is None:
@@ -96,30 +96,30 @@ class Outputs:
         )
         leg.outbox.add_event(event, is_urgent=False)
         leg.has_first = True
-        desk = self._desk
-        desk.sources.succeeded(leg.source)
-        desk.in_time(leg)
-        desk.vitals.num_pulls += 1
-        desk.vitals.pull_s += output.duration_s
-        desk.vitals.pull_bytes += output.kv_bytes
+        life = self._life
+        life.sources.succeeded(leg.source)
+        life.in_time(leg)
+        life.vitals.num_pulls += 1
+        life.vitals.pull_s += output.duration_s
+        life.vitals.pull_bytes += output.kv_bytes
         instruments.transfer_s.record(output.duration_s)
         instruments.transfer_bytes.add(output.kv_bytes)
         instruments.computed_tokens.add(output.num_computed_tokens)
         spans.end(leg.transfer_span, pdmesh__kv__bytes=output.kv_bytes)
         leg.transfer_span = None
-        desk.admission.computed(leg.number)
+        life.admission.computed(leg.number)
 
     def _on_finished(self, output: Finished) -> None:
         if (leg := self._legs.get(output.leg)) is None:
             return
         leg.outbox.add_event(convert.finished(leg.key, output.finish_reason))
-        self._desk.close(leg, "finished")
+        self._life.close(leg, "finished")
 
     def _on_failed(self, output: Failed) -> None:
         if (leg := self._legs.get(output.leg)) is None:
-            self._desk.ended_unheard(output.leg)
+            self._life.ended_unheard(output.leg)
         else:
-            self._desk.fail(leg, output)
+            self._life.fail(leg, output)
 
     def _on_ticket_closed(self, output: TicketClosed) -> None:
         if (leg := self._legs.close_ticket(output.ticket_id)) is None:
@@ -128,11 +128,11 @@ class Outputs:
         if self._legs.get(leg.number) is leg:
             if leg.is_per_layer and not leg.has_first:
                 return  # it computes still; its slot and range are given back at its end
-            self._desk.forget(leg, "finished")
-        self._desk.admission.range_freed(leg.number, self._clock())
+            self._life.forget(leg, "finished")
+        self._life.admission.range_freed(leg.number, self._clock())
 
     def _on_landing_freed(self, output: LandingFreed) -> None:
-        self._desk.admission.range_freed(output.leg, self._clock())
+        self._life.admission.range_freed(output.leg, self._clock())
 
     def _on_blocks_changed(self, output: BlocksChanged) -> None:
         self._on_blocks(output)
@@ -140,7 +140,7 @@ class Outputs:
     def _on_tiers_reported(self, output: TiersReported) -> None:
         instruments.count_tiers(output.report)
         for fault in output.report.faults:
-            self._desk.on_error(fault.reason, f"{fault.tier.value} tier: {fault.message}", "")
+            self._life.on_error(fault.reason, f"{fault.tier.value} tier: {fault.message}", "")
 
 
 # Any: each function takes the one output its key names.

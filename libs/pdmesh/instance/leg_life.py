@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 _HOLD_ACCEPTED_S: Final = 0.05  # a decode's; a prefill's is not held, as gateways count T_p from it
 
 
-class LegDesk:
+class LegLife:
     """`on_late`: a leg was ended by time, between commands and outputs."""
 
     def __init__(
