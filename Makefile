@@ -19,7 +19,7 @@ DONE   := $(VENV)/.done
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help up down status setup setup-base setup-sim setup-dev setup-vllm model test unit e2e chaos faults kill-matrix compose-test check format fuzz \
-        bench-tiers bench-overhead bench-retrieval bench-handover bench-plan bench-kv bench-index bench-ratio demo-day leak-test compare \
+        bench-tiers bench-overhead bench-retrieval bench-handover bench-plan bench-kv bench-index bench-ratio bench-recovery demo-day leak-test compare \
         compare-mesh proto proto-check docs docs-check lock clean
 
 help: ## list the targets
@@ -127,6 +127,9 @@ bench-retrieval: $(DONE)/dev ## time per token of running decodes, without and w
 
 bench-handover: $(DONE)/vllm model ## what handing KV over costs a client on vLLM; ARGS="--nixl FOLDER" beside vLLM's NixlConnector
 	@$(BIN)/python -m loadtests.handover $(ARGS)
+
+bench-recovery: $(DONE)/dev ## how an instance is replaced, step by step: killed, frozen, device faults of each level; ARGS="--repeats 3 --out FILE"
+	@$(BIN)/python -m loadtests.recovery $(ARGS)
 
 bench-plan: $(DONE)/dev ## what one placement decision costs, by the number of workers
 	@$(BIN)/python -m loadtests.plan_bench $(ARGS)

@@ -19,11 +19,11 @@ import pytest
 from tests.chaos.nemesis import invariants
 from tests.chaos.nemesis.actions import Action, Outage
 from tests.chaos.nemesis.arena import Arena, arena
-from tests.chaos.nemesis.clients import Asked, Clients
 from tests.chaos.nemesis.invariants import Books, within
 from tests.chaos.nemesis.plan import Step, steps
 from tests.chaos.nemesis.witness import Violation, Witness
 from tests.support import fleet
+from tests.support.steady_clients import Asked, Clients
 from tests.support.waiting import until
 
 DURATION_S: Final = float(os.environ.get("CHAOS_S") or 120)
@@ -77,8 +77,8 @@ class Run:
         await asyncio.gather(*(self._act(after_s, action) for after_s, action in step.actions))
         await asyncio.sleep(_AFTER_S)
         found = await self._come_to_rest()
-        asked = await self._clients.pause()
-        found += await self._look(step, asked)
+        await self._clients.pause()
+        found += await self._look(step, self._clients.take())
         self._clients.resume()
         return found
 
@@ -154,7 +154,7 @@ async def test_whatever_happens_every_invariant_holds(tmp_path: Path) -> None:
     reference = fleet.Reference.load(tmp_path / "model")
     async with arena(tmp_path, journal) as world, Witness(world.bus) as witness:
         assert not await within(invariants.SETTLE_S, lambda: invariants.settled(world))
-        async with Clients(world.mesh.http_url, world.keys, SEED) as clients:
+        async with Clients(world.mesh.http_url, SEED, [*world.keys.values()]) as clients:
             await until(lambda: clients.num_asked > 5)
             run = Run(world, witness, clients, reference, journal)
             began = time.monotonic()

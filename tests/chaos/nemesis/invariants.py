@@ -29,10 +29,10 @@ from pdmesh.instance.assignment import ROLES
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY
 from tests.chaos.nemesis.actions import Freeze, Signal
 from tests.chaos.nemesis.arena import TENANTS, Arena
-from tests.chaos.nemesis.clients import Asked
 from tests.chaos.nemesis.plan import GATEWAYS, INSTANCES, Step
 from tests.chaos.nemesis.witness import Violation
 from tests.support import fleet
+from tests.support.steady_clients import Asked
 
 SLACK_S: Final = 1.5  # for a loaded machine of two cores, as in the kill matrix
 GAP_S: Final = 4.5  # the longest silence that one lost instance may cost a client (F8)

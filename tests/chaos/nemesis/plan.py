@@ -98,6 +98,9 @@ _FAULTS: Final[Sequence[Draw]] = (
     lambda draw, instances: Signal(draw.choice(instances), "SIGKILL", _failpoint(draw)),
     lambda draw, instances: Signal(draw.choice(instances), "SIGKILL", _failpoint(draw)),
     lambda draw, instances: Signal(draw.choice(instances), "SIGTERM"),
+    lambda draw, instances: Signal(draw.choice(instances), "SIGKILL"),
+    lambda draw, instances: Signal(draw.choice(instances), "SIGKILL"),
+    lambda draw, instances: Freeze(draw.choice(instances), _seconds(draw)),
     lambda draw, instances: Freeze(draw.choice(instances), _seconds(draw)),
     lambda draw, instances: DeviceFault(draw.choice(instances), draw.randint(1, 5), _seconds(draw)),
     lambda draw, instances: DeviceFault(draw.choice(instances), draw.randint(2, 5), _seconds(draw)),
@@ -210,7 +213,7 @@ class Plan:
     # --- faults ----------------------------------------------------------------------------------
 
     def _draw_faults(self, spared: set[str]) -> list[Fault]:
-        num = self._random.choices((1, 2, MAX_FAULTS), weights=(5, 3, 2))[0]
+        num = self._random.choices((1, 2, MAX_FAULTS), weights=(2, 4, 4))[0]
         held = {self._held.target} if self._held is not None else set()
         instances = [i for i in INSTANCES if i not in spared | held]
         drawn: list[Fault] = []

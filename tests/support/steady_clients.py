@@ -1,10 +1,10 @@
-"""Clients of two tenants that ask without a pause, and how each of their requests ended."""
+"""Clients that ask without a pause, and how each of their requests ended."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -28,9 +28,9 @@ class Asked:
 
 
 class Clients:
-    """`async with Clients(...)`: they ask until the block is left, except while they are paused."""
+    """`async with Clients(...)`: they ask until the block is left, except while they are paused. `keys`: of their tenants."""
 
-    def __init__(self, url: str, keys: Mapping[str, str], seed: int) -> None:
+    def __init__(self, url: str, seed: int, keys: Sequence[str] = ()) -> None:
         self._url, self._seed = url, seed
         self._may_ask = asyncio.Event()
         self._may_ask.set()
@@ -43,9 +43,9 @@ class Clients:
             httpx.AsyncClient(
                 timeout=HANGS_AFTER_S,
                 limits=httpx.Limits(max_keepalive_connections=0),
-                headers={"authorization": f"Bearer {key}"},
+                headers={"authorization": f"Bearer {key}"} if key else {},
             )
-            for key in keys.values()
+            for key in keys or [""]
         ]
 
     async def __aenter__(self) -> Self:
@@ -63,12 +63,15 @@ class Clients:
         """That ended since they were last taken."""
         return len(self._asked)
 
-    async def pause(self) -> list[Asked]:
-        """No new requests; returns all since the last pause, when the last of them has ended."""
+    async def pause(self) -> None:
+        """No new requests; returns when the last one has ended."""
         self._may_ask.clear()
         while self._num_open:
             self._none_open.clear()
             await self._none_open.wait()
+
+    def take(self) -> list[Asked]:
+        """Those that ended since they were last taken."""
         asked, self._asked = self._asked, []
         return asked
 
