@@ -24,8 +24,8 @@ from pdmesh.core.desired import (
     problems,
 )
 from pdmesh.core.fleet import Role
-from pdmesh.core.moves import TRAINING_POOL
-from pdmesh.core.schedule import MAX_ENTRIES
+from pdmesh.core.moves import OFF_POOL, TRAINING_POOL
+from pdmesh.core.schedule import MAX_ENTRIES, What
 from pdmesh.errors import InvalidRequest
 
 MAX_BYTES: Final = 1 << 20
@@ -125,10 +125,12 @@ def _schedules(reader: _Reader | None) -> tuple[ScheduleLine, ...]:
 
 
 def _schedule(reader: _Reader) -> ScheduleLine:
-    parts = reader.parts("at", "scenario", "lend", "reclaim", "pool")
-    actions = [name for name in ("lend", "reclaim") if name in parts]
-    if "at" not in parts or len(actions) != 1:
-        raise reader.wrong("needs at, and one of lend and reclaim")
+    actions = [what.value for what in What]
+    parts = reader.parts("at", "scenario", "pool", *actions)
+    asked = [name for name in actions if name in parts]
+    if "at" not in parts or len(asked) != 1:
+        raise reader.wrong("needs at, and one of add, remove, lend and reclaim")
+    action = asked[0]
     at = parts["at"].text()
     try:
         Cron.parse(at)
@@ -137,10 +139,21 @@ def _schedule(reader: _Reader) -> ScheduleLine:
     return ScheduleLine(
         at=at,
         scenario=_name(parts, "scenario"),
-        action=actions[0],
-        num_groups=parts[actions[0]].number(MAX_COUNT, least=1),
-        pool=_name(parts, "pool", TRAINING_POOL),
+        action=action,
+        num_groups=parts[action].number(MAX_COUNT, least=1),
+        pool=_pool(parts, action),
     )
+
+
+def _pool(parts: Mapping[str, _Reader], action: str) -> str:
+    if action in (What.ADD, What.REMOVE):
+        if "pool" in parts:
+            raise parts["pool"].wrong(f"{action} has no pool; lend and reclaim have")
+        return OFF_POOL
+    pool = _name(parts, "pool", TRAINING_POOL)
+    if pool == OFF_POOL:
+        raise parts["pool"].wrong(f"{OFF_POOL} is where remove puts groups")
+    return pool
 
 
 def _options(reader: _Reader | None) -> dict[str, str]:

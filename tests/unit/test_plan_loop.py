@@ -13,6 +13,7 @@ from pdmesh.core.desired import Desired, Group, Scenario, ScheduleLine
 from pdmesh.core.fleet import Fleet, Identity, LoadReported, PrefillComputed, RecordSeen, Role
 from pdmesh.core.scenario_stats import Finished
 from pdmesh.core.scenario_windows import ScenarioWindows
+from pdmesh.desired_file import read
 from pdmesh.errors import Unavailable
 from pdmesh.v1.admin_service_pb2 import Adjustments
 from services.master_scheduler.desired_convert import adjustments_from
@@ -173,6 +174,47 @@ async def test_a_move_that_could_not_be_written_is_tried_again() -> None:
     site.is_up = True
     await site.loop.round()
     assert [g.group_id for g in site.stored.groups] == ["b"]
+
+
+@pytest.mark.req("S21")
+async def test_groups_are_added_and_removed_by_the_clock_within_a_second_and_one_at_a_time() -> (
+    None
+):
+    """Removed in the evening: another scenario's group takes the instances. Added at eight, as it says, and not before."""
+    text = """
+    scenarios: {chat: {}, batch: {}}
+    groups:
+      chat: {scenario: chat, count: 3, prefill: 2, decode: 2}
+      nightly: {scenario: batch, prefill: 2, decode: 2}
+    schedules:
+      - {at: "0 22 * * *", scenario: chat, remove: 2}
+      - {at: "0 8 * * *", scenario: chat, add: 2}
+    """
+    site = Site(read(text), num=12)
+    assert NIGHT - site.wall == 3600
+
+    async def at(wall: float) -> list[str]:
+        site.wall = wall
+        await site.loop.round()
+        site.settle()
+        await site.loop.round()
+        site.settle()
+        return sorted(site.world.counts())
+
+    day = ["chat-0", "chat-1", "chat-2"]
+    assert await at(NIGHT - 1) == day
+    site.wall = NIGHT
+    await site.loop.round()
+    assert lent(site) == ["chat-2"]  # the second one when the first is done
+    assert await at(NIGHT + 1) == ["chat-0", "nightly"]
+    assert {g.pool for g in site.stored.groups} == {"off"}
+    assert site.world.num_lent == 0
+    eight = NIGHT + 10 * 3600
+    assert await at(eight - 1) == ["chat-0", "nightly"]
+    for i in range(4):
+        site.world.start(f"more-{i}")
+    assert await at(eight) == [*day, "nightly"]
+    assert not site.stored.groups
 
 
 LEND_TWO = Desired(

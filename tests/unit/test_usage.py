@@ -89,6 +89,8 @@ def test_an_instance_counts_for_its_group_from_assignment_to_release_and_for_a_p
     assert accounts_of(world.observe(), desired, lent) == {DAY: 4, NIGHT: 3, training: 1}
     world.settle()
     assert accounts_of(world.observe(), desired, lent) == {DAY: 4, training: 3, FREE: 1}
+    removed = {"night": Adjustment(2, 1, (2, 1), "off")}
+    assert accounts_of(world.observe(), desired, removed) == {DAY: 4, FREE: 4}
 
 
 class Site:

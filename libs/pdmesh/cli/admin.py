@@ -18,6 +18,7 @@ from pdmesh.cli.counts import counts, ready_counts
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.table import table
 from pdmesh.cli.usage_text import usage_text
+from pdmesh.core.moves import OFF_POOL
 from pdmesh.errors import MeshError
 from pdmesh.net.admin_client import Invoke, T, call_leader
 from pdmesh.v1 import admin_service_pb2 as pb
@@ -196,9 +197,9 @@ def groups_text(states: pb.ListGroupStatesResponse) -> str:
     if states.blank_instance_ids:
         parts.append("\nblank: " + ", ".join(states.blank_instance_ids))
     for each in states.adjustments:
-        shall = (
-            f"lent to {each.pool}" if each.pool else counts(each.num_prefill, each.num_decode, 0)
-        )
+        shall = counts(each.num_prefill, each.num_decode, 0)
+        if each.pool:
+            shall = "off" if each.pool == OFF_POOL else f"lent to {each.pool}"
         parts.append(f"adjusted: {each.group_id}: {shall} ({each.reason})")
     for hold in states.holds:
         kind = "drained" if hold.kind == pb.HOLD_KIND_DRAIN else "isolated"

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 from pdmesh.core.desired import Desired, Group
 from pdmesh.core.fleet import Role
-from pdmesh.core.moves import GroupShape, Move, applied
+from pdmesh.core.moves import OFF_POOL, GroupShape, Move, applied
 
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """`pool`: who has borrowed the group; empty while it serves. `base`: prefills and decodes that were asked for."""
+    """`pool`: who has borrowed the group, or OFF_POOL; empty while it serves. `base`: prefills and decodes that were asked for."""
 
     prefill: int
     decode: int
@@ -58,7 +58,7 @@ def adjusted(desired: Desired, adjustments: Adjustments) -> Desired:
 
 def num_lent(desired: Desired, adjustments: Adjustments) -> int:
     """Instances that are kept for those who borrowed groups."""
-    lent = [i for i, each in valid(desired, adjustments).items() if each.pool]
+    lent = [i for i, each in valid(desired, adjustments).items() if each.pool not in ("", OFF_POOL)]
     return sum(desired.groups[group_id].size for group_id in lent)
 
 

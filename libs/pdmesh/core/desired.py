@@ -82,9 +82,9 @@ class ScheduleLine:
 
     at: str
     scenario: str
-    action: str  # lend, reclaim
+    action: str  # add, remove, lend, reclaim
     num_groups: int = 1
-    pool: str = TRAINING_POOL
+    pool: str = TRAINING_POOL  # OFF_POOL for add and remove
 
 
 @dataclass(frozen=True, slots=True)

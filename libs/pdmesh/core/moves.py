@@ -15,6 +15,9 @@ from typing import Final
 from pdmesh.core.fleet import Role
 
 TRAINING_POOL: Final = "training"
+OFF_POOL: Final = (
+    "off"  # of groups that shall not be there: nobody has borrowed them, their instances are free
+)
 MIN_PER_GROUP: Final = 1
 MIN_PER_SCENARIO: Final = 2
 

@@ -1,4 +1,4 @@
-"""Groups by the clock: groups are lent to training at night, and serve again in time (S11, S21).
+"""Groups by the clock: added and removed, or lent to training at night, and serving again in time (S11, S21).
 
 An entry fires once for each time it names. What it makes is a plan like any other, so it waits for what an operator has under way
 and is refused what an operator would be refused. A master that was away at that time makes up for it if it is back within the
@@ -31,8 +31,13 @@ _LEAD_MARGIN: Final = 1.5  # times the slowest of the last set-ups
 
 
 class What(enum.StrEnum):
+    ADD = "add"  # groups of the desired state that a REMOVE took away
+    REMOVE = "remove"  # their instances are free for other groups
     LEND = "lend"  # to a pool, from which RECLAIM takes back
     RECLAIM = "reclaim"  # so that they serve at the entry's time: it begins earlier
+
+
+_BRINGS: Final = (What.RECLAIM, What.ADD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +103,13 @@ class Schedule:
         return max(self.lead_s, _LEAD_MARGIN * self._setups_s.get(entry.scenario, 0.0))
 
     def tick(self, groups: Groups, now: float) -> list[Due]:
-        """`now` in unix seconds; entries fire as late as it is called. Reclaims come first.
+        """`now` in unix seconds; entries fire as late as it is called. What brings groups comes first.
 
         `groups`: as they will be when what was asked for before is done (`PlanRunner.expected`).
         """
         due: list[Due] = []
         taken: set[str] = set()
-        for entry in sorted(self.entries, key=lambda e: (e.what is not What.RECLAIM, e.name)):
+        for entry in sorted(self.entries, key=lambda e: (e.what not in _BRINGS, e.name)):
             self._note_start(entry, now)
             at = self._latest(entry, now)
             if at is None:
@@ -146,11 +151,11 @@ class Schedule:
 
 def _moves(entry: Entry, groups: Groups, taken: Iterable[str], reason: str) -> list[Move]:
     match entry.what:
-        case What.LEND:
+        case What.LEND | What.REMOVE:
             own = [g for g in serving(groups, entry.scenario) if g.group_id not in taken]
             chosen = _least_busy(own, entry.num_groups)
             return [Move(g.group_id, MoveKind.LEND, None, entry.pool, reason) for g in chosen]
-        case What.RECLAIM:
+        case What.RECLAIM | What.ADD:
             lent = [
                 group_id
                 for group_id in sorted(groups)

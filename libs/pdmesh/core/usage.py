@@ -17,6 +17,7 @@ from pdmesh.core.desired import Desired, Scenario
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_facts import Observed
 from pdmesh.core.instance_events import Phase
+from pdmesh.core.moves import OFF_POOL
 
 FREE_POOL: Final = "free"
 MAX_ACCOUNTS: Final = 4096
@@ -123,7 +124,8 @@ def accounts_of(observed: Observed, desired: Desired, adjustments: Adjustments) 
             nums[FREE] += 1
     for group_id, adjustment in valid(desired, adjustments).items():
         group = desired.groups[group_id]
-        num = min(group.size, nums[FREE]) if adjustment.pool else 0
+        is_lent = adjustment.pool not in ("", OFF_POOL)
+        num = min(group.size, nums[FREE]) if is_lent else 0
         nums[_account(desired, group.scenario, group_id, adjustment.pool)] += num
         nums[FREE] -= num
     return +nums
