@@ -9,6 +9,7 @@ import structlog
 
 import pdmesh
 from pdmesh.lifecycle import App, StartupError, run
+from pdmesh.net.board import fault_board, hold_board
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
 from pdmesh.net.nats_bus import NatsBus
@@ -17,6 +18,7 @@ from pdmesh.net.tasks import end
 from pdmesh.v1.common_pb2 import InstanceRecord
 from services.gateway.door import open_door
 from services.gateway.gateway import Gateway
+from services.gateway.kept_out import KeptOut
 from services.gateway.settings import Settings
 from services.gateway.tokenizer import BadModelDir, Tokenizer
 
@@ -35,7 +37,9 @@ async def serve(settings: Settings, app: App) -> None:
     registry = NatsRegistry(bus, settings.lease_s)
     view = await app.unless_stopping(registry.watch())
     publisher = EventPublisher(bus, settings.instance_id, app.incarnation)
-    gateway = Gateway(settings, view, tokenizer, publisher, app.not_ready, door)
+    kept_out = KeptOut()
+    kept_out.watch(hold_board(bus), fault_board(bus))
+    gateway = Gateway(settings, view, tokenizer, publisher, app.not_ready, door, kept_out)
     presence = Presence(
         registry,
         publisher,
@@ -53,6 +57,7 @@ async def serve(settings: Settings, app: App) -> None:
         await end([registering])
         await presence.stop()
         await gateway.stop()
+        await kept_out.close()
         await view.close()
         await bus.close()
 

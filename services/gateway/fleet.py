@@ -19,6 +19,7 @@ from pdmesh.v1.common_pb2 import (
     ROLE_PREFILL,
     InstanceRecord,
 )
+from services.gateway.kept_out import KeptOut
 
 DEFAULT_MODEL: Final = "default"
 DEFAULT_SCENARIO: Final = "default"
@@ -40,9 +41,14 @@ class Fleet:
     """
 
     def __init__(
-        self, view: RegistryView, model: str, clock: Callable[[], float], region: str = ""
+        self,
+        view: RegistryView,
+        model: str,
+        clock: Callable[[], float],
+        region: str = "",
+        kept_out: KeptOut | None = None,
     ) -> None:
-        self.region = region
+        self.region, self._kept_out = region, kept_out or KeptOut()
         self._view = view
         self._clock = clock
         self._model = model
@@ -132,9 +138,11 @@ class Fleet:
         *,
         is_local: bool = False,
     ) -> Candidate | None:
-        """None if it is not there any more, so that a late plan never reaches a successor."""
+        """None if it is not there any more or isolated, so that a late plan never reaches it or a successor."""
         record = self.record(instance_id, incarnation)
         if record is None or record.role not in _SERVING or not takes_requests(record):
+            return None
+        if self._kept_out.is_isolated(instance_id):
             return None
         is_local = is_local or record.role == ROLE_FUSION
         quarrels = self._exchange.quarrels(instance_id) if self._exchange else NO_QUARRELS
@@ -151,9 +159,26 @@ class Fleet:
     ) -> tuple[list[Candidate], list[Candidate]]:
         """Prefills (or fusions) and decodes of our region first, and of these with the fewest of our own open legs (S42, S58).
 
-        Where nobody is there of one role, those of the other do both phases.
+        Where nobody is there of one role, those of the other do both phases. Who is about to leave, or is judged faulty, is named where
+        the others alone can serve nothing.
         """
+        doubtful = [
+            r.instance_id
+            for r in (*self._prefills, *self._decodes, *self._fusions)
+            if self._kept_out.is_last_resort(r.instance_id, r.incarnation)
+        ]
+        found = self._ranked(model, scenario, [*excluded, *doubtful], num_open)
+        if found[0] or not doubtful:
+            return found
+        return self._ranked(model, scenario, excluded, num_open)
 
+    def _ranked(
+        self,
+        model: str,
+        scenario: str,
+        excluded: Sequence[str],
+        num_open: Callable[[str, int], int],
+    ) -> tuple[list[Candidate], list[Candidate]]:
         def order(record: InstanceRecord) -> tuple[bool, int, str]:
             is_far = bool(self.region) and record.kv_region not in (self.region, "")
             num = num_open(record.instance_id, record.incarnation)

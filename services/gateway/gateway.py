@@ -23,6 +23,7 @@ from services.gateway.grpc_api import GrpcServer
 from services.gateway.http import HttpApp
 from services.gateway.http_guard import Bounds
 from services.gateway.http_server import HttpServer
+from services.gateway.kept_out import KeptOut
 from services.gateway.observer import Observer, Publisher
 from services.gateway.planner import Planner
 from services.gateway.sessions import SessionPool
@@ -45,11 +46,12 @@ class Gateway:
         publisher: Publisher | None,
         not_ready: Callable[[], list[str]],
         door: Door | None = None,
+        kept_out: KeptOut | None = None,
     ) -> None:
         self._door = door or OpenDoor()
         gateway_id = settings.instance_id
         self._settings = settings
-        self.fleet = Fleet(view, settings.model, time.monotonic, region=settings.region)
+        self.fleet = Fleet(view, settings.model, time.monotonic, settings.region, kept_out)
         self._room = Waiting(settings.max_waiting)
         self._poison = PoisonBook()
         self.sessions = SessionPool(gateway_id, self._on_slots_freed)
