@@ -83,7 +83,7 @@ async def prefill(tiny_llama: Path) -> AsyncIterator[Host]:
         yield prefill
 
 
-@pytest.mark.req("S126", "S3")
+@pytest.mark.req("S125", "S126", "S3")
 async def test_fp8_kv_is_handed_over_at_a_byte_per_number_with_equal_outputs(
     prefill: Host, plain_fp8: list[list[int]], tiny_llama: Path
 ) -> None:

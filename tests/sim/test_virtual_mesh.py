@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections import Counter
 from dataclasses import replace
 
@@ -57,16 +58,34 @@ def test_every_request_is_answered_and_everything_given_back(
     assert not any(s.is_refused for s in mesh.served)
 
 
-@pytest.mark.req("S108")
+@pytest.mark.req("S6", "S108")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_ours_finds_more_of_the_prefixes_than_those_that_do_not_look(seed: int) -> None:
-    """Three caches hold four prefixes each where six are in use."""
+    """Three caches hold four prefixes each where six are in use: whoever looks computes less, and so is sooner done."""
     shape = MeshShape(SMOLLM2_CPU, num_fusion=3, num_blocks=48)
-    reuse = {}
+    reuse, slow = {}, {}
     for policy in ("default", "round_robin", "mixed_pool"):
         served = play(shape, policy, load(seed)).served
         reuse[policy] = sum(s.num_cached_tokens for s in served)
+        slow[policy] = statistics.quantiles((s.prefill_s for s in served), n=20)[-1]
     assert reuse["default"] > 1.2 * max(reuse["round_robin"], reuse["mixed_pool"])
+    assert slow["default"] < slow["mixed_pool"]
+
+
+@pytest.mark.req("S45", "S46")
+@pytest.mark.parametrize("seed", [1, 2])
+def test_under_four_times_its_load_a_mesh_accepts_what_formula_2_says(seed: int) -> None:
+    """n_p b_p / T_p, within 10 %: so the places of prefills are full, for every one of them counts in it."""
+    shape = MeshShape(PER_TOKEN, num_prefill=4, num_decode=2, prefill_slots=4, ttft_slo_s=2.0)
+    until_s, full_per_s = 30.0, 4 / 0.1  # four prompts of 100 ms at once
+    rng = random.Random(seed)
+    ats = sorted(rng.uniform(0.0, until_s) for _ in range(round(4 * full_per_s * until_s)))
+    mesh = play(shape, "default", [Arrival(at, 100, 2) for at in ats], seed)
+    steady = [s for s in mesh.served if s.arrival.at_s > 5.0 and not s.is_refused]
+    accepted_per_s = len(steady) / (until_s - 5.0)
+    prefill_s = statistics.fmean(s.prefill_s for s in steady)
+    assert len(steady) < 0.4 * len(ats), "it is overloaded"
+    assert accepted_per_s == pytest.approx(4 * 4 / prefill_s, rel=0.10)
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
@@ -75,6 +94,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.req("S46")
 def test_a_lone_request_takes_as_long_as_its_law_says() -> None:
     arrival = Arrival(0.0, 400, 11)
     (served,) = play(PAIR, "default", [arrival]).served

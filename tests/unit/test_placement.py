@@ -381,6 +381,7 @@ def test_when_the_only_pair_left_quarrels_there_is_no_plan_unless_it_is_a_matter
     assert (len(plan.prefills), len(plan.decodes)) == (2, 2)
 
 
+@pytest.mark.req("S94")
 def test_a_chat_returns_to_its_decode_while_that_has_room() -> None:
     placement = make(*pair())
     query = Query(model="m", num_prompt_tokens=640, max_tokens=64, chat_id="c")
@@ -392,6 +393,7 @@ def test_a_chat_returns_to_its_decode_while_that_has_room() -> None:
     assert planned(placement, query, now=101.0).decodes[0].instance_id != home
 
 
+@pytest.mark.req("S94")
 def test_the_memory_of_chats_is_bounded_by_number_and_age() -> None:
     placement = make(*pair())
     placement.chats.max_chats = 10
@@ -401,6 +403,7 @@ def test_the_memory_of_chats_is_bounded_by_number_and_age() -> None:
     assert placement.chats.get("c29", now=29.0 + placement.chats.ttl_s + 1) == ()
 
 
+@pytest.mark.req("S107")
 def test_decode_is_drawn_in_proportion_to_its_free_capacity() -> None:
     placement = make(*pair())
     query = Query(model="m", num_prompt_tokens=64, max_tokens=0)
@@ -449,6 +452,7 @@ def test_a_popular_prefix_does_not_overload_its_first_holder() -> None:
     assert max(served.values()) / (3000 / 4) <= 1.5
 
 
+@pytest.mark.req("S7")
 def test_round_robin_takes_turns_and_least_connections_takes_the_idlest() -> None:
     placement = make(*pair(), policy="round_robin")
     firsts = [planned(placement, QUERY, prefill_0=10).prefills[0].instance_id for _ in range(4)]
