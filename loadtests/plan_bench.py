@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import structlog
 
+from loadtests.processes import ProcessSet, cpu_between
 from loadtests.results import write
 from loadtests.workloads import block_name
 from pdmesh.core.backpressure import Backpressure
@@ -28,6 +29,7 @@ from pdmesh.core.groups import GroupTracker
 from pdmesh.core.placement import Placement, Plan
 from pdmesh.core.placement_policies import Query
 from pdmesh.core.prefix_index import Delta, PrefixIndex
+from pdmesh.lifecycle import calm_the_collector
 from pdmesh.net import rpc
 from pdmesh.v1 import scheduler_service_pb2
 from pdmesh.v1.scheduler_service_pb2 import PlanQuery, PlanRequest, PlanStreamRequest
@@ -67,7 +69,7 @@ def prompt(number: int) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Times in milliseconds, over `num` decisions."""
+    """Times in milliseconds, over `num` decisions. `cpu_ms`: of the deciding process, for one decision, gRPC included where it is used."""
 
     how: str
     num_workers: int
@@ -76,11 +78,13 @@ class Cost:
     per_s: float
     p50_ms: float
     p99_ms: float
+    cpu_ms: float
 
 
 def in_process(num_workers: int, count: int) -> Cost:
     """Match and plan, with the reports that settle what was booked. CPU time: what else the machine does is not its cost."""
     placement, index = build(num_workers)
+    calm_the_collector()  # as in a service
     prompts = [prompt(i) for i in range(_PREFIXES)]
     times, now = [], 0.0
     for number in range(count):
@@ -97,7 +101,7 @@ def in_process(num_workers: int, count: int) -> Cost:
         times.append(time.thread_time() - began)
         assert isinstance(plan, Plan)
         _settle(placement, plan, query.request_id, now)
-    return _cost("core", num_workers, 1, times, sum(times), count)
+    return _cost("core", num_workers, 1, times, sum(times), count, sum(times))
 
 
 def _settle(placement: Placement, plan: Plan, request_id: str, now: float) -> None:
@@ -110,11 +114,17 @@ def _settle(placement: Placement, plan: Plan, request_id: str, now: float) -> No
 
 
 def _cost(
-    how: str, num_workers: int, batch: int, times: Sequence[float], wall_s: float, count: int
+    how: str,
+    num_workers: int,
+    batch: int,
+    times: Sequence[float],
+    wall_s: float,
+    count: int,
+    cpu_s: float,
 ) -> Cost:
     ordered = sorted(times)
     p50, p99 = (1e3 * ordered[int(q * (len(ordered) - 1))] for q in (0.5, 0.99))
-    return Cost(how, num_workers, batch, count, count / wall_s, p50, p99)
+    return Cost(how, num_workers, batch, count, count / wall_s, p50, p99, 1e3 * cpu_s / count)
 
 
 # --- through gRPC ---------------------------------------------------------------------------------
@@ -139,26 +149,30 @@ def _serve(num_workers: int, pipe: Connection) -> None:
         rpc.add_service(server, service, servicer)
         pipe.send(server.add_insecure_port("127.0.0.1:0"))
         await server.start()
+        calm_the_collector()
         await server.wait_for_termination()
 
     asyncio.run(serve())
 
 
 @contextmanager
-def master(num_workers: int) -> Iterator[int]:
-    """A master's gRPC face over a fleet that nobody reports to, in its own process: bookings lapse. Yields its port."""
+def master(num_workers: int) -> Iterator[tuple[int, ProcessSet]]:
+    """A master's gRPC face over a fleet that nobody reports to, in its own process: bookings lapse. Yields its port and what it costs."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(num_workers, there), daemon=True)
     process.start()
     try:
-        yield here.recv()
+        assert process.pid is not None
+        yield here.recv(), ProcessSet({"master": process.pid})
     finally:
         process.kill()
         process.join()
 
 
-async def _ask(port: int, num_workers: int, batch: int, num_streams: int, count: int) -> Cost:
+async def _ask(
+    port: int, processes: ProcessSet, num_workers: int, batch: int, num_streams: int, count: int
+) -> Cost:
     """Each stream, one gateway's, has one question of `batch` queries under way."""
     queries = [
         PlanQuery(
@@ -184,12 +198,13 @@ async def _ask(port: int, num_workers: int, batch: int, num_streams: int, count:
             assert len(response.response.results) == batch
         await call.done_writing()
 
-    began = time.perf_counter()
+    before, began = processes.costs(), time.perf_counter()
     await asyncio.gather(*(gateway() for _ in range(num_streams)))
     wall_s = time.perf_counter() - began
+    cpu_s = cpu_between(before, processes.costs())["master"]
     await channel.close(None)
     how = f"gRPC, {num_streams} gateway{'s' * (num_streams > 1)}"
-    return _cost(how, num_workers, batch, times, wall_s, len(times) * batch)
+    return _cost(how, num_workers, batch, times, wall_s, len(times) * batch, cpu_s)
 
 
 def main() -> None:
@@ -203,15 +218,16 @@ def main() -> None:
     costs = []
     for num_workers in map(int, options.workers.split(",")):
         costs.append(in_process(num_workers, options.count))
-        with master(num_workers) as port:
+        with master(num_workers) as (port, processes):
             for batch, streams in ((1, 1), (1, 4), (16, 2)):
-                costs.append(asyncio.run(_ask(port, num_workers, batch, streams, options.count)))
+                asked = _ask(port, processes, num_workers, batch, streams, options.count)
+                costs.append(asyncio.run(asked))
     lines = [
-        "| where | workers | queries a message | decisions/s | p50 ms | p99 ms |",
-        "|---|---|---|---|---|---|",
+        "| where | workers | queries a message | decisions/s | p50 ms | p99 ms | CPU ms |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {c.how} | {c.num_workers} | {c.batch} | {c.per_s:,.0f} | {c.p50_ms:.3f} | {c.p99_ms:.3f} |"
+        f"| {c.how} | {c.num_workers} | {c.batch} | {c.per_s:,.0f} | {c.p50_ms:.3f} | {c.p99_ms:.3f} | {c.cpu_ms:.3f} |"
         for c in costs
     ]
     text = "\n".join(lines)
@@ -221,8 +237,8 @@ def main() -> None:
             options.out,
             "loadtests.plan_bench",
             "The cost of a placement decision",
-            f"{NUM_BLOCKS} blocks of prompt, half of the workers prefills. A message's time through gRPC is that of all its queries; client"
-            " and master share the machine.",
+            f"{NUM_BLOCKS} blocks of prompt, half of the workers prefills. The core's times are of its thread's CPU; a message's through gRPC are of the"
+            " clock, for all its queries, while client and master share the machine. CPU: the master's, for one query.",
             text,
             costs=[asdict(cost) for cost in costs],
         )

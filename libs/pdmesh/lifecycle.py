@@ -157,7 +157,7 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
         write_atomically(settings.ops_file, app.ops_address)
     log.info("service.started", version=__version__, pid=os.getpid(), ops_address=app.ops_address)
     lag = asyncio.create_task(_watch_loop_lag(app), name="loop-lag")
-    _calm_the_collector()
+    calm_the_collector()
     try:
         yield
     finally:
@@ -168,7 +168,7 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
         await asyncio.to_thread(meters.shutdown, _FLUSH_MS)
 
 
-def _calm_the_collector() -> None:
+def calm_the_collector() -> None:
     """What is loaded by now stays: let the garbage collector never look at it again, and look less often.
 
     Most objects of a busy service live as long as a request and are freed without the collector.

@@ -256,8 +256,9 @@ class Placement:
             return []
         num_blocks = query.num_blocks(decodes[0])
         with_room = [d for d in decodes if d.num_kv_blocks_free - d.num_booked_blocks >= num_blocks]
-        score = self.policy.score_decode
-        scored = [Scored(d, score(query, d)) for d in with_room or decodes]
+        asked = with_room or decodes
+        scores = self.policy.score_decodes(query, asked)
+        scored = [Scored(d, s) for d, s in zip(asked, scores, strict=True)]
         ranked = self.policy.pick_decode(scored, self.rng, self.max_candidates)
         if with_room and affine:
             home = [s for s in scored if _is_affine(s.instance, affine)]

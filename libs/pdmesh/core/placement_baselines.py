@@ -38,17 +38,17 @@ def fewest_used_prefills(query: Query, instances: Sequence[Instance], known: Kno
     return [-float(i.used_slots()) for i in instances]
 
 
-def constant_decode(query: Query, instance: Instance) -> float:
-    return 0.0
+def constant_decodes(query: Query, instances: Sequence[Instance]) -> list[float]:
+    return [0.0] * len(instances)
 
 
-def fewest_used_decode(query: Query, instance: Instance) -> float:
-    return -float(instance.used_slots())
+def fewest_used_decodes(query: Query, instances: Sequence[Instance]) -> list[float]:
+    return [-float(i.used_slots()) for i in instances]
 
 
-def fewest_blocks_decode(query: Query, instance: Instance) -> float:
+def fewest_blocks_decodes(query: Query, instances: Sequence[Instance]) -> list[float]:
     """Fewest active KV blocks, the decode half of a KV router's cost."""
-    return float(instance.free_blocks() - instance.identity.num_kv_blocks)
+    return [float(i.free_blocks() - i.identity.num_kv_blocks) for i in instances]
 
 
 @dataclass(slots=True)
@@ -109,30 +109,30 @@ def default() -> Policy:
 
 
 def round_robin() -> Policy:
-    return Policy("round_robin", constant_prefills, InTurn(), constant_decode, InTurn())
+    return Policy("round_robin", constant_prefills, InTurn(), constant_decodes, InTurn())
 
 
 def least_connections() -> Policy:
     return Policy(
-        "least_connections", fewest_used_prefills, best_first, fewest_used_decode, best_first
+        "least_connections", fewest_used_prefills, best_first, fewest_used_decodes, best_first
     )
 
 
 def shortest_queue() -> Policy:
-    return Policy("shortest_queue", ShortestQueue(), best_first, fewest_used_decode, best_first)
+    return Policy("shortest_queue", ShortestQueue(), best_first, fewest_used_decodes, best_first)
 
 
 def mixed_pool() -> Policy:
     """Any prefill for any prefix: a pool in which nobody looks at the caches (S6)."""
-    return Policy("mixed_pool", constant_prefills, best_first, constant_decode, best_first)
+    return Policy("mixed_pool", constant_prefills, best_first, constant_decodes, best_first)
 
 
 def cache_threshold() -> Policy:
-    return Policy("cache_threshold", cache_aware, best_first, fewest_used_decode, best_first)
+    return Policy("cache_threshold", cache_aware, best_first, fewest_used_decodes, best_first)
 
 
 def kv_router() -> Policy:
-    return Policy("kv_router", block_cost, lowest_cost, fewest_blocks_decode, lowest_cost)
+    return Policy("kv_router", block_cost, lowest_cost, fewest_blocks_decodes, lowest_cost)
 
 
 POLICIES: Final[dict[str, Callable[[], Policy]]] = {

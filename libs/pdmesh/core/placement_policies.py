@@ -87,7 +87,7 @@ class Scored:
 
 
 ScorePrefills = Callable[[Query, Sequence[Instance], Known], Sequence[float]]
-ScoreDecode = Callable[[Query, Instance], float]
+ScoreDecodes = Callable[[Query, Sequence[Instance]], Sequence[float]]
 Pick = Callable[[Sequence[Scored], random.Random, int], list[Scored]]
 
 
@@ -98,7 +98,7 @@ class Policy:
     name: str
     score_prefills: ScorePrefills
     pick_prefill: Pick
-    score_decode: ScoreDecode
+    score_decodes: ScoreDecodes
     pick_decode: Pick
 
 
@@ -150,16 +150,20 @@ def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known
     return scores
 
 
-def free_capacity(query: Query, instance: Instance) -> float:
-    """Share of KV that stays free, times share of slots that are free; tiny but positive when there is none."""
-    total = max(1, instance.identity.num_kv_blocks)
-    free = max(0, instance.free_blocks() - query.num_blocks(instance)) / total
-    return max(_EPSILON, min(1.0, free) * (1.0 - used_share(instance)))
+def free_capacity(query: Query, instances: Sequence[Instance]) -> list[float]:
+    """Share of KV that stays free, times share of slots that are free; tiny but positive when there is none.
 
-
-def used_share(instance: Instance) -> float:
-    """Used slots over slots; above 1 when more was dispatched than there are."""
-    return instance.used_slots() / max(1, instance.num_slots)
+    Decodes of one cell have blocks of one size.
+    """
+    num_blocks = query.num_blocks(instances[0])
+    scores = []
+    for instance in instances:
+        free = instance.num_kv_blocks_free - instance.num_booked_blocks - num_blocks
+        used = instance.num_slots_used + instance.num_booked
+        slots, blocks = instance.num_slots or 1, instance.identity.num_kv_blocks or 1
+        is_full = free <= 0 or used >= slots
+        scores.append(_EPSILON if is_full else min(1.0, free / blocks) * (1.0 - used / slots))
+    return scores
 
 
 def best_first(scored: Sequence[Scored], rng: random.Random, count: int) -> list[Scored]:
