@@ -33,6 +33,7 @@ NUM_PREFILL: Final = 8
 NUM_DECODE: Final = 2
 PREFILL_SLOTS: Final = 2  # b_p: the next prompt computes while the last one's KV is taken
 QUEUE: Final = 64
+_WARM_S: Final = 3.0
 NUM_TOKENS: Final = 384
 # What n_p prefills can compute. Both slots share the engine, so T_p is b_p prompts' time.
 CAPACITY_PER_S: Final = NUM_PREFILL / SMOLLM2_CPU.prefill_s(NUM_TOKENS)
@@ -100,6 +101,8 @@ async def _measure(
             assert url.hostname is not None
             assert url.port is not None
             target = Target(url.hostname, url.port)
+            warm = argparse.Namespace(**{**vars(options), "duration_s": _WARM_S})
+            await _point(variant, target, users[0], warm)  # connections, and what placement learns
             for num_users in users:
                 points.append(await _point(variant, target, num_users, options))
                 _say(f"{points[-1]}")

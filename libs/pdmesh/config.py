@@ -98,6 +98,9 @@ class ServiceSettings(BaseSettings):
         None, description="File to write the ops address to, for whoever started this process"
     )
     uvloop: bool = shared(True, description="Use uvloop when it is installed")
+    loop_watch_s: float = shared(
+        0.5, gt=0, description="Look this often whether the event loop is late; each is a wake-up"
+    )
 
     @property
     def node(self) -> str:

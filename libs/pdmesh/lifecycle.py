@@ -15,7 +15,6 @@ import os
 import secrets
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, TypeVar
@@ -29,6 +28,7 @@ from pdmesh.config import BadSetting, ServiceSettings, SettingLine, describe
 from pdmesh.errors import MeshError
 from pdmesh.net.tasks import end
 from pdmesh.telemetry import logs, metrics, names, traces
+from pdmesh.telemetry.loop_watch import LoopWatch
 from pdmesh.telemetry.ops_server import OpsServer
 
 S = TypeVar("S", bound=ServiceSettings)
@@ -36,7 +36,6 @@ T = TypeVar("T")
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 log = structlog.get_logger(__name__)
 
-_LAG_EVERY_S: Final = 0.5
 _GC_NEW_OBJECTS: Final = 20_000
 _FLUSH_MS: Final = 2000
 
@@ -156,12 +155,13 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
     if settings.ops_file is not None:
         write_atomically(settings.ops_file, app.ops_address)
     log.info("service.started", version=__version__, pid=os.getpid(), ops_address=app.ops_address)
-    lag = asyncio.create_task(_watch_loop_lag(app), name="loop-lag")
+    metrics.gauge(names.READY, "1 if /health/ready answers 200", lambda: not app.not_ready())
+    watch = asyncio.create_task(LoopWatch(settings.loop_watch_s).run(), name="loop-watch")
     calm_the_collector()
     try:
         yield
     finally:
-        lag.cancel()
+        watch.cancel()
         await ops.close()
         # They block while a collector is away, for a bounded time.
         await asyncio.to_thread(tracers.shutdown)
@@ -186,22 +186,6 @@ def _open_ops(settings: ServiceSettings, app: App) -> OpsServer:
         raise StartupError(
             f"cannot listen on {settings.host}:{settings.ops_port} ({exc.strerror}); set {variable}"
         ) from exc
-
-
-async def _watch_loop_lag(app: App) -> None:
-    """How late the event loop runs a timer: the first number to look at when latency is bad."""
-    worst = [0.0]
-
-    def read_worst() -> float:
-        lag, worst[0] = worst[0], 0.0
-        return lag
-
-    metrics.gauge(names.LOOP_LAG, "Worst delay of a timer since the last scrape", read_worst, "s")
-    metrics.gauge(names.READY, "1 if /health/ready answers 200", lambda: not app.not_ready())
-    while True:
-        asked = time.monotonic()
-        await asyncio.sleep(_LAG_EVERY_S)
-        worst[0] = max(worst[0], time.monotonic() - asked - _LAG_EVERY_S)
 
 
 def _stop_on_signals(stopping: asyncio.Event) -> None:

@@ -10,7 +10,7 @@ import json
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 RECEIVE_S, WRITE_S, PER_IP = 2.0, 3.0, 200
+ROUNDS = 6
 ATTACKER = "127.0.0.66"
 MIB = 1 << 20
 
@@ -51,6 +52,7 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
             "PDMESH_GATEWAY_RECEIVE_TIMEOUT_S": str(RECEIVE_S),
             "PDMESH_GATEWAY_WRITE_TIMEOUT_S": str(WRITE_S),
             "PDMESH_GATEWAY_MAX_CONNECTIONS_PER_IP": str(PER_IP),
+            "PDMESH_LOOP_WATCH_S": "0.005",  # F31 bounds how long the gateway's loop may be held
         },
     )
     async with Mesh(spec, tmp_path_factory.mktemp("mesh")) as running:
@@ -73,22 +75,43 @@ def gauge(mesh: Mesh, name: str) -> float:
 @asynccontextmanager
 async def served_meanwhile(mesh: Mesh, slack_s: float = 0.15) -> AsyncIterator[None]:
     """The block is the attack. Fails if the honest client failed, or waited twice as long as before (and `slack_s`: tests run on busy machines)."""
-    before, during = HonestClient(port_of(mesh)), HonestClient(port_of(mesh))
-    async with before:
-        await asyncio.sleep(1.0)  # a time to measure over, not a condition
-        calm = await before.stop()
-    memory = rss(mesh)
-    async with during:
-        began = time.monotonic()
+    calm_s = await ttft_p99_in_peace(mesh)
+    async with HonestClient(port_of(mesh)) as honest:
+        until_s = time.monotonic() + 1.0
         yield
-        await asyncio.sleep(max(0.0, began + 1.0 - time.monotonic()))
-        report = await during.stop()
+        await asyncio.sleep(max(0.0, until_s - time.monotonic()))
+        report = await honest.stop()
     assert report.failures == []
-    print(
-        f"honest p99 {calm.percentile(0.99) * 1e3:.0f} -> {report.percentile(0.99) * 1e3:.0f} ms"
-        f" over {len(report.latencies_s)}; gateway {(rss(mesh) - memory) / MIB:+.1f} MiB"
-    )
-    assert report.percentile(0.99) <= 2 * calm.percentile(0.99) + slack_s
+    assert report.percentile(0.99) <= 2 * calm_s + slack_s
+
+
+async def twice_as_long_at_most(mesh: Mesh, attacked: Callable[[], Awaitable[None]]) -> None:
+    """What is bounded is what the attack costs an honest client, and no neighbour's load: so the least disturbed of a few rounds counts, of
+    peace and of attack alike, and both are measured in the same seconds."""
+    calm_s, attacked_s = [], []
+    for _ in range(ROUNDS):
+        calm_s.append(await ttft_p99_in_peace(mesh))
+        async with HonestClient(port_of(mesh)) as honest:
+            until_s = time.monotonic() + 1.0
+            await attacked()
+            await asyncio.sleep(max(0.0, until_s - time.monotonic()))
+            report = await honest.stop()
+        assert report.failures == []
+        attacked_s.append(report.percentile(0.99))
+        print(
+            f"honest TTFT p99 {calm_s[-1] * 1e3:.1f} -> {attacked_s[-1] * 1e3:.1f} ms over {len(report.ttft_s)}"
+        )
+        if min(attacked_s) <= 2 * min(calm_s):
+            return
+    pytest.fail(f"in peace {calm_s}, under attack {attacked_s}")
+
+
+async def ttft_p99_in_peace(mesh: Mesh) -> float:
+    async with HonestClient(port_of(mesh)) as honest:
+        await asyncio.sleep(1.0)  # a time to measure over, not a condition
+        report = await honest.stop()
+    assert report.failures == []
+    return report.percentile(0.99)
 
 
 @dataclass
@@ -152,10 +175,12 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 async def test_a_hundred_slow_clients_are_cut_in_time(
     mesh: Mesh, first: bytes, then: bytes
 ) -> None:
-    async with served_meanwhile(mesh):
+    async def attacked() -> None:
         ended = await asyncio.gather(*(attack(mesh, first, then) for _ in range(100)))
-    assert {e.status for e in ended} == {408}
-    assert all(RECEIVE_S - 0.1 <= e.after_s <= RECEIVE_S + 1.0 for e in ended)
+        assert {e.status for e in ended} == {408}
+        assert all(RECEIVE_S - 0.1 <= e.after_s <= RECEIVE_S + 1.0 for e in ended)
+
+    await twice_as_long_at_most(mesh, attacked)
 
 
 @pytest.mark.fault("F29")
@@ -166,21 +191,30 @@ async def test_a_header_bomb_is_refused_before_it_has_arrived(mesh: Mesh) -> Non
         b"GET /" + b"a" * MIB + b" HTTP/1.1\r\n",
     )
     memory = rss(mesh)
-    async with served_meanwhile(mesh):
+
+    async def attacked() -> None:
         ended = await asyncio.gather(*(attack(mesh, b) for b in bombs for _ in range(20)))
-    # The answer to a client that goes on sending may be lost with the connection; a status, if any, is 431.
-    assert {e.status for e in ended} <= {431, 0}
-    assert max(e.after_s for e in ended) < RECEIVE_S
+        # The answer to a client that goes on sending may be lost with the connection; a status, if any, is 431.
+        assert {e.status for e in ended} <= {431, 0}
+        assert max(e.after_s for e in ended) < RECEIVE_S
+
+    await twice_as_long_at_most(mesh, attacked)
     assert rss(mesh) - memory < 20 * MIB
 
 
 @pytest.mark.fault("F29")
 async def test_one_address_cannot_take_all_connections(mesh: Mesh) -> None:
-    async with served_meanwhile(mesh):
+    num_refused = 0
+
+    async def attacked() -> None:
+        nonlocal num_refused
         ended = await asyncio.gather(*(attack(mesh, HEAD) for _ in range(1500)))
-        num_refused = sum(e.status == 0 for e in ended)
+        refused = sum(e.status == 0 for e in ended)
         # Cut ones make room for later ones while this goes on: never more than the cap within one timeout.
-        assert num_refused >= 1500 - 3 * PER_IP
+        assert refused >= 1500 - 3 * PER_IP
+        num_refused += refused
+
+    await twice_as_long_at_most(mesh, attacked)
     await until(lambda: gauge(mesh, "pdmesh_gateway_connections") <= 5)
     assert gauge(mesh, "pdmesh_gateway_connections_refused") >= num_refused
 
@@ -283,10 +317,12 @@ GOOD_BODIES: dict[str, bytes] = {
 @pytest.mark.fault("F31", "F32")
 async def test_what_is_malformed_gets_its_status_at_once_and_stops_nobody(mesh: Mesh) -> None:
     slow: dict[str, float] = {}
-    gauge(mesh, "pdmesh_process_loop_lag")  # forget what was before
+    held: dict[str, float] = {}
+    gauge(mesh, "pdmesh_process_loop_held")  # forget what was before
     async with served_meanwhile(mesh):
         for case, (body, status) in BAD_BODIES.items():
             ended = await attack(mesh, post(body))
+            held[case] = gauge(mesh, "pdmesh_process_loop_held")
             assert ended.status == status, (case, ended.answer[:300])
             error = json.loads(ended.answer.partition(b"\r\n\r\n")[2])["error"]
             assert set(error) == {"message", "type", "param", "code"}, case
@@ -295,15 +331,15 @@ async def test_what_is_malformed_gets_its_status_at_once_and_stops_nobody(mesh: 
         for case, body in GOOD_BODIES.items():
             ended = await attack(mesh, post(body))
             assert ended.status == 200, (case, ended.answer[:300])
-        lag_s = gauge(mesh, "pdmesh_process_loop_lag")
     small = sorted((s, c) for c, s in slow.items() if len(BAD_BODIES[c][0]) < 500_000)
+    worst_held = sorted(((s, c) for c, s in held.items()), reverse=True)
     print(
-        f"slowest small body {small[-1]}, slowest of all {max(slow.values()):.3f} s, lag {lag_s:.3f} s"
+        f"slowest small body {small[-1]}, slowest of all {max(slow.values()):.3f} s, loop held {worst_held[:4]}"
     )
     assert small[len(small) // 2][0] < 0.1
     assert small[-1][0] < 0.5  # a busy machine
     assert max(slow.values()) < 2.0
-    assert lag_s < 0.25
+    assert worst_held[0][0] <= 0.05
 
 
 @pytest.mark.fault("F29", "F31")
@@ -311,19 +347,16 @@ async def test_what_is_no_http_ends_the_connection(mesh: Mesh) -> None:
     hello = bytes.fromhex("16030100a5010000a10303") + b"\x00" * 160
     both = HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
     two = HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\nhello!"
-    async with served_meanwhile(mesh):
-        for bad in (
-            hello,
-            b"\x00" * 1000,
-            b"GET\r\n\r\n",
-            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-            both,
-            two,
-        ):
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+    async def attacked() -> None:
+        for bad in (hello, b"\x00" * 1000, b"GET\r\n\r\n", preface, both, two):
             ended = await attack(mesh, bad)
             assert ended.status in {0, 400, 408}, bad[:40]
             assert ended.after_s < RECEIVE_S + 1.0
             assert ended.answer.count(b"HTTP/1.1") <= 1, "one request is never taken for two"
+
+    await twice_as_long_at_most(mesh, attacked)
 
 
 @pytest.mark.fault("F32")

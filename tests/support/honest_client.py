@@ -1,13 +1,14 @@
 """An honest client in a process of its own, so that what it measures is the server and not the attack beside it.
 
-`python -m tests.support.honest_client HOST PORT SOURCE` asks for two tokens every 10 ms over one connection from the address
-SOURCE, until its standard input closes; then it prints one JSON object: seconds each answer took, and failures.
+`python -m tests.support.honest_client HOST PORT SOURCE` asks for a first token every 5 ms over one connection from the address SOURCE, and now
+and then for a second one too, until its standard input closes; then it prints one JSON object: seconds until each first token, and failures.
 """
 
 from __future__ import annotations
 
 import asyncio
 import http.client
+import itertools
 import json
 import select
 import sys
@@ -15,18 +16,29 @@ import time
 from dataclasses import dataclass
 from typing import Self
 
-_BODY = json.dumps(
-    {"model": "default", "prompt": "The quick brown fox", "max_tokens": 2, "ignore_eos": True}
-)
+_PAUSE_S = 0.005
+_ON_EVERY = 10  # requests one goes on to decode: it takes longer, and is no first token
+
+
+def _body(max_tokens: int) -> str:
+    return json.dumps(
+        {
+            "model": "default",
+            "prompt": "The quick brown fox",
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+        }
+    )
 
 
 @dataclass(frozen=True)
 class Report:
-    latencies_s: list[float]
+    ttft_s: list[float]
     failures: list[str]
 
     def percentile(self, fraction: float) -> float:
-        return sorted(self.latencies_s)[int(fraction * (len(self.latencies_s) - 1))]
+        return sorted(self.ttft_s)[int(fraction * (len(self.ttft_s) - 1))]
 
 
 class HonestClient:
@@ -58,27 +70,29 @@ class HonestClient:
 def main() -> None:
     host, port, source = sys.argv[1:]
     connection = http.client.HTTPConnection(host, int(port), timeout=30, source_address=(source, 0))
-    latencies_s: list[float] = []
+    ttft_s: list[float] = []
     failures: list[str] = []
     is_started = False
-    while not select.select([sys.stdin], [], [], 0.01)[0]:
+    bodies = itertools.cycle([_body(2), *[_body(1)] * (_ON_EVERY - 1)])
+    while not select.select([sys.stdin], [], [], _PAUSE_S)[0]:
         began = time.monotonic()
         try:
             headers = {"content-type": "application/json"}
-            connection.request("POST", "/v1/completions", _BODY, headers)
+            connection.request("POST", "/v1/completions", next(bodies), headers)
             response = connection.getresponse()
-            body = response.read()
-            if response.status != 200:
-                failures.append(f"{response.status} {body[:200]!r}")
+            first = response.readline()
+            ttft_s.append(time.monotonic() - began)
+            rest = response.read()
+            if response.status != 200 or not first.startswith(b"data: ") or b"[DONE]" not in rest:
+                failures.append(f"{response.status} {first[:200]!r} ... {rest[-200:]!r}")
         except (OSError, http.client.HTTPException) as exc:
             failures.append(repr(exc))
             connection.close()
-        latencies_s.append(time.monotonic() - began)
         if not is_started:
             print("started", flush=True)
             is_started = True
-            latencies_s.clear()
-    print(json.dumps({"latencies_s": latencies_s, "failures": failures}))
+            ttft_s.clear()
+    print(json.dumps({"ttft_s": ttft_s, "failures": failures}))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ TIME_PER_OUTPUT_TOKEN: Final = "gen_ai.server.time_per_output_token"
 
 # Metrics of ours: every process.
 LOOP_LAG: Final = "pdmesh.process.loop_lag"
+LOOP_HELD: Final = "pdmesh.process.loop_held"
 READY: Final = "pdmesh.process.ready"
 
 # Metrics of ours: gateway.

@@ -1,0 +1,29 @@
+"""A late timer is told apart: what the process did to itself, and what the machine did."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from pdmesh.telemetry.loop_watch import LoopWatch
+
+
+def test_what_the_process_computed_meanwhile_bounds_what_it_did_to_itself() -> None:
+    watch = LoopWatch(0.005)
+    watch.note(late_s=0.3, cpu_s=0.01)  # another process had the core
+    watch.note(late_s=0.02, cpu_s=0.05)  # another thread computed beside the loop
+    assert watch.take() == (0.3, 0.02)
+    assert watch.take() == (0.0, 0.0)
+
+
+async def test_a_callback_that_computes_is_seen() -> None:
+    watch = LoopWatch(0.001)
+    running = asyncio.create_task(watch.run())
+    await asyncio.sleep(0)
+    until_s = time.process_time() + 0.05
+    while time.process_time() < until_s:
+        pass
+    await asyncio.sleep(0.002)
+    running.cancel()
+    lag_s, held_s = watch.take()
+    assert lag_s >= held_s >= 0.04
