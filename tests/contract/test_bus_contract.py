@@ -9,6 +9,7 @@ from typing import Protocol
 
 import pytest
 
+from pdmesh.errors import InvalidRequest
 from pdmesh.net.bus import Bus, Message
 from tests.contract.nats_world import NatsServerWorld
 from tests.fakes.memory_bus import MemoryBus, MemoryServer
@@ -97,6 +98,15 @@ async def test_a_failing_handler_gets_the_next_event_all_the_same(world: World) 
     for _ in range(2):
         await bus.publish("mesh.v1.health.instance.p0", b"")
     await until(lambda: len(inbox.messages) == 2)
+    await bus.close()
+
+
+@pytest.mark.parametrize("pattern", ["", "health events", "mesh..x"])
+async def test_what_is_no_subject_cannot_be_subscribed_to(world: World, pattern: str) -> None:
+    bus = await world.bus()
+    with pytest.raises(InvalidRequest) as refused:
+        await bus.subscribe(pattern, Inbox().take)
+    assert (refused.value.field, repr(pattern) in refused.value.message) == ("pattern", True)
     await bus.close()
 
 

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from pdmesh.errors import InvalidRequest
 from pdmesh.net.bus import Handler, Message
 
 
@@ -85,6 +86,8 @@ class MemoryBus:
     async def subscribe(
         self, pattern: str, handler: Handler, *, on_gap: Callable[[], None] | None = None
     ) -> MemorySubscription:
+        if pattern.split() != [pattern] or not all(pattern.split(".")):
+            raise InvalidRequest(f"{pattern!r} is not a NATS subject", field="pattern")
         subscription = MemorySubscription(self.server, pattern, handler, on_gap)
         self.server.subscriptions.append(subscription)
         self._own.append(subscription)

@@ -15,9 +15,11 @@ import pytest
 from pdmesh.cli import admin, app, chat, events, up
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.table import table
+from pdmesh.embedded.ports import PortReservation, PortTaken
 from pdmesh.events.v1.events_pb2 import Header, HealthChanged, KvBlocks
 from pdmesh.launcher import log_files, state
-from pdmesh.launcher.spec import Ports, Wiring, services
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.launcher.spec import MeshSpec, Ports, Wiring, services
 from pdmesh.net.bus import Message
 from pdmesh.v1 import admin_service_pb2 as pb
 
@@ -99,6 +101,56 @@ def test_without_a_mesh_each_command_says_so_in_one_line(
     assert capsys.readouterr().err == "pdmesh: no mesh is running here; start one with: pdmesh up\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["chat", "hi", "--url", "http://[x"], "Invalid IPv6 URL"),
+        (["chat", "hi", "--url", "localhost:8000"], "is not a gateway's address"),
+        (["chat", "hi", "--url", "http://a:b"], "nonnumeric port"),
+        (["up", "--engine", "sim", "--detach", "--state-dir", "/proc/mesh"], "No such file"),
+        (["up", "--prefill", "two"], "--prefill: must be 0 to 64"),
+    ],
+)
+def test_what_was_mistyped_is_said_without_a_traceback(
+    command: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app.main(command)
+    assert ended.value.code in (1, 2)
+    assert said in capsys.readouterr().err
+
+
+def test_a_port_in_the_environment_that_is_none_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PDMESH_HTTP_PORT", "http")
+    assert app.build_parser().parse_args(["status"]).command == "status"
+    with pytest.raises(SystemExit):
+        app.main(["up", "--engine", "sim"])
+    assert "argument --http-port: must be 0 to 65535" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_an_answer_is_not_taken_for_a_lost_gateway(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gone(text: str) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout.write", gone)
+    with gateway(streamed(piece("Paris"), "[DONE]")) as url, pytest.raises(BrokenPipeError):
+        chat.run(app.build_parser().parse_args(["chat", "hi", "--url", url]))
+
+
+async def test_two_doors_on_one_port_are_refused(tmp_path: Path) -> None:
+    """Both would listen there, and every other call reach the wrong one."""
+    with PortReservation("127.0.0.1", 0) as free:
+        port = free.port
+    spec = MeshSpec(engine="sim", http_port=port, grpc_port=port)
+    with pytest.raises(PortTaken, match=f"port {port} is asked for twice.*--grpc-port"):
+        async with Mesh(spec, tmp_path):
+            raise AssertionError("it started")
+
+
 def test_taking_down_what_is_not_up_is_fine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,7 +198,9 @@ def test_a_binary_event_is_decoded_and_its_hashes_are_counted() -> None:
 
 @pytest.mark.parametrize("subject", ["mesh.v1.health.changed.x", "mesh.v1.new.kind.x", "short"])
 def test_an_event_that_cannot_be_read_is_shown_all_the_same(subject: str) -> None:
-    assert events.as_line(Message(subject, b"\xff\xfe"))
+    assert subject.removeprefix("mesh.v1.").replace(".x", " x") in events.as_line(
+        Message(subject, b"\xff\xfe")
+    )
 
 
 def test_every_event_of_the_catalogue_can_be_shown() -> None:

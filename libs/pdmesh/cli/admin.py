@@ -19,7 +19,6 @@ from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.table import table
 from pdmesh.cli.usage_text import usage_text
 from pdmesh.core.moves import OFF_POOL
-from pdmesh.errors import MeshError
 from pdmesh.net.admin_client import Invoke, T, call_leader
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstancePhase, Role
@@ -29,10 +28,7 @@ Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        return asyncio.run(_COMMANDS[options.command](options))
-    except MeshError as exc:
-        raise CommandFailed(exc.message) from None
+    return asyncio.run(_COMMANDS[options.command](options))
 
 
 async def _groups(options: argparse.Namespace) -> int:

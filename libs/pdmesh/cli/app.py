@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pdmesh import __version__
 from pdmesh.cli.errors import CommandFailed
+from pdmesh.errors import MeshError
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -18,13 +19,16 @@ Command = Callable[[argparse.Namespace], int]
 def main(arguments: Sequence[str] | None = None) -> None:
     options = build_parser().parse_args(arguments)
     module = getattr(options, "module", options.command)
-    run: Command = import_module(f"pdmesh.cli.{module}").run
     try:
+        run: Command = import_module(f"pdmesh.cli.{module}").run  # long enough for a Ctrl-C
         code = run(options)
         sys.stdout.flush()
     except CommandFailed as exc:
         print(f"pdmesh: {exc}", file=sys.stderr)
         code = exc.code
+    except MeshError as exc:
+        print(f"pdmesh: {exc.message}", file=sys.stderr)
+        code = 1
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # `pdmesh events | head`
@@ -80,8 +84,8 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     add("--node-agent", action="store_true", help="watch this machine's devices")
     add("--masters", type=_count, default=1, metavar="L", help="masters; all but one stand by")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--http-port", type=_port, default=_port(os.environ.get("PDMESH_HTTP_PORT", "8000")))
-    add("--grpc-port", type=_port, default=_port(os.environ.get("PDMESH_GRPC_PORT", "8001")))
+    add("--http-port", type=_port, default=os.environ.get("PDMESH_HTTP_PORT", "8000"))
+    add("--grpc-port", type=_port, default=os.environ.get("PDMESH_GRPC_PORT", "8001"))
     add("--model", type=Path, metavar="DIR", help="a Hugging Face model directory")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the service's")
     add("--nats-url", default=os.environ.get("PDMESH_NATS_URL"), help="use this NATS server")
@@ -229,17 +233,17 @@ def _add_events(parser: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 64:
-        raise argparse.ArgumentTypeError("must be 0 to 64")
-    return value
+    return _whole_number(text, 64)
 
 
 def _port(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 65535:
-        raise argparse.ArgumentTypeError("must be 0 to 65535")
-    return value
+    return _whole_number(text, 65535)
+
+
+def _whole_number(text: str, maximum: int) -> int:
+    if not text.isdecimal() or int(text) > maximum:
+        raise argparse.ArgumentTypeError(f"must be 0 to {maximum}")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import http.client
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -23,22 +24,16 @@ _MAX_ERROR_BYTES: Final = 65_536
 def run(options: argparse.Namespace) -> int:
     url = options.url or _url_of_mesh(options)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    try:
-        for piece in ask(
-            url,
-            prompt,
-            options.model,
-            options.max_tokens,
-            options.temperature,
-            options.api_key,
-        ):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-    except (OSError, http.client.HTTPException) as exc:
-        reason = getattr(exc, "strerror", None) or type(exc).__name__
-        raise CommandFailed(
-            f"no answer from {url}: {reason}; is the mesh up? (pdmesh status)"
-        ) from exc
+    for piece in ask(
+        url,
+        prompt,
+        options.model,
+        options.max_tokens,
+        options.temperature,
+        options.api_key,
+    ):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
     print()
     return 0
 
@@ -47,30 +42,37 @@ def ask(
     url: str, prompt: str, model: str, max_tokens: int, temperature: float, api_key: str = ""
 ) -> Iterator[str]:
     """The answer's text, piece by piece; raises CommandFailed with the gateway's own message."""
-    parts = urlsplit(url)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.netloc, timeout=_TIMEOUT_S)
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "stream": True,
+    }
+    headers = {"Content-Type": "application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
     try:
-        body = {
-            "model": model,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "stream": True,
-        }
-        connection.request(
-            "POST",
-            f"{parts.path.rstrip('/')}/v1/chat/completions",
-            json.dumps(body),
-            {"Content-Type": "application/json"}
-            | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
-        )
-        response = connection.getresponse()
-        if response.status != 200:
-            raise CommandFailed(_error_text(response.status, response.read(_MAX_ERROR_BYTES)))
-        yield from _pieces(response)
-    finally:
-        connection.close()
+        with closing(_connection(url)) as connection:
+            path = f"{urlsplit(url).path.rstrip('/')}/v1/chat/completions"
+            connection.request("POST", path, json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise CommandFailed(_error_text(response.status, response.read(_MAX_ERROR_BYTES)))
+            yield from _pieces(response)
+    except (OSError, http.client.HTTPException, ValueError) as exc:
+        reason = getattr(exc, "strerror", None) or str(exc) or type(exc).__name__
+        raise CommandFailed(
+            f"no answer from {url}: {reason}; is the mesh up? (pdmesh status)"
+        ) from exc
+
+
+def _connection(url: str) -> http.client.HTTPConnection:
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.netloc:
+        raise CommandFailed(f"{url} is not a gateway's address, such as http://127.0.0.1:8000")
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return kind(parts.netloc, timeout=_TIMEOUT_S)
 
 
 def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:

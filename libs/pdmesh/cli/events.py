@@ -70,7 +70,8 @@ def as_line(message: Message) -> str:
     header = event.pop("header", {}) if isinstance(event, dict) else {}
     time_of_day = str(header.get("occurredAt", ""))[11:19]
     tokens = message.subject.split(".")
-    about = f"{'.'.join(tokens[2:4])} {'.'.join(tokens[4:])}"
+    is_ours = message.subject.startswith("mesh.v1.") and len(tokens) > 4
+    about = f"{'.'.join(tokens[2:4])} {'.'.join(tokens[4:])}" if is_ours else message.subject
     return f"{time_of_day:8} {about:32} {_fields(event)}".rstrip()
 
 

@@ -32,13 +32,16 @@ _DETACHED: Final = "PDMESH_DETACHED"
 
 def run(options: argparse.Namespace) -> int:
     if (running := state.read(options.state_dir)) is not None:
-        print(f"a mesh is up already (pid {running.pid}); stop it with: pdmesh down")
-        print(_what_next(running.http_url, running.grpc_address))
-        return 0
+        is_ready = running.phase == "ready"
+        phase = "up" if is_ready else running.phase
+        print(f"a mesh is {phase} already (pid {running.pid}); stop it with: pdmesh down")
+        if is_ready:
+            print(_what_next(running.http_url, running.grpc_address))
+        return 0 if is_ready else 1
     spec = _spec(options)
-    if options.detach and _DETACHED not in os.environ:
-        return _detach(options)
     try:
+        if options.detach and _DETACHED not in os.environ:
+            return _detach(options)
         with asyncio.Runner() as runner:
             return runner.run(_serve(spec, options.state_dir))
     except (MeshFailed, state.MeshRunning, PortTaken) as exc:
@@ -217,7 +220,9 @@ def _summary(spec: MeshSpec) -> str:
         "fusion": spec.num_fusion,
         "blank": spec.num_blank,
     }
-    instances = ", ".join(f"{count} {role}" for role, count in roles.items() if count)
+    instances = (
+        ", ".join(f"{count} {role}" for role, count in roles.items() if count) or "no instances"
+    )
     where = f" in each of {', '.join(spec.regions)}" if spec.regions else ""
     return f"a mesh with {instances}{where} on {spec.engine}"
 

@@ -20,7 +20,7 @@ from typing import Final, Self
 
 from pdmesh.core.supervision import GiveUp, Phase, RestartPolicy, RestartScheduled
 from pdmesh.embedded.binaries import ServerNotFound
-from pdmesh.embedded.ports import PortReservation
+from pdmesh.embedded.ports import PortReservation, PortTaken
 from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer
 from pdmesh.engine.sim_tokenizer import write_sim_model
 from pdmesh.errors import MeshError
@@ -61,6 +61,7 @@ class Mesh:
         self._liveness_timeout_s = liveness_timeout_s
         self._cleanup = contextlib.AsyncExitStack()
         self._servers: dict[str, Server] = {}
+        self._reserved: set[int] = set()
         self._wiring: Wiring | None = None
         self._supervisor: Supervisor | None = None
         self._phase, self._message = "starting", ""
@@ -270,6 +271,9 @@ class Mesh:
             (self.spec.grpc_port, "--grpc-port"),
         ):
             port = first + number * _PORTS_APART if first else 0
+            if port and port in self._reserved:  # both would listen, and each get half of the calls
+                raise PortTaken(f"port {port} is asked for twice; choose another with {option}")
+            self._reserved.add(port)
             reservation = PortReservation(self.spec.host, port, option)
             self._cleanup.callback(reservation.close)
             reserved.append(reservation.port)

@@ -42,7 +42,10 @@ class Bus(Protocol):
     async def subscribe(
         self, pattern: str, handler: Handler, *, on_gap: Callable[[], None] | None = None
     ) -> Subscription:
-        """Call `handler` for each event, in order. `on_gap` tells that events were lost (slow consumer, reconnect)."""
+        """Call `handler` for each event, in order. `on_gap` tells that events were lost (slow consumer, reconnect).
+
+        Raises InvalidRequest for what is no subject, Unavailable once closed.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -15,10 +15,10 @@ from typing import Any, Final
 import nats
 import structlog
 from nats.aio.msg import Msg
+from nats.errors import BadSubjectError, SlowConsumerError
 from nats.errors import Error as NatsError
-from nats.errors import SlowConsumerError
 
-from pdmesh.errors import Unavailable
+from pdmesh.errors import InvalidRequest, Unavailable
 from pdmesh.net.bus import Handler, Message
 from pdmesh.telemetry import metrics, names
 
@@ -155,6 +155,8 @@ class NatsBus:
                 pending_msgs_limit=_MAX_QUEUED_EVENTS,
                 pending_bytes_limit=_MAX_QUEUED_BYTES,
             )
+        except BadSubjectError as exc:
+            raise InvalidRequest(f"{pattern!r} is not a NATS subject", field="pattern") from exc
         except NatsError as exc:
             raise Unavailable(f"cannot subscribe to {pattern}: the bus is closed") from exc
         self._subscriptions.append(subscription)
