@@ -47,6 +47,12 @@ class ModelNotFound(MeshError):
     grpc_code, http_status, default_reason = "NOT_FOUND", 404, "MODEL_NOT_FOUND"
 
 
+class ScenarioNotFound(MeshError):
+    """The model is served, but not for this scenario, and never was as far as is known."""
+
+    grpc_code, http_status, default_reason = "NOT_FOUND", 404, "SCENARIO_NOT_FOUND"
+
+
 class Overloaded(MeshError):
     """No capacity before the deadline; back off for `retry_after_ms`."""
 

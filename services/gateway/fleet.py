@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from pdmesh.core.kv_sources import NO_QUARRELS, Exchange
+from pdmesh.core.placement import DEFAULT_MODEL, DEFAULT_SCENARIO
 from pdmesh.core.request_types import Candidate
 from pdmesh.errors import ModelNotFound
 from pdmesh.net.held_sources import held_from
@@ -21,8 +22,6 @@ from pdmesh.v1.common_pb2 import (
 )
 from services.gateway.kept_out import KeptOut
 
-DEFAULT_MODEL: Final = "default"
-DEFAULT_SCENARIO: Final = "default"
 _SERVING: Final = frozenset({ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION})
 _MASTER: Final = "master-scheduler"
 _GATEWAY: Final = "gateway"
@@ -74,7 +73,7 @@ class Fleet:
         for record in (*self._prefills, *self._decodes, *self._fusions):
             if record.model:
                 self._known_models[record.model] = record
-                self._served.add((record.model, record.scenario))
+                self._served.add((record.model, record.scenario or DEFAULT_SCENARIO))
 
     def _with_role(self, role: int) -> list[InstanceRecord]:
         found = (r for _, r in sorted(self._records.items()) if r.role == role)
@@ -179,6 +178,8 @@ class Fleet:
         excluded: Sequence[str],
         num_open: Callable[[str, int], int],
     ) -> tuple[list[Candidate], list[Candidate]]:
+        wanted = scenario or DEFAULT_SCENARIO  # as at the master: scenarios share no instances (S4)
+
         def order(record: InstanceRecord) -> tuple[bool, int, str]:
             is_far = bool(self.region) and record.kv_region not in (self.region, "")
             num = num_open(record.instance_id, record.incarnation)
@@ -191,7 +192,7 @@ class Fleet:
                 if r.model == model
                 and not r.is_draining
                 and r.instance_id not in excluded
-                and (not scenario or r.scenario in {"", scenario})
+                and (r.scenario or wanted) == wanted
             ]
             able.sort(key=order)
             found = (self.candidate(r.instance_id, r.incarnation, is_local=is_local) for r in able)

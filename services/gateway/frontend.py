@@ -264,8 +264,9 @@ class Frontend:
         if room < 1:
             raise context_exceeded(f"{num_prompt_tokens} tokens", context, spec.field_of_prompt)
         if asked is not None and asked > room:
-            message = f"max_tokens is {asked}, but the context leaves {room} after this prompt"
-            raise InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field="max_tokens")
+            field = spec.field_of_max_tokens
+            message = f"{field} is {asked}, but the context leaves {room} after this prompt"
+            raise InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field=field)
         return asked if asked is not None else min(self._default_max_tokens, room)
 
 

@@ -41,6 +41,9 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
         chat_id=request.chat_id,
         cache_salt=request.cache_salt,
         field_of_prompt="messages",
+        field_of_max_tokens="max_completion_tokens"
+        if request.max_completion_tokens
+        else "max_tokens",
         tenant=tenant,
     )
 

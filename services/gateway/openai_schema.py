@@ -27,16 +27,22 @@ _MAX_NAME_CHARS: Final = 256
 _Anything = Any
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True):
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
+    """Only `type` text is served; the others are known, so that what is refused is the part and not its fields."""
+
     type: str
-    text: str = ""
+    text: str | None = None
+    image_url: _Anything = None
+    input_audio: _Anything = None
+    file: _Anything = None
+    refusal: _Anything = None
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     """`developer` is what newer clients call `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: _Anything = None
     tool_calls: _Anything = None
@@ -168,8 +174,8 @@ def check_sampling(
 ) -> None:
     """Bounds that hold at every door. NaN is in no range."""
     _in_range("max_tokens", max_tokens, 1, 1 << 31)
-    _in_range("temperature", temperature, 0.0, 2.0)
-    _in_range("top_p", top_p, 0.0, 1.0)
+    _in_range("temperature", temperature, 0, 2)
+    _in_range("top_p", top_p, 0, 1)
     if top_p == 0:
         raise InvalidRequest("top_p is greater than 0", field="top_p")
 
@@ -204,7 +210,7 @@ def messages_of(request: ChatCompletionRequest) -> list[dict[str, str]]:
     for message in request.messages:
         content = message.content
         if isinstance(content, list):
-            content = "".join(part.text for part in content)
+            content = "".join(part.text or "" for part in content)
         role = "system" if message.role == "developer" else message.role
         plain.append({"role": role, "content": content or ""})
     return plain
@@ -316,9 +322,9 @@ def _check_neutral(field: str, value: object) -> None:
     raise InvalidRequest(f"{field} is not supported", reason="UNSUPPORTED_FIELD", field=field)
 
 
-def _in_range(field: str, value: float | None, low: float, high: float) -> None:
+def _in_range(field: str, value: float | None, low: int, high: int) -> None:
     if value is not None and not low <= value <= high:
-        raise InvalidRequest(f"{field} must be between {low:g} and {high:g}", field=field)
+        raise InvalidRequest(f"{field} must be between {low} and {high}", field=field)
 
 
 def _check_messages(messages: list[Message]) -> None:
@@ -341,13 +347,16 @@ def _check_messages(messages: list[Message]) -> None:
             _check_parts(message.content, where)
 
 
-def _check_parts(parts: list[TextPart], where: str) -> None:
+def _check_parts(parts: list[ContentPart], where: str) -> None:
     if len(parts) > _MAX_PARTS:
         raise InvalidRequest(f"at most {_MAX_PARTS} parts", field=f"{where}.content")
-    for part in parts:
+    for index, part in enumerate(parts):
+        if part.type == "text" and part.text is None:
+            field = f"{where}.content[{index}].text"
+            raise InvalidRequest(f"missing field: {field}", reason="MISSING_FIELD", field=field)
         if part.type != "text":
             raise InvalidRequest(
                 f"content parts of type {part.type[:32]} are not supported; only text is",
                 reason="UNSUPPORTED_FIELD",
-                field=f"{where}.content",
+                field=f"{where}.content[{index}]",
             )

@@ -23,6 +23,7 @@ from pdmesh.errors import (
     ModelNotFound,
     NoInstance,
     Overloaded,
+    ScenarioNotFound,
     StalePlan,
     Unavailable,
 )
@@ -228,6 +229,8 @@ def _refusal(result: PlanResult, is_away: bool) -> MeshError:
     match result.error_reason:
         case "MODEL_NOT_FOUND" if not is_away:
             return ModelNotFound(message, field="model")
+        case "SCENARIO_NOT_FOUND" if not is_away:
+            return ScenarioNotFound(message, field="scenario")
         case "PROMPT_TOO_LONG":
             # It fits the model's context, or the gateway had refused it: no instance has the memory.
             return InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field="max_tokens")

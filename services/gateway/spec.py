@@ -33,5 +33,6 @@ class CallSpec:
     scenario: str = ""
     chat_id: str = ""
     cache_salt: str = ""
-    field_of_prompt: str = "prompt"  # named in errors about its length
+    field_of_prompt: str = "prompt"  # these two are named in errors about length
+    field_of_max_tokens: str = "max_tokens"
     tenant: Tenant = ANYONE

@@ -315,7 +315,8 @@ def test_instances_that_failed_this_request_are_left_out() -> None:
     ("query", "reason"),
     [
         (Query(model="other"), "MODEL_NOT_FOUND"),
-        (Query(model="m", scenario="other"), "MODEL_NOT_FOUND"),
+        (Query(model="other", scenario="other"), "MODEL_NOT_FOUND"),
+        (Query(model="m", scenario="other"), "SCENARIO_NOT_FOUND"),
         (Query(model="m", num_prompt_tokens=8192), "PROMPT_TOO_LONG"),
         (Query(model="m", excluded=frozenset(i.instance_id for i in pair())), "NO_INSTANCE"),
     ],

@@ -26,6 +26,7 @@ from pdmesh.core.reservations import Booking
 DEFAULT_MODEL = "default"  # names whatever model the scenario serves
 DEFAULT_SCENARIO = "default"
 MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
+SCENARIO_NOT_FOUND = "SCENARIO_NOT_FOUND"
 NO_INSTANCE = "NO_INSTANCE"
 PROMPT_TOO_LONG = "PROMPT_TOO_LONG"
 
@@ -206,9 +207,15 @@ class Placement:
         return list(cells.values())
 
     def _why_none(self, query: Query) -> NoPlan:
-        serving = [i for i in self.fleet.instances.values() if _serves(i, query)]
+        instances = self.fleet.instances.values()
+        serving = [i for i in instances if _serves(i, query)]
         if not serving:
-            return NoPlan(MODEL_NOT_FOUND, f"no instance serves {query.model or DEFAULT_MODEL}")
+            model = query.model or DEFAULT_MODEL
+            if any(_has_model(i, query.model) for i in instances):
+                scenario = query.scenario or DEFAULT_SCENARIO
+                message = f"no instance serves {model} for the scenario {scenario}"
+                return NoPlan(SCENARIO_NOT_FOUND, message)
+            return NoPlan(MODEL_NOT_FOUND, f"no instance serves {model}")
         if not any(_could_hold(i, query) for i in serving):
             return NoPlan(PROMPT_TOO_LONG, "prompt and output do not fit any instance")
         return NoPlan(NO_INSTANCE, "no healthy prefill with a decode in its group")
@@ -308,10 +315,14 @@ def _exchange_among(fleet: Fleet) -> Exchange:
 
 
 def _serves(instance: Instance, query: Query) -> bool:
-    identity = instance.identity
-    if identity.role is Role.NONE or identity.scenario != (query.scenario or DEFAULT_SCENARIO):
+    if instance.identity.scenario != (query.scenario or DEFAULT_SCENARIO):
         return False
-    return query.model in ("", DEFAULT_MODEL) or identity.model == query.model
+    return _has_model(instance, query.model)
+
+
+def _has_model(instance: Instance, model: str) -> bool:
+    identity = instance.identity
+    return identity.role is not Role.NONE and model in ("", DEFAULT_MODEL, identity.model)
 
 
 def _could_hold(instance: Instance, query: Query, *, is_local: bool = False) -> bool:

@@ -338,7 +338,7 @@ class PlanResult(_message.Message):
     request_id: _builtins.str
     group_id: _builtins.str
     error_reason: _builtins.str
-    """set when there is nothing to rank: MODEL_NOT_FOUND, NO_INSTANCE, ..."""
+    """set when there is nothing to rank: MODEL_NOT_FOUND, SCENARIO_NOT_FOUND, NO_INSTANCE, ..."""
     error_message: _builtins.str
     @_builtins.property
     def prefills(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:

@@ -116,6 +116,14 @@ async def test_errors_are_openais(mesh: GatewayMesh, client: openai.AsyncOpenAI)
     with pytest.raises(openai.NotFoundError) as missing:
         await client.completions.create(model="gpt-5", prompt="x")
     assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "x"}], max_completion_tokens=10**6
+        )
+    assert (long.value.param, long.value.code) == (
+        "max_completion_tokens",
+        "context_length_exceeded",
+    )
 
 
 @pytest.mark.fault("F31")

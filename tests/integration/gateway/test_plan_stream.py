@@ -190,6 +190,25 @@ async def test_why_the_master_ranks_nothing_reaches_the_client(
         assert ("retry-after" in response.headers) == (status == 503)
 
 
+async def test_a_scenario_that_nobody_serves_is_named(tmp_path: Path) -> None:
+    async with (
+        gateway_mesh(tmp_path) as mesh,
+        serving(RefusingMaster("SCENARIO_NOT_FOUND")) as port,
+        httpx.AsyncClient() as client,
+    ):
+        mesh.register(leader_at(port))
+        url = f"{mesh.url}/v1/completions"
+        unknown = await client.post(url, json={**BODY, "scenario": "nobodys"})
+        error = unknown.json()["error"]
+        assert (unknown.status_code, error["param"], error["code"]) == (
+            404,
+            "scenario",
+            "scenario_not_found",
+        )
+        away = await client.post(url, json=BODY)  # it was served before: it is away
+        assert (away.status_code, away.json()["error"]["code"]) == (503, "no_instance")
+
+
 class ForeseeingMaster(FakeMaster):
     """Names a pair that the gateway does not know as ready yet."""
 

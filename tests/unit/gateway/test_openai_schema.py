@@ -49,7 +49,7 @@ def refused(parse: Any, body: bytes) -> InvalidRequest:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "extra": 1}]}, "messages[0].extra"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
@@ -61,6 +61,26 @@ def refused(parse: Any, body: bytes) -> InvalidRequest:
 )  # fmt: skip
 def test_a_chat_that_cannot_be_served_names_the_field(fields: dict[str, Any], field: str) -> None:
     assert refused(parse_chat, chat(**fields)).field == field
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:"}},
+        {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+        {"type": "file", "file": {"file_id": "f"}},
+        {"type": "refusal", "refusal": "no"},
+    ],
+)
+def test_a_part_that_is_not_text_is_what_is_refused(part: dict[str, Any]) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}, part]}
+    error = refused(parse_chat, chat(messages=[message]))
+    assert (error.field, error.reason) == ("messages[0].content[1]", "UNSUPPORTED_FIELD")
+
+
+def test_bounds_are_told_in_full() -> None:
+    assert refused(parse_chat, chat(max_tokens=0)).message.endswith("between 1 and 2147483648")
+    assert refused(parse_chat, chat(temperature=3)).message.endswith("between 0 and 2")
 
 
 def test_neutral_values_of_unsupported_fields_pass() -> None:
