@@ -79,7 +79,8 @@ class World:
 
     def start(self, instance_id: str, own: events.Duty | None = None) -> None:
         self.incarnations += 1
-        process = Process(instance_id, InstanceLife(self.incarnations, own))
+        life, before = InstanceLife(self.incarnations, own), self.processes.get(instance_id)
+        process = Process(instance_id, life, region=before.region if before else "")
         self.processes[instance_id] = process
         self.records[instance_id] = process.record()
 

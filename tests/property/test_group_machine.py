@@ -161,7 +161,9 @@ class GroupMachine(RuleBasedStateMachine):
     def _check_entrance(self, turn: Round, instance_id: str) -> None:
         """It may serve: each pair with one that stays is verified, and a prefill finds a decode that serves already (S19)."""
         given, seen = turn.plan[instance_id], turn.observed.seen[instance_id]
-        staying, _ = sorted_out(turn, turn.observed.wanted.groups[given.duty.group_id])
+        group = turn.observed.wanted.groups[given.duty.group_id]
+        here = replace(group, region=None if group.spans_regions else seen.region)
+        staying, _ = sorted_out(turn, here)
         others = [member for member in staying if member.is_ready]
         if given.duty.role is Role.PREFILL:
             decodes = [m for m in others if m.role is Role.DECODE]
@@ -182,16 +184,23 @@ class GroupMachine(RuleBasedStateMachine):
     def _check_counts(self, before: dict[str, Assignment], after: dict[str, Assignment]) -> None:
         """Nobody is recruited beyond what is wanted."""
         groups = self.world.observe().wanted.groups
-        counts: Counter[tuple[str, str, Role]] = Counter()
+        counts: Counter[tuple[str, str, str, str, Role]] = Counter()
         for instance_id, given in after.items():
             if given.stage <= Stage.SERVE and instance_id not in self.world.drained:
-                counts[given.duty.group_id, given.duty.revision, given.duty.role] += 1
+                counts[self._place_of(instance_id, given)] += 1
         for instance_id in after.keys() - before.keys():
             given = after[instance_id]
             if given.stage is Stage.LOAD and self.world.records[instance_id].assignment_id == 0:
-                duty = given.duty
-                key = (duty.group_id, duty.revision, duty.role)
-                assert counts[key] <= groups[duty.group_id].counts[duty.role]
+                duty, place = given.duty, self._place_of(instance_id, given)
+                assert counts[place] <= groups[duty.group_id].counts[duty.role]
+
+    def _place_of(self, instance_id: str, given: Assignment) -> tuple[str, str, str, str, Role]:
+        record, duty = self.world.records.get(instance_id), given.duty
+        region = record.region if record is not None else ""
+        kept_in = "" if duty.spans_regions else region
+        if record is not None and record.phase is not Phase.BLANK:
+            kept_in = record.kv_region
+        return duty.group_id, duty.revision, region, kept_in, duty.role
 
     def _check_peers(self, after: dict[str, Assignment]) -> None:
         for given in after.values():

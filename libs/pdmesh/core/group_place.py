@@ -16,7 +16,7 @@ from typing import Final
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_facts import Seen, WantedGroup
 from pdmesh.core.group_round import Member, Round
-from pdmesh.core.instance_events import Stage
+from pdmesh.core.instance_events import Phase, Stage
 
 _LOSS_S: Final = 10.0  # in which the leases of a region that is gone end
 
@@ -28,8 +28,14 @@ def placed(turn: Round, group: WantedGroup) -> WantedGroup:
 
 def is_misplaced(member: Member, group: WantedGroup) -> bool:
     """Of another region than its group is to be in, or with KV that goes elsewhere than its group's may."""
-    is_elsewhere = group.region is not None and member.seen.region != group.region
-    return is_elsewhere or member.assignment.duty.spans_regions != group.spans_regions
+    seen, spans = member.seen, member.assignment.duty.spans_regions
+    is_elsewhere = group.region is not None and seen.region != group.region
+    kept_in = seen.kv_region if seen.phase is not Phase.BLANK else _kept_in(seen, spans)
+    return is_elsewhere or kept_in != _kept_in(seen, group.spans_regions)
+
+
+def _kept_in(seen: Seen, spans_regions: bool) -> str:
+    return "" if spans_regions else seen.region
 
 
 def _region_of(turn: Round, group: WantedGroup) -> str:
