@@ -113,13 +113,15 @@ class Run:
             invariants.judge_requests, asked, step, num_lost, self._reference
         )
         if missing := await within(
-            invariants.QUIESCE_S, lambda: invariants.nothing_held(self._world)
+            invariants.QUIESCE_S,
+            lambda: invariants.nothing_held(self._world, self._witness.records),
         ):
             found.append(Violation("I4", f"held without a request: {missing}"))
         found += await asyncio.to_thread(
-            invariants.count_requests, self._world, self._books, len(asked), step
+            invariants.count_requests, self._world, self._books, asked, step
         )
         found += invariants.count_files(self._world, self._books)
+        found += await self._watch_consumers()
         found += self._witness.take()
         canary = f"canary {self._canary.getrandbits(256):064x} " * 4
         self._canaries.append(canary[:40])
@@ -131,6 +133,13 @@ class Run:
         )
         self._tell(step, asked, replaced)
         return found
+
+    async def _watch_consumers(self) -> list[Violation]:
+        """I4: what a killed process watched in NATS is gone soon."""
+        missing = await within(
+            invariants.QUIESCE_S, lambda: invariants.too_many_consumers(self._world, self._books)
+        )
+        return [Violation("I4", missing)] if missing else []
 
     def _tell(self, step: Step, asked: list[Asked], replaced: list[str]) -> None:
         ends = [each.outcome for each in asked if each.outcome is not None]
@@ -154,7 +163,9 @@ async def test_whatever_happens_every_invariant_holds(tmp_path: Path) -> None:
     reference = fleet.Reference.load(tmp_path / "model")
     async with arena(tmp_path, journal) as world, Witness(world.bus) as witness:
         assert not await within(invariants.SETTLE_S, lambda: invariants.settled(world))
-        async with Clients(world.mesh.http_url, SEED, [*world.keys.values()]) as clients:
+        async with Clients(
+            world.mesh.http_url, SEED, [*world.keys.values()], give_up_share=0.1
+        ) as clients:
             await until(lambda: clients.num_asked > 5)
             run = Run(world, witness, clients, reference, journal)
             began = time.monotonic()

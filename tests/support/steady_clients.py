@@ -16,22 +16,29 @@ NUM_CLIENTS: Final = 6
 HANGS_AFTER_S: Final = 60.0
 _LONGEST_PROMPT: Final = 400
 _CALM_S: Final = 0.05  # after a refusal, as a client that backs off
+_SHARED_SHARE: Final = 1 / 3  # of prompts, that begin as another one did
+_PATIENCE_S: Final = 0.3  # on average, of those that give up
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request. `outcome` None: it had not ended after HANGS_AFTER_S."""
+    """One request. `outcome` None: its client gave up, or it had not ended after HANGS_AFTER_S."""
 
     prompt: Sequence[int]
     max_tokens: int
     outcome: StreamOutcome | None
+    gave_up: bool = False
 
 
 class Clients:
     """`async with Clients(...)`: they ask until the block is left, except while they are paused. `keys`: of their tenants."""
 
-    def __init__(self, url: str, seed: int, keys: Sequence[str] = ()) -> None:
-        self._url, self._seed = url, seed
+    def __init__(
+        self, url: str, seed: int, keys: Sequence[str] = (), *, give_up_share: float = 0.0
+    ) -> None:
+        self._url, self._seed, self._give_up_share = url, seed, give_up_share
+        shared = random.Random(f"shared {seed}")
+        self._shared = [shared.randrange(40, 120) for _ in range(_LONGEST_PROMPT)]
         self._may_ask = asyncio.Event()
         self._may_ask.set()
         self._num_open = 0
@@ -83,23 +90,34 @@ class Clients:
         tenant = self._tenants[number % len(self._tenants)]
         while True:
             await self._may_ask.wait()
-            prompt = [draw.randrange(40, 120) for _ in range(draw.randrange(1, _LONGEST_PROMPT))]
-            max_tokens = draw.randrange(100, 200) if draw.random() < 0.15 else draw.randrange(1, 50)
+            prompt, max_tokens = self._draw_prompt(draw), draw.randrange(1, 50)
+            if draw.random() < 0.15:
+                max_tokens += 100
+            gives_up = draw.random() < self._give_up_share
+            patience_s = draw.expovariate(1 / _PATIENCE_S) if gives_up else HANGS_AFTER_S
             self._num_open += 1
             try:
-                asked = Asked(prompt, max_tokens, await self._ask(tenant, prompt, max_tokens))
-                self._asked.append(asked)
+                outcome = await self._ask(tenant, prompt, max_tokens, patience_s)
+                gave_up = gives_up and outcome is None
+                self._asked.append(Asked(prompt, max_tokens, outcome, gave_up))
             finally:
                 self._num_open -= 1
                 self._none_open.set()
-            if asked.outcome is None or not asked.outcome.is_complete:
+            if outcome is None or not outcome.is_complete:
                 await asyncio.sleep(_CALM_S)
 
+    def _draw_prompt(self, draw: random.Random) -> list[int]:
+        prompt = [draw.randrange(40, 120) for _ in range(draw.randrange(1, _LONGEST_PROMPT))]
+        if draw.random() < _SHARED_SHARE:
+            half = len(prompt) // 2
+            prompt[:half] = self._shared[:half]
+        return prompt
+
     async def _ask(
-        self, tenant: httpx.AsyncClient, prompt: list[int], max_tokens: int
+        self, tenant: httpx.AsyncClient, prompt: list[int], max_tokens: int, patience_s: float
     ) -> StreamOutcome | None:
         try:
-            async with asyncio.timeout(HANGS_AFTER_S):
+            async with asyncio.timeout(patience_s):
                 return await stream_completion(
                     tenant, self._url, prompt, max_tokens, ignore_eos=True
                 )

@@ -52,6 +52,8 @@ _ENV: Final = {
     "PDMESH_ENGINE_HUNG_S": "5.0",
     "PDMESH_HEALTH_MONITOR_CANARY_PERIOD_S": "5.0",
     "PDMESH_NODE_AGENT_PERIOD_S": "1.0",
+    "PDMESH_INSTANCE_NUM_KV_BLOCKS": "256",  # so few that blocks are evicted, and come back
+    "PDMESH_KV_HOST_POOL_BYTES": "1000000",  # from the tier below
 }
 
 
@@ -210,7 +212,10 @@ async def arena(directory: Path, say: Callable[[str], None]) -> AsyncIterator[Ar
             grpc_port=0,
             start_timeout_s=120,
             env=_ENV,
-            service_env={name: {_url_setting(name): link.url} for name, link in links.items()},
+            service_env={
+                "gateway-1": {"PDMESH_KV_TRANSFER": "per_layer"},
+                **{name: {_url_setting(name): link.url} for name, link in links.items()},
+            },
         )
         mesh = await stack.enter_async_context(Mesh(spec, directory / "mesh", report=say))
         bus = await NatsBus.connect(nats.url, "nemesis")

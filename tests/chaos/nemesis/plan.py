@@ -170,7 +170,8 @@ class Plan:
             faults = self._draw_faults(
                 {order.target for order in orders if isinstance(order, Hold)}
             )
-            actions: list[tuple[float, Action]] = [(self._begins(), order) for order in orders]
+            begins = sorted(self._begins() for _ in orders)
+            actions: list[tuple[float, Action]] = list(zip(begins, orders, strict=True))
             actions += [(self._begins(), fault) for fault in faults]
             yield Step(number, tuple(sorted(actions, key=lambda each: each[0])))
 
@@ -185,8 +186,9 @@ class Plan:
             return [Release(held.target, held.kind)]
         self._orders = self._orders or self._random.sample(_ORDERS, len(_ORDERS))
         match self._orders.pop():
-            case "apply":
-                return [self._draw_desired()]
+            case "apply":  # a second one finds the first half done
+                num = self._random.choice((1, 1, 2))
+                return [self._draw_desired() for _ in range(num)]
             case "rollback" if self._held is None:  # it may be one to another release
                 return [Rollback()]
             case "drain":
