@@ -20,13 +20,14 @@ from services.gateway.choice_text import Delta
 from services.gateway.door import Door, Visit, check_model
 from services.gateway.exchange import ClientGone, Exchange, Receive, Scope, Send
 from services.gateway.frontend import Call, Frontend
-from services.gateway.openai_calls import chat_spec, completion_spec
+from services.gateway.openai_calls import chat_spec, completion_spec, tokenized
 from services.gateway.openai_format import ChunkWriter, error_chunk, whole_body
 from services.gateway.openai_schema import (
     ChatCompletionRequest,
     CompletionRequest,
     parse_chat,
     parse_completion,
+    parse_tokenize,
 )
 from services.gateway.spec import CallSpec
 
@@ -69,6 +70,7 @@ class HttpApp:
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completion),
             "/v1/models": ("GET", self._models),
+            "/tokenize": ("POST", self._tokenize),
             "/health/live": ("GET", self._live),
             "/health/ready": ("GET", self._ready),
             "/metrics": ("GET", self._metrics),
@@ -230,6 +232,16 @@ class HttpApp:
         model = self._frontend.model_name(name)
         check_model(tenant, model)
         await exchange.json(msgspec.json.encode(_model_entry(model)))
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        visit = self._enter(exchange)
+        try:
+            request = parse_tokenize(await exchange.body(self._max_body_bytes))
+            tokens, context = await tokenized(request, self._frontend, visit.tenant)
+        finally:
+            visit.leave()
+        found = {"count": len(tokens), "max_model_len": context, "tokens": tokens.tolist()}
+        await exchange.json(msgspec.json.encode(found))
 
     def _known(self, exchange: Exchange) -> Tenant:
         """Whoever asks. Raises MeshError; counts as a request."""

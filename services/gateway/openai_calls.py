@@ -13,6 +13,7 @@ from services.gateway.openai_schema import (
     MAX_CHOICES,
     ChatCompletionRequest,
     CompletionRequest,
+    TokenizeRequest,
     context_exceeded,
     messages_of,
     prompts_of,
@@ -30,7 +31,7 @@ async def chat_spec(request: ChatCompletionRequest, frontend: Frontend, tenant: 
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     check_logprobs(frontend, model, num_logprobs)
     max_tokens = request.max_completion_tokens or request.max_tokens
-    tokens = await chat_tokens(messages_of(request), model, frontend)
+    tokens = await chat_tokens(messages_of(request.messages), model, frontend)
     return CallSpec(
         operation="chat",
         model=model,
@@ -76,6 +77,19 @@ async def completion_spec(
         cache_salt=request.cache_salt,
         tenant=tenant,
     )
+
+
+async def tokenized(
+    request: TokenizeRequest, frontend: Frontend, tenant: Tenant
+) -> tuple[array[int], int]:
+    """The tokens of a prompt or conversation as a request with it would have them, and the model's context. Raises MeshError."""
+    model = frontend.model_name(request.model)
+    check_model(tenant, model)
+    if request.messages is not None:
+        tokens = await chat_tokens(messages_of(request.messages), model, frontend)
+    else:
+        tokens = await text_tokens(request.prompt or "", model, frontend)
+    return tokens, frontend.context_length(model)
 
 
 async def text_tokens(

@@ -113,6 +113,14 @@ class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
     best_of: int | None = None
 
 
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """As vLLM's /tokenize: one of `prompt` and `messages`."""
+
+    model: str
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+
 # The values of unsupported fields that ask for nothing. None is always one.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "presence_penalty": (0,),
@@ -140,6 +148,7 @@ _NEUTRAL_COMPLETION: Final = tuple(f for f in _NEUTRAL if f in CompletionRequest
 
 _chat_decoder: Final = msgspec.json.Decoder(ChatCompletionRequest)
 _completion_decoder: Final = msgspec.json.Decoder(CompletionRequest)
+_tokenize_decoder: Final = msgspec.json.Decoder(TokenizeRequest)
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`(?: - at `\$\.?([^`]*)`)?")
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`(?: - at `\$\.?([^`]*)`)?")
 _AT: Final = re.compile(r"(.*) - at `\$\.?([^`]*)`")
@@ -166,6 +175,16 @@ def parse_completion(body: bytes) -> CompletionRequest:
     _in_range("logprobs", request.logprobs, 0, 5)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise InvalidRequest("best_of other than n is not supported", field="best_of")
+    return request
+
+
+def parse_tokenize(body: bytes) -> TokenizeRequest:
+    """Raises InvalidRequest with the field."""
+    request = _decode(_tokenize_decoder, body)
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequest("give either prompt or messages", field="prompt")
+    if request.messages is not None:
+        _check_messages(request.messages)
     return request
 
 
@@ -204,10 +223,10 @@ def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
     return stops
 
 
-def messages_of(request: ChatCompletionRequest) -> list[dict[str, str]]:
+def messages_of(messages: list[Message]) -> list[dict[str, str]]:
     """As a chat template takes them: role and content, parts joined."""
     plain: list[dict[str, str]] = []
-    for message in request.messages:
+    for message in messages:
         content = message.content
         if isinstance(content, list):
             content = "".join(part.text or "" for part in content)

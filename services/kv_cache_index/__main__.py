@@ -15,9 +15,11 @@ import pdmesh
 from pdmesh.core.prefix_index import PrefixIndex
 from pdmesh.kv.index_feed import IndexFeed
 from pdmesh.kv.index_sources import InstanceSource
+from pdmesh.kv.pinned import PinFollower, all_names
 from pdmesh.kv.redis_index import RedisIndex
 from pdmesh.lifecycle import App, run
 from pdmesh.net import rpc
+from pdmesh.net.board import pin_board
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
 from pdmesh.net.nats_bus import NatsBus
@@ -65,11 +67,13 @@ async def running(
     feed = IndexFeed(index, bus, view, source, follower=mirror, resync_s=settings.resync_s)
     await feed.start()
     feed.resync_all()  # what Redis had may be behind
+    pins = PinFollower(pin_board(bus), lambda known: index.pin(all_names(known)))
     working = asyncio.create_task(together(feed.run(), mirror.run()), name="index-work")
     try:
         yield KvCacheIndex(index, feed, mirror, view, working)
     finally:
         await end([working])
+        await pins.close()
         await feed.stop()
         await source.close()
         await store.close()

@@ -1,4 +1,4 @@
-"""AdminService: the desired state and holds, changed by operators at the leading master."""
+"""AdminService: the desired state, holds and pins, changed by operators at the leading master."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from pdmesh.v1.groups_pb2 import Stage
 from services.master_scheduler.admin_access import AdminAccess
 from services.master_scheduler.group_loop import GroupLoop
 from services.master_scheduler.holds import Holds
+from services.master_scheduler.pins import Pins
 
 log = structlog.get_logger(__name__)
 
@@ -39,12 +40,14 @@ class AdminServicer:
         loop: GroupLoop,
         store: DesiredStore,
         holds: Holds,
+        pins: Pins,
         view: RegistryView,
         leadership: Callable[[], tuple[bool, int]],
         usage: Callable[[], pb.UsageBook],
     ) -> None:
         self._access, self._loop, self._store, self._holds = access, loop, store, holds
-        self._view, self._leadership, self._usage = view, leadership, usage
+        self._pins, self._view = pins, view
+        self._leadership, self._usage = leadership, usage
 
     async def GetDesired(  # noqa: N802
         self, request: pb.GetDesiredRequest, context: Context
@@ -138,6 +141,25 @@ class AdminServicer:
         await self._holds.release(request.instance_id, request.kind, epoch)
         log.info("admin.released", instance_id=request.instance_id)
         return pb.ReleaseInstanceResponse()
+
+    async def AddPin(  # noqa: N802
+        self, request: pb.AddPinRequest, context: Context
+    ) -> pb.AddPinResponse:
+        epoch = self._enter(context)
+        _words(request.reason, "reason")
+        return pb.AddPinResponse(pin=await self._pins.add(request, epoch))
+
+    async def ListPins(  # noqa: N802
+        self, request: pb.ListPinsRequest, context: Context
+    ) -> pb.ListPinsResponse:
+        self._enter(context)
+        return pb.ListPinsResponse(pins=self._pins.states())
+
+    async def RemovePin(  # noqa: N802
+        self, request: pb.RemovePinRequest, context: Context
+    ) -> pb.RemovePinResponse:
+        await self._pins.remove(request.pin_id, self._enter(context))
+        return pb.RemovePinResponse()
 
     def _enter(self, context: Context) -> int:
         """The epoch of the own leadership; raises NotAllowed before anything else is told."""

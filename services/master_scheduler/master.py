@@ -27,7 +27,7 @@ from pdmesh.kv.index_feed import IndexFeed
 from pdmesh.kv.index_sources import IndexSource
 from pdmesh.lifecycle import App
 from pdmesh.net import rpc, subjects
-from pdmesh.net.board import fault_board, health_board, hold_board
+from pdmesh.net.board import fault_board, health_board, hold_board, pin_board
 from pdmesh.net.desired_store import desired_store
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
@@ -52,6 +52,7 @@ from services.master_scheduler.instruments import (
     observe_index,
     observe_registry,
 )
+from services.master_scheduler.pins import Pins
 from services.master_scheduler.plan_loop import PlanLoop
 from services.master_scheduler.scenario_feed import ScenarioFeed
 from services.master_scheduler.servicer import SchedulerServicer
@@ -124,6 +125,10 @@ class Master:
             self._publisher,
             self._leadership,
         )
+        secret = settings.hash_secret.get_secret_value().encode()
+        self._pins = Pins(
+            pin_board(bus), self.index, view, self._publisher, secret, self._leadership
+        )
         token = token_of(settings.admin_token.get_secret_value(), settings.admin_token_file)
         self._plan_loop = PlanLoop(self.fleet, self.group_loop, store, windows, self._leadership)
         self._usage = UsageLoop(self.group_loop, usage_store(bus), self._leadership)
@@ -132,6 +137,7 @@ class Master:
             self.group_loop,
             store,
             holds,
+            self._pins,
             view,
             self._leadership,
             self._usage.message,
@@ -174,6 +180,7 @@ class Master:
         self._spawn(self.group_loop.run())
         self._spawn(self._plan_loop.run())
         self._spawn(self._usage.run())
+        self._spawn(self._pins.run())
         self._server = rpc.server()
         service = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
         rpc.add_service(self._server, service, self._servicer)
@@ -245,3 +252,4 @@ class Master:
         observe_fleet(self.fleet)
         observe_backpressure(self.backpressure)
         observe_index(self.index, self._index_feed)
+        metrics.gauge(names.PINS, "Prefixes that operators pinned", lambda: len(self._pins.known))

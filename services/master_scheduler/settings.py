@@ -56,6 +56,10 @@ class Settings(ServiceSettings):
     admin_token_file: Path | None = shared(
         None, description="File that holds the admin token, instead of admin_token"
     )
+    hash_secret: SecretStr = shared(
+        SecretStr("pdmesh-development"),
+        description="Key of the block hashes, equal on all services",
+    )
     resync_s: float = Field(
         30.0, gt=0, description="Compare one instance in turn with its snapshot this often"
     )

@@ -27,7 +27,9 @@ class PoolBookMachine(RuleBasedStateMachine):
 
     @rule(name=names, owner=owners)
     def a_block_is_reserved(self, name: bytes, owner: bytes) -> None:
+        fixed = {n for n in self.book.names() if self.book.is_fixed(n)}
         slot = self.book.reserve(name, owner)
+        assert fixed <= set(self.book.names()), "whatever comes"
         if slot is None:
             return
         assert slot not in self.writing.values()
@@ -71,6 +73,10 @@ class PoolBookMachine(RuleBasedStateMachine):
     def a_block_is_found_bad(self, name: bytes) -> None:
         self.book.forget(name)
         assert name not in self.book
+
+    @rule(prefix=st.lists(names, max_size=5))
+    def prefixes_are_fixed(self, prefix: list[bytes]) -> None:
+        self.book.fix(prefix)
 
     @rule(chain=st.lists(names, max_size=5))
     def a_chain_is_touched(self, chain: list[bytes]) -> None:
@@ -197,3 +203,33 @@ def test_blocks_asked_for_again_do_not_keep_new_ones_out() -> None:
     (fifth,) = stored(book, 5)
     assert fifth in book
     assert names[0] not in book
+
+
+@pytest.mark.req("S78", "S96")
+def test_a_prefix_that_is_fixed_stays_though_nobody_asks_for_it() -> None:
+    book = PoolBook(8, keep_after=2)
+    book.fix([bytes([n]) * 16 for n in (1, 2, 3)])
+    here = stored(book, 1, 2)
+    for key in range(10, 60):
+        (name,) = stored(book, key)
+        used(book, name)
+        used(book, name)
+    late = stored(book, 3)
+    stored(book, *range(60, 80))
+    assert book.num_fixed == 3
+    assert set(here + late) <= set(book.names())
+    book.fix([])
+    stored(book, *range(80, 100))
+    assert not set(here + late) & set(book.names())
+
+
+@pytest.mark.req("S78", "S96")
+def test_what_is_fixed_leaves_half_of_the_pool_to_the_others() -> None:
+    book = PoolBook(8)
+    book.fix([bytes([n]) * 16 for n in range(1, 9)])
+    stored(book, *range(1, 9))
+    assert book.num_fixed == 4
+    stored(book, *range(10, 30))
+    assert [name for name in book.names() if name[0] < 10] == [
+        bytes([n]) * 16 for n in (1, 2, 3, 4)
+    ]

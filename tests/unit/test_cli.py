@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from pdmesh.cli import admin, app, chat, events, up
+from pdmesh.cli import admin, app, chat, events, leader, up
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.table import table
 from pdmesh.embedded.ports import PortReservation, PortTaken
@@ -275,12 +275,12 @@ def test_that_no_group_shall_be_left_is_said_on_purpose(
     assert asked[0].allow_empty is allow_empty
 
 
-def ask_leader(monkeypatch: pytest.MonkeyPatch, leader: Leader) -> None:
+def ask_leader(monkeypatch: pytest.MonkeyPatch, asked: Leader) -> None:
     async def call(bus: None, token: str, invoke: Callable[..., Awaitable[T]]) -> T:
-        return await invoke(leader, (), 1.0)
+        return await invoke(asked, (), 1.0)
 
-    monkeypatch.setattr(admin, "connected", lambda _: nullcontext())
-    monkeypatch.setattr(admin, "call_leader", call)
+    monkeypatch.setattr(leader, "connected", lambda _: nullcontext())
+    monkeypatch.setattr(leader, "call_leader", call)
 
 
 def test_columns_are_as_wide_as_their_widest_cell() -> None:

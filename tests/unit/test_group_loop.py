@@ -10,6 +10,7 @@ import pytest
 
 from pdmesh.core.fault_levels import Level
 from pdmesh.core.fleet import FaultJudged, Fleet, RecordSeen
+from pdmesh.core.prefix_index import PrefixIndex
 from pdmesh.errors import InvalidRequest, NotAllowed, NotLeader, VersionConflict
 from pdmesh.net.board import Board
 from pdmesh.net.desired_store import DesiredStore
@@ -31,6 +32,7 @@ from services.master_scheduler.admin_access import AdminAccess
 from services.master_scheduler.convert import identity_from
 from services.master_scheduler.group_loop import GroupLoop
 from services.master_scheduler.holds import Holds
+from services.master_scheduler.pins import Pins
 from tests.fakes.memory_assignments import MemoryAssignments, MemoryAssignmentStore
 from tests.fakes.memory_bus import MemoryBus
 from tests.fakes.memory_kv import MemoryBucket
@@ -72,6 +74,7 @@ class Site:
             self.loop,
             self.store,
             self.holds,
+            self._pins(view),
             view,
             lambda: self.leadership,
             pb.UsageBook,
@@ -80,6 +83,11 @@ class Site:
         await asyncio.sleep(0)
         self.reopen()
         await opening
+
+    def _pins(self, view: MemoryView) -> Pins:
+        board: Board[pb.Pin] = Board(self.hold_bucket, pb.Pin)  # type: ignore[arg-type]  # a fake; never opened
+        events = EventPublisher(MemoryBus(), "master", 1)
+        return Pins(board, PrefixIndex(), view, events, b"k", lambda: self.leadership)
 
     async def close(self) -> None:
         for loop in self._loops:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from pdmesh.core.admission import Admission, Capacity, Work
 from pdmesh.core.block_hash import tokens_to_bytes
+from pdmesh.core.pins import PinnedPrefix
 from pdmesh.engine.base import (
     DecodeJob,
     EngineInfo,
@@ -48,6 +49,7 @@ class EndedEngine:
     async def verify_peer(self, peer: KvPeer, timeout_s: float) -> None: ...
 
     def forget_peer(self, peer: KvPeer) -> None: ...
+    def pin(self, prefixes: Sequence[PinnedPrefix]) -> None: ...
 
     async def outputs(self) -> AsyncIterator[list[Output]]:
         yield [self._end]

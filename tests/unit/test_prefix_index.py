@@ -102,6 +102,21 @@ def test_memory_is_bounded_and_what_no_prompt_asked_for_is_forgotten_first() -> 
     index.check_invariants()
 
 
+@pytest.mark.req("S78")
+def test_names_that_are_pinned_are_forgotten_last() -> None:
+    index = PrefixIndex(max_blocks=10)
+    index.pin(frozenset(chain(3)))
+    index.apply(Delta("p0", 1, 1, stored=chain(10)))
+    for sequence in range(2, 30):
+        index.apply(Delta("p0", 1, sequence, stored=chain(5, start=10 * sequence)))
+        index.check_invariants()
+    assert index.match(chain(3)) == {"p0": 3}
+    index.pin(index.blocks("p0"))  # all there is
+    index.apply(Delta("p0", 1, 30, stored=chain(5, start=500)))
+    assert index.num_blocks == 10, "one of them had to go"
+    index.check_invariants()
+
+
 def test_a_bound_of_one_block_holds() -> None:
     index = PrefixIndex(max_blocks=1)
     for sequence in range(1, 50):

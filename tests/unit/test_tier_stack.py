@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from pdmesh.core.disk_health import DiskState
+from pdmesh.core.pins import PinnedPrefix
 from pdmesh.core.tiers import Tier
 from pdmesh.kv.tiers.peers import PeerHolding
 from pdmesh.kv.tiers.report import TierEvent
@@ -96,6 +97,30 @@ async def test_the_file_store_serves_and_promotes_to_the_pool(tmp_path: Path) ->
         check(again, CHAIN, [Tier.HOST] * 6)
         again.close()
         assert r.store.num_read == 6, "promoted: the second time comes from memory"
+
+
+@pytest.mark.req("S78", "S105")
+async def test_a_pinned_block_has_a_file_that_lives_as_long_as_the_pin(tmp_path: Path) -> None:
+    """Whether it was pinned before it was stored or after; and it is a file like any other once it is not."""
+
+    def until_of(r: Rig, name: bytes) -> float:
+        (found,) = [stored for stored in r.store.scan() if stored.name == name]
+        return found.used_at
+
+    async with running(tmp_path) as r:
+        end = time.time() + 3600
+        fill(r.pool, CHAIN[:2])
+        r.stack.stored(CHAIN[:1])
+        r.stack.pin([PinnedPrefix(tuple(CHAIN[:2]), OWNER, end)])
+        r.stack.stored(CHAIN[1:2])
+        assert await asyncio.to_thread(r.files.flush, 60)
+        assert [until_of(r, name) for name in CHAIN[:2]] == pytest.approx([end, end])
+        assert r.stack.report().num_pinned == 2
+        r.stack.pin([])
+        assert await asyncio.to_thread(r.files.flush, 60)
+        assert all(until_of(r, name) < end - 3000 for name in CHAIN[:2])
+        assert r.stack.report().num_pinned == 0
+        assert r.stack.report().num_pinned is None, "as before"
 
 
 @pytest.mark.req("S68", "S105")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pdmesh.core.block_hash import block_hashes
+from pdmesh.core.pins import PinnedPrefix
 from pdmesh.core.tiers import Tier
 from pdmesh.engine.base import BlocksChanged, TiersReported
 from pdmesh.engine.vllm.messages import (
@@ -19,6 +20,7 @@ from pdmesh.engine.vllm.messages import (
     Forget,
     FrameBuffer,
     Message,
+    Pin,
     TierNews,
     decode_to_host,
     encode_frame,
@@ -244,6 +246,21 @@ def test_loading_is_no_part_of_what_computing_takes(rank: Rank) -> None:
     rank.now += 2.0
     rank.worker.save(plan)
     assert costs.recompute_block_s == 2.0
+
+
+@pytest.mark.req("S78")
+def test_every_rank_keeps_the_blocks_of_a_pinned_prefix(rank: Rank) -> None:
+    client = TierClient(lambda message: rank.worker.handle(message), 1, 5.0)
+    client.pin([PinnedPrefix(NAMES[:2], OWNER, 2e9)])
+    rank.worker.save(TierPlan(saves=[TierSave(NAMES[:2], OWNER, (4, 9))]))
+    rank.until(lambda: any(isinstance(m, TierNews) and m.num_pinned == 2 for m in rank.said))
+    others = [n.to_bytes(16, "big") for n in range(40)]
+    for name in others:  # more than the pool has slots for
+        rank.worker.save(TierPlan(saves=[TierSave((name,), OWNER, (7,))]))
+    assert rank.fetch(1, NAMES) == 2
+    rank.worker.handle(Forget(1))
+    longest = Pin([(OWNER, 2e9, [*(n.to_bytes(16, "big") for n in range(32))])] * 64)
+    assert len(encode_frame(longest)) <= MAX_FRAME
 
 
 def test_a_lease_nobody_needs_is_closed(rank: Rank) -> None:

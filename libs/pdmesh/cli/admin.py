@@ -6,20 +6,17 @@ import argparse
 import asyncio
 import getpass
 import json
-import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from pathlib import Path
 from typing import Final
 
 from google.protobuf.json_format import MessageToDict
 
-from pdmesh.cli.connect import connected
 from pdmesh.cli.counts import counts, ready_counts
 from pdmesh.cli.errors import CommandFailed
+from pdmesh.cli.leader import ask_leader, text_of
 from pdmesh.cli.table import table
 from pdmesh.cli.usage_text import usage_text
 from pdmesh.core.moves import OFF_POOL
-from pdmesh.net.admin_client import Invoke, T, call_leader
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstancePhase, Role
 from pdmesh.v1.groups_pb2 import Stage
@@ -36,7 +33,7 @@ async def _groups(options: argparse.Namespace) -> int:
         return await _file(options)
     if options.usage:
         return await _usage(options)
-    states = await _call(
+    states = await ask_leader(
         options,
         lambda stub, metadata, s: stub.ListGroupStates(
             pb.ListGroupStatesRequest(), metadata=metadata, timeout=s
@@ -52,7 +49,7 @@ async def _groups(options: argparse.Namespace) -> int:
 async def _file(options: argparse.Namespace) -> int:
     """The file of one version and nothing else, so that it can be changed and applied again."""
     request = pb.GetDesiredRequest(version=options.text)
-    response = await _call(
+    response = await ask_leader(
         options,
         lambda stub, metadata, s: stub.GetDesired(request, metadata=metadata, timeout=s),
     )
@@ -63,7 +60,7 @@ async def _file(options: argparse.Namespace) -> int:
 
 
 async def _usage(options: argparse.Namespace) -> int:
-    response = await _call(
+    response = await ask_leader(
         options,
         lambda stub, metadata, s: stub.GetUsage(pb.GetUsageRequest(), metadata=metadata, timeout=s),
     )
@@ -76,8 +73,8 @@ async def _usage(options: argparse.Namespace) -> int:
 
 async def _diff(options: argparse.Namespace) -> int:
     """Exit code 1 if something differs, as diff(1)."""
-    request = pb.DiffDesiredRequest(text=_text(options.file))
-    response = await _call(
+    request = pb.DiffDesiredRequest(text=text_of(options.file))
+    response = await ask_leader(
         options,
         lambda stub, metadata, s: stub.DiffDesired(request, metadata=metadata, timeout=s),
     )
@@ -87,14 +84,14 @@ async def _diff(options: argparse.Namespace) -> int:
 
 async def _apply(options: argparse.Namespace) -> int:
     request = pb.ApplyDesiredRequest(
-        text=_text(options.file),
+        text=text_of(options.file),
         author=_user(),
         reason=options.reason,
         allow_empty=options.allow_empty,
     )
     if options.expect_version is not None:
         request.expected_version = options.expect_version
-    response = await _call(
+    response = await ask_leader(
         options,
         lambda stub, metadata, s: stub.ApplyDesired(request, metadata=metadata, timeout=s),
     )
@@ -110,7 +107,7 @@ async def _rollback(options: argparse.Namespace) -> int:
         reason=options.reason,
         allow_empty=options.allow_empty,
     )
-    response = await _call(
+    response = await ask_leader(
         options,
         lambda stub, metadata, s: stub.RollbackDesired(request, metadata=metadata, timeout=s),
     )
@@ -124,7 +121,7 @@ def _hold(kind: pb.HoldKind.ValueType) -> Command:
         request = pb.HoldInstanceRequest(
             instance_id=options.instance, kind=kind, reason=options.reason
         )
-        await _call(
+        await ask_leader(
             options,
             lambda stub, metadata, s: stub.HoldInstance(request, metadata=metadata, timeout=s),
         )
@@ -138,7 +135,7 @@ def _hold(kind: pb.HoldKind.ValueType) -> Command:
 def _release(kind: pb.HoldKind.ValueType) -> Command:
     async def release(options: argparse.Namespace) -> int:
         request = pb.ReleaseInstanceRequest(instance_id=options.instance, kind=kind)
-        await _call(
+        await ask_leader(
             options,
             lambda stub, metadata, s: stub.ReleaseInstance(request, metadata=metadata, timeout=s),
         )
@@ -220,29 +217,8 @@ def _change_line(change: pb.DesiredChange) -> str:
     return f"~ {change.path}: {change.before} -> {change.after}"
 
 
-def _text(file: Path) -> str:
-    try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text()
-    except OSError as exc:
-        raise CommandFailed(f"{file}: {exc.strerror}") from exc
-    except UnicodeDecodeError as exc:
-        raise CommandFailed(f"{file} is not text") from exc
-
-
 def _user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
         return "somebody"
-
-
-def _token(options: argparse.Namespace) -> str:
-    if options.admin_token_file is None:
-        return str(options.admin_token)
-    return _text(options.admin_token_file).strip()
-
-
-async def _call(options: argparse.Namespace, invoke: Invoke[T]) -> T:
-    token = _token(options)
-    async with connected(options) as bus:
-        return await call_leader(bus, token, invoke)

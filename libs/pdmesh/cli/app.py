@@ -143,6 +143,39 @@ def _add_admin(
         parser.add_argument("instance", help="as pdmesh status shows it")
     for parser in (apply, rollback, drain, isolate):
         parser.add_argument("--reason", default="", help="kept with the change")
+    _add_pins(add("pins", "prefixes whose KV is not to be evicted"), admin)
+
+
+def _add_pins(parser: argparse.ArgumentParser, admin: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    add = actions.add_parser("add", parents=[admin], help="pin one, or replace a pin")
+    add.add_argument("pin", help="a name for it: [a-z0-9-]+")
+    prefix = add.add_mutually_exclusive_group(required=True)
+    prefix.add_argument(
+        "--system", type=Path, metavar="FILE", help="a chat's system prompt; -: stdin"
+    )
+    prefix.add_argument("--text", type=Path, metavar="FILE", help="the beginning of a plain prompt")
+    prefix.add_argument(
+        "--token-ids", type=Path, metavar="FILE", help="numbers, by spaces or commas"
+    )
+    add.add_argument("--tenant", default="default", help="whose prompts (default: %(default)s)")
+    add.add_argument("--scenario", default="", help="only at instances of it")
+    add.add_argument("--model", default="", help="default: the only one there is")
+    add.add_argument("--cache-salt", default="", help="as in those prompts")
+    add.add_argument(
+        "--ttl", type=_duration, default="24h", help="10s, 30m, 12h, 7d (default: 24h)"
+    )
+    add.add_argument("--reason", default="", help="kept with the pin")
+    add.add_argument("--url", help="of a gateway (default: the mesh started here)")
+    add.add_argument(
+        "--api-key", default=os.environ.get("PDMESH_API_KEY", ""), help="default: $PDMESH_API_KEY"
+    )
+    shown = actions.add_parser("list", parents=[admin], help="pins, and who holds their blocks")
+    shown.add_argument("--json", action="store_true", help="for programs")
+    remove = actions.add_parser("remove", parents=[admin], help="end a pin")
+    remove.add_argument("pin", help="its name")
+    for each in (add, shown, remove):
+        each.set_defaults(module="pins")
 
 
 def _add_status(parser: argparse.ArgumentParser) -> None:
@@ -198,6 +231,17 @@ def _add_artefact(parser: argparse.ArgumentParser) -> None:
     )
     verify = actions.add_parser("verify", help="check every file against the manifest")
     verify.add_argument("manifest", type=Path)
+
+
+def _duration(text: str) -> int:
+    """Seconds."""
+    number, unit = text[:-1], text[-1:]
+    if unit.isdigit():
+        number, unit = text, "s"
+    seconds = {"s": 1, "m": 60, "h": 3600, "d": 86_400}.get(unit)
+    if seconds is None or not number.isdigit():
+        raise argparse.ArgumentTypeError("must be a number and s, m, h or d")
+    return int(number) * seconds
 
 
 def _assignment(text: str) -> tuple[str, str]:

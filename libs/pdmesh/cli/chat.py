@@ -10,7 +10,7 @@ import http.client
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -22,7 +22,7 @@ _MAX_ERROR_BYTES: Final = 65_536
 
 
 def run(options: argparse.Namespace) -> int:
-    url = options.url or _url_of_mesh(options)
+    url = options.url or url_of_mesh(options)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     for piece in ask(
         url,
@@ -52,14 +52,20 @@ def ask(
     headers = {"Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
+    with answers_from(url), closing(connection_to(url)) as connection:
+        path = f"{urlsplit(url).path.rstrip('/')}/v1/chat/completions"
+        connection.request("POST", path, json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise CommandFailed(error_text(response.status, response.read(_MAX_ERROR_BYTES)))
+        yield from _pieces(response)
+
+
+@contextmanager
+def answers_from(url: str) -> Iterator[None]:
+    """Raises CommandFailed where a gateway does not answer, or not in HTTP."""
     try:
-        with closing(_connection(url)) as connection:
-            path = f"{urlsplit(url).path.rstrip('/')}/v1/chat/completions"
-            connection.request("POST", path, json.dumps(body), headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise CommandFailed(_error_text(response.status, response.read(_MAX_ERROR_BYTES)))
-            yield from _pieces(response)
+        yield
     except (OSError, http.client.HTTPException, ValueError) as exc:
         reason = getattr(exc, "strerror", None) or str(exc) or type(exc).__name__
         raise CommandFailed(
@@ -67,7 +73,8 @@ def ask(
         ) from exc
 
 
-def _connection(url: str) -> http.client.HTTPConnection:
+def connection_to(url: str) -> http.client.HTTPConnection:
+    """Of a gateway; not connected yet. Raises CommandFailed."""
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.netloc:
         raise CommandFailed(f"{url} is not a gateway's address, such as http://127.0.0.1:8000")
@@ -93,14 +100,16 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
         raise CommandFailed("the answer broke off: the gateway closed the connection")
 
 
-def _error_text(status: int, body: bytes) -> str:
+def error_text(status: int, body: bytes) -> str:
+    """The gateway's own words."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return f"the gateway answered {status}"
 
 
-def _url_of_mesh(options: argparse.Namespace) -> str:
+def url_of_mesh(options: argparse.Namespace) -> str:
+    """Of a gateway of the mesh started here. Raises CommandFailed."""
     mesh = state.read(options.state_dir)
     if mesh is None:
         raise no_mesh()

@@ -26,6 +26,7 @@ KINDS: Final[dict[tuple[str, str], type[ProtoMessage]]] = {
     ("load", "instance"): events_pb2.InstanceLoad,
     ("kv", "blocks"): events_pb2.KvBlocks,
     ("group", "changed"): events_pb2.GroupChanged,
+    ("kv", "pin"): events_pb2.PinChanged,
     ("group", "step"): events_pb2.GroupStep,
     ("request", "finished"): events_pb2.RequestFinished,
     ("error", "reported"): events_pb2.ErrorReported,

@@ -5,6 +5,9 @@ stored, then the least recently used of those asked for again. A pinned block is
 requests asked for (a system prompt) is kept: it does not go either, until so many others are that it is the
 least recently used of them. Both kinds may fill a share of the pool only, so that new blocks get their chance; and an
 owner (tenant, under one salt) at its quota makes room among its own blocks.
+
+A block of a prefix that an operator pinned is fixed: it never goes while it is, up to a share of the pool; what is beyond
+the share is a block like any other until there is room.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ class _Entry:
     num_uses: int = 0
     is_protected: bool = False  # asked for again since it was stored
     is_kept: bool = False
+    is_fixed: bool = False  # of a prefix that an operator pinned
     is_doomed: bool = False  # forgotten while pinned: goes with the last pin
 
 
@@ -34,10 +38,11 @@ class PoolBook:
     protected_share: float = 0.8
     kept_share: float = 0.25
     keep_after: int = 8  # uses
+    fixed_share: float = 0.5
     _free: list[int] = field(init=False)
     _entries: dict[bytes, _Entry] = field(default_factory=dict)
     _writing: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)  # slot, owner
-    # Unpinned and not kept, least recently used first; the same names by owner.
+    # Unpinned, neither kept nor fixed, least recently used first; the same names by owner.
     _probation: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _protected: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _idle_of: dict[bytes, OrderedDict[bytes, None]] = field(default_factory=dict)
@@ -47,6 +52,8 @@ class PoolBook:
         default_factory=OrderedDict
     )  # least recently used first
     _newly_kept: dict[bytes, None] = field(default_factory=dict)  # since `take_kept`
+    _to_fix: dict[bytes, None] = field(default_factory=dict)  # here or not, in order of `fix`
+    _num_fixed: int = 0
     _stored: dict[bytes, None] = field(default_factory=dict)  # since `take_changes`
     _removed: dict[bytes, None] = field(default_factory=dict)
     num_evicted: int = 0
@@ -115,6 +122,8 @@ class PoolBook:
         if not entry.is_protected:
             entry.is_protected = True
             self._num_protected += 1
+        if entry.is_fixed:
+            return
         if entry.is_kept:
             self._kept.move_to_end(name)
         elif entry.num_uses >= self.keep_after:
@@ -156,6 +165,46 @@ class PoolBook:
     def num_kept(self) -> int:
         return len(self._kept)
 
+    @property
+    def num_fixed(self) -> int:
+        return self._num_fixed
+
+    def is_fixed(self, name: bytes) -> bool:
+        return name in self and self._entries[name].is_fixed
+
+    def fix(self, names: Iterable[bytes]) -> None:
+        """These stay once they are here, as far as the share allows; in place of those of the last call."""
+        before, self._to_fix = self._to_fix, dict.fromkeys(names)
+        for name in before:
+            if name not in self._to_fix and (entry := self._entries.get(name)) is not None:
+                self._unfix(name, entry)
+        for name in self._to_fix:
+            self._fix_if_room(name)
+        self._demote()
+
+    def _fix_if_room(self, name: bytes) -> None:
+        entry = self._entries.get(name)
+        if entry is None or entry.is_fixed or entry.is_doomed:
+            return
+        if self._num_fixed >= int(self.fixed_share * self.num_slots):
+            return
+        if entry.is_kept:
+            del self._kept[name]
+            self._newly_kept.pop(name, None)
+            entry.is_kept = False
+        elif entry.pins == 0:
+            self._leave_idle(name, entry)
+        entry.is_fixed = True
+        self._num_fixed += 1
+
+    def _unfix(self, name: bytes, entry: _Entry) -> None:
+        if not entry.is_fixed:
+            return
+        entry.is_fixed = False
+        self._num_fixed -= 1
+        if entry.pins == 0:
+            self._enter_idle(name, entry)
+
     def take_kept(self) -> tuple[bytes, ...]:
         """What is kept since the last call: other tiers should keep it too."""
         names = tuple(self._newly_kept)
@@ -192,6 +241,8 @@ class PoolBook:
         slot, owner = self._writing.pop(name)
         entry = self._entries[name] = _Entry(slot, owner)
         self._enter_idle(name, entry)
+        if name in self._to_fix:
+            self._fix_if_room(name)
         if name in self._removed:
             del self._removed[name]
         else:
@@ -212,8 +263,7 @@ class PoolBook:
         if entry.pins:
             entry.is_doomed = True
             return
-        if not entry.is_kept:
-            self._leave_idle(name, entry)
+        self._leave_idle(name, entry)
         self._drop(name, entry)
 
     def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
@@ -236,6 +286,7 @@ class PoolBook:
     def _drop(self, name: bytes, entry: _Entry) -> None:
         del self._entries[name]
         self._num_protected -= entry.is_protected
+        self._num_fixed -= entry.is_fixed
         if entry.is_kept:
             del self._kept[name]
             self._newly_kept.pop(name, None)
@@ -254,13 +305,13 @@ class PoolBook:
             del self._num_of[owner]
 
     def _enter_idle(self, name: bytes, entry: _Entry) -> None:
-        if entry.is_kept:
+        if entry.is_kept or entry.is_fixed:
             return
         (self._protected if entry.is_protected else self._probation)[name] = None
         self._idle_of.setdefault(entry.owner, OrderedDict())[name] = None
 
     def _leave_idle(self, name: bytes, entry: _Entry) -> None:
-        if entry.is_kept:
+        if entry.is_kept or entry.is_fixed:
             return
         del (self._protected if entry.is_protected else self._probation)[name]
         own = self._idle_of[entry.owner]
@@ -279,7 +330,7 @@ class PoolBook:
     def check_invariants(self) -> None:
         slots = [e.slot for e in self._entries.values()] + [s for s, _ in self._writing.values()]
         assert sorted(slots + self._free) == list(range(self.num_slots))
-        idle = {n for n, e in self._entries.items() if not e.pins and not e.is_kept}
+        idle = {n for n, e in self._entries.items() if not (e.pins or e.is_kept or e.is_fixed)}
         assert idle == set(self._probation) | set(self._protected)
         assert not set(self._probation) & set(self._protected)
         assert all(self._entries[n].is_protected for n in self._protected)
@@ -288,6 +339,10 @@ class PoolBook:
         assert set(self._kept) == {n for n, e in self._entries.items() if e.is_kept}
         assert set(self._newly_kept) <= set(self._kept)
         assert len(self._kept) <= int(self.kept_share * self.num_slots)
+        fixed = {n for n, e in self._entries.items() if e.is_fixed}
+        assert len(fixed) == self._num_fixed <= int(self.fixed_share * self.num_slots)
+        assert fixed <= self._to_fix.keys()
+        assert not fixed & self._kept.keys()
         owners: dict[bytes, int] = {}
         for owner in _owners(self._entries.values(), self._writing.values()):
             owners[owner] = owners.get(owner, 0) + 1

@@ -113,6 +113,7 @@ class PrefixIndex:
     )  # by row: asked for since the hand passed
     _free: list[int] = field(default_factory=list)
     _hand: int = 0
+    _pinned: frozenset[bytes] = frozenset()
     _interned: dict[int, int] = field(default_factory=dict)
     _instances: dict[str, _Holder] = field(default_factory=dict)
     _ids: list[str] = field(default_factory=list)  # by slot, "" if free
@@ -261,6 +262,10 @@ class PrefixIndex:
                     best[instance_id] = max(best.get(instance_id, 0), share)
         return best
 
+    def pin(self, names: frozenset[bytes]) -> None:
+        """Do not forget these while there are others to forget; in place of those of the last call."""
+        self._pinned = names
+
     def take_forgotten(self) -> list[Delta]:
         """What was evicted since the last call, per instance, under the number of its last delta: for copies of this map."""
         forgotten, self._forgotten = self._forgotten, {}
@@ -403,11 +408,7 @@ class PrefixIndex:
 
     def _evict_one(self) -> None:
         """Forget the next row, under every holder, that no match has touched since the hand was there."""
-        while self._names[self._hand] is None or self._is_used[self._hand]:
-            self._is_used[self._hand] = 0
-            self._hand = (self._hand + 1) % len(self._names)
-        row = self._hand
-        self._hand = (row + 1) % len(self._names)  # past the row, which is the next to be filled
+        row = self._next_victim()
         name, mask = self._name(row), self._masks[row]
         while mask:
             bit = mask.bit_length() - 1
@@ -418,6 +419,20 @@ class PrefixIndex:
             self._forgotten.setdefault(self._ids[slot], ([], []))[rank].append(name)
             self.num_evicted += 1
             self._drop(row, holder.bits[rank], rank)
+
+    def _next_victim(self) -> int:
+        """The hand is left past the row, which is the next to be filled."""
+        first_pinned = -1
+        while True:
+            row, name = self._hand, self._names[self._hand]
+            if name is not None and not self._is_used[row]:
+                if name not in self._pinned or row == first_pinned:
+                    break  # or once round, and all the others are pinned too
+                first_pinned = row if first_pinned < 0 else first_pinned
+            self._is_used[row] = 0
+            self._hand = (row + 1) % len(self._names)
+        self._hand = (row + 1) % len(self._names)
+        return row
 
     def _new_row(self, block: bytes) -> int:
         if self._free:

@@ -17,6 +17,7 @@ from enum import Enum
 from typing import Protocol
 
 from pdmesh.core.arena import ArenaRange as ArenaRange  # noqa: PLC0414  # part of the jobs
+from pdmesh.core.pins import PinnedPrefix
 from pdmesh.core.tail_names import NO_TAILS, TailSampling
 from pdmesh.core.ticket import Ticket as Ticket  # noqa: PLC0414  # part of the jobs
 from pdmesh.core.tiers import Tier
@@ -291,6 +292,10 @@ class Engine(Protocol):
 
     def forget_peer(self, peer: KvPeer) -> None:
         """The peer left: drop the connections to it, as soon as nothing is pulled over them (S26)."""
+        ...
+
+    def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
+        """Evict no block of these from the tiers below the engine's own blocks, in place of those of the last call."""
         ...
 
     def outputs(self) -> AsyncIterator[list[Output]]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from pdmesh.core.admission import RefusalReason
 from pdmesh.core.kv_sources import SourceFault
+from pdmesh.core.tiers import Tier
 from pdmesh.kv.tiers.report import TierReport
 from pdmesh.telemetry import metrics, names
 
@@ -48,6 +49,7 @@ tier_faults: Final = metrics.counter(
     names.KV_TIER_FAULTS, "Changes of a tier's state, by reason: read-only, off, recovered"
 )
 tier_bytes_used: Final[dict[str, int]] = {}  # by tier, as last reported
+tier_pinned: Final[dict[str, int]] = {}
 
 ACCEPTED: Final = {names.ATTR_OUTCOME: "accepted"}
 REFUSED: Final = {reason: {names.ATTR_OUTCOME: reason.name.lower()} for reason in RefusalReason}
@@ -63,6 +65,7 @@ def show(host: InstanceHost | None) -> None:
     """Show this host's state at /metrics from now on; None: the instance was erased."""
     _Shown.host = host
     tier_bytes_used.clear()
+    tier_pinned.clear()
     if host is None:
         load_seconds.clear()
 
@@ -104,6 +107,11 @@ metrics.gauge(
     lambda: [(used, {names.ATTR_TIER: tier}) for tier, used in tier_bytes_used.items()],
     "By",
 )
+metrics.gauge(
+    names.KV_TIER_PINNED,
+    "Blocks of pinned prefixes in a tier; the file store counts none",
+    lambda: [(count, {names.ATTR_TIER: tier}) for tier, count in tier_pinned.items()],
+)
 load_seconds: Final[dict[str, float]] = {}  # of the present run, by part
 metrics.gauge(
     names.LOAD_SECONDS,
@@ -126,3 +134,5 @@ def count_tiers(report: TierReport) -> None:
             1, {names.ATTR_TIER: fault.tier.value, names.ATTR_REASON: fault.reason.lower()}
         )
     tier_bytes_used.update(report.bytes_used)
+    if report.num_pinned is not None:
+        tier_pinned[Tier.HOST.value] = report.num_pinned

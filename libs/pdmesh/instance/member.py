@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 
 import structlog
@@ -27,15 +27,17 @@ from pdmesh.instance.record import record_of
 from pdmesh.instance.self_check import SelfCheck, device_names, node_reader
 from pdmesh.instance.serving import Serving
 from pdmesh.instance.settings import InstanceSettings
+from pdmesh.kv.pinned import PinFollower, prefixes_for
 from pdmesh.lifecycle import App
 from pdmesh.net.assignments import Assignments
-from pdmesh.net.board import fault_board
+from pdmesh.net.board import fault_board, pin_board
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.registry import Registry
 from pdmesh.net.tasks import end
 from pdmesh.telemetry import names
+from pdmesh.v1.admin_service_pb2 import Pin
 from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.groups_pb2 import Assignment
 
@@ -60,7 +62,8 @@ class Member:
     ) -> None:
         self._settings, self._app = settings, app
         self._registry, self._assignments = registry, assignments
-        self._faults = fault_board(bus)
+        self._faults, self._pin_board = fault_board(bus), pin_board(bus)
+        self._pins: PinFollower | None = None
         self._life = InstanceLife(app.incarnation, own.duty if own is not None else None, epoch)
         self._own = own
         self._events = EventPublisher(bus, app.instance_id, app.incarnation)
@@ -194,6 +197,7 @@ class Member:
         for work in await serving.start(self._registry):
             self._mind(work, may_end=False)
         self._serving, self._own = serving, None
+        self._pins = PinFollower(self._pin_board, lambda pins: _pin(loaded, pins))
         self._watch_over(serving)
 
     def _watch_over(self, serving: Serving) -> None:
@@ -311,6 +315,8 @@ class Member:
             self._loading.cancel()  # once: it takes apart what it has built so far
             await asyncio.wait([self._loading])
         await end(self._tasks)
+        if self._pins is not None:
+            await self._pins.close()
         if self._serving is not None and self._erased.is_set():
             await self._serving.erase_blocks()
         await self._presence.stop()
@@ -321,6 +327,12 @@ class Member:
 
 
 _NOT_READY: Final = (Phase.LOADING, Phase.FAILED)
+
+
+def _pin(loaded: LoadedEngine, pins: Sequence[Pin]) -> None:
+    """An operator's pins that are meant for this engine."""
+    scenario = loaded.duty.scenario
+    loaded.engine.pin(prefixes_for(pins, loaded.info.model_fingerprint, scenario))
 
 
 def _kv_peer(peer: Peer) -> KvPeer:

@@ -18,7 +18,7 @@ from pdmesh.events.v1.events_pb2 import FaultReport, HealthChanged
 from pdmesh.net.event_json import to_json
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_kv import KvBucket, KvEntry, KvWatch, WrongRevision
-from pdmesh.v1.admin_service_pb2 import Hold
+from pdmesh.v1.admin_service_pb2 import Hold, Pin
 
 log = structlog.get_logger(__name__)
 
@@ -134,6 +134,11 @@ def health_board(bus: NatsBus) -> Board[HealthChanged]:
 def fault_board(bus: NatsBus) -> Board[FaultReport]:
     """The health-monitor's judgements: who is faulty, and what is to be done."""
     return Board(KvBucket(bus, "pdmesh-faults"), FaultReport)
+
+
+def pin_board(bus: NatsBus) -> Board[Pin]:
+    """The leading master's list of prefixes that are not to be evicted; holds names of blocks, and no token."""
+    return Board(KvBucket(bus, "pdmesh-pins"), Pin)
 
 
 def hold_board(bus: NatsBus) -> Board[Hold]:

@@ -31,6 +31,10 @@ def kv_blocks(instance_id: str = "*") -> str:
     return _subject("kv", "blocks", instance_id)
 
 
+def kv_pin(pin_id: str = "*") -> str:
+    return _subject("kv", "pin", pin_id)
+
+
 def group_changed(group_id: str = "*") -> str:
     return _subject("group", "changed", group_id)
 

@@ -76,6 +76,21 @@ class AdminServiceStub:
                 request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.ReleaseInstanceRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.ReleaseInstanceResponse.FromString,
                 _registered_method=True)
+        self.AddPin = channel.unary_unary(
+                '/pdmesh.v1.AdminService/AddPin',
+                request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.AddPinRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.AddPinResponse.FromString,
+                _registered_method=True)
+        self.ListPins = channel.unary_unary(
+                '/pdmesh.v1.AdminService/ListPins',
+                request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.ListPinsRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.ListPinsResponse.FromString,
+                _registered_method=True)
+        self.RemovePin = channel.unary_unary(
+                '/pdmesh.v1.AdminService/RemovePin',
+                request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.RemovePinRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.RemovePinResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -138,6 +153,26 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddPin(self, request, context):
+        """Keep the KV of a prefix in the tiers that can, for a time. A pin of the same id is replaced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPins(self, request, context):
+        """The pins, and who holds their blocks now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemovePin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -180,6 +215,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ReleaseInstance,
                     request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.ReleaseInstanceRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.ReleaseInstanceResponse.SerializeToString,
+            ),
+            'AddPin': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddPin,
+                    request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.AddPinRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.AddPinResponse.SerializeToString,
+            ),
+            'ListPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPins,
+                    request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.ListPinsRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.ListPinsResponse.SerializeToString,
+            ),
+            'RemovePin': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemovePin,
+                    request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.RemovePinRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.RemovePinResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -400,6 +450,87 @@ class AdminService:
             '/pdmesh.v1.AdminService/ReleaseInstance',
             pdmesh_dot_v1_dot_admin__service__pb2.ReleaseInstanceRequest.SerializeToString,
             pdmesh_dot_v1_dot_admin__service__pb2.ReleaseInstanceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddPin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.AdminService/AddPin',
+            pdmesh_dot_v1_dot_admin__service__pb2.AddPinRequest.SerializeToString,
+            pdmesh_dot_v1_dot_admin__service__pb2.AddPinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.AdminService/ListPins',
+            pdmesh_dot_v1_dot_admin__service__pb2.ListPinsRequest.SerializeToString,
+            pdmesh_dot_v1_dot_admin__service__pb2.ListPinsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemovePin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.AdminService/RemovePin',
+            pdmesh_dot_v1_dot_admin__service__pb2.RemovePinRequest.SerializeToString,
+            pdmesh_dot_v1_dot_admin__service__pb2.RemovePinResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,6 +50,11 @@ class AdminServiceStub:
     HoldInstance: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.HoldInstanceRequest, _admin_service_pb2.HoldInstanceResponse]
     """Take one instance out of service, or let it back."""
     ReleaseInstance: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ReleaseInstanceRequest, _admin_service_pb2.ReleaseInstanceResponse]
+    AddPin: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.AddPinRequest, _admin_service_pb2.AddPinResponse]
+    """Keep the KV of a prefix in the tiers that can, for a time. A pin of the same id is replaced."""
+    ListPins: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListPinsRequest, _admin_service_pb2.ListPinsResponse]
+    """The pins, and who holds their blocks now."""
+    RemovePin: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.RemovePinRequest, _admin_service_pb2.RemovePinResponse]
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -73,6 +78,11 @@ class AdminServiceAsyncStub(AdminServiceStub):
     HoldInstance: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.HoldInstanceRequest, _admin_service_pb2.HoldInstanceResponse]  # type: ignore[assignment]
     """Take one instance out of service, or let it back."""
     ReleaseInstance: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ReleaseInstanceRequest, _admin_service_pb2.ReleaseInstanceResponse]  # type: ignore[assignment]
+    AddPin: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.AddPinRequest, _admin_service_pb2.AddPinResponse]  # type: ignore[assignment]
+    """Keep the KV of a prefix in the tiers that can, for a time. A pin of the same id is replaced."""
+    ListPins: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListPinsRequest, _admin_service_pb2.ListPinsResponse]  # type: ignore[assignment]
+    """The pins, and who holds their blocks now."""
+    RemovePin: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.RemovePinRequest, _admin_service_pb2.RemovePinResponse]  # type: ignore[assignment]
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by the master-scheduler's leader; a follower refuses and names the leader's address. Every call needs the admin token
@@ -141,5 +151,28 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.ReleaseInstanceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.ReleaseInstanceResponse, _abc.Awaitable[_admin_service_pb2.ReleaseInstanceResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def AddPin(
+        self,
+        request: _admin_service_pb2.AddPinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.AddPinResponse, _abc.Awaitable[_admin_service_pb2.AddPinResponse]]:
+        """Keep the KV of a prefix in the tiers that can, for a time. A pin of the same id is replaced."""
+
+    @_abc_1.abstractmethod
+    def ListPins(
+        self,
+        request: _admin_service_pb2.ListPinsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.ListPinsResponse, _abc.Awaitable[_admin_service_pb2.ListPinsResponse]]:
+        """The pins, and who holds their blocks now."""
+
+    @_abc_1.abstractmethod
+    def RemovePin(
+        self,
+        request: _admin_service_pb2.RemovePinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.RemovePinResponse, _abc.Awaitable[_admin_service_pb2.RemovePinResponse]]: ...
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

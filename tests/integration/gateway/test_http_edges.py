@@ -34,6 +34,21 @@ async def test_n_choices_run_side_by_side_and_keep_their_index(
     assert texts == expected
 
 
+async def test_tokens_are_those_that_a_request_would_have(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    url = f"{str(client.base_url).removesuffix('/v1/')}/tokenize"
+    chat = [{"role": "user", "content": "hello"}]
+    async with httpx.AsyncClient() as http:
+        answer = (await http.post(url, json={"model": "tiny", "messages": chat})).json()
+        assert answer["count"] == len(answer["tokens"]) == len(mesh.chat_prompt("hello"))
+        text = (await http.post(url, json={"model": "tiny", "prompt": "ab"})).json()
+        assert text["count"] == 2
+        for body in ({"model": "tiny"}, {"model": "tiny", "prompt": "ab", "messages": chat}):
+            refused = await http.post(url, json=body)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_ends_the_text_before_it_and_frees_the_legs(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, stream: bool

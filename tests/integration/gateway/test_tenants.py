@@ -67,7 +67,7 @@ async def test_without_a_valid_key_nothing_is_read_or_told(
         headers = {} if header is None else {"authorization": header}
         for method, path in (
             ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"),
-            ("GET", "/v1/models/tiny"), ("GET", "/metrics"),
+            ("GET", "/v1/models/tiny"), ("GET", "/metrics"), ("POST", "/tokenize"),
         ):  # fmt: skip
             response = await k.client.request(method, path, headers=headers, content=b"{")
             assert response.status_code == 401, path

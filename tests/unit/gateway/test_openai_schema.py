@@ -133,7 +133,7 @@ def test_what_is_not_a_json_request_is_refused(body: bytes) -> None:
 def test_parts_are_joined_and_developer_means_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": "be"}, {"role": "user", "content": parts}]
-    assert messages_of(parse_chat(chat(messages=messages))) == [
+    assert messages_of(parse_chat(chat(messages=messages)).messages) == [
         {"role": "system", "content": "be"},
         {"role": "user", "content": "ab"},
     ]

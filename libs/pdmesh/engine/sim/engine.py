@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from pdmesh import failpoints
+from pdmesh.core.pins import PinnedPrefix
 from pdmesh.engine.base import (
     BlocksChanged,
     DecodeJob,
@@ -185,6 +186,10 @@ class SimEngine:
     def forget_peer(self, peer: KvPeer) -> None:
         for address in peer.addresses:
             self._agent.disconnect(address)
+
+    def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
+        if self._tiers is not None:
+            self._tiers.stack.pin(prefixes)
 
     async def outputs(self) -> AsyncIterator[list[Output]]:
         while True:

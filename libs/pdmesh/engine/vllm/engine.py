@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from pdmesh import failpoints
+from pdmesh.core.pins import PinnedPrefix
 from pdmesh.engine.base import (
     ArenaRange,
     DecodeJob,
@@ -327,6 +328,10 @@ class VllmEngine:
     def forget_peer(self, peer: KvPeer) -> None:
         if self._checks is not None:
             self._checks.forget(peer)
+
+    def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
+        if self._tiers is not None:
+            self._tiers.pin(prefixes)
 
     async def outputs(self) -> AsyncIterator[list[Output]]:
         async for batch in self._queue.batches():

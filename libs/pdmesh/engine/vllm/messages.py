@@ -127,6 +127,12 @@ class Forget(Message):
     leg: int
 
 
+class Pin(Message):
+    """Host: evict no block of these prefixes, in place of those of the last Pin. (owner, until in unix seconds, names)."""
+
+    prefixes: list[tuple[bytes, float, list[bytes]]]
+
+
 class Fetched(Message):
     """Worker: blocks `first` to `end - 1` of the prompt are pinned."""
 
@@ -146,6 +152,7 @@ class TierNews(Message):
     stored: list[bytes]
     removed: list[bytes]
     faults: list[tuple[str, str, str]]  # tier, reason, message
+    num_pinned: int | None = None
 
 
 class Open(Message):
@@ -206,7 +213,7 @@ ToHost = (
     | TierNews
     | Probed
 )
-ToWorker = Release | Open | Join | Fetch | Holders | Forget | Probe | Disconnect
+ToWorker = Release | Open | Join | Fetch | Holders | Forget | Pin | Probe | Disconnect
 
 _encoder = msgspec.msgpack.Encoder()
 _to_host = msgspec.msgpack.Decoder(ToHost)

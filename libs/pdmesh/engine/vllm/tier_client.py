@@ -9,6 +9,7 @@ from typing import Final
 
 import structlog
 
+from pdmesh.core.pins import PinnedPrefix
 from pdmesh.core.tiers import Tier
 from pdmesh.engine.base import BlocksChanged, Output, TiersReported
 from pdmesh.engine.vllm.messages import (
@@ -17,6 +18,7 @@ from pdmesh.engine.vllm.messages import (
     Forget,
     Holders,
     Message,
+    Pin,
     TierNews,
 )
 from pdmesh.kv.tiers.peers import FindHolders
@@ -96,6 +98,10 @@ class TierClient:
         """vLLM did not get the request that the lease was for."""
         self._broadcast(Forget(leg))
 
+    def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
+        """Every rank keeps its part of these blocks."""
+        self._broadcast(Pin([(p.owner, p.until, list(p.names)) for p in prefixes]))
+
     def on_fetched(self, message: Fetched) -> None:
         asked = self._asked.get(message.leg)
         if asked is not None:
@@ -113,12 +119,13 @@ def outputs_of(news: TierNews) -> list[Output]:
     if news.stored or news.removed:
         changed = BlocksChanged(tuple(news.stored), tuple(news.removed), tier=Tier.HOST)
         outputs.append(changed)
-    if news.counts or news.seconds or news.faults:
+    if news.counts or news.seconds or news.faults or news.num_pinned is not None:
         report = TierReport(
             counts={(tier, event): count for tier, event, count in news.counts},
             seconds=news.seconds,
             bytes_used=news.bytes_used,
             faults=tuple(TierFault(Tier(t), reason, text) for t, reason, text in news.faults),
+            num_pinned=news.num_pinned,
         )
         outputs.append(TiersReported(report))
     return outputs

@@ -17,6 +17,7 @@ import numpy as np
 import structlog
 
 from pdmesh import failpoints
+from pdmesh.core.pins import PinnedPrefix
 from pdmesh.core.tiers import Tier
 from pdmesh.engine.vllm.messages import (
     Fetch,
@@ -24,6 +25,7 @@ from pdmesh.engine.vllm.messages import (
     Forget,
     Holders,
     Message,
+    Pin,
     TierNews,
 )
 from pdmesh.engine.vllm.tier_plan import TierLoad, TierPlan, TierSave
@@ -156,11 +158,11 @@ class TierWorker:
 
     # -- the host's messages, on any thread -----------------------------------------------------------
 
-    def handle(self, message: Fetch | Holders | Forget) -> None:
+    def handle(self, message: Fetch | Holders | Forget | Pin) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._handle, message)
 
-    def _handle(self, message: Fetch | Holders | Forget) -> None:
+    def _handle(self, message: Fetch | Holders | Forget | Pin) -> None:
         match message:
             case Fetch():
                 if message.asks_peers:
@@ -171,6 +173,9 @@ class TierWorker:
                 self._told(message.leg, [PeerHolding(*holding) for holding in message.holdings])
             case Forget():
                 self._forget(message)
+            case Pin():
+                kept = [PinnedPrefix(tuple(n), owner, end) for owner, end, n in message.prefixes]
+                self.stack.pin(kept)
 
     def _told(self, leg: int, holdings: Sequence[PeerHolding]) -> None:
         """The host knows who holds the leg's blocks, or nobody waits for that any more."""
@@ -242,7 +247,8 @@ def news_of(report: TierReport, rank: int) -> list[TierNews]:
     if rank:
         return [TierNews(rank, [], {}, {}, [], [], faults)] if faults else []
     counts = [(tier, event, n) for (tier, event), n in report.counts.items()]
-    news = [TierNews(rank, counts, report.seconds, report.bytes_used, [], [], faults)]
+    pinned = report.num_pinned
+    news = [TierNews(rank, counts, report.seconds, report.bytes_used, [], [], faults, pinned)]
     news += [TierNews(rank, [], {}, {}, [], part, []) for part in _pieces(report.removed)]
     news += [TierNews(rank, [], {}, {}, part, [], []) for part in _pieces(report.stored)]
     return news

@@ -751,3 +751,48 @@ class LeaderChanged(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaderChanged: _TypeAlias = LeaderChanged  # noqa: Y015
+
+@_typing.final
+class PinChanged(_message.Message):
+    """A prefix was pinned, or is no longer. Published by the leading master. JSON."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    CHANGE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SCENARIO_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
+    pin_id: _builtins.str
+    change: _builtins.str
+    """added, replaced, removed, expired"""
+    model: _builtins.str
+    tenant: _builtins.str
+    scenario: _builtins.str
+    num_tokens: _builtins.int
+    @_builtins.property
+    def header(self) -> Global___Header: ...
+    @_builtins.property
+    def until(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        header: Global___Header | None = ...,
+        pin_id: _builtins.str = ...,
+        change: _builtins.str = ...,
+        model: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        scenario: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+        until: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "until", b"until"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "header", b"header", "model", b"model", "num_tokens", b"num_tokens", "pin_id", b"pin_id", "scenario", b"scenario", "tenant", b"tenant", "until", b"until"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinChanged: _TypeAlias = PinChanged  # noqa: Y015

@@ -86,6 +86,11 @@ class FileStore:
         """Of all identities, as far as this process knows: other writers show at the next count."""
         return self._bytes_used or 0
 
+    @property
+    def num_blocks_at_most(self) -> int:
+        """That the quota has room for, if all are of this identity."""
+        return self._quota // (HEADER_BYTES + self._block_bytes)
+
     # -- blocks -----------------------------------------------------------------------------------
 
     def contains(

@@ -66,6 +66,10 @@ class FileTier:
         return self._store.bytes_used
 
     @property
+    def num_blocks_at_most(self) -> int:
+        return self._store.num_blocks_at_most
+
+    @property
     def num_waiting(self) -> int:
         """Blocks whose write has not ended."""
         return self._writer.num_open
@@ -161,13 +165,13 @@ class FileTier:
             return
         written.add_done_callback(lambda done: self._written(block, done))
 
-    def keep(self, names: Sequence[bytes], owners: Sequence[bytes], until: float) -> None:
-        """Have these blocks stay until then, of the wall clock, in the background. Those without a file are left out."""
+    def keep(self, names: Sequence[bytes], owners: Sequence[bytes], until: Sequence[float]) -> None:
+        """Have these blocks stay until then, each, of the wall clock, in the background. Those without a file are left out."""
 
         def work() -> None:
             try:
-                for name, owner in zip(names, owners, strict=True):
-                    self._store.keep(name, owner, until)
+                for name, owner, end in zip(names, owners, until, strict=True):
+                    self._store.keep(name, owner, end)
             except OSError as error:  # a read-only disk evicts nothing
                 log.info("kv.tier.not_kept", cause=error.strerror)
 

@@ -145,6 +145,15 @@ class HostPool:
         with self._lock:
             self._book.touch(names)
 
+    @property
+    def num_fixed(self) -> int:
+        return self._book.num_fixed
+
+    def fix(self, names: Sequence[bytes]) -> None:
+        """Never evict these once they are here, as far as the book allows; in place of those of the last call."""
+        with self._lock:
+            self._book.fix(names)
+
     def take_kept(self) -> list[tuple[bytes, bytes]]:
         """(name, owner) of the blocks that so many asked for that they are kept, since the last call."""
         with self._lock:

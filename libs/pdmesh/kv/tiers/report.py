@@ -48,10 +48,15 @@ class TierReport:
     stored: tuple[bytes, ...] = ()  # into the host pool
     removed: tuple[bytes, ...] = ()
     faults: tuple[TierFault, ...] = ()
+    num_pinned: int | None = (
+        None  # blocks of pinned prefixes in the host pool; None: as many as before
+    )
 
     @property
     def is_empty(self) -> bool:
-        return not (self.counts or self.seconds or self.stored or self.removed or self.faults)
+        is_same = self.num_pinned is None
+        news = self.counts or self.seconds or self.stored or self.removed or self.faults
+        return is_same and not news
 
 
 @dataclass(slots=True)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import structlog
 
+from pdmesh.core.pins import PinnedPrefix
 from pdmesh.core.tiers import CostBook, LoadPlan, Source, Tier, plan_load, prefix_length
 from pdmesh.kv.tiers.file_tier import FileTier
 from pdmesh.kv.tiers.host_pool import HostPool, PinnedBlock, is_intact
@@ -83,6 +84,10 @@ class TierStack:
         self._loads = Loads(pool, counts, self.costs, clock, files)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._num_evicted = 0
+        self._num_pinned = 0  # as last reported
+        self._pinned: Mapping[
+            bytes, PinnedPrefix
+        ] = {}  # replaced, never changed: read by any thread
         self._is_closing = False
 
     @property
@@ -142,6 +147,33 @@ class TierStack:
         self.counts.add(Tier.HOST, TierEvent.STORED, len(names))
         if self.files is not None:
             self.files.write(names, first)
+            if pinned := [name for name in names if name in self._pinned]:
+                prefixes = [self._pinned[name] for name in pinned]
+                self._keep_file(pinned, prefixes)
+
+    def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
+        """Blocks of these go from no tier that is here, in place of those of the last call.
+
+        Of the host pool they may take half, and of the file store, which ends it itself when their time is over; what is beyond
+        that, the first pins first, is as any other block.
+        """
+        before, names = self._pinned, [name for prefix in prefixes for name in prefix.names]
+        self.pool.fix(names)
+        self._pinned = {}
+        if self.files is None:
+            return
+        num_kept = self.files.num_blocks_at_most // 2
+        by_name = {name: prefix for prefix in prefixes for name in prefix.names}
+        self._pinned = {name: by_name[name] for name in list(by_name)[:num_kept]}
+        if over := [name for name in before if name not in self._pinned]:
+            owners = [before[name].owner for name in over]
+            self.files.keep(over, owners, [time.time()] * len(over))
+        if self._pinned:
+            self._keep_file(list(self._pinned), list(self._pinned.values()))
+
+    def _keep_file(self, names: Sequence[bytes], prefixes: Sequence[PinnedPrefix]) -> None:
+        assert self.files is not None
+        self.files.keep(names, [p.owner for p in prefixes], [p.until for p in prefixes])
 
     def report(self) -> TierReport:
         """What happened since the last report. To be asked for often: a disk that hangs is noticed here."""
@@ -156,14 +188,17 @@ class TierStack:
         used = {Tier.HOST.value: self.pool.num_blocks * self.pool.block_bytes}
         if self.files is not None:
             used[Tier.FILE.value] = self.files.bytes_used
-        return TierReport(counts, seconds, used, stored, removed, faults)
+        pinned, before = self.pool.num_fixed, self._num_pinned
+        self._num_pinned = pinned
+        num_pinned = None if pinned == before else pinned
+        return TierReport(counts, seconds, used, stored, removed, faults, num_pinned)
 
     def _keep_files(self) -> None:
         """What many ask for is served from pools, so that its files look unused; they are for instances to come."""
         kept = self.pool.take_kept()
         if kept and self.files is not None:
             names, owners = [name for name, _ in kept], [owner for _, owner in kept]
-            self.files.keep(names, owners, time.time() + KEEP_FILES_S)
+            self.files.keep(names, owners, [time.time() + KEEP_FILES_S] * len(names))
 
     async def close(self) -> None:
         """Wait shortly for loads and writes under way. Bounded in time, idempotent."""
