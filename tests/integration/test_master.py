@@ -131,6 +131,7 @@ async def test_a_malformed_query_is_the_callers_fault(leader: Running) -> None:
         await leader.plan(query(block_hashes=[b"short"]))
 
 
+@pytest.mark.req("S92")
 async def test_loads_and_verdicts_reach_the_plan(leader: Running, bus: NatsBus) -> None:
     publisher = EventPublisher(bus, "prefill-0", 5)
     await publisher.publish(

@@ -404,7 +404,6 @@ def test_the_memory_of_chats_is_bounded_by_number_and_age() -> None:
     assert placement.chats.get("c29", now=29.0 + placement.chats.ttl_s + 1) == ()
 
 
-@pytest.mark.req("S107")
 def test_decode_is_drawn_in_proportion_to_its_free_capacity() -> None:
     placement = make(*pair())
     query = Query(model="m", num_prompt_tokens=64, max_tokens=0)
