@@ -86,7 +86,7 @@ e2e: $(DONE)/dev $(DONE)/vllm model ## the real model through the whole mesh
 	@$(call pytest_if_any,tests/e2e)
 
 chaos: $(DONE)/dev ## two minutes of random faults and an operator's orders under load, I1-I9 after each; CHAOS_S=600 for ten, CHAOS_SEED=n again
-	@CHAOS_S=$(CHAOS_S) CHAOS_SEED=$(CHAOS_SEED) $(PYTEST) -s tests/chaos/test_nemesis.py $(ARGS)
+	@CHAOS_S=$(CHAOS_S) CHAOS_SEED=$(CHAOS_SEED) $(PYTEST) -s --basetemp=.cache/chaos tests/chaos/test_nemesis.py $(ARGS)
 
 faults: $(DONE)/dev ## each fault by itself: kill, freeze and cut every process while streams run
 	@$(PYTEST) tests/chaos --ignore=tests/chaos/test_nemesis.py $(ARGS)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_kv import KvBucket
@@ -174,3 +175,25 @@ async def test_a_wiped_store_makes_no_second_leader_while_the_first_may_lead(
     assert not a.election.is_leader
     await a.stop()
     await b.stop()
+
+
+@pytest.mark.fault("F10", "F18")
+def test_a_process_that_is_stopped_while_its_server_is_away_says_goodbye_without_an_error(
+    tmp_path: Path,
+) -> None:
+    """Found by the nemesis: on uvloop, as services run, closing failed over what waited to be sent, and the process exited with code 1."""
+    server = servers.nats(tmp_path)
+
+    async def stop_without_server() -> None:
+        await server.start()
+        bus = await NatsBus.connect(server.url, "test")
+        server.kill()
+        await until(lambda: not bus.client.is_connected)
+        await bus.publish("mesh.v1.test", b"unsent")
+        assert bus.client.pending_data_size > 0
+        await bus.close()
+
+    try:
+        uvloop.run(stop_without_server())
+    finally:
+        server.close()

@@ -8,7 +8,7 @@ from pdmesh.core import pull_events as rx
 from pdmesh.core import ticket_events as tx
 from pdmesh.core.kv_layout import KvLayout, KvPart, KvSpan
 from pdmesh.core.lease_keeper import LeaseKeeper
-from pdmesh.core.pull_book import STOP_S, PullBook
+from pdmesh.core.pull_book import LET_GO_S, STOP_S, PullBook
 from pdmesh.core.quarantine import Quarantine
 from pdmesh.core.ticket import CloseReason, PullFailure, Refusal
 from pdmesh.core.ticket_book import MAX_LEASES, MAX_PULLS_PER_TICKET, WINDOW, TicketBook
@@ -364,6 +364,18 @@ def test_a_pull_given_up_before_its_first_part_is_let_go_with_the_answer() -> No
     book = requested()
     assert book.handle(rx.CallerLeft(1), now=0.2) == [rx.SendAck(1, False)]
     assert book.handle(rx.PullRefused(5, 1, "KV_REFUSED_STOPPED"), now=0.3) == [rx.FreeLanding(1)]
+
+
+@pytest.mark.fault("F25", "F27")
+def test_a_pull_given_up_long_before_its_deadline_does_not_wait_for_it() -> None:
+    """Found by the nemesis: what asked for the KV was lost on its way, the client left, and slot and landing stayed taken for minutes,
+    since a pull that waits for prefill may take as long as its request."""
+    book = requested(deadline=600.0)
+    assert book.handle(rx.CallerLeft(1), now=1.0) == [rx.SendAck(1, False)]
+    assert book.handle(rx.Tick(), now=1.1) == []
+    assert book.handle(rx.Tick(), now=6.0) == []
+    assert book.handle(rx.Tick(), now=1.1 + LET_GO_S + STOP_S) == [rx.AbortPeer(5)]
+    assert book.handle(rx.PeerLost(5), now=7.0) == [rx.FreeLanding(1)]
 
 
 def test_a_refusal_that_comes_while_the_last_bytes_arrive_is_ignored() -> None:

@@ -4,7 +4,8 @@ The sender announces a pull's bytes part by part; each part arrives, is verified
 receive may have been posted, nothing but the arrival of its bytes or the end of its connection proves that no
 late write lands. So a pull that fails or is given up asks the sender to stop, and is drained: of the parts announced so
 far, up to the sender's answer. A sender that does not answer within STOP_S of the deadline has its connection
-aborted: frozen peers look like slow ones, and both end there. While a pull waits or receives, its lease is renewed.
+aborted: frozen peers look like slow ones, and both end there. A pull that was given up long before its deadline (one that waits for
+prefill may have minutes) is given LET_GO_S for that. While a pull waits or receives, its lease is renewed.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from pdmesh.core.ticket import PullFailure
 STOP_S = (
     0.5  # from the deadline: for a live sender to answer, and for the bytes on their way to arrive
 )
+LET_GO_S = 5.0  # from when it was given up, to be drained
 
 
 @dataclass(slots=True)
@@ -227,6 +229,8 @@ class PullBook:
         for pull_id, pull in list(self._pulls.items()):
             if pull.is_announced and not pull.posted:
                 continue  # all bytes are here
+            if pull.is_stopped:
+                pull.deadline = min(pull.deadline, now + LET_GO_S)
             if now >= pull.renew_at and not pull.is_stopped:
                 pull.renew_at = now + pull.renew_every_s
                 effects.append(RenewLease(pull_id))

@@ -166,7 +166,8 @@ class NatsBus:
         if self._echo_task is not None:
             self._echo_task.cancel()
         self._is_up = False  # a goodbye is no loss
-        with contextlib.suppress(NatsError, OSError, TimeoutError):
+        # RuntimeError: uvloop's word for writing to a connection that broke.
+        with contextlib.suppress(NatsError, OSError, TimeoutError, RuntimeError):
             async with asyncio.timeout(1.0):  # what was published last still goes out
                 await self._client.close()
 
