@@ -18,7 +18,7 @@ MODEL  := .cache/models/SmolLM2-135M-Instruct
 DONE   := $(VENV)/.done
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help up down status setup setup-base setup-sim setup-dev setup-vllm model test unit e2e chaos faults kill-matrix compose-test check format fuzz \
+.PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit e2e chaos faults kill-matrix compose-test check format fuzz \
         bench-tiers bench-overhead bench-retrieval bench-handover bench-plan bench-kv bench-index bench-ratio bench-recovery demo-day leak-test compare \
         compare-mesh proto proto-check docs docs-check lock clean
 
@@ -39,9 +39,9 @@ status: $(DONE)/base ## what runs, and how busy it is
 # --- set it up ---
 
 setup: setup-dev setup-$(ENGINE) ## .venv with everything for development, pinned and hashed
-setup-base setup-sim: $(DONE)/base
-setup-dev: $(DONE)/dev
-setup-vllm: $(DONE)/vllm
+setup-sim: $(DONE)/base ## what a mesh on sim needs, alone
+setup-dev: $(DONE)/dev ## that, and what the tests and checks need
+setup-vllm: $(DONE)/vllm ## what a mesh on vLLM needs, alone
 
 $(DONE)/venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || { \
@@ -162,7 +162,7 @@ proto: $(DONE)/dev ## buf lint, then generate libs/pdmesh/{v1,events}
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=libs --grpc_python_out=libs \
 	  --mypy_out=quiet:libs --mypy_grpc_out=quiet:libs $$(find proto -name '*.proto' | LC_ALL=C sort)
 
-proto-check: proto
+proto-check: proto ## fail if the generated code is not what proto/ says
 	@git diff --exit-code --stat -- 'libs/pdmesh/v1' 'libs/pdmesh/events' || \
 	  { echo "the generated code is not what proto/ says: run make proto and commit it" >&2; exit 1; }
 
@@ -171,7 +171,7 @@ docs: $(DONE)/dev ## docs/configuration.md, docs/coverage.md and docs/telemetry.
 	@$(BIN)/python -m tools.coverage_doc docs/coverage.md
 	@$(BIN)/python -m tools.telemetry_doc docs/telemetry.md
 
-docs-check: docs
+docs-check: docs ## fail if the generated pages are not what the code says
 	@git diff --exit-code --stat -- docs || { echo "generated docs are old: run make docs and commit them" >&2; exit 1; }
 
 lock: $(DONE)/dev ## pin all packages anew (slow)

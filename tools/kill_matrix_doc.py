@@ -20,7 +20,7 @@ killed (SIGKILL), asked to stop (SIGTERM), or frozen for 6 s (SIGSTOP, then SIGC
 cases one after the other.
 
 - **complete**: streams that ended with exactly the text that a single sim model gives. The others ended with one clear error, or
-  their connection was cut: both only where the process holding the client's connection was hit.
+  their connection was cut, or refused while nobody listened: both only where the process holding the client's connection was hit.
 - **longest gap**: the longest silence any client saw, first token included. **bound**: what the test allows.
 - **new request**: from the moment the process was ready again until a new request was answered.
 - **freed**: until no instance held a slot, a ticket or staged bytes for any request.

@@ -114,6 +114,42 @@ async def test_a_newcomer_gets_paris(mesh: Mesh) -> None:
     await client.close()
 
 
+async def test_every_token_comes_with_its_log_probability(mesh: Mesh) -> None:
+    """Token 1 is drawn at prefill and the others at decode: neither is left out, and greedy draws the likeliest."""
+    async with openai.AsyncOpenAI(
+        base_url=f"{mesh.http_url}/v1", api_key="none", timeout=120
+    ) as client:
+        whole = await client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            max_tokens=6,
+            temperature=0,
+            logprobs=True,
+            top_logprobs=3,
+        )
+        choice = whole.choices[0]
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert len(choice.logprobs.content) == 6
+        assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
+        for entry in choice.logprobs.content:
+            likely = [other.logprob for other in entry.top_logprobs]
+            assert len(likely) == 3
+            assert likely == sorted(likely, reverse=True)
+            assert entry.top_logprobs[0].token == entry.token
+            assert entry.logprob == likely[0] <= 0
+        stream = await client.completions.create(
+            model="default",
+            prompt="The capital of France is",
+            max_tokens=6,
+            temperature=0,
+            logprobs=0,
+            stream=True,
+        )
+        given = [chunk.choices[0].logprobs async for chunk in stream if chunk.choices]
+        assert sum(len(g.token_logprobs or ()) for g in given if g is not None) == 6
+
+
 @pytest.mark.req("S72")
 async def test_fusion_answers_as_plain_vllm_does(
     reference: Reference, model_dir: Path, tmp_path: Path

@@ -103,7 +103,7 @@ def test_health_and_metrics_tell_what_a_process_is_up_to(
     process.until_up()
     assert process.get("/health/live")[0] == 200
     status, body = process.get("/health/ready")
-    assert (status, json.loads(body)["not_ready"]) == (503, ["gate"])
+    assert (status, json.loads(body)["waiting_for"]) == (503, ["gate"])
     (tmp_path / "gate").touch()
     assert process.get("/health/ready")[0] == 200
     metrics = process.get("/metrics")[1]

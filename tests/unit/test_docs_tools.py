@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from tools import coverage_doc, telemetry_doc
 
 
@@ -28,3 +31,10 @@ def test_names_are_grouped_by_the_comment_above_them() -> None:
         ("First", [("A", "a.b"), ("B", "c")]),
         ("Second", [("C", "d")]),
     ]
+
+
+def test_make_help_lists_every_target() -> None:
+    text = (Path(__file__).parents[2] / "Makefile").read_text().replace("\\\n", "")
+    phony = re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert phony
+    assert set(phony[1].split()) == set(re.findall(r"^([a-z0-9-]+):.*## ", text, re.MULTILINE))

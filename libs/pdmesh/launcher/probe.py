@@ -18,7 +18,7 @@ async def not_ready(ops_address: str) -> list[str] | None:
     if status == 200:
         return []
     try:
-        return [str(name) for name in json.loads(body).get("not_ready", [])] or ["unknown"]
+        return [str(name) for name in json.loads(body).get("waiting_for", [])] or ["unknown"]
     except (ValueError, AttributeError):
         return ["unknown"]
 

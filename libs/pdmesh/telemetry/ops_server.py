@@ -36,7 +36,7 @@ def ops_routes(not_ready: NotReady, pages: Pages = MappingProxyType({})) -> list
     async def ready(_: Request) -> Response:
         missing = list(not_ready())
         if missing:
-            return JSONResponse({"status": "not ready", "not_ready": missing}, status_code=503)
+            return JSONResponse({"status": "not ready", "waiting_for": missing}, status_code=503)
         return JSONResponse({"status": "ready"})
 
     async def status(request: Request) -> Response:
