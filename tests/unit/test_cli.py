@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +19,7 @@ from pdmesh.cli.table import table
 from pdmesh.embedded.ports import PortReservation, PortTaken
 from pdmesh.events.v1.events_pb2 import Header, HealthChanged, KvBlocks
 from pdmesh.launcher import log_files, state
-from pdmesh.launcher.mesh import Mesh
+from pdmesh.launcher.mesh import Mesh, MeshFailed
 from pdmesh.launcher.spec import MeshSpec, Ports, Wiring, services
 from pdmesh.net.bus import Message
 from pdmesh.v1 import admin_service_pb2 as pb
@@ -149,6 +150,22 @@ async def test_two_doors_on_one_port_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PortTaken, match=f"port {port} is asked for twice.*--grpc-port"):
         async with Mesh(spec, tmp_path):
             raise AssertionError("it started")
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (MeshSpec(nats_url="nats://127.0.0.1:1"), "NATS does not answer.*leave out --nats-url"),
+        (MeshSpec(redis_url="redis://127.0.0.1:1"), "Redis: .*leave out --redis-url"),
+    ],
+)
+async def test_a_server_of_ones_own_that_is_not_there_is_named_before_anything_starts(
+    spec: MeshSpec, said: str, tmp_path: Path
+) -> None:
+    mesh = Mesh(replace(spec, engine="sim", http_port=0, grpc_port=0), tmp_path)
+    with pytest.raises(MeshFailed, match=said):
+        await mesh.__aenter__()
+    assert mesh.names == []
 
 
 def test_taking_down_what_is_not_up_is_fine(

@@ -18,6 +18,11 @@ from pdmesh.net.nats_bus import NatsBus
 _CONNECT_S: Final = 3.0
 
 
+def be_quiet() -> None:
+    """A command shows its own lines; warnings of the libraries would only tear them apart."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+
+
 @asynccontextmanager
 async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
     """The bus of the mesh started here, or of the one at --nats-url."""
@@ -27,8 +32,7 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
         if mesh is None:
             raise no_mesh()
         url = mesh.nats_url
-    # A command shows its own lines; warnings of the libraries would only tear them apart.
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    be_quiet()
     try:
         async with asyncio.timeout(_CONNECT_S):
             bus = await NatsBus.connect(url, "pdmesh-cli")

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import IO, Final
 
+from pdmesh.cli.connect import be_quiet
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.desired_file import read
 from pdmesh.embedded.ports import PortTaken
@@ -134,6 +135,7 @@ def _require_vllm() -> None:
 
 
 async def _serve(spec: MeshSpec, state_dir: Path) -> int:
+    be_quiet()
     stopping = asyncio.Event()
     mesh = Mesh(spec, state_dir, report=_say)
     starting = asyncio.create_task(mesh.__aenter__(), name="mesh-start")

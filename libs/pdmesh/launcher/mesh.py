@@ -25,6 +25,7 @@ from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer
 from pdmesh.engine.sim_tokenizer import write_sim_model
 from pdmesh.errors import MeshError
 from pdmesh.launcher import log_files, probe, state
+from pdmesh.launcher.external import nats_problem, redis_problem
 from pdmesh.launcher.spec import MeshSpec, Ports, ProcessSpec, Tier, Wiring, services
 from pdmesh.launcher.supervisor import Notice, Supervisor
 from pdmesh.net.admin_client import call_leader
@@ -203,6 +204,7 @@ class Mesh:
         self._supervisor = Supervisor(self.state_dir / "logs", self._on_notice, self._policy)
         self._cleanup.push_async_callback(self._stop_processes)
         self._write_state()
+        await self._check_external()
         await self._start_servers()
         for process in services(self.spec, self.wiring):
             self.supervisor.start(process)
@@ -291,6 +293,12 @@ class Mesh:
     def _add_server(self, server: Server) -> None:
         self._servers[server.name] = server
         self._cleanup.callback(server.close)
+
+    async def _check_external(self) -> None:
+        checks = ((self.spec.nats_url, nats_problem), (self.spec.redis_url, redis_problem))
+        for url, problem_of in checks:
+            if url is not None and (problem := await problem_of(url)):
+                raise MeshFailed(problem)
 
     async def _start_servers(self) -> None:
         for name, server in self._servers.items():

@@ -1,0 +1,42 @@
+"""Servers that somebody else runs: whether they answer, asked before anything starts that would wait for them for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from pdmesh.errors import MeshError
+from pdmesh.kv.redis_index import RedisIndex
+from pdmesh.net.nats_bus import NatsBus
+
+_ANSWER_S: Final = 3.0
+
+
+async def nats_problem(url: str) -> str:
+    """What is wrong with it, in a line; empty: it answers and is new enough."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            bus = await NatsBus.connect(url, "pdmesh-up")
+    except (TimeoutError, OSError, ValueError):
+        return (
+            f"NATS does not answer at {url}; start it, or leave out --nats-url for one of our own"
+        )
+    except MeshError as exc:
+        return exc.message
+    await bus.close()
+    return ""
+
+
+async def redis_problem(url: str) -> str:
+    """The same of Redis or Valkey."""
+    try:
+        index = RedisIndex(url, _ANSWER_S)
+    except ValueError as exc:
+        return f"--redis-url: {exc}"
+    try:
+        await index.instance_ids()
+    except MeshError as exc:
+        return f"{exc.message} ({url}); start it, or leave out --redis-url for one of our own"
+    finally:
+        await index.close()
+    return ""
