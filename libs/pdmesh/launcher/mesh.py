@@ -38,6 +38,7 @@ _HOUSEKEEPING_S: Final = 1.0
 _DEATHS_WHILE_STARTING: Final = 3
 _LEADER_S: Final = 20.0
 _PORTS_APART: Final = 10
+_MAX_PORT: Final = 65_535
 
 
 class MeshFailed(Exception):
@@ -273,6 +274,10 @@ class Mesh:
             (self.spec.grpc_port, "--grpc-port"),
         ):
             port = first + number * _PORTS_APART if first else 0
+            if port > _MAX_PORT:
+                raise PortTaken(
+                    f"there is no port {port} for region {number + 1}; choose a lower {option}"
+                )
             if port and port in self._reserved:  # both would listen, and each get half of the calls
                 raise PortTaken(f"port {port} is asked for twice; choose another with {option}")
             self._reserved.add(port)

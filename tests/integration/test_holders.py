@@ -1,0 +1,70 @@
+"""Which peers' host pools an instance asks: those that the index names, of its own region alone unless its group spans them (S58, S77)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from pdmesh.kv.tiers.holders import HolderDirectory
+from pdmesh.net import rpc
+from pdmesh.v1 import kv_index_service_pb2 as pb
+from pdmesh.v1.common_pb2 import InstanceRecord
+from tests.fakes.memory_registry import MemoryRegistry, MemoryStore
+from tests.support.waiting import until
+
+HASHES = (b"a" * 16, b"b" * 16)
+
+
+class Index:
+    """It knows of three that hold both blocks, and of one that has begun anew since."""
+
+    async def Match(self, request: pb.MatchRequest, context: object) -> pb.MatchResponse:
+        assert request.tier == "host"
+        holders = (("me", 1), ("eu-0", 1), ("us-0", 1), ("any-0", 1), ("eu-1", 7))
+        return pb.MatchResponse(
+            matches=[
+                pb.PrefixMatch(instance_id=i, incarnation=incarnation, num_blocks=2)
+                for i, incarnation in holders
+            ]
+        )
+
+    async def Snapshot(self, request: pb.SnapshotRequest, context: object) -> None:
+        raise NotImplementedError
+
+
+@asynccontextmanager
+async def index() -> AsyncIterator[str]:
+    server = rpc.server()
+    rpc.add_service(server, pb.DESCRIPTOR.services_by_name["KvIndexService"], Index())
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+@pytest.mark.req("S58", "S77")
+@pytest.mark.parametrize(
+    ("kv_region", "asked"), [("eu", ["eu-0"]), ("us", ["us-0"]), ("", ["any-0"])]
+)
+async def test_blocks_come_from_pools_of_the_own_region(kv_region: str, asked: list[str]) -> None:
+    async with index() as address:
+        store = MemoryStore()
+        store.records["index"] = InstanceRecord(
+            instance_id="index", service="kv-cache-index", grpc_address=address
+        )
+        regions = {"me": kv_region, "eu-0": "eu", "us-0": "us", "any-0": "", "eu-1": "eu"}
+        for name, region in regions.items():
+            store.records[name] = InstanceRecord(
+                instance_id=name, incarnation=1, kv_region=region, kv_addresses=["ucx:1"]
+            )
+        directory = HolderDirectory("me")
+        await directory.read(MemoryRegistry(store))
+
+        async def found() -> list[str]:
+            return [h.instance_id for h in await directory.find(HASHES, 0)]
+
+        await until(found)  # a slow machine's first answer may come too late to count
+        assert await found() == asked
+        await directory.close()
