@@ -85,7 +85,7 @@ class SchedulerServicer:
             raise NotLeader("this master stands by")
         return epoch
 
-    def _plan(self, query: pb.PlanQuery, region: str) -> pb.PlanResult:
+    def _plan(self, query: pb.PlanQuery, region: str = "") -> pb.PlanResult:
         if not query.traceparent.endswith(
             "1"
         ):  # a span that nobody records costs as much as the plan

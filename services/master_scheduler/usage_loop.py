@@ -11,7 +11,7 @@ import structlog
 
 from pdmesh.core.group_facts import Observed
 from pdmesh.core.usage import Account, UsageBook, Used, accounts_of
-from pdmesh.errors import Unavailable, VersionConflict
+from pdmesh.errors import InvalidRequest, Unavailable, VersionConflict
 from pdmesh.net.usage_store import UsageStore
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1 import admin_service_pb2 as pb
@@ -76,7 +76,9 @@ class UsageLoop:
             await self._save()
 
     def message(self) -> pb.UsageBook:
-        """As of now. Raises Unavailable while this leader has not read what the one before counted."""
+        """As of now. Raises Unavailable while this leader has not read what the one before counted, InvalidRequest if nobody counts."""
+        if self._groups.desired is None:
+            raise InvalidRequest("nothing is counted before a desired state was applied")
         if self._book is None or not self._leadership()[0]:
             raise Unavailable("this leader has not read the usage book yet")
         message = pb.UsageBook(epoch=self._epoch, accounts=map(_to, self._book.used(self._clock())))

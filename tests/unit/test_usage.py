@@ -12,7 +12,7 @@ from pdmesh.cli.usage_text import usage_text
 from pdmesh.core.adjustments import Adjustment, adjusted, num_lent
 from pdmesh.core.usage import FREE, MAX_GAP_S, Account, UsageBook, Used, accounts_of
 from pdmesh.desired_file import read
-from pdmesh.errors import Unavailable, VersionConflict
+from pdmesh.errors import InvalidRequest, Unavailable, VersionConflict
 from pdmesh.net.usage_store import UsageStore
 from services.master_scheduler.usage_loop import UsageLoop
 from tests.fakes.group_world import World
@@ -107,6 +107,11 @@ class Site:
     def current(self) -> object:
         return self.world.desired, {}
 
+    @property
+    def desired(self) -> object:
+        """The version that is applied."""
+        return self.world.version or None
+
     def new_loop(self) -> UsageLoop:
         """Of a process that knows nothing."""
         store = UsageStore(self.bucket)  # type: ignore[arg-type]  # a fake
@@ -157,6 +162,13 @@ async def test_what_is_charged_outlives_leaders_and_an_outage_of_the_store() -> 
     stored = await UsageStore(site.bucket).load()  # type: ignore[arg-type]  # a fake
     assert stored is not None
     assert {a.group_id: a.instance_s for a in stored.accounts}["day"] == 100 + num
+
+
+async def test_without_a_desired_state_it_is_said_that_nobody_counts() -> None:
+    site = Site()
+    site.world.version = 0
+    with pytest.raises(InvalidRequest, match="before a desired state"):
+        site.loop.message()
 
 
 async def test_one_that_ceases_to_lead_writes_nothing_more() -> None:
