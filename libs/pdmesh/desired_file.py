@@ -21,6 +21,7 @@ from pdmesh.core.desired import (
     Scenario,
     ScheduleLine,
     Service,
+    UpgradeLimits,
     problems,
 )
 from pdmesh.core.fleet import Role
@@ -32,6 +33,7 @@ MAX_BYTES: Final = 1 << 20
 MAX_COUNT: Final = 4096  # instances of a role in a group, and copies of a group
 MAX_GROUPS: Final = 4096
 _MAX_DEPTH: Final = 8
+_DAY_S: Final = 86_400.0
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _OPTION: Final = re.compile(r"[a-z][a-z0-9_]*")
 _TRUE: Final = {"true": True, "false": False}
@@ -75,12 +77,24 @@ def _service(reader: _Reader) -> Service:
 
 
 def _scenario(reader: _Reader) -> Scenario:
-    parts = reader.parts("service", "allow_single", "ratio")
+    parts = reader.parts("service", "allow_single", "ratio", "upgrade")
     allow, ratio = parts.get("allow_single"), parts.get("ratio")
     if ratio is not None and ratio.text() not in ("fixed", "auto"):
         raise ratio.wrong("must be fixed or auto")
     is_auto = ratio is not None and ratio.text() == "auto"
-    return Scenario(_name(parts, "service"), allow.flag() if allow else False, is_auto)
+    upgrade = _upgrade(parts["upgrade"]) if "upgrade" in parts else UpgradeLimits()
+    return Scenario(_name(parts, "service"), allow.flag() if allow else False, is_auto, upgrade)
+
+
+def _upgrade(reader: _Reader) -> UpgradeLimits:
+    bounds = {
+        "soak_s": (0.0, _DAY_S),
+        "group_timeout_s": (1.0, _DAY_S),
+        "max_failed_share": (0.0, 1.0),
+        "max_slowdown": (1.0, 1000.0),
+    }
+    parts = reader.parts(*bounds)
+    return UpgradeLimits(**{name: each.amount(*bounds[name]) for name, each in parts.items()})
 
 
 def _groups(reader: _Reader | None) -> dict[str, Group]:
@@ -253,6 +267,12 @@ class _Reader:
         if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= most:
             raise self.wrong(f"must be a whole number from {least} to {most}")
         return int(text)
+
+    def amount(self, least: float, most: float) -> float:
+        text = self.text()
+        if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) or not least <= float(text) <= most:
+            raise self.wrong(f"must be a number from {least:g} to {most:g}")
+        return float(text)
 
 
 def _compose(text: str) -> Node | None:

@@ -1,7 +1,7 @@
 """The control plane on the virtual clock: the ratio loop, schedules, upgrades and substitution, over a live mesh.
 
-Ratio, plans and schedules are the master's own cores, joined by calls: what a shell adds is I/O alone. Two things differ: substitution is
-the simulated mesh's (the master's is `core/group_controller`), and upgrades are run by `core/upgrade`, which the master does not do yet.
+Ratio, plans, schedules and upgrades are the master's own cores, joined by calls: what a shell adds is I/O alone. What differs is how one
+group changes: that is the simulated mesh's own (the master's is `core/group_controller`).
 Everything that was decided or done is in `log`, in order, and `samples` holds one row per window: figures are drawn from these two.
 """
 
@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from loadtests.sim.live import ROLES, Group, LiveMesh
+from pdmesh.core.desired import Service, UpgradeLimits, revision_of
 from pdmesh.core.fleet import Role
-from pdmesh.core.moves import Move, MoveKind, Plan
+from pdmesh.core.moves import Groups, GroupShape, Move, MoveKind, Plan
 from pdmesh.core.plan_runner import Effect as RunnerEffect
 from pdmesh.core.plan_runner import Event as RunnerEvent
 from pdmesh.core.plan_runner import (
@@ -39,9 +40,13 @@ from pdmesh.core.ratio import Event as RatioEvent
 from pdmesh.core.ratio_detector import Window
 from pdmesh.core.ratio_model import Profile
 from pdmesh.core.schedule import Schedule
-from pdmesh.core.upgrade import GroupSeen, SetRevision, Upgrade, UpgradeEnded, UpgradeLimits
+from pdmesh.core.upgrade import UpgradeController
+from pdmesh.core.upgrade_facts import GroupSeen, Keep, Looked, Told
+from pdmesh.core.upgrade_record import Upgrade
 
 _TICK_S: Final = 1.0
+_KV: Final = "sim"
+_FIRST: Final = "r1"  # release that all groups begin with
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,11 @@ class Control:
     samples: list[Sample] = field(default_factory=list)
     runner: PlanRunner = field(init=False)
     ratio: RatioController = field(init=False)
-    upgrade: Upgrade | None = None
+    upgrade_limits: UpgradeLimits = field(default_factory=UpgradeLimits)
+    upgrades: dict[str, Upgrade] = field(default_factory=dict)
+    _upgrading: UpgradeController = field(default_factory=lambda: UpgradeController(_KV))
+    _releases: dict[str, str] = field(default_factory=dict)  # that scenarios shall run
+    _version: int = 1
     _lost: list[tuple[Group, Role, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -104,12 +113,10 @@ class Control:
     def ask(self, plan: Plan) -> None:
         self._ratio(OperatorAsked(plan))
 
-    def start_upgrade(self, scenario: str, revision: str, limits: UpgradeLimits) -> None:
-        """Of all groups that serve the scenario now."""
-        groups = sorted(self.mesh.groups.items())
-        before = {i: g.revision for i, g in groups if g.scenario == scenario and not g.pool}
-        self.upgrade = Upgrade(revision, before, limits)
-        self._note("upgrade", scenario, f"to {revision}: {', '.join(before)}")
+    def release(self, scenario: str, release: str) -> None:
+        """Another revision for all groups of the scenario."""
+        self._releases[scenario] = release
+        self._version += 1
 
     def kill(self, group_id: str, role: Role, repaired_after_s: float) -> None:
         """The busiest instance of the role dies; its machine comes back as a blank one later."""
@@ -137,9 +144,10 @@ class Control:
                 self._note("scale", due.entry.scenario, due.reason)
                 if due.plan is not None:
                     self._run(PlanAsked(due.plan))
-        if self.upgrade is not None:
-            self._upgrade_tick(self.upgrade)
-        self._run(GroupsSeen(states, self.mesh.num_blank))
+        self._upgrade_tick(states)
+        upgrades = self.upgrades.items()
+        held = frozenset(s for s, u in upgrades if u.current in self.mesh.renewing)
+        self._run(GroupsSeen(states, self.mesh.num_blank, held))
         self.runner.check_invariants()
         if now + _TICK_S <= self.until:
             self.mesh.clock.after(_TICK_S, self._tick)
@@ -164,7 +172,7 @@ class Control:
 
     def _is_disturbed(self, scenario: str) -> bool:
         """An upgrade or a loss says nothing about the ratio, and a plan under way is judged by itself."""
-        is_upgrading = self.upgrade is not None and self.upgrade.current is not None
+        is_upgrading = scenario in self.upgrades and bool(self.upgrades[scenario].current)
         is_short = any(group.scenario == scenario for group, _, _ in self._lost)
         return is_upgrading or is_short or bool(self.mesh.num_loading(scenario))
 
@@ -210,29 +218,38 @@ class Control:
             case PlanEnded():
                 self._ratio(effect)
 
-    def _upgrade_tick(self, upgrade: Upgrade) -> None:
-        states = self.mesh.states()
-        scenario = self.mesh.groups[next(iter(upgrade.before))].scenario
-        seen = {}
-        for group_id in upgrade.before:
-            state, group = states[group_id], self.mesh.groups[group_id]
-            busy = [b for role in ROLES if (b := state.busy(role)) is not None]
-            is_whole = bool(group.members) and group_id not in self.mesh.renewing
-            revision = group.revision if is_whole else ""
-            load = max(busy, default=None) if is_whole else None
-            seen[group_id] = GroupSeen(group_id, revision, is_whole, load)
-        for effect in upgrade.tick(seen, self.mesh.clock.now):
+    def _upgrade_tick(self, states: Groups) -> None:
+        scenarios = {group.scenario for group in self.mesh.groups.values()}
+        targets = {s: Service(release=self._releases.get(s, _FIRST)) for s in scenarios}
+        limits = dict.fromkeys(scenarios, self.upgrade_limits)
+        seen = {i: self._seen(i, state) for i, state in states.items() if not state.pool}
+        planning = frozenset(s for s in scenarios if self.runner.is_busy(s))
+        look = Looked(self._version, targets, self.upgrades, seen, limits=limits, planning=planning)
+        for effect in self._upgrading.handle(look, self.mesh.clock.now):
             match effect:
-                case SetRevision():
-                    self._note("upgrade", scenario, f"{effect.group_id}: {effect.reason}")
-                    self.mesh.renew(effect.group_id, effect.revision, lambda _: None)
-                case UpgradeEnded():
-                    self._note(
-                        "upgrade", scenario, f"{effect.state.value}: {effect.num_done} groups"
-                    )
-                    self.upgrade = None
-                case _:
-                    pass
+                case Keep(upgrade):
+                    self._renew(self.upgrades.get(upgrade.scenario), upgrade)
+                    self.upgrades[upgrade.scenario] = upgrade
+                case Told(scenario, step, _, group_id):
+                    self._note("upgrade", scenario, f"{step} {group_id}".strip())
+
+    def _seen(self, group_id: str, state: GroupShape) -> GroupSeen:
+        group = self.mesh.groups[group_id]
+        is_whole = bool(group.members) and group_id not in self.mesh.renewing
+        revision = revision_of(Service(release=group.revision), _KV)
+        counts = {role: state.num(role) for role in ROLES}
+        busy = {role: state.busy(role) for role in ROLES}
+        return GroupSeen(
+            group_id, group.scenario, revision, counts, busy, is_whole, serves=bool(group.members)
+        )
+
+    def _renew(self, before: Upgrade | None, after: Upgrade) -> None:
+        for group_id, group in sorted(self.mesh.groups.items()):
+            if group.scenario != after.scenario or before is None:
+                continue
+            release = after.service_of(group_id).release
+            if release != before.service_of(group_id).release:
+                self.mesh.renew(group_id, release, lambda _: None)
 
     def _note(self, kind: str, scenario: str, text: str) -> None:
         self.log.append(Entry(self.mesh.clock.now, kind, scenario, text))

@@ -22,10 +22,10 @@ from loadtests.sim.live import LiveMesh
 from loadtests.sim.load import Lengths, merged, poisson
 from loadtests.sim.ratio.loop import SHAPE
 from pdmesh.core.cron import Cron
+from pdmesh.core.desired import UpgradeLimits
 from pdmesh.core.fleet import Role
 from pdmesh.core.ratio import RatioLimits
 from pdmesh.core.schedule import Entry, Schedule, What
-from pdmesh.core.upgrade import UpgradeLimits
 
 DAY_S: Final = 86_400.0
 MIDNIGHT: Final = datetime(2026, 11, 21, tzinfo=UTC).timestamp()
@@ -86,10 +86,10 @@ def play(speed: float, seed: int, command: str) -> Day:
     window_s = max(10.0, 120.0 / speed)
     limits = RatioLimits(settle_s=2 * window_s, hold_s=15 * window_s)
     control = Control(mesh, window_s, until, limits, schedule, MIDNIGHT, speed=speed)
+    control.upgrade_limits = UpgradeLimits(soak_s=3 * window_s)
     control.start()
     at = mesh.clock.at
-    upgrade = UpgradeLimits(soak_s=3 * window_s)
-    at(UPGRADE_AT / speed, partial(control.start_upgrade, "chat", "r2", upgrade))
+    at(UPGRADE_AT / speed, partial(control.release, "chat", "r2"))
     for when, group_id, role in FAULTS:
         at(when / speed, partial(control.kill, group_id, role, _HOUR / speed))
     rng = random.Random(seed)

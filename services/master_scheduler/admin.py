@@ -8,7 +8,7 @@ from typing import Any, Final
 import grpc
 import structlog
 
-from pdmesh.core.desired import Change, Desired, diff
+from pdmesh.core.desired import Change, Desired, Service, diff
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_controller import GroupReport
 from pdmesh.core.group_facts import Observed, WantedGroup
@@ -24,6 +24,8 @@ from services.master_scheduler.admin_access import AdminAccess
 from services.master_scheduler.group_loop import GroupLoop
 from services.master_scheduler.holds import Holds
 from services.master_scheduler.pins import Pins
+from services.master_scheduler.upgrade_convert import state_to
+from services.master_scheduler.upgrade_loop import UpgradeLoop
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +40,7 @@ class AdminServicer:
         self,
         access: AdminAccess,
         loop: GroupLoop,
+        upgrades: UpgradeLoop,
         store: DesiredStore,
         holds: Holds,
         pins: Pins,
@@ -46,7 +49,7 @@ class AdminServicer:
         usage: Callable[[], pb.UsageBook],
     ) -> None:
         self._access, self._loop, self._store, self._holds = access, loop, store, holds
-        self._pins, self._view = pins, view
+        self._upgrades, self._pins, self._view = upgrades, pins, view
         self._leadership, self._usage = leadership, usage
 
     async def GetDesired(  # noqa: N802
@@ -74,7 +77,12 @@ class AdminServicer:
         self._enter(context)
         expected = request.expected_version if request.HasField("expected_version") else None
         version, changes = await self._apply(
-            request.text, expected, request.author, request.reason, allow_empty=request.allow_empty
+            request.text,
+            expected,
+            request.author,
+            request.reason,
+            allow_empty=request.allow_empty,
+            canary_share=request.canary_share,
         )
         return pb.ApplyDesiredResponse(version=version, changes=changes)
 
@@ -93,6 +101,17 @@ class AdminServicer:
         )
         return pb.RollbackDesiredResponse(version=version, restored_version=number, changes=changes)
 
+    async def PromoteUpgrade(  # noqa: N802
+        self, request: pb.PromoteUpgradeRequest, context: Context
+    ) -> pb.PromoteUpgradeResponse:
+        self._enter(context)
+        promoted = await self._upgrades.promote(request.scenario)
+        if not promoted:
+            which = f"scenario {request.scenario}" if request.scenario else "any scenario"
+            raise InvalidRequest(f"there is no canary of {which}", field="scenario")
+        log.info("admin.promoted", scenarios=promoted)
+        return pb.PromoteUpgradeResponse(scenarios=promoted)
+
     async def ListGroupStates(  # noqa: N802
         self, request: pb.ListGroupStatesRequest, context: Context
     ) -> pb.ListGroupStatesResponse:
@@ -104,6 +123,7 @@ class AdminServicer:
             holds=self._holds.known,
             adjustments=self._loop.adjustments.groups,
             paused=self._loop.paused,
+            upgrades=map(state_to, self._upgrades.reports),
         )
         if observed is not None and observed.epoch == epoch:
             reports = self._loop.controller.reports
@@ -189,8 +209,36 @@ class AdminServicer:
                 field="instance_id",
             )
 
+    def _check_canary(self, share: float, after: Desired) -> None:
+        """Raises InvalidRequest where a canary would not be what the caller thinks it is."""
+        if not 0 < share < 1:
+            raise InvalidRequest(
+                "a canary's share is more than 0 and less than 1", field="canary_share"
+            )
+        upgrades, services = self._loop.upgrades, _runs(after)
+        changed = [
+            s for s, each in upgrades.items() if services.get(s, each.settled) != each.settled
+        ]
+        if not changed:
+            raise InvalidRequest(
+                "no service that runs is changed, so there is nothing to try out",
+                field="canary_share",
+            )
+        if busy := [s for s in changed if not upgrades[s].is_idle]:
+            raise InvalidRequest(
+                f"an upgrade of scenario {busy[0]} is under way: promote it or roll it back first",
+                field="canary_share",
+            )
+
     async def _apply(
-        self, text: str, expected: int | None, author: str, reason: str, *, allow_empty: bool
+        self,
+        text: str,
+        expected: int | None,
+        author: str,
+        reason: str,
+        *,
+        allow_empty: bool,
+        canary_share: float = 0.0,
     ) -> tuple[int, list[pb.DesiredChange]]:
         after = read(text)
         author, reason = _words(author, "author"), _words(reason, "reason")
@@ -205,13 +253,24 @@ class AdminServicer:
                 " if that is meant",
                 field="groups",
             )
+        if canary_share:
+            self._check_canary(canary_share, after)
         if not self._leadership()[0]:
             raise Unavailable("this master has just ceased to lead; nothing was changed")
         applied = await self._store.apply(
-            text, expected_version=expected, author=author, reason=reason
+            text,
+            expected_version=expected,
+            author=author,
+            reason=reason,
+            canary_share=canary_share,
         )
         log.info("admin.applied", version=applied.version, author=author, num_changes=len(changes))
         return applied.version, changes
+
+
+def _runs(desired: Desired) -> dict[str, Service]:
+    """By scenario."""
+    return {g.scenario: desired.service_of(g) for g in desired.groups.values()}
 
 
 def _has_groups(current: pb.DesiredVersion | None) -> bool:

@@ -22,6 +22,7 @@ from pdmesh.core.group_facts import Observed, Seen, Wanted, wanted_of
 from pdmesh.core.group_round import Round
 from pdmesh.core.group_steps import Step
 from pdmesh.core.instance_events import Assignment
+from pdmesh.core.upgrade_record import NO_UPGRADES, Upgrades
 from pdmesh.errors import InvalidRequest, NotLeader, Unavailable, VersionConflict
 from pdmesh.events.v1.events_pb2 import GroupStep
 from pdmesh.instance.assignment import assignment_from
@@ -38,10 +39,12 @@ from pdmesh.v1.admin_service_pb2 import (
     DesiredVersion,
 )
 from pdmesh.v1.admin_service_pb2 import Adjustments as AdjustmentsMessage
+from pdmesh.v1.admin_service_pb2 import Upgrades as UpgradesMessage
 from services.master_scheduler.desired_convert import adjustments_from
 from services.master_scheduler.desired_reader import DesiredReader
 from services.master_scheduler.group_convert import assignment_to, seen_from
 from services.master_scheduler.holds import Holds
+from services.master_scheduler.upgrade_convert import upgrades_from
 
 log = structlog.get_logger(__name__)
 
@@ -70,6 +73,7 @@ class GroupLoop:
         self.controller = GroupController()
         self.observed: Observed | None = None  # of the last round
         self.paused = ""  # why the leader decides nothing now
+        self.on_step: Callable[[Step], None] = lambda step: None
         self._epoch = 0
         self._book: AssignmentBook | None = None
         self._desired: DesiredView | None = None
@@ -130,6 +134,11 @@ class GroupLoop:
         return self._desired.adjustments if self._desired is not None else AdjustmentsMessage()
 
     @property
+    def upgrades(self) -> Upgrades:
+        """What the registry knows of them; also while another master leads."""
+        return upgrades_from(self._desired.upgrades) if self._desired is not None else NO_UPGRADES
+
+    @property
     def fired(self) -> Mapping[str, float]:
         """For which time each schedule fired last, as the registry knows it."""
         return dict(self.adjustments.fired)
@@ -143,6 +152,12 @@ class GroupLoop:
         """They were written just now: what is decided next counts with them."""
         assert self._desired is not None
         self._desired.adjustments = adjustments
+        self._wake.set()
+
+    def take_upgrades(self, upgrades: UpgradesMessage) -> None:
+        """They were written just now: the next round makes them."""
+        assert self._desired is not None
+        self._desired.upgrades = upgrades
         self._wake.set()
 
     def is_assigned(self, instance_id: str) -> bool:
@@ -240,7 +255,8 @@ class GroupLoop:
             except InvalidRequest as exc:
                 log.warning("groups.bad_assignment", instance_id=instance_id, error=exc.message)
 
-        wanted = wanted_now(desired, adjustments_from(self._desired.adjustments))
+        known = adjustments_from(self._desired.adjustments)
+        wanted = wanted_now(desired, known, self.upgrades)
         drained, isolated = self._holds.held(HOLD_KIND_DRAIN), self._holds.held(HOLD_KIND_ISOLATE)
         return Observed(epoch, version.version, wanted, seen, given, drained, isolated)
 
@@ -266,6 +282,7 @@ class GroupLoop:
                     await self._tell(effect, epoch)
 
     async def _tell(self, step: Step, epoch: int) -> None:
+        self.on_step(step)
         _steps.add(1, {names.ATTR_STEP: step.step})
         log.info(
             "group.step",
@@ -311,9 +328,9 @@ class GroupLoop:
         )
 
 
-def wanted_now(desired: Desired, known: Adjustments) -> Wanted:
-    """With what plans have adjusted; instances of lent groups are kept for their borrowers."""
-    return wanted_of(adjusted(desired, known), KV_TRANSPORT, num_lent(desired, known))
+def wanted_now(desired: Desired, known: Adjustments, upgrades: Upgrades = NO_UPGRADES) -> Wanted:
+    """With what plans have adjusted and which revisions groups have; instances of lent groups are kept for their borrowers."""
+    return wanted_of(adjusted(desired, known), KV_TRANSPORT, num_lent(desired, known), upgrades)
 
 
 _steps = metrics.counter(names.GROUP_STEPS, "Steps of groups, by kind")

@@ -58,6 +58,8 @@ from services.master_scheduler.scenario_feed import ScenarioFeed
 from services.master_scheduler.servicer import SchedulerServicer
 from services.master_scheduler.settings import Settings
 from services.master_scheduler.stored_epochs import highest_stored
+from services.master_scheduler.upgrade_feed import UpgradeFeed
+from services.master_scheduler.upgrade_loop import UpgradeLoop
 from services.master_scheduler.usage_loop import UsageLoop
 
 log = structlog.get_logger(__name__)
@@ -132,9 +134,19 @@ class Master:
         token = token_of(settings.admin_token.get_secret_value(), settings.admin_token_file)
         self._plan_loop = PlanLoop(self.fleet, self.group_loop, store, windows, self._leadership)
         self._usage = UsageLoop(self.group_loop, usage_store(bus), self._leadership)
+        self._upgrade_loop = UpgradeLoop(
+            self.fleet,
+            self.group_loop,
+            store,
+            self._plan_loop,
+            self._publisher,
+            self._leadership,
+            lambda shares: setattr(placement, "shares", shares),
+        )
         self._admin = AdminServicer(
             AdminAccess(token),
             self.group_loop,
+            self._upgrade_loop,
             store,
             holds,
             self._pins,
@@ -142,7 +154,10 @@ class Master:
             self._leadership,
             self._usage.message,
         )
-        self._scenario_feed = ScenarioFeed(self.scenarios, windows, self.fleet, bus)
+        self._upgrade_feed = UpgradeFeed(self.fleet, bus, self._upgrade_loop.tell)
+        self._scenario_feed = ScenarioFeed(
+            self.scenarios, windows, self.fleet, bus, self._upgrade_feed.answered
+        )
         self._presence = Presence(
             registry,
             self._publisher,
@@ -179,6 +194,8 @@ class Master:
         self._spawn(self._scenario_feed.run())
         self._spawn(self.group_loop.run())
         self._spawn(self._plan_loop.run())
+        self._spawn(self._upgrade_feed.run())
+        self._spawn(self._upgrade_loop.run())
         self._spawn(self._usage.run())
         self._spawn(self._pins.run())
         self._server = rpc.server()

@@ -104,7 +104,32 @@ class PlanLoop:
         self._steer(desired, states)
         self._notice_ends(known, desired)
         num_blank = self._groups.num_blank
-        await self._make(self._feed(GroupsSeen(states, num_blank)), desired, known)
+        seen = GroupsSeen(states, num_blank, self._being_upgraded(is_out=True))
+        await self._make(self._feed(seen), desired, known)
+
+    def busy(self, group_id: str, role: Role) -> float | None:
+        """Share of the role's slots that was taken lately; None: not known."""
+        return self._loads.busy([group_id], role)
+
+    def planning(self) -> frozenset[str]:
+        """Scenarios in which plans move something, or are about to."""
+        current = self._groups.current
+        scenarios = {g.scenario for g in current[0].groups.values()} if current else set()
+        return frozenset(s for s in scenarios if self._runner.is_busy(s))
+
+    def _being_upgraded(self, *, is_out: bool) -> frozenset[str]:
+        """Scenarios with a group that gets another revision now; `is_out`: and does not serve whole."""
+        reports = self._groups.controller.reports
+        return frozenset(
+            scenario
+            for scenario, upgrade in self._groups.upgrades.items()
+            if upgrade.current
+            and not (
+                is_out
+                and upgrade.current in reports
+                and reports[upgrade.current].state is GroupState.SERVING
+            )
+        )
 
     def _resume(self, states: Groups) -> None:
         """Schedules fire once: what an earlier leader did not get done of their plans is done now, unless it is too late."""
@@ -128,6 +153,7 @@ class PlanLoop:
         """The ratio of scenarios that want it so, once in a window; one with a set-up or a loss in it says nothing of the ratio."""
         scenarios = sorted({group.scenario for group in states.values()})
         self._disturbed.update(s for s in scenarios if not self._is_steady(s, states))
+        self._disturbed |= self._being_upgraded(is_out=False)
         window_s = self._clock() - self._closed_at
         if window_s < WINDOW_S:
             return

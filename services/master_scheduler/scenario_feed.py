@@ -34,6 +34,7 @@ class RequestFinishedJson(msgspec.Struct, rename="camel"):
 
     scenario: str = ""
     outcome: str = ""
+    prefill_id: str = ""
     usage: _Usage = msgspec.field(default_factory=_Usage)
     queue_ms: float = 0.0
     ttft_ms: float = 0.0
@@ -45,11 +46,19 @@ _decoder = msgspec.json.Decoder(RequestFinishedJson)
 
 
 class ScenarioFeed:
+    """`on_completed` hears of each request that was answered."""
+
     def __init__(
-        self, scenarios: Scenarios, windows: ScenarioWindows, fleet: Fleet, bus: Bus
+        self,
+        scenarios: Scenarios,
+        windows: ScenarioWindows,
+        fleet: Fleet,
+        bus: Bus,
+        on_completed: Callable[[RequestFinishedJson], None] = lambda event: None,
     ) -> None:
         self._scenarios, self._windows = scenarios, windows
         self._fleet, self._bus = fleet, bus
+        self._on_completed = on_completed
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -71,6 +80,7 @@ class ScenarioFeed:
             finished = finished_of(event)
             self._scenarios.handle(finished, time.monotonic())
             self._windows.finished(finished)
+            self._on_completed(event)
         elif event.outcome == "failed":
             self._windows.failed(event.scenario or DEFAULT_SCENARIO)
 

@@ -7,10 +7,10 @@ and assignments, each write compared with what its writer saw, as JetStream does
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdmesh.core import instance_events as events
-from pdmesh.core.desired import Desired
+from pdmesh.core.desired import Desired, UpgradeLimits
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_clock import StageClock, StageLimits
 from pdmesh.core.group_controller import Forget, Give, GroupController
@@ -18,7 +18,15 @@ from pdmesh.core.group_facts import Observed, Seen, wanted_of
 from pdmesh.core.group_steps import Step
 from pdmesh.core.instance_events import Assignment, PeerId, Phase
 from pdmesh.core.instance_life import InstanceLife
+from pdmesh.core.upgrade import UpgradeController
+from pdmesh.core.upgrade_facts import Drop, Keep, MemberLost, RestoreVersion, Told
+from pdmesh.core.upgrade_health import Answered, LegFailed
+from pdmesh.core.upgrade_look import Surroundings, look_at
+from pdmesh.core.upgrade_record import Upgrade
 
+KV = "kv/1"
+SOAK_S = 5.0
+UPGRADE = UpgradeLimits(soak_s=SOAK_S, group_timeout_s=300.0)
 LIMITS = StageLimits(
     react_s=20, load_s=40, connect_s=20, serve_s=20, drain_s=40, disconnect_s=5, gather_s=30, cool_s=30
 )  # fmt: skip
@@ -70,8 +78,15 @@ class World:
     isolated: set[str] = field(default_factory=set)
     steps: list[Step] = field(default_factory=list)
     incarnations: int = 0
+    upgrading: UpgradeController = field(default_factory=lambda: UpgradeController(KV))
+    upgrades: dict[str, Upgrade] = field(default_factory=dict)
+    versions: dict[int, Desired] = field(default_factory=dict)
+    told: list[Told] = field(default_factory=list)
+    canary_share: float = 0.0  # that the next version is applied with
+    busy: float | None = 0.1
 
     def __post_init__(self) -> None:
+        self.versions[self.version] = self.desired
         for i in range(self.num):
             self.start(f"i-{i}")
 
@@ -147,7 +162,7 @@ class World:
         return Observed(
             self.epoch,
             self.version,
-            wanted_of(self.desired, "kv/1", self.num_lent),
+            wanted_of(self.desired, KV, self.num_lent, self.upgrades),
             dict(self.records),
             dict(self.given),
             frozenset(self.drained),
@@ -156,7 +171,8 @@ class World:
 
     def round(self, num_written: int | None = None) -> list[Give | Forget]:
         """One round; of its writes only the first `num_written` arrive (the leader died, or the store went away)."""
-        effects = self.controller.handle(self.observe(), self.now)
+        observed = self.observe()
+        effects = self.controller.handle(observed, self.now)
         self.steps += [e for e in effects if isinstance(e, Step)]
         writes = [e for e in effects if isinstance(e, Give | Forget)]
         for write in writes[:num_written]:
@@ -165,16 +181,55 @@ class World:
                     self.given[instance_id] = assignment
                 case Forget(instance_id):
                     del self.given[instance_id]
+        for step in (e for e in effects if isinstance(e, Step)):
+            given = observed.given.get(step.instance_id)
+            if given is not None and step.step in ("lost", "failed"):
+                lost = MemberLost((step.group_id, given.duty.revision), step.instance_id)
+                self.upgrading.handle(lost, self.now)
+        self._upgrade(observed)
         return writes
+
+    def _upgrade(self, observed: Observed) -> None:
+        """A look of the upgrades at what the round looked at."""
+        if observed.version == 0:
+            return
+        around = Surroundings(lambda group_id, role: self.busy, canary_share=self.canary_share)
+        look = look_at(
+            self.desired, self.desired, self.upgrades, observed, self.controller.reports, around
+        )
+        look = replace(look, limits=dict.fromkeys(look.targets, UPGRADE))
+        for effect in self.upgrading.handle(look, self.now):
+            match effect:
+                case Keep(upgrade):
+                    self.upgrades[upgrade.scenario] = upgrade
+                case Drop(scenario):
+                    del self.upgrades[scenario]
+                case RestoreVersion(version, bad) if bad == self.version:
+                    self.apply(self.versions[version])
+                case Told():
+                    self.told.append(effect)
+
+    def answer(self, sick: str = "", num: int = 5) -> None:
+        """Every group answers some requests; instances of the revision `sick` fail as many."""
+        for process in self.processes.values():
+            duty = process.life.duty
+            if process.record().phase is Phase.READY and duty is not None:
+                cell = (duty.group_id, duty.revision)
+                for _ in range(num):
+                    self.upgrading.handle(Answered(cell, 0.1, 0.01), self.now)
+                    if sick and duty.revision == sick:
+                        self.upgrading.handle(LegFailed(cell), self.now)
 
     def elect(self) -> None:
         """Another master leads: it knows what the registry knows."""
         self.epoch += 1
         self.controller = GroupController(StageClock(LIMITS))
+        self.upgrading = UpgradeController(KV)
 
-    def apply(self, desired: Desired) -> None:
-        self.desired = desired
+    def apply(self, desired: Desired, canary_share: float = 0.0) -> None:
+        self.desired, self.canary_share = desired, canary_share
         self.version += 1
+        self.versions[self.version] = desired
 
     # --- what a test wants ---------------------------------------------------------------------------
 

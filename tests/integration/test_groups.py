@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import random
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -13,12 +9,12 @@ import pytest
 
 from pdmesh.errors import InvalidRequest
 from pdmesh.launcher.mesh import Mesh
-from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
+from tests.support.groups import asking, spec
 from tests.support.operator import CHANGE_S, Operator
-from tests.support.streams import StreamOutcome, stream_completion
+from tests.support.streams import stream_completion
 from tests.support.waiting import until
 
 TWO_BY_TWO = "groups:\n  chat: {prefill: 2, decode: 2}\n"
@@ -28,42 +24,6 @@ scenarios:
 groups:
   chat: {prefill: 3, decode: 1}
 """
-
-
-def spec(groups_file: Path | None, num_blank: int, num_masters: int = 1) -> MeshSpec:
-    return MeshSpec(
-        engine="sim",
-        num_prefill=0,
-        num_decode=0,
-        num_blank=num_blank,
-        num_masters=num_masters,
-        groups_file=groups_file,
-        http_port=0,
-        grpc_port=0,
-        start_timeout_s=90,
-    )
-
-
-@contextlib.asynccontextmanager
-async def asking(url: str) -> AsyncIterator[list[StreamOutcome]]:
-    """Clients that ask one after the other until the block is left; their outcomes."""
-    outcomes: list[StreamOutcome] = []
-    is_over = asyncio.Event()
-
-    async def ask(client: httpx.AsyncClient, seed: int) -> None:
-        order = random.Random(seed)
-        while not is_over.is_set():
-            prompt = [40 + order.randrange(80) for _ in range(order.randrange(1, 300))]
-            tokens = order.randrange(1, 40)
-            outcomes.append(await stream_completion(client, url, prompt, tokens, ignore_eos=True))
-
-    async with httpx.AsyncClient(timeout=60) as client, asyncio.TaskGroup() as clients:
-        for seed in range(4):
-            clients.create_task(ask(client, seed))
-        try:
-            yield outcomes
-        finally:
-            is_over.set()
 
 
 @pytest.mark.timeout(300)

@@ -1,195 +1,351 @@
-"""Rolling upgrades: whatever happens to the groups, at most one is out, and one that turns sick goes back."""
+"""Rolling upgrades over the real group controller and pure instances: one group at a time, all new or all old in the end (S24)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.core.upgrade import (
-    GroupSeen,
-    SetRevision,
-    SetShare,
-    Upgrade,
-    UpgradeEnded,
-    UpgradeLimits,
-    UpgradeState,
-)
+from pdmesh.core.desired import Desired, Group, Scenario, Service, revision_of
+from pdmesh.core.fleet import Role
+from pdmesh.core.group_round import Round
+from pdmesh.core.instance_events import Phase, Stage
+from pdmesh.core.upgrade_facts import Keep, MemberLost, Promoted
+from pdmesh.core.upgrade_health import Answered, Answers, LegFailed, Tally, verdict
+from pdmesh.core.upgrade_record import canary_of, shares
+from tests.fakes.group_world import KV, UPGRADE, World
 
-OLD, NEW = "old", "new"
-LIMITS = UpgradeLimits(soak_s=30, group_timeout_s=100)
+ROLES = (Role.PREFILL, Role.DECODE)
 
 
-@dataclass
-class Mesh:
-    """Groups as their controller has them: a change of revision takes `change_s`, unless it never ends."""
-
-    num_groups: int = 3
-    busy: float | None = 0.5
-    change_s: float = 40.0
-    limits: UpgradeLimits = LIMITS
-    sick: dict[str, str] = field(default_factory=dict)  # group -> what is wrong with NEW there
-    now: float = 0.0
-    groups: dict[str, GroupSeen] = field(init=False)
-    upgrade: Upgrade = field(init=False)
-    until: dict[str, float] = field(default_factory=dict)
-    wanted: dict[str, str] = field(default_factory=dict)
-    shares: dict[str, float] = field(default_factory=dict)
-    ended: list[UpgradeEnded] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        ids = [f"g{i}" for i in range(self.num_groups)]
-        self.groups = {i: GroupSeen(i, OLD, True, self.busy, 0.0) for i in ids}
-        self.restart()
-
-    def restart(self) -> None:
-        self.upgrade = Upgrade(NEW, dict.fromkeys(sorted(self.groups), OLD), self.limits)
-
-    def step(self, seconds: float = 10.0) -> None:
-        self.now += seconds
-        for group_id, at in list(self.until.items()):
-            if at <= self.now:
-                self._change(group_id)
-        for effect in self.upgrade.tick(self.groups, self.now):
-            self._act(effect)
-        self.check()
-
-    def _change(self, group_id: str) -> None:
-        wrong = self.sick.get(group_id, "") if self.wanted[group_id] == NEW else ""
-        if wrong == "hangs":
-            return
-        del self.until[group_id]
-        seen = replace(self.groups[group_id], revision=self.wanted[group_id], is_whole=True)
-        if wrong == "errors":
-            seen = replace(seen, error_share=0.2)
-        elif wrong == "fails":
-            seen = replace(seen, is_whole=False, failure="wrong model hash")
-        else:
-            seen = replace(seen, error_share=0.0, failure="")
-        self.groups[group_id] = seen
-
-    def _act(self, effect: SetRevision | SetShare | UpgradeEnded) -> None:
-        match effect:
-            case SetRevision():
-                self.wanted[effect.group_id] = effect.revision
-                self.until[effect.group_id] = self.now + self.change_s
-                group = self.groups[effect.group_id]
-                self.groups[effect.group_id] = replace(
-                    group, revision="", is_whole=False, failure="", error_share=None
-                )
-            case SetShare():
-                self.shares[effect.group_id] = effect.share
-            case UpgradeEnded():
-                self.ended.append(effect)
-
-    def check(self) -> None:
-        out = [g for g in self.groups.values() if not g.is_whole]
-        assert len(out) <= 1, "one group at a time"
-        assert self.upgrade.current is None or all(g.group_id == self.upgrade.current for g in out)
-
-    def run(self, steps: int = 100) -> None:
-        for _ in range(steps):
-            self.step()
-
-    @property
-    def revisions(self) -> list[str]:
-        return [g.revision for _, g in sorted(self.groups.items())]
+def released(release: str, num_groups: int = 3) -> Desired:
+    groups = {name: Group("chat", 2, 2) for name in "abcd"[:num_groups]}
+    scenarios = {"chat": Scenario("model")}
+    return Desired({"model": Service(release=release)}, scenarios, groups)
 
 
-@pytest.mark.req("S24")
-def test_three_groups_are_upgraded_one_after_the_other_each_after_the_last_proved_itself() -> None:
-    mesh = Mesh()
-    mesh.run()
-    assert mesh.revisions == [NEW] * 3
-    assert mesh.ended == [UpgradeEnded(UpgradeState.DONE, 3, "")]
+def revision(release: str) -> str:
+    return revision_of(Service(release=release), KV)
 
 
-@pytest.mark.req("S24")
-@pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [
-        ("errors", "g1: 20.0% of requests failed"),
-        ("fails", "g1: wrong model hash"),
-        ("hangs", "g1 was not whole in time"),
-    ],
-)
-def test_a_group_that_is_not_well_goes_back_and_the_rest_is_left_alone(
-    wrong: str, reason: str
+OLD, NEW = revision("1"), revision("2")
+
+
+def settled(num_groups: int = 3, num_spare: int = 4) -> World:
+    """Groups of 2P:2D that serve release 1."""
+    world = World(released("1", num_groups), num=4 * num_groups + num_spare)
+    world.settle()
+    world.told.clear()
+    return world
+
+
+def running(world: World) -> dict[str, set[str]]:
+    """The revisions of instances that take requests, by group."""
+    found: dict[str, set[str]] = {}
+    for process in world.processes.values():
+        duty = process.life.duty
+        if duty is not None and process.record().phase is Phase.READY:
+            found.setdefault(duty.group_id, set()).add(duty.revision)
+    return found
+
+
+def told(world: World) -> list[str]:
+    return [f"{t.step} {t.group_id}".strip() for t in world.told]
+
+
+def check_one_at_a_time(world: World) -> None:
+    """At most one group has members of two revisions, and no group more than its ratio of either."""
+    turn = Round(world.observe())
+    mixed = []
+    for group_id, group in turn.observed.wanted.groups.items():
+        staying = [m for m in turn.members(group_id) if m.stage <= Stage.SERVE]
+        if len({m.revision for m in staying}) > 1:
+            mixed.append(group_id)
+        for each in {m.revision for m in staying}:
+            for role in ROLES:
+                num = sum(m.role is role and m.revision == each for m in staying)
+                assert num <= group.counts[role]
+    assert len(mixed) <= 1, mixed
+
+
+def play(
+    world: World, seconds: int, *, sick: str = "", fails: Callable[[str], bool] = lambda _: False
 ) -> None:
-    mesh = Mesh(sick={"g1": wrong})
-    mesh.run()
-    assert mesh.revisions == [NEW, OLD, OLD]
-    assert all(g.is_whole for g in mesh.groups.values())
-    assert mesh.ended == [UpgradeEnded(UpgradeState.STOPPED, 1, reason)]
+    """Everybody works; instances of the revision `sick` fail their requests, those for which `fails` says so cannot load."""
+    for _ in range(seconds):
+        world.now += 1
+        world.round()
+        world.answer(sick)
+        check_one_at_a_time(world)
+        for instance_id in list(world.processes):
+            world.hear(instance_id)
+            process = world.processes[instance_id]
+            duty = process.life.duty
+            is_loading = process.life.phase is Phase.LOADING and duty is not None
+            world.work(instance_id, fails=is_loading and duty is not None and fails(duty.revision))
+            world.tell(instance_id)
+
+
+def promote(world: World) -> None:
+    for effect in world.upgrading.handle(Promoted(world.upgrades["chat"]), world.now):
+        if isinstance(effect, Keep):
+            world.upgrades["chat"] = effect.upgrade
+
+
+def is_at(world: World, revision: str) -> bool:
+    groups = world.desired.groups
+    return (
+        world.counts() == dict.fromkeys(groups, (2, 2, 0))
+        and running(world) == {g: {revision} for g in groups}
+        and world.upgrades["chat"].is_idle
+    )
 
 
 @pytest.mark.req("S24")
-def test_a_canary_gets_its_share_until_it_has_proved_itself_or_went_back() -> None:
-    canary = replace(LIMITS, canary_share=0.05)
-    mesh = Mesh(limits=canary)
-    mesh.step()
-    assert mesh.shares == {"g0": 0.05}
-    mesh.run()
-    assert mesh.shares == {"g0": 1.0}
-    sick = Mesh(limits=canary, sick={"g0": "errors"})
-    sick.run()
-    assert (sick.revisions, sick.shares) == ([OLD] * 3, {"g0": 1.0})
+@pytest.mark.parametrize("num_spare", [0, 4])
+def test_groups_are_upgraded_one_after_the_other_each_after_the_last_proved_itself(
+    num_spare: int,
+) -> None:
+    world = settled(num_spare=num_spare)
+    world.apply(released("2"))
+    play(world, 120)
+    assert is_at(world, NEW)
+    each = [f"{step} {group}" for group in "abc" for step in ("changing", "proved")]
+    assert told(world) == ["begun", *each, "done"]
+
+
+@pytest.mark.req("S24")
+def test_a_revision_that_cannot_be_loaded_goes_back_and_the_desired_state_with_it() -> None:
+    world = settled(num_spare=0)
+    world.apply(released("2"))
+    play(world, 120, fails=lambda revision: revision == NEW)
+    assert is_at(world, OLD)
+    assert world.desired == released("1")
+    assert world.version == 3
+    assert told(world)[:3] == ["begun", "changing a", "turned_back a"]
+    assert told(world)[-1] == "went_back"
+    assert "LOAD_FAILED" in world.upgrading.reports["chat"].detail
+
+
+@pytest.mark.req("S24")
+def test_a_revision_that_answers_errors_in_the_second_group_leaves_none_of_it_in_the_first() -> (
+    None
+):
+    world = settled()
+    world.apply(released("2"))
+    while "proved a" not in told(world):
+        play(world, 1)
+    while "changing b" not in told(world):
+        play(world, 1)
+    play(world, 120, sick=NEW)
+    assert is_at(world, OLD)
+    assert [s for s in told(world) if s.startswith(("turned", "back", "went"))] == [
+        "turned_back b", "back b", "back a", "went_back",
+    ]  # fmt: skip
+
+
+@pytest.mark.req("S24")
+def test_instances_that_are_lost_one_after_the_other_turn_it_back_one_alone_does_not() -> None:
+    world = settled()
+    world.apply(released("2"))
+    while running(world).get("a") != {NEW}:
+        play(world, 1)
+    world.kill(world.ready("a", Role.PREFILL)[0])
+    play(world, 3)
+    assert not world.upgrades["chat"].back
+    world.kill(world.ready("a", Role.DECODE)[0])
+    play(world, 3)
+    assert "it was lost" in world.upgrades["chat"].back
+
+
+@pytest.mark.req("S24")
+def test_a_canary_serves_beside_the_groups_until_it_is_promoted() -> None:
+    world = settled()
+    world.apply(released("2"), canary_share=0.25)
+    play(world, 60)
+    assert world.counts()[canary_of("chat")] == (2, 2, 0)  # a quarter of 6P:6D
+    assert shares(world.upgrades) == {canary_of("chat"): 0.25}
+    assert {g: r for g, r in running(world).items() if g in "abc"} == {g: {OLD} for g in "abc"}
+    world.elect()
+    promote(world)
+    play(world, 200)
+    assert is_at(world, NEW)
+
+
+@pytest.mark.req("S24")
+@pytest.mark.parametrize("is_sick", [True, False])
+def test_a_canary_goes_back_if_it_is_sick_or_an_operator_says_so(is_sick: bool) -> None:
+    world = settled()
+    world.apply(released("2"), canary_share=0.1)
+    play(world, 30)
+    if not is_sick:
+        world.apply(released("1"))
+    play(world, 60, sick=NEW if is_sick else "")
+    assert is_at(world, OLD)
+    assert world.version == 3
+    assert world.upgrades["chat"].outcome
 
 
 @pytest.mark.req("S24")
 @pytest.mark.parametrize(
     ("num_groups", "busy", "why"),
     [
-        (1, 0.1, "only group"),
-        (3, 0.7, "2 groups would be 105% busy"),
-        (3, None, "load is unknown"),
+        (1, 0.1, "only 0 instances may leave; 4 more blank"),
+        (3, 0.7, "4 prefill would be 105% busy"),
+        (3, None, "load of a's prefills is unknown"),
     ],
 )
 def test_a_group_is_not_taken_out_where_the_others_could_not_do_without(
     num_groups: int, busy: float | None, why: str
 ) -> None:
-    mesh = Mesh(num_groups, busy)
-    mesh.run()
-    assert mesh.revisions == [OLD] * num_groups
-    assert why in mesh.upgrade.waits_for
-
-
-def test_an_operator_stops_it_and_the_group_under_way_goes_back() -> None:
-    mesh = Mesh()
-    mesh.step()
-    for effect in mesh.upgrade.stop("not today", mesh.now):
-        mesh._act(effect)
-    mesh.run()
-    assert mesh.revisions == [OLD] * 3
-    assert mesh.ended[-1].reason == "not today"
+    world = settled(num_groups, num_spare=0)
+    world.busy = busy
+    world.apply(released("2", num_groups))
+    play(world, 30)
+    assert set.union(*running(world).values()) == {OLD}
+    assert why in world.upgrading.reports["chat"].detail
 
 
 @pytest.mark.req("S24")
+def test_a_service_of_which_nothing_serves_yet_changes_at_once() -> None:
+    """Nobody misses a revision that never came up: the mended one need not wait for it."""
+    world = World(released("1"), num=16)
+    play(world, 30, fails=lambda revision: revision == OLD)
+    world.apply(released("2"))
+    play(world, 90, fails=lambda revision: revision == OLD)
+    assert is_at(world, NEW)
+
+
+@pytest.mark.req("S24")
+def test_what_somebody_changed_besides_is_not_taken_back() -> None:
+    """Groups go back by themselves; the desired state is left to people if more than one version asked for something."""
+    world = settled()
+    world.apply(released("2"))
+    while "changing a" not in told(world):
+        play(world, 1)
+    more = replace(released("2"), groups={**released("2").groups, "b": Group("chat", 2, 1)})
+    world.apply(more)
+    play(world, 120, fails=lambda revision: revision == NEW)
+    assert world.desired == more
+    assert running(world) == {g: {OLD} for g in "abc"}
+    report = world.upgrading.reports["chat"]
+    assert (report.state, "apply a right file" in report.detail) == ("stopped", True)
+    world.apply(released("1"))
+    play(world, 60)
+    assert is_at(world, OLD)
+
+
+@pytest.mark.req("S24")
+def test_a_third_revision_takes_over_from_where_the_second_one_is() -> None:
+    world = settled()
+    world.apply(released("2"))
+    while "changing b" not in told(world):
+        play(world, 1)
+    world.apply(released("3"))
+    play(world, 200)
+    assert is_at(world, revision("3"))
+
+
+@pytest.mark.req("S24")
+def test_two_scenarios_take_turns() -> None:
+    desired = {
+        release: Desired(
+            {"model": Service(release=release)},
+            {"x": Scenario("model"), "y": Scenario("model")},
+            {"a": Group("x", 2, 2), "b": Group("y", 2, 2)},
+        )
+        for release in ("1", "2")
+    }
+    world = World(desired["1"], num=12)
+    world.settle()
+    world.told.clear()
+    world.apply(desired["2"])
+    play(world, 90)
+    assert set.union(*running(world).values()) == {NEW}
+    steps = [s for s in told(world) if s.startswith(("changing", "proved"))]
+    assert steps == ["changing a", "proved a", "changing b", "proved b"]
+
+
+@pytest.mark.req("S24")
+@settings(deadline=None, max_examples=20)
 @given(
-    num_groups=st.integers(2, 5),
-    steps=st.lists(st.floats(1, 60), min_size=5, max_size=120),
-    sick=st.dictionaries(
-        st.sampled_from([f"g{i}" for i in range(5)]), st.sampled_from(["errors", "fails", "hangs"])
-    ),
-    change_s=st.floats(1, 90),
-    restarts=st.sets(st.integers(0, 120), max_size=4),
+    num_groups=st.integers(2, 3),
+    num_spare=st.sampled_from([0, 2, 4]),
+    wrong=st.sampled_from(["", "errors", "load"]),
+    seed=st.integers(0, 10_000),
+    elections=st.sets(st.integers(0, 60), max_size=3),
+    kills=st.sets(st.integers(0, 60), max_size=2),
+    canary=st.sampled_from([0.0, 0.2]),
 )
-def test_at_most_one_group_is_out_whatever_happens_and_whoever_leads(
+def test_whatever_happens_it_ends_in_all_new_or_all_old(
     num_groups: int,
-    steps: list[float],
-    sick: dict[str, str],
-    change_s: float,
-    restarts: set[int],
+    num_spare: int,
+    wrong: str,
+    seed: int,
+    elections: set[int],
+    kills: set[int],
+    canary: float,
 ) -> None:
-    mesh = Mesh(num_groups, 0.1, change_s, sick=sick)
-    for number, seconds in enumerate(steps):
-        if number in restarts and mesh.upgrade.state is UpgradeState.RUNNING:
-            mesh.restart()
-        mesh.step(seconds)
-    mesh.run(200)
-    assert mesh.ended
-    assert all(g.is_whole for g in mesh.groups.values())
-    for group_id in mesh.upgrade.done:
-        assert mesh.groups[group_id].revision == NEW
+    """Leaders change and instances die meanwhile; those come back blank. A sick revision ends nowhere, and a well one everywhere."""
+    world = settled(num_groups, num_spare)
+    world.apply(released("2", num_groups), canary_share=canary)
+    order = random.Random(seed)
+    is_bad = {"errors": NEW}.get(wrong, "")
+    for second in range(60):
+        if second in elections:
+            world.elect()
+        if second in kills:
+            victim = order.choice(sorted(world.processes))
+            world.kill(victim)
+            world.start(victim)
+        play(world, 1, sick=is_bad, fails=lambda r: wrong == "load" and r == NEW)
+    if canary and num_spare:
+        promote(world)
+    elif canary and not world.upgrades["chat"].is_idle:
+        world.apply(released("1", num_groups))  # it waits for blank instances that never come
+    for _ in range(100):
+        if is_at(world, OLD) or is_at(world, NEW):
+            break
+        play(world, 10, sick=is_bad, fails=lambda r: wrong == "load" and r == NEW)
+    ended = OLD if is_at(world, OLD) else NEW
+    assert is_at(world, ended), world.describe()
+    assert world.desired == released("1" if ended == OLD else "2", num_groups)
+    if wrong:
+        assert ended == OLD
+    elif not kills and not canary:
+        assert ended == NEW
+
+
+def test_answers_are_compared_only_where_there_are_enough() -> None:
+    well = Tally(num=100, num_tpot=100, t_p_s=10.0, tpot_s=1.0)
+    assert verdict(well, well, UPGRADE) == ""
+    assert verdict(replace(well, t_p_s=30.0), well, UPGRADE) == "T_p is 300 ms instead of 100 ms"
+    assert (
+        verdict(replace(well, tpot_s=4.0), well, UPGRADE) == "a token takes 40 ms instead of 10 ms"
+    )
+    assert verdict(replace(well, t_p_s=30.0), Tally(), UPGRADE) == ""
+    assert verdict(replace(well, num_failed=2), well, UPGRADE) == ""
+    assert verdict(replace(well, num_failed=3), well, UPGRADE) == "2.9% of its requests failed"
+
+
+def test_answers_are_kept_for_ten_minutes_by_group_and_revision() -> None:
+    answers = Answers()
+    for second in range(0, 1200, 5):
+        answers.handle(Answered(("a", NEW), 0.1, None), float(second))
+    answers.handle(LegFailed(("a", OLD)), 1200.0)
+    assert answers.of([("a", NEW)], 0.0, 1300.0).num == 120
+    assert answers.of([("a", NEW), ("a", OLD)], 1190.0, 1300.0).num_failed == 1
+    assert answers.of([("b", NEW)], 0.0, 1300.0) == Tally()
+
+
+def test_a_loss_in_a_group_that_is_not_watched_says_nothing() -> None:
+    world = settled()
+    world.upgrading.handle(MemberLost(("a", OLD), "i-0"), world.now)
+    world.upgrading.handle(MemberLost(("a", OLD), "i-1"), world.now)
+    world.apply(released("2"))
+    play(world, 120)
+    assert is_at(world, NEW)

@@ -12,11 +12,11 @@ from loadtests.sim.load import poisson
 from loadtests.sim.ratio import aggregated, faults, loop
 from loadtests.sim.ratio.sweep import PAPER, WORKLOADS, ClosedLoop, best
 from pdmesh.core.cron import Cron
+from pdmesh.core.desired import UpgradeLimits
 from pdmesh.core.fleet import Role
 from pdmesh.core.moves import Move, MoveKind, Plan, Trigger
 from pdmesh.core.ratio_model import Split
 from pdmesh.core.schedule import Entry, Schedule, What
-from pdmesh.core.upgrade import UpgradeLimits
 
 
 @pytest.mark.req("S2", "S30")
@@ -106,8 +106,8 @@ def test_lending_an_upgrade_and_a_role_change_lose_no_request() -> None:
     control.start()
     change = Move("chat-1", MoveKind.CHANGE_ROLE, Role.DECODE)
     mesh.clock.at(300.0, lambda: control.ask(Plan("chat", Trigger.OPERATOR, (change,), "by hand")))
-    limits = UpgradeLimits(soak_s=30.0)
-    mesh.clock.at(1000.0, lambda: control.start_upgrade("chat", "r2", limits))
+    control.upgrade_limits = UpgradeLimits(soak_s=30.0)
+    mesh.clock.at(1000.0, lambda: control.release("chat", "r2"))
     rng = random.Random(3)
     mesh.play(poisson(rng, 2400.0, 6.0, lambda _: 6.0, lambda _: loop.BALANCED, "chat"))
     mesh.clock.run()

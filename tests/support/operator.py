@@ -1,8 +1,8 @@
-"""An operator of a mesh: asks the leading master, and remembers every step of a group that was told."""
+"""An operator of a mesh: asks the leading master, and remembers every step of a group or an upgrade that was told."""
 
 from __future__ import annotations
 
-from pdmesh.events.v1.events_pb2 import GroupStep
+from pdmesh.events.v1.events_pb2 import GroupStep, UpgradeStep
 from pdmesh.net import subjects
 from pdmesh.net.admin_client import Invoke, T, call_leader
 from pdmesh.net.bus import Message
@@ -21,12 +21,17 @@ class Operator:
     def __init__(self, bus: NatsBus, within_s: float = CHANGE_S) -> None:
         self._bus, self._within_s = bus, within_s
         self.steps: list[GroupStep] = []
+        self.upgrades: list[UpgradeStep] = []
 
     async def listen(self) -> None:
         await self._bus.subscribe(subjects.group_step(), self._on_step)
+        await self._bus.subscribe(subjects.upgrade_step(), self._on_upgrade)
 
     async def _on_step(self, message: Message) -> None:
         self.steps.append(decode_event(message, GroupStep))
+
+    async def _on_upgrade(self, message: Message) -> None:
+        self.upgrades.append(decode_event(message, UpgradeStep))
 
     async def _call(self, invoke: Invoke[T]) -> T:
         return await call_leader(self._bus, "", invoke, within_s=self._within_s)
@@ -44,8 +49,10 @@ class Operator:
         )
         return response.desired
 
-    async def apply(self, text: str) -> pb.ApplyDesiredResponse:
-        request = pb.ApplyDesiredRequest(text=text, author="test", reason="a test")
+    async def apply(self, text: str, canary_share: float = 0.0) -> pb.ApplyDesiredResponse:
+        request = pb.ApplyDesiredRequest(
+            text=text, author="test", reason="a test", canary_share=canary_share
+        )
         return await self._call(
             lambda stub, metadata, s: stub.ApplyDesired(request, metadata=metadata, timeout=s)
         )
@@ -54,6 +61,12 @@ class Operator:
         request = pb.RollbackDesiredRequest(version=version, author="test", reason="a test")
         return await self._call(
             lambda stub, metadata, s: stub.RollbackDesired(request, metadata=metadata, timeout=s)
+        )
+
+    async def promote(self) -> pb.PromoteUpgradeResponse:
+        request = pb.PromoteUpgradeRequest()
+        return await self._call(
+            lambda stub, metadata, s: stub.PromoteUpgrade(request, metadata=metadata, timeout=s)
         )
 
     async def hold(self, instance_id: str, kind: pb.HoldKind.ValueType) -> None:

@@ -356,25 +356,7 @@ def test_an_old_revision_leaves_only_if_that_makes_enough_room(
     assert world.counts() == {"a": (4, 4, 0)}
     assert bool(ready_of(world, old)) is not is_changed
     if not is_changed:
-        assert "would be left with 1" in world.controller.reports["a"].detail
-
-
-@pytest.mark.req("S24")
-def test_a_revision_that_cannot_be_set_up_takes_no_second_group_out() -> None:
-    world = World(released("1", (2, 2), (2, 2)), num=8)
-    world.settle()
-    (old,) = {a.duty.revision for a in world.given.values()}
-    world.apply(released("2", (2, 2), (2, 2)))
-    for _ in range(300):
-        world.now += 1
-        world.round()
-        for instance_id in list(world.processes):
-            world.hear(instance_id)
-            world.work(instance_id, fails=world.processes[instance_id].life.phase is Phase.LOADING)
-            world.tell(instance_id)
-    assert world.counts() == {"b": (2, 2, 0)}
-    assert len(ready_of(world, old)) == 4
-    assert "LOAD_FAILED" in world.controller.reports["b"].detail
+        assert "4 instances may leave" in world.upgrading.reports["default"].detail
 
 
 @pytest.mark.req("S10")

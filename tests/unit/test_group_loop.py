@@ -11,6 +11,7 @@ import pytest
 from pdmesh.core.fault_levels import Level
 from pdmesh.core.fleet import FaultJudged, Fleet, RecordSeen
 from pdmesh.core.prefix_index import PrefixIndex
+from pdmesh.core.scenario_windows import ScenarioWindows
 from pdmesh.errors import InvalidRequest, NotAllowed, NotLeader, VersionConflict
 from pdmesh.net.board import Board
 from pdmesh.net.desired_store import DesiredStore
@@ -33,6 +34,8 @@ from services.master_scheduler.convert import identity_from
 from services.master_scheduler.group_loop import GroupLoop
 from services.master_scheduler.holds import Holds
 from services.master_scheduler.pins import Pins
+from services.master_scheduler.plan_loop import PlanLoop
+from services.master_scheduler.upgrade_loop import UpgradeLoop
 from tests.fakes.memory_assignments import MemoryAssignments, MemoryAssignmentStore
 from tests.fakes.memory_bus import MemoryBus
 from tests.fakes.memory_kv import MemoryBucket
@@ -69,9 +72,29 @@ class Site:
             lambda: 0.0,
         )
         self._loops.append(self.loop)
+        self.plans = PlanLoop(
+            self.fleet,
+            self.loop,
+            self.store,
+            ScenarioWindows(),
+            lambda: self.leadership,
+            lambda: 0.0,
+        )
+        self.shares: dict[str, float] = {}
+        self.upgrades = UpgradeLoop(
+            self.fleet,
+            self.loop,
+            self.store,
+            self.plans,
+            EventPublisher(MemoryBus(), "master", 1),
+            lambda: self.leadership,
+            self.shares.update,
+            lambda: 0.0,
+        )
         self.admin = AdminServicer(
             AdminAccess(""),
             self.loop,
+            self.upgrades,
             self.store,
             self.holds,
             self._pins(view),

@@ -72,6 +72,10 @@ class Site:
         return self.desired, adjustments_from(self.stored)
 
     @property
+    def upgrades(self):
+        return self.world.upgrades
+
+    @property
     def fired(self):
         return dict(self.stored.fired)
 

@@ -1,4 +1,4 @@
-"""`pdmesh groups`, `diff`, `apply`, `rollback`, `drain`, `undrain`, `isolate`, `heal`: what the groups are, and shall be."""
+"""`pdmesh groups`, `diff`, `apply`, `promote`, `rollback`, `drain`, `undrain`, `isolate`, `heal`: what the groups are, and shall be."""
 
 from __future__ import annotations
 
@@ -88,6 +88,7 @@ async def _apply(options: argparse.Namespace) -> int:
         author=_user(),
         reason=options.reason,
         allow_empty=options.allow_empty,
+        canary_share=options.canary,
     )
     if options.expect_version is not None:
         request.expected_version = options.expect_version
@@ -113,6 +114,19 @@ async def _rollback(options: argparse.Namespace) -> int:
     )
     print(_changes_text(response.changes, "as before"))
     print(f"version {response.version} is that of version {response.restored_version}")
+    return 0
+
+
+async def _promote(options: argparse.Namespace) -> int:
+    request = pb.PromoteUpgradeRequest(scenario=options.scenario)
+    response = await ask_leader(
+        options,
+        lambda stub, metadata, s: stub.PromoteUpgrade(request, metadata=metadata, timeout=s),
+    )
+    for scenario in response.scenarios:
+        print(
+            f"scenario {scenario}: all groups get what the canary runs; follow it with: pdmesh groups"
+        )
     return 0
 
 
@@ -150,6 +164,7 @@ _COMMANDS: Final[Mapping[str, Command]] = {
     "diff": _diff,
     "apply": _apply,
     "rollback": _rollback,
+    "promote": _promote,
     "drain": _hold(pb.HOLD_KIND_DRAIN),
     "undrain": _release(pb.HOLD_KIND_DRAIN),
     "isolate": _hold(pb.HOLD_KIND_ISOLATE),
@@ -187,6 +202,7 @@ def groups_text(states: pb.ListGroupStatesResponse) -> str:
     ]  # fmt: skip
     if states.paused:
         parts.insert(1, f"NOTHING IS CHANGED NOW: {states.paused}")
+    parts += map(_upgrade_line, states.upgrades)
     if states.blank_instance_ids:
         parts.append("\nblank: " + ", ".join(states.blank_instance_ids))
     for each in states.adjustments:
@@ -198,6 +214,13 @@ def groups_text(states: pb.ListGroupStatesResponse) -> str:
         kind = "drained" if hold.kind == pb.HOLD_KIND_DRAIN else "isolated"
         parts.append(f"{kind}: {hold.instance_id} ({hold.reason})")
     return "\n".join(parts)
+
+
+def _upgrade_line(upgrade: pb.UpgradeState) -> str:
+    if upgrade.state == "went back":
+        return f"\nupgrade of {upgrade.scenario} went back: {upgrade.detail}"
+    how_far = f"{upgrade.num_changed} of {upgrade.num_groups} groups"
+    return f"\nupgrade of {upgrade.scenario} to version {upgrade.version}: {upgrade.state}, {how_far}; {upgrade.detail}"
 
 
 def _lower(name: str, prefix: str) -> str:

@@ -131,6 +131,15 @@ def _add_admin(
     apply.add_argument(
         "--expect-version", type=int, metavar="N", help="refuse if another is current"
     )
+    apply.add_argument(
+        "--canary",
+        type=_share,
+        default=0.0,
+        metavar="SHARE",
+        help="try the changed services out first, with this share of the requests (0.05), until pdmesh promote or rollback",
+    )
+    promote = add("promote", "let a canary's revision go to all groups of its scenario")
+    promote.add_argument("scenario", nargs="?", default="", help="default: each that has a canary")
     rollback = add("rollback", "make an earlier version the desired state again")
     rollback.add_argument("version", type=int, nargs="?", default=0, help="default: the one before")
     for parser in (apply, rollback):
@@ -274,6 +283,13 @@ def _add_events(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--nats-url", help="of a mesh that was not started here")
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError("must be more than 0 and less than 1")
+    return value
 
 
 def _count(text: str) -> int:

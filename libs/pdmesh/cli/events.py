@@ -28,6 +28,7 @@ KINDS: Final[dict[tuple[str, str], type[ProtoMessage]]] = {
     ("group", "changed"): events_pb2.GroupChanged,
     ("kv", "pin"): events_pb2.PinChanged,
     ("group", "step"): events_pb2.GroupStep,
+    ("group", "upgrade"): events_pb2.UpgradeStep,
     ("request", "finished"): events_pb2.RequestFinished,
     ("error", "reported"): events_pb2.ErrorReported,
     ("control", "leader"): events_pb2.LeaderChanged,

@@ -17,6 +17,7 @@ from pdmesh.core.moves import MIN_PER_SCENARIO, TRAINING_POOL
 
 DEFAULT_NAME: Final = "default"
 SERVING_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.FUSION)
+CANARY_PREFIX: Final = "canary-"  # of groups that an upgrade makes beside those of a scenario
 _REVISION_HEX: Final = 12
 
 Options = Mapping[str, str]
@@ -38,6 +39,19 @@ class Service:
 
 
 @dataclass(frozen=True, slots=True)
+class UpgradeLimits:
+    """How long a group with a new revision is watched before the next one gets it, and what sends all of them back (S24).
+
+    `group_timeout_s`: for a group to become whole; `max_failed_share`: of its requests; `max_slowdown`: of T_p or of each token.
+    """
+
+    soak_s: float = 60.0
+    group_timeout_s: float = 900.0
+    max_failed_share: float = 0.01
+    max_slowdown: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     """Requests of one kind. `allow_single`: one prefill, one decode or one region is enough, its loss an outage (S31, S58).
 
@@ -47,6 +61,7 @@ class Scenario:
     service: str = DEFAULT_NAME
     allow_single: bool = False
     has_auto_ratio: bool = False
+    upgrade: UpgradeLimits = field(default_factory=UpgradeLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +153,8 @@ def problems(desired: Desired) -> Iterator[Problem]:
 
 
 def _problems_of_group(path: str, group: Group, desired: Desired) -> Iterator[Problem]:
+    if path.startswith(f"groups.{CANARY_PREFIX}"):
+        yield Problem(path, f"names that begin with {CANARY_PREFIX} are the canaries' own")
     if group.scenario != DEFAULT_NAME and group.scenario not in desired.scenarios:
         yield Problem(f"{path}.scenario", f"there is no scenario {group.scenario}")
     yield from _problems_of_place(path, group, desired)

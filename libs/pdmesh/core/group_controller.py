@@ -180,6 +180,8 @@ class GroupController:
 
     def _reconcile(self, turn: Round, group_id: str, now: float) -> GroupReport:
         group = turn.observed.wanted.groups.get(group_id)
+        if group is not None:
+            self._record(group_id).begin(group.revision)
         self._erase_broken(turn, group_id, now)
         self._finish_leaving(turn, group_id, now)
         if group is None:
@@ -209,7 +211,7 @@ class GroupController:
             let_go(turn, record, idle, may_empty_group=True)
         if is_whole or short:
             busy = [m for m in others if m.is_ready]
-            detail = let_others_go(turn, group, self._records, busy, num_short)
+            detail = let_others_go(turn, group, record, busy, num_short)
         return self._report(record, group, has_served, is_whole and not others, detail or short)
 
     # --- those that leave ------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pdmesh.core.desired import SERVING_ROLES, Desired, revision_of
 from pdmesh.core.fleet import Role
 from pdmesh.core.instance_events import Assignment, Duty, PeerId, Phase
 from pdmesh.core.moves import MIN_PER_SCENARIO
+from pdmesh.core.upgrade_record import NO_UPGRADES, Upgrades, services, with_canaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,15 @@ class Wanted:
         return self.floors.get((scenario, role), 0)
 
 
-def wanted_of(desired: Desired, kv_transport: str, num_lent: int = 0) -> Wanted:
+def wanted_of(
+    desired: Desired, kv_transport: str, num_lent: int = 0, upgrades: Upgrades = NO_UPGRADES
+) -> Wanted:
     """`kv_transport` names the version of the KV wire: instances that differ in it never pair."""
     groups: dict[str, WantedGroup] = {}
-    for group_id, group in desired.groups.items():
-        service = desired.service_of(group)
+    with_all = with_canaries(desired, upgrades)
+    running = services(with_all, upgrades)
+    for group_id, group in with_all.groups.items():
+        service = running[group_id]
         revision = revision_of(service, kv_transport)
         duties = {
             role: Duty(

@@ -1,20 +1,20 @@
 """Which instances of a group leave, and when: what a round of the group controller does about those that are not to stay (S26, S28, S31).
 
 Those that serve leave when those that come are ready. Where there are too few blank instances for that, they make room first: one
-at a time if they are too many, and as many as are needed if they are of an old revision, in one group of a scenario at a time.
+at a time if they are too many, and as many as are needed if they are of an old revision. Which group gets another revision when is not
+decided here (`core.upgrade`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_facts import WantedGroup
 from pdmesh.core.group_place import is_misplaced
-from pdmesh.core.group_round import Member, Round, serve_together
+from pdmesh.core.group_round import Member, Round
 from pdmesh.core.instance_events import Phase, Stage
 
 MAX_VACANCIES: Final = 64  # of a role in a group, whose substitutes are named
@@ -24,12 +24,19 @@ MAX_VACANCIES: Final = 64  # of a role in a group, whose substitutes are named
 class GroupRecord:
     """What is remembered of a group beyond the registry."""
 
+    revision: str = ""  # that the failures are about
     num_failures: int = 0
     failure: str = ""
     cools_until: float = 0.0
     short_since: float | None = None
     was_complete: bool = False
     vacancies: dict[Role, deque[str]] = field(default_factory=dict)
+
+    def begin(self, revision: str) -> None:
+        """What failed with another revision says nothing about this one."""
+        if self.revision != revision:
+            self.revision, self.num_failures, self.failure = revision, 0, ""
+            self.cools_until, self.short_since = 0.0, None
 
     def vacate(self, role: Role, instance_id: str) -> None:
         self.vacancies.setdefault(role, deque(maxlen=MAX_VACANCIES)).append(instance_id)
@@ -73,18 +80,17 @@ def let_go(
 def let_others_go(
     turn: Round,
     group: WantedGroup,
-    records: Mapping[str, GroupRecord],
+    record: GroupRecord,
     others: list[Member],
     num_short: int,
 ) -> str:
     """Of a group's instances that serve and are not to stay; why they may not go. `num_short`: those to come that there is no room for."""
-    record = records[group.group_id]
     misplaced = [m for m in others if is_misplaced(m, group)]
     if misplaced and num_short:  # what would leave makes no room in the other region
         return ""
     stale = [m for m in others if m.revision != group.revision]
     if stale and num_short:
-        return _make_room(turn, group, records, stale, num_short)
+        return _make_room(turn, group, stale, num_short)
     if stale or misplaced:
         return let_go(turn, record, stale or misplaced, may_empty_group=True)
     reason, is_busy = "", any(m.stage is Stage.DRAIN for m in turn.members(group.group_id))
@@ -97,16 +103,8 @@ def let_others_go(
     return reason
 
 
-def _make_room(
-    turn: Round,
-    group: WantedGroup,
-    records: Mapping[str, GroupRecord],
-    stale: list[Member],
-    num_short: int,
-) -> str:
+def _make_room(turn: Round, group: WantedGroup, stale: list[Member], num_short: int) -> str:
     """As many of the old revision as are needed, or none if not all of these may go: half the room would serve nobody."""
-    if first := _changes_now(turn, group, records):
-        return f"group {first} changes its revision first"
     num_leaving = sum(
         given.stage >= Stage.DRAIN
         for instance_id, given in turn.plan.items()
@@ -134,19 +132,3 @@ def _in_pairs(members: list[Member]) -> list[Member]:
         own = sorted((m for m in members if m.role is role), key=lambda m: m.seen.num_slots_used)
         ranks.update({m.instance_id: rank for rank, m in enumerate(own)})
     return sorted(members, key=lambda m: (ranks[m.instance_id], m.role.value, m.instance_id))
-
-
-def _changes_now(turn: Round, group: WantedGroup, records: Mapping[str, GroupRecord]) -> str:
-    """Another group of the scenario that is out, or whose new revision could not be set up."""
-    for group_id, other in sorted(turn.observed.wanted.groups.items()):
-        if group_id == group.group_id or other.scenario != group.scenario:
-            continue
-        members = turn.members(group_id)
-        old = [m for m in members if m.revision != other.revision]
-        new = [m for m in members if m.revision == other.revision and m.stage <= Stage.SERVE]
-        is_begun = bool(new) or any(m.stage >= Stage.DRAIN for m in old)
-        has_failed = group_id in records and bool(records[group_id].failure)
-        is_done = not old and serve_together(new)
-        if (is_begun or has_failed) and not is_done:
-            return group_id
-    return ""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_facts import Observed, Seen
 from pdmesh.core.instance_events import Assignment, Peer, Phase, Stage
+from pdmesh.core.upgrade_record import is_canary
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +118,15 @@ class Round:
     # --- what serves, and what must ----------------------------------------------------------------
 
     def capacity(self, scenario: str, without: str = "") -> Counter[Role]:
-        """Instances that take requests of the scenario, `without` one: P counts only where a D can take its KV."""
+        """Instances that take requests of the scenario, `without` one: P counts only where a D can take its KV.
+
+        A canary counts for nothing: it may have to go at any moment.
+        """
         cells: dict[tuple[str, str, str], Counter[Role]] = {}
         for instance_id, assignment in self.plan.items():
             member = Member(self.observed.seen[instance_id], assignment)
             is_counted = member.is_ready and instance_id not in self.observed.isolated
+            is_counted = is_counted and not is_canary(assignment.duty.group_id)
             if is_counted and instance_id != without and assignment.duty.scenario == scenario:
                 key = (assignment.duty.group_id, member.revision, member.seen.kv_region)
                 cells.setdefault(key, Counter())[member.role] += 1
@@ -163,12 +168,6 @@ def _are_peers(member: Member, other: Member) -> bool:
 
 def _peer(member: Member) -> Peer:
     return Peer(member.seen.id, member.role, member.seen.kv_addresses)
-
-
-def serve_together(members: Iterable[Member]) -> bool:
-    """Whether some of them do: others join them one by one."""
-    roles = {m.role for m in members if m.stage is Stage.SERVE}
-    return Role.FUSION in roles or {Role.PREFILL, Role.DECODE} <= roles
 
 
 def unverified_pairs(members: Iterable[Member]) -> list[tuple[Member, Member]]:

@@ -147,6 +147,7 @@ class Placement:
     weights: Weights = field(default_factory=Weights)
     max_candidates: int = 8
     chats: ChatAffinity = field(default_factory=ChatAffinity)
+    shares: Mapping[str, float] = field(default_factory=dict)  # of canaries' groups
     _cells: dict[tuple[str, str], list[_Cell]] = field(default_factory=dict)
     _cells_version: int = -1
     _exchange: Exchange = field(default_factory=Exchange)
@@ -194,9 +195,18 @@ class Placement:
         exchange = self._exchange
         whole = [c for cell in narrowed if (c := cell.reconciled(exchange)).is_whole]
         if whole:
-            return _nearest(whole, query.region)
+            return _nearest(self._by_share(whole), query.region)
         alone = [cell for n in narrowed if (cell := n.alone(query)).prefills]
         return _nearest(alone, query.region) or self._why_none(query)
+
+    def _by_share(self, cells: list[_Cell]) -> list[_Cell]:
+        """Groups with a share get that much of the requests, and no more while others can serve (S24)."""
+        shared = [cell for cell in cells if cell.key[0] in self.shares]
+        if not shared:
+            return cells
+        if self.rng.random() < self.shares[shared[0].key[0]]:
+            return shared
+        return [cell for cell in cells if cell.key[0] not in self.shares] or shared
 
     def _usable_cells(self, query: Query) -> list[_Cell]:
         cells: dict[CellKey, _Cell] = {}

@@ -62,10 +62,14 @@ class MoveEnded:
 
 @dataclass(frozen=True, slots=True)
 class GroupsSeen:
-    """Everything that serves or is lent now; `num_blank` instances could be given a role."""
+    """Everything that serves or is lent now; `num_blank` instances could be given a role.
+
+    In `held` scenarios nothing is begun: a group of theirs is out already, for another revision.
+    """
 
     groups: Groups
     num_blank: int = 0
+    held: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +231,8 @@ class PlanRunner:
         plan = running.plan
         move = plan.moves[running.num_done]
         touched = frozenset({plan.scenario, *_scenarios(move, seen.groups)})
+        if touched & seen.held:
+            return []
         if any(touched & r.touched for r in self._running.values() if r.started_at is not None):
             return []  # its turn comes when the other scenario's move has ended
         why_not = refusal(

@@ -1,211 +1,399 @@
-"""A rolling upgrade of a scenario: one group after another gets the new revision, with its ratio unchanged (S24).
+"""Rolling upgrades: one group after another gets the new revision, its ratio unchanged, and proves itself before the next (S24).
 
-At most one group is out at any time, and only if the others can carry its traffic. A group counts as done when it serves the new
-revision with as many instances of each role as it is meant to have, and stayed healthy for a while. If it does not, that group
-goes back to its revision and the upgrade stops; groups that were done stay, since they proved themselves.
-With a canary share, the first group takes only that part of its traffic until it has proved itself.
+Level-triggered: each look compares what the scenarios' groups run with what the desired state asks for, and says which record to keep
+next. So a new leader takes an upgrade up where it is; kept here are only times and what went wrong meanwhile. The rules:
 
-Played by simulations only: the master changes revisions by `group_controller`'s own rule (ADR 0017).
+- One group at a time, over all scenarios, and only while those that are left can carry the scenario's requests. Groups that serve
+  nothing get what the others have proved, when these are done.
+- A group counts as done when it served whole and well for a while. If it does not, all groups go back, one at a time, and the
+  desired state with them, as a new version.
+- A canary is a small group of its own beside the others. It gets a share of the requests until somebody promotes it.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Final
 
-from pdmesh.core.moves import MIN_PER_GROUP
+from pdmesh.core.desired import Service, UpgradeLimits, revision_of
+from pdmesh.core.fleet import Role
+from pdmesh.core.upgrade_facts import (
+    Drop,
+    Effect,
+    Event,
+    GroupSeen,
+    Keep,
+    Looked,
+    MemberLost,
+    Promoted,
+    RestoreVersion,
+    Told,
+    UpgradeReport,
+)
+from pdmesh.core.upgrade_health import Answered, Answers, Cell, LegFailed, verdict
+from pdmesh.core.upgrade_record import Upgrade, canary_of
 
-
-@dataclass(frozen=True, slots=True)
-class GroupSeen:
-    """`revision`: of all that serve, empty if they differ or none does. `is_whole`: all wanted instances of both roles serve.
-
-    `busy`: of the busier role, 0..1; `error_share`: of requests that ended lately; None: not known. `failure`: why it cannot
-    be set up, as its controller says.
-    """
-
-    group_id: str
-    revision: str
-    is_whole: bool
-    busy: float | None
-    error_share: float | None = None
-    failure: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class UpgradeLimits:
-    """`soak_s`: of health that proves a group; `group_timeout_s`: from its change to being whole."""
-
-    soak_s: float = 60.0
-    group_timeout_s: float = 900.0
-    max_error_share: float = 0.01
-    max_busy: float = 0.85
-    canary_share: float = 0.0  # of a group's usual traffic; 0: no canary
-
-
-@dataclass(frozen=True, slots=True)
-class SetRevision:
-    group_id: str
-    revision: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SetShare:
-    """Of the traffic that the group would have; 1.0 is normal."""
-
-    group_id: str
-    share: float
-
-
-class UpgradeState(enum.StrEnum):
-    RUNNING = "running"
-    DONE = "done"
-    ROLLING_BACK = "rolling back"
-    STOPPED = "stopped"
-
-
-@dataclass(frozen=True, slots=True)
-class UpgradeEnded:
-    state: UpgradeState
-    num_done: int
-    reason: str
-
-
-Effect = SetRevision | SetShare | UpgradeEnded
+MAX_BUSY: Final = 0.85  # of what is left while a group is out
+_MAX_INCIDENTS: Final = 1  # instances lost or unwell that may be by chance
+_BEFORE_S: Final = 300.0  # of answers before a change, to compare with
 
 
 @dataclass(slots=True)
-class Upgrade:
-    """Tick it with what is seen of the scenario's groups. `before`: the revision of each group, in the order to take them.
+class _Watch:
+    """One group since it was given a revision."""
 
-    A new one with the same arguments goes on where another stopped: what is done is read from the groups.
-    """
+    cell: Cell
+    since: float
+    unwhole_since: float | None
+    whole_since: float | None = None
+    incidents: dict[str, str] = field(default_factory=dict)  # by instance
 
-    revision: str
-    before: Mapping[str, str]
-    limits: UpgradeLimits = field(default_factory=UpgradeLimits)
-    state: UpgradeState = UpgradeState.RUNNING
-    current: str | None = None
-    reason: str = ""
-    waits_for: str = ""  # why nothing goes on, for the page
-    _done: list[str] = field(default_factory=list)
-    _changed_at: float = 0.0
-    _healthy_since: float | None = None
+    def note(self, seen: GroupSeen, now: float) -> None:
+        if seen.is_whole:
+            self.unwhole_since = None
+            self.whole_since = now if self.whole_since is None else self.whole_since
+        else:
+            self.whole_since = None
+            self.unwhole_since = now if self.unwhole_since is None else self.unwhole_since
+        self.incidents.update(seen.unwell)
 
-    @property
-    def done(self) -> Sequence[str]:
-        return tuple(self._done)
 
-    def tick(self, groups: Mapping[str, GroupSeen], now: float) -> list[Effect]:
-        match self.state:
-            case UpgradeState.RUNNING:
-                return self._watch(groups, now) if self.current else self._next(groups, now)
-            case UpgradeState.ROLLING_BACK:
-                return self._watch_rollback(groups)
-            case _:
+@dataclass(slots=True)
+class UpgradeController:
+    """The only way to change state is `handle`. A record that is to be kept counts from the next look on, if it was written."""
+
+    kv_transport: str
+    reports: dict[str, UpgradeReport] = field(default_factory=dict)
+    _answers: Answers = field(default_factory=Answers)
+    _watches: dict[str, _Watch] = field(default_factory=dict)  # by scenario
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        match event:
+            case Answered() | LegFailed():
+                self._answers.handle(event, now)
                 return []
+            case MemberLost(cell, instance_id):
+                for watch in self._watches.values():
+                    if watch.cell == cell:
+                        watch.incidents[instance_id] = "it was lost"
+                return []
+            case Promoted(upgrade):
+                return self._on_promoted(upgrade)
+            case Looked():
+                return self._on_looked(event, now)
 
-    def stop(self, reason: str, now: float) -> list[Effect]:
-        """An operator wants no more of it: the group under way goes back."""
-        if self.state is not UpgradeState.RUNNING:
+    def _on_promoted(self, upgrade: Upgrade) -> list[Effect]:
+        if not upgrade.canary_share:
             return []
-        if self.current is None:
-            return self._end(UpgradeState.STOPPED, reason)
-        return self._roll_back(reason, now)
+        told = Told(upgrade.scenario, "promoted", upgrade.version, canary_of(upgrade.scenario))
+        return [Keep(replace(upgrade, canary_share=0.0)), told]
 
-    # --- one group ---------------------------------------------------------------------------------
+    def _on_looked(self, look: Looked, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        known = dict(look.upgrades)
+        self.reports = {}
+        # Those under way first: the others wait for them.
+        for scenario in sorted(
+            look.targets, key=lambda s: (s not in known or not known[s].current, s)
+        ):
+            is_taken = any(each.current for s, each in known.items() if s != scenario)
+            turn = _Turn(self, look, scenario, known.get(scenario), is_taken, now)
+            after, told = turn.decide()
+            if after != known.get(scenario):
+                effects.append(Keep(after))
+                known[scenario] = after
+            effects += told
+            if turn.report is not None:
+                self.reports[scenario] = turn.report
+        for scenario in sorted(known.keys() - look.targets.keys()):
+            effects.append(Drop(scenario))
+        self._watches = {s: w for s, w in self._watches.items() if s in look.targets}
+        return effects
 
-    def _next(self, groups: Mapping[str, GroupSeen], now: float) -> list[Effect]:
-        self._skip_done(groups)
-        left = [g for g in self.before if g not in self._done and g in groups]
-        if not left:
-            return self._end(UpgradeState.DONE, "")
-        chosen = next((g for g in left if groups[g].revision == self.revision), left[0])
-        is_resumed = groups[chosen].revision == self.revision or not groups[chosen].is_whole
-        self.waits_for = "" if is_resumed else self._why_wait(chosen, groups)
-        if self.waits_for:
-            return []
-        self.current, self._changed_at, self._healthy_since = chosen, now, None
-        change = SetRevision(chosen, self.revision, f"upgrade to {self.revision}")
-        if self.limits.canary_share and not self._done:
-            return [SetShare(chosen, self.limits.canary_share), change]
-        return [change]
+    def watch(self, scenario: str, cell: Cell, now: float) -> _Watch:
+        """The one that goes on, or a new one if another group or revision is to be watched."""
+        watch = self._watches.get(scenario)
+        if watch is None or watch.cell != cell:
+            watch = self._watches[scenario] = _Watch(cell, now, now)
+        return watch
 
-    def _skip_done(self, groups: Mapping[str, GroupSeen]) -> None:
-        """Groups that serve the revision already, as after a change of the leader, or that were set up with it."""
-        for group_id in self.before:
-            seen = groups.get(group_id)
-            is_new = seen is not None and seen.revision == self.revision and seen.is_whole
-            if is_new and group_id not in self._done and not self.limits.canary_share:
-                self._done.append(group_id)
+    def why_slow_or_failing(
+        self,
+        watch: _Watch,
+        controls: Iterable[Cell],
+        before: Cell,
+        limits: UpgradeLimits,
+        now: float,
+    ) -> str:
+        until = now + 1.0
+        new = self._answers.of([watch.cell], watch.since, until)
+        old = self._answers.of(list(controls), watch.since, until)
+        if not old.num:
+            old = self._answers.of([before], watch.since - _BEFORE_S, watch.since)
+        return verdict(new, old, limits)
 
-    def _why_wait(self, group_id: str, groups: Mapping[str, GroupSeen]) -> str:
-        others = [g for i, g in groups.items() if i != group_id]
-        if len(others) < MIN_PER_GROUP:
-            return f"{group_id} is the only group: set up another first"
-        if broken := next((g.group_id for g in others if not g.is_whole), None):
+
+@dataclass(slots=True)
+class _Turn:
+    """One look at one scenario."""
+
+    controller: UpgradeController
+    look: Looked
+    scenario: str
+    before: Upgrade | None
+    is_taken: bool  # a group of another scenario is under way
+    now: float
+    report: UpgradeReport | None = None
+    told: list[Effect] = field(default_factory=list)
+
+    def decide(self) -> tuple[Upgrade, list[Effect]]:
+        target = self.look.targets[self.scenario]
+        version = self.look.version
+        if self.before is None:
+            return Upgrade(self.scenario, target, version, target, version), []
+        upgrade = self._without_gone(self.before)
+        if target != upgrade.target:
+            upgrade = self._retargeted(upgrade, target)
+        if upgrade.is_idle:
+            if upgrade.outcome:
+                self._say(upgrade, "went back", upgrade.outcome)
+            return replace(upgrade, settled_version=version), self.told
+        if upgrade.back:
+            upgrade = self._go_back(upgrade)
+        elif upgrade.canary_share:
+            upgrade = self._try_out(upgrade)
+        else:
+            upgrade = self._go_on(upgrade)
+        return upgrade, self.told
+
+    def _without_gone(self, upgrade: Upgrade) -> Upgrade:
+        """Groups that are lent or removed come back, if at all, as what has proved itself by then."""
+        here = {g.group_id for g in self._groups()}
+        changed = {g: s for g, s in upgrade.changed.items() if g in here}
+        current = upgrade.current if upgrade.current in here else ""
+        return replace(upgrade, changed=changed, current=current)
+
+    def _retargeted(self, upgrade: Upgrade, target: Service) -> Upgrade:
+        """The desired state asks for something else than before."""
+        version = self.look.version
+        after = replace(upgrade, target=target, version=version, canary_share=0.0)
+        if target == upgrade.settled:
+            back = upgrade.back or f"version {version} asks for what was before"
+            return replace(after, back=back)
+        after = replace(after, back="", outcome="")
+        if not any(g.serves for g in self._groups()):
+            return Upgrade(self.scenario, target, version, target, version)
+        if upgrade.current:  # it is out already
+            return self._begun(after.moved(upgrade.current))
+        share = 0.0 if upgrade.changed else self.look.canary_share
+        return self._begun(replace(after, canary_share=share))
+
+    def _begun(self, upgrade: Upgrade) -> Upgrade:
+        self._tell("begun", upgrade)
+        return upgrade
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    def _try_out(self, upgrade: Upgrade) -> Upgrade:
+        """The canary serves its share until somebody says more."""
+        canary = canary_of(self.scenario)
+        seen, watch = self.look.groups.get(canary), self._watch(canary, upgrade.target)
+        share = f"{upgrade.canary_share:.1%} of the requests"
+        if seen is None or seen.revision != self._revision(upgrade.target):
+            self._say(upgrade, "canary", f"is set up for {share}")
+            return upgrade
+        if bad := self._why_bad(upgrade, seen, watch, can_wait=True):
+            return self._turned_back(upgrade, bad)
+        state = (
+            f"serves {share}; pdmesh promote, or pdmesh rollback" if seen.is_whole else seen.detail
+        )
+        self._say(upgrade, "canary", state)
+        return upgrade
+
+    def _go_on(self, upgrade: Upgrade) -> Upgrade:
+        if upgrade.current:
+            upgrade = self._watch_current(upgrade)
+            if upgrade.current or upgrade.back:
+                return upgrade
+        left = [g for g in self._groups() if upgrade.service_of(g.group_id) != upgrade.target]
+        serving = [g for g in left if g.serves]
+        if not serving:
+            for group in left:  # they serve nothing: nobody misses them
+                upgrade = upgrade.moved(group.group_id)
+            return self._done(upgrade)
+        if why := self._why_wait(serving[0]):
+            self._say(upgrade, "waiting", f"{serving[0].group_id}: {why}")
+            return upgrade
+        return self._change(upgrade, serving[0])
+
+    def _watch_current(self, upgrade: Upgrade) -> Upgrade:
+        seen, watch = (
+            self.look.groups[upgrade.current],
+            self._watch(upgrade.current, upgrade.target),
+        )
+        if seen.revision != self._revision(upgrade.target):
+            self._say(upgrade, "changing", seen.group_id)
+            return upgrade
+        if bad := self._why_bad(upgrade, seen, watch, can_wait=False):
+            return self._turned_back(upgrade, bad)
+        soak_s = self.look.limits_of(self.scenario).soak_s
+        if watch.whole_since is None:
+            self._say(upgrade, "changing", f"{seen.group_id}: {seen.detail}".rstrip(": "))
+            return upgrade
+        watched_s = self.now - watch.whole_since
+        if watched_s < soak_s:
+            self._say(upgrade, "watching", f"{seen.group_id}: {watched_s:.0f} of {soak_s:g} s")
+            return upgrade
+        self._tell("proved", upgrade, seen.group_id)
+        return replace(upgrade, current="")
+
+    def _why_bad(self, upgrade: Upgrade, seen: GroupSeen, watch: _Watch, *, can_wait: bool) -> str:
+        """Why the group's new revision is not to stay; empty: nothing speaks against it so far."""
+        limits = self.look.limits_of(self.scenario)
+        watch.note(seen, self.now)
+        if seen.failure:
+            return f"{seen.group_id}: {seen.failure}"
+        if len(watch.incidents) > _MAX_INCIDENTS:
+            named = ", ".join(f"{i}: {why}" for i, why in sorted(watch.incidents.items()))
+            return f"{seen.group_id}: {named}"
+        waited_s = self.now - watch.unwhole_since if watch.unwhole_since is not None else 0.0
+        if waited_s > limits.group_timeout_s and not can_wait:
+            return f"{seen.group_id} was not whole in {limits.group_timeout_s:g} s: {seen.detail}"
+        settled = self._revision(upgrade.settled)
+        controls = [(g.group_id, settled) for g in self._groups() if g.revision == settled]
+        bad = self.controller.why_slow_or_failing(
+            watch, controls, (seen.group_id, settled), limits, self.now
+        )
+        return f"{seen.group_id}: {bad}" if bad else ""
+
+    def _done(self, upgrade: Upgrade) -> Upgrade:
+        self._tell("done", upgrade)
+        return Upgrade(
+            self.scenario, upgrade.target, self.look.version, upgrade.target, upgrade.version
+        )
+
+    # --- back ------------------------------------------------------------------------------------
+
+    def _turned_back(self, upgrade: Upgrade, reason: str) -> Upgrade:
+        back = f"version {upgrade.version}: {reason}"
+        after = replace(upgrade, back=back, canary_share=0.0)
+        self._tell("turned_back", after, upgrade.current, reason)
+        if upgrade.current:
+            after = after.moved(upgrade.current)
+        return self._go_back(after)
+
+    def _go_back(self, upgrade: Upgrade) -> Upgrade:
+        why_stopped = self._restore(upgrade)
+        if upgrade.current:
+            upgrade = upgrade.moved(upgrade.current)
+            seen = self.look.groups[upgrade.current]
+            if not seen.is_whole or seen.revision != self._revision(upgrade.settled):
+                self._say(upgrade, "going back", f"{seen.group_id}: {upgrade.back}")
+                return upgrade
+            self._tell("back", upgrade, seen.group_id)
+            upgrade = replace(upgrade, current="")
+        return self._next_back(upgrade, why_stopped)
+
+    def _next_back(self, upgrade: Upgrade, why_stopped: str) -> Upgrade:
+        left = [g for g in self._groups() if upgrade.service_of(g.group_id) != upgrade.settled]
+        for group in left:
+            if not group.serves:
+                upgrade = upgrade.moved(group.group_id)
+        serving = [g for g in left if g.serves]
+        if serving:
+            if why := self._why_wait(serving[0]):
+                self._say(upgrade, "going back", f"{serving[0].group_id}: {why}; {upgrade.back}")
+                return upgrade
+            return self._change(upgrade, serving[0])
+        if upgrade.target != upgrade.settled:
+            self._say(upgrade, "stopped", f"{upgrade.back}{why_stopped}")
+            return upgrade
+        self._tell("went_back", upgrade, reason=upgrade.back)
+        self._say(upgrade, "went back", upgrade.back)
+        return replace(
+            upgrade,
+            changed={},
+            back="",
+            outcome=upgrade.back,
+            settled_version=self.look.version,
+        )
+
+    def _restore(self, upgrade: Upgrade) -> str:
+        """The version before becomes the desired state, unless somebody has changed more since; what is to be done then."""
+        if upgrade.target == upgrade.settled:
+            return ""
+        number = upgrade.version
+        if self.look.version == number and upgrade.settled_version == number - 1:
+            self.told.append(RestoreVersion(upgrade.settled_version, number, upgrade.back))
+            return ""
+        return "; later versions have changed more: apply a right file"
+
+    # --- small things ----------------------------------------------------------------------------
+
+    def _change(self, upgrade: Upgrade, group: GroupSeen) -> Upgrade:
+        after = replace(upgrade.moved(group.group_id), current=group.group_id)
+        self._watch(group.group_id, after.goal)  # from now on, before its first answer
+        self._tell("changing", after, group.group_id, upgrade.back)
+        self._say(after, "going back" if upgrade.back else "changing", group.group_id)
+        return after
+
+    def _why_wait(self, group: GroupSeen) -> str:
+        """Why the group must not be changed now; empty if it may be."""
+        if self.is_taken:
+            return "a group of another scenario is being changed"
+        if self.scenario in self.look.planning:
+            return "a plan is under way"
+        others = [g for g in self._groups() if g.serves]
+        broken = next((g.group_id for g in others if not g.is_whole), None)
+        if broken is not None:
             return f"group {broken} is not whole"
-        seen = [groups[group_id], *others]
-        busy = [g.busy for g in seen if g.busy is not None]
-        if len(busy) < len(seen):
-            return "the groups' load is unknown"
-        if (carried := sum(busy) / len(others)) > self.limits.max_busy:
-            return f"{len(others)} groups would be {carried:.0%} busy"
+        short = max(0, group.size - group.num_blank)
+        if not short:
+            return ""
+        return self._why_no_room(group, others, short)
+
+    def _why_no_room(self, group: GroupSeen, others: list[GroupSeen], short: int) -> str:
+        """Why the group cannot do without `short` of its instances, whichever these are."""
+        needed, num_leaving = f"{short} more blank instances are needed", 0
+        for role in (r for r, count in group.counts.items() if count):
+            total, own = sum(g.counts[role] for g in others), group.counts[role]
+            of_floor = Role.PREFILL if role is Role.FUSION else role
+            floor = max(1, self.look.floors.get((self.scenario, of_floor), 0))
+            num_leaving += max(0, min(own, total - floor))
+            if why := _why_too_busy(others, role, max(floor, total - min(short, own))):
+                return f"{why}; {needed}"
+        if num_leaving < short:
+            return f"only {num_leaving} instances may leave; {needed}"
         return ""
 
-    def _watch(self, groups: Mapping[str, GroupSeen], now: float) -> list[Effect]:
-        assert self.current is not None
-        seen = groups.get(self.current)
-        if seen is None:
-            return self._end(UpgradeState.STOPPED, f"group {self.current} is gone")
-        if seen.failure:
-            return self._roll_back(f"{self.current}: {seen.failure}", now)
-        if seen.revision != self.revision or not seen.is_whole:
-            return self._while_changing(now)
-        if seen.error_share is not None and seen.error_share > self.limits.max_error_share:
-            return self._roll_back(
-                f"{self.current}: {seen.error_share:.1%} of requests failed", now
-            )
-        if self._healthy_since is None:
-            self._healthy_since = now
-        if now - self._healthy_since < self.limits.soak_s:
-            return []
-        return self._proved(self.current)
+    def _groups(self) -> list[GroupSeen]:
+        return self.look.serving(self.scenario)
 
-    def _while_changing(self, now: float) -> list[Effect]:
-        if self._healthy_since is not None:
-            return self._roll_back(f"{self.current} did not stay whole", now)
-        if now - self._changed_at > self.limits.group_timeout_s:
-            return self._roll_back(f"{self.current} was not whole in time", now)
-        return []
+    def _revision(self, service: Service) -> str:
+        return revision_of(service, self.controller.kv_transport)
 
-    def _proved(self, group_id: str) -> list[Effect]:
-        was_canary = bool(self.limits.canary_share) and not self._done
-        self._done.append(group_id)
-        self.current = None
-        return [SetShare(group_id, 1.0)] if was_canary else []
+    def _watch(self, group_id: str, service: Service) -> _Watch:
+        return self.controller.watch(self.scenario, (group_id, self._revision(service)), self.now)
 
-    # --- the end -----------------------------------------------------------------------------------
+    def _tell(self, step: str, upgrade: Upgrade, group_id: str = "", reason: str = "") -> None:
+        self.told.append(Told(self.scenario, step, upgrade.version, group_id, reason))
 
-    def _roll_back(self, reason: str, now: float) -> list[Effect]:
-        assert self.current is not None
-        self.state, self.reason, self._changed_at = UpgradeState.ROLLING_BACK, reason, now
-        back = SetRevision(self.current, self.before[self.current], f"rolled back: {reason}")
-        if self.limits.canary_share and not self._done:
-            return [back, SetShare(self.current, 1.0)]
-        return [back]
+    def _say(self, upgrade: Upgrade, state: str, detail: str) -> None:
+        groups = self._groups()
+        is_changed = [upgrade.service_of(g.group_id) == upgrade.goal for g in groups]
+        self.report = UpgradeReport(
+            self.scenario, upgrade.version, state, detail, sum(is_changed), len(groups)
+        )
 
-    def _watch_rollback(self, groups: Mapping[str, GroupSeen]) -> list[Effect]:
-        """The group's own controller keeps trying: only being whole again ends it."""
-        assert self.current is not None
-        seen = groups.get(self.current)
-        if seen is not None and not (seen.is_whole and seen.revision == self.before[self.current]):
-            return []
-        self.current = None
-        return self._end(UpgradeState.STOPPED, self.reason)
 
-    def _end(self, state: UpgradeState, reason: str) -> list[Effect]:
-        self.state, self.reason, self.waits_for = state, reason, ""
-        return [UpgradeEnded(state, len(self._done), reason)]
+def _why_too_busy(groups: Iterable[GroupSeen], role: Role, num_left: int) -> str:
+    taken = 0.0
+    for group in groups:
+        if not group.counts[role]:
+            continue
+        if (busy := group.busy.get(role)) is None:
+            return f"the load of {group.group_id}'s {role.value}s is unknown"
+        taken += busy * group.counts[role]
+    share = taken / num_left
+    return f"{num_left} {role.value} would be {share:.0%} busy" if share > MAX_BUSY else ""

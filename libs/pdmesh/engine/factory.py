@@ -53,6 +53,7 @@ class EngineSettings:
     sim_eos_period: int = 300
     sim_num_layers: int = 2
     sim_token_bytes: int = 64  # of KV, per layer
+    sim_fail_every: int = 0
     tail_sampling: TailSampling = NO_TAILS  # sim: vLLM appends to no block of its prefix cache
 
 
@@ -138,6 +139,7 @@ def build_sim(
         tier_timeout_s=settings.tiers.timeout_s,
         max_pulls=settings.max_pulls,
         tail_sampling=settings.tail_sampling,
+        fail_every=settings.sim_fail_every,
     )
     engine = SimEngine(config, make_agent, tiers, find_holders)
     return BuiltEngine(engine, staging_bytes, landing_bytes)

@@ -34,6 +34,7 @@ OPTIONS: Final = frozenset(
         "dtype", "kv_cache_dtype", "tensor_parallel_size", "kv_cache_bytes", "num_slots", "block_size", "max_model_len",
         "num_kv_blocks", "staging_bytes", "landing_bytes", "max_retrievals", "max_pulls", "max_waiting",
         "max_reserved_output", "kv_host_pool_bytes", "sim_law", "sim_eos_period", "sim_num_layers", "sim_token_bytes",
+        "sim_fail_every",
     }
 )  # fmt: skip
 
@@ -108,6 +109,7 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
         sim_eos_period=settings.sim_eos_period,
         sim_num_layers=settings.sim_num_layers,
         sim_token_bytes=settings.sim_token_bytes,
+        sim_fail_every=settings.sim_fail_every,
         tail_sampling=TailSampling(settings.kv_tail_start, settings.kv_tail_step),
     )
 

@@ -115,4 +115,7 @@ class InstanceSettings(ServiceSettings):
     sim_token_bytes: int = shared(
         64, ge=8, multiple_of=8, description="Sim: bytes of KV per token and layer"
     )
+    sim_fail_every: int = shared(
+        0, ge=0, description="Sim: one prompt in so many fails, as of a bad release; 0: none"
+    )
     failpoint: str = shared("", description="Faults for tests: name=action[@n[+]],...")

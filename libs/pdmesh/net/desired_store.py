@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from pdmesh.errors import NotLeader, VersionConflict
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_kv import KvBucket, KvEntry, KvWatch, WrongRevision
-from pdmesh.v1.admin_service_pb2 import Adjustments, DesiredVersion
+from pdmesh.v1.admin_service_pb2 import Adjustments, DesiredVersion, Upgrades
 
 log = structlog.get_logger(__name__)
 
@@ -25,7 +25,8 @@ BUCKET: Final = "pdmesh-desired"
 VERSIONS_KEPT: Final = 100
 _CURRENT: Final = "current"
 _ADJUSTED: Final = "adjusted"
-
+_UPGRADES: Final = "upgrades"
+_KEYS: Final = (_CURRENT, _ADJUSTED, _UPGRADES)
 
 M = TypeVar("M", bound=Message)
 
@@ -44,7 +45,13 @@ class DesiredStore:
         return _parse(await self._bucket.get(_key(number)))
 
     async def apply(
-        self, text: str, *, expected_version: int | None, author: str, reason: str
+        self,
+        text: str,
+        *,
+        expected_version: int | None,
+        author: str,
+        reason: str,
+        canary_share: float = 0.0,
     ) -> DesiredVersion:
         """Make `text` the next version; raises VersionConflict if another than the expected one is current."""
         found = await self._get_current()
@@ -54,7 +61,13 @@ class DesiredStore:
             raise VersionConflict(f"version {number} is current, not {expected_version}")
         if current is not None:
             await self._bucket.put(_key(number), _encode(current))
-        after = DesiredVersion(version=number + 1, text=text, author=author, reason=reason)
+        after = DesiredVersion(
+            version=number + 1,
+            text=text,
+            author=author,
+            reason=reason,
+            canary_share=canary_share,
+        )
         after.applied_at.GetCurrentTime()
         try:
             await self._bucket.put(_CURRENT, _encode(after), last=found.revision if found else 0)
@@ -66,23 +79,33 @@ class DesiredStore:
 
     async def adjust(self, adjustments: Adjustments) -> None:
         """Replace the adjustments; raises NotLeader if a later epoch has written them, VersionConflict if somebody just did."""
+        await self._replace(_ADJUSTED, adjustments)
+
+    async def keep_upgrades(self, upgrades: Upgrades) -> None:
+        """Replace what is known of upgrades; raises as `adjust`."""
+        await self._replace(_UPGRADES, upgrades)
+
+    async def _replace(self, key: str, message: Adjustments | Upgrades) -> None:
         await self._bucket.ensure()
-        found = await self._bucket.get(_ADJUSTED)
-        before = _parse_as(found, Adjustments)
-        if before is not None and before.epoch > adjustments.epoch:
-            raise NotLeader(f"epoch {before.epoch} has adjusted groups since")
+        found = await self._bucket.get(key)
+        before = _parse_as(found, type(message))
+        if before is not None and before.epoch > message.epoch:
+            raise NotLeader(f"epoch {before.epoch} has written {key} since")
         try:
-            last = found.revision if found else 0
-            await self._bucket.put(_ADJUSTED, _encode(adjustments), last=last)
+            await self._bucket.put(key, _encode(message), last=found.revision if found else 0)
         except WrongRevision as exc:
-            raise VersionConflict("somebody else adjusted groups just now") from exc
+            raise VersionConflict(f"somebody else wrote {key} just now") from exc
 
     async def restore(self, view: DesiredView) -> None:
         """Put back what the bucket lost and the view still knows, unless somebody has written it since (F21).
 
         Earlier versions are lost: nobody keeps them in memory.
         """
-        known: dict[str, Message | None] = {_CURRENT: view.current, _ADJUSTED: view.adjustments}
+        known: dict[str, Message | None] = {
+            _CURRENT: view.current,
+            _ADJUSTED: view.adjustments,
+            _UPGRADES: view.upgrades,
+        }
         for key in sorted(view.missing):
             message = known[key]
             assert message is not None
@@ -102,17 +125,18 @@ class DesiredStore:
 
 
 class DesiredView:
-    """The current version and its adjustments, followed. They stay while the store is away, and if the store is wiped."""
+    """The current version, its adjustments and upgrades, followed. They stay while the store is away, and if the store is wiped."""
 
     def __init__(self, bucket: KvBucket, on_change: Callable[[], None]) -> None:
         self.current: DesiredVersion | None = None
         self.adjustments = Adjustments()
+        self.upgrades = Upgrades()
         self.missing: set[str] = set()  # keys that were wiped from the bucket and are not restored
         self._on_change = on_change
         self._seen: set[str] = set()  # keys that the bucket had, ever
         self._unseen: set[str] = set()  # of them, before the watch opened again
-        self._loaded = {key: asyncio.Event() for key in (_CURRENT, _ADJUSTED)}
-        self._watches = [self._follow(bucket, key) for key in (_CURRENT, _ADJUSTED)]
+        self._loaded = {key: asyncio.Event() for key in _KEYS}
+        self._watches = [self._follow(bucket, key) for key in _KEYS]
 
     def _follow(self, bucket: KvBucket, key: str) -> KvWatch:
         return bucket.watch(
@@ -148,8 +172,10 @@ class DesiredView:
         self.missing.discard(entry.key)
         if entry.key == _CURRENT:
             self._on_current(entry)
-        else:
+        elif entry.key == _ADJUSTED:
             self._on_adjusted(entry)
+        else:
+            self._on_upgrades(entry)
 
     def _on_adjusted(self, entry: KvEntry) -> None:
         adjustments = _parse_as(entry, Adjustments)
@@ -158,6 +184,15 @@ class DesiredView:
         self._seen.add(_ADJUSTED)
         if adjustments != self.adjustments:
             self.adjustments = adjustments
+            self._on_change()
+
+    def _on_upgrades(self, entry: KvEntry) -> None:
+        upgrades = _parse_as(entry, Upgrades)
+        if upgrades is None:
+            return
+        self._seen.add(_UPGRADES)
+        if upgrades != self.upgrades:
+            self.upgrades = upgrades
             self._on_change()
 
     def _on_current(self, entry: KvEntry) -> None:

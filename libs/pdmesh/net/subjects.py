@@ -43,6 +43,10 @@ def group_step(group_id: str = "*") -> str:
     return _subject("group", "step", group_id)
 
 
+def upgrade_step(scenario: str = "*") -> str:
+    return _subject("group", "upgrade", scenario)
+
+
 def request_finished(gateway_id: str = "*") -> str:
     return _subject("request", "finished", gateway_id)
 

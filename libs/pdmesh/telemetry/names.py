@@ -127,6 +127,7 @@ LEADER: Final = "pdmesh.leader"
 GROUP_WANTED: Final = "pdmesh.group.wanted"  # instances by group and role
 GROUP_STATE: Final = "pdmesh.group.state"  # 1 for the state that each group is in
 GROUP_STEPS: Final = "pdmesh.group.steps"
+UPGRADE_STEPS: Final = "pdmesh.upgrade.steps"
 GROUP_ROUNDS_SKIPPED: Final = "pdmesh.group.rounds.skipped"  # by reason
 USAGE: Final = "pdmesh.usage.instance_time"  # by service, scenario, group and pool
 FLEET_INSTANCES: Final = "pdmesh.fleet.instances"

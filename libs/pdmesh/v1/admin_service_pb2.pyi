@@ -55,6 +55,7 @@ class DesiredVersion(_message.Message):
     AUTHOR_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     APPLIED_AT_FIELD_NUMBER: _builtins.int
+    CANARY_SHARE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """from 1, without gaps"""
     text: _builtins.str
@@ -62,6 +63,8 @@ class DesiredVersion(_message.Message):
     author: _builtins.str
     """who applied it, as they said"""
     reason: _builtins.str
+    canary_share: _builtins.float
+    """of the requests, for a canary of each changed service; 0: none"""
     @_builtins.property
     def applied_at(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -72,10 +75,11 @@ class DesiredVersion(_message.Message):
         author: _builtins.str = ...,
         reason: _builtins.str = ...,
         applied_at: _timestamp_pb2.Timestamp | None = ...,
+        canary_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["applied_at", b"applied_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_at", b"applied_at", "author", b"author", "reason", b"reason", "text", b"text", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_at", b"applied_at", "author", b"author", "canary_share", b"canary_share", "reason", b"reason", "text", b"text", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -252,6 +256,264 @@ class GroupAdjustment(_message.Message):
 Global___GroupAdjustment: _TypeAlias = GroupAdjustment  # noqa: Y015
 
 @_typing.final
+class Upgrades(_message.Message):
+    """What the groups of each scenario run while another revision comes to them. Kept in the registry, written by the leading master."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    UPGRADES_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """of the leader that wrote it"""
+    @_builtins.property
+    def upgrades(self) -> _containers.RepeatedCompositeFieldContainer[Global___Upgrade]: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        upgrades: _abc.Iterable[Global___Upgrade] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "upgrades", b"upgrades"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Upgrades: _TypeAlias = Upgrades  # noqa: Y015
+
+@_typing.final
+class Upgrade(_message.Message):
+    """Of one scenario; target equals settled between two upgrades. Kept in the registry, written by the leading master."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCENARIO_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
+    SETTLED_VERSION_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CHANGED_FIELD_NUMBER: _builtins.int
+    CURRENT_FIELD_NUMBER: _builtins.int
+    CANARY_SHARE_FIELD_NUMBER: _builtins.int
+    BACK_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    scenario: _builtins.str
+    settled_version: _builtins.int
+    """the last version of the desired state that asked for it"""
+    version: _builtins.int
+    """of the desired state, which asked for the target first"""
+    current: _builtins.str
+    """the group that is being changed, or watched since"""
+    canary_share: _builtins.float
+    """0: no canary, or promoted"""
+    back: _builtins.str
+    """why it goes back; empty: it goes on"""
+    outcome: _builtins.str
+    """why the last one went back"""
+    @_builtins.property
+    def settled(self) -> Global___ServiceSettings:
+        """what its groups have proved themselves with, and go back to"""
+
+    @_builtins.property
+    def target(self) -> Global___ServiceSettings: ...
+    @_builtins.property
+    def changed(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupService]:
+        """groups that run something else than what is settled"""
+
+    def __init__(
+        self,
+        *,
+        scenario: _builtins.str = ...,
+        settled: Global___ServiceSettings | None = ...,
+        settled_version: _builtins.int = ...,
+        target: Global___ServiceSettings | None = ...,
+        version: _builtins.int = ...,
+        changed: _abc.Iterable[Global___GroupService] | None = ...,
+        current: _builtins.str = ...,
+        canary_share: _builtins.float = ...,
+        back: _builtins.str = ...,
+        outcome: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["settled", b"settled", "target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["back", b"back", "canary_share", b"canary_share", "changed", b"changed", "current", b"current", "outcome", b"outcome", "scenario", b"scenario", "settled", b"settled", "settled_version", b"settled_version", "target", b"target", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Upgrade: _TypeAlias = Upgrade  # noqa: Y015
+
+@_typing.final
+class GroupService(_message.Message):
+    """What one group runs. Kept in the registry, written by the leading master."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    SERVICE_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    @_builtins.property
+    def service(self) -> Global___ServiceSettings: ...
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        service: Global___ServiceSettings | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "service", b"service"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupService: _TypeAlias = GroupService  # noqa: Y015
+
+@_typing.final
+class ServiceSettings(_message.Message):
+    """A service as the desired state describes it. Kept in the registry, written by the leading master."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ManifestsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class OptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class RoleOptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___EngineOptions: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___EngineOptions | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_DIR_FIELD_NUMBER: _builtins.int
+    MANIFESTS_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    ROLE_OPTIONS_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    model_dir: _builtins.str
+    release: _builtins.str
+    @_builtins.property
+    def manifests(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """by role"""
+
+    @_builtins.property
+    def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def role_options(self) -> _containers.MessageMap[_builtins.str, Global___EngineOptions]:
+        """by role"""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        model_dir: _builtins.str = ...,
+        manifests: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        role_options: _abc.Mapping[_builtins.str, Global___EngineOptions] | None = ...,
+        release: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifests", b"manifests", "model", b"model", "model_dir", b"model_dir", "options", b"options", "release", b"release", "role_options", b"role_options"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServiceSettings: _TypeAlias = ServiceSettings  # noqa: Y015
+
+@_typing.final
+class EngineOptions(_message.Message):
+    """Settings of an engine, by name. Kept in the registry, written by the leading master."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ValuesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        values: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineOptions: _TypeAlias = EngineOptions  # noqa: Y015
+
+@_typing.final
 class Hold(_message.Message):
     """Why an instance is kept out of service, whatever it says of itself. Kept in the registry, written by the leading master."""
 
@@ -422,6 +684,7 @@ class ApplyDesiredRequest(_message.Message):
     AUTHOR_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     ALLOW_EMPTY_FIELD_NUMBER: _builtins.int
+    CANARY_SHARE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     expected_version: _builtins.int
     """refused if another one is current; absent: whatever is"""
@@ -429,6 +692,8 @@ class ApplyDesiredRequest(_message.Message):
     reason: _builtins.str
     allow_empty: _builtins.bool
     """else a text without groups is refused where there are some now: it would let the whole fleet go"""
+    canary_share: _builtins.float
+    """above 0: a canary alone gets the services that changed, with this share of the requests, until promoted"""
     def __init__(
         self,
         *,
@@ -437,10 +702,11 @@ class ApplyDesiredRequest(_message.Message):
         author: _builtins.str = ...,
         reason: _builtins.str = ...,
         allow_empty: _builtins.bool = ...,
+        canary_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "expected_version", b"expected_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "allow_empty", b"allow_empty", "author", b"author", "expected_version", b"expected_version", "reason", b"reason", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version", "allow_empty", b"allow_empty", "author", b"author", "canary_share", b"canary_share", "expected_version", b"expected_version", "reason", b"reason", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_version: _TypeAlias = _typing.Literal["expected_version"]  # noqa: Y015
     _WhichOneofArgType__expected_version: _TypeAlias = _typing.Literal["_expected_version", b"_expected_version"]  # noqa: Y015
@@ -534,6 +800,50 @@ class RollbackDesiredResponse(_message.Message):
 Global___RollbackDesiredResponse: _TypeAlias = RollbackDesiredResponse  # noqa: Y015
 
 @_typing.final
+class PromoteUpgradeRequest(_message.Message):
+    """Sent by operators."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCENARIO_FIELD_NUMBER: _builtins.int
+    scenario: _builtins.str
+    """empty: of each scenario that has a canary"""
+    def __init__(
+        self,
+        *,
+        scenario: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["scenario", b"scenario"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromoteUpgradeRequest: _TypeAlias = PromoteUpgradeRequest  # noqa: Y015
+
+@_typing.final
+class PromoteUpgradeResponse(_message.Message):
+    """The scenarios whose groups get the revision now, one after the other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCENARIOS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def scenarios(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        scenarios: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["scenarios", b"scenarios"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromoteUpgradeResponse: _TypeAlias = PromoteUpgradeResponse  # noqa: Y015
+
+@_typing.final
 class ListGroupStatesRequest(_message.Message):
     """Sent by operators."""
 
@@ -563,6 +873,7 @@ class ListGroupStatesResponse(_message.Message):
     HOLDS_FIELD_NUMBER: _builtins.int
     ADJUSTMENTS_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
+    UPGRADES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     version: _builtins.int
     """of the desired state"""
@@ -580,6 +891,10 @@ class ListGroupStatesResponse(_message.Message):
     def adjustments(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupAdjustment]:
         """by plans, since the desired state was applied"""
 
+    @_builtins.property
+    def upgrades(self) -> _containers.RepeatedCompositeFieldContainer[Global___UpgradeState]:
+        """under way, or gone back"""
+
     def __init__(
         self,
         *,
@@ -590,14 +905,54 @@ class ListGroupStatesResponse(_message.Message):
         holds: _abc.Iterable[Global___Hold] | None = ...,
         adjustments: _abc.Iterable[Global___GroupAdjustment] | None = ...,
         paused: _builtins.str = ...,
+        upgrades: _abc.Iterable[Global___UpgradeState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "blank_instance_ids", b"blank_instance_ids", "epoch", b"epoch", "groups", b"groups", "holds", b"holds", "paused", b"paused", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "blank_instance_ids", b"blank_instance_ids", "epoch", b"epoch", "groups", b"groups", "holds", b"holds", "paused", b"paused", "upgrades", b"upgrades", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListGroupStatesResponse: _TypeAlias = ListGroupStatesResponse  # noqa: Y015
+
+@_typing.final
+class UpgradeState(_message.Message):
+    """How far the upgrade of a scenario is. Sent by the master."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCENARIO_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    NUM_CHANGED_FIELD_NUMBER: _builtins.int
+    NUM_GROUPS_FIELD_NUMBER: _builtins.int
+    scenario: _builtins.str
+    version: _builtins.int
+    """of the desired state, which asked for it"""
+    state: _builtins.str
+    """canary, changing, watching, waiting, going back, stopped, went back"""
+    detail: _builtins.str
+    num_changed: _builtins.int
+    """groups that run what they all shall run"""
+    num_groups: _builtins.int
+    def __init__(
+        self,
+        *,
+        scenario: _builtins.str = ...,
+        version: _builtins.int = ...,
+        state: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        num_changed: _builtins.int = ...,
+        num_groups: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "num_changed", b"num_changed", "num_groups", b"num_groups", "scenario", b"scenario", "state", b"state", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpgradeState: _TypeAlias = UpgradeState  # noqa: Y015
 
 @_typing.final
 class GroupState(_message.Message):

@@ -56,6 +56,11 @@ class AdminServiceStub:
                 request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.RollbackDesiredRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.RollbackDesiredResponse.FromString,
                 _registered_method=True)
+        self.PromoteUpgrade = channel.unary_unary(
+                '/pdmesh.v1.AdminService/PromoteUpgrade',
+                request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.PromoteUpgradeRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.PromoteUpgradeResponse.FromString,
+                _registered_method=True)
         self.ListGroupStates = channel.unary_unary(
                 '/pdmesh.v1.AdminService/ListGroupStates',
                 request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.ListGroupStatesRequest.SerializeToString,
@@ -121,6 +126,13 @@ class AdminServiceServicer:
 
     def RollbackDesired(self, request, context):
         """Make an earlier version the desired state again, as a new version.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PromoteUpgrade(self, request, context):
+        """Let a canary's revision go to all groups of its scenario.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -195,6 +207,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.RollbackDesired,
                     request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.RollbackDesiredRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.RollbackDesiredResponse.SerializeToString,
+            ),
+            'PromoteUpgrade': grpc.unary_unary_rpc_method_handler(
+                    servicer.PromoteUpgrade,
+                    request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.PromoteUpgradeRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.PromoteUpgradeResponse.SerializeToString,
             ),
             'ListGroupStates': grpc.unary_unary_rpc_method_handler(
                     servicer.ListGroupStates,
@@ -342,6 +359,33 @@ class AdminService:
             '/pdmesh.v1.AdminService/RollbackDesired',
             pdmesh_dot_v1_dot_admin__service__pb2.RollbackDesiredRequest.SerializeToString,
             pdmesh_dot_v1_dot_admin__service__pb2.RollbackDesiredResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PromoteUpgrade(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.AdminService/PromoteUpgrade',
+            pdmesh_dot_v1_dot_admin__service__pb2.PromoteUpgradeRequest.SerializeToString,
+            pdmesh_dot_v1_dot_admin__service__pb2.PromoteUpgradeResponse.FromString,
             options,
             channel_credentials,
             insecure,

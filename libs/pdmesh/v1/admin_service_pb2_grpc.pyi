@@ -43,6 +43,8 @@ class AdminServiceStub:
     """Make it the desired state. Refused if it is not valid, or if somebody else has changed it since it was read."""
     RollbackDesired: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.RollbackDesiredRequest, _admin_service_pb2.RollbackDesiredResponse]
     """Make an earlier version the desired state again, as a new version."""
+    PromoteUpgrade: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.PromoteUpgradeRequest, _admin_service_pb2.PromoteUpgradeResponse]
+    """Let a canary's revision go to all groups of its scenario."""
     ListGroupStates: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListGroupStatesRequest, _admin_service_pb2.ListGroupStatesResponse]
     """The groups: wanted, members and how far they are."""
     GetUsage: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetUsageRequest, _admin_service_pb2.GetUsageResponse]
@@ -71,6 +73,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Make it the desired state. Refused if it is not valid, or if somebody else has changed it since it was read."""
     RollbackDesired: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.RollbackDesiredRequest, _admin_service_pb2.RollbackDesiredResponse]  # type: ignore[assignment]
     """Make an earlier version the desired state again, as a new version."""
+    PromoteUpgrade: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PromoteUpgradeRequest, _admin_service_pb2.PromoteUpgradeResponse]  # type: ignore[assignment]
+    """Let a canary's revision go to all groups of its scenario."""
     ListGroupStates: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListGroupStatesRequest, _admin_service_pb2.ListGroupStatesResponse]  # type: ignore[assignment]
     """The groups: wanted, members and how far they are."""
     GetUsage: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetUsageRequest, _admin_service_pb2.GetUsageResponse]  # type: ignore[assignment]
@@ -120,6 +124,14 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.RollbackDesiredResponse, _abc.Awaitable[_admin_service_pb2.RollbackDesiredResponse]]:
         """Make an earlier version the desired state again, as a new version."""
+
+    @_abc_1.abstractmethod
+    def PromoteUpgrade(
+        self,
+        request: _admin_service_pb2.PromoteUpgradeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.PromoteUpgradeResponse, _abc.Awaitable[_admin_service_pb2.PromoteUpgradeResponse]]:
+        """Let a canary's revision go to all groups of its scenario."""
 
     @_abc_1.abstractmethod
     def ListGroupStates(

@@ -27,3 +27,4 @@ class SimConfig:
     tier_timeout_s: float = 0.5  # longest wait of a prompt for its blocks from the tiers
     max_pulls: int = 64  # of KV, at once
     tail_sampling: TailSampling = NO_TAILS
+    fail_every: int = 0  # prompts: one in so many fails; 0: none

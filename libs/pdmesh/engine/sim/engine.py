@@ -21,6 +21,7 @@ from pdmesh.engine.base import (
     DecodeJob,
     EngineInfo,
     EngineStats,
+    Failed,
     Finished,
     FinishReason,
     KvPeer,
@@ -109,6 +110,7 @@ class SimEngine:
         self._sequences: dict[int, _Sequence] = {}
         self._joining: dict[int, Running] = {}
         self._random = random.Random()
+        self._num_prompts = 0
         self._work, self._has_output = asyncio.Event(), asyncio.Event()
         self._outputs: list[Output] = []
         self._pings: list[asyncio.Future[None]] = []
@@ -146,8 +148,18 @@ class SimEngine:
         failpoints.hit("prefill.accepted")
         if self._stager.is_per_layer(job):
             self._emit(TicketOpened(job.leg, self._stager.open(job)))
-        if self._tiers is None or not self._tiers.begin(job):
+        if self._is_to_fail():
+            if self._stager.is_per_layer(job):
+                self._stager.release(job.ticket_id)
+            why = f"one prompt in {self._config.fail_every} fails (sim_fail_every)"
+            self._emit(Failed(job.leg, EngineFailed.default_reason, why))
+        elif self._tiers is None or not self._tiers.begin(job):
             self._arrive(job)
+
+    def _is_to_fail(self) -> bool:
+        every = self._config.fail_every
+        self._num_prompts += 1
+        return every > 0 and self._num_prompts % every == 0
 
     def _arrive(self, job: PrefillJob) -> None:
         self._arrivals[job.leg] = job

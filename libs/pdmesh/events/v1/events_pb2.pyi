@@ -618,6 +618,51 @@ class GroupStep(_message.Message):
 Global___GroupStep: _TypeAlias = GroupStep  # noqa: Y015
 
 @_typing.final
+class UpgradeStep(_message.Message):
+    """A step of a scenario's upgrade to another revision was made (P/D-Serve 3.2). Published by the master. JSON."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    SCENARIO_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    scenario: _builtins.str
+    step: _builtins.str
+    """begun, promoted, changing, proved, done; turned_back, back, went_back"""
+    group_id: _builtins.str
+    """empty: the whole scenario"""
+    version: _builtins.int
+    """of the desired state, which asked for it"""
+    reason: _builtins.str
+    """why it goes back"""
+    epoch: _builtins.int
+    """of the leader that made it"""
+    @_builtins.property
+    def header(self) -> Global___Header: ...
+    def __init__(
+        self,
+        *,
+        header: Global___Header | None = ...,
+        scenario: _builtins.str = ...,
+        step: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "group_id", b"group_id", "header", b"header", "reason", b"reason", "scenario", b"scenario", "step", b"step", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpgradeStep: _TypeAlias = UpgradeStep  # noqa: Y015
+
+@_typing.final
 class RequestFinished(_message.Message):
     """A request ended, however it ended. Published by the gateway. JSON. Never a prompt or an output."""
 

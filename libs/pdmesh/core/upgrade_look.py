@@ -1,0 +1,80 @@
+"""One look of the upgrades at the groups, from what the group controller looked at last and what it says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pdmesh.core.desired import Desired, Group
+from pdmesh.core.fleet import Role
+from pdmesh.core.group_controller import GroupReport, GroupState
+from pdmesh.core.group_facts import Observed
+from pdmesh.core.group_round import Round
+from pdmesh.core.upgrade_facts import GroupSeen, Looked
+from pdmesh.core.upgrade_health import Cell
+from pdmesh.core.upgrade_record import Upgrades, with_canaries
+
+Busy = Callable[[str, Role], float | None]  # share of the slots of a role in a group that is taken
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the groups' controller does not know. `unwell`: instances that something speaks against, by what they run."""
+
+    busy: Busy
+    unwell: Mapping[Cell, Mapping[str, str]] = field(default_factory=dict)
+    planning: frozenset[str] = frozenset()
+    canary_share: float = 0.0  # that the version was applied with
+
+
+def look_at(
+    asked: Desired,
+    adjusted: Desired,
+    upgrades: Upgrades,
+    observed: Observed,
+    reports: Mapping[str, GroupReport],
+    around: Surroundings,
+) -> Looked:
+    """`adjusted`: with what plans have made of it. Groups that the controller has not seen yet are not there yet."""
+    turn = Round(observed)
+    named = with_canaries(adjusted, upgrades).groups
+    groups = {
+        group_id: _seen(turn, group_id, group, reports[group_id], around)
+        for group_id, group in named.items()
+        if group_id in observed.wanted.groups and group_id in reports
+    }
+    scenarios = {group.scenario for group in asked.groups.values()}
+    each = {
+        name: next(g for g in asked.groups.values() if g.scenario == name) for name in scenarios
+    }
+    return Looked(
+        version=observed.version,
+        targets={name: asked.service_of(group) for name, group in each.items()},
+        upgrades=upgrades,
+        groups=groups,
+        canary_share=around.canary_share,
+        limits={name: asked.scenario_of(group).upgrade for name, group in each.items()},
+        floors=observed.wanted.floors,
+        planning=around.planning,
+    )
+
+
+def _seen(
+    turn: Round, group_id: str, group: Group, report: GroupReport, around: Surroundings
+) -> GroupSeen:
+    wanted = turn.observed.wanted.groups[group_id]
+    blanks = [b for b in turn.blanks() if not group.regions or b.region in group.regions]
+    has_failed = report.state is GroupState.FAILED
+    return GroupSeen(
+        group_id,
+        group.scenario,
+        wanted.revision,
+        wanted.counts,
+        {role: around.busy(group_id, role) for role in wanted.counts},
+        is_whole=report.state is GroupState.SERVING,
+        serves=any(m.is_ready for m in turn.members(group_id)),
+        num_blank=len(blanks),
+        failure=(report.detail or "it could not be set up") if has_failed else "",
+        detail=report.detail,
+        unwell=around.unwell.get((group_id, wanted.revision), {}),
+    )

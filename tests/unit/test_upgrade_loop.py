@@ -1,0 +1,143 @@
+"""The shell of upgrades: records kept before they are acted on, the version before restored, canaries applied and promoted."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pdmesh.core.desired import Service, revision_of
+from pdmesh.core.fleet import Fleet, Identity, RecordSeen, Role
+from pdmesh.core.upgrade_facts import RestoreVersion
+from pdmesh.core.upgrade_health import Answered, LegFailed
+from pdmesh.errors import InvalidRequest
+from pdmesh.events.v1.events_pb2 import ErrorReported, Header
+from pdmesh.net.bus import Message
+from pdmesh.net.event_json import to_json
+from pdmesh.v1 import admin_service_pb2 as pb
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
+from services.master_scheduler.group_loop import KV_TRANSPORT
+from services.master_scheduler.scenario_feed import RequestFinishedJson
+from services.master_scheduler.upgrade_convert import upgrades_from, upgrades_to
+from services.master_scheduler.upgrade_feed import UpgradeFeed
+from tests.fakes.memory_bus import MemoryBus
+from tests.unit.test_group_loop import Site
+
+
+def text(release: str, **more: str) -> str:
+    options = "".join(f", {name}: {value}" for name, value in more.items())
+    return f"""
+services:
+  model: {{release: "{release}"{options}}}
+scenarios:
+  default: {{service: model, allow_single: true}}
+groups:
+  chat: {{prefill: 1, decode: 1}}
+"""
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    """It serves release 1, which its records say."""
+    site = Site()
+    site.add("p-0", ROLE_PREFILL, "chat")
+    site.add("d-0", ROLE_DECODE, "chat")
+    for record in site.registry.records.values():
+        record.revision = revision_of(Service(release="1"), KV_TRANSPORT)
+    await site.apply(text("1"))
+    await site.start()
+    for _ in range(2):
+        await site.loop.round()
+        await site.upgrades.round()
+    yield site
+    await site.close()
+
+
+@pytest.mark.req("S24")
+async def test_a_new_version_reaches_no_group_before_its_turn_and_survives_the_leader(
+    site: Site,
+) -> None:
+    """There is no blank instance to come first, and the two may not leave: it waits, under any leader."""
+    await site.apply(text("2"))
+    for epoch in (1, 2):
+        if epoch == 2:
+            await site.start()
+            site.leadership = (True, 2)
+        await site.loop.round()
+        await site.upgrades.round()
+        await site.loop.round()
+        assert site.loop.observed is not None
+        running = site.loop.observed.wanted.groups["chat"]
+        assert {r.revision for r in site.registry.records.values()} == {running.revision}
+        states = await site.ask("ListGroupStates", pb.ListGroupStatesRequest())
+        (state,) = states.upgrades
+        assert (state.scenario, state.version, state.state) == ("default", 2, "waiting")
+        assert "2 more blank instances are needed" in state.detail
+
+
+@pytest.mark.req("S24")
+async def test_the_version_before_is_applied_again_unless_somebody_was_faster(site: Site) -> None:
+    await site.apply(text("2"))
+    restore = RestoreVersion(1, 2, "version 2: chat: 10.0% of its requests failed")
+    await site.upgrades._restore(restore)
+    current = await site.store.version()
+    assert current is not None
+    assert (current.version, current.text, current.reason) == (3, text("1"), restore.reason)
+    await site.apply(text("3"))
+    with pytest.raises(Exception, match="version 4 is current"):
+        await site.upgrades._restore(RestoreVersion(1, 3, ""))
+
+
+@pytest.mark.req("S24")
+async def test_a_canary_is_refused_where_it_would_try_nothing_out(site: Site) -> None:
+    def apply(text: str, share: float) -> object:
+        return site.ask("ApplyDesired", pb.ApplyDesiredRequest(text=text, canary_share=share))
+
+    with pytest.raises(InvalidRequest, match="more than 0 and less than 1"):
+        await apply(text("2"), 1.5)
+    with pytest.raises(InvalidRequest, match="no service that runs is changed"):
+        await apply(text("1") + "  more: {prefill: 1, decode: 1}\n", 0.1)
+    with pytest.raises(InvalidRequest, match="no canary of any scenario"):
+        await site.ask("PromoteUpgrade", pb.PromoteUpgradeRequest())
+    await apply(text("2"), 0.1)
+    await site.loop.round()
+    await site.upgrades.round()
+    assert site.shares == {"canary-default": 0.1}
+    with pytest.raises(InvalidRequest, match="under way"):
+        await apply(text("3"), 0.1)
+    promoted = await site.ask("PromoteUpgrade", pb.PromoteUpgradeRequest())
+    assert promoted.scenarios == ["default"]
+    assert not site.loop.upgrades["default"].canary_share
+
+
+async def test_a_record_survives_being_stored(site: Site) -> None:
+    await site.apply(text("2", options="{num_slots: 4}", role_options="{decode: {num_slots: 8}}"))
+    await site.loop.round()
+    await site.upgrades.round()
+    known = site.loop.upgrades
+    assert known["default"].target.role_options[Role.DECODE] == {"num_slots": "8"}
+    assert upgrades_from(upgrades_to(known, 1)) == known
+
+
+async def test_what_requests_took_and_which_failed_is_told_by_group_and_revision() -> None:
+    fleet, told = Fleet(), list[object]()
+    identity = Identity(
+        "p-0", 1, Role.PREFILL, "chat", "chat", "m", "f", 64, 8, 100, 4096, revision="r"
+    )
+    fleet.handle(RecordSeen(identity), 0.0)
+    feed = UpgradeFeed(fleet, MemoryBus(), told.append)
+    done = RequestFinishedJson(prefill_id="p-0", queue_ms=10.0, ttft_ms=110.0, e2e_ms=310.0)
+    done.usage.num_completion_tokens = 11
+    feed.answered(done)
+    feed.answered(RequestFinishedJson(prefill_id="gone"))
+    for reason, request_id in (
+        ("ENGINE_FAILED", "1"),
+        ("ENGINE_FAILED", ""),
+        ("KV_SOURCE_RELEASED", ""),
+    ):
+        event = ErrorReported(
+            header=Header(publisher_id="p-0"), reason=reason, request_id=request_id
+        )
+        await feed._on_error(Message("mesh.v1.error.reported.p-0", to_json(event), {}))
+    await feed._on_error(Message("mesh.v1.error.reported.p-0", b"{", {}))
+    assert told == [Answered(("chat", "r"), 0.1, 0.02), LegFailed(("chat", "r"))]
