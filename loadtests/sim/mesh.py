@@ -21,6 +21,7 @@ from loadtests.sim.worker import Job, Worker
 from loadtests.workloads import Arrival
 from pdmesh.core.admission import Admission, Admitted, Capacity, Work
 from pdmesh.core.fleet import Fleet, Identity, LoadReported, PrefillComputed, RecordSeen, Role
+from pdmesh.core.length_window import MAX_PASSED, LengthWindow
 from pdmesh.core.placement import DEFAULT_SCENARIO, NoPlan, Placement, Plan
 from pdmesh.core.placement import Candidate as Ranked
 from pdmesh.core.placement_baselines import POLICIES
@@ -72,6 +73,8 @@ class MeshShape:
     decode_blocks: int = 0  # of a decode; 0: as many as the others have
     block_size: int = 64
     prefill_slots: int = 8
+    prefill_batch: int = 0  # as the gateways' setting
+    max_passed: int = MAX_PASSED  # batches that may go before one who waits; 0: in order
     decode_slots: int = 256
     chunk_tokens: int = 8192
     hop_s: float = 0.0005  # one way between gateway and instance or master
@@ -128,7 +131,10 @@ class VirtualMesh:
         self.workers: dict[str, Worker] = {}
         self.served: list[Served] = []
         self.errors: list[float] = []  # relative errors of predictions, in order
-        self._room: WaitingRoom[_Life] = WaitingRoom(shape.max_waiting)
+        window = None
+        if shape.prefill_batch > 1:
+            window = LengthWindow(shape.prefill_batch, shape.max_passed)
+        self._room: WaitingRoom[_Life] = WaitingRoom(shape.max_waiting, window=window)
         self._keys = itertools.count(1)
         self._budget = RetryBudget()
         self._limits = RequestLimits(
@@ -265,7 +271,9 @@ class VirtualMesh:
                 pass
 
     def _wait(self, life: _Life, effect: WaitForSlot) -> None:
-        joined = self._room.join(life, effect.instance_ids, effect.until)
+        joined = self._room.join(
+            life, effect.instance_ids, effect.until, num_tokens=effect.num_tokens
+        )
         if joined is None:
             self._later(life, WaitRefused())
             return

@@ -59,6 +59,8 @@ class Worker:
     num_prompts: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_chunk_tokens: int = 0  # of prompts, computed
+    num_padded_tokens: int = 0  # computed for nothing, if the engine pads
     is_dead: bool = False
     _prompts: dict[int, Job] = field(default_factory=dict)
     _ends: list[tuple[int, int]] = field(default_factory=list)  # (step, leg)
@@ -155,7 +157,7 @@ class Worker:
         if epoch != self._epoch:
             return
         self._finish_ends()
-        budget, pairs, batch = self.chunk_tokens, 0, 0
+        budget, pairs, batch, longest = self.chunk_tokens, 0, 0, 0
         for job in self._prompts.values():
             job.in_chunk = min(budget, job.num_left)
             if job.in_chunk == 0:
@@ -163,12 +165,16 @@ class Worker:
             budget -= job.in_chunk
             pairs += job.num_cached + job.num_computed
             batch += 1
+            longest = max(longest, job.in_chunk)
         running = len(self._running)
         if batch:
-            duration = self.law.prefill_s(self.chunk_tokens - budget, pairs // batch, batch)
+            num_tokens = self.chunk_tokens - budget
+            self.num_chunk_tokens += num_tokens
+            self.num_padded_tokens += batch * longest - num_tokens
+            duration = self.law.prefill_s(num_tokens, pairs // batch, batch, longest)
             duration += self.law.step_s(running, self._num_context)
             for job in self._prompts.values():
-                job.seconds += duration * job.in_chunk / (self.chunk_tokens - budget)
+                job.seconds += duration * job.in_chunk / num_tokens
             self._plan(duration, 1)
         elif running:
             steps = max(1, self._ends[0][0] - self._step)

@@ -52,7 +52,7 @@ class Gateway:
         gateway_id = settings.instance_id
         self._settings = settings
         self.fleet = Fleet(view, settings.model, time.monotonic, settings.region, kept_out)
-        self._room = Waiting(settings.max_waiting)
+        self._room = Waiting(settings.max_waiting, settings.prefill_batch)
         self._poison = PoisonBook()
         self.sessions = SessionPool(gateway_id, self._on_slots_freed)
         self._planner = Planner(

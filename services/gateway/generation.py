@@ -358,7 +358,7 @@ class Generation:
         if self.core.phase is Phase.WAITING_PREFILL:
             self._queue(True)
         self._waiting_number = self._shared.room.join(
-            self, effect.instance_ids, effect.until, self._spec.tenant
+            self, effect.instance_ids, effect.until, self._spec.tenant, effect.num_tokens
         )
         if self._waiting_number is None:
             self.on_event(WaitRefused())

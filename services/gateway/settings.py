@@ -63,6 +63,11 @@ class Settings(ServiceSettings):
     )
     max_calls: int = Field(4096, ge=1, description="Open requests; more get 429 at once")
     max_waiting: int = Field(1024, ge=0, description="Requests waiting for a slot; more get 429")
+    prefill_batch: int = Field(
+        0,
+        ge=0,
+        description="Prompts that a prefill computes in lockstep (DP size): who waits goes in batches of similar length; 0: one by one",
+    )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest HTTP body or gRPC message")
     ttft_s: float = Field(10.0, gt=0, description="Wait for a slot so long, then 429")
     ttft_s_per_1k_tokens: float = Field(

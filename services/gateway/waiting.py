@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+from pdmesh.core.length_window import LengthWindow
 from pdmesh.core.tenants import Tenant
 from pdmesh.core.waiting_room import Claim, WaitingRoom
 from pdmesh.telemetry import metrics, names
@@ -22,8 +23,11 @@ class Waiter(Protocol):
 
 
 class Waiting:
-    def __init__(self, max_waiting: int) -> None:
-        self._room: WaitingRoom[tuple[Waiter, float]] = WaitingRoom(max_waiting)
+    """`prefill_batch`: prompts that the prefills compute in lockstep, to be sent as batches of similar length; 0: they do not."""
+
+    def __init__(self, max_waiting: int, prefill_batch: int = 0) -> None:
+        window = LengthWindow(prefill_batch) if prefill_batch > 1 else None
+        self._room: WaitingRoom[tuple[Waiter, float]] = WaitingRoom(max_waiting, window=window)
         self._queues: dict[str, dict[int, int]] = {}
 
     def __len__(self) -> int:
@@ -51,11 +55,16 @@ class Waiting:
         return self._room.yields_to(_claim(tenant))
 
     def join(
-        self, waiter: Waiter, instance_ids: Iterable[str], until: float, tenant: Tenant
+        self,
+        waiter: Waiter,
+        instance_ids: Iterable[str],
+        until: float,
+        tenant: Tenant,
+        num_tokens: int = 0,
     ) -> int | None:
-        """A number to leave with, or None if there is no room for it."""
+        """A number to leave with, or None if there is no room for it. `num_tokens` as in `WaitForSlot`."""
         now = time.monotonic()
-        joined = self._room.join((waiter, now), instance_ids, until, _claim(tenant))
+        joined = self._room.join((waiter, now), instance_ids, until, _claim(tenant), num_tokens)
         if joined is None:
             _refused.add(1)
             return None

@@ -14,7 +14,7 @@ from loadtests.sim.mesh import MeshShape, VirtualMesh
 from loadtests.workloads import Arrival, block_name, poisson, prefixed_scenarios, scaled
 from pdmesh.core.placement_baselines import POLICIES
 from pdmesh.core.placement_policies import Weights
-from pdmesh.engine.laws import SMOLLM2_CPU, Law
+from pdmesh.engine.laws import PADDED_CPU, SMOLLM2_CPU, Law
 
 # 1 ms for each token that must be computed, nothing else.
 PER_TOKEN = Law("per-token", prefill_token_s=1e-3, step_fixed_s=1e-3)
@@ -111,6 +111,31 @@ def test_a_prefill_keeps_its_slot_until_decode_has_taken_the_kv() -> None:
     served = play(shape, "default", [Arrival(0.0, 100, 2), Arrival(0.01, 100, 2)]).served
     assert served[1].ttft_s > 0.1 + 0.5 + 0.1 - 0.02
     assert served[1].num_rejections >= 1
+
+
+@pytest.mark.req("S90")
+def test_batches_of_similar_length_compute_less_for_nothing_where_an_engine_pads() -> None:
+    """A queue of chats and documents for prefills that pad four prompts to the longest."""
+    rng = random.Random(1)
+    arrivals = [
+        Arrival(0.01 * number, rng.choice((rng.randint(50, 150), rng.randint(800, 1200))), 2)
+        for number in range(200)
+    ]
+    in_order = MeshShape(
+        PADDED_CPU,
+        num_prefill=2,
+        num_decode=2,
+        prefill_slots=4,
+        prefill_batch=4,
+        max_passed=0,
+    )
+    runs = [
+        play(shape, "default", arrivals) for shape in (in_order, replace(in_order, max_passed=8))
+    ]
+    fifo, similar = (sum(w.num_padded_tokens for w in m.workers.values()) for m in runs)
+    assert similar <= 0.7 * fifo
+    fifo_s, similar_s = (sum(s.ttft_s for s in m.served) for m in runs)
+    assert similar_s < fifo_s
 
 
 # --- S8: the paper's four prompts -----------------------------------------------------------------

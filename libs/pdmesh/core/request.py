@@ -316,7 +316,9 @@ class Request(RequestState):
         self.phase = phase
         if now >= self._retry_at or self._retry_at == math.inf:
             self._schedule_retry(now, 0.0)
-        return [WaitForSlot(tuple(c.instance_id for c in on), until)]
+        is_prefill = phase is Phase.WAITING_PREFILL
+        num_tokens = self._num_prompt_tokens + len(self.emitted) if is_prefill else 0
+        return [WaitForSlot(tuple(c.instance_id for c in on), until, num_tokens)]
 
     def _on_slot_freed(self, event: Event, now: float) -> list[Effect]:
         """Forward on demand to the one that came free; a second rejection brings us back here."""

@@ -258,10 +258,11 @@ class EmitTokens:
 
 @dataclass(frozen=True, slots=True)
 class WaitForSlot:
-    """Wait for a SlotFreed of one of these, first those whose `until` is first."""
+    """Wait for a SlotFreed of one of these, first those whose `until` is first. `num_tokens` are to be computed there; 0: none, a decode."""
 
     instance_ids: tuple[str, ...]
     until: float
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

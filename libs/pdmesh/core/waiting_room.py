@@ -1,8 +1,8 @@
 """Requests that every candidate rejected, until one of them has a free slot (S43, S44).
 
 When an instance comes free, those who asked for it are called: lower priority numbers first; within one priority the tenants
-take turns by their weights (start-time fair queueing); within one tenant the nearest deadline first. A waiter may wait
-for several instances; it is called once and must come back if it is rejected again.
+take turns by their weights (start-time fair queueing); within one tenant the nearest deadline first, or, where a `window` forms batches for
+engines that compute in lockstep, those of similar length. A waiter may wait for several instances; it is called once and must come back if it is rejected again.
 
 Bounded. A full room takes a newcomer only in place of someone with less of a claim: of a lower priority, or of a tenant
 that holds more of the room for its weight. So a tenant that floods the room only ever keeps itself out.
@@ -14,6 +14,8 @@ import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from pdmesh.core.length_window import LengthWindow, Place
 
 W = TypeVar("W")
 
@@ -45,12 +47,14 @@ class _Entry(Generic[W]):
     weight: int
     until: float
     instance_ids: tuple[str, ...]
+    num_tokens: int
 
 
 @dataclass(slots=True)
 class WaitingRoom(Generic[W]):
     max_waiting: int
     num_evicted: int = 0
+    window: LengthWindow | None = None  # None: whoever is first goes, as soon as there is one slot
     _heaps: dict[str, dict[_Group, list[tuple[float, int]]]] = field(default_factory=dict)
     _entries: dict[int, _Entry[W]] = field(default_factory=dict)
     _members: dict[_Group, dict[int, None]] = field(default_factory=dict)
@@ -72,9 +76,14 @@ class WaitingRoom(Generic[W]):
         return counts
 
     def join(
-        self, waiter: W, instance_ids: Iterable[str], until: float, claim: Claim = Claim()
+        self,
+        waiter: W,
+        instance_ids: Iterable[str],
+        until: float,
+        claim: Claim = Claim(),
+        num_tokens: int = 0,
     ) -> Joined[W] | None:
-        """None if the room is full of those with as good a claim."""
+        """None if the room is full of those with as good a claim. `num_tokens`: that an engine would compute in a batch with others'."""
         evicted: W | None = None
         if len(self._entries) >= self.max_waiting:
             number = self._least_claim(claim)
@@ -85,7 +94,7 @@ class WaitingRoom(Generic[W]):
             self.num_evicted += 1
         number, self._next_id = self._next_id, self._next_id + 1
         group = (claim.priority, claim.tenant)
-        entry = _Entry(waiter, group, claim.weight, until, tuple(instance_ids))
+        entry = _Entry(waiter, group, claim.weight, until, tuple(instance_ids), num_tokens)
         self._entries[number] = entry
         self._members.setdefault(group, {})[number] = None
         for instance_id in entry.instance_ids:
@@ -114,14 +123,27 @@ class WaitingRoom(Generic[W]):
         """At most `num_free` who wait for this instance, in their order; they have left the room."""
         called: list[W] = []
         while len(called) < num_free and (group := self._next_group(instance_id)) is not None:
-            _, number = heapq.heappop(self._heaps[instance_id][group])
-            entry = self._entries[number]
+            numbers = self._first(instance_id, group, num_free - len(called))
+            if not numbers:
+                break
             start = max(self._turns.get(group, 0.0), self._clock.get(group[0], 0.0))
             self._clock[group[0]] = start
-            self._turns[group] = start + 1 / entry.weight
-            self.leave(number)
-            called.append(entry.waiter)
+            self._turns[group] = start + len(numbers) / self._entries[numbers[0]].weight
+            for number in numbers:
+                called.append(self._entries[number].waiter)
+                self.leave(number)
         return called
+
+    def _first(self, instance_id: str, group: _Group, num_free: int) -> list[int]:
+        """Whose turn it is in this group: one, or a batch. Nobody while there is no room for a batch."""
+        heap = self._heaps[instance_id][group]
+        first = heap[0][1]
+        if self.window is None or not self._entries[first].num_tokens:
+            return [first]
+        if num_free < self.window.dp_size:
+            return []
+        waiting = (number for _, number in sorted(heap) if number in self._entries)
+        return self.window.take([Place(n, self._entries[n].num_tokens) for n in waiting])
 
     def _next_group(self, instance_id: str) -> _Group | None:
         """Of those with someone waiting for it: the first priority's tenant whose turn is next."""

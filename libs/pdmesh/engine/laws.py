@@ -7,7 +7,7 @@ The terms are those a transformer has: fixed cost per step, per token, and atten
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 
@@ -22,11 +22,16 @@ class Law:
     step_fixed_s: float = 0.0
     step_sequence_s: float = 0.0  # per sequence in the decode batch
     step_context_s: float = 0.0  # per token of context over the whole batch
+    pads: bool = False  # a batch's prompts are all computed as if they were as long as its longest
 
-    def prefill_s(self, num_tokens: int, num_cached: int = 0, batch: int = 1) -> float:
-        """Time to compute `num_tokens` in total, of `batch` prompts, after `num_cached` tokens each had already."""
+    def prefill_s(
+        self, num_tokens: int, num_cached: int = 0, batch: int = 1, longest: int = 0
+    ) -> float:
+        """Time to compute `num_tokens` in total, of `batch` prompts, after `num_cached` tokens each had already; `longest` of them belong to one."""
         if num_tokens <= 0:
             return 0.0
+        if self.pads:
+            num_tokens = max(num_tokens, batch * longest)
         pairs = num_tokens * (num_cached + num_tokens / (2 * max(batch, 1)))
         return (
             self.prefill_fixed_s + num_tokens * self.prefill_token_s + pairs * self.prefill_pair_s
@@ -55,6 +60,9 @@ SMOLLM2_CPU = Law(
     step_context_s=2e-7,
 )
 
+# The same where prompts of a batch are padded to the longest.
+PADDED_CPU = replace(SMOLLM2_CPU, name="smollm2-padded", pads=True)
+
 # A large model on a data-centre GPU: the curve of Dynamo's mock engine, so that results on a trace compare with its
 # own. 12,000 tokens of prompt in 260 ms, 6 ms for a step. Its decode is a polynomial of the used share of 16,384 blocks of 64
 # tokens; its first two terms are here.
@@ -68,5 +76,5 @@ MOCKER = Law(
 )
 
 LAWS: Mapping[str, Law] = MappingProxyType(
-    {law.name: law for law in (ZERO, DEMO, SMOLLM2_CPU, MOCKER)}
+    {law.name: law for law in (ZERO, DEMO, SMOLLM2_CPU, PADDED_CPU, MOCKER)}
 )

@@ -107,6 +107,31 @@ async def test_a_more_urgent_tenant_is_called_first(tmp_path: Path) -> None:
         await asyncio.gather(batch, chat, return_exceptions=True)
 
 
+@pytest.mark.req("S90", "S91")
+async def test_those_who_wait_go_in_batches_of_similar_length(tmp_path: Path) -> None:
+    """Room for one is no room for a batch of two; then the two long ones go, though a short one came between."""
+    async with (
+        gateway_mesh(tmp_path, ttft_s=30.0, retry_s=25.0, prefill_batch=2) as mesh,
+        httpx.AsyncClient(base_url=mesh.url) as client,
+    ):
+        prefill = mesh.instances["prefill-0"]
+        prefill.reject_with = REJECT_REASON_BUSY
+        prompts = ("a " * 300, "b", "c " * 310)
+        asks: list[asyncio.Task[httpx.Response]] = []
+        for number, prompt in enumerate(prompts, start=1):
+            asks.append(asyncio.create_task(ask(client, prompt=prompt)))
+            await until(lambda number=number: room(mesh) == number)  # type: ignore[misc]
+        prefill.is_holding = True
+        prefill.free_slots(1)
+        prefill.free_slots(2)
+        await until(lambda: len(prefill.legs) == 2)
+        assert room(mesh) == 1
+        assert min(len(p.prompt_token_ids) for p in prefill.prefills[-2:]) > 4 * 200
+        for task in asks:
+            task.cancel()
+        await asyncio.gather(*asks, return_exceptions=True)
+
+
 @pytest.mark.req("S44", "S9")
 async def test_requests_end_at_their_deadlines_within_50_ms(tmp_path: Path) -> None:
     """Sixty wait for nothing, of two scenarios and two lengths; each ends at its own time, and never reaches an instance later."""

@@ -255,7 +255,7 @@ class SimEngine:
             self._take_arrivals()
             chunk = self._lane.next_chunk()
             batch = len(self._batch)
-            duration = law.prefill_s(chunk.num_tokens, chunk.num_before, chunk.batch)
+            duration = law.prefill_s(chunk.num_tokens, chunk.num_before, chunk.batch, chunk.longest)
             duration += law.step_s(batch, self._batch.num_context if batch else 0)
             await self._wait_out(duration)
             if chunk.num_tokens:

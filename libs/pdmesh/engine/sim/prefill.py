@@ -31,6 +31,7 @@ class Chunk:
     num_tokens: int = 0
     num_before: int = 0  # tokens of context before the chunk, mean over its prompts
     batch: int = 0
+    longest: int = 0  # tokens of one prompt in it
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class PrefillLane:
 
     def next_chunk(self) -> Chunk:
         """Share the next step's tokens among the prompts, oldest first."""
-        budget, before, batch = self.chunk_tokens, 0, 0
+        budget, before, batch, longest = self.chunk_tokens, 0, 0, 0
         for prompt in self._prompts.values():
             prompt.num_in_chunk = min(budget, prompt.num_left)
             if prompt.num_in_chunk == 0:
@@ -64,7 +65,8 @@ class PrefillLane:
             budget -= prompt.num_in_chunk
             before += prompt.num_cached + prompt.num_computed
             batch += 1
-        return Chunk(self.chunk_tokens - budget, before // max(batch, 1), batch)
+            longest = max(longest, prompt.num_in_chunk)
+        return Chunk(self.chunk_tokens - budget, before // max(batch, 1), batch, longest)
 
     def finish_chunk(self) -> list[Prompt]:
         """Count the chunk as computed; takes out and returns the prompts that are complete."""

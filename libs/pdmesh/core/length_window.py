@@ -1,0 +1,78 @@
+"""Which of those who wait go into one batch: prompts of similar length (S90), out of a window of the queue (S91).
+
+For engines that compute the prompts of a batch in lockstep, each as long as the longest: with padding, or as ranks of a DP group that meet in
+every layer. The window is w = max(DP size, |R|) of the R who wait, anew for each batch: a short queue is one batch, and of a long one those go that
+waste least. Nobody is passed over without end: after `max_passed` batches with somebody from behind it, a prompt goes before all others, so that
+it begins at most `max_passed` batches later than in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+MAX_PASSED: Final = 8
+MAX_WINDOW: Final = 256  # bounds what one choice costs
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One who waits. `number` is unique; `num_tokens` what it has an engine compute."""
+
+    number: int
+    num_tokens: int
+
+
+def window_size(dp_size: int, queue_depth: int) -> int:
+    return max(dp_size, queue_depth)
+
+
+def padding_waste(lengths: Sequence[int]) -> float:
+    """Tokens computed for nothing, per token asked for: (longest * n - sum) / sum."""
+    total = sum(lengths)
+    return (max(lengths) * len(lengths) - total) / total if total else 0.0
+
+
+@dataclass(slots=True)
+class LengthWindow:
+    """`take` is the only way to change state; who left otherwise is forgotten by then."""
+
+    dp_size: int  # prompts of one batch
+    max_passed: int = MAX_PASSED
+    _passed: dict[int, int] = field(default_factory=dict)  # by number: batches that went before it
+
+    def take(self, queue: Sequence[Place]) -> list[int]:
+        """Numbers of the next batch out of `queue`, which is in the order in which they would go without this."""
+        window = queue[: min(MAX_WINDOW, window_size(self.dp_size, len(queue)))]
+        if len(window) <= self.dp_size:
+            batch = list(window)
+        else:
+            batch = self._overdue(window) or _most_alike(window, self.dp_size)
+        self._count_passed(window, {place.number for place in batch})
+        return [place.number for place in batch]
+
+    def _overdue(self, window: Sequence[Place]) -> list[Place]:
+        """Those whose turn it is at last, with the most similar of the rest; nobody if it is nobody's."""
+        overdue = [p for p in window if self._passed.get(p.number, 0) >= self.max_passed]
+        if not overdue:
+            return []
+        first = overdue[0]
+        rest = [p for p in window if p not in overdue]
+        rest.sort(key=lambda p: abs(p.num_tokens - first.num_tokens))
+        return [*overdue, *rest][: self.dp_size]
+
+    def _count_passed(self, window: Sequence[Place], gone: set[int]) -> None:
+        last = max(index for index, place in enumerate(window) if place.number in gone)
+        self._passed = {
+            place.number: self._passed.get(place.number, 0) + (index < last)
+            for index, place in enumerate(window)
+            if place.number not in gone
+        }
+
+
+def _most_alike(window: Iterable[Place], count: int) -> list[Place]:
+    """Of all neighbours by length the `count` that waste least; of equals the shortest, which are done first."""
+    ordered = sorted(window, key=lambda place: place.num_tokens)
+    groups = (ordered[i : i + count] for i in range(len(ordered) - count + 1))
+    return min(groups, key=lambda group: padding_waste([place.num_tokens for place in group]))
