@@ -69,7 +69,7 @@ class Serving:
             InstanceServicer(self.host, self._record, self._blocks, self._on_record),
         )
         self.address = f"{self._settings.reachable_host}:{_listen(self._server, self._settings)}"
-        await self._server.start()
+        await rpc.start(self._server)  # an assignment may be taken back while it loads
         instruments.show(self.host)
         works = {
             "outputs": self.host.run(),

@@ -7,6 +7,7 @@ made here only, and requests are parsed by us (INVALID_ARGUMENT, no parser text)
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Final, NoReturn
 
@@ -84,6 +85,20 @@ def server(
             *options,
         )
     )
+
+
+async def start(target: grpc.aio.Server) -> None:
+    """Start it; given up meanwhile, it is stopped again.
+
+    A `start` that is cancelled itself leaves a server that listens and cannot be stopped any more.
+    """
+    starting = asyncio.ensure_future(target.start())
+    try:
+        await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await starting
+        await target.stop(None)
+        raise
 
 
 def add_service(target: grpc.aio.Server, service: ServiceDescriptor, servicer: object) -> None:
