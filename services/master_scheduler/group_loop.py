@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -144,9 +145,10 @@ class GroupLoop:
         return dict(self.adjustments.fired)
 
     @property
-    def num_blank(self) -> int:
-        """Instances that may be given a role."""
-        return len(Round(self.observed).blanks()) if self.observed is not None else 0
+    def blanks(self) -> Counter[str]:
+        """Instances that may be given a role, by region."""
+        found = Round(self.observed).blanks() if self.observed is not None else []
+        return Counter(seen.region for seen in found)
 
     def take_adjustments(self, adjustments: AdjustmentsMessage) -> None:
         """They were written just now: what is decided next counts with them."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -97,14 +98,15 @@ class PlanLoop:
             self._schedule = Schedule((), fired=dict(self._groups.fired))
         self._loads.sample(list(self._fleet.instances.values()), self._clock())
         loads = self._loads
-        states = adjustments.group_shapes(desired, known, lambda g, role: loads.busy([g], role))
+        blanks = self._groups.blanks
+        shapes = adjustments.group_shapes(desired, known, lambda g, role: loads.busy([g], role))
+        states = {i: self._in_its_region(shape, blanks) for i, shape in shapes.items()}
         if is_new:
             self._resume(states)
         self._ask(desired, states)
-        self._steer(desired, states)
+        self._steer(desired, states, blanks.total())
         self._notice_ends(known, desired)
-        num_blank = self._groups.num_blank
-        seen = GroupsSeen(states, num_blank, self._being_upgraded(is_out=True))
+        seen = GroupsSeen(states, blanks.total(), self._being_upgraded(is_out=True))
         await self._make(self._feed(seen), desired, known)
 
     def busy(self, group_id: str, role: Role) -> float | None:
@@ -131,6 +133,12 @@ class PlanLoop:
             )
         )
 
+    def _in_its_region(self, group: GroupShape, blanks: Counter[str]) -> GroupShape:
+        """With where it is, and how many could join it there."""
+        region = self._groups.controller.regions.get(group.group_id)
+        num_blank = blanks.total() if region is None else blanks[region]
+        return replace(group, region=region, num_blank=num_blank)
+
     def _resume(self, states: Groups) -> None:
         """Schedules fire once: what an earlier leader did not get done of their plans is done now, unless it is too late."""
         for left in pending_from(self._groups.adjustments):
@@ -149,7 +157,7 @@ class PlanLoop:
             if due.plan is not None:
                 self._feed(PlanAsked(due.plan))
 
-    def _steer(self, desired: Desired, states: Groups) -> None:
+    def _steer(self, desired: Desired, states: Groups, num_blank: int) -> None:
         """The ratio of scenarios that want it so, once in a window; one with a set-up or a loss in it says nothing of the ratio."""
         scenarios = sorted({group.scenario for group in states.values()})
         self._disturbed.update(s for s in scenarios if not self._is_steady(s, states))
@@ -172,7 +180,7 @@ class PlanLoop:
                 window = None
             if desired.scenarios.get(scenario, Scenario()).has_auto_ratio:
                 rate = window.num_requests / window_s if window else 0.0
-                seen = WindowSeen(scenario, window, states, self._groups.num_blank, rate)
+                seen = WindowSeen(scenario, window, states, num_blank, rate)
                 self._decide(self._ratio.handle(seen, self._clock()))
 
     def _is_steady(self, scenario: str, states: Groups) -> bool:

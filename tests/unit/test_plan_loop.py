@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -11,6 +12,7 @@ from structlog.testing import capture_logs
 from pdmesh.core.adjustments import adjusted, num_lent
 from pdmesh.core.desired import Desired, Group, Scenario, ScheduleLine
 from pdmesh.core.fleet import Fleet, Identity, LoadReported, PrefillComputed, RecordSeen, Role
+from pdmesh.core.group_round import Round
 from pdmesh.core.scenario_stats import Finished
 from pdmesh.core.scenario_windows import ScenarioWindows
 from pdmesh.desired_file import read
@@ -88,8 +90,9 @@ class Site:
         return self.world.controller
 
     @property
-    def num_blank(self) -> int:
-        return 0
+    def blanks(self) -> Counter[str]:
+        """As the group loop counts them."""
+        return Counter(seen.region for seen in Round(self.world.observe()).blanks())
 
     def settle(self) -> None:
         """The groups' controller does what shall be; loads are heard."""

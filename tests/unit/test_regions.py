@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from pdmesh.core.fleet import Fleet, Identity, RecordSeen, RecordVanished, Role
 from pdmesh.core.fleet import LoadReported as Load
+from pdmesh.core.moves import GroupShape, Move, MoveKind, refusal
 from pdmesh.core.placement import Placement, Plan
 from pdmesh.core.placement_policies import Query
+from pdmesh.core.ratio_planner import Choice, PlannerLimits, one_step
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest
 from pdmesh.v1.common_pb2 import (
@@ -164,6 +167,25 @@ def test_what_is_wrong_with_a_place_is_said(group: str, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read(text)
     assert caught.value.message.startswith(f"line 3: {message}")
+
+
+def test_a_ratio_takes_instances_from_its_own_region_alone() -> None:
+    """The other region's group has room, and blank instances: neither can help here."""
+    short = GroupShape("a", "chat", 2, 2, 0.95, 0.9, region="eu", num_blank=0)
+    idle = GroupShape("b", "chat", 3, 3, 0.1, 0.1, region="us", num_blank=4)
+    near = replace(idle, group_id="c", region="eu", num_blank=0)
+
+    def step(*groups: GroupShape) -> Choice:
+        named = {group.group_id: group for group in groups}
+        return one_step(Role.PREFILL, "chat", named, 4, PlannerLimits(), "too slow")
+
+    assert step(short, idle).move is None
+    assert "add: no blank instance in region eu" in step(short, idle).reasons
+    moved = step(short, idle, near).move
+    assert moved is not None
+    assert (moved.kind, moved.group_id, moved.to_group) == (MoveKind.MOVE, "c", "a")
+    asked = Move("b", MoveKind.MOVE, Role.PREFILL, "a")
+    assert refusal(asked, {"a": short, "b": idle}, 0.9) == "group a is in another region"
 
 
 # --- requests --------------------------------------------------------------------------------------

@@ -71,9 +71,12 @@ class GroupController:
 
     clock: StageClock = field(default_factory=StageClock)
     reports: dict[str, GroupReport] = field(default_factory=dict)
+    regions: dict[str, str | None] = field(
+        default_factory=dict
+    )  # that each group is to be in now; None: any
     _steps: StepTeller = field(default_factory=StepTeller)
     _records: dict[str, GroupRecord] = field(default_factory=dict)
-    _regions: RegionWatch = field(default_factory=RegionWatch)
+    _region_watch: RegionWatch = field(default_factory=RegionWatch)
     _last_id: int = 0
     _version: int = 0
 
@@ -86,13 +89,14 @@ class GroupController:
             self._records.clear()  # the operator may have mended what failed
         turn = Round(observed)
         told = self._steps.begin(observed)
-        self._regions.note(observed.seen, now)
+        self._region_watch.note(observed.seen, now)
         self._note_losses(turn, now)
         self._recover(turn)
         self._adopt(turn)
         self._note_departures(turn)
         self.clock.note(turn, now)
         reports: dict[str, GroupReport] = {}
+        self.regions = {}
         for group_id in self._in_order(turn):
             self._steps.group_id = group_id
             reports[group_id] = self._reconcile(turn, group_id, now)
@@ -115,7 +119,7 @@ class GroupController:
                 if self._steps.lost(instance_id, assignment):
                     self.clock.avoid(instance_id, now)
                     self._record(duty.group_id).vacate(duty.role, instance_id)
-                    is_alone = not self._regions.is_losing(instance_id)
+                    is_alone = not self._region_watch.is_losing(instance_id)
                     if assignment.stage < Stage.SERVE and is_alone:
                         unmade.setdefault(duty.group_id, instance_id)
         for group_id, instance_id in unmade.items():
@@ -189,6 +193,7 @@ class GroupController:
             detail = let_go(turn, record, turn.members(group_id), may_empty_group=True)
             return GroupReport(group_id, GroupState.LEAVING, detail)
         record, group = self._record(group_id), placed(turn, group)
+        self.regions[group_id] = group.region
         keep, others = sorted_out(turn, group)
         has_served = any(m.is_ready for m in keep)
         if now < record.cools_until:

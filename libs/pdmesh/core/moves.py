@@ -86,6 +86,8 @@ class GroupShape:
     decode_busy: float | None = None
     pool: str = ""
     model: str = ""  # instances move only between groups of one model
+    region: str | None = None  # and of one region; None: it may be in several
+    num_blank: int | None = None  # instances that could join it; None: any blank one
 
     @property
     def size(self) -> int:
@@ -161,8 +163,11 @@ def refusal(
         return f"group {move.group_id} is not there"
     if move.role is None:
         return _group_refusal(move, group, groups, max_busy, is_forced=is_forced)
-    if move.kind is MoveKind.ADD and num_blank < 1:
-        return "no blank instance"
+    if move.kind is MoveKind.ADD and (why := _no_blank(group, num_blank)):
+        return why
+    to_group = groups.get(move.to_group or "")
+    if to_group is not None and to_group.region != group.region:
+        return f"group {move.to_group} is in another region"
     for group_id, role, by in _steps(move):
         changed = groups.get(group_id)
         if changed is None or changed.pool:
@@ -170,6 +175,12 @@ def refusal(
         if by < 0 and (why := _survivors_refusal(changed, role, groups, max_busy, is_forced)):
             return why
     return None
+
+
+def _no_blank(group: GroupShape, num_blank: int) -> str | None:
+    if (num_blank if group.num_blank is None else group.num_blank) > 0:
+        return None
+    return f"no blank instance in region {group.region}" if group.region else "no blank instance"
 
 
 def _steps(move: Move) -> list[tuple[str, Role, int]]:

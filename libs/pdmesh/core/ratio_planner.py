@@ -97,7 +97,8 @@ def _candidates(
     givers = [
         (busy, g.group_id)
         for g in groups.values()
-        if g.group_id != group.group_id and g.model == group.model and not g.pool
+        if g.group_id != group.group_id and not g.pool
+        if (g.model, g.region) == (group.model, group.region)
         if g.num(role) > 1 and (busy := _without_one(g, role)) is not None and busy <= most
     ]
     moves = [
