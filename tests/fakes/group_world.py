@@ -6,7 +6,7 @@ and assignments, each write compared with what its writer saw, as JetStream does
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from pdmesh.core import instance_events as events
@@ -67,7 +67,7 @@ class World:
     desired: Desired
     num: int = 6
     version: int = 1
-    num_lent: int = 0
+    num_lent: Mapping[str, int] = field(default_factory=dict)
     epoch: int = 1
     now: float = 0.0
     controller: GroupController = field(default_factory=lambda: GroupController(StageClock(LIMITS)))

@@ -123,7 +123,7 @@ async def test_a_group_is_lent_at_night_and_back_before_the_morning() -> None:
     assert [(g.group_id, g.pool) for g in site.stored.groups] == [("b", "training")]
     site.settle()
     assert sorted(site.world.counts()) == ["a"]
-    assert site.world.observe().wanted.num_lent == 4
+    assert site.world.observe().wanted.num_lent == {"": 4}
     await site.loop.round()
     site.world.elect()  # another leader: what fired does not fire again
     site.settle()
@@ -215,7 +215,7 @@ async def test_groups_are_added_and_removed_by_the_clock_within_a_second_and_one
     assert lent(site) == ["chat-2"]  # the second one when the first is done
     assert await at(NIGHT + 1) == ["chat-0", "nightly"]
     assert {g.pool for g in site.stored.groups} == {"off"}
-    assert site.world.num_lent == 0
+    assert site.world.num_lent == {}
     eight = NIGHT + 10 * 3600
     assert await at(eight - 1) == ["chat-0", "nightly"]
     for i in range(4):

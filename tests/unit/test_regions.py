@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from pdmesh.core.adjustments import Adjustment, adjusted, num_lent
 from pdmesh.core.fleet import Fleet, Identity, RecordSeen, RecordVanished, Role
 from pdmesh.core.fleet import LoadReported as Load
+from pdmesh.core.group_round import Round
 from pdmesh.core.moves import GroupShape, Move, MoveKind, refusal
 from pdmesh.core.placement import Placement, Plan
 from pdmesh.core.placement_policies import Query
@@ -167,6 +169,23 @@ def test_what_is_wrong_with_a_place_is_said(group: str, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read(text)
     assert caught.value.message.startswith(f"line 3: {message}")
+
+
+@pytest.mark.req("S11")
+def test_what_is_kept_for_a_lent_group_is_of_its_region() -> None:
+    """So another group of eu cannot take it, and eu's groups find their failover when eu is lost."""
+    text = HOME_AND_FAILOVER + "  night: {prefill: 2, decode: 2, region: eu, failover: [us]}\n"
+    desired = read(text)
+    world = world_of(text, eu=8, us=4)
+    lent = {"night": Adjustment(2, 2, (2, 2), "training")}
+    world.desired, world.num_lent = adjusted(desired, lent), num_lent(desired, lent)
+    world.settle()
+    assert regions(world) == {"eu"}
+    assert {seen.region for seen in Round(world.observe()).blanks()} == {"us"}
+    for i in range(8):
+        world.kill(f"eu-{i}")
+    world.settle()
+    assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"us"})
 
 
 def test_a_ratio_takes_instances_from_its_own_region_alone() -> None:

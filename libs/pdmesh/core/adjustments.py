@@ -6,6 +6,7 @@ group's counts has the last word.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -56,10 +57,14 @@ def adjusted(desired: Desired, adjustments: Adjustments) -> Desired:
     return replace(desired, groups=groups)
 
 
-def num_lent(desired: Desired, adjustments: Adjustments) -> int:
-    """Instances that are kept for those who borrowed groups."""
-    lent = [i for i, each in valid(desired, adjustments).items() if each.pool not in ("", OFF_POOL)]
-    return sum(desired.groups[group_id].size for group_id in lent)
+def num_lent(desired: Desired, adjustments: Adjustments) -> Counter[str]:
+    """Instances that are kept for those who borrowed groups, by the groups' regions; empty: of any."""
+    lent: Counter[str] = Counter()
+    for group_id, adjustment in valid(desired, adjustments).items():
+        if adjustment.pool not in ("", OFF_POOL):
+            group = desired.groups[group_id]
+            lent[group.region] += group.size
+    return lent
 
 
 def group_shapes(desired: Desired, adjustments: Adjustments, busy: Busy) -> dict[str, GroupShape]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
 
 from pdmesh.core.desired import SERVING_ROLES, Desired, revision_of
 from pdmesh.core.fleet import Role
 from pdmesh.core.instance_events import Assignment, Duty, PeerId, Phase
 from pdmesh.core.moves import MIN_PER_SCENARIO
 from pdmesh.core.upgrade_record import NO_UPGRADES, Upgrades, services, with_canaries
+
+NONE_LENT: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +37,24 @@ class WantedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """All groups, and how many that serve a scenario must keep of each role, whatever we do ourselves (S28, S31)."""
+    """All groups, and how many that serve a scenario must keep of each role, whatever we do ourselves (S28, S31).
+
+    `num_lent`: blank instances that are kept for those who borrowed groups, by region; empty: of any.
+    """
 
     groups: Mapping[str, WantedGroup] = field(default_factory=dict)
     floors: Mapping[tuple[str, Role], int] = field(default_factory=dict)
-    num_lent: int = 0  # blank instances that are kept for those who borrowed groups
+    num_lent: Mapping[str, int] = field(default_factory=dict)
 
     def floor(self, scenario: str, role: Role) -> int:
         return self.floors.get((scenario, role), 0)
 
 
 def wanted_of(
-    desired: Desired, kv_transport: str, num_lent: int = 0, upgrades: Upgrades = NO_UPGRADES
+    desired: Desired,
+    kv_transport: str,
+    num_lent: Mapping[str, int] = NONE_LENT,
+    upgrades: Upgrades = NO_UPGRADES,
 ) -> Wanted:
     """`kv_transport` names the version of the KV wire: instances that differ in it never pair."""
     groups: dict[str, WantedGroup] = {}

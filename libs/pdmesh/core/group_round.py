@@ -102,7 +102,11 @@ class Round:
             and instance_id not in self.plan
             and instance_id not in held
         ]
-        return found[: max(0, len(found) - self.observed.wanted.num_lent)]
+        kept: set[str] = set()
+        for region, num in sorted(self.observed.wanted.num_lent.items(), reverse=True):
+            able = [s.instance_id for s in found if region in ("", s.region)]
+            kept.update([i for i in able if i not in kept][-num:])
+        return [seen for seen in found if seen.instance_id not in kept]
 
     # --- who knows whom --------------------------------------------------------------------------
 
