@@ -38,7 +38,7 @@ _MAX_LIVES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """`invariant`: I1 to I9 of the fault matrix."""
+    """`invariant`: I1 to I9 of the fault matrix, or the requirement that was broken."""
 
     invariant: str
     what: str
@@ -190,7 +190,7 @@ class Witness:
             if not any(takes_requests(record) for record in records):
                 phases = sorted({record.phase for record in records})
                 self._say(
-                    "I8",
+                    "S19",
                     f"{event.request_id} went to {instance_id}, whose phases were {phases} meanwhile",
                 )
         if event.outcome != "completed" or event.num_migrations or not event.decode_id:
