@@ -240,6 +240,17 @@ def test_what_somebody_changed_besides_is_not_taken_back() -> None:
 
 
 @pytest.mark.req("S24")
+def test_what_went_back_can_be_tried_again_and_is_judged_anew() -> None:
+    world = settled()
+    world.apply(released("2"))
+    play(world, 60, sick=NEW)
+    assert is_at(world, OLD)
+    world.apply(released("2"))
+    play(world, 120)
+    assert is_at(world, NEW)
+
+
+@pytest.mark.req("S24")
 def test_a_third_revision_takes_over_from_where_the_second_one_is() -> None:
     world = settled()
     world.apply(released("2"))

@@ -490,6 +490,23 @@ def test_instances_of_different_revisions_never_serve_a_request_together() -> No
     assert [c.instance_id for c in planned(make(prefill, other, same), QUERY).decodes] == ["e"]
 
 
+@pytest.mark.req("S24")
+def test_a_canary_gets_its_share_of_the_requests_and_all_of_them_only_if_nobody_else_is_there() -> (
+    None
+):
+    canary = [
+        identity("cp", Role.PREFILL, group_id="canary-default", revision="2"),
+        identity("cd", Role.DECODE, group_id="canary-default", revision="2"),
+    ]
+    placement = make(*pair(), *canary)
+    placement.shares = {"canary-default": 0.1}
+    groups = Counter(planned(placement, QUERY).group_id for _ in range(1000))
+    assert 60 < groups["canary-default"] < 140
+    for each in pair():
+        placement.fleet.handle(RecordVanished(each.instance_id), 0.0)
+    assert planned(placement, QUERY).group_id == "canary-default"
+
+
 def test_an_isolated_instance_gets_nothing_whatever_its_record_says() -> None:
     placement = make(*pair())
     fleet = placement.fleet

@@ -1,0 +1,284 @@
+"""One look of an upgrade at one scenario: what its groups shall run next, and why not yet (S24)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from pdmesh.core.desired import Service, revision_of
+from pdmesh.core.fleet import Role
+from pdmesh.core.upgrade_facts import Effect, GroupSeen, Looked, RestoreVersion, Told, UpgradeReport
+from pdmesh.core.upgrade_record import Upgrade, canary_of
+from pdmesh.core.upgrade_watch import Watch, Watches
+
+MAX_BUSY: Final = 0.85  # of what is left while a group is out
+_MAX_INCIDENTS: Final = 1  # instances lost or unwell that may be by chance
+
+
+@dataclass(slots=True)
+class Turn:
+    """One look at one scenario."""
+
+    kv_transport: str
+    watches: Watches
+    look: Looked
+    scenario: str
+    before: Upgrade | None
+    is_taken: bool  # a group of another scenario is under way
+    now: float
+    report: UpgradeReport | None = None
+    told: list[Effect] = field(default_factory=list)
+
+    def decide(self) -> tuple[Upgrade, list[Effect]]:
+        target = self.look.targets[self.scenario]
+        version = self.look.version
+        if self.before is None:
+            return Upgrade(self.scenario, target, version, target, version), []
+        upgrade = self._without_gone(self.before)
+        if target != upgrade.target:
+            upgrade = self._retargeted(upgrade, target)
+        if upgrade.is_idle:
+            if upgrade.outcome:
+                self._say(upgrade, "went back", upgrade.outcome)
+            return replace(upgrade, settled_version=version), self.told
+        if upgrade.back:
+            upgrade = self._go_back(upgrade)
+        elif upgrade.canary_share:
+            upgrade = self._try_out(upgrade)
+        else:
+            upgrade = self._go_on(upgrade)
+        return upgrade, self.told
+
+    def _without_gone(self, upgrade: Upgrade) -> Upgrade:
+        """Groups that are lent or removed come back, if at all, as what has proved itself by then."""
+        here = {g.group_id for g in self._groups()}
+        changed = {g: s for g, s in upgrade.changed.items() if g in here}
+        current = upgrade.current if upgrade.current in here else ""
+        return replace(upgrade, changed=changed, current=current)
+
+    def _retargeted(self, upgrade: Upgrade, target: Service) -> Upgrade:
+        """The desired state asks for something else than before."""
+        version = self.look.version
+        after = replace(upgrade, target=target, version=version, canary_share=0.0)
+        if target == upgrade.settled:
+            back = upgrade.back or f"version {version} asks for what was before"
+            return replace(after, back=back)
+        after = replace(after, back="", outcome="")
+        if not any(g.serves for g in self._groups()):
+            return Upgrade(self.scenario, target, version, target, version)
+        if upgrade.current:  # it is out already
+            return self._begun(after.moved(upgrade.current))
+        share = 0.0 if upgrade.changed else self.look.canary_share
+        return self._begun(replace(after, canary_share=share))
+
+    def _begun(self, upgrade: Upgrade) -> Upgrade:
+        self.watches.forget(self.scenario)
+        self._tell("begun", upgrade)
+        return upgrade
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    def _try_out(self, upgrade: Upgrade) -> Upgrade:
+        """The canary serves its share until somebody says more."""
+        canary = canary_of(self.scenario)
+        seen, watch = self.look.groups.get(canary), self._watch(canary, upgrade.target)
+        share = f"{upgrade.canary_share:.1%} of the requests"
+        if seen is None or seen.revision != self._revision(upgrade.target):
+            self._say(upgrade, "canary", f"is set up for {share}")
+            return upgrade
+        if bad := self._why_bad(upgrade, seen, watch, can_wait=True):
+            return self._turned_back(upgrade, bad)
+        state = (
+            f"serves {share}; pdmesh promote, or pdmesh rollback" if seen.is_whole else seen.detail
+        )
+        self._say(upgrade, "canary", state)
+        return upgrade
+
+    def _go_on(self, upgrade: Upgrade) -> Upgrade:
+        if upgrade.current:
+            upgrade = self._watch_current(upgrade)
+            if upgrade.current or upgrade.back:
+                return upgrade
+        left = [g for g in self._groups() if upgrade.service_of(g.group_id) != upgrade.target]
+        serving = [g for g in left if g.serves]
+        if not serving:
+            for group in left:  # they serve nothing: nobody misses them
+                upgrade = upgrade.moved(group.group_id)
+            return self._done(upgrade)
+        if why := self._why_wait(serving[0]):
+            self._say(upgrade, "waiting", f"{serving[0].group_id}: {why}")
+            return upgrade
+        return self._change(upgrade, serving[0])
+
+    def _watch_current(self, upgrade: Upgrade) -> Upgrade:
+        seen, watch = (
+            self.look.groups[upgrade.current],
+            self._watch(upgrade.current, upgrade.target),
+        )
+        if seen.revision != self._revision(upgrade.target):
+            self._say(upgrade, "changing", seen.group_id)
+            return upgrade
+        if bad := self._why_bad(upgrade, seen, watch, can_wait=False):
+            return self._turned_back(upgrade, bad)
+        soak_s = self.look.limits_of(self.scenario).soak_s
+        if watch.whole_since is None:
+            self._say(upgrade, "changing", f"{seen.group_id}: {seen.detail}".rstrip(": "))
+            return upgrade
+        watched_s = self.now - watch.whole_since
+        if watched_s < soak_s:
+            self._say(upgrade, "watching", f"{seen.group_id}: {watched_s:.0f} of {soak_s:g} s")
+            return upgrade
+        self._tell("proved", upgrade, seen.group_id)
+        return replace(upgrade, current="")
+
+    def _why_bad(self, upgrade: Upgrade, seen: GroupSeen, watch: Watch, *, can_wait: bool) -> str:
+        """Why the group's new revision is not to stay; empty: nothing speaks against it so far."""
+        limits = self.look.limits_of(self.scenario)
+        watch.note(seen, self.now)
+        if seen.failure:
+            return f"{seen.group_id}: {seen.failure}"
+        if len(watch.incidents) > _MAX_INCIDENTS:
+            named = ", ".join(f"{i}: {why}" for i, why in sorted(watch.incidents.items()))
+            return f"{seen.group_id}: {named}"
+        waited_s = self.now - watch.unwhole_since if watch.unwhole_since is not None else 0.0
+        if waited_s > limits.group_timeout_s and not can_wait:
+            return f"{seen.group_id} was not whole in {limits.group_timeout_s:g} s: {seen.detail}"
+        settled = self._revision(upgrade.settled)
+        controls = [(g.group_id, settled) for g in self._groups() if g.revision == settled]
+        bad = self.watches.why_slow_or_failing(
+            watch, controls, (seen.group_id, settled), limits, self.now
+        )
+        return f"{seen.group_id}: {bad}" if bad else ""
+
+    def _done(self, upgrade: Upgrade) -> Upgrade:
+        self._tell("done", upgrade)
+        return Upgrade(
+            self.scenario, upgrade.target, self.look.version, upgrade.target, upgrade.version
+        )
+
+    # --- back ------------------------------------------------------------------------------------
+
+    def _turned_back(self, upgrade: Upgrade, reason: str) -> Upgrade:
+        back = f"version {upgrade.version}: {reason}"
+        after = replace(upgrade, back=back, canary_share=0.0)
+        self._tell("turned_back", after, upgrade.current, reason)
+        if upgrade.current:
+            after = after.moved(upgrade.current)
+        return self._go_back(after)
+
+    def _go_back(self, upgrade: Upgrade) -> Upgrade:
+        why_stopped = self._restore(upgrade)
+        if upgrade.current:
+            upgrade = upgrade.moved(upgrade.current)
+            seen = self.look.groups[upgrade.current]
+            if not seen.is_whole or seen.revision != self._revision(upgrade.settled):
+                self._say(upgrade, "going back", f"{seen.group_id}: {upgrade.back}")
+                return upgrade
+            self._tell("back", upgrade, seen.group_id)
+            upgrade = replace(upgrade, current="")
+        return self._next_back(upgrade, why_stopped)
+
+    def _next_back(self, upgrade: Upgrade, why_stopped: str) -> Upgrade:
+        left = [g for g in self._groups() if upgrade.service_of(g.group_id) != upgrade.settled]
+        for group in left:
+            if not group.serves:
+                upgrade = upgrade.moved(group.group_id)
+        serving = [g for g in left if g.serves]
+        if serving:
+            if why := self._why_wait(serving[0]):
+                self._say(upgrade, "going back", f"{serving[0].group_id}: {why}; {upgrade.back}")
+                return upgrade
+            return self._change(upgrade, serving[0])
+        if upgrade.target != upgrade.settled:
+            self._say(upgrade, "stopped", f"{upgrade.back}{why_stopped}")
+            return upgrade
+        self._tell("went_back", upgrade, reason=upgrade.back)
+        self._say(upgrade, "went back", upgrade.back)
+        return replace(
+            upgrade,
+            changed={},
+            back="",
+            outcome=upgrade.back,
+            settled_version=self.look.version,
+        )
+
+    def _restore(self, upgrade: Upgrade) -> str:
+        """The version before becomes the desired state, unless somebody has changed more since; what is to be done then."""
+        if upgrade.target == upgrade.settled:
+            return ""
+        number = upgrade.version
+        if self.look.version == number and upgrade.settled_version == number - 1:
+            self.told.append(RestoreVersion(upgrade.settled_version, number, upgrade.back))
+            return ""
+        return "; later versions have changed more: apply a right file"
+
+    # --- small things ----------------------------------------------------------------------------
+
+    def _change(self, upgrade: Upgrade, group: GroupSeen) -> Upgrade:
+        after = replace(upgrade.moved(group.group_id), current=group.group_id)
+        self.watches.forget(self.scenario)
+        self._watch(group.group_id, after.goal)  # from now on, before its first answer
+        self._tell("changing", after, group.group_id, upgrade.back)
+        self._say(after, "going back" if upgrade.back else "changing", group.group_id)
+        return after
+
+    def _why_wait(self, group: GroupSeen) -> str:
+        """Why the group must not be changed now; empty if it may be."""
+        if self.is_taken:
+            return "a group of another scenario is being changed"
+        if self.scenario in self.look.planning:
+            return "a plan is under way"
+        others = [g for g in self._groups() if g.serves]
+        broken = next((g.group_id for g in others if not g.is_whole), None)
+        if broken is not None:
+            return f"group {broken} is not whole"
+        short = max(0, group.size - group.num_blank)
+        if not short:
+            return ""
+        return self._why_no_room(group, others, short)
+
+    def _why_no_room(self, group: GroupSeen, others: list[GroupSeen], short: int) -> str:
+        """Why the group cannot do without `short` of its instances, whichever these are."""
+        needed, num_leaving = f"{short} more blank instances are needed", 0
+        for role in (r for r, count in group.counts.items() if count):
+            total, own = sum(g.counts[role] for g in others), group.counts[role]
+            of_floor = Role.PREFILL if role is Role.FUSION else role
+            floor = max(1, self.look.floors.get((self.scenario, of_floor), 0))
+            num_leaving += max(0, min(own, total - floor))
+            if why := _why_too_busy(others, role, max(floor, total - min(short, own))):
+                return f"{why}; {needed}"
+        if num_leaving < short:
+            return f"only {num_leaving} instances may leave; {needed}"
+        return ""
+
+    def _groups(self) -> list[GroupSeen]:
+        return self.look.serving(self.scenario)
+
+    def _revision(self, service: Service) -> str:
+        return revision_of(service, self.kv_transport)
+
+    def _watch(self, group_id: str, service: Service) -> Watch:
+        return self.watches.watch(self.scenario, (group_id, self._revision(service)), self.now)
+
+    def _tell(self, step: str, upgrade: Upgrade, group_id: str = "", reason: str = "") -> None:
+        self.told.append(Told(self.scenario, step, upgrade.version, group_id, reason))
+
+    def _say(self, upgrade: Upgrade, state: str, detail: str) -> None:
+        groups = self._groups()
+        is_changed = [upgrade.service_of(g.group_id) == upgrade.goal for g in groups]
+        self.report = UpgradeReport(
+            self.scenario, upgrade.version, state, detail, sum(is_changed), len(groups)
+        )
+
+
+def _why_too_busy(groups: Iterable[GroupSeen], role: Role, num_left: int) -> str:
+    taken = 0.0
+    for group in groups:
+        if not group.counts[role]:
+            continue
+        if (busy := group.busy.get(role)) is None:
+            return f"the load of {group.group_id}'s {role.value}s is unknown"
+        taken += busy * group.counts[role]
+    share = taken / num_left
+    return f"{num_left} {role.value} would be {share:.0%} busy" if share > MAX_BUSY else ""
