@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pdmesh.core.speculation import Speculation
 from pdmesh.engine.base import (
     BlocksChanged,
     Failed,
@@ -17,7 +18,13 @@ from pdmesh.engine.base import (
     Prefilled,
     Tokens,
 )
-from pdmesh.engine.vllm.config import VllmConfig, environment, thread_binding, usable_cores
+from pdmesh.engine.vllm.config import (
+    VllmConfig,
+    environment,
+    speculative_config,
+    thread_binding,
+    usable_cores,
+)
 from pdmesh.engine.vllm.engine import VllmEngine
 from pdmesh.engine.vllm.fingerprint import (
     computation_digest,
@@ -51,6 +58,14 @@ def test_what_the_user_set_in_the_environment_is_kept() -> None:
 def test_a_gpu_gets_no_setting_of_the_cpu_backend() -> None:
     assert environment(CUDA, {}).keys() < environment(CPU, {}).keys()
     assert environment(CUDA, {})["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.mark.req("S118")
+def test_vllm_is_told_how_many_tokens_to_propose_by_the_size_of_the_batch() -> None:
+    told = speculative_config(replace(CPU, max_num_seqs=256, speculation=Speculation(4, 0.6, 0.01)))
+    schedule = told["num_speculative_tokens_per_batch_size"]
+    assert schedule[0] == (1, 7, 4)
+    assert schedule[-1] == (111, 256, 0)
 
 
 @pytest.fixture

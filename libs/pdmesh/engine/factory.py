@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pdmesh.core.speculation import NO_SPECULATION, Speculation
 from pdmesh.core.tail_names import NO_TAILS, TailSampling
 from pdmesh.core.tiers import CostBook
 from pdmesh.engine.base import Engine
@@ -47,6 +48,7 @@ class EngineSettings:
     kv_cache_dtype: str = "auto"  # vLLM
     tensor_parallel_size: int = 1
     kv_cache_bytes: int = 0  # vLLM
+    speculation: Speculation = NO_SPECULATION  # vLLM
     tiers: TierConfig = field(default_factory=TierConfig)
     max_pulls: int = 64  # of KV, at once
     sim_law: str = "demo"
@@ -179,5 +181,6 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.num_slots,
         tiers=settings.tiers,
+        speculation=settings.speculation,
     )
     return BuiltEngine(VllmEngine(config, find_holders), staging_bytes, landing_bytes)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pdmesh.core.admission import Capacity, Work
 from pdmesh.core.fleet import Role
 from pdmesh.core.instance_events import Duty
+from pdmesh.core.speculation import Speculation
 from pdmesh.core.tail_names import TailSampling
 from pdmesh.engine.base import EngineInfo
 from pdmesh.engine.factory import BuiltEngine, EngineSettings
@@ -34,7 +35,7 @@ OPTIONS: Final = frozenset(
         "dtype", "kv_cache_dtype", "tensor_parallel_size", "kv_cache_bytes", "num_slots", "block_size", "max_model_len",
         "num_kv_blocks", "staging_bytes", "landing_bytes", "max_retrievals", "max_pulls", "max_waiting",
         "max_reserved_output", "kv_host_pool_bytes", "sim_law", "sim_eos_period", "sim_num_layers", "sim_token_bytes",
-        "sim_fail_every",
+        "sim_fail_every", "speculative_tokens", "speculative_acceptance", "speculative_token_cost",
     }
 )  # fmt: skip
 
@@ -104,6 +105,11 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
         kv_cache_dtype=settings.kv_cache_dtype,
         tensor_parallel_size=settings.tensor_parallel_size,
         kv_cache_bytes=settings.kv_cache_bytes,
+        speculation=Speculation(
+            settings.speculative_tokens if Work.DECODE in works else 0,
+            settings.speculative_acceptance,
+            settings.speculative_token_cost,
+        ),
         tiers=tiers_of(settings),
         sim_law=settings.sim_law,
         sim_eos_period=settings.sim_eos_period,

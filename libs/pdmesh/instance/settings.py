@@ -27,6 +27,20 @@ class InstanceSettings(ServiceSettings):
     )
     tensor_parallel_size: int = Field(1, ge=1, description="vLLM: ranks one model is split over")
     kv_cache_bytes: int = Field(0, ge=0, description="vLLM: memory for KV; 0: 512 MiB")
+    speculative_tokens: int = Field(
+        0,
+        ge=0,
+        le=16,
+        description="vLLM: tokens a decode proposes per step at most, looked up in the prompt; fewer in larger batches. 0: none",
+    )
+    speculative_acceptance: float = Field(
+        0.6, ge=0, lt=1, description="Chance that a proposed token is right"
+    )
+    speculative_token_cost: float = Field(
+        0.01,
+        gt=0,
+        description="Cost of checking one proposed token, as a share of a step's fixed cost",
+    )
     group_id: str = shared("default", description="Group this instance belongs to")
     scenario: str = shared("default", description="Scenario its group serves")
     region: str = shared("", description="Region this instance runs in")

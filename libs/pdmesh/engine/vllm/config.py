@@ -13,10 +13,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from pdmesh.core.speculation import NO_SPECULATION, Speculation
 from pdmesh.kv.tiers.config import TierConfig
 
 CONNECTOR_MODULE = "pdmesh.engine.vllm.connector"
 CONNECTOR_CLASS = "PdmeshConnector"
+LOOKUP_MIN, LOOKUP_MAX = 2, 4  # tokens that must be the same for what followed them to be proposed
 
 
 def installed_device() -> str:
@@ -59,6 +61,7 @@ class VllmConfig:
     enforce_eager: bool | None = None  # None: yes on a CPU (no compiler, quick start), no on a GPU
     start_timeout_s: float = 600.0
     tiers: TierConfig = field(default_factory=TierConfig)
+    speculation: Speculation = NO_SPECULATION  # tokens proposed by looking them up
     worker_failpoints: str = ""  # tests only: armed in the worker, see failpoints.py
 
     @property
@@ -155,9 +158,22 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
     }
     if config.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
+    if config.speculation.max_tokens:
+        arguments["speculative_config"] = speculative_config(config)
     if config.tensor_parallel_size == 1:
         arguments["distributed_executor_backend"] = "uni"
     return arguments
+
+
+def speculative_config(config: VllmConfig) -> dict[str, Any]:
+    """Prompt lookup, with as many tokens as pay at the size of the batch; vLLM looks it up anew at each step (S118)."""
+    return {
+        "method": "ngram",
+        "num_speculative_tokens": config.speculation.max_tokens,
+        "prompt_lookup_min": LOOKUP_MIN,
+        "prompt_lookup_max": LOOKUP_MAX,
+        "num_speculative_tokens_per_batch_size": config.speculation.schedule(config.max_num_seqs),
+    }
 
 
 def connector_config(config: VllmConfig, private_dir: Path, computation: str) -> dict[str, Any]:
