@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import pytest
 
-from pdmesh.cli import admin, app, chat, events, leader, up
+from pdmesh.cli import admin, app, chat, connect, events, leader, up
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.table import table
 from pdmesh.embedded.ports import PortReservation, PortTaken
@@ -166,6 +166,25 @@ async def test_a_server_of_ones_own_that_is_not_there_is_named_before_anything_s
     with pytest.raises(MeshFailed, match=said):
         await mesh.__aenter__()
     assert mesh.names == []
+
+
+def test_a_mesh_whose_nats_is_gone_is_shown_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(connect, "_CONNECT_S", 0.2)
+    monkeypatch.setattr(connect, "be_quiet", lambda: None)  # other tests read logs
+    mesh = state.MeshState(
+        1, "ready", "sim", "sim", "http://x", "x:1", "nats://127.0.0.1:1", "unix:///x",
+        processes={"nats": state.ProcessState(0, "nats", "waiting")},
+    )  # fmt: skip
+    with state.lock(tmp_path):
+        state.write(tmp_path, mesh)
+        with pytest.raises(SystemExit) as ended:
+            app.main(["status", "--state-dir", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 1
+    assert "NATS does not answer at nats://127.0.0.1:1" in shown
+    assert "nats     waiting" in shown
 
 
 def test_taking_down_what_is_not_up_is_fine(

@@ -1,7 +1,7 @@
 """`pdmesh status`: the processes, what the registry shows of them, and how busy each instance is.
 
-Three sources, each optional: the launcher's state file, the registry on NATS, and the master's and the instances' own
-answers. What does not answer in a second is shown as such.
+Three sources: the launcher's state file, the registry on NATS, and the master's and the instances' own answers. What does
+not answer is shown as such; a mesh that was started here is shown without its NATS, too, since that is when one looks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import grpc
 
 from pdmesh.cli.connect import connected
 from pdmesh.cli.counts import counts, ready_counts
-from pdmesh.cli.errors import no_mesh
+from pdmesh.cli.errors import CommandFailed, no_mesh
 from pdmesh.cli.table import table
 from pdmesh.errors import MeshError
 from pdmesh.launcher import state
@@ -82,6 +82,7 @@ class GroupRow:
 @dataclass
 class Status:
     mesh: dict[str, Any] | None
+    problem: str = ""  # why the registry is not shown
     leader_epoch: int | None = None
     rows: list[Row] = field(default_factory=list)
     groups: list[GroupRow] = field(default_factory=list)
@@ -90,14 +91,23 @@ class Status:
 def run(options: argparse.Namespace) -> int:
     status = asyncio.run(collect(options))
     print(json.dumps(asdict(status), indent=2) if options.json else _text(status))
-    return 0
+    return 1 if status.problem else 0
 
 
 async def collect(options: argparse.Namespace) -> Status:
-    """Raises CommandFailed if there is no mesh, or its NATS does not answer."""
+    """Raises CommandFailed if there is no mesh, or nothing is known of it but a NATS that does not answer."""
     mesh = state.read(options.state_dir)
     if mesh is None and options.nats_url is None:
         raise no_mesh()
+    try:
+        return await _collect(options, mesh)
+    except (CommandFailed, MeshError) as exc:
+        if mesh is None:
+            raise
+        return Status(asdict(mesh), problem=str(exc))
+
+
+async def _collect(options: argparse.Namespace, mesh: state.MeshState | None) -> Status:
     async with connected(options) as bus:
         view = await NatsRegistry(bus, _LEASE_S).watch()
         try:
@@ -109,7 +119,7 @@ async def collect(options: argparse.Namespace) -> Status:
     states = _states(groups)
     rows = [_row(r, states.get(r.instance_id), answers) for _, r in sorted(records.items())]
     epoch = groups.epoch if groups else None
-    return Status(asdict(mesh) if mesh else None, epoch, rows, shown)
+    return Status(asdict(mesh) if mesh else None, "", epoch, rows, shown)
 
 
 async def _ask_for_groups(bus: NatsBus) -> list[GroupRow]:
@@ -212,6 +222,8 @@ def _text(status: Status) -> str:
     if (mesh := status.mesh) is not None:
         parts.append(f"mesh: {mesh['phase']}, {mesh['http_url']}/v1, gRPC {mesh['grpc_address']}")
         parts += [f"region {region}: {url}/v1" for region, url in mesh["regions"].items()]
+    if status.problem:
+        return "\n".join([*parts, f"{status.problem}\n", _processes(status)])
     epoch = "no leader answers" if status.leader_epoch is None else f"epoch {status.leader_epoch}"
     parts.append(f"master: {epoch}\n")
     instances = [row for row in status.rows if row.role]
@@ -239,6 +251,13 @@ def _text(status: Status) -> str:
     if down:
         parts.append("\nnot running: " + ", ".join(down))
     return "\n".join(parts)
+
+
+def _processes(status: Status) -> str:
+    """As the launcher keeps them; what they say of themselves is not to be had."""
+    processes = status.mesh["processes"] if status.mesh else {}
+    rows = [(n, p["phase"], str(p["pid"]), p["ops_address"]) for n, p in processes.items()]
+    return table(("PROCESS", "PHASE", "PID", "OPS"), rows)
 
 
 def _health(row: Row) -> str:
