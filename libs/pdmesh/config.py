@@ -144,7 +144,7 @@ class ServiceSettings(BaseSettings):
         except ValidationError as exc:
             raise BadSetting(_one_line(cls, exc)) from None
         except SettingsError as exc:
-            raise BadSetting(str(exc)) from None
+            raise BadSetting(_not_json(cls, str(exc))) from None
 
 
 def node_status_file(state_dir: Path) -> Path:
@@ -215,10 +215,10 @@ def _default_text(name: str, field: FieldInfo) -> str:
 def _text(value: object) -> str:
     if isinstance(value, SecretStr):
         return "********" if value.get_secret_value() else ""
-    return "" if value is None else _without_password(str(value))
+    return "" if value is None else without_password(str(value))
 
 
-def _without_password(text: str) -> str:
+def without_password(text: str) -> str:
     """`redis://user:secret@host` -> `redis://***@host`."""
     scheme, found, rest = text.partition("://")
     credentials, at, host = rest.rpartition("@")
@@ -231,6 +231,12 @@ def _one_line(settings_type: type[ServiceSettings], exc: ValidationError) -> str
     name = str(errors[0]["loc"][0]) if errors[0]["loc"] else ""
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return f"{_variable_of(settings_type, name, os.environ)}: {errors[0]['msg']}{more}"
+
+
+def _not_json(settings_type: type[ServiceSettings], text: str) -> str:
+    """pydantic-settings names the field in its text alone."""
+    found = re.search(r'field "(\w+)"', text)
+    return f"{_variable_of(settings_type, found[1], os.environ)}: not JSON" if found else text
 
 
 def _variable_of(

@@ -16,6 +16,7 @@ class Settings(ServiceSettings):
     hash_secret: SecretStr = shared(SecretStr("quiet"), description="Key")
     redis_url: str = shared("redis://me:quiet@redis:6379/0", description="Redis")
     num_plans: int = Field(4, ge=1, description="Plans at once")
+    weights: dict[str, float] = shared({}, description="By scenario, as JSON")
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +62,8 @@ def test_a_process_without_a_name_is_called_by_its_service_and_four_hex_digits()
         ("PDMESH_MASTER_SCHEDULER_NUM_PLANS", "many"),
         ("PDMESH_MASTER_SCHEDULER_INSTANCE_ID", "Has.Dots"),
         ("PDMESH_LOG_LEVEL", "loud"),
+        ("PDMESH_MASTER_SCHEDULER_WEIGHTS", "{half"),
+        ("PDMESH_WEIGHTS", "half}"),
     ],
 )
 def test_a_bad_setting_is_one_line_that_names_the_variable(

@@ -12,6 +12,7 @@ from typing import Final
 import structlog
 
 from pdmesh.cli.errors import CommandFailed, no_mesh
+from pdmesh.config import without_password
 from pdmesh.launcher import state
 from pdmesh.net.nats_bus import NatsBus
 
@@ -37,7 +38,7 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
         async with asyncio.timeout(_CONNECT_S):
             bus = await NatsBus.connect(url, "pdmesh-cli")
     except TimeoutError:
-        raise CommandFailed(f"NATS does not answer at {url}") from None
+        raise CommandFailed(f"NATS does not answer at {without_password(url)}") from None
     try:
         yield bus
     finally:

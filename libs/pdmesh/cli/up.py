@@ -47,6 +47,8 @@ def run(options: argparse.Namespace) -> int:
             return runner.run(_serve(spec, options.state_dir))
     except (MeshFailed, state.MeshRunning, PortTaken) as exc:
         raise CommandFailed(str(exc)) from None
+    except BrokenPipeError:  # whoever read what we say has gone
+        raise
     except OSError as exc:  # disk full, no permission
         raise CommandFailed(f"{exc.strerror}: {exc.filename or options.state_dir}") from exc
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
+from pdmesh.config import without_password
 from pdmesh.errors import MeshError
 from pdmesh.kv.redis_index import RedisIndex
 from pdmesh.net.nats_bus import NatsBus
@@ -18,9 +19,8 @@ async def nats_problem(url: str) -> str:
         async with asyncio.timeout(_ANSWER_S):
             bus = await NatsBus.connect(url, "pdmesh-up")
     except (TimeoutError, OSError, ValueError):
-        return (
-            f"NATS does not answer at {url}; start it, or leave out --nats-url for one of our own"
-        )
+        at = without_password(url)
+        return f"NATS does not answer at {at}; start it, or leave out --nats-url for one of our own"
     except MeshError as exc:
         return exc.message
     await bus.close()
@@ -36,7 +36,8 @@ async def redis_problem(url: str) -> str:
     try:
         await index.instance_ids()
     except MeshError as exc:
-        return f"{exc.message} ({url}); start it, or leave out --redis-url for one of our own"
+        at = without_password(url)
+        return f"{exc.message} ({at}); start it, or leave out --redis-url for one of our own"
     finally:
         await index.close()
     return ""

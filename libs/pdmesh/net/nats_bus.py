@@ -18,6 +18,7 @@ from nats.aio.msg import Msg
 from nats.errors import BadSubjectError, SlowConsumerError
 from nats.errors import Error as NatsError
 
+from pdmesh.config import without_password
 from pdmesh.errors import InvalidRequest, Unavailable
 from pdmesh.net.bus import Handler, Message
 from pdmesh.telemetry import metrics, names
@@ -97,7 +98,7 @@ class NatsBus:
             await bus._client.close()
             raise Unavailable(f"NATS at {url} is {version}; at least 2.11 is needed")
         await bus._start_echo()
-        log.info("bus.connected", url=_hide_password(url))
+        log.info("bus.connected", url=without_password(url))
         return bus
 
     @property
@@ -201,7 +202,7 @@ class NatsBus:
             self._is_up = True
             self._stable_since = now
             _reconnects.add(1)
-            log.info("bus.restored", url=_hide_password(self._url))
+            log.info("bus.restored", url=without_password(self._url))
             for callback in tuple(self._on_restored):
                 callback()
 
@@ -209,7 +210,7 @@ class NatsBus:
         if not self._is_up:
             return
         self._is_up = False
-        log.warning("bus.lost", url=_hide_password(self._url))
+        log.warning("bus.lost", url=without_password(self._url))
         for callback in tuple(self._on_lost):
             callback()
 
@@ -232,7 +233,7 @@ class NatsBus:
                     subscription.gap()
             self._complain("bus.slow_consumer", subject=exc.subject)
         elif self._client is None or not self._client.is_connected:
-            self._complain("bus.unreachable", url=_hide_password(self._url), error=str(exc))
+            self._complain("bus.unreachable", url=without_password(self._url), error=str(exc))
         else:
             self._complain("bus.error", error=str(exc))
 
@@ -247,8 +248,3 @@ class NatsBus:
 def _discard(callbacks: list[Callable[[], None]], callback: Callable[[], None]) -> None:
     if callback in callbacks:
         callbacks.remove(callback)
-
-
-def _hide_password(url: str) -> str:
-    scheme, found, rest = url.partition("://")
-    return f"{scheme}://***@{rest.rpartition('@')[2]}" if found and "@" in rest else url
