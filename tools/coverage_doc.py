@@ -92,7 +92,7 @@ def _section(title: str, ids: Sequence[str], proofs: dict[str, list[str]]) -> st
 
 
 def _sentence(name: str) -> str:
-    return name.rpartition("test_")[2].replace("_", " ")
+    return name.rpartition(".")[2].removeprefix("test_").replace("_", " ")
 
 
 def _order(number: str) -> tuple[str, int]:

@@ -25,6 +25,12 @@ def helper(): ...
     ]
 
 
+def test_a_tests_name_is_shown_whole() -> None:
+    names = ["TestX.test_it_works", "test_the_fastest_tier_is_asked"]
+    shown = [coverage_doc._sentence(name) for name in names]
+    assert shown == ["it works", "the fastest tier is asked"]
+
+
 def test_names_are_grouped_by_the_comment_above_them() -> None:
     source = '# First.\nA: Final = "a.b"\nB: Final = "c"  # why\n\n# Second.\nC: Final = "d"\n'
     assert list(telemetry_doc.sections(source)) == [
