@@ -19,7 +19,7 @@ DONE   := $(VENV)/.done
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit e2e chaos faults kill-matrix compose-test check format fuzz \
-        bench-tiers bench-overhead bench-retrieval bench-handover bench-plan bench-kv bench-index bench-ratio bench-recovery demo-day leak-test compare \
+        bench-tiers bench-overhead bench-retrieval bench-handover bench-plan bench-kv bench-index bench-ratio bench-recovery demo-day simulate-day leak-test compare \
         compare-mesh proto proto-check docs docs-check lock clean
 
 help: ## list the targets
@@ -143,8 +143,11 @@ compare: $(DONE)/dev ## placement policies side by side on a virtual clock; TRAC
 bench-ratio: $(DONE)/dev ## what P:D ratios carry, whether the loop finds the best, a week of faults: on a virtual clock; ARGS goes to it
 	@$(BIN)/python -m loadtests.sim.ratio --out loadtests/results/ratio-$$(date +%F) $(ARGS)
 
-demo-day: $(DONE)/dev ## a day of tides, changes, an upgrade and faults in minutes, on a virtual clock, with its figure; ARGS goes to it
-	@$(BIN)/python -m loadtests.sim.day --out loadtests/results/day-$$(date +%F) $(ARGS)
+demo-day: $(DONE)/dev ## a day of tides, changes of content, an upgrade and faults on a mesh of processes, in five minutes, with its figure
+	@$(BIN)/python -m loadtests.day --out loadtests/results/day-$$(date +%F) $(ARGS)
+
+simulate-day: $(DONE)/dev ## the same of two scenarios, at length and on a virtual clock; ARGS goes to it
+	@$(BIN)/python -m loadtests.sim.day --out loadtests/results/day-simulated-$$(date +%F) $(ARGS)
 
 compare-mesh: $(DONE)/dev ## placement policies on real meshes of sim instances, one after the other; TRACES=FOLDER; goes on where it was: ARGS="--out FILE"
 	@$(BIN)/python -m loadtests.mesh_compare $(if $(TRACES),--traces $(TRACES)) $(ARGS)

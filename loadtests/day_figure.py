@@ -58,6 +58,7 @@ class Day:
     num_failed: int = 0
     num_late: int = 0
     num_migrated: int = 0
+    missed: list[str] = field(default_factory=list)  # what the day was to show and did not
     points: list[Point] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
 
@@ -80,6 +81,8 @@ def markdown(day: Day) -> str:
             f" {day.num_late} later than their SLO; {day.num_migrated} went on elsewhere when an instance died."
         ),
         "",
+        *(f"**Did not come about: {each}.**" for each in day.missed),
+        *([""] if day.missed else []),
         "| time | what | scenario | |",
         "|---|---|---|---|",
     ]

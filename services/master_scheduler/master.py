@@ -132,7 +132,14 @@ class Master:
             pin_board(bus), self.index, view, self._publisher, secret, self._leadership
         )
         token = token_of(settings.admin_token.get_secret_value(), settings.admin_token_file)
-        self._plan_loop = PlanLoop(self.fleet, self.group_loop, store, windows, self._leadership)
+        self._plan_loop = PlanLoop(
+            self.fleet,
+            self.group_loop,
+            store,
+            windows,
+            self._leadership,
+            window_s=settings.ratio_window_s,
+        )
         self._usage = UsageLoop(self.group_loop, usage_store(bus), self._leadership)
         self._upgrade_loop = UpgradeLoop(
             self.fleet,

@@ -33,7 +33,7 @@ from pdmesh.core.plan_runner import (
     PlanRunner,
     StartMove,
 )
-from pdmesh.core.ratio import AskPlan, Decided, RatioController, WindowSeen
+from pdmesh.core.ratio import AskPlan, Decided, RatioController, RatioLimits, WindowSeen
 from pdmesh.core.role_loads import RoleLoads
 from pdmesh.core.scenario_windows import ScenarioWindows
 from pdmesh.core.schedule import Entry, Schedule, What
@@ -46,7 +46,9 @@ log = structlog.get_logger(__name__)
 
 _TICK_S: Final = 1.0
 RESUME_WITHIN_S: Final = 3600.0  # of when a schedule asked: groups lent later are missed too soon
-WINDOW_S: Final = 30.0  # of requests, by which a ratio is steered
+WINDOW_S: Final = (
+    30.0  # of requests, by which a ratio is steered, unless the settings say otherwise
+)
 
 
 class PlanLoop:
@@ -61,10 +63,12 @@ class PlanLoop:
         leadership: Callable[[], tuple[bool, int]],
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        window_s: float = WINDOW_S,
     ) -> None:
+        self._window_s = window_s
         self._fleet, self._groups, self._store = fleet, groups, store
         self._windows, self._closed_at = windows, clock()
-        self._ratio, self._loads = RatioController(), RoleLoads()
+        self._ratio, self._loads = RatioController(_limits(window_s)), RoleLoads()
         self._leadership, self._clock, self._wall = leadership, clock, wall
         self._epoch = 0
         self._runner = PlanRunner()
@@ -93,7 +97,7 @@ class PlanLoop:
         is_new = epoch != self._epoch
         if is_new:  # plans of ratios are gone: what they rest on is measured anew
             self._epoch, self._runner = epoch, PlanRunner()
-            self._ratio, self._loads = RatioController(), RoleLoads()
+            self._ratio, self._loads = RatioController(_limits(self._window_s)), RoleLoads()
             self._closed_at = self._clock()
             self._schedule = Schedule((), fired=dict(self._groups.fired))
         self._loads.sample(list(self._fleet.instances.values()), self._clock())
@@ -163,7 +167,7 @@ class PlanLoop:
         self._disturbed.update(s for s in scenarios if not self._is_steady(s, states))
         self._disturbed |= self._being_upgraded(is_out=False)
         window_s = self._clock() - self._closed_at
-        if window_s < WINDOW_S:
+        if window_s < self._window_s:
             return
         self._closed_at = self._clock()
         self._loads.close()
@@ -295,6 +299,11 @@ class PlanLoop:
         message.epoch = self._epoch
         await self._store.adjust(message)
         self._groups.take_adjustments(message)
+
+
+def _limits(window_s: float) -> RatioLimits:
+    """What is waited for is so many windows."""
+    return RatioLimits(settle_s=window_s, hold_s=10 * window_s, max_hold_s=120 * window_s)
 
 
 def _shape(group: GroupShape) -> dict[str, str | int | float | None]:

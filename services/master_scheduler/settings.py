@@ -44,6 +44,11 @@ class Settings(ServiceSettings):
         ge=0,
         description="Requests of one scenario that wait at all gateways; who comes then is refused at once. 0: no limit",
     )
+    ratio_window_s: float = Field(
+        30.0,
+        ge=1,
+        description="Requests of so long make one look at a scenario's P:D ratio; three that agree change it",
+    )
     chat_ttl_s: float = Field(600.0, gt=0, description="Remember where a chat was for so long")
     max_chats: int = Field(100_000, ge=1, description="Chats remembered at most")
     max_blocks: int = Field(
