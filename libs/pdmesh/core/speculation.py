@@ -10,9 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-LEAST_GAIN = (
-    1.05  # below it the draft model or look-up, and what acceptance varies by, may cost more
-)
+LEAST_GAIN: Final = 1.05  # below it what acceptance varies by may cost more
 
 
 @dataclass(frozen=True, slots=True)
