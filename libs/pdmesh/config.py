@@ -48,6 +48,17 @@ def settings_config(prefix: str) -> SettingsConfigDict:
     )
 
 
+def unknown_variables(settings_type: type[BaseSettings], environ: Mapping[str, str]) -> list[str]:
+    """Variables with the service's prefix that none of its fields reads: mistyped, or of another version."""
+    prefix = str(settings_type.model_config.get("env_prefix", ""))
+    known = {prefix + name.upper() for name in settings_type.model_fields}
+    return sorted(
+        name
+        for name in environ
+        if name.upper().startswith(prefix) and name.upper().partition("__")[0] not in known
+    )
+
+
 # Any: pydantic's Field() is typed so too, to stand for a value of the annotated type.
 def shared(default: Any = _REQUIRED, *, description: str, **constraints: Any) -> Any:
     """A field that every service may also read from `PDMESH_<FIELD>`."""

@@ -24,7 +24,7 @@ from opentelemetry.sdk.resources import Resource
 
 from pdmesh import __version__
 from pdmesh.atomic_file import write_atomically
-from pdmesh.config import BadSetting, ServiceSettings, SettingLine, describe
+from pdmesh.config import BadSetting, ServiceSettings, SettingLine, describe, unknown_variables
 from pdmesh.errors import MeshError
 from pdmesh.net.tasks import end
 from pdmesh.telemetry import logs, metrics, names, traces
@@ -106,6 +106,10 @@ def run(service: str, settings_type: type[S], main: Callable[[S, App], Awaitable
     _parse_arguments(service, settings_type)
     settings = _load(service, settings_type)
     logs.configure(service, settings.instance_id, settings.log_format, settings.log_level)
+    if unknown := unknown_variables(settings_type, os.environ):
+        log.warning(
+            "service.settings_unknown", variables=unknown
+        )  # no error: versions are mixed while they change
     with asyncio.Runner(loop_factory=_loop_factory(settings.uvloop)) as runner:
         # Not after the block: closing the loop waits for every task, and one that a stop cut short may not end.
         _leave(runner.run(_serve(service, settings, main)))

@@ -7,7 +7,14 @@ import os
 import pytest
 from pydantic import Field, SecretStr, ValidationError
 
-from pdmesh.config import BadSetting, ServiceSettings, describe, settings_config, shared
+from pdmesh.config import (
+    BadSetting,
+    ServiceSettings,
+    describe,
+    settings_config,
+    shared,
+    unknown_variables,
+)
 
 
 class Settings(ServiceSettings):
@@ -99,3 +106,9 @@ def test_every_setting_is_described_and_no_secret_is_shown() -> None:
 def test_the_reachable_host_is_the_advertised_one() -> None:
     assert Settings(advertise_host="node-7").reachable_host == "node-7"
     assert Settings(host="0.0.0.0").reachable_host == "0.0.0.0"
+
+
+def test_a_variable_that_no_field_reads_is_named() -> None:
+    prefix = Settings.model_config["env_prefix"]
+    environ = {f"{prefix}HSOT": "::", f"{prefix}HOST": "::", "PDMESH_OTHER": "1", "PATH": ""}
+    assert unknown_variables(Settings, environ) == [f"{prefix}HSOT"]
