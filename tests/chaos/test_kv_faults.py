@@ -19,7 +19,6 @@ from pdmesh.engine.sim.model import SimParams
 from pdmesh.launcher.mesh import Mesh
 from tests.support import fleet
 from tests.support.streams import stream_completion
-from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -103,8 +102,4 @@ async def test_every_stream_ends_well(case: Case, tmp_path: Path) -> None:
             assert mesh.pid(case.victim) != before, "the failpoint was not met"
         else:
             mesh.kill(case.victim, signal.SIGCONT)  # what it still says finds nobody
-        await until(lambda: _nothing_held(mesh), within_s=QUIESCE_S)
-
-
-async def _nothing_held(mesh: Mesh) -> bool:
-    return not await fleet.held(mesh)
+        await fleet.until_nothing_held(mesh, QUIESCE_S)

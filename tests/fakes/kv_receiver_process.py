@@ -2,13 +2,14 @@
 
     python -m tests.fakes.kv_receiver_process <num_blocks> <block_bytes> <lease_s> [<host>]
 
-Prints `ready`, then for each `pull <address> <ticket> <deadline_s>` line: `part <bytes verified so far>` lines, and
+Prints `ready`, then for each `pull <address> <ticket> <deadline_s> [<stall_s>]` line: `part <bytes verified so far>` lines, and
 `pulled <ticket> <ok, wrong bytes or reason> <seconds>`; `freed` whenever a landing range is given back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
 
@@ -32,13 +33,19 @@ def on_range(offset: int, data: ByteArray) -> None:
 
 
 async def pull(
-    agent: KvAgent, layout: KvLayout, lease_s: float, address: str, name: str, deadline_s: float
+    agent: KvAgent,
+    layout: KvLayout,
+    lease_s: float,
+    address: str,
+    name: str,
+    deadline_s: float,
+    stall_s: float = math.inf,
 ) -> None:
     r = ArenaRange(0, layout.total_bytes)
     ticket = ticket_for(address, layout, name, lease_ms=round(1000 * lease_s))
     started = time.monotonic()
     try:
-        await agent.pull(ticket, r, deadline_s=deadline_s, on_range=on_range)
+        await agent.pull(ticket, r, deadline_s=deadline_s, on_range=on_range, stall_s=stall_s)
     except KvTransferFailed as exc:
         outcome = exc.reason
     else:
@@ -59,8 +66,8 @@ async def main(num_blocks: int, block_bytes: int, lease_s: float, host: str) -> 
     await agent.start()
     say("ready")
     async for words in lines_of_stdin():
-        _, address, name, deadline_s = words
-        await pull(agent, layout, lease_s, address, name, float(deadline_s))
+        _, address, name, *seconds = words
+        await pull(agent, layout, lease_s, address, name, *map(float, seconds))
     agent.check_invariants()
     await agent.close()
 

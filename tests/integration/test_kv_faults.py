@@ -274,6 +274,22 @@ async def test_a_link_that_falls_silent_at_any_byte_ends_in_time_on_both_sides(a
 
 
 @needs_link
+@pytest.mark.fault("F23", "F25")
+@pytest.mark.parametrize("at", [200, 300_000, 3_500_000])
+async def test_a_link_that_falls_silent_is_known_by_the_stall_long_before_the_deadline(
+    at: int,
+) -> None:
+    """As of a request that may take a minute: 2 s of silence and what a slow machine adds, not more."""
+    async with bad_link() as link, pair(MEDIUM, 10.0, link) as (_, receiver, address):
+        link.cut_at = link.num_bytes + at
+        await receiver.tell(f"pull {address} t0 60 2.0")
+        _, _, outcome, seconds = await receiver.hear("pulled")
+        assert outcome in {"KV_TRANSFER_TIMEOUT", "KV_CONNECT_FAILED"}
+        assert 2.0 <= float(seconds) < 2.0 + SLACK_S
+        assert await took(receiver.hear("freed")) < STOP_S + SLACK_S
+
+
+@needs_link
 @pytest.mark.fault("F25")
 @pytest.mark.parametrize("number", [1, 8])
 async def test_a_connection_reset_in_mid_pull_fails_it_at_once_and_the_next_succeeds(
@@ -316,7 +332,7 @@ async def test_a_slow_link_keeps_its_lease_and_takes_the_time_it_takes() -> None
     """10 Mbit/s: 4 MiB in 3.4 s, with a lease of 1.5 s that only progress and renewals carry on."""
     async with bad_link() as link, pair(MEDIUM, 1.5, link) as (sender, receiver, address):
         link.bytes_per_s = 10e6 / 8
-        await receiver.tell(f"pull {address} t0 30")
+        await receiver.tell(f"pull {address} t0 30 2.0")
         _, _, outcome, seconds = await receiver.hear("pulled")
         assert outcome == "ok"
         assert 3.0 < float(seconds) < 10.0

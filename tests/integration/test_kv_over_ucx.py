@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from pdmesh import failpoints
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import KvLayout
 from pdmesh.core.ticket import Ticket
@@ -156,6 +157,46 @@ async def test_a_frozen_sender_fails_the_pull_at_its_deadline_and_never_writes_a
         prefill.process.send_signal(signal.SIGCONT)
         await asyncio.sleep(0.2)
         assert not view.any(), "a zombie's bytes landed in a range that was given back"
+
+
+@pytest.mark.fault("F25")
+async def test_a_connection_that_ends_while_bytes_are_awaited_fails_its_pulls_at_once() -> None:
+    """They were announced, the receives are posted, and the endpoint ends by itself: ucxx only noted those to be cancelled,
+    so that the connection never ended here, and its pulls, slots and landing ranges were held for good.
+    """
+    layout, freed = KvLayout(8, 16, 8192, FINGERPRINT), list[AgentEvent]()
+    size = layout.total_bytes
+    sender = KvAgent(
+        UcxTransport(),
+        AgentIdentity("prefill-0", INCARNATION, FINGERPRINT),
+        staging_bytes=size,
+        landing_bytes=0,
+        on_event=lambda event: None,
+    )
+    receiver = KvAgent(
+        UcxTransport(),
+        AgentIdentity("decode-0", INCARNATION + 1, FINGERPRINT),
+        staging_bytes=0,
+        landing_bytes=size,
+        on_event=freed.append,
+    )
+    address = await sender.start()
+    await receiver.start()
+    try:
+        for attempt in range(10):  # most, not all, ended so
+            failpoints.arm("prefill.sending=cut@3")
+            name, r = f"t{attempt}", ArenaRange(0, size)
+            sender.stage(name, "r", 1, r, layout, 30.0, chunk_bytes=layout.layer_chunk_bytes)
+            with pytest.raises(KvTransferFailed) as caught:
+                await receiver.pull(ticket_for(address, layout, name), r, deadline_s=60.0)
+            assert caught.value.reason == "KV_PEER_LOST"
+            await until(lambda attempt=attempt: len(freed) == attempt + 1)
+            sender.release(name)
+            await until(lambda: sender.num_tickets == 0)
+    finally:
+        failpoints.arm("")
+        await receiver.close()
+        await sender.close()
 
 
 @pytest.mark.fault("F4")

@@ -23,6 +23,7 @@ from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.v1.instance_service_pb2 import GetStatusRequest, GetStatusResponse
 from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
+from tests.support.waiting import until
 
 INSTANCES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
@@ -103,6 +104,21 @@ async def held(mesh: Mesh) -> dict[str, str]:
         if rest:
             found[name] = str(rest)
     return found
+
+
+async def until_nothing_held(mesh: Mesh, within_s: float) -> None:
+    """Fails with what is held still."""
+    last: dict[str, str] = {}
+
+    async def is_free() -> bool:
+        last.clear()
+        last.update(await held(mesh))
+        return not last
+
+    try:
+        await until(is_free, within_s)
+    except AssertionError as exc:
+        raise AssertionError(f"held after {within_s} s: {last}") from exc
 
 
 def num_open_files(mesh: Mesh) -> dict[str, int]:

@@ -370,16 +370,22 @@ def test_a_prefill_that_every_decode_refuses_is_no_candidate_and_one_they_avoid_
     assert [c.instance_id for c in plan.prefills] == ["prefill-1", "prefill-0"]
 
 
-@pytest.mark.fault("F34")
-def test_when_the_only_pair_left_quarrels_there_is_no_plan_unless_it_is_a_matter_of_reach() -> None:
-    refused = held(SourceFault.CORRUPT, "prefill-0", "prefill-1")
-    refusing = quarrelling(decode_0=refused, decode_1=refused)
-    assert refusing.plan(QUERY, {}, 0.0) == NoPlan(
-        "NO_INSTANCE", "no healthy prefill with a decode in its group"
-    )
+@pytest.mark.fault("F23", "F24", "F34")
+def test_where_no_pair_can_exchange_kv_each_request_stays_on_one_instance() -> None:
+    """Those whose link is slow or cut compute both phases; a prefill whose KV came wrong everywhere computes nothing."""
     avoided = held(SourceFault.UNREACHABLE, "prefill-0", "prefill-1")
     plan = planned(quarrelling(decode_0=avoided, decode_1=avoided), QUERY)
-    assert (len(plan.prefills), len(plan.decodes)) == (2, 2)
+    assert sorted(c.instance_id for c in plan.prefills) == [
+        "decode-0", "decode-1", "prefill-0", "prefill-1",
+    ]  # fmt: skip
+    assert all(c.is_local for c in plan.prefills)
+    assert not plan.decodes
+    refused = held(SourceFault.CORRUPT, "prefill-0", "prefill-1")
+    plan = planned(quarrelling(decode_0=refused, decode_1=refused), QUERY)
+    assert sorted(c.instance_id for c in plan.prefills) == ["decode-0", "decode-1"]
+    one_link = planned(quarrelling(decode_0=avoided), QUERY)
+    assert one_link.decodes[0].instance_id == "decode-1", "a pair is left"
+    assert not any(c.is_local for c in one_link.prefills)
 
 
 @pytest.mark.req("S94")

@@ -460,3 +460,26 @@ def test_the_third_corruption_within_the_window_quarantines_a_source_for_a_while
     assert quarantine.release_due(93.0) == ["p0"]
     assert [quarantine.record("p0", now) for now in (94.0, 95.0)] == [False, False]
     quarantine.check_invariants()
+
+
+@pytest.mark.fault("F23", "F24")
+def test_silence_ends_a_pull_long_before_its_deadline_and_progress_does_not() -> None:
+    book = PullBook()
+    book.handle(rx.PullRequested(1, 7, 100, 100, deadline=60.0, stall_s=2.0), now=0.0)
+    assert book.handle(rx.Tick(), now=1.9) == []
+    for number in range(5):  # a slow link, and each part comes in time
+        now = 1.9 * (number + 1)
+        book.handle(rx.MetaArrived(7, 1, 100, 20 * number, 20, is_inline=False), now=now)
+    assert book.handle(rx.Tick(), now=9.5 + 1.9) == []
+    assert rx.Fail(1, PullFailure.TIMEOUT) in book.handle(rx.Tick(), now=9.5 + 2.0)
+    assert rx.AbortPeer(7) in book.handle(rx.Tick(), now=9.5 + 2.0 + STOP_S)
+
+
+@pytest.mark.fault("F23")
+def test_a_pull_that_waits_for_prefill_may_be_silent_until_that_is_done() -> None:
+    book = PullBook()
+    book.handle(rx.PullRequested(1, 7, 100, 100, deadline=60.0), now=0.0)
+    assert book.handle(rx.Tick(), now=30.0) == []
+    book.handle(rx.SourceComplete(1, 2.0), now=30.0)
+    assert book.handle(rx.Tick(), now=31.9) == []
+    assert rx.Fail(1, PullFailure.TIMEOUT) in book.handle(rx.Tick(), now=32.0)

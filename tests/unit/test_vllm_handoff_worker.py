@@ -98,6 +98,9 @@ class Agent:
     def let_go(self, ticket_id: str) -> None:
         self.said.append(("let_go", ticket_id))
 
+    def expect(self, ticket_id: str, stall_s: float) -> None:
+        self.said.append(("expect", ticket_id, stall_s))
+
     def pull(self, ticket: Ticket, *_: object, on_range: Any = None, **__: object) -> Future[Any]:
         self.on_range[ticket.ticket_id] = on_range
         self.pulls[ticket.ticket_id] = pull = Future()

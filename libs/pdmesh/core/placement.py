@@ -1,9 +1,9 @@
 """Where a request may go, best first: filter, score, pick (S89, S94, S107, S108).
 
 A plan names prefills and decodes of one cell (group and model fingerprint), since only those can hand KV to each other, or
-fusion instances, which need no decode. A cell that has lost one of the two roles serves with the other alone, both phases on
-one instance, but only while no whole cell can serve the request. Cells of the region that the request came in by go before
-those of others. The ranking is advice: whether an instance takes the request is its own decision.
+fusion instances, which need no decode. A cell that has lost one of the two roles serves with the other alone, and one in which no pair
+can exchange KV colocated, both phases on one instance, but only while no whole cell can serve the request. Cells of the region that the
+request came in by go before those of others. The ranking is advice: whether an instance takes the request is its own decision.
 """
 
 from __future__ import annotations
@@ -99,13 +99,31 @@ class _Cell:
 
     def alone(self, query: Query) -> _Cell:
         """Its instances of the one role that is left, each for both phases. Nobody, if it has both."""
-        cell = _Cell(self.key)
         if self.prefills and self.decodes:
-            return cell
-        cell.prefills = [
-            i for i in self.prefills or self.decodes if _could_hold(i, query, is_local=True)
+            return _Cell(self.key)
+        return self.colocated(query, Exchange())
+
+    def colocated(self, query: Query, exchange: Exchange) -> _Cell:
+        """Its instances of either role, each for both phases, so that no KV moves; without prefills whose KV came wrong everywhere."""
+        cell = _Cell(self.key)
+        sound = [
+            prefill
+            for prefill in self.prefills
+            if not self.decodes
+            or any(exchange.fit(d.id, prefill.id) is not Fit.REFUSED for d in self.decodes)
         ]
+        cell.prefills = [i for i in (*sound, *self.decodes) if _could_hold(i, query, is_local=True)]
         return cell
+
+    def has_good_pair(self, exchange: Exchange) -> bool:
+        """Some decode takes some prefill's KV without a doubt."""
+        if self.key[2] or not exchange:
+            return True
+        return any(
+            exchange.fit(decode.id, prefill.id) is Fit.GOOD
+            for decode in self.decodes
+            for prefill in self.prefills
+        )
 
     def narrowed(self, query: Query) -> _Cell:
         """Without those that could not hold the query or have failed it; itself if it may have all."""
@@ -194,9 +212,11 @@ class Placement:
         narrowed = [cell.narrowed(query) for cell in known]
         exchange = self._exchange
         whole = [c for cell in narrowed if (c := cell.reconciled(exchange)).is_whole]
-        if whole:
+        if any(cell.has_good_pair(exchange) for cell in whole):
             return _nearest(self._by_share(whole), query.region)
         alone = [cell for n in narrowed if (cell := n.alone(query)).prefills]
+        if not alone:  # no pair had better try, until the time of one is over
+            alone = [cell for n in narrowed if (cell := n.colocated(query, exchange)).prefills]
         return _nearest(alone, query.region) or self._why_none(query)
 
     def _by_share(self, cells: list[_Cell]) -> list[_Cell]:
@@ -249,7 +269,7 @@ class Placement:
 
     def _best_fit(self, cell: _Cell, prefill: Instance) -> Fit:
         """What the best decode of its cell is to it."""
-        if cell.key[2]:
+        if cell.key[2] or not cell.decodes:
             return Fit.GOOD
         return min(self._exchange.fit(decode.id, prefill.id) for decode in cell.decodes)
 

@@ -3,7 +3,8 @@
 The sender announces a pull's bytes part by part; each part arrives, is verified, and is delivered in order. Once a
 receive may have been posted, nothing but the arrival of its bytes or the end of its connection proves that no
 late write lands. So a pull that fails or is given up asks the sender to stop, and is drained: of the parts announced so
-far, up to the sender's answer. A sender that does not answer within STOP_S of the deadline has its connection
+far, up to the sender's answer. A pull also fails when nothing of it came for its `stall_s`, so that a link that is cut is known long
+before the deadline, which a slow one may use up. A sender that does not answer within STOP_S of the deadline has its connection
 aborted: frozen peers look like slow ones, and both end there. A pull that was given up long before its deadline (one that waits for
 prefill may have minutes) is given LET_GO_S for that. While a pull waits or receives, its lease is renewed.
 """
@@ -35,6 +36,7 @@ from pdmesh.core.pull_events import (
     RenewLease,
     SendAck,
     SendPull,
+    SourceComplete,
     Tick,
 )
 from pdmesh.core.ticket import PullFailure
@@ -53,6 +55,8 @@ class _Pull:
     deadline: float
     renew_every_s: float
     renew_at: float
+    stall_s: float
+    heard_at: float  # when something of it came last
     num_bytes: int = -1  # of the whole pull; the first META tells
     num_announced: int = 0  # bytes
     num_parts: int = 0
@@ -90,17 +94,17 @@ class PullBook:
             case PullRequested():
                 return self._on_requested(event, now)
             case MetaArrived():
-                return self._on_meta(event)
+                return self._on_meta(event, now)
             case PartArrived():
-                return self._on_part(event)
+                return self._on_part(event, now)
             case PartChecked():
                 return self._on_checked(event)
             case CheckFailed():
                 return self._on_check_failed(event)
             case PullRefused():
                 return self._on_refused(event)
-            case CallerLeft(pull_id):
-                return self._on_caller_left(pull_id)
+            case SourceComplete() | CallerLeft():
+                return self._on_caller(event, now)
             case PeerLost(peer):
                 return self._on_peer_lost(peer)
             case Tick():
@@ -118,13 +122,20 @@ class PullBook:
             raise ValueError(f"pull {event.pull_id} exists")
         every = event.lease_s / RENEWALS_PER_LEASE or math.inf
         self._pulls[event.pull_id] = _Pull(
-            event.peer, event.min_bytes, event.max_bytes, event.deadline, every, now + every
+            event.peer,
+            event.min_bytes,
+            event.max_bytes,
+            event.deadline,
+            every,
+            now + every,
+            event.stall_s,
+            now,
         )
         return [SendPull(event.pull_id)]
 
     # -- parts ------------------------------------------------------------------------------------
 
-    def _on_meta(self, event: MetaArrived) -> list[ReceiverEffect]:
+    def _on_meta(self, event: MetaArrived, now: float) -> list[ReceiverEffect]:
         pull = self._pulls.get(event.pull_id)
         if pull is None or pull.peer != event.peer or pull.is_peer_lost:
             # Inline bytes can be ignored. Bytes that follow would wait for a receive for ever.
@@ -132,6 +143,7 @@ class PullBook:
         if not self._is_next(pull, event):
             return [*self._fail(event.pull_id, PullFailure.PROTOCOL), AbortPeer(event.peer)]
         index = pull.num_parts
+        pull.heard_at = now
         pull.num_bytes = event.num_bytes
         pull.num_announced += event.length
         pull.num_parts += 1
@@ -154,11 +166,12 @@ class PullBook:
         is_some = event.length > 0 or event.num_bytes == 0
         return is_right_size and is_some and event.offset + event.length <= event.num_bytes
 
-    def _on_part(self, event: PartArrived) -> list[ReceiverEffect]:
+    def _on_part(self, event: PartArrived, now: float) -> list[ReceiverEffect]:
         pull = self._pulls.get(event.pull_id)
         if pull is None or event.index not in pull.posted:
             return []
         pull.posted.remove(event.index)
+        pull.heard_at = now
         if pull.is_stopped:
             return self._settle(event.pull_id)
         pull.checking.add(event.index)
@@ -206,12 +219,15 @@ class PullBook:
         pull.is_refused = True
         return [*self._fail(event.pull_id, event.reason), *self._settle(event.pull_id)]
 
-    def _on_caller_left(self, pull_id: int) -> list[ReceiverEffect]:
-        pull = self._pulls.get(pull_id)
+    def _on_caller(self, event: SourceComplete | CallerLeft, now: float) -> list[ReceiverEffect]:
+        pull = self._pulls.get(event.pull_id)
         if pull is None:
             return []
+        if isinstance(event, SourceComplete):
+            pull.stall_s, pull.heard_at = event.stall_s, now
+            return []
         pull.has_caller = False
-        return [*self._stop(pull_id), *self._settle(pull_id)]
+        return [*self._stop(event.pull_id), *self._settle(event.pull_id)]
 
     def _on_peer_lost(self, peer: int) -> list[ReceiverEffect]:
         effects: list[ReceiverEffect] = []
@@ -234,10 +250,10 @@ class PullBook:
             if now >= pull.renew_at and not pull.is_stopped:
                 pull.renew_at = now + pull.renew_every_s
                 effects.append(RenewLease(pull_id))
-            if now < pull.deadline:
-                continue
-            effects += self._fail(pull_id, PullFailure.TIMEOUT)
-            if now >= pull.deadline + STOP_S:
+            given_up_at = min(pull.deadline, pull.heard_at + pull.stall_s)
+            if now >= given_up_at:
+                effects += self._fail(pull_id, PullFailure.TIMEOUT)
+            if now >= given_up_at + STOP_S:
                 effects.append(AbortPeer(pull.peer))
         return effects
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 # Facts and effects of a connection are the same at both ends.
@@ -14,7 +15,8 @@ from pdmesh.core.ticket_events import Tick as Tick  # noqa: PLC0414
 class PullRequested:
     """A caller wants its bytes, between `min_bytes` and `max_bytes`, by `deadline`. `peer` is the connection.
 
-    `lease_s`: the sender keeps the bytes for so long from the last it heard of us; 0 if it has no lease to renew.
+    `lease_s`: the sender keeps the bytes for so long from the last it heard of us; 0 if it has no lease to renew. `stall_s`: the
+    longest silence of the sender, which has the bytes; infinite while they are still to be made.
     """
 
     pull_id: int
@@ -23,6 +25,15 @@ class PullRequested:
     max_bytes: int
     deadline: float
     lease_s: float = 0.0
+    stall_s: float = math.inf
+
+
+@dataclass(slots=True)
+class SourceComplete:
+    """The sender has all bytes by now: from here on it is silent for `stall_s` at most."""
+
+    pull_id: int
+    stall_s: float
 
 
 @dataclass(slots=True)
@@ -83,6 +94,7 @@ class CallerLeft:
 
 ReceiverEvent = (
     PullRequested
+    | SourceComplete
     | MetaArrived
     | PartArrived
     | PartChecked

@@ -49,6 +49,7 @@ from pdmesh.errors import (
     EngineFailed,
     InstanceLost,
     InvalidRequest,
+    KvTransferFailed,
     MeshError,
     NoInstance,
     PoisonRequest,
@@ -124,6 +125,10 @@ class Request(RequestState):
         """Nothing to ask now. A request that has been under way waits for something to come back."""
         if self._last_error is None or not error.is_retryable:
             return self._end(Fail(error))
+        if self._out_of_reach and self._excluded.keys() != self._out_of_reach.keys():
+            # No other pair is there: without the prefills whose KV could not be had, a decode computes the prompt itself.
+            self._excluded = dict(self._out_of_reach)
+            return self._ask_plan()
         self._excluded.clear()
         self.phase = Phase.WAITING_PLAN
         return self._schedule_retry(now, 0.0)
@@ -350,8 +355,10 @@ class Request(RequestState):
         effects, to = self._close_leg()
         if not event.is_retryable:
             return effects + self._end(Fail(event.error))
-        # A transfer that failed may be the fault of either side (F23).
+        # A transfer that failed may be the fault of either side, or of the link between them (F23).
         holder = (self._ticket.holder.instance_id,) if self._ticket else ()
+        if isinstance(event.error, KvTransferFailed):
+            self._out_of_reach.update(dict.fromkeys(holder))
         return effects + self._lose(event.error, (to.instance_id, *holder), now)
 
     def _on_foreign_leg(self, event: Event, now: float) -> list[Effect]:

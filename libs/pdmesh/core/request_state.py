@@ -87,6 +87,7 @@ class RequestState:
         "_max_tokens",
         "_next_key",
         "_num_prompt_tokens",
+        "_out_of_reach",
         "_plan",
         "_prefill_by",
         "_progress_at",
@@ -137,6 +138,7 @@ class RequestState:
         self._next_key = next_key
         self._plan = 0
         self._excluded: dict[str, None] = {}
+        self._out_of_reach: dict[str, None] = {}  # prefills whose KV a decode could not have
         self._candidates: list[Candidate] = []
         self._decodes: list[Candidate] = []
         self._tried = 0

@@ -10,6 +10,7 @@ before and not read yet is still read: it says that no `TicketClosed` follows.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -77,8 +78,9 @@ class PrefillJob:
 class DecodeJob:
     """Pull the KV named by `ticket` into `landing`, scatter it into blocks, and go on from `first_token`.
 
-    `sampling.max_tokens` counts the tokens after `first_token`. `deadline_s` bounds the pull, from now. `first_token` is None
-    while prefill computes still: `join` will say it, and the job begins to draw when it and the KV are there.
+    `sampling.max_tokens` counts the tokens after `first_token`. `deadline_s` bounds the pull, from now, and `stall_s` the
+    sender's silence within it once prefill is done. `first_token` is None while prefill computes still: `join` will say it, and the
+    job begins to draw when it and the KV are there.
     """
 
     leg: int
@@ -93,6 +95,7 @@ class DecodeJob:
     cache_salt: str = ""
     block_hashes: tuple[bytes, ...] = ()
     traceparent: str = ""
+    stall_s: float = math.inf
 
 
 def hands_on(job: PrefillJob, max_model_len: int) -> bool:

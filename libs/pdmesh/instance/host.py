@@ -30,6 +30,7 @@ ENGINE_DIED: Final = "ENGINE_DIED"
 @dataclass(frozen=True, slots=True)
 class HostConfig:
     transfer_timeout_s: float = 5.0  # one pull of KV, however much of the deadline is left
+    transfer_stall_s: float = 2.0  # without any of it, once prefill is done
     stall_s: float = 10.0  # a gateway that does not read for so long is cut off
     message_gap_s: float = 0.002  # tokens alone wait so long after a message
 
@@ -62,6 +63,7 @@ class InstanceHost:
             admission,
             clock,
             config.transfer_timeout_s,
+            config.transfer_stall_s,
             self._sources,
             on_error,
             self._after_changes,

@@ -41,6 +41,7 @@ class LegLife:
         admission: Admission,
         clock: Callable[[], float],
         transfer_timeout_s: float,
+        transfer_stall_s: float,
         sources: SourceWatch,
         on_error: OnError,
         on_late: Callable[[], None],
@@ -50,7 +51,7 @@ class LegLife:
         self.book = LoadBook()
         self.vitals = Vitals()
         self._engine, self._clock = engine, clock
-        self._transfer_timeout_s = transfer_timeout_s
+        self._transfer_timeout_s, self._transfer_stall_s = transfer_timeout_s, transfer_stall_s
         self._on_late = on_late
         self._last_leg = 0
         self._ticket_prefix = secrets.token_hex(
@@ -157,6 +158,7 @@ class LegLife:
                 cache_salt=m.cache_salt,
                 block_hashes=parsed.block_hashes,
                 traceparent=m.traceparent,
+                stall_s=self._transfer_stall_s,
             )
         )
 

@@ -48,7 +48,11 @@ class Serving:
             loaded.engine,
             loaded.admission(),
             time.monotonic,
-            HostConfig(settings.transfer_timeout_s, settings.stall_s),
+            HostConfig(
+                transfer_timeout_s=settings.transfer_timeout_s,
+                transfer_stall_s=settings.transfer_stall_s,
+                stall_s=settings.stall_s,
+            ),
             on_blocks=self._blocks.add,
             on_error=self._failures.report,
             on_record=on_record,

@@ -101,6 +101,9 @@ class InstanceSettings(ServiceSettings):
     transfer_timeout_s: float = shared(
         5.0, gt=0, description="Longest time one pull of KV may take"
     )
+    transfer_stall_s: float = shared(
+        2.0, gt=0, description="Of that, longest time without any KV: the link may be cut"
+    )
     stall_s: float = shared(
         10.0, gt=0, description="A gateway that reads nothing for so long is cut"
     )

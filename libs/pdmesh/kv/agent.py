@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -224,12 +225,14 @@ class KvAgent:
         source_rank: int | None = None,
         heads: tuple[int, int] | None = None,
         num_takers: int = 1,
+        stall_s: float = math.inf,
     ) -> PullResult:
         """Pull a ticket's blocks from `first_block` on into the start of `landing`, and verify them.
 
         The bytes lie there as in the sender's buffer, each layer without its first blocks; `heads` = (first, number) picks
         some of a layout that tells heads apart. `on_range` is told of verified bytes while others are on their way. Afterwards the landing range is the caller's
-        again. Raises KvTransferFailed; then, and when cancelled, the range is the agent's until it says LandingFreed.
+        again. The sender may be silent for `stall_s`, if it has all of the bytes. Raises KvTransferFailed; then, and when cancelled, the range is the
+        agent's until it says LandingFreed.
         """
         started = time.monotonic()
         try:
@@ -247,7 +250,11 @@ class KvAgent:
         except BaseException:
             self.give_back(landing)  # nothing was asked for yet
             raise
-        return await self._run(order, address, started, deadline_s)
+        return await self._run(order, address, started, deadline_s, stall_s)
+
+    def expect(self, ticket_id: str, stall_s: float) -> None:
+        """The ticket's sender has all bytes by now: pulls of it that hear nothing for `stall_s` fail."""
+        self._receiver.expect(ticket_id, stall_s)
 
     async def fetch(
         self,
@@ -311,17 +318,24 @@ class KvAgent:
                 self._peers.abort(connection.key, "the peer left")
 
     async def _run(
-        self, order: PullOrder, address: str, started: float, deadline_s: float
+        self,
+        order: PullOrder,
+        address: str,
+        started: float,
+        deadline_s: float,
+        stall_s: float = math.inf,
     ) -> PullResult:
         try:
             self._receiver.check_askable(order.source)
-            connection = self._pool.find(address) or await self.connect(address, deadline_s)
+            connect_s = min(deadline_s, stall_s)
+            connection = self._pool.find(address) or await self.connect(address, connect_s)
             self._peers.add(connection)  # who opened it may not have run again yet
         except BaseException:
             order.on_freed()  # nothing was asked for yet
             raise
         self._keep_ticking(soon=True)
-        return await self._receiver.pull(order, connection, started, started + deadline_s)
+        deadline = started + deadline_s
+        return await self._receiver.pull(order, connection, started, deadline, stall_s)
 
     def give_back(self, landing: ArenaRange) -> None:
         """LandingFreed for a pull that never began, or whose result found nobody to take it."""

@@ -128,7 +128,12 @@ class ReceiverHalf:
             raise KvTransferFailed("too many pulls at once", reason=PullFailure.BUSY)
 
     async def pull(
-        self, order: PullOrder, connection: KvConnection, started: float, deadline: float
+        self,
+        order: PullOrder,
+        connection: KvConnection,
+        started: float,
+        deadline: float,
+        stall_s: float,
     ) -> PullResult:
         self._num_asked += 1
         pull_id = self._num_asked
@@ -139,7 +144,7 @@ class ReceiverHalf:
             self.let_go(order.ticket.ticket_id)
             lease_s = order.ticket.lease_ms / 1000
         key, least, most = connection.key, order.min_bytes, order.max_bytes
-        self.handle(rx.PullRequested(pull_id, key, least, most, deadline, lease_s))
+        self.handle(rx.PullRequested(pull_id, key, least, most, deadline, lease_s, stall_s))
         try:
             await done
         except asyncio.CancelledError:
@@ -153,6 +158,11 @@ class ReceiverHalf:
         return PullResult(
             pull.num_bytes, took, pull.first_range_s, pull.num_ranges, len(pull.parts), checksums
         )
+
+    def expect(self, ticket_id: str, stall_s: float) -> None:
+        for pull_id, pull in self._pulls.items():
+            if pull.order.ticket is not None and pull.order.ticket.ticket_id == ticket_id:
+                self.handle(rx.SourceComplete(pull_id, stall_s))
 
     def keep(self, ticket: Ticket, connection: KvConnection, for_s: float) -> None:
         now = time.monotonic()
@@ -243,8 +253,11 @@ class ReceiverHalf:
     def _free(self, effect: rx.FreeLanding) -> None:
         self._pulls.pop(effect.pull_id).order.on_freed()
 
-    def _abort(self, effect: rx.AbortPeer) -> None:
+    def _abort(self, effect: rx.AbortPeer) -> rx.PeerLost | None:
+        if self._peers.get(effect.peer) is None:
+            return rx.PeerLost(effect.peer)  # its end was told before the pull began
         self._peers.abort(effect.peer, "a pull missed its deadline or met nonsense")
+        return None
 
     def _post_receives(self, effect: rx.ReceivePart) -> None:
         pull_id, index = effect.pull_id, effect.index

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -110,6 +111,10 @@ class AgentThread:
         agent = self._running()
         agent.post(lambda: agent.let_go(ticket_id))
 
+    def expect(self, ticket_id: str, stall_s: float) -> None:
+        agent = self._running()
+        agent.post(lambda: agent.expect(ticket_id, stall_s))
+
     def stats(self) -> AgentStats:
         """May be a moment old: read without waiting for the agent's thread."""
         return self._running().stats()
@@ -125,6 +130,7 @@ class AgentThread:
         source_rank: int | None = None,
         heads: tuple[int, int] | None = None,
         num_takers: int = 1,
+        stall_s: float = math.inf,
     ) -> Future[PullResult]:
         """As `KvAgent.pull`, errors included. Cancelling the future cancels the pull, and LandingFreed follows, however early or late."""
         agent = self._made()
@@ -139,6 +145,7 @@ class AgentThread:
                 source_rank=source_rank,
                 heads=heads,
                 num_takers=num_takers,
+                stall_s=stall_s,
             )
 
         return self._hand_over(pull, lambda: agent.give_back(landing))

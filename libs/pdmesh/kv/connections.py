@@ -34,6 +34,7 @@ class ConnectionPool:
         )  # by address: who waits for it, and has not run since
         self._open: OrderedDict[str, KvConnection] = OrderedDict()  # least recently used first
         self._opening: dict[str, asyncio.Task[KvConnection]] = {}
+        self._ended_early: set[int] = set()  # keys that ended before their opening was heard of
 
     def __len__(self) -> int:
         return len(self._open)
@@ -75,6 +76,8 @@ class ConnectionPool:
 
     def remove(self, connection: KvConnection) -> None:
         """It is closed; the next `get` opens another."""
+        if self._opening:
+            self._ended_early.add(connection.key)
         for address, other in list(self._open.items()):
             if other is connection:
                 del self._open[address]
@@ -88,11 +91,17 @@ class ConnectionPool:
 
     async def _connect(self, address: str) -> KvConnection:
         connection = await self._transport.connect(address, _CONNECT_S)
+        if connection.key in self._ended_early:
+            raise KvTransferFailed(
+                f"the KV connection to {address} ended at once", reason=PullFailure.PEER_LOST
+            )
         self._open[address] = connection
         return connection
 
     def _on_done(self, address: str, task: asyncio.Task[KvConnection]) -> None:
         del self._opening[address]
+        if not self._opening:
+            self._ended_early.clear()
         if not task.cancelled():
             task.exception()  # whoever waited has seen it
 

@@ -341,6 +341,10 @@ class UcxTransport:
             endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
             endpoint.remove_close_callback()
             self._draining.append(connection)
+        if self._ucx is not None and any(c.payloads for c in self._draining):
+            # Receives on an endpoint that ended by itself: ucxx notes them to be cancelled, and does it in its own way to
+            # progress, which is not ours. Without, one that nothing matches never ends, nor does the connection.
+            self._ucx.worker.cancel_inflight_requests()
         for connection in [c for c in self._draining if not c.payloads]:
             self._draining.remove(connection)
             del self._by_number[connection.number]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -103,6 +104,7 @@ class Retriever:
         retrieval = self._retrievals.get(leg)
         if retrieval is not None and retrieval.first_token is None:
             retrieval.first_token = first_token
+            self._agent.expect(retrieval.job.ticket.ticket_id, retrieval.job.stall_s)
             self._go_on_if_complete(retrieval)
 
     def abort(self, leg: int) -> None:
@@ -178,6 +180,7 @@ class _Pull:
                 job.ticket,
                 job.landing,
                 deadline_s=deadline_s,
+                stall_s=math.inf if retrieval.first_token is None else job.stall_s,
                 on_range=lambda offset, data: self._land(offset, data, used),
             )
         except KvTransferFailed as exc:

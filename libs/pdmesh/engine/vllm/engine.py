@@ -286,7 +286,9 @@ class VllmEngine:
             job.deadline_s + PULL_GRACE_S, self._on_deadline, job.leg
         )
         is_early = job.first_token is None
-        params = load_params(job.leg, job.ticket, job.landing, deadline, len(job.prompt), is_early)
+        params = load_params(
+            job.leg, job.ticket, job.landing, deadline, len(job.prompt), is_early, job.stall_s
+        )
         prompt = [*job.prompt, STAND_IN if job.first_token is None else job.first_token]
         assert self._requests is not None
         self._requests.submit(

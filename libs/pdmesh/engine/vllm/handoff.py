@@ -8,6 +8,7 @@ reserved bytes for it learns that nobody will touch them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -58,6 +59,7 @@ class Load:
     is_early: bool = False  # token 1 is not known yet: the request's last token stands in for it
     num_local_blocks: int = 0
     block_ids: tuple[int, ...] = ()
+    stall_s: float = math.inf  # of the sender's silence, once it has all of the bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ def load_params(
     deadline: float,
     num_tokens: int,
     is_early: bool = False,
+    stall_s: float = math.inf,
 ) -> dict[str, Any]:
     """The `kv_transfer_params` of a decode whose prompt of `num_tokens` tokens is pulled."""
     return {
@@ -123,6 +126,7 @@ def load_params(
         "deadline": deadline,
         "num_tokens": num_tokens,
         "is_early": is_early,
+        "stall_s": stall_s,
     }
 
 
@@ -150,6 +154,7 @@ def _load(key: str, params: Mapping[str, Any]) -> Load:
         params["deadline"],
         params["num_tokens"],
         params["is_early"],
+        stall_s=params["stall_s"],
     )
 
 

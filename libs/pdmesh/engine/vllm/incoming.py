@@ -8,6 +8,7 @@ of ranks is pulled from in pieces, which take no turns: only the lease at a rank
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -146,6 +147,9 @@ class Incoming:
     def join(self, leg: int, token_id: int) -> None:
         with self._lock:
             self._first_tokens[leg] = self._news[leg] = token_id
+        for pulling in list(self._pulling.values()):
+            if pulling.load.leg == leg:  # its prefill is done
+                self._agent.expect(pulling.load.ticket.ticket_id, pulling.load.stall_s)
 
     def landing_freed(self, offset: int) -> None:
         self._landings.clear(offset)
@@ -175,6 +179,7 @@ class Incoming:
         pulling.pull.start(lambda: self._end(pulling))
 
     def _pull(self, load: Load, on_range: OnPieceRange | None = None) -> TogetherPull:
+        is_unmade = load.is_early and load.leg not in self._first_tokens
         wanted = self._share.pieces(load.ticket, load.landing, self._num_bytes(load))
         self._landings.take(load.leg, [piece.landing.offset for piece in wanted])
         return pull_pieces(
@@ -182,6 +187,7 @@ class Incoming:
             load.ticket,
             wanted,
             deadline_s=max(0.0, load.deadline - time.monotonic()),
+            stall_s=math.inf if is_unmade else load.stall_s,
             first_block=load.num_local_blocks,
             num_blocks=load.num_local_blocks + len(load.block_ids),
             on_range=on_range,
