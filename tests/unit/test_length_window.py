@@ -96,6 +96,33 @@ def test_the_waiting_room_calls_a_batch_when_a_prefill_has_room_for_one() -> Non
     assert len(room) == 0
 
 
+@pytest.mark.req("S90")
+def test_how_often_somebody_was_passed_over_is_known_though_tenants_take_turns() -> None:
+    """Two tenants flood with short prompts; each batch of one must not begin the other's count anew."""
+    room: WaitingRoom[str] = WaitingRoom(64, window=LengthWindow(2, max_passed=3))
+    room.join("long", ["p"], 0.0, Claim("one"), 9000)
+    called: list[str] = []
+    for until in range(1, 12):
+        for tenant in ("one", "other"):
+            for _ in range(3):
+                room.join("short", ["p"], float(until), Claim(tenant), 100)
+        called += room.call("p", 4)
+    assert "long" in called
+    room.check_invariants()
+
+
+def test_who_left_is_not_remembered() -> None:
+    window = LengthWindow(2)
+    room: WaitingRoom[str] = WaitingRoom(64, window=window)
+    joined = room.join("long", ["p"], 0.0, num_tokens=9000)
+    for until in range(1, 4):
+        room.join("short", ["p"], float(until), num_tokens=100)
+    room.call("p", 2)
+    assert joined is not None
+    room.leave(joined.number)
+    room.check_invariants()
+
+
 def test_those_who_wait_for_a_decode_are_called_one_by_one() -> None:
     room: WaitingRoom[str] = WaitingRoom(16, window=LengthWindow(4))
     room.join("a", ["d"], 1.0)

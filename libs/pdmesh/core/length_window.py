@@ -36,7 +36,7 @@ def padding_waste(lengths: Sequence[int]) -> float:
 
 @dataclass(slots=True)
 class LengthWindow:
-    """`take` is the only way to change state; who left otherwise is forgotten by then."""
+    """One for all queues: what somebody was passed over by stands while batches come from others. Who leaves is to be forgotten."""
 
     dp_size: int  # prompts of one batch
     max_passed: int = MAX_PASSED
@@ -52,6 +52,14 @@ class LengthWindow:
         self._count_passed(window, {place.number for place in batch})
         return [place.number for place in batch]
 
+    def forget(self, number: int) -> None:
+        """It waits no more."""
+        self._passed.pop(number, None)
+
+    def known(self) -> set[int]:
+        """Numbers of those who were passed over, and have not been forgotten."""
+        return set(self._passed)
+
     def _overdue(self, window: Sequence[Place]) -> list[Place]:
         """Those whose turn it is at last, with the most similar of the rest; nobody if it is nobody's."""
         overdue = [p for p in window if self._passed.get(p.number, 0) >= self.max_passed]
@@ -64,11 +72,11 @@ class LengthWindow:
 
     def _count_passed(self, window: Sequence[Place], gone: set[int]) -> None:
         last = max(index for index, place in enumerate(window) if place.number in gone)
-        self._passed = {
-            place.number: self._passed.get(place.number, 0) + (index < last)
-            for index, place in enumerate(window)
-            if place.number not in gone
-        }
+        for index, place in enumerate(window):
+            if place.number in gone:
+                self.forget(place.number)
+            elif index < last:
+                self._passed[place.number] = self._passed.get(place.number, 0) + 1
 
 
 def _most_alike(window: Iterable[Place], count: int) -> list[Place]:

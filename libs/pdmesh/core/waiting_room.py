@@ -190,6 +190,8 @@ class WaitingRoom(Generic[W]):
     def _forget(self, number: int) -> _Entry[W] | None:
         entry = self._entries.pop(number, None)
         if entry is not None:
+            if self.window is not None:
+                self.window.forget(number)
             members = self._members[entry.group]
             del members[number]
             if not members:
@@ -216,6 +218,7 @@ class WaitingRoom(Generic[W]):
         assert len(self._entries) <= self.max_waiting
         members = {number for group in self._members.values() for number in group}
         assert members == set(self._entries)
+        assert self.window is None or self.window.known() <= members
         for number, entry in self._entries.items():
             for instance_id in entry.instance_ids:
                 assert (entry.until, number) in self._heaps[instance_id][entry.group]
