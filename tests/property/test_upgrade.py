@@ -149,6 +149,21 @@ def test_a_revision_that_answers_errors_in_the_second_group_leaves_none_of_it_in
 
 
 @pytest.mark.req("S24")
+def test_groups_that_the_bad_revision_has_broken_go_back_too() -> None:
+    """It proved itself in two groups, and then nothing of it can be loaded again: what they lost stays lost until they go back."""
+    world = settled()
+    world.apply(released("2"))
+    while "changing c" not in told(world):
+        play(world, 1)
+    for group in "ab":
+        victim = world.ready(group, Role.DECODE)[0]
+        world.kill(victim)
+        world.start(victim)
+    play(world, 200, fails=lambda revision: revision == NEW)
+    assert is_at(world, OLD), (world.describe(), world.upgrading.reports)
+
+
+@pytest.mark.req("S24")
 def test_instances_that_are_lost_one_after_the_other_turn_it_back_one_alone_does_not() -> None:
     world = settled()
     world.apply(released("2"))

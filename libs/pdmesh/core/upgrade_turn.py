@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -184,9 +184,10 @@ class Turn:
         for group in left:
             if not group.serves:
                 upgrade = upgrade.moved(group.group_id)
-        serving = [g for g in left if g.serves]
+        serving = sorted((g for g in left if g.serves), key=lambda g: g.is_whole)
         if serving:
-            if why := self._why_wait(serving[0]):
+            bad = {g.group_id for g in left}  # no reason to wait: they may never be whole again
+            if why := self._why_wait(serving[0], bad):
                 self._say(upgrade, "going back", f"{serving[0].group_id}: {why}; {upgrade.back}")
                 return upgrade
             return self._change(upgrade, serving[0])
@@ -223,14 +224,16 @@ class Turn:
         self._say(after, "going back" if upgrade.back else "changing", group.group_id)
         return after
 
-    def _why_wait(self, group: GroupSeen) -> str:
-        """Why the group must not be changed now; empty if it may be."""
+    def _why_wait(self, group: GroupSeen, may_be_broken: Collection[str] = ()) -> str:
+        """Why the group must not be changed now; empty if it may be. Those of `may_be_broken` need not be whole for it."""
         if self.is_taken:
             return "a group of another scenario is being changed"
         if self.scenario in self.look.planning:
             return "a plan is under way"
         others = [g for g in self._groups() if g.serves]
-        broken = next((g.group_id for g in others if not g.is_whole), None)
+        broken = next(
+            (g.group_id for g in others if not g.is_whole and g.group_id not in may_be_broken), None
+        )
         if broken is not None:
             return f"group {broken} is not whole"
         short = max(0, group.size - group.num_blank)
