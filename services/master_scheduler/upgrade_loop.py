@@ -72,7 +72,7 @@ class UpgradeLoop:
         self._on_shares = on_shares
         self._epoch = 0
         self._controller = UpgradeController(KV_TRANSPORT)
-        self._writing = asyncio.Lock()
+        self._turn = asyncio.Lock()  # from the look at a record until what follows is written
         groups.on_step = self._on_step
 
     @property
@@ -96,6 +96,10 @@ class UpgradeLoop:
         self._on_shares(
             shares(self._groups.upgrades)
         )  # every master's: it may plan the next moment
+        async with self._turn:
+            await self._look()
+
+    async def _look(self) -> None:
         is_leader, epoch = self._leadership()
         current, observed = self._groups.current, self._groups.observed
         version = self._groups.desired
@@ -120,13 +124,14 @@ class UpgradeLoop:
 
     async def promote(self, scenario: str) -> list[str]:
         """Its canary's revision goes to all groups, empty: each scenario's; the scenarios that had one."""
-        chosen: list[Upgrade] = [
-            each
-            for name, each in sorted(self._groups.upgrades.items())
-            if each.canary_share and scenario in ("", name)
-        ]
-        for upgrade in chosen:
-            await self._carry_out(self._controller.handle(Promoted(upgrade), self._clock()))
+        async with self._turn:  # one that is being turned back now is not to be promoted
+            chosen: list[Upgrade] = [
+                each
+                for name, each in sorted(self._groups.upgrades.items())
+                if each.canary_share and scenario in ("", name)
+            ]
+            for upgrade in chosen:
+                await self._carry_out(self._controller.handle(Promoted(upgrade), self._clock()))
         return [upgrade.scenario for upgrade in chosen]
 
     def tell(self, event: Answered | LegFailed) -> None:
@@ -155,8 +160,7 @@ class UpgradeLoop:
 
     async def _carry_out(self, effects: Sequence[Effect]) -> None:
         """Records first: what is told and restored follows from them."""
-        async with self._writing:
-            await self._keep(effects)
+        await self._keep(effects)
         for effect in effects:
             match effect:
                 case RestoreVersion():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -108,6 +109,30 @@ async def test_a_canary_is_refused_where_it_would_try_nothing_out(site: Site) ->
     promoted = await site.ask("PromoteUpgrade", pb.PromoteUpgradeRequest())
     assert promoted.scenarios == ["default"]
     assert not site.loop.upgrades["default"].canary_share
+
+
+@pytest.mark.req("S24")
+async def test_a_canary_that_is_being_turned_back_is_not_promoted(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator's word comes while the store writes that it is bad: the later write must not take that back."""
+    await site.ask("ApplyDesired", pb.ApplyDesiredRequest(text=text("2"), canary_share=0.1))
+    for _ in range(3):
+        await site.loop.round()
+        await site.upgrades.round()
+    bad = ("canary-default", revision_of(Service(release="2"), KV_TRANSPORT))
+    for _ in range(3):
+        site.upgrades.tell(LegFailed(bad))
+    keep = site.store.keep_upgrades
+
+    async def keep_slowly(upgrades: pb.Upgrades) -> None:
+        await asyncio.sleep(0)
+        await keep(upgrades)
+
+    monkeypatch.setattr(site.store, "keep_upgrades", keep_slowly)
+    _, promoted = await asyncio.gather(site.upgrades.round(), site.upgrades.promote("default"))
+    assert promoted == []
+    assert "requests failed" in site.loop.upgrades["default"].back
 
 
 async def test_a_record_survives_being_stored(site: Site) -> None:
