@@ -206,6 +206,27 @@ def test_a_canary_goes_back_if_it_is_sick_or_an_operator_says_so(is_sick: bool) 
 
 
 @pytest.mark.req("S24")
+@pytest.mark.parametrize("is_sick", [True, False])
+def test_a_canary_that_goes_back_gets_no_requests_while_it_leaves(is_sick: bool) -> None:
+    """It is ready until it has heard that it is to leave: as one group among the others it would get more than its share was."""
+    world = settled()
+    world.apply(released("2"), canary_share=0.1)
+    canary = canary_of("chat")
+    while canary not in running(world):
+        play(world, 1)
+    if not is_sick:
+        world.apply(released("1"))
+    while shares(world.upgrades).get(canary) == 0.1:
+        play(world, 1, sick=NEW if is_sick else "")
+    while canary in running(world):
+        assert shares(world.upgrades) == {canary: 0.0}
+        play(world, 1)
+    world.apply(released("3"))
+    play(world, 1)
+    assert canary not in shares(world.upgrades)
+
+
+@pytest.mark.req("S24")
 @pytest.mark.parametrize(
     ("num_groups", "busy", "why"),
     [

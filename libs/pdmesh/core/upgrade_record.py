@@ -100,11 +100,11 @@ def services(desired: Desired, upgrades: Upgrades) -> dict[str, Service]:
 
 
 def shares(upgrades: Upgrades) -> dict[str, float]:
-    """Of its scenario's requests, for each canary's group."""
+    """Of its scenario's requests, for each canary's group. One that went back gets none while its instances leave."""
     return {
         canary_of(each.scenario): each.canary_share
         for _, each in sorted(upgrades.items())
-        if each.canary_share
+        if each.canary_share or each.back or each.outcome
     }
 
 
