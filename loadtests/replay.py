@@ -4,7 +4,7 @@
     python -m loadtests.replay --workload scenarios --rate 10            # six scenarios that share prefixes
     python -m loadtests.replay --workload chats --url http://127.0.0.1:8000
 
-Without --url it starts a mesh of its own: --prefill and --decode sim instances at --law. `azure` composes three scenarios
+Without --url it starts a mesh of its own: --prefill and --decode instances of --engine, sim ones at --law. `azure` composes three scenarios
 (code, conversation, and Mooncake's) on one clock; none of the traces has a scenario field of its own.
 """
 
@@ -38,6 +38,9 @@ _MOONCAKE: Final = "mooncake_conversation_trace.jsonl"
 _AZURE: Final = ("AzureLLMInferenceTrace_code.csv", "AzureLLMInferenceTrace_conv.csv")
 _COUNTED: Final = re.compile(
     r'^pdmesh_admissions_total\{.*outcome="accepted".*\} ([0-9.e+]+)', re.MULTILINE
+)
+_PREDICTED: Final = re.compile(
+    r'^pdmesh_plan_prediction_error(?:_ratio)?\{.*kind="([^"]*)".*\} ([0-9.e+-]+)', re.MULTILINE
 )
 
 
@@ -114,30 +117,24 @@ WORKLOADS: Final[dict[str, Callable[[argparse.Namespace], list[Arrival]]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """`admitted`: prompts or streams by instance; `cpu_s`: of all the mesh's processes while it was sent to. Empty and 0
-    for a mesh that is not ours."""
+    """`admitted`: prompts or streams by instance; `cpu_s`: of all the mesh's processes while it was sent to;
+    `prediction_errors`: the master's mean relative error of prefill times, by kind of instance. Empty and 0 for a mesh that is not ours."""
 
     answers: list[Answer]
     admitted: dict[str, float] = field(default_factory=dict)
     cpu_s: float = 0.0
+    prediction_errors: dict[str, float] = field(default_factory=dict)
 
 
-async def run(options: argparse.Namespace) -> Played:
-    arrivals = WORKLOADS[options.workload](options)
-    if options.url:
-        return Played(await _send(options.url, arrivals))
-    # Both roles compute the same model, or they are no pair.
-    shared = {"SIM_LAW": options.law, "SIM_EOS_PERIOD": "0"}
-    settings = {
-        "PREFILL": {
-            **shared,
-            "NUM_SLOTS": str(options.slots),
-            "NUM_KV_BLOCKS": str(options.prefill_blocks),
-        },
-        "DECODE": {**shared, "NUM_SLOTS": str(DECODE_SLOTS)},
-    }
-    spec = MeshSpec(
-        engine="sim",
+def _spec(options: argparse.Namespace) -> MeshSpec:
+    settings = {"PREFILL": {"NUM_SLOTS": str(options.slots)}, "DECODE": {}}
+    if options.engine == "sim":
+        # Both roles compute the same model, or they are no pair.
+        shared = {"SIM_LAW": options.law, "SIM_EOS_PERIOD": "0"}
+        settings["PREFILL"] |= {**shared, "NUM_KV_BLOCKS": str(options.prefill_blocks)}
+        settings["DECODE"] |= {**shared, "NUM_SLOTS": str(DECODE_SLOTS)}
+    return MeshSpec(
+        engine=options.engine,
         num_prefill=options.prefill,
         num_decode=options.decode,
         http_port=0,
@@ -151,15 +148,22 @@ async def run(options: argparse.Namespace) -> Played:
             "gateway": {"PDMESH_GATEWAY_TTFT_S": str(TTFT_S)},
         },
     )
+
+
+async def run(options: argparse.Namespace) -> Played:
+    arrivals = WORKLOADS[options.workload](options)
+    if options.url:
+        return Played(await _send(options.url, arrivals))
     with tempfile.TemporaryDirectory(prefix="pdmesh-replay-") as directory:
-        async with Mesh(spec, Path(directory), report=_say) as mesh:
+        async with Mesh(_spec(options), Path(directory), report=_say) as mesh:
             processes = ProcessSet({name: mesh.pid(name) for name in mesh.names})
             before = processes.costs()
             answers = await _send(mesh.http_url, arrivals)
             cpu_s = sum(cpu_between(before, processes.costs()).values())
             names = [name for name in mesh.names if name.startswith(("prefill", "decode"))]
             admitted = {name: _admitted(mesh.ops_address(name)) for name in names}
-            return Played(answers, admitted, cpu_s)
+            errors = _prediction_errors(mesh.ops_address("master-scheduler"))
+            return Played(answers, admitted, cpu_s, errors)
 
 
 async def _send(url: str, arrivals: list[Arrival]) -> list[Answer]:
@@ -177,8 +181,16 @@ async def _send(url: str, arrivals: list[Arrival]) -> list[Answer]:
 
 
 def _admitted(ops_address: str) -> float:
+    return sum(map(float, _COUNTED.findall(_metrics(ops_address))))
+
+
+def _prediction_errors(ops_address: str) -> dict[str, float]:
+    return {kind: float(error) for kind, error in _PREDICTED.findall(_metrics(ops_address))}
+
+
+def _metrics(ops_address: str) -> str:
     with urllib.request.urlopen(f"http://{ops_address}/metrics", timeout=5) as page:
-        return sum(map(float, _COUNTED.findall(page.read().decode())))
+        return str(page.read(), "utf-8")
 
 
 def _say(line: str) -> None:
@@ -212,6 +224,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--rate", type=float, default=10.0, help="requests/s of generated load")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--url", help="a mesh that runs already")
+    parser.add_argument("--engine", choices=("sim", "vllm"), default="sim")
     parser.add_argument("--policy", default="default")
     parser.add_argument("--law", default="smollm2-cpu")
     parser.add_argument("--prefill", type=int, default=4)
@@ -238,7 +251,8 @@ def main() -> None:
         print(f"the generator alone: {asyncio.run(ceiling()):.0f} requests/s")
         return
     played = asyncio.run(run(options))
-    write(played.answers, played.admitted, Slo(options.ttft_slo_s, options.tpot_slo_s), options.out)
+    slo = Slo(options.ttft_slo_s, options.tpot_slo_s)
+    write(played.answers, played.admitted, played.prediction_errors, slo, options.out)
 
 
 if __name__ == "__main__":

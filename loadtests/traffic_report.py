@@ -92,9 +92,14 @@ def table(found: Sequence[Part]) -> str:
 
 
 def write(
-    answers: Sequence[Answer], admitted: Mapping[str, float], slo: Slo, out: Path | None
+    answers: Sequence[Answer],
+    admitted: Mapping[str, float],
+    prediction_errors: Mapping[str, float],
+    slo: Slo,
+    out: Path | None,
 ) -> None:
-    """Prints the table; with `out`, OUT.json and OUT.png too. `admitted`: prompts or streams by instance."""
+    """Prints the table; with `out`, OUT.json and OUT.png too. `admitted`: prompts or streams by instance;
+    `prediction_errors`: of the master's prefill times, by kind of instance."""
     found = parts(answers, slo)
     print(table(found))
     lag_ms = 1e3 * max((a.lag_s for a in answers), default=0.0)
@@ -102,6 +107,8 @@ def write(
         f"statuses {dict(Counter(a.status for a in answers))}; the generator was {lag_ms:.0f} ms late at most"
     )
     print(f"admitted by instance: {dict(admitted)}")
+    for kind, error in prediction_errors.items():
+        print(f"prefill times of {kind} were predicted within {error:.1%} on average")
     if out is None:
         return
     data: dict[str, Any] = {  # Any: a JSON document
@@ -111,6 +118,7 @@ def write(
         "slo": asdict(slo),
         "generator_late_ms_max": lag_ms,
         "admitted_by_instance": dict(admitted),
+        "prediction_error_by_kind": dict(prediction_errors),
         "parts": [asdict(p) for p in found],
     }
     out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
