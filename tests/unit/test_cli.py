@@ -110,6 +110,9 @@ def test_without_a_mesh_each_command_says_so_in_one_line(
         (["chat", "hi", "--url", "http://a:b"], "nonnumeric port"),
         (["up", "--engine", "sim", "--detach", "--state-dir", "/proc/mesh"], "No such file"),
         (["up", "--prefill", "two"], "--prefill: must be 0 to 64"),
+        (["rollback", "--", "-1"], "version: must be 0 to"),
+        (["apply", "-", "--expect-version", "9" * 20], "--expect-version: must be 0 to"),
+        (["pins", "add", "x", "--text", "-", "--ttl", "99999d"], "--ttl: must be 0 to 1000"),
     ],
 )
 def test_what_was_mistyped_is_said_without_a_traceback(
@@ -119,6 +122,18 @@ def test_what_was_mistyped_is_said_without_a_traceback(
         app.main(command)
     assert ended.value.code in (1, 2)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["-1", "4294967296", "one"])
+def test_what_is_no_token_in_a_file_of_tokens_is_named(
+    wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"1, 2 {wrong} 3")
+    with pytest.raises(SystemExit) as ended:
+        app.main(["pins", "add", "x", "--token-ids", str(tokens)])
+    assert ended.value.code == 1
+    assert f"{wrong} is not a token's number" in capsys.readouterr().err
 
 
 def test_a_port_in_the_environment_that_is_none_is_named(

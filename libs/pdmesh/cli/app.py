@@ -8,12 +8,15 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Final
 
 from pdmesh import __version__
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.errors import MeshError
 
 Command = Callable[[argparse.Namespace], int]
+
+_MAX_DURATION_S: Final = 1000 * 86_400  # what is allowed is the leader's to say
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -119,7 +122,7 @@ def _add_admin(
     groups.add_argument("--usage", action="store_true", help="how long instances were used so far")
     shown.add_argument(
         "--text",
-        type=int,
+        type=_version,
         nargs="?",
         const=0,
         metavar="VERSION",
@@ -129,7 +132,7 @@ def _add_admin(
     apply = add("apply", "make a file the desired state")
     apply.add_argument("file", type=Path, help="- reads stdin")
     apply.add_argument(
-        "--expect-version", type=int, metavar="N", help="refuse if another is current"
+        "--expect-version", type=_version, metavar="N", help="refuse if another is current"
     )
     apply.add_argument(
         "--canary",
@@ -141,7 +144,9 @@ def _add_admin(
     promote = add("promote", "let a canary's revision go to all groups of its scenario")
     promote.add_argument("scenario", nargs="?", default="", help="default: each that has a canary")
     rollback = add("rollback", "make an earlier version the desired state again")
-    rollback.add_argument("version", type=int, nargs="?", default=0, help="default: the one before")
+    rollback.add_argument(
+        "version", type=_version, nargs="?", default=0, help="default: the one before"
+    )
     for parser in (apply, rollback):
         parser.add_argument(
             "--allow-empty", action="store_true", help="also if no group is left: all instances go"
@@ -248,9 +253,9 @@ def _duration(text: str) -> int:
     if unit.isdigit():
         number, unit = text, "s"
     seconds = {"s": 1, "m": 60, "h": 3600, "d": 86_400}.get(unit)
-    if seconds is None or not number.isdigit():
+    if seconds is None or not number.isdecimal():
         raise argparse.ArgumentTypeError("must be a number and s, m, h or d")
-    return int(number) * seconds
+    return _whole_number(number, _MAX_DURATION_S // seconds) * seconds
 
 
 def _assignment(text: str) -> tuple[str, str]:
@@ -298,6 +303,10 @@ def _count(text: str) -> int:
 
 def _port(text: str) -> int:
     return _whole_number(text, 65535)
+
+
+def _version(text: str) -> int:
+    return _whole_number(text, 2**63 - 1)
 
 
 def _whole_number(text: str, maximum: int) -> int:

@@ -110,10 +110,10 @@ def _when(at: Any) -> str:  # Any: a protobuf Timestamp, whose stub has no base 
 def _tokens(options: argparse.Namespace) -> list[int]:
     """Of the prefix, however it was given. Raises CommandFailed."""
     if options.token_ids is not None:
-        try:
-            return [int(token) for token in text_of(options.token_ids).replace(",", " ").split()]
-        except ValueError:
-            raise CommandFailed(f"{options.token_ids} holds something but numbers") from None
+        words = text_of(options.token_ids).replace(",", " ").split()
+        if wrong := next((w for w in words if not w.isdecimal() or int(w[:20]) >= 2**32), None):
+            raise CommandFailed(f"{options.token_ids}: {wrong[:40]} is not a token's number")
+        return [int(word) for word in words]
     url = options.url or url_of_mesh(options)
     if options.text is not None:
         return _tokenized(url, options, {"prompt": text_of(options.text)})
