@@ -257,6 +257,23 @@ def test_a_service_of_which_nothing_serves_yet_changes_at_once() -> None:
 
 
 @pytest.mark.req("S24")
+def test_a_loss_of_all_instances_does_not_spare_a_revision_its_proof() -> None:
+    """They go while the first group waits for its turn (a power cut), and come back: one group tries it, and the rest stay."""
+    world = settled(num_spare=0)
+    world.busy = None
+    world.apply(released("2"))
+    play(world, 5)
+    assert world.upgrading.reports["chat"].state == "waiting"
+    for instance_id in sorted(world.processes):
+        world.kill(instance_id)
+        world.start(instance_id)
+    play(world, 120, fails=lambda revision: revision == NEW)
+    world.busy = 0.1
+    play(world, 120, fails=lambda revision: revision == NEW)
+    assert is_at(world, OLD), (world.describe(), world.upgrading.reports)
+
+
+@pytest.mark.req("S24")
 def test_what_somebody_changed_besides_is_not_taken_back() -> None:
     """Groups go back by themselves; the desired state is left to people if more than one version asked for something."""
     world = settled()

@@ -103,6 +103,8 @@ class Turn:
         left = [g for g in self._groups() if upgrade.service_of(g.group_id) != upgrade.target]
         serving = [g for g in left if g.serves]
         if not serving:
+            if left and not upgrade.changed:
+                return self._begin_unserved(upgrade, left[0])
             for group in left:  # they serve nothing: nobody misses them
                 upgrade = upgrade.moved(group.group_id)
             return self._done(upgrade)
@@ -110,6 +112,13 @@ class Turn:
             self._say(upgrade, "waiting", f"{serving[0].group_id}: {why}")
             return upgrade
         return self._change(upgrade, serving[0])
+
+    def _begin_unserved(self, upgrade: Upgrade, group: GroupSeen) -> Upgrade:
+        """No group serves now, and nothing has proved itself: what took them all down must not make it what they go back to."""
+        if self.is_taken:
+            self._say(upgrade, "waiting", "a group of another scenario is being changed")
+            return upgrade
+        return self._change(upgrade, group)
 
     def _watch_current(self, upgrade: Upgrade) -> Upgrade:
         seen, watch = (
