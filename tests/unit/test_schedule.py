@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -120,6 +120,21 @@ def test_ticking_more_often_fires_no_more() -> None:
 
 
 @pytest.mark.req("S11")
+def test_a_cron_is_asked_for_its_next_time_once_not_at_every_tick() -> None:
+    """A thousand of them would take the leader's loop a tenth of each second."""
+    asked: list[float] = []
+
+    class Counted(Cron):
+        def next_after(self, now: float, zone: tzinfo = UTC) -> float | None:
+            asked.append(now)
+            return Cron.next_after(self, now, zone)
+
+    schedule = Schedule([Entry("lend", "chat", Counted.parse("0 12 * * *"), What.LEND, 1)])
+    for second in range(60):
+        schedule.tick({}, MIDNIGHT + second)
+    assert len(asked) == 1
+
+
 def test_lent_groups_serve_again_at_the_time_that_was_asked_for() -> None:
     """Set-ups take ten minutes: the reclaim begins a quarter of an hour before, as the slowest of late with a margin says."""
     night = [entry(What.LEND, "0 22 * * *"), entry(What.RECLAIM, "0 7 * * *")]

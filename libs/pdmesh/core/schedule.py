@@ -77,6 +77,9 @@ class Schedule:
     lead_s: float = 300.0
     fired: dict[str, float] = field(default_factory=dict)
     _setups_s: dict[str, float] = field(default_factory=dict)  # the slowest of late, by scenario
+    _following: dict[str, tuple[float, float | None]] = field(
+        default_factory=dict
+    )  # by entry: a time, and its cron's next after it, which may take a millisecond to find
 
     def __post_init__(self) -> None:
         names = [entry.name for entry in self.entries]
@@ -88,7 +91,7 @@ class Schedule:
     def replace_entries(self, entries: Sequence[Entry]) -> None:
         """The desired state changed; entries that stay keep what they fired for."""
         fresh = Schedule(entries)
-        self.entries = fresh.entries
+        self.entries, self._following = fresh.entries, {}
         self.fired = {e.name: self.fired[e.name] for e in entries if e.name in self.fired}
 
     def set_up_took(self, scenario: str, seconds: float) -> None:
@@ -129,12 +132,23 @@ class Schedule:
     def _latest(self, entry: Entry, now: float) -> float | None:
         """The last time that has come since the one it fired for: several missed ones fire once."""
         horizon = now + self.lead_of(entry)
-        latest, at = None, entry.cron.next_after(self.fired[entry.name], entry.zone)
+        latest, at = None, self._next_of(entry)
         if at is not None and horizon - at > 86_400:
             at = entry.cron.next_after(max(at - 1, horizon - 86_400), entry.zone) or at
         while at is not None and at <= horizon:
             latest, at = at, entry.cron.next_after(at, entry.zone)
         return latest
+
+    def _next_of(self, entry: Entry) -> float | None:
+        """The first time since the one it fired for."""
+        fired = self.fired[entry.name]
+        known = self._following.get(entry.name)
+        if known is None or known[0] != fired:
+            known = self._following[entry.name] = (
+                fired,
+                entry.cron.next_after(fired, entry.zone),
+            )
+        return known[1]
 
     def _fire(self, entry: Entry, at: float, groups: Groups, taken: set[str], now: float) -> Due:
         late_s = max(0.0, now + self.lead_of(entry) - at)
