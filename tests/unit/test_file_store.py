@@ -221,6 +221,24 @@ def test_kept_blocks_stay_whoever_evicts(make: Make, clock: Clock) -> None:
 
 
 @pytest.mark.req("S96")
+@pytest.mark.parametrize("writes_ahead", [False, True])
+def test_what_is_kept_never_fills_the_store(make: Make, clock: Clock, writes_ahead: bool) -> None:
+    """By pins of several models, by pins that were removed while nobody was there to hear it, or by a clock that ran a year ahead."""
+    store = make(quota=8 * FILE)
+    true_time = clock.now
+    clock.now += 365 * 86_400 if writes_ahead else 0
+    for key in range(8):
+        assert put(store, key)
+        assert writes_ahead or store.keep(name_of(key), OWNER, clock.now + 3600 + key)
+    clock.now = true_time + 1
+    for key in range(10, 14):
+        clock.now += 1
+        assert put(store, key)
+        assert key in keys(store)
+    assert len(keys(store) & set(range(8))) == 6, "three quarters stay kept"
+
+
+@pytest.mark.req("S96")
 def test_an_owner_beyond_its_share_is_evicted_first(make: Make, clock: Clock) -> None:
     store = make(quota=10 * FILE, owner_share=0.5)
     for key in range(3):

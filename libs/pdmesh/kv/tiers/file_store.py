@@ -3,7 +3,8 @@
 The name is the path, `<root>/<identity>/<owner>/<two hex digits>/<name>.kv`, so there is no map to lose. A block is written
 under a temporary name and renamed, so that a name exists whole or not at all whenever a writer dies; anything else
 (a torn disk, a flipped bit) fails the checksums when read, and the file is removed. Files go least recently used
-first when the quota is reached; the modification time is the time of the last use, and a time in the future keeps a file.
+first when the quota is reached; the modification time is the time of the last use, and a time in the future keeps a file,
+as long as those that are kept leave a quarter of the quota to the others.
 
 Methods block on I/O and may be called from any thread. OSError means that the disk is at fault.
 """
@@ -37,6 +38,7 @@ _TEMPORARY: Final = ".writing-"
 _ABANDONED_S: Final = 300.0  # a temporary file older than this has lost its writer
 _AGE_STEP_S: Final = 0.05  # a block is this much older than the one before it in its prompt
 LOW_WATER: Final = 0.9  # of the quota, that eviction goes down to
+KEPT_SHARE: Final = 0.75  # of the quota, for files that are kept, whoever keeps them
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,15 +247,24 @@ class FileStore:
             of_owner[stored.owner] = of_owner.get(stored.owner, 0) + stored.num_bytes
         share = self._owner_share * self._quota
         later: list[StoredFile] = []
-        for stored in files:
-            if stored.used_at > now:
-                continue  # kept
+        kept = [stored for stored in files if stored.used_at > now]
+        for stored in files[: len(files) - len(kept)]:
             if of_owner[stored.owner] > share:
                 of_owner[stored.owner] -= stored.num_bytes
                 yield stored
             else:
                 later.append(stored)
         yield from later
+        yield from self._kept_too_many(kept)
+
+    def _kept_too_many(self, kept: list[StoredFile]) -> Iterator[StoredFile]:
+        """Those whose time is furthest ahead first: it was set by a clock that was wrong, or for a pin that nobody may remember."""
+        num_bytes = sum(stored.num_bytes for stored in kept)
+        for stored in reversed(kept):
+            if num_bytes <= KEPT_SHARE * self._quota:
+                return
+            num_bytes -= stored.num_bytes
+            yield stored
 
     def _touch(self, path: Path) -> None:
         """The file was used. On a disk that cannot be written the order of eviction does not matter."""
