@@ -166,7 +166,8 @@ class AdminServicer:
         self, request: pb.AddPinRequest, context: Context
     ) -> pb.AddPinResponse:
         epoch = self._enter(context)
-        _words(request.reason, "reason")
+        for field in ("reason", "model", "tenant", "cache_salt", "scenario"):
+            _words(getattr(request, field), field)
         return pb.AddPinResponse(pin=await self._pins.add(request, epoch))
 
     async def ListPins(  # noqa: N802

@@ -362,6 +362,15 @@ async def test_a_drain_that_nobody_would_carry_out_is_refused(site: Site) -> Non
     assert site.fleet.instances["p-0"].is_isolated
 
 
+@pytest.mark.parametrize("field", ["reason", "tenant", "cache_salt", "scenario"])
+async def test_words_of_a_pin_that_are_too_long_are_named(site: Site, field: str) -> None:
+    await site.start()
+    request = pb.AddPinRequest(pin_id="a", **{field: "x" * 2000})  # type: ignore[arg-type]  # as the test names them
+    with pytest.raises(InvalidRequest, match="at most 1024") as caught:
+        await site.ask("AddPin", request)
+    assert caught.value.field == field
+
+
 async def test_without_a_token_only_callers_of_this_machine_are_served(site: Site) -> None:
     class Stranger(Caller):
         def peer(self) -> str:
