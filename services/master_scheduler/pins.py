@@ -66,6 +66,8 @@ class Pins:
                     await self.round()
                 except MeshError as exc:
                     log.info("pins.not_now", reason=exc.reason, error=exc.message)
+                except Exception:  # a bug here must not end the planning of requests
+                    log.exception("pins.bug")
         finally:
             await self._pins.close()
 
