@@ -97,6 +97,7 @@ class Rank:
             ticket,
             wanted,
             deadline_s=60,
+            stall_s=60,
             first_block=first_block,
             num_blocks=NUM_USED,
             on_range=lambda piece, offset, data: self.caches.scatter_part(
