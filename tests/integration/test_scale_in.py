@@ -43,6 +43,10 @@ async def usage(bus: NatsBus) -> pb.UsageBook:
     return response.book
 
 
+async def counts_after(bus: NatsBus, epoch: int) -> bool:
+    return (await usage(bus)).epoch > epoch
+
+
 def account(book: pb.UsageBook, group_id: str) -> pb.UsageAccount:
     return next((a for a in book.accounts if a.group_id == group_id), pb.UsageAccount())
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
-from structlog.testing import capture_logs
+import structlog
+from structlog.testing import LogCapture
 
 from pdmesh.core.adjustments import adjusted, num_lent
 from pdmesh.core.desired import Desired, Group, Scenario, ScheduleLine
@@ -18,6 +19,7 @@ from pdmesh.core.scenario_windows import ScenarioWindows
 from pdmesh.desired_file import read
 from pdmesh.errors import Unavailable
 from pdmesh.v1.admin_service_pb2 import Adjustments
+from services.master_scheduler import plan_loop
 from services.master_scheduler.desired_convert import adjustments_from
 from services.master_scheduler.plan_loop import RESUME_WITHIN_S, PlanLoop
 from tests.fakes.group_world import World
@@ -316,7 +318,9 @@ async def test_longer_prompts_turn_a_decode_into_a_prefill_where_that_is_wanted(
     assert changed == ([(4, 2)] if has_auto_ratio else [])
 
 
-async def test_a_window_in_which_an_instance_was_lost_says_nothing_of_the_ratio() -> None:
+async def test_a_window_in_which_an_instance_was_lost_says_nothing_of_the_ratio(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also if another stands in before the window ends. Each decision is logged with the groups' loads and the moves."""
     scenarios = {"chat": Scenario(has_auto_ratio=True)}
     site = Site(Desired(scenarios=scenarios, groups={"a": Group("chat", 3, 3)}), num=7)
@@ -341,10 +345,15 @@ async def test_a_window_in_which_an_instance_was_lost_says_nothing_of_the_ratio(
     site.settle()
     await windows(10, t_p_s=0.8, is_lost=True)
     assert not site.stored.groups
-    with capture_logs() as logs:
-        await windows(10, t_p_s=0.8)
+    logs = (
+        LogCapture()
+    )  # not capture_logs(): a logger that was used is bound to its processors for good
+    monkeypatch.setattr(plan_loop, "log", structlog.wrap_logger(None, processors=[logs]))
+    await windows(10, t_p_s=0.8)
     assert [(g.num_prefill, g.num_decode) for g in site.stored.groups] == [(4, 2)]
-    (planned,) = [e for e in logs if e["event"] == "ratio.decided" and e["action"] == "planned"]
+    (planned,) = [
+        e for e in logs.entries if e["event"] == "ratio.decided" and e["action"] == "planned"
+    ]
     assert planned["moves"] == ["a change_role prefill"]
     (group,) = planned["groups"]
     assert (group["num_prefill"], group["num_decode"]) == (3, 3)
