@@ -345,10 +345,10 @@ async def test_a_window_in_which_an_instance_was_lost_says_nothing_of_the_ratio(
     site.settle()
     await windows(10, t_p_s=0.8, is_lost=True)
     assert not site.stored.groups
-    logs = (
-        LogCapture()
-    )  # not capture_logs(): a logger that was used is bound to its processors for good
-    monkeypatch.setattr(plan_loop, "log", structlog.wrap_logger(None, processors=[logs]))
+    # Not capture_logs(): a logger that was used is bound for good, to its processors and its level.
+    logs = LogCapture()
+    logger = structlog.wrap_logger(None, processors=[logs], wrapper_class=structlog.BoundLogger)
+    monkeypatch.setattr(plan_loop, "log", logger)
     await windows(10, t_p_s=0.8)
     assert [(g.num_prefill, g.num_decode) for g in site.stored.groups] == [(4, 2)]
     (planned,) = [
