@@ -78,7 +78,10 @@ async def test_a_group_leaves_in_order_and_is_charged_until_it_is_released(tmp_p
 
         async with asking(mesh.http_url) as outcomes:
             await until(lambda: len(outcomes) > 10, within_s=CHANGE_S)
+            epoch = (await usage(bus)).epoch
             mesh.kill(operator.steps[0].header.publisher_id)  # a successor goes on counting
+            # Of the time between the two it charges what both saw, so the group must not leave before.
+            await until(lambda: counts_after(bus, epoch), within_s=CHANGE_S)
             await operator.apply(GROUPS.format(count=1))
             await until(lambda: len(times(operator, "released")) == 2, within_s=CHANGE_S)
             num = len(outcomes)
