@@ -135,6 +135,7 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         settings["DECODE"] |= {**shared, "NUM_SLOTS": str(DECODE_SLOTS)}
     return MeshSpec(
         engine=options.engine,
+        model_dir=options.model_dir,
         num_prefill=options.prefill,
         num_decode=options.decode,
         http_port=0,
@@ -225,6 +226,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--url", help="a mesh that runs already")
     parser.add_argument("--engine", choices=("sim", "vllm"), default="sim")
+    parser.add_argument("--model-dir", type=Path, help="model directory, for --engine vllm")
     parser.add_argument("--policy", default="default")
     parser.add_argument("--law", default="smollm2-cpu")
     parser.add_argument("--prefill", type=int, default=4)
