@@ -48,7 +48,7 @@ class LoadSpec:
     duration_s: float
     max_requests: int | None = None  # the window ends early after this many answers
     # Mean pause of a connection between an answer and its next request, half of it to one and a half times, at random:
-    # with equal ones the requests fell in step with the timers of what is measured, and all of them met the same one.
+    # with equal ones the requests could fall in step with the timers of what is measured, and all meet the same one.
     think_s: float = 0.0
 
     def to_json(self) -> str:
