@@ -21,7 +21,7 @@ structlog.configure(
         ),
     ]
 )
-_BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("ci", derandomize=True, print_blob=True, **_BUSY)
-settings.register_profile("local", **_BUSY)
+_BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", _BUSY, derandomize=True, print_blob=True)
+settings.register_profile("local", _BUSY)
 settings.load_profile("ci" if os.environ.get("CI") else "local")

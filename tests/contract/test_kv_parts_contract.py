@@ -90,7 +90,7 @@ async def test_layers_arrive_while_later_ones_are_not_there_yet(
             write_layer(pair, LAYERS, data, layer)
             done = (layer + 1) // chunk_layers * chunk_layers
             done = layer + 1 if layer + 1 == LAYERS.num_layers else done
-            await until(lambda done=done: ranges.end == done * LAYER_BYTES)  # type: ignore[misc]
+            await until(lambda done=done: ranges.end == done * LAYER_BYTES)
         result = await pull
         assert (ranges.copy == data).all()
         assert (pair.landed(data.size) == data).all()

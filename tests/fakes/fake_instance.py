@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
@@ -20,9 +21,8 @@ from pdmesh.v1.common_pb2 import (
     FINISH_REASON_LENGTH,
     INSTANCE_PHASE_READY,
     ROLE_DECODE,
-    ROLE_FUSION,
-    ROLE_PREFILL,
     InstanceRecord,
+    Role,
     SamplingParams,
     Ticket,
     TokenLogprob,
@@ -62,7 +62,7 @@ class FakeLeg:
 
 @dataclass(eq=False)
 class FakeInstance:
-    role: int
+    role: Role.ValueType
     instance_id: str
     incarnation: int = 1
     num_slots: int = 1 << 20
@@ -105,11 +105,11 @@ class FakeInstance:
         return self.record()
 
     def record(self) -> InstanceRecord:
-        service = {ROLE_PREFILL: "prefill", ROLE_DECODE: "decode", ROLE_FUSION: "prefill"}
+        service = "decode" if self.role == ROLE_DECODE else "prefill"
         return InstanceRecord(
             instance_id=self.instance_id,
             incarnation=self.incarnation,
-            service=service[self.role],
+            service=service,
             role=self.role,
             group_id=self.group_id,
             scenario="default",
@@ -146,7 +146,9 @@ class FakeInstance:
     # --- InstanceService -------------------------------------------------------------------------
 
     async def Session(
-        self, requests: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext
+        self,
+        requests: AsyncIterator[pb.SessionRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[pb.SessionResponse]:
         self.num_sessions += 1
         outbox: Outbox = asyncio.Queue()

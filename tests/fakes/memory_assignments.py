@@ -29,13 +29,16 @@ class MemoryAssignmentStore:
         self.revision += 1
         self.values[key] = (self.revision, assignment)
         loop = asyncio.get_running_loop()
-        for reader in (*self.books, *self.feeds):
+        for reader in self._readers():
             loop.call_soon(reader.tell, key)
         return self.revision
 
+    def _readers(self) -> list[MemoryAssignmentBook | MemoryAssignmentFeed]:
+        return [*self.books, *self.feeds]
+
     def come_back(self) -> None:
         self.is_up = True
-        for reader in (*self.books, *self.feeds):
+        for reader in self._readers():
             for key in self.values:
                 reader.tell(key)
 

@@ -76,7 +76,7 @@ class Running:
             raise rpc.from_rpc_error(exc) from exc
 
     async def stop(self) -> None:
-        await self.channel.close()
+        await self.channel.close(None)
         await self.master.stop()
         await self.view.close()
         await self.bus.close()

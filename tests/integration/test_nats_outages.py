@@ -73,7 +73,7 @@ async def test_a_wiped_store_is_filled_again_by_the_owners(server: servers.TestS
     await until(lambda: lease.is_held)
     await lease.release()
     for each in (view, fresh):
-        await until(lambda each=each: not each.records)  # type: ignore[misc]
+        await until(lambda each=each: not each.records)
         await each.close()
     await bus.close()
     await other.close()

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -227,7 +228,7 @@ async def test_pins_are_written_again_when_their_bucket_was_lost(leader: Leader)
     ],
 )
 async def test_what_cannot_be_pinned_is_refused_by_field(
-    leader: Leader, changes: dict[str, object], field: str
+    leader: Leader, changes: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await leader.pins.add(leader.request(**changes), 1)

@@ -19,7 +19,7 @@ from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.v1 import admin_service_pb2 as pb
-from tests.integration.test_groups import asking
+from tests.support.groups import asking
 from tests.support.operator import CHANGE_S, Operator
 from tests.support.waiting import until
 

@@ -108,7 +108,7 @@ async def test_output_is_that_of_one_process_whole_or_per_layer(
 async def test_layers_travel_while_later_ones_are_computed() -> None:
     """Eight layers of 2 MiB in seven ranges or more, the first long before prefill is done."""
     landed: list[bool] = []
-    heavy = {"sim_num_layers": 8, "sim_token_bytes": 4096, "sim_law": "demo"}
+    heavy: dict[str, Any] = {"sim_num_layers": 8, "sim_token_bytes": 4096, "sim_law": "demo"}
     prompt, sampling = prompt_of(512), Sampling(max_tokens=4)
     async with pair(**heavy) as (p, d, to_p, to_d):
         legs = Legs(to_p, to_d)
@@ -118,7 +118,7 @@ async def test_layers_travel_while_later_ones_are_computed() -> None:
             landed.append(legs.prefill.has("first_token"))
             real(*args)
 
-        d.engine._memory.blocks.scatter_part = scatter_part  # type: ignore[method-assign]
+        d.engine._memory.blocks.scatter_part = scatter_part  # type: ignore[method-assign,assignment]
         await legs.accept(prompt, sampling)
         await legs.start()
         await legs.join()

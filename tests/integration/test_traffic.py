@@ -26,7 +26,8 @@ def workload() -> list[Arrival]:
 
 
 async def test_an_open_loop_sends_each_request_at_its_time_and_hears_its_answer() -> None:
-    arrivals, heard = workload(), []
+    arrivals = workload()
+    heard: list[Answer] = []
     with canned_server() as port:
         answers = await open_loop(Target("127.0.0.1", port), arrivals, heard.append)
     assert [a.arrival for a in answers] == arrivals

@@ -59,11 +59,14 @@ class Rank:
                 identity,
                 staging_bytes=ARENA_BYTES,
                 landing_bytes=ARENA_BYTES,
-                on_event=lambda event: self.on_event(event),
+                on_event=self._tell,
             )
 
         self.agent = AgentThread(make)
         self.address = self.agent.start()
+
+    def _tell(self, event: AgentEvent) -> None:
+        self.on_event(event)
 
     def fill(self, whole: Any, ids: list[int]) -> None:
         """`whole`: [layer, K or V, block, token, head, head size]."""

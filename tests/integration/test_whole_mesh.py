@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
@@ -41,7 +41,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> fleet.Reference:
 
 
 @pytest.fixture(scope="module")
-def collector() -> AsyncIterator[OtlpCollector]:
+def collector() -> Iterator[OtlpCollector]:
     taken = OtlpCollector()
     yield taken
     taken.close()

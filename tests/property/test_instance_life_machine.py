@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -180,11 +181,11 @@ class InstanceLifeMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.req("S19", "S23", "S25")
-class TestInstanceLife(InstanceLifeMachine.TestCase):
+class TestInstanceLife(InstanceLifeMachine.TestCase):  # type: ignore[valid-type,misc]  # made at run time
     pass
 
 
-def assigned(stage: Stage, role: Role = Role.PREFILL, *peers: Peer, **changes: int) -> life.Event:
+def assigned(stage: Stage, role: Role = Role.PREFILL, *peers: Peer, **changes: Any) -> life.Event:
     duty = next(d for d in DUTIES if d.role is role)
     return life.Assigned(replace(Assignment(INCARNATION, 1, 1, stage, duty, peers), **changes))
 

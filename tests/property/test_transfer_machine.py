@@ -532,7 +532,7 @@ def ranges_of(part: KvPart) -> tuple[wire.Range, ...]:
 TransferMachine.TestCase.settings = settings(
     max_examples=250, stateful_step_count=60, deadline=None
 )
-TransferMachine.TestCase.pytestmark = [
+TransferMachine.TestCase.pytestmark = [  # type: ignore[attr-defined]  # pytest reads it
     pytest.mark.req("S41", "S48", "S49"),
     pytest.mark.fault("F2", "F3", "F4", "F5", "F6", "F25", "F27", "F35"),
 ]

@@ -92,7 +92,15 @@ class Master:
         self.fleet, self.now = Fleet(), 0.0
         unused: Any = None
         self._feed = FleetFeed(
-            self.fleet, GroupTracker(), MemoryBus(), unused, unused, unused, bool, lambda: self.now
+            self.fleet,
+            GroupTracker(),
+            MemoryBus(),
+            unused,
+            unused,
+            unused,
+            unused,
+            bool,
+            lambda: self.now,
         )
         for name in NAMES:
             role = Role(name.partition("-")[0])

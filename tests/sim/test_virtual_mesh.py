@@ -6,6 +6,7 @@ import random
 import statistics
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,7 @@ def load(seed: int, count: int = 50, rate_per_s: float = 6.0) -> list[Arrival]:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("roles", [{"num_fusion": 3}, {"num_prefill": 3, "num_decode": 2}])
 def test_every_request_is_answered_and_everything_given_back(
-    policy: str, roles: dict[str, int]
+    policy: str, roles: dict[str, Any]
 ) -> None:
     shape = replace(MeshShape(SMOLLM2_CPU, num_blocks=64, prefill_slots=2, decode_slots=4), **roles)
     mesh = play(shape, policy, load(1))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from google.protobuf import json_format
 
 from pdmesh.cli import admin, app, chat, connect, events, leader, up
 from pdmesh.cli.errors import CommandFailed
@@ -228,9 +229,7 @@ HEADER = Header(publisher_id="monitor", incarnation=7, sequence=1)
 def test_a_json_event_is_one_readable_line() -> None:
     HEADER.occurred_at.FromJsonString("2026-11-21T12:00:01Z")
     event = HealthChanged(header=HEADER, instance_id="decode-0", to_health="dead", silent_s=3.25)
-    message = Message(
-        "mesh.v1.health.changed.decode-0", events.json_format.MessageToJson(event).encode()
-    )
+    message = Message("mesh.v1.health.changed.decode-0", json_format.MessageToJson(event).encode())
     line = events.as_line(message)
     assert line.startswith("12:00:01 health.changed decode-0 ")
     assert line.endswith("instanceId=decode-0 toHealth=dead silentS=3.25")
@@ -266,7 +265,7 @@ def test_every_event_of_the_catalogue_can_be_shown() -> None:
 class Leader:
     """A leading master that has applied two files."""
 
-    texts = ("", "groups: {}\n", "# the second\ngroups: {}")
+    texts: tuple[str, ...] = ("", "groups: {}\n", "# the second\ngroups: {}")
 
     async def GetDesired(self, request: pb.GetDesiredRequest, **_: object) -> pb.GetDesiredResponse:
         version = request.version or len(self.texts) - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from typing import cast
 
 import pytest
 
@@ -13,6 +14,7 @@ from pdmesh.core.block_hash import tokens_to_bytes
 from pdmesh.core.pins import PinnedPrefix
 from pdmesh.engine.base import (
     DecodeJob,
+    Engine,
     EngineInfo,
     EngineStats,
     Failed,
@@ -85,7 +87,7 @@ def capacity() -> Capacity:
 )
 async def test_a_client_that_leaves_as_its_prefill_ends_costs_no_slot(end: Output) -> None:
     """The end waits to be read when the abort comes; neither says a word about the staging range after that."""
-    host = InstanceHost(EndedEngine(end), Admission(capacity()), time.monotonic)
+    host = InstanceHost(cast(Engine, EndedEngine(end)), Admission(capacity()), time.monotonic)
     outbox = host.open("gateway-0")
     prefill = pb.Prefill(
         key=5,

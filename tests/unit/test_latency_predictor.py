@@ -41,7 +41,7 @@ def test_a_fifth_of_noise_costs_no_more_than_itself() -> None:
 def test_it_follows_an_instance_that_became_half_as_fast() -> None:
     fit = PrefillFit()
     learn(fit, SMOLLM2_CPU, 1000)
-    slow = Law("slow", *(2 * value for value in (0.015, 0.00037, 2e-8)))
+    slow = Law("slow", 2 * 0.015, 2 * 0.00037, 2 * 2e-8)
     errors = learn(fit, slow, 1500, seed=2)
     assert statistics.mean(errors[:20]) > 0.3
     assert statistics.mean(errors[1000:]) < 0.06

@@ -43,7 +43,8 @@ def test_more_than_half_of_the_waste_of_a_mixed_queue_is_saved() -> None:
     lengths = [rng.choice((rng.randint(50, 150), rng.randint(800, 1200))) for _ in range(400)]
 
     def waste(window: LengthWindow) -> float:
-        queue, left, wasted = [], list(enumerate(lengths)), 0.0
+        queue: list[Place] = []
+        left, wasted = list(enumerate(lengths)), 0.0
         while queue or left:
             while left and len(queue) < 32:
                 queue.append(Place(*left.pop(0)))

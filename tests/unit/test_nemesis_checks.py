@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,7 @@ def test_a_connection_is_cut_by_a_gateways_death_alone_and_after_right_text(
     reference: Reference,
 ) -> None:
     right = reference.text(PROMPT, NUM_TOKENS)
-    cut = {"is_done": False, "finish_reason": None, "was_cut": True}
+    cut: dict[str, Any] = {"is_done": False, "finish_reason": None, "was_cut": True}
     assert judged(ended(right[:2], **cut), reference) == ["I1"]
     assert judged(ended(right[:2], **cut), reference, GATEWAY) == []
     assert judged(ended("?" + right[:2], **cut), reference, GATEWAY) == ["I2"]

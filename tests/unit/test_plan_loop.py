@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 import structlog
 from structlog.testing import LogCapture
 
-from pdmesh.core.adjustments import adjusted, num_lent
+from pdmesh.core.adjustments import Adjustment, adjusted, num_lent
 from pdmesh.core.desired import Desired, Group, Scenario, ScheduleLine
 from pdmesh.core.fleet import Fleet, Identity, LoadReported, PrefillComputed, RecordSeen, Role
+from pdmesh.core.group_controller import GroupController
+from pdmesh.core.group_facts import Observed
 from pdmesh.core.group_round import Round
 from pdmesh.core.scenario_stats import Finished
 from pdmesh.core.scenario_windows import ScenarioWindows
+from pdmesh.core.upgrade_record import Upgrade
 from pdmesh.desired_file import read
 from pdmesh.errors import Unavailable
 from pdmesh.v1.admin_service_pb2 import Adjustments
@@ -50,8 +54,9 @@ class Site:
         self.loop = self.new_loop()
 
     def new_loop(self) -> PlanLoop:
+        site: Any = self
         return PlanLoop(
-            self.fleet, self, self, self.windows, lambda: (True, self.world.epoch), lambda: self.world.now, lambda: self.wall
+            self.fleet, site, site, self.windows, lambda: (True, self.world.epoch), lambda: self.world.now, lambda: self.wall
         )  # fmt: skip
 
     def elect(self) -> None:
@@ -72,23 +77,23 @@ class Site:
         self.stored = adjustments
 
     @property
-    def current(self):
+    def current(self) -> tuple[Desired, dict[str, Adjustment]]:
         return self.desired, adjustments_from(self.stored)
 
     @property
-    def upgrades(self):
+    def upgrades(self) -> dict[str, Upgrade]:
         return self.world.upgrades
 
     @property
-    def fired(self):
+    def fired(self) -> dict[str, float]:
         return dict(self.stored.fired)
 
     @property
-    def observed(self):
+    def observed(self) -> Observed:
         return self.world.observe()
 
     @property
-    def controller(self):
+    def controller(self) -> GroupController:
         return self.world.controller
 
     @property

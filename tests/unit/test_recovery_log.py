@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from loadtests import recovery_log
 from loadtests.recovery_log import STEPS, EventLog
 from pdmesh.events.v1.events_pb2 import (
     FaultReport,
@@ -25,7 +24,7 @@ HEADER = Header(publisher_id="x", incarnation=1, sequence=1)
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What the log takes for the time; one number, to be changed."""
     now = [100.0]
-    monkeypatch.setattr(recovery_log.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("loadtests.recovery_log.time.monotonic", lambda: now[0])
     return now
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,10 +146,10 @@ async def test_a_write_that_hangs_makes_the_tier_read_only_and_frees_what_waits(
 @pytest.mark.fault("F33")
 async def test_a_bug_in_the_store_costs_one_block_and_not_the_writer(tmp_path: Path) -> None:
     class Buggy(HangingStore):
-        def put(self, *args: object) -> bool:  # type: ignore[override]
+        def put(self, *args: Any) -> bool:
             if args[0] == CHAIN[0]:
                 raise ValueError("a bug")
-            return super().put(*args)  # type: ignore[arg-type]
+            return super().put(*args)
 
     async with hanging(tmp_path / "a") as (r, _, answers):
         answers.set()

@@ -448,7 +448,7 @@ def test_a_waiting_ticket_is_renewed_three_times_a_lease_until_its_time_is_over(
 
 @pytest.mark.fault("F34")
 def test_the_third_corruption_within_the_window_quarantines_a_source_for_a_while() -> None:
-    quarantine = Quarantine(limit=3, window_s=60, hold_s=30)
+    quarantine: Quarantine[str] = Quarantine(limit=3, window_s=60, hold_s=30)
     assert [quarantine.record("p0", now) for now in (0.0, 61.0, 62.0)] == [False] * 3
     assert not quarantine.record("p1", 63.0), "another source"
     assert quarantine.record("p0", 63.0)

@@ -91,8 +91,8 @@ async def test_the_version_before_is_applied_again_unless_somebody_was_faster(si
 
 @pytest.mark.req("S24")
 async def test_a_canary_is_refused_where_it_would_try_nothing_out(site: Site) -> None:
-    def apply(text: str, share: float) -> object:
-        return site.ask("ApplyDesired", pb.ApplyDesiredRequest(text=text, canary_share=share))
+    async def apply(text: str, share: float) -> object:
+        return await site.ask("ApplyDesired", pb.ApplyDesiredRequest(text=text, canary_share=share))
 
     with pytest.raises(InvalidRequest, match="more than 0 and less than 1"):
         await apply(text("2"), 1.5)

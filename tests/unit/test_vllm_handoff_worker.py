@@ -103,7 +103,8 @@ class Agent:
 
     def pull(self, ticket: Ticket, *_: object, on_range: Any = None, **__: object) -> Future[Any]:
         self.on_range[ticket.ticket_id] = on_range
-        self.pulls[ticket.ticket_id] = pull = Future()
+        pull: Future[Any] = Future()
+        self.pulls[ticket.ticket_id] = pull
         return pull
 
 
@@ -276,7 +277,7 @@ def test_a_cancelled_load_keeps_its_blocks_until_the_range_under_way_is_scattere
         entered.set()
         assert may_leave.wait(10)
 
-    rank.caches.scatter_part = scatter_part  # type: ignore[method-assign]
+    rank.caches.scatter_part = scatter_part  # type: ignore[method-assign,assignment]
     landing = threading.Thread(target=rank.agent.on_range["t1"], args=(0, np.zeros(16, np.uint8)))
     landing.start()
     assert entered.wait(10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -150,7 +151,15 @@ class Rank:
         self.died: list[BaseException] = []
         self.now = 100.0
         self.worker = TierWorker(
-            config, self.caches, "fp", 4, 0, 1, self.said.append, self.died.append, self.clock
+            config,
+            cast(Any, self.caches),
+            "fp",
+            4,
+            0,
+            1,
+            self.said.append,
+            self.died.append,
+            self.clock,
         )
 
     def clock(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -70,7 +71,8 @@ async def test_a_wrong_field_is_named(channel: grpc.aio.Channel) -> None:
 async def test_garbage_is_an_invalid_argument_without_parser_text(
     channel: grpc.aio.Channel,
 ) -> None:
-    call = channel.unary_unary("/pdmesh.v1.InferenceService/Generate")
+    untyped: Any = channel.unary_unary  # the stubs want serializers
+    call = untyped("/pdmesh.v1.InferenceService/Generate")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call(b"\xff\xff\xff\xff")
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -136,7 +138,7 @@ async def test_choices_and_salts_are_as_over_http(
 async def test_names_have_bounds(channel: grpc.aio.Channel, field: str) -> None:
     stub = InferenceServiceStub(channel)
     message = pb.ChatMessage(role="user", content="x")
-    long = {field: "x" * 257}
+    long: dict[str, Any] = {field: "x" * 257}
     for call in (
         stub.Generate(pb.GenerateRequest(text="abc", **long)),
         stub.Chat(pb.ChatRequest(messages=[message], **long)),

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types import Completion
 
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.support.waiting import until
@@ -58,7 +59,10 @@ async def test_a_stop_string_ends_the_text_before_it_and_frees_the_legs(
     answer = await client.completions.create(
         model="tiny", prompt="abc", max_tokens=2000, stop=[stop, "never"], stream=stream
     )
-    chunks = [c.choices[0] async for c in answer] if stream else [answer.choices[0]]
+    if isinstance(answer, Completion):
+        chunks = answer.choices
+    else:
+        chunks = [c.choices[0] async for c in answer]
     assert "".join(c.text for c in chunks) == whole[: whole.index(stop)]
     assert chunks[-1].finish_reason == "stop"
     await until(lambda: mesh.num_legs == 0)

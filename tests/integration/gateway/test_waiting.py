@@ -120,7 +120,7 @@ async def test_those_who_wait_go_in_batches_of_similar_length(tmp_path: Path) ->
         asks: list[asyncio.Task[httpx.Response]] = []
         for number, prompt in enumerate(prompts, start=1):
             asks.append(asyncio.create_task(ask(client, prompt=prompt)))
-            await until(lambda number=number: room(mesh) == number)  # type: ignore[misc]
+            await until(lambda number=number: room(mesh) == number)
         prefill.is_holding = True
         prefill.free_slots(1)
         prefill.free_slots(2)

@@ -133,6 +133,9 @@ class Pin(Message):
     prefixes: list[tuple[bytes, float, list[bytes]]]
 
 
+TierOrder = Fetch | Holders | Forget | Pin  # what the host asks of the tiers of a worker
+
+
 class Fetched(Message):
     """Worker: blocks `first` to `end - 1` of the prompt are pinned."""
 

@@ -17,9 +17,9 @@ from pdmesh.engine.vllm.messages import (
     Fetched,
     Forget,
     Holders,
-    Message,
     Pin,
     TierNews,
+    TierOrder,
 )
 from pdmesh.kv.tiers.peers import FindHolders
 from pdmesh.kv.tiers.report import TierFault, TierReport
@@ -49,7 +49,7 @@ class TierClient:
 
     def __init__(
         self,
-        broadcast: Callable[[Message], None],
+        broadcast: Callable[[TierOrder], None],
         num_ranks: int,
         timeout_s: float,
         find: FindHolders | None = None,

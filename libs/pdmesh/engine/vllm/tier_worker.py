@@ -27,6 +27,7 @@ from pdmesh.engine.vllm.messages import (
     Message,
     Pin,
     TierNews,
+    TierOrder,
 )
 from pdmesh.engine.vllm.tier_plan import TierLoad, TierPlan, TierSave
 from pdmesh.kv.agent_thread import AgentThread
@@ -158,11 +159,11 @@ class TierWorker:
 
     # -- the host's messages, on any thread -----------------------------------------------------------
 
-    def handle(self, message: Fetch | Holders | Forget | Pin) -> None:
+    def handle(self, message: TierOrder) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._handle, message)
 
-    def _handle(self, message: Fetch | Holders | Forget | Pin) -> None:
+    def _handle(self, message: TierOrder) -> None:
         match message:
             case Fetch():
                 if message.asks_peers:
