@@ -19,7 +19,8 @@ import numpy as np
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import KvLayout
 from pdmesh.core.ticket import Ticket
-from pdmesh.kv.agent import AgentIdentity, KvAgent
+from pdmesh.kv.agent import KvAgent
+from pdmesh.kv.agent_types import AgentIdentity
 from pdmesh.kv.ucx import UcxTransport
 
 FINGERPRINT = "bench"

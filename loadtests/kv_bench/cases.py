@@ -1,8 +1,8 @@
 """What is moved: a prompt's KV in randomly scattered blocks of every layer, as a paged cache holds it.
 
-The shape is that of an 8B model with grouped-query attention in 16-bit (32 layers, 8 KV heads of 128): 16 tokens' K or V
-of one layer are one block of 32 KiB, a token is 128 KiB. The law of computation is that model's prefill
-on one device: so many tokens a second, and never less than it takes to read the weights.
+The shape is that of an 8B model with grouped-query attention in 16-bit: 16 tokens' K or V of one layer are one block of
+32 KiB, a token is 128 KiB. The law of computation is that model's prefill on one device: so many tokens a second, and never
+less than it takes to read the weights.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from pdmesh.core.kv_layout import KvLayout
+from pdmesh.core.kv_layout import KvLayout, KvShape
 from pdmesh.kv.scatter import ByteMatrix, gather
 from pdmesh.kv.transport import ByteArray
 
-NUM_LAYERS: Final = 32
-BLOCK_BYTES: Final = 32 << 10
-TOKEN_BYTES: Final = 128 << 10
+SHAPE: Final = KvShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+NUM_LAYERS: Final = SHAPE.num_layers
+BLOCK_BYTES: Final = 16 * SHAPE.token_layer_bytes // 2
+TOKEN_BYTES: Final = SHAPE.token_bytes
 TOKENS_PER_S: Final = 8000.0
 WEIGHTS_S: Final = 0.008  # to read the model once, however short the prompt
 FINGERPRINT: Final = "kv-bench"

@@ -12,10 +12,10 @@ import xxhash
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import CHUNK_BYTES, KvLayout
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.agent import (
+from pdmesh.kv.agent import KvAgent
+from pdmesh.kv.agent_types import (
     AgentHooks,
     AgentIdentity,
-    KvAgent,
     LandingFreed,
     PinnedBlocks,
     SourceQuarantined,

@@ -10,7 +10,7 @@ import pytest
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import KvLayout
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.agent import AgentHooks
+from pdmesh.kv.agent_types import AgentHooks
 from pdmesh.kv.probes import PROBE_BYTES, probe_bytes
 from pdmesh.kv.transport import ByteArray, KvTransport
 from pdmesh.kv.ucx import UcxTransport

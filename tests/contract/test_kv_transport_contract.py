@@ -12,7 +12,7 @@ from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import KvLayout
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv import ucx
-from pdmesh.kv.agent import AgentHooks, LandingFreed, TicketClosed
+from pdmesh.kv.agent_types import AgentHooks, LandingFreed, TicketClosed
 from pdmesh.kv.transport import ByteArray, KvTransport
 from pdmesh.kv.ucx import UcxTransport
 from tests.fakes.kv_pair import FINGERPRINT, kv_pair, ticket_for

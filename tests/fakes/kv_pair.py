@@ -11,7 +11,8 @@ import numpy as np
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import KvLayout
 from pdmesh.core.ticket import Ticket
-from pdmesh.kv.agent import AgentEvent, AgentHooks, AgentIdentity, BlockSource, KvAgent
+from pdmesh.kv.agent import KvAgent
+from pdmesh.kv.agent_types import AgentEvent, AgentHooks, AgentIdentity, BlockSource
 from pdmesh.kv.transport import ByteArray, KvTransport
 
 FINGERPRINT = "model-a"

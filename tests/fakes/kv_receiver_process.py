@@ -16,7 +16,8 @@ import time
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import KvLayout
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent, LandingFreed
+from pdmesh.kv.agent import KvAgent
+from pdmesh.kv.agent_types import AgentEvent, AgentIdentity, LandingFreed
 from pdmesh.kv.transport import ByteArray
 from pdmesh.kv.ucx import UcxTransport
 from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, pattern, ticket_for

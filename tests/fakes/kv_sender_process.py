@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator
 
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import CHUNK_BYTES, KvLayout
-from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent, TicketClosed
+from pdmesh.kv.agent import KvAgent
+from pdmesh.kv.agent_types import AgentEvent, AgentIdentity, TicketClosed
 from pdmesh.kv.ucx import UcxTransport
 from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, pattern
 

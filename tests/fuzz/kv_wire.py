@@ -18,7 +18,8 @@ from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import KvLayout
 from pdmesh.core.ticket import Refusal
 from pdmesh.kv import wire
-from pdmesh.kv.agent import AgentIdentity, KvAgent, PinnedBlocks
+from pdmesh.kv.agent import KvAgent
+from pdmesh.kv.agent_types import AgentIdentity, PinnedBlocks
 from pdmesh.kv.checksums import fingerprint_hash
 from pdmesh.kv.transport import ByteArray, ConnectionHandler, KvConnection
 from tests.fakes.kv_pair import ticket_for
@@ -62,8 +63,10 @@ class _Connection:
 class _Transport:
     def __init__(self) -> None:
         self.connection = _Connection()
+        self.handler: ConnectionHandler
 
     async def start(self, handler: ConnectionHandler) -> str:
+        self.handler = handler
         handler.on_connected(self.connection)
         return "peer"
 
@@ -105,9 +108,9 @@ async def _feed(messages: list[bytes]) -> None:
         await asyncio.sleep(0)
     for message in messages:
         if not connection.is_aborted:
-            agent.on_message(connection, memoryview(message))
+            transport.handler.on_message(connection, memoryview(message))
             agent.check_invariants()
-    agent.on_closed(connection, "the peer is gone")
+    transport.handler.on_closed(connection, "the peer is gone")
     agent.check_invariants()
     await asyncio.wait([pull])
     pull.exception()

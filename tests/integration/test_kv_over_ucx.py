@@ -21,8 +21,9 @@ from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import KvLayout
 from pdmesh.core.ticket import Ticket
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent, LandingFreed
+from pdmesh.kv.agent import KvAgent
 from pdmesh.kv.agent_thread import AgentThread
+from pdmesh.kv.agent_types import AgentEvent, AgentIdentity, LandingFreed
 from pdmesh.kv.ucx import UcxTransport
 from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, pattern, ticket_for
 from tests.fakes.kv_sender_process import NUM_LAYERS

@@ -22,8 +22,9 @@ from pdmesh.engine.vllm.handoff import Load  # noqa: E402
 from pdmesh.engine.vllm.incoming import Incoming  # noqa: E402
 from pdmesh.engine.vllm.messages import LandingClear, Message, PullFailed  # noqa: E402
 from pdmesh.engine.vllm.piece_pulls import Share, TogetherPull, pull_pieces  # noqa: E402
-from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent, LandingFreed, TicketClosed  # noqa: E402
+from pdmesh.kv.agent import KvAgent  # noqa: E402
 from pdmesh.kv.agent_thread import AgentThread  # noqa: E402
+from pdmesh.kv.agent_types import AgentEvent, AgentIdentity, LandingFreed, TicketClosed  # noqa: E402
 from pdmesh.kv.ucx import UcxTransport  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 

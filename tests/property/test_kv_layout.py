@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.core.kv_layout import MAX_SPANS, KvLayout, KvShape
+from pdmesh.core.reslice import heads_of
 from pdmesh.kv.scatter import gather, recv_scatter, runs_of, scatter_part
 
 SMOLLM2 = KvShape(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16")
@@ -38,14 +39,15 @@ def test_bytes_per_token_follow_heads_and_precision(shape: KvShape, token_bytes:
 
 
 @pytest.mark.req("S3")
-def test_a_rank_holds_its_heads_and_copies_those_it_shares() -> None:
-    shape = KvShape(32, 8, 128, "bfloat16")
-    assert shape.per_rank(4).num_kv_heads == 2
-    assert shape.per_rank(16).num_kv_heads == 1
-    quantised = KvShape(32, 8, 128, "int8", scale_bytes=8)
-    assert quantised.per_rank(4).token_bytes * 4 == quantised.token_bytes
-    with pytest.raises(ValueError, match="do not divide"):
-        shape.per_rank(3)
+@pytest.mark.parametrize(("num_ranks", "num_copies"), [(1, 1), (4, 1), (16, 2)])
+def test_the_shares_of_all_ranks_are_the_model_and_the_heads_they_copy(
+    num_ranks: int, num_copies: int
+) -> None:
+    def shape(num_heads: int) -> KvShape:
+        return KvShape(32, num_heads, 128, "int8", scale_bytes=8)
+
+    shares = [shape(heads_of(8, num_ranks, rank).count).token_bytes for rank in range(num_ranks)]
+    assert sum(shares) == num_copies * shape(8).token_bytes
 
 
 @pytest.mark.req("S3")

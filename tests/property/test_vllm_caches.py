@@ -208,8 +208,9 @@ def test_a_shapes_bytes_are_those_of_real_caches(
     """MHA and GQA differ by the number of kv heads alone; scales beside the numbers count."""
     scales = SCALE_BYTES if dtype == "int8" else 0
     named = {"float8_e4m3fn": "fp8_e4m3"}.get(dtype, dtype)
-    share = KvShape(NUM_LAYERS, num_heads, HEAD_DIM, named, scales).per_rank(num_ranks)
-    rank = Rank(layout, dtype, heads_of(num_heads, num_ranks, 0).count)
+    mine = heads_of(num_heads, num_ranks, 0).count
+    share = KvShape(NUM_LAYERS, mine, HEAD_DIM, named, scales)
+    rank = Rank(layout, dtype, mine)
     assert layout_of(rank.caches, 5, "").total_bytes == share.kv_bytes(5 * TOKENS, TOKENS)
     real = sum(t.numel() * t.element_size() for t in rank.tensors.values())
     assert real == share.kv_bytes(NUM_BLOCKS * TOKENS, TOKENS)

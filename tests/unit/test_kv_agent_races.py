@@ -15,16 +15,10 @@ from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import KvLayout
 from pdmesh.core.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv import agent_receiver, agent_sender
-from pdmesh.kv.agent import (
-    AgentEvent,
-    AgentIdentity,
-    KvAgent,
-    LandingFreed,
-    PullResult,
-    TicketClosed,
-)
+from pdmesh.kv import agent_receiver, staged
+from pdmesh.kv.agent import KvAgent
 from pdmesh.kv.agent_thread import AgentThread
+from pdmesh.kv.agent_types import AgentEvent, AgentIdentity, LandingFreed, PullResult, TicketClosed
 from pdmesh.kv.transport import KvConnection
 from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, kv_pair, ticket_for
 from tests.fakes.memory_transport import MemoryTransport
@@ -240,7 +234,7 @@ async def test_checksums_that_cannot_be_made_fail_the_pull_at_once(
         raise MemoryError("no room")
 
     async with kv_pair(MemoryTransport) as pair:
-        monkeypatch.setattr(agent_sender, "checksum", broken)
+        monkeypatch.setattr(staged, "checksum", broken)
         whole = ArenaRange(0, layout.total_bytes)
         pair.sender.open("t", "r", 1, whole, layout, 5.0)
         ticket = ticket_for(pair.address, layout)

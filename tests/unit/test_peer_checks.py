@@ -12,8 +12,9 @@ from pdmesh.engine.base import KvPeer
 from pdmesh.engine.vllm.messages import Disconnect, Message, Probe, Probed
 from pdmesh.engine.vllm.peer_checks import PeerChecks, PeerProber
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.agent import AgentIdentity, KvAgent
+from pdmesh.kv.agent import KvAgent
 from pdmesh.kv.agent_thread import AgentThread
+from pdmesh.kv.agent_types import AgentIdentity
 from pdmesh.kv.ucx import UcxTransport
 from tests.support.waiting import until
 

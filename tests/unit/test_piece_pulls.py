@@ -14,7 +14,7 @@ from pdmesh.core.arena import ArenaRange
 from pdmesh.core.ticket import Ticket
 from pdmesh.engine.vllm.piece_pulls import Landings, PiecePull, Share, TogetherPull
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.agent import PullResult
+from pdmesh.kv.agent_types import PullResult
 
 TICKET = Ticket("t", "r", 0, "prefill-0", 7, "fp", 8, 1 << 20, ("a",), 5000)
 LANDING = ArenaRange(4096, 1 << 20)

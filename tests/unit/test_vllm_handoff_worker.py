@@ -28,7 +28,7 @@ pytest.importorskip("torch")
 from pdmesh.engine.vllm.incoming import Incoming
 from pdmesh.engine.vllm.outgoing import Outgoing
 from pdmesh.engine.vllm.piece_pulls import Share
-from pdmesh.kv.agent import PullResult
+from pdmesh.kv.agent_types import PullResult
 
 NUM_LAYERS, NUM_BLOCKS, WIDTH = 3, 8, 16
 

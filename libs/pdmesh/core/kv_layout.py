@@ -32,7 +32,7 @@ DTYPE_BYTES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What decides the size of a model's KV. `num_kv_heads` equals the query heads in MHA, fewer in GQA.
+    """What decides the size of a model's KV, or of one rank's share. `num_kv_heads` equals the query heads in MHA, fewer in GQA.
 
     `scale_bytes` are those a quantised cache keeps beside K and V of one token and head (0 for none, and for scales that
     hold for a whole tensor: those are part of the fingerprint).
@@ -56,13 +56,6 @@ class KvShape:
     def kv_bytes(self, num_tokens: int, block_size: int) -> int:
         """Bytes of a prompt in whole blocks, all layers."""
         return -(-num_tokens // block_size) * block_size * self.token_bytes
-
-    def per_rank(self, num_ranks: int) -> KvShape:
-        """The share of one of `num_ranks` tensor-parallel ranks; heads are copied when there are fewer."""
-        if self.num_kv_heads % num_ranks and num_ranks % self.num_kv_heads:
-            raise ValueError(f"{self.num_kv_heads} kv heads do not divide over {num_ranks} ranks")
-        heads = max(1, self.num_kv_heads // num_ranks)
-        return KvShape(self.num_layers, heads, self.head_dim, self.dtype, self.scale_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,6 @@ class PullQueue(Generic[K]):
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def num_active(self) -> int:
-        return len(self._active)
-
     def is_waiting(self, key: K) -> bool:
         return key in self._waiting
 

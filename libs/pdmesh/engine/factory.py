@@ -16,7 +16,8 @@ from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.engine import SimEngine
 from pdmesh.engine.sim.model import SimParams
 from pdmesh.errors import EngineFailed
-from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent
+from pdmesh.kv.agent import KvAgent
+from pdmesh.kv.agent_types import AgentEvent, AgentIdentity
 from pdmesh.kv.tiers.config import TierConfig, open_tiers
 from pdmesh.kv.tiers.peers import FindHolders, PoolSource
 from pdmesh.kv.transport import KvTransport

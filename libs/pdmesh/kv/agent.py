@@ -16,14 +16,13 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from pdmesh.core import pull_events as rx
 from pdmesh.core import ticket_events as tx
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import CHUNK_BYTES, KvLayout
 from pdmesh.core.quarantine import Quarantine
 from pdmesh.core.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv import wire
+from pdmesh.kv.agent_handler import AgentHandler
 from pdmesh.kv.agent_receiver import ReceiverHalf
 from pdmesh.kv.agent_sender import SenderHalf
 from pdmesh.kv.agent_types import (
@@ -34,40 +33,15 @@ from pdmesh.kv.agent_types import (
     BlockSource,
     LandingFreed,
     OnRange,
-    PinnedBlocks,
     PullResult,
-    SourceQuarantined,
-    SourceReleased,
-    TicketClosed,
 )
 from pdmesh.kv.arena_memory import ArenaMemory, HostArena
 from pdmesh.kv.checksums import fingerprint_hash
 from pdmesh.kv.connections import ConnectionPool, Peers
 from pdmesh.kv.probes import Probe
-from pdmesh.kv.pull_order import (
-    PullOrder,
-    bad_ticket,
-    check_ticket,
-    order_blocks,
-    order_ticket,
-)
+from pdmesh.kv.pull_order import PullOrder, bad_ticket, check_ticket, order_blocks, order_ticket
+from pdmesh.kv.ticker import Ticker
 from pdmesh.kv.transport import ByteArray, KvConnection, KvTransport
-
-__all__ = [
-    "AgentEvent",
-    "AgentHooks",
-    "AgentIdentity",
-    "AgentStats",
-    "BlockSource",
-    "KvAgent",
-    "LandingFreed",
-    "OnRange",
-    "PinnedBlocks",
-    "PullResult",
-    "SourceQuarantined",
-    "SourceReleased",
-    "TicketClosed",
-]
 
 log = structlog.get_logger(__name__)
 
@@ -99,15 +73,17 @@ class KvAgent:
         self._staging = staging_arena or HostArena(staging_bytes)
         self._landing = landing_arena or HostArena(landing_bytes)
         self._fingerprint_hash = fingerprint_hash(identity.model_fingerprint)
-        self._pool = ConnectionPool(transport, max_peers, self._peers_in_use)
+        self._pool = ConnectionPool(transport, max_peers, lambda: self._receiver.peers_in_use())
         self._peers = Peers(self._pool)
         self._sender = SenderHalf(identity, self._staging, self._peers, on_event, hooks, blocks)
         self._receiver = ReceiverHalf(self._peers, on_event, hooks, quarantine or Quarantine())
-        self._tick: asyncio.TimerHandle | None = None
+        self._ticker = Ticker(_TICK_S, self._has_work, self._on_tick)
+        self._handler = AgentHandler(
+            self._peers, self._sender, self._receiver, self._do_posted, self._ticker.keep_going
+        )
         self._is_closed = False
         self.address = ""  # of the transport, once started
         self._posted: deque[Callable[[], None]] = deque()
-        self._leaving: dict[str, None] = {}  # addresses to disconnect from when idle
 
     @property
     def num_tickets(self) -> int:
@@ -134,7 +110,7 @@ class KvAgent:
     async def start(self) -> str:
         """Open the transport; returns its address. Raises KvTransferFailed."""
         self._loop = asyncio.get_running_loop()
-        self.address = await self._transport.start(self)
+        self.address = await self._transport.start(self._handler)
         return self.address
 
     # -- sending ----------------------------------------------------------------------------------
@@ -165,7 +141,7 @@ class KvAgent:
     def ready(self, ticket_id: str, num_layers: int) -> None:
         """The layers below `num_layers` are in place. After the last one the lease begins. No news of others."""
         self._sender.ready(ticket_id, num_layers)
-        self._keep_ticking()
+        self._ticker.keep_going()
 
     def stage(
         self,
@@ -208,7 +184,7 @@ class KvAgent:
         check_ticket(ticket)
         connection = await self.connect(self._address(ticket, None))
         self._receiver.keep(ticket, connection, for_s)
-        self._keep_ticking()
+        self._ticker.keep_going()
 
     def let_go(self, ticket_id: str) -> None:
         """Renew it no longer."""
@@ -303,19 +279,8 @@ class KvAgent:
 
     def disconnect(self, address: str) -> None:
         """The peer left: drop our connection to it, as soon as no pull is under way on it (S26)."""
-        self._leaving[address] = None
-        self._drop_left_ones()
-        self._keep_ticking()
-
-    def _drop_left_ones(self) -> None:
-        in_use = self._peers_in_use() if self._leaving else ()
-        for address in list(self._leaving):
-            connection = self._pool.find(address)
-            if connection is not None and connection.key in in_use:
-                continue
-            del self._leaving[address]
-            if connection is not None:
-                self._peers.abort(connection.key, "the peer left")
+        self._pool.leave(address)
+        self._ticker.keep_going()
 
     async def _run(
         self,
@@ -333,7 +298,7 @@ class KvAgent:
         except BaseException:
             order.on_freed()  # nothing was asked for yet
             raise
-        self._keep_ticking(soon=True)
+        self._ticker.keep_going(soon=True)
         deadline = started + deadline_s
         return await self._receiver.pull(order, connection, started, deadline, stall_s)
 
@@ -362,59 +327,17 @@ class KvAgent:
         if self._is_closed:
             return
         self._is_closed = True
+        self._ticker.stop()
         await self._pool.close()
         await self._transport.close()
         await self._receiver.close(_CLOSE_S)
         await self._sender.close(_CLOSE_S)
-        if self._tick is not None:
-            self._tick.cancel()
         self._staging.close()
         self._landing.close()
 
     def check_invariants(self) -> None:
         self._sender.check_invariants()
         self._receiver.check_invariants()
-
-    # -- the transport's handler ------------------------------------------------------------------
-
-    def on_connected(self, connection: KvConnection) -> None:
-        self._peers.add(connection)
-
-    def on_closed(self, connection: KvConnection, reason: str) -> None:
-        self._peers.remove(connection)
-        self._sender.handle(tx.PeerLost(connection.key))
-        self._receiver.handle(rx.PeerLost(connection.key))
-
-    def on_message(self, connection: KvConnection, message: memoryview) -> None:
-        if self._posted:  # a ticket staged from another thread may be what this message asks for
-            self._do_posted()
-        try:
-            self._dispatch(connection.key, wire.parse(message))
-        except wire.WireError as exc:
-            log.warning("kv.message.refused", error=exc.message)
-            connection.abort("not a message")
-        except Exception as error:  # other peers' messages wait behind this one
-            log.error("kv.message.died", exc_info=error)
-            connection.abort("its message met a bug here")
-
-    def _dispatch(self, peer: int, parsed: wire.Message) -> None:
-        match parsed:
-            case wire.Pull():
-                self._sender.on_pull(peer, parsed)
-            case wire.Meta():
-                self._receiver.on_meta(peer, parsed)
-            case wire.Ack(pull_id, is_taken):
-                self._sender.handle(tx.PullAcked(peer, pull_id, is_taken))
-            case wire.Refused(pull_id, refusal):
-                self._receiver.handle(rx.PullRefused(peer, pull_id, f"KV_REFUSED_{refusal.name}"))
-            case wire.Renew(ticket_id, attempt, incarnation):
-                self._sender.handle(tx.LeaseRenewed(ticket_id, attempt, incarnation))
-            case wire.Fetch():
-                self._sender.on_fetch(peer, parsed)
-                self._keep_ticking()
-            case wire.Probe():
-                self._sender.on_probe(peer, parsed)
-                self._keep_ticking()
 
     # -- small things -----------------------------------------------------------------------------
 
@@ -424,24 +347,11 @@ class KvAgent:
             raise bad_ticket(f"addresses: none of rank {rank}")
         return ticket.addresses[rank]
 
-    def _peers_in_use(self) -> set[int]:
-        return self._receiver.peers_in_use()
-
-    def _keep_ticking(self, soon: bool = False) -> None:
-        """Tick while there is something that time ends; `soon`: there is about to be."""
-        has_work = (
-            soon or self._sender.num_tickets or self._receiver.has_work or bool(self._leaving)
-        )
-        if has_work and self._tick is None and not self._is_closed:
-            self._tick = self._loop.call_later(_TICK_S, self._on_tick)
+    def _has_work(self) -> bool:
+        """Whether there is something that time ends."""
+        return bool(self._sender.num_tickets or self._receiver.has_work or self._pool.is_leaving)
 
     def _on_tick(self) -> None:
-        self._tick = None
-        try:
-            self._sender.tick()
-            self._receiver.tick()
-            self._drop_left_ones()
-        except Exception as error:  # time ends what a bug has left behind, so it must go on
-            log.error("kv.tick.died", exc_info=error)
-        finally:
-            self._keep_ticking()
+        self._sender.tick()
+        self._receiver.tick()
+        self._pool.drop_left()

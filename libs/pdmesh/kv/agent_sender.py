@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
@@ -17,7 +16,7 @@ from pdmesh import failpoints
 from pdmesh.core import ticket_book as book
 from pdmesh.core import ticket_events as tx
 from pdmesh.core.arena import ArenaRange
-from pdmesh.core.kv_layout import CHUNK_BYTES, MAX_SPANS, KvLayout, KvPart
+from pdmesh.core.kv_layout import CHUNK_BYTES, MAX_SPANS, KvLayout
 from pdmesh.core.ticket import MAX_TICKET_ID, CloseReason, Refusal
 from pdmesh.kv import wire
 from pdmesh.kv.agent_types import (
@@ -28,9 +27,10 @@ from pdmesh.kv.agent_types import (
     TicketClosed,
 )
 from pdmesh.kv.arena_memory import ArenaMemory
-from pdmesh.kv.checksums import INLINE_BYTES, checksum, fingerprint_hash
+from pdmesh.kv.checksums import INLINE_BYTES, fingerprint_hash
 from pdmesh.kv.connections import Peers
 from pdmesh.kv.probes import probe_bytes
+from pdmesh.kv.staged import LentBlocks, StagedRange
 from pdmesh.kv.transport import ByteArray
 from pdmesh.net.tasks import watched
 
@@ -38,68 +38,6 @@ log = structlog.get_logger(__name__)
 
 MAX_FETCHES = 64  # and probes, served at once
 _FETCH_LEASE_S = 10.0
-
-_Piece = tuple[ByteArray, bytes]  # bytes and their checksum
-
-
-@dataclass(slots=True, eq=False)
-class _StagedRange:
-    """A prompt's bytes in the arena. Checksums of a whole pull's parts are made as their layers get ready."""
-
-    data: ByteArray
-    layout: KvLayout
-    parts: tuple[KvPart, ...]  # of a pull of everything
-    checksums: list[bytes] = field(default_factory=list)
-    num_written: int = 0  # layers
-    hashing: asyncio.Task[None] | None = None
-    has_failed: bool = False  # its checksums could not be made: nobody is served
-
-    @property
-    def num_to_hash(self) -> int:
-        """Parts that are written and have no checksum."""
-        todo = self.parts[len(self.checksums) :]
-        return sum(part.end_layer <= self.num_written for part in todo)
-
-    @property
-    def num_ready(self) -> int:
-        """Layers in place, with the checksums of all parts they complete."""
-        if self.has_failed or not self.num_to_hash:
-            return self.num_written
-        return self.parts[len(self.checksums)].first_layer
-
-    def hash_next(self) -> None:
-        self.checksums.append(checksum(self._bytes(self.parts[len(self.checksums)])))
-
-    def pieces(self, part: KvPart) -> list[_Piece]:
-        if len(part.spans) == 1:
-            data, start = self._bytes(part), part.spans[0].offset
-            if part is self.parts[0] and self.checksums:
-                return [(data, self.checksums[0])]
-            for known, digest in zip(self.parts, self.checksums, strict=False):
-                if known.spans[0].offset == start and known.length == part.length:
-                    return [(data, digest)]
-            return [(data, checksum(data))]
-        views = [self.data[s.offset : s.offset + s.length] for s in part.spans]
-        return [(view, checksum(view)) for view in views]
-
-    def _bytes(self, part: KvPart) -> ByteArray:
-        span = part.spans[0]
-        return self.data[span.offset : span.offset + span.length]
-
-
-@dataclass(slots=True, eq=False)
-class _Pinned:
-    """Blocks of a pool, or a probe's, on their way to one peer."""
-
-    blocks: PinnedBlocks
-    unpin: Callable[[PinnedBlocks], None]
-
-    def pieces(self, part: KvPart) -> list[_Piece]:
-        size = self.blocks.views[0].size
-        indices = range(part.offset // size, (part.offset + part.length) // size)
-        views, checksums = self.blocks.views, self.blocks.checksums
-        return [(views[i], checksums[i] if checksums else checksum(views[i])) for i in indices]
-
 
 _SLOW_S: Final = 0.25  # per part, where the failpoint says that the link is slow
 
@@ -122,7 +60,7 @@ class SenderHalf:
         self._blocks = blocks
         self._fingerprint_hash = fingerprint_hash(identity.model_fingerprint)
         self._book = book.TicketBook(identity.incarnation, self._fingerprint_hash)
-        self._staged: dict[str, _StagedRange | _Pinned] = {}
+        self._staged: dict[str, StagedRange | LentBlocks] = {}
         self._hashing: set[asyncio.Task[None]] = set()
         self._num_fetches = 0
         self._is_closing = False
@@ -160,11 +98,11 @@ class SenderHalf:
         data = self._arena.view(ArenaRange(r.offset, layout.total_bytes))
         self.handle(tx.Opened(ticket_id, attempt, layout, lease_s, chunk_bytes))
         parts = layout.parts(chunk_bytes=chunk_bytes)
-        self._staged[ticket_id] = _StagedRange(data, layout, parts if layout.total_bytes else ())
+        self._staged[ticket_id] = StagedRange(data, layout, parts if layout.total_bytes else ())
 
     def ready(self, ticket_id: str, num_layers: int) -> None:
         staged = self._staged.get(ticket_id)
-        if not isinstance(staged, _StagedRange) or num_layers <= staged.num_written:
+        if not isinstance(staged, StagedRange) or num_layers <= staged.num_written:
             return
         staged.num_written = min(num_layers, staged.layout.num_layers)
         if staged.hashing is not None:
@@ -181,7 +119,7 @@ class SenderHalf:
             return
         self.handle(tx.LayersReady(ticket_id, staged.num_ready))
 
-    def _start_hashing(self, ticket_id: str, staged: _StagedRange) -> None:
+    def _start_hashing(self, ticket_id: str, staged: StagedRange) -> None:
         work = self._hash_aside(ticket_id, staged)
         staged.hashing = watched(
             work, f"kv-hash-{ticket_id}", lambda error: self._hashing_died(ticket_id, staged, error)
@@ -189,7 +127,7 @@ class SenderHalf:
         self._hashing.add(staged.hashing)
         staged.hashing.add_done_callback(self._hashing.discard)
 
-    async def _hash_aside(self, ticket_id: str, staged: _StagedRange) -> None:
+    async def _hash_aside(self, ticket_id: str, staged: StagedRange) -> None:
         """Part by part, so that the first are on the wire while the last are hashed."""
         while staged.num_to_hash and self._staged.get(ticket_id) is staged:
             await asyncio.to_thread(staged.hash_next)
@@ -197,7 +135,7 @@ class SenderHalf:
                 self.handle(tx.LayersReady(ticket_id, staged.num_ready))
         staged.hashing = None
 
-    def _hashing_died(self, ticket_id: str, staged: _StagedRange, error: BaseException) -> None:
+    def _hashing_died(self, ticket_id: str, staged: StagedRange, error: BaseException) -> None:
         """Whoever waits for its layers is told at once; the range is free when its engine is done with it."""
         log.error("kv.hashing.died", ticket_id=ticket_id, exc_info=error)
         staged.hashing, staged.has_failed = None, True
@@ -250,7 +188,7 @@ class SenderHalf:
         if pinned is None or not pinned.views:
             self._peers.tell(peer, wire.Meta(message.pull_id, 0, (), memoryview(b"")))
             return
-        self._lend(peer, message.pull_id, ticket_id, _Pinned(pinned, self._blocks.close))
+        self._lend(peer, message.pull_id, ticket_id, LentBlocks(pinned, self._blocks.close))
 
     def on_probe(self, peer: int, message: wire.Probe) -> None:
         """Answer with bytes that nobody else can make of the nonce, sent as blocks of a pool are."""
@@ -260,10 +198,10 @@ class SenderHalf:
         ticket_id = f"probe/{peer}/{message.pull_id}"
         if ticket_id not in self._staged:
             answer = probe_bytes(message.nonce, message.incarnation, message.fingerprint_hash)
-            pinned = _Pinned(PinnedBlocks([answer]), lambda _: None)
+            pinned = LentBlocks(PinnedBlocks([answer]), lambda _: None)
             self._lend(peer, message.pull_id, ticket_id, pinned)
 
-    def _lend(self, peer: int, pull_id: int, ticket_id: str, pinned: _Pinned) -> None:
+    def _lend(self, peer: int, pull_id: int, ticket_id: str, pinned: LentBlocks) -> None:
         """Under a ticket of its own that nobody else knows."""
         views = pinned.blocks.views
         layout = KvLayout(1, len(views), views[0].size)
@@ -364,7 +302,7 @@ class SenderHalf:
 
     def _close_ticket(self, ticket_id: str, reason: CloseReason) -> None:
         staged = self._staged.pop(ticket_id)
-        if isinstance(staged, _Pinned):
+        if isinstance(staged, LentBlocks):
             self._num_fetches -= 1
             staged.unpin(staged.blocks)
             return

@@ -19,7 +19,8 @@ from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import CHUNK_BYTES, KvLayout
 from pdmesh.core.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.agent import AgentStats, KvAgent, OnRange, PullResult
+from pdmesh.kv.agent import KvAgent
+from pdmesh.kv.agent_types import AgentStats, OnRange, PullResult
 from pdmesh.kv.transport import ByteArray
 
 T = TypeVar("T")

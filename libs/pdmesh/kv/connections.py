@@ -35,6 +35,7 @@ class ConnectionPool:
         self._open: OrderedDict[str, KvConnection] = OrderedDict()  # least recently used first
         self._opening: dict[str, asyncio.Task[KvConnection]] = {}
         self._ended_early: set[int] = set()  # keys that ended before their opening was heard of
+        self._leaving: dict[str, None] = {}  # addresses to disconnect from when idle
 
     def __len__(self) -> int:
         return len(self._open)
@@ -81,6 +82,27 @@ class ConnectionPool:
         for address, other in list(self._open.items()):
             if other is connection:
                 del self._open[address]
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a connection waits for its last pull, to be dropped."""
+        return bool(self._leaving)
+
+    def leave(self, address: str) -> None:
+        """Drop the connection to it as soon as it is not in use."""
+        self._leaving[address] = None
+        self.drop_left()
+
+    def drop_left(self) -> None:
+        in_use = self._in_use() if self._leaving else ()
+        for address in list(self._leaving):
+            connection = self.find(address)
+            if connection is not None and connection.key in in_use:
+                continue
+            del self._leaving[address]
+            if connection is not None:
+                self.remove(connection)
+                connection.abort("the peer left")
 
     async def close(self) -> None:
         tasks = list(self._opening.values())

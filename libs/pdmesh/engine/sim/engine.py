@@ -45,8 +45,9 @@ from pdmesh.engine.sim.tail_lane import TailLane
 from pdmesh.engine.sim.tier_lane import TierLane
 from pdmesh.engine.sim.vocabulary import EOS_ID
 from pdmesh.errors import EngineFailed, KvFormatMismatch
-from pdmesh.kv import agent as kv_agent
-from pdmesh.kv.agent import AgentEvent, KvAgent
+from pdmesh.kv import agent_types as kv_events
+from pdmesh.kv.agent import KvAgent
+from pdmesh.kv.agent_types import AgentEvent
 from pdmesh.kv.tiers.peers import AgentPeers, FindHolders
 from pdmesh.kv.tiers.stack import TierStack
 from pdmesh.net.tasks import watched
@@ -409,10 +410,10 @@ class SimEngine:
 
     def _on_agent_event(self, event: AgentEvent) -> None:
         match event:
-            case kv_agent.TicketClosed(ticket_id, reason):
+            case kv_events.TicketClosed(ticket_id, reason):
                 if self._stager.closed(ticket_id):
                     self._emit(TicketClosed(ticket_id, reason))
-            case kv_agent.LandingFreed(offset):
+            case kv_events.LandingFreed(offset):
                 self._retriever.free_landing(offset)
 
     def _die(self, error: BaseException) -> None:

@@ -17,8 +17,8 @@ from pdmesh.core.arena import ArenaRange
 from pdmesh.core.reslice import heads_of, num_takers, pieces
 from pdmesh.core.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.agent import PullResult
 from pdmesh.kv.agent_thread import AgentThread
+from pdmesh.kv.agent_types import PullResult
 from pdmesh.kv.transport import ByteArray
 
 

@@ -32,8 +32,9 @@ from pdmesh.engine.vllm.outgoing import Outgoing
 from pdmesh.engine.vllm.peer_checks import PeerProber
 from pdmesh.engine.vllm.piece_pulls import Share
 from pdmesh.engine.vllm.tier_worker import TierWorker
-from pdmesh.kv import agent as kv
+from pdmesh.kv.agent import KvAgent
 from pdmesh.kv.agent_thread import AgentThread
+from pdmesh.kv.agent_types import AgentEvent, AgentIdentity, LandingFreed, TicketClosed
 from pdmesh.kv.arena_memory import HostArena
 from pdmesh.kv.ucx import UcxTransport
 
@@ -118,7 +119,7 @@ class HandoffWorker:
         lends = self.tiers is not None and config["tiers"]["uses_peers"]
         if not (config["staging_bytes"] or config["landing_bytes"] or lends):
             return ""  # fusion: no KV leaves or comes
-        identity = kv.AgentIdentity(
+        identity = AgentIdentity(
             config["instance_id"], config["incarnation"], self._fingerprint, self._rank
         )
         agent = self._agent = AgentThread(lambda: self._make_agent(identity), die=_die)
@@ -127,8 +128,8 @@ class HandoffWorker:
             self.tiers.ask_peers(agent)
         return address
 
-    def _make_agent(self, identity: kv.AgentIdentity) -> kv.KvAgent:
-        return kv.KvAgent(
+    def _make_agent(self, identity: AgentIdentity) -> KvAgent:
+        return KvAgent(
             UcxTransport(self._config["kv_host"], self._config["kv_advertise_host"]),
             identity,
             staging_bytes=self._config["staging_bytes"],
@@ -214,12 +215,12 @@ class HandoffWorker:
                 if self.tiers is not None:
                     self.tiers.handle(message)
 
-    def _on_agent_event(self, event: kv.AgentEvent) -> None:
+    def _on_agent_event(self, event: AgentEvent) -> None:
         match event:
-            case kv.TicketClosed():
+            case TicketClosed():
                 assert self.outgoing is not None
                 self.outgoing.closed(event.ticket_id, event.reason)
-            case kv.LandingFreed():
+            case LandingFreed():
                 assert self.incoming is not None
                 self.incoming.landing_freed(event.offset)
 

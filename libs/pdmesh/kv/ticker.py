@@ -1,0 +1,41 @@
+"""A timer that runs only while there is something that time ends: an agent at rest costs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+
+class Ticker:
+    """Calls `on_tick` every `every_s` seconds while `has_work()`. On the running loop."""
+
+    def __init__(
+        self, every_s: float, has_work: Callable[[], bool], on_tick: Callable[[], None]
+    ) -> None:
+        self._every_s, self._has_work, self._on_tick = every_s, has_work, on_tick
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_stopped = False
+
+    def keep_going(self, soon: bool = False) -> None:
+        """There may be work now; `soon`: there is about to be."""
+        if self._timer is None and not self._is_stopped and (soon or self._has_work()):
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._every_s, self._tick)
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _tick(self) -> None:
+        self._timer = None
+        try:
+            self._on_tick()
+        except Exception as error:  # time ends what a bug has left behind, so it must go on
+            log.error("kv.tick.died", exc_info=error)
+        finally:
+            self.keep_going()
