@@ -7,8 +7,6 @@ decided by `Jobs`; this file starts, stops, and passes on.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import multiprocessing
 import os
 import shutil
 import time
@@ -38,11 +36,13 @@ from pdmesh.engine.vllm.config import (
     events_endpoint,
 )
 from pdmesh.engine.vllm.control import ControlServer, WorkerLost
+from pdmesh.engine.vllm.description import endpoint_of, info_of
 from pdmesh.engine.vllm.fingerprint import computation_digest, model_digest
 from pdmesh.engine.vllm.handoff import load_params, store_params
 from pdmesh.engine.vllm.job_facts import CancelRequest, Drawn, Effect, ReleaseTicket
 from pdmesh.engine.vllm.jobs import Endpoint, Jobs
 from pdmesh.engine.vllm.kv_events import BlockNames, read_events
+from pdmesh.engine.vllm.llm_process import LlmProcess
 from pdmesh.engine.vllm.messages import (
     Fetched,
     Hello,
@@ -58,7 +58,7 @@ from pdmesh.engine.vllm.peer_checks import PeerChecks
 from pdmesh.engine.vllm.preflight import check_memory
 from pdmesh.engine.vllm.private_dir import make_private_dir
 from pdmesh.engine.vllm.requests import RequestEvents, Requests
-from pdmesh.engine.vllm.startup import PROGRESS_EVERY_S, build, vllm_version, with_progress
+from pdmesh.engine.vllm.startup import PROGRESS_EVERY_S, vllm_version, with_progress
 from pdmesh.engine.vllm.stats import SchedulerView
 from pdmesh.engine.vllm.tier_client import TierClient, outputs_of
 from pdmesh.errors import EngineFailed
@@ -72,8 +72,6 @@ log = structlog.get_logger(__name__)
 
 STAND_IN = 0  # for token 1 of a decode that starts without it
 PULL_GRACE_S = 1.0  # a pull ends by its own deadline; this much later the leg fails without it
-STOP_TIMEOUT_S = 15.0
-BUILD_STOP_S = 8.0  # for a start that is given up; who stops the process waits longer than that
 NAMES_PER_BLOCK = 4  # names of blocks remembered, per block of the cache
 
 
@@ -83,7 +81,7 @@ class VllmEngine:
     def __init__(self, config: VllmConfig, find_holders: FindHolders | None = None) -> None:
         self._config, self._find_holders = config, find_holders
         self._private_dir: Path | None = None
-        self._llm: AsyncLLM | None = None
+        self._process = LlmProcess()
         self._control: ControlServer | None = None
         self._view = SchedulerView()
         self._names = BlockNames(0, config.block_size)  # capacity is known with the cache's size
@@ -97,8 +95,6 @@ class VllmEngine:
         self._num_blocks = 0
         self._worker_pids: tuple[int, ...] = ()
         self._is_stopping = False
-        self._building: asyncio.Future[AsyncLLM] | None = None
-        self._other_children = {child.pid for child in multiprocessing.active_children()}
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -127,19 +123,12 @@ class VllmEngine:
         log.info("vllm.imported", version=version, seconds=round(time.monotonic() - started, 1))
         computation = computation_digest(model, config.effective_dtype, version)
         arguments = engine_arguments(config, self._private_dir, computation)
-        work = asyncio.to_thread(build, arguments, self._view, lambda: not self._is_stopping)
-        self._building = asyncio.ensure_future(work)
-        self._llm = await with_progress("vllm.loading", self._building, config.start_timeout_s)
+        llm = await self._process.start(arguments, self._view, config.start_timeout_s)
         hellos = await asyncio.wait_for(self._control.ready, PROGRESS_EVERY_S)
-        info = self._describe(hellos)
-        self._requests = Requests(
-            self._llm,
-            config.instance_id,
-            self._tiers,
-            self._names.num_held,
-            RequestEvents(self._on_drawn, self._on_refused, self._on_ended, self._die),
-        )
-        self._events = self._watched(self._follow_events(), "vllm-kv-events")
+        endpoint = endpoint_of(config, llm.vllm_config.cache_config.block_size, hellos)
+        info = info_of(config, endpoint, hellos)
+        self._worker_pids = tuple(h.pid for h in hellos)
+        self._open_for_jobs(info, endpoint, llm)
         log.info(
             "vllm.ready",
             seconds=round(time.monotonic() - started, 1),
@@ -148,50 +137,25 @@ class VllmEngine:
         )
         return info
 
-    def _describe(self, hellos: list[Hello]) -> EngineInfo:
-        config, first, num_ranks = self._config, hellos[0], len(hellos)
-        assert self._llm is not None
-        taken = self._llm.vllm_config.cache_config.block_size
-        if taken != config.block_size:
-            raise EngineFailed(
-                f"vLLM took a block size of {taken} tokens, not {config.block_size}; "
-                "set block_size to one that its attention kernels have",
-                reason="ENGINE_MISCONFIGURED",
-            )
-        if len({h.model_fingerprint for h in hellos}) > 1:
-            raise EngineFailed("the ranks do not agree on the layout of the KV cache")
-        self._num_blocks = first.num_blocks - 1  # vLLM keeps one as its null block
-        endpoint = Endpoint(
-            instance_id=config.instance_id,
-            incarnation=config.incarnation,
-            model_fingerprint=first.model_fingerprint,
-            addresses=tuple(h.address for h in hellos if h.address),
-            kv_bytes_per_token=first.block_bytes // config.block_size,
-            block_size=config.block_size,
-            lease_ms=round(1000 * config.lease_s),
-            max_model_len=config.max_model_len,
-        )
-        self._worker_pids = tuple(h.pid for h in hellos)
-        self._jobs = Jobs(endpoint, num_ranks)
+    def _open_for_jobs(self, info: EngineInfo, endpoint: Endpoint, llm: AsyncLLM) -> None:
+        config, num_ranks = self._config, info.num_ranks
         assert self._control is not None
+        self._num_blocks = info.num_kv_blocks
+        self._names.capacity = max(1024, NAMES_PER_BLOCK * info.num_kv_blocks)
+        self._jobs = Jobs(endpoint, num_ranks)
         self._checks = PeerChecks(self._control.broadcast, num_ranks)
-        self._names.capacity = max(1024, NAMES_PER_BLOCK * self._num_blocks)
         if config.tiers.is_on:
             self._tiers = TierClient(
                 self._control.broadcast, num_ranks, config.tiers.timeout_s, self._find_holders
             )
-        return EngineInfo(
-            engine="vllm",
-            model=config.model,
-            model_fingerprint=endpoint.model_fingerprint,
-            block_size=config.block_size,
-            num_kv_blocks=self._num_blocks,
-            kv_bytes_per_token=endpoint.kv_bytes_per_token * num_ranks,
-            max_model_len=config.max_model_len,
-            num_ranks=num_ranks,
-            supports_logprobs=True,
-            kv_addresses=endpoint.addresses,
+        self._requests = Requests(
+            llm,
+            config.instance_id,
+            self._tiers,
+            self._names.num_held,
+            RequestEvents(self._on_drawn, self._on_refused, self._on_ended, self._die),
         )
+        self._events = self._watched(self._follow_events(), "vllm-kv-events")
 
     async def stop(self) -> None:
         if self._is_stopping:
@@ -205,39 +169,12 @@ class VllmEngine:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
-        if self._llm is None and self._building is not None:
-            self._llm = await self._end_build(self._building)
-        if self._llm is not None:
-            if self._llm.output_handler is not None:
-                self._llm.output_handler.cancel()  # or it reports the end of its engine as a death
-            shutdown = asyncio.to_thread(self._llm.shutdown)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(shutdown, STOP_TIMEOUT_S)
-            self._llm = None
+        await self._process.stop()
         if self._control is not None:
             await self._control.close()  # a worker that is still there exits when this ends
         if self._private_dir is not None:
             shutil.rmtree(self._private_dir, ignore_errors=True)
         log.info("vllm.stopped")
-
-    async def _end_build(self, building: asyncio.Future[AsyncLLM]) -> AsyncLLM | None:
-        """vLLM was still starting: its processes would go on, and the thread that waits for them too.
-
-        The process may live on, so no process may be started behind our back: wait for the thread, for a bounded time.
-        """
-        until = time.monotonic() + BUILD_STOP_S
-        while not building.done() and time.monotonic() < until:
-            self._kill_children()
-            await asyncio.wait([building], timeout=0.1)
-        if not building.done() or building.exception() is not None:
-            self._kill_children()
-            return None
-        return building.result()
-
-    def _kill_children(self) -> None:
-        for child in multiprocessing.active_children():
-            if child.pid not in self._other_children:
-                child.kill()
 
     # -- jobs -------------------------------------------------------------------------------------
 
@@ -341,13 +278,7 @@ class VllmEngine:
 
     async def ping(self) -> None:
         """A question that the engine's process answers between two steps."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        if self._llm is None:
-            return
-        try:
-            await self._llm.is_sleeping()
-        except EngineDeadError:
+        if not await self._process.is_alive():
             self._die("vLLM's engine process died; its own log says why")
 
     def stats(self) -> EngineStats:
