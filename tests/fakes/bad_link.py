@@ -1,15 +1,18 @@
-"""A network link between two processes that a test can slow down, cut at a given byte, or make lie.
+"""A network link between two processes that a test can slow down, make long or lossy, cut at a given byte, or make lie.
 
 Each process lives in a network namespace of its own with one device, a TUN whose other end is here: every IP packet
-between the two passes through `_relay`. A flipped bit gets a correct TCP checksum, so that neither kernel sees it. Needs root
-(CAP_NET_ADMIN, CAP_SYS_ADMIN) and /dev/net/tun; `why_not()` says what is missing.
+between the two passes through `_relay`, so that no `tc netem` is needed, which many kernels lack. A flipped bit gets a correct
+TCP checksum, so that neither kernel sees it. Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN) and /dev/net/tun; `why_not()` says what is
+missing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import heapq
 import os
+import random
 import select
 import struct
 import subprocess
@@ -21,6 +24,7 @@ SENDER_IP, RECEIVER_IP = "10.91.0.1", "10.91.0.2"
 DEVICE = "kv0"  # its name inside each namespace
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _MTU = 16_000
+_MAX_QUEUED = 512  # packets on their way in one direction; a full queue loses what comes
 _TCP = 6
 
 # A namespace needs a /sys of its own: UCX looks there for devices.
@@ -44,8 +48,15 @@ class BadLink:
         self.num_bytes = 0
         self.cut_at: int | None = None  # the link falls silent at this byte, in both directions
         self.flip_at: int | None = None  # one bit of a payload is flipped there
-        self.bytes_per_s: float | None = None
+        self.bytes_per_s: float | None = None  # each way
+        self.latency_s = 0.0  # each way, beside what `bytes_per_s` takes
+        self.loss = 0.0  # share of packets, each way
         self.num_flipped = 0
+        self.num_lost = 0
+        self._random = random.Random(24)
+        self._free_at: dict[int, float] = {}  # by target: when what was sent before has left
+        self._on_way: list[tuple[float, int, int, bytes]] = []  # heap: due, number, target, packet
+        self._num_packets = 0
         self._fds: dict[str, int] = {}
         self._thread = threading.Thread(target=self._relay, name="bad-link", daemon=True)
         self._is_closed = False
@@ -78,24 +89,43 @@ class BadLink:
     def _relay(self) -> None:
         sender, receiver = self._fds[SENDER_IP], self._fds[RECEIVER_IP]
         while not self._is_closed:
-            ready, _, _ = select.select([sender, receiver], [], [], 0.05)
+            ready, _, _ = select.select([sender, receiver], [], [], self._idle_s())
             try:
                 for fd in ready:
-                    self._pass_on(fd, receiver if fd == sender else sender)
+                    self._take(fd, receiver if fd == sender else sender)
+                self._deliver()
             except OSError:
                 return  # a device went away with its namespace
 
-    def _pass_on(self, source: int, target: int) -> None:
+    def _idle_s(self) -> float:
+        """Until the next packet is due."""
+        due = self._on_way[0][0] - time.monotonic() if self._on_way else 0.05
+        return min(0.05, max(0.0, due))
+
+    def _take(self, source: int, target: int) -> None:
         packet = bytearray(os.read(source, 65_536))
         if source == self._fds[SENDER_IP]:
             self.num_bytes += len(packet)
             self._flip(packet)
         if self.is_cut:
             return
+        num_queued = sum(other == target for _, _, other, _ in self._on_way)
+        if num_queued >= _MAX_QUEUED or self._random.random() < self.loss:
+            self.num_lost += 1
+            return
+        left_at = max(time.monotonic(), self._free_at.get(target, 0.0))
         if self.bytes_per_s:
-            time.sleep(len(packet) / self.bytes_per_s)
-        with contextlib.suppress(BlockingIOError):  # a full queue loses packets
-            os.write(target, packet)
+            left_at += len(packet) / self.bytes_per_s
+        self._free_at[target] = left_at
+        self._num_packets += 1
+        due = left_at + self.latency_s
+        heapq.heappush(self._on_way, (due, self._num_packets, target, bytes(packet)))
+
+    def _deliver(self) -> None:
+        while self._on_way and self._on_way[0][0] <= time.monotonic():
+            target, packet = heapq.heappop(self._on_way)[2:]
+            with contextlib.suppress(BlockingIOError):  # a full device loses packets
+                os.write(target, packet)
 
     def _flip(self, packet: bytearray) -> None:
         """One bit of the middle of a large segment, and a checksum that says that it is right."""

@@ -88,14 +88,19 @@ class Agent:
 
 
 @asynccontextmanager
-async def agent(role: str, *arguments: object, link: BadLink | None = None) -> AsyncIterator[Agent]:
-    """With a link, the process waits in its own namespace until its end of the link is there."""
+async def agent(
+    role: str, *arguments: object, link: BadLink | None = None, beside: Agent | None = None
+) -> AsyncIterator[Agent]:
+    """With a link, the process waits in its own namespace until its end of the link is there; `beside` is one in whose it runs."""
     own_ip = SENDER_IP if role == "sender" else RECEIVER_IP
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/libs"}
     command = [sys.executable, "-m", f"tests.fakes.kv_{role}_process", *map(str, arguments)]
     if link is not None:
-        environment |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "kv0"}
+        environment |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "kv0,lo"}
         command = [*IN_A_NAMESPACE, "sh", "-c", 'read go; exec "$@"', "sh", *command]
+    if beside is not None:
+        environment |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+        command = ["nsenter", "-t", str(beside.process.pid), "-n", "-m", *command]
     process = await asyncio.create_subprocess_exec(
         *command, stdin=PIPE, stdout=PIPE, cwd=ROOT, env=environment
     )
@@ -336,4 +341,30 @@ async def test_a_slow_link_keeps_its_lease_and_takes_the_time_it_takes() -> None
         _, _, outcome, seconds = await receiver.hear("pulled")
         assert outcome == "ok"
         assert 3.0 < float(seconds) < 10.0
+        await sender.hear("closed t0 taken", 5.0)
+
+
+@needs_link
+@pytest.mark.fault("F24")
+async def test_a_slow_long_and_lossy_link_makes_progress_and_holds_up_no_other_pull() -> None:
+    """10 Mbit/s, 50 ms each way and every twentieth packet lost; another decode has a good link to the same prefill."""
+    at_once = 10
+    async with (
+        bad_link() as link,
+        pair(MEDIUM, 5.0, link) as (sender, far, address),
+        agent("receiver", MEDIUM.num_blocks, MEDIUM.block_bytes, 5.0, beside=sender) as near,
+    ):
+        await near.hear("ready")
+        await sender.tell(f"stage {at_once}")
+        link.bytes_per_s, link.latency_s, link.loss = 10e6 / 8, 0.05, 0.05
+        await far.tell(f"pull {address} t0 60 5.0")
+        await far.hear(part(1, MEDIUM))
+        for number in range(1, at_once + 1):
+            await near.tell(f"pull {address} t{number} 60 5.0")
+            assert (await near.hear(f"pulled t{number}"))[2] == "ok"
+        assert not any(line.startswith("pulled") for line in far.said), "it is on its way still"
+        _, _, outcome, seconds = await far.hear("pulled", 60.0)
+        assert outcome == "ok", "silence is never as long as the stall"
+        assert link.num_lost
+        assert float(seconds) > 3.0
         await sender.hear("closed t0 taken", 5.0)

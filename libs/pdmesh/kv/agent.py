@@ -73,7 +73,7 @@ class KvAgent:
         self._staging = staging_arena or HostArena(staging_bytes)
         self._landing = landing_arena or HostArena(landing_bytes)
         self._fingerprint_hash = fingerprint_hash(identity.model_fingerprint)
-        self._pool = ConnectionPool(transport, max_peers, lambda: self._receiver.peers_in_use())
+        self._pool = ConnectionPool(transport, max_peers, self._peers_in_use)
         self._peers = Peers(self._pool)
         self._sender = SenderHalf(identity, self._staging, self._peers, on_event, hooks, blocks)
         self._receiver = ReceiverHalf(self._peers, on_event, hooks, quarantine or Quarantine())
@@ -346,6 +346,9 @@ class KvAgent:
         if not 0 <= rank < len(ticket.addresses):
             raise bad_ticket(f"addresses: none of rank {rank}")
         return ticket.addresses[rank]
+
+    def _peers_in_use(self) -> set[int]:
+        return self._receiver.peers_in_use()
 
     def _has_work(self) -> bool:
         """Whether there is something that time ends."""
