@@ -1,6 +1,6 @@
 """Leak test: many requests with random disconnects and killed instances, and then everything must be back to zero (I4).
 
-    python -m loadtests.leak --requests 100000 --out loadtests/results/leak-DATE.json
+    python -m loadtests.leak --requests 100000 --out loadtests/results/leak-DATE
 
 Two gateways (one hands KV on whole, one per layer), two prefills, two decodes on the sim engine, as real processes. A part of the
 clients go away at random moments by FIN or RST; prefill-1 and decode-1 are killed again and again. prefill-0 and decode-0
@@ -28,6 +28,8 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from loadtests.client import http_request
+from loadtests.report import table
+from loadtests.results import write
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 
@@ -298,12 +300,38 @@ async def _main(arguments: argparse.Namespace) -> int:
                 kill_every_s=arguments.kill_every_s,
                 seed=arguments.seed,
             )
-    result = {"arguments": vars(arguments), **asdict(report), "leaks": report.leaks}
-    text = json.dumps(result, indent=2, default=str)
+    text = as_markdown(report)
     print(text)
     if arguments.out:
-        Path(arguments.out).write_text(text + "\n")
+        about = (
+            f"{arguments.concurrency} clients of two gateways (whole model, layer by layer), two prefills and two decodes on sim; every {arguments.kill_every_s:.0f} s "
+            f"prefill-1 or decode-1 is killed in turns. What the processes hold is read when nothing is under way any more (I4)."
+        )
+        found = {**asdict(report), "leaks": report.leaks}
+        write(arguments.out, "loadtests.leak", "Leak test", about, text, **found)
     return 1 if report.leaks or report.outcomes.get("hung") else 0
+
+
+def as_markdown(report: Report) -> str:
+    outcomes = ", ".join(f"{count:,} {name}" for name, count in report.outcomes.items())
+    rows = [
+        [
+            name,
+            "{:.0f} of {:.0f}".format(*reversed(report.blocks[name]))
+            if name in report.blocks
+            else "",
+            "{} -> {}".format(*report.files[name]),
+            "{:.0f} -> {:.0f}".format(*report.rss_mib[name]),
+        ]
+        for name in report.files
+    ]
+    return "\n\n".join(
+        [
+            f"{report.num_requests:,} requests in {report.duration_s:.0f} s, {report.num_kills} kills: {outcomes}.",
+            f"**Leaks: {'; '.join(report.leaks) or 'none'}.** Everything was given back {report.seconds_until_idle:.2f} s after the last answer.",
+            table(["survivor", "free blocks", "open files", "resident MiB"], rows),
+        ]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -312,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, default=48)
     parser.add_argument("--kill-every-s", type=float, default=15.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", default="")
+    parser.add_argument("--out", type=Path, help="write this .md and .json")
     return asyncio.run(_main(parser.parse_args(argv)))
 
 

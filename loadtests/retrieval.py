@@ -1,6 +1,6 @@
 """Do retrievals slow running decodes? Time per token of long streams at one decode, without and with KV coming in beside them (S52).
 
-    python -m loadtests.retrieval --out loadtests/results/retrieval-DATE.json
+    python -m loadtests.retrieval --out loadtests/results/retrieval-DATE
 
 One prefill, one decode on the sim engine, steps of 20 ms (the demo law), KV as heavy as a small model's (8 layers of 2 KiB per token).
 The streams draw all the time; the others ask for two tokens each after long prompts, so that the decode does little but retrieve for them.
@@ -14,17 +14,19 @@ import asyncio
 import json
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from loadtests.client import LoadResult, LoadSpec, run_load
 from loadtests.leak import gauges
+from loadtests.results import spread_table, write
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 
 _NUM_STREAMS, _NUM_OTHERS = 8, 6
+_QUANTILES: Final = ("p50", "p90", "p99")
 _PROMPT_TOKENS: Final = 1000
 _ENV: Final = {
     "PDMESH_SIM_LAW": "demo",
@@ -103,28 +105,58 @@ async def _main(arguments: argparse.Namespace) -> int:
                 for n in range(2 * arguments.rounds)
             ]
 
-    def middle(*, busy: bool, quantile: str) -> float:
-        values = sorted(
-            r["time_per_token_ms"][quantile] for r in rounds if r["with_retrievals"] is busy
-        )
-        return float(values[len(values) // 2])
-
-    share = {
-        q: round(middle(busy=True, quantile=q) / middle(busy=False, quantile=q) - 1, 4)
-        for q in ("p50", "p90", "p99")
-    }
-    text = json.dumps({"slower_with_retrievals": share, "rounds": rounds}, indent=2)
+    text = as_markdown(rounds)
     print(text)
     if arguments.out:
-        Path(arguments.out).write_text(text + "\n")
+        about = (
+            f"Time between two tokens of {_NUM_STREAMS} long streams at one decode, without and with {_NUM_OTHERS} clients that keep prompts of "
+            f"{_PROMPT_TOKENS} tokens coming to it beside them, in turns of {arguments.duration_s:.0f} s. Median over the rounds (lowest..highest)."
+        )
+        write(
+            arguments.out,
+            "loadtests.retrieval",
+            "Decode steps and KV that comes in beside them",
+            about,
+            text,
+            rounds=rounds,
+        )
     return 0
+
+
+def as_markdown(rounds: Sequence[dict[str, Any]]) -> str:
+    """Times with and without, and what the difference is between neighbours."""
+    calm = [r for r in rounds if not r["with_retrievals"]]
+    busy = [r for r in rounds if r["with_retrievals"]]
+
+    def slower(quantile: str) -> Callable[[tuple[dict[str, Any], dict[str, Any]]], float]:
+        return lambda pair: (
+            pair[1]["time_per_token_ms"][quantile] / pair[0]["time_per_token_ms"][quantile] - 1
+        )
+
+    def time_ms(quantile: str) -> Callable[[dict[str, Any]], float]:
+        return lambda r: float(r["time_per_token_ms"][quantile])
+
+    times = spread_table(
+        ["ms between tokens"],
+        [(q, time_ms(q), ".2f") for q in _QUANTILES],
+        [(["without"], calm), (["with retrievals"], busy)],
+    )
+    shares = spread_table(
+        [""],
+        [(q, slower(q), "+.1%") for q in _QUANTILES],
+        [(["slower with retrievals"], list(zip(calm, busy, strict=True)))],
+    )
+    pulled = ", ".join(f"{r['num_retrieved']} ({r['mib_pulled']:.0f} MiB)" for r in busy)
+    errors = {name: n for r in rounds for name, n in r["errors"].items()}
+    said = f"Errors: {errors}." if errors else "No errors."
+    return f"{times}\n\n{shares}\n\nPrompts retrieved in each round: {pulled}. {said}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--duration-s", type=float, default=8.0)
-    parser.add_argument("--out", default="")
+    parser.add_argument("--out", type=Path, help="write this .md and .json")
     return asyncio.run(_main(parser.parse_args(argv)))
 
 

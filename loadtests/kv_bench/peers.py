@@ -1,4 +1,4 @@
-"""Other transfer libraries beside ours, each in an interpreter of its own that has it installed."""
+"""Other transfer libraries beside ours, each in processes of its own: an interpreter that has it, or ours with a folder that has."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -20,19 +21,30 @@ TRANSPORTS_OF: Final[Mapping[str, tuple[str, ...]]] = {"nixl": ("tcp", "shm"), "
 _POLLING: Final = ("nixl",)
 
 
+def interpreter_of(where: Path) -> tuple[str, dict[str, str]]:
+    """The program that runs a peer's script, and its environment: `where` itself, or ours with a folder of packages."""
+    if not where.is_dir():
+        return str(where), {}
+    where = where.resolve()
+    libraries = where / "nvidia" / "cuda_runtime" / "lib"  # nixl links to it, used or not
+    return sys.executable, {"PYTHONPATH": str(where), "LD_LIBRARY_PATH": str(libraries)}
+
+
 class Peer:
     """One library's two processes over one transport. `is_there` is False if they did not start.
 
     Those that poll without end, as nixl's progress threads do, are stopped while others are measured: they would take a core.
     """
 
-    def __init__(self, name: str, python: Path, transport: str, largest: int) -> None:
+    def __init__(self, name: str, where: Path, transport: str, largest: int) -> None:
         self._is_polling = name in _POLLING
         load_library()  # nixl moves over UCX: with our settings
+        program, its_own = interpreter_of(where)
         environment = dict(TRANSPORTS[transport]) | os.environ | {"UCX_LOG_LEVEL": "error"}
+        environment |= its_own
         script = Path(__file__).with_name(f"peer_{name}.py")
         self._process = subprocess.Popen(
-            [str(python), str(script), str(largest), str(cases.BLOCK_BYTES)],
+            [program, str(script), str(largest), str(cases.BLOCK_BYTES)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

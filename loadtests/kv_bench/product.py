@@ -21,8 +21,9 @@ from loadtests.kv_bench.cases import Command, PagedCache
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import CHUNK_BYTES, KvLayout
 from pdmesh.core.ticket import Ticket
-from pdmesh.kv.agent import AgentEvent, AgentIdentity, KvAgent, TicketClosed
+from pdmesh.kv.agent import KvAgent
 from pdmesh.kv.agent_thread import AgentThread
+from pdmesh.kv.agent_types import AgentEvent, AgentIdentity, TicketClosed
 from pdmesh.kv.scatter import HostBlocks
 from pdmesh.kv.transport import ByteArray
 from pdmesh.kv.ucx import UcxTransport

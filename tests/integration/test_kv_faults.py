@@ -96,10 +96,10 @@ async def agent(
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/libs"}
     command = [sys.executable, "-m", f"tests.fakes.kv_{role}_process", *map(str, arguments)]
     if link is not None:
-        environment |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "kv0,lo"}
+        environment |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "kv0"}
         command = [*IN_A_NAMESPACE, "sh", "-c", 'read go; exec "$@"', "sh", *command]
     if beside is not None:
-        environment |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+        environment |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "kv0"}
         command = ["nsenter", "-t", str(beside.process.pid), "-n", "-m", *command]
     process = await asyncio.create_subprocess_exec(
         *command, stdin=PIPE, stdout=PIPE, cwd=ROOT, env=environment
@@ -349,10 +349,11 @@ async def test_a_slow_link_keeps_its_lease_and_takes_the_time_it_takes() -> None
 async def test_a_slow_long_and_lossy_link_makes_progress_and_holds_up_no_other_pull() -> None:
     """10 Mbit/s, 50 ms each way and every twentieth packet lost; another decode has a good link to the same prefill."""
     at_once = 10
+    near_arguments = (MEDIUM.num_blocks, MEDIUM.block_bytes, 5.0, SENDER_IP)
     async with (
         bad_link() as link,
         pair(MEDIUM, 5.0, link) as (sender, far, address),
-        agent("receiver", MEDIUM.num_blocks, MEDIUM.block_bytes, 5.0, beside=sender) as near,
+        agent("receiver", *near_arguments, beside=sender) as near,
     ):
         await near.hear("ready")
         await sender.tell(f"stage {at_once}")
