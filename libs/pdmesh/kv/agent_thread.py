@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class AgentThread:
-    """`make_agent` runs on the new thread, so that everything UCX is born and dies there.
+    """`make_agent` runs on the new thread, so that all of UCX is used there alone.
 
     `die` is told if the thread ends although nobody closed it.
     """

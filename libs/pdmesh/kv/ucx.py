@@ -4,6 +4,9 @@ All connections share one receive for messages, so that the cost of a wake-up do
 of peers; a frame names the connection by a random number only the two ends know. What one turn of the loop says to a
 peer goes as one frame: a send and its receipt cost more than a small prompt's bytes. Payloads have a tag of their
 own, made of that number and the pull's key, and are received where they belong.
+
+The transports of a process, one after the other, have the same port (`ucx_worker`). What tells them apart is the life that an
+address ends with: who means another one than the present is no connection.
 """
 
 from __future__ import annotations
@@ -23,7 +26,15 @@ import structlog
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.transport import MAX_MESSAGE, ByteArray, ConnectionHandler, KvConnection
 from pdmesh.kv.ucx_connection import UcxConnection
-from pdmesh.kv.ucx_worker import UcxWorker, is_local, options_for
+from pdmesh.kv.ucx_worker import (
+    MESSAGE_TAG,
+    UcxWorker,
+    close_endpoint,
+    give_worker_back,
+    is_local,
+    options_for,
+    take_worker,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -31,13 +42,11 @@ _FRAME = struct.Struct("<QI")  # receiver's number of the connection, bytes that
 _LENGTH = struct.Struct("<I")  # before each message of a frame
 _MAX_FRAME = _LENGTH.size + MAX_MESSAGE  # without its header
 _AT_ONCE = 32 << 10  # a message so long is not copied to wait for others
-_GREETING = struct.Struct("<8sQ")  # magic, the accepting side's number of the connection
-_GREETING_MAGIC = b"PDKVUCX2"
+_GREETING = struct.Struct("<8sQQ")  # magic, the accepting side's life, its number of the connection
+_GREETING_MAGIC = b"PDKVUCX3"
 _HELLO = struct.Struct("<8sQ")  # first message of the connecting side: magic, its number
-_MESSAGE_TAG = 0  # tags of payloads are never 0: a connection's number is not
 _HANDSHAKE_S = 5.0
 MAX_CONNECTIONS = 4096  # both directions
-_CLOSE_NS = 1_000_000_000
 _FLUSH_S = 0.2  # for last words, acks above all
 _DRAIN_S = 2.0
 _WARM_UP_S = 1.0
@@ -52,57 +61,48 @@ class UcxTransport:
         self._is_local = is_local(host)
         self._handler: ConnectionHandler | None = None
         self._ucx: UcxWorker | None = None
-        self._listener: Any = None
-        self._num_connections = 0
+        self._life = secrets.randbits(64)
+        self._is_closing = False
         self._by_number: dict[int, UcxConnection] = {}
         self._talking: dict[UcxConnection, None] = {}  # with messages that wait to be sent
-        self._accepted: list[Any] = []  # endpoints, filled while UCX progresses
         self._emptied = asyncio.Event()  # since the start, no connection was left
         self._dying: list[UcxConnection] = []  # endpoint to be closed
         self._draining: list[UcxConnection] = []  # endpoint closed, requests not all ended
-        self._inbox = np.empty(_FRAME.size + _MAX_FRAME, np.uint8)
-        self._inbox_array: Any = None
-        self._inbox_request: Any = None
 
     @property
     def num_connections(self) -> int:
         return len(self._by_number)
 
     async def start(self, handler: ConnectionHandler) -> str:
-        options = options_for(self._host)
         try:
-            self._ucx = UcxWorker(options, self._on_progressed)
-            self._listener = self._ucx.api.UCXListener.create(
-                self._ucx.worker, 0, self._accepted.append, deliver_endpoint=True
-            )
+            ucx = self._ucx = take_worker(options_for(self._host), _FRAME.size + _MAX_FRAME)
         except Exception as exc:  # ucxx has a class per UCX status
-            await self.close()
             raise KvTransferFailed(f"UCX does not start: {exc}", reason="KV_NO_TRANSPORT") from exc
-        from ucxx._lib.arr import Array
-        from ucxx.types import Tag
-
-        self._array, self._tag = Array, Tag
-        self._ucx_error: type[Exception] = self._ucx.api.UCXError
-        self._inbox_array = Array(self._inbox)
-        self._post_inbox()
-        self._ucx.pump()
-        await self._warm_up()
+        self._array, self._tag = ucx.array, ucx.tag
+        self._ucx_error: type[Exception] = ucx.api.UCXError
+        self._handler = _Nobody()
+        ucx.begin(self._on_progressed)
+        if not ucx.is_warm:
+            await self._warm_up(ucx)
         self._handler = handler
-        if not self._is_local and not self._ucx.has_fabric():
+        if not self._is_local and not ucx.has_fabric():
             log.warning(
                 "kv.no_rdma", hint="this UCX has no verbs; KV goes over tcp or shared memory"
             )
-        return f"{self._advertise_host}:{self._listener.port}"
+        return self._address(self._advertise_host)
 
-    async def _warm_up(self) -> None:
-        """Connect to ourselves: the first connection of a worker costs each end 30 ms of CPU, which is no request's to pay."""
-        self._handler = _Nobody()
+    def _address(self, host: str) -> str:
+        assert self._ucx is not None
+        return f"{host}:{self._ucx.port}/{self._life:x}"
+
+    async def _warm_up(self, ucx: UcxWorker) -> None:
+        """Connect to ourselves: what a worker's first connection costs is no request's to pay."""
         try:
-            address = f"{_own_address(self._host)}:{self._listener.port}"
-            connection = await self.connect(address, _WARM_UP_S)
+            connection = await self.connect(self._address(_own_address(self._host)), _WARM_UP_S)
         except KvTransferFailed as error:
             log.info("kv.not_warm", error=error.message)
             return
+        ucx.is_warm = True
         connection.abort("warm")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_WARM_UP_S):
@@ -114,7 +114,7 @@ class UcxTransport:
         connection: UcxConnection | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                host, port = await _resolve(address)
+                host, port, life = await _resolve(address)
                 connection = self._add(
                     self._ucx.api.UCXEndpoint.create(self._ucx.worker, host, port, True)
                 )
@@ -129,7 +129,7 @@ class UcxTransport:
                 if connection.close_reason:
                     # It is buried as one that nobody knew: its end would never be told.
                     raise ConnectionError(connection.close_reason)
-                self._greet_back(connection, greeting)
+                self._greet_back(connection, greeting, life)
         except BaseException as exc:
             if connection is not None:
                 connection.abort("not connected")
@@ -143,23 +143,19 @@ class UcxTransport:
 
     async def close(self) -> None:
         ucx = self._ucx
-        if ucx is None:
+        if ucx is None or self._is_closing:
             return
-        self._listener = None
+        self._is_closing = True  # from here whoever connects is turned away
         self._send_waiting()
         ucx.drain(lambda: not any(c.num_unsent for c in self._by_number.values()), _FLUSH_S)
         for connection in list(self._by_number.values()):
             connection.abort("closing")
-        for endpoint in self._accepted:
-            endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
-        self._accepted.clear()
         ucx.drain(lambda: not self._by_number and not ucx.num_pending, _DRAIN_S)
-        ucx.close()
+        give_worker_back(ucx, is_quiet=not self._by_number and not ucx.num_pending)
         self._ucx = None
         for connection in self._draining:
-            connection.payloads.clear()  # the worker that could touch their buffers is no more
+            connection.payloads.clear()  # the worker that could touch their buffers is never used again
         self._bury_dead()
-        self._inbox_request = None
 
     # -- what connections use ---------------------------------------------------------------------
 
@@ -203,7 +199,7 @@ class UcxTransport:
             return
         size = sum(map(len, body)) + sum(map(len, more))
         frame = b"".join((_FRAME.pack(connection.peer_number, size), *body, *more))
-        request = self.post(connection.endpoint.tag_send, frame, _MESSAGE_TAG)
+        request = self.post(connection.endpoint.tag_send, frame, MESSAGE_TAG)
         if request is None:
             connection.abort("the endpoint refused a message")
         elif request.completed:
@@ -222,37 +218,15 @@ class UcxTransport:
     # -- what UCX tells ---------------------------------------------------------------------------
 
     def _on_progressed(self) -> bool:
-        has_work = self._read_inbox()
-        while self._accepted:
-            self._accept(self._accepted.pop())
+        assert self._ucx is not None
+        has_work = self._ucx.read_inbox(self._on_frame)
+        for endpoint in self._ucx.arrivals():
+            self._accept(endpoint)
             has_work = True
         has_work = self._bury_dead() or has_work
         return self._send_waiting() or has_work
 
-    def _post_inbox(self) -> None:
-        assert self._ucx is not None
-        self._inbox_request = self._ucx.worker.tag_recv(self._inbox_array, self._tag(_MESSAGE_TAG))
-
-    def _read_inbox(self) -> bool:
-        has_read = False
-        while (
-            self._ucx is not None
-            and self._inbox_request is not None
-            and self._inbox_request.completed
-        ):
-            has_read = True
-            try:
-                self._inbox_request.check_error()
-                self._on_frame()
-            except self._ucx_error:  # longer than any frame of ours; who sent it cannot be known
-                log.warning("kv.frame.refused")
-            finally:  # or nothing would be heard any more
-                if self._ucx is not None:
-                    self._post_inbox()
-        return has_read
-
-    def _on_frame(self) -> None:
-        view = memoryview(self._inbox)  # type: ignore[arg-type]  # numpy arrays are buffers
+    def _on_frame(self, view: memoryview) -> None:
         number, size = _FRAME.unpack_from(view)
         connection = self._by_number.get(number)
         if connection is None or size > _MAX_FRAME:
@@ -281,20 +255,23 @@ class UcxTransport:
     # -- the handshake ----------------------------------------------------------------------------
 
     def _add(self, endpoint: Any) -> UcxConnection:
-        self._num_connections += 1
-        key = self._num_connections
+        assert self._ucx is not None
+        key = self._ucx.next_key()
         connection = UcxConnection(self, endpoint, key, secrets.randbits(32) << 32 | key)
         self._by_number[connection.number] = connection
         return connection
 
     def _accept(self, endpoint: Any) -> None:
-        """Greet who connected: the greeting carries our number, its first message will carry its own."""
+        """Greet who connected: the greeting carries our life and number, its first message will carry its own number."""
+        if self._is_closing:
+            close_endpoint(endpoint)
+            return
         connection = self._add(endpoint)
         if len(self._by_number) > MAX_CONNECTIONS:
             log.warning("kv.connections.full", num_connections=len(self._by_number))
             connection.abort("too many connections")
             return
-        greeting = _GREETING.pack(_GREETING_MAGIC, connection.number)
+        greeting = _GREETING.pack(_GREETING_MAGIC, self._life, connection.number)
         try:
             request = endpoint.stream_send(self._array(greeting))
         except self._ucx_error:
@@ -309,10 +286,12 @@ class UcxTransport:
         if not connection.is_announced:
             connection.abort("said nothing")
 
-    def _greet_back(self, connection: UcxConnection, greeting: ByteArray) -> None:
-        magic, connection.peer_number = _GREETING.unpack(greeting.tobytes())
+    def _greet_back(self, connection: UcxConnection, greeting: ByteArray, life: int) -> None:
+        magic, its_life, connection.peer_number = _GREETING.unpack(greeting.tobytes())
         if magic != _GREETING_MAGIC:
             raise ValueError("the peer does not speak this version")
+        if its_life != life:
+            raise ValueError("who was meant is no more; another has its port")
         connection.is_announced = True
         connection.send([_HELLO.pack(_GREETING_MAGIC, connection.number)])
 
@@ -338,8 +317,7 @@ class UcxTransport:
             self.send_frame(connection)
             self._say_goodbye(connection)
             endpoint, connection.endpoint = connection.endpoint, None
-            endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
-            endpoint.remove_close_callback()
+            close_endpoint(endpoint)
             self._draining.append(connection)
         if self._ucx is not None and any(c.payloads for c in self._draining):
             # Receives on an endpoint that ended by itself: ucxx notes them to be cancelled, and does it in its own way to
@@ -358,7 +336,7 @@ class UcxTransport:
         """Best effort: over shared memory nothing else tells the peer, while both processes live."""
         if connection.is_announced and self._ucx is not None:
             frame = _FRAME.pack(connection.peer_number, 0)
-            self.post(connection.endpoint.tag_send, frame, _MESSAGE_TAG)
+            self.post(connection.endpoint.tag_send, frame, MESSAGE_TAG)
 
 
 class _Nobody:
@@ -386,8 +364,10 @@ def _own_address(host: str) -> str:
         return host
 
 
-async def _resolve(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
+async def _resolve(address: str) -> tuple[str, int, int]:
+    """IP address, port and life. ValueError: it is no address of ours."""
+    host_port, _, life = address.partition("/")
+    host, _, port = host_port.rpartition(":")
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -395,4 +375,4 @@ async def _resolve(address: str) -> tuple[str, int]:
             host, None, family=socket.AF_INET, type=socket.SOCK_STREAM
         )
         host = str(found[0][4][0])
-    return host, int(port)
+    return host, int(port), int(life, 16)

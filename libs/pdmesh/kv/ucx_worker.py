@@ -1,18 +1,24 @@
-"""One UCX worker on one event loop: its event fd wakes the loop, so that idle costs nothing.
+"""One UCX worker, with its listener, for as long as the process lives; its event fd wakes the loop, so that idle costs nothing.
 
 ucxx's own asyncio front end either polls or progresses in a thread, and waits for a request by polling it
 (`sleep(0)`). Here the loop watches the worker's fd; when it is readable the worker progresses, completed
 requests are called back, and the worker is armed again. Nothing is awaited per message.
+
+Neither listener nor worker is ever destroyed (ADR 0024): UCX's thread goes on working for a peer that is in the middle of
+connecting, with a pointer to the listener. They are lent to one transport after the other, and turn peers away in between.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import structlog
 
 log = structlog.get_logger(__name__)
@@ -32,10 +38,12 @@ _ENVIRONMENT = {
     "UCXX_LOG_LEVEL": "FATAL",
     "UCXPY_LOG_LEVEL": "CRITICAL",
 }
+MESSAGE_TAG = 0  # of frames, which all connections receive in one inbox; payloads have other tags
 # Some transports' events do not reach the fd (ucxx guards against it too): look now and then.
 _GUARD_S = 0.5
 # A large payload must not keep the loop to itself. Not by `loop.time()`: uvloop's stands still meanwhile.
 _TURN_S = 0.002
+_CLOSE_NS = 1_000_000_000
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -67,34 +75,123 @@ def options_for(host: str) -> dict[str, str]:
     return {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
 
 
-class UcxWorker:
-    """Progress and completions of one UCX context. Used on the loop that made it, and only there."""
+def close_endpoint(endpoint: Any) -> None:
+    """At once, without the peer's consent: what is posted on it ends. Not within a callback of UCX's."""
+    endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
+    endpoint.remove_close_callback()
 
-    def __init__(self, options: dict[str, str], on_progressed: Callable[[], bool]) -> None:
-        """`on_progressed` is called after each progress; it returns True if it may have made new work."""
+
+class UcxWorker:
+    """Progress, completions and arrivals of one UCX context. Used on one loop at a time, and only there."""
+
+    def __init__(self, options: dict[str, str], inbox_bytes: int) -> None:
         self.api = load_library()
-        self._loop = asyncio.get_running_loop()
+        from ucxx._lib.arr import Array
+        from ucxx.types import Tag
+
+        self.array, self.tag = Array, Tag
+        self.options = options
+        self.is_warm = False  # the first connection of a worker costs each end 30 ms of CPU
         self._context = self.api.UCXContext(options)
         self.worker = self.api.UCXWorker(
             self._context, enable_delayed_submission=False, enable_python_future=False
         )
         self.worker.init_blocking_progress_mode()
+        self._arrived: list[Any] = []  # endpoints, filled while UCX progresses
+        self._listener = self.api.UCXListener.create(
+            self.worker, 0, self._arrived.append, deliver_endpoint=True
+        )
+        _keep_for_good(self._context, self.worker, self._listener)
         self._fd: int = self.worker.epoll_file_descriptor
-        self._on_progressed = on_progressed
+        self._inbox = np.empty(inbox_bytes, np.uint8)
+        self._inbox_array = Array(self._inbox)
+        self._post_inbox()
+        self._num_connections = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_progressed: Callable[[], bool] = self._turn_away
         self._pending: list[tuple[Any, Callable[[bool], None], object]] = []
         self._is_kicked = False
         self._is_pumping = False
-        self._is_closed = False
-        self._loop.add_reader(self._fd, self.pump)
-        self._guard = self._loop.call_later(_GUARD_S, self._look)
+        self._is_stopped = False
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.port)
 
     @property
     def num_pending(self) -> int:
         return len(self._pending)
 
+    def next_key(self) -> int:
+        """For a connection: unique as long as the process lives, so that no late byte is taken for another connection's."""
+        self._num_connections += 1
+        return self._num_connections
+
     def has_fabric(self) -> bool:
         """Whether UCX found an RDMA device (verbs, mlx5, EFA); the PyPI wheel of libucx never does."""
         return any(word in self._context.info for word in ("rc_", "dc_", "ud_", "srd", "ib/"))
+
+    # -- who has it -------------------------------------------------------------------------------
+
+    def is_free_for(self, loop: asyncio.AbstractEventLoop) -> bool:
+        return self._loop is None or self._loop is loop or self._loop.is_closed()
+
+    def begin(self, on_progressed: Callable[[], bool]) -> None:
+        """Serve a transport on the running loop. `on_progressed` is called after each progress; True if it may have made new work."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop = loop
+            self._is_kicked = False
+            loop.add_reader(self._fd, self.pump)
+            loop.call_later(_GUARD_S, self._look)
+            self.pump()  # turns those away who came while no loop turned
+        self._on_progressed = on_progressed
+        self.kick()
+
+    def end(self) -> None:
+        """The transport is done: until the next one, whoever connects is turned away."""
+        self._on_progressed = self._turn_away
+        self.kick()
+
+    def stop(self) -> None:
+        """Never progress again: operations are left that would touch memory which is no longer theirs."""
+        self._is_stopped = True
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._fd)
+
+    def arrivals(self) -> list[Any]:
+        """Endpoints of peers that connected since the last call."""
+        arrived = self._arrived[:]
+        del self._arrived[: len(arrived)]
+        return arrived
+
+    def _turn_away(self) -> bool:
+        arrived = self.arrivals()
+        for endpoint in arrived:
+            close_endpoint(endpoint)
+        return self.read_inbox(lambda _: None) or bool(arrived)
+
+    # -- frames -----------------------------------------------------------------------------------
+
+    def read_inbox(self, on_frame: Callable[[memoryview], None]) -> bool:
+        """Each frame that has arrived, valid during the call only. Returns whether there was one."""
+        has_read = False
+        while self._inbox_request.completed:
+            has_read = True
+            try:
+                self._inbox_request.check_error()
+                on_frame(memoryview(self._inbox))  # type: ignore[arg-type]  # numpy arrays are buffers
+            except self.api.UCXError:  # longer than any frame of ours; who sent it cannot be known
+                log.warning("kv.frame.refused")
+            finally:  # or nothing would be heard any more
+                self._post_inbox()
+        return has_read
+
+    def _post_inbox(self) -> None:
+        self._inbox_request = self.worker.tag_recv(self._inbox_array, self.tag(MESSAGE_TAG))
+
+    # -- progress ---------------------------------------------------------------------------------
 
     def watch(self, request: Any, on_done: Callable[[bool], None], buffer: object) -> None:
         """Call `on_done(is_ok)` once the request is complete, from the loop and never from here.
@@ -106,14 +203,15 @@ class UcxWorker:
 
     def kick(self) -> None:
         """Progress soon: new operations were posted while the worker may be armed."""
-        if not self._is_kicked and not self._is_pumping and not self._is_closed:
-            self._is_kicked = True
-            self._loop.call_soon(self.pump)
+        if self._loop is None or self._is_kicked or self._is_pumping or self._is_stopped:
+            return
+        self._is_kicked = True
+        self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
         """Progress until there is nothing to do and arm the fd; or until others on the loop have waited enough."""
         self._is_kicked = False
-        if self._is_closed or self._is_pumping:
+        if self._is_stopped or self._is_pumping:
             return
         self._is_pumping = True
         turn_ends = time.monotonic() + _TURN_S
@@ -121,40 +219,31 @@ class UcxWorker:
             while self._step():
                 if time.monotonic() >= turn_ends:
                     self._is_kicked = True
+                    assert self._loop is not None
                     self._loop.call_soon(self.pump)
                     return
         finally:
             self._is_pumping = False
 
     def drain(self, is_done: Callable[[], bool], within_s: float) -> None:
-        """Progress, blocking the loop, until `is_done`. For the end of the transport."""
+        """Progress, blocking the loop, until `is_done`. For the end of a transport."""
         ends = time.monotonic() + within_s
         while not is_done() and time.monotonic() < ends:
             self._step()
 
-    def close(self) -> None:
-        """Cancel what is left and let go of the worker. Endpoints and listeners must be gone by now."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._guard.cancel()
-        self._loop.remove_reader(self._fd)
-        self.worker.cancel_inflight_requests()
-        self.worker.progress()
-        self._pending.clear()
-        del self.worker, self._context
-
     def _step(self) -> bool:
         """Returns False once there is nothing to do and the fd will tell when there is."""
-        if self._is_closed:
+        if self._is_stopped:
             return False
         has_work = bool(self.worker.progress_once())
         has_work = self._complete() or has_work
         has_work = self._on_progressed() or has_work
-        return has_work or not (self._is_closed or self.worker.arm())
+        return has_work or not (self._is_stopped or self.worker.arm())
 
     def _look(self) -> None:
-        self._guard = self._loop.call_later(_GUARD_S, self._look)
+        if self._is_stopped or self._loop is not asyncio.get_running_loop():
+            return
+        self._loop.call_later(_GUARD_S, self._look)
         self.pump()
 
     def _complete(self) -> bool:
@@ -175,3 +264,35 @@ class UcxWorker:
         except self.api.UCXError:
             return False
         return True
+
+
+_idle: list[UcxWorker] = []
+_idle_lock = threading.Lock()  # agents on threads of their own take and give back too
+
+
+def take_worker(options: dict[str, str], inbox_bytes: int) -> UcxWorker:
+    """One that nobody uses, or a new one: a process has as many as it ever had transports at once."""
+    loop = asyncio.get_running_loop()
+    with _idle_lock:
+        for worker in _idle:
+            if worker.options == options and worker.is_free_for(loop):
+                _idle.remove(worker)
+                return worker
+    return UcxWorker(options, inbox_bytes)
+
+
+def give_worker_back(worker: UcxWorker, is_quiet: bool) -> None:
+    """`is_quiet`: nothing that its last transport posted can touch any memory any more. If not, it is never used again."""
+    if not is_quiet:
+        log.error("kv.worker.abandoned", num_pending=worker.num_pending)
+        worker.stop()
+        return
+    worker.end()
+    with _idle_lock:
+        _idle.append(worker)
+
+
+def _keep_for_good(*objects: object) -> None:
+    """One reference more than anybody will ever drop: not even the end of the interpreter destroys them."""
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))

@@ -1,0 +1,37 @@
+"""A process whose KV transport lives many short lives, as an instance's does that is given role after role.
+
+Writes each life's address to stdout. Ends with 0 after the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+
+from pdmesh.kv.transport import KvConnection
+from pdmesh.kv.ucx import UcxTransport
+
+_LONGEST_S = 0.03  # about what a peer takes to connect, so that lives end in every part of it
+
+
+class _Handler:
+    def on_connected(self, connection: KvConnection) -> None:
+        connection.send([b"welcome"])
+
+    def on_message(self, connection: KvConnection, message: memoryview) -> None: ...
+
+    def on_closed(self, connection: KvConnection, reason: str) -> None: ...
+
+
+async def main(num_lives: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(num_lives):
+        transport = UcxTransport()
+        print(await transport.start(_Handler()), flush=True)
+        await asyncio.sleep(rng.uniform(0, _LONGEST_S))
+        await transport.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2])))
