@@ -2,6 +2,7 @@
 
     make compare-mesh TRACES=FOLDER ARGS="--out loadtests/results/mesh-compare-2026-11-21"      # about 25 minutes
     python -m loadtests.mesh_compare --traces FOLDER --cases "Mooncake, bursts" --policies default,kv_router --seeds 1
+    python -m loadtests.mesh_compare --out loadtests/results/mesh-compare-2026-11-21 --max-runs 0    # write the report anew
 
 One run after the other, each on a mesh of its own, seed by seed, so that all policies meet the same minutes of the machine. Each run is a
 line in OUT.jsonl as soon as it is over, and is not repeated: an interrupted comparison goes on where it was.
@@ -15,21 +16,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from loadtests import replay
-from loadtests.results import spread_table, write
+from loadtests.mesh_compare_report import EVEN_OFF, OFF, Run, page
+from loadtests.results import write
 from loadtests.sim.mesh import MeshShape, VirtualMesh
 from loadtests.traffic_report import Slo, part
+from loadtests.verdicts import OURS
 from pdmesh.core.placement_baselines import POLICIES
 from pdmesh.core.placement_policies import Weights
 from pdmesh.engine.laws import LAWS
 from pdmesh.engine.sim.config import CHUNK_TOKENS
+from pdmesh.launcher.mesh import MeshFailed
 
 _MANY_BLOCKS: Final = 16_384  # of a decode, which is not what is measured
 
@@ -38,16 +43,18 @@ _MESH: Final = "--prefill 8 --decode 2 --ttft-slo-s 0.5 --tpot-slo-s 0.5"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`arguments` is what loadtests.replay is told; it is played by these policies alone, if it names any."""
+    """`arguments` is what loadtests.replay is told; it is played by these policies alone, if it names any. `least_reuse`: the factor on
+    the reuse length that is asked of one of RTP-LLM's workloads (S131); 0: it is none of them."""
 
     arguments: str
     policies: tuple[str, ...] = ()
+    least_reuse: float = 0.0
 
 
 # Eight prefills at half to three quarters of what they can compute, with caches that the prompts overflow: with less load every
 # policy is within any SLO, with more none is. Mooncake's prompts are 280 tokens here on average: 120 ms by the law, and some of
 # CPU. Its answers have 2 to 20 tokens, so their time per token is mostly the hand-over and a step of 40 ms: its bound is there to
-# notice what hangs. The other two are RTP-LLM's workloads (S131), with its scheduling off in the mixed pool.
+# notice what hangs. The other two are RTP-LLM's workloads (S131), beside what they are with its scheduling off.
 CASES: Final = {
     "Mooncake, jittered": Case(
         f"--workload mooncake --jitter --first 1000 --time 0.05 --lengths 0.02 --prefill-blocks 256 {_MESH}"
@@ -57,47 +64,15 @@ CASES: Final = {
     ),
     "short chats": Case(
         f"--workload short-chats --first 720 --rate 40 --prefill-blocks 52 {_MESH}",
-        ("default", "mixed_pool"),
+        (OURS, OFF, EVEN_OFF),
+        least_reuse=2.0,
     ),
     "long prompts": Case(
         f"--workload long-prompts --first 300 --rate 16 --lengths 0.25 --prefill-blocks 64 {_MESH}",
-        ("default", "mixed_pool"),
+        (OURS, OFF, EVEN_OFF),
+        least_reuse=1.0,
     ),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One policy under one seed. `load_max_over_mean`: prompts admitted, over the prefills; `mesh_cores`: CPU of all its processes."""
-
-    case: str
-    policy: str
-    seed: int
-    replay: str
-    goodput_per_s: float
-    within_slo_percent: float
-    ttft_ms_mean: float
-    ttft_ms_p50: float
-    ttft_ms_p95: float
-    hit_percent: float
-    num_requests: int
-    num_refused: int
-    num_failed: int
-    load_max_over_mean: float
-    mesh_cores: float
-    generator_late_ms_max: float
-    twin_ttft_ms_mean: float
-    twin_within_slo_percent: float
-    twin_hit_percent: float
-
-
-@dataclass(frozen=True, slots=True)
-class Twin:
-    """The same run on the virtual clock."""
-
-    ttft_ms_mean: float
-    within_slo_percent: float
-    hit_percent: float
 
 
 def play(case: str, policy: str, seed: int, arguments: str, traces: Path | None) -> Run:
@@ -108,9 +83,9 @@ def play(case: str, policy: str, seed: int, arguments: str, traces: Path | None)
     twin = twin_of(options)
     played = asyncio.run(replay.run(options))
     span_s = max(a.sent_at for a in played.answers) or 1.0
+    done = [a for a in played.answers if a.is_answered]
     found = part("all", played.answers, Slo(options.ttft_slo_s, options.tpot_slo_s), span_s)
     loads = [n for name, n in played.admitted.items() if name.startswith("prefill")] or [0.0]
-    ttft = [1e3 * a.ttft_s for a in played.answers if a.is_answered] or [0.0]
     return Run(
         case,
         policy,
@@ -118,10 +93,11 @@ def play(case: str, policy: str, seed: int, arguments: str, traces: Path | None)
         arguments,
         found.goodput_per_s,
         found.within_slo_percent,
-        sum(ttft) / len(ttft),
+        1e3 * sum(a.ttft_s for a in done) / max(1, len(done)),
         found.ttft_ms[0],
         found.ttft_ms[2],
         found.hit_percent,
+        sum(a.num_cached_tokens for a in done) / max(1, len(done)),
         found.num_requests,
         found.num_refused,
         found.num_failed,
@@ -129,9 +105,20 @@ def play(case: str, policy: str, seed: int, arguments: str, traces: Path | None)
         played.cpu_s / span_s,
         1e3 * max(a.lag_s for a in played.answers),
         twin.ttft_ms_mean,
+        twin.ttft_ms_p95,
         twin.within_slo_percent,
         twin.hit_percent,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """The same run on the virtual clock."""
+
+    ttft_ms_mean: float
+    ttft_ms_p95: float
+    within_slo_percent: float
+    hit_percent: float
 
 
 def twin_of(options: argparse.Namespace) -> Twin:
@@ -152,8 +139,10 @@ def twin_of(options: argparse.Namespace) -> Twin:
     done = [s for s in mesh.served if not s.is_refused]
     good = sum(s.ttft_s <= options.ttft_slo_s and s.tpot_s <= options.tpot_slo_s for s in done)
     num_tokens = sum(s.arrival.num_prompt_tokens for s in done)
+    ttft_ms = sorted(1e3 * s.ttft_s for s in done) or [0.0]
     return Twin(
-        1e3 * sum(s.ttft_s for s in done) / max(1, len(done)),
+        sum(ttft_ms) / len(ttft_ms),
+        ttft_ms[int(0.95 * (len(ttft_ms) - 1))],
         100 * good / max(1, len(mesh.served)),
         100 * sum(s.num_cached_tokens for s in done) / max(1, num_tokens),
     )
@@ -166,39 +155,6 @@ def known(path: Path | None) -> list[Run]:
     return [Run(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
-_COLUMNS: Final[tuple[tuple[str, Callable[[Run], float], str], ...]] = (
-    ("goodput/s", lambda r: r.goodput_per_s, ".2f"),
-    ("within SLO %", lambda r: r.within_slo_percent, ".1f"),
-    ("TTFT mean ms", lambda r: r.ttft_ms_mean, ".0f"),
-    ("p50", lambda r: r.ttft_ms_p50, ".0f"),
-    ("p95", lambda r: r.ttft_ms_p95, ".0f"),
-    ("hit %", lambda r: r.hit_percent, ".1f"),
-    ("refused", lambda r: r.num_refused, ".0f"),
-    ("failed", lambda r: r.num_failed, ".0f"),
-    ("max/mean", lambda r: r.load_max_over_mean, ".2f"),
-    ("mesh cores", lambda r: r.mesh_cores, ".2f"),
-    ("twin TTFT ms", lambda r: r.twin_ttft_ms_mean, ".0f"),
-    ("twin SLO %", lambda r: r.twin_within_slo_percent, ".1f"),
-    ("twin hit %", lambda r: r.twin_hit_percent, ".1f"),
-)
-
-
-def table(runs: Sequence[Run]) -> str:
-    """Markdown: median (lowest..highest) over the seeds, case by case."""
-    parts = []
-    for case in dict.fromkeys(r.case for r in runs):
-        by_policy: dict[str, list[Run]] = {}
-        for run in runs:
-            if run.case == case:
-                by_policy.setdefault(run.policy, []).append(run)
-        rows = [((policy, len(own)), own) for policy, own in by_policy.items()]
-        heading = (
-            f"### {case}\n\n`loadtests.replay {next(r.replay for r in runs if r.case == case)}`"
-        )
-        parts.append(f"{heading}\n\n{spread_table(('policy', 'seeds'), _COLUMNS, rows)}")
-    return "\n\n".join(parts)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -209,6 +165,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--replay", help="a case of your own: what loadtests.replay is told")
     parser.add_argument("--max-runs", type=int, help="stop after so many, to go on another time")
+    parser.add_argument(
+        "--within-min", type=float, default=math.inf, help="begin no run after so many minutes"
+    )
     parser.add_argument(
         "--out", type=Path, help="keep runs in OUT.jsonl; write OUT.json and OUT.md"
     )
@@ -224,13 +183,21 @@ def main() -> None:
         for policy in _policies(cases[case], options.policies)
         if (case, policy, seed) not in done
     ]
+    began = time.monotonic()
     for number, (case, policy, seed) in enumerate(jobs[: options.max_runs], start=1):
-        print(f"[{number}/{len(jobs)}] {case}, {policy}, seed {seed}", file=sys.stderr, flush=True)
-        runs.append(play(case, policy, seed, cases[case].arguments, options.traces))
+        spent_min = (time.monotonic() - began) / 60
+        if spent_min > options.within_min:
+            break
+        _say(f"[{number}/{len(jobs)}, {spent_min:.1f} min] {case}, {policy}, seed {seed}")
+        try:
+            runs.append(play(case, policy, seed, cases[case].arguments, options.traces))
+        except MeshFailed as exc:  # the next call plays it again
+            _say(f"this run is left out: {exc}")
+            continue
         if kept:
             with kept.open("a") as lines:
                 lines.write(json.dumps(asdict(runs[-1])) + "\n")
-    text = table(runs)
+    text = page(runs, {name: case.least_reuse for name, case in cases.items() if case.least_reuse})
     print(text)
     if options.out:
         write(
@@ -243,6 +210,10 @@ def main() -> None:
             text,
             runs=[asdict(run) for run in runs],
         )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _named(names: str) -> dict[str, Case]:

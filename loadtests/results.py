@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import statistics
@@ -22,6 +23,9 @@ from loadtests.generator import ROOT, Measured
 T = TypeVar("T")
 
 STALL_S: Final = (0.035, 0.060)  # where a delayed ACK shows: 40 ms and a bit
+# When this program began, before it was busy itself.
+_BEGAN: Final = datetime.now(UTC).isoformat(timespec="minutes")
+_LOAD_BEFORE: Final = os.getloadavg()[0]
 _PACKAGES: Final = ("grpcio", "protobuf", "uvicorn", "uvloop", "tokenizers", "ucxx-cu12", "nats-py")
 
 
@@ -110,11 +114,19 @@ def describe_versions() -> dict[str, str]:
 
 
 def write(out: Path, module: str, title: str, about: str, text: str, **found: object) -> None:
-    """OUT.json: what was `found`, with the command, machine and versions. OUT.md: `text` under its title and what it is `about`."""
+    """OUT.json: what was `found`, with the command, machine, versions and conditions. OUT.md: `text` under its title and what it is `about`."""
     command, machine = shlex.join(["python", "-m", module, *sys.argv[1:]]), describe_machine()
-    data = {"command": command, "machine": machine, "versions": describe_versions(), **found}
+    versions = describe_versions()
+    conditions = f"{_BEGAN}, commit {versions['pdmesh commit'] or 'unknown'}, load average before {_LOAD_BEFORE:.1f}"
+    data = {
+        "command": command,
+        "machine": machine,
+        "conditions": conditions,
+        "versions": versions,
+        **found,
+    }
     out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-    page = f"# {title}\n\n`{command}`, {machine}\n\n{about}\n\n{text}\n"
+    page = f"# {title}\n\n`{command}`, {machine}, {conditions}\n\n{about}\n\n{text}\n"
     out.with_suffix(".md").write_text(page)
 
 

@@ -166,6 +166,25 @@ def _table(points: Sequence[Point]) -> str:
     return "\n".join(lines)
 
 
+def _verdict(points: Sequence[Point]) -> str:
+    """What was asked at the most users: S62 and S45."""
+    most = max(p.num_users for p in points)
+    success = {p.variant: p.success_percent for p in points if p.num_users == most}
+    ours, queues = (success[variant.name] for variant in VARIANTS)
+    (accepted,) = (
+        p.accepted_per_s for p in points if (p.variant, p.num_users) == (VARIANTS[0].name, most)
+    )
+    share = accepted / CAPACITY_PER_S
+    return (
+        f"At {most} users: success {ours:.1f} % on demand (bar 99: {_met(ours >= 99)}) and {queues:.1f} % with queues (bar: below 70: {_met(queues < 70)};"
+        f" the paper's fell to 57). On demand answered {accepted:.1f} requests/s, {share:.2f} of n_p b_p / T_p (bar: within 0.10 of 1: {_met(abs(share - 1) <= 0.10)})."
+    )
+
+
+def _met(is_met: bool) -> str:
+    return "met" if is_met else "**not met**"
+
+
 def _draw(points: Sequence[Point], slo_s: float, path: Path) -> None:
     import matplotlib as mpl
 
@@ -208,7 +227,7 @@ def main() -> None:
     points = [
         point for variant in VARIANTS for point in asyncio.run(_measure(variant, users, options))
     ]
-    text = _table(points)
+    text = f"{_table(points)}\n\n{_verdict(points)}"
     print(text)
     if options.out:
         write(

@@ -20,6 +20,7 @@ from typing import Final
 from loadtests.progress import Progress
 from loadtests.results import Spread, write
 from loadtests.sim.mesh import MeshShape, VirtualMesh
+from loadtests.verdicts import Measure, verdicts
 from loadtests.workloads import (
     Arrival,
     long_prompts,
@@ -191,15 +192,26 @@ def table(outcomes: Sequence[Outcome]) -> str:
         peer = PEER_REUSE.get(case)
         note = f" (Dynamo's KV router: {peer} %)" if peer else ""
         lines += [f"\n### {case}{note}\n", _HEAD, _RULE]
-        for policy in dict.fromkeys(o.policy for o in outcomes if o.case == case):
-            runs = [o for o in outcomes if (o.case, o.policy) == (case, policy)]
+        by_policy = {
+            policy: [o for o in outcomes if (o.case, o.policy) == (case, policy)]
+            for policy in dict.fromkeys(o.policy for o in outcomes if o.case == case)
+        }
+        for policy, runs in by_policy.items():
             cells = [
                 Spread.of([getattr(o, field) for o in runs]).text(form) for field, form in _COLUMNS
             ]
             lines.append(f"| {policy} | {' | '.join(cells)} |")
+        if judged := verdicts(by_policy, _JUDGED):
+            lines += ["", judged]
     return "\n".join(lines)
 
 
+_JUDGED: Final[tuple[Measure[Outcome], ...]] = (
+    Measure("reuse, %", lambda o: o.reuse_percent, ".1f", is_more_better=True),
+    Measure("TTFT mean, ms", lambda o: o.ttft_ms_mean, ".0f"),
+    Measure("TTFT p95, ms", lambda o: o.ttft_ms_p95, ".0f"),
+    Measure("TTFT p99, ms", lambda o: o.ttft_ms_p99, ".0f"),
+)
 _COLUMNS: Final = (
     ("reuse_percent", ".1f"),
     ("reused_tokens", ".0f"),

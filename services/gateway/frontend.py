@@ -12,11 +12,14 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Final
 
 from opentelemetry.trace import Span
 
 from pdmesh.core.request_types import Complete, Fail
+from pdmesh.core.scenario_rules import ScenarioRule, scenario_by_rule
 from pdmesh.core.slo import Slos
 from pdmesh.errors import (
     Draining,
@@ -37,8 +40,13 @@ from services.gateway.pacer import Pacer
 from services.gateway.prompt import Prompt
 from services.gateway.spec import CallSpec
 
+_scenarios = metrics.counter(
+    names.SCENARIO_CHOSEN, "Calls by what chose their scenario: its label, a rule, or nothing"
+)
 _ttft_slo = metrics.counter(names.TTFT_SLO, "Calls by whether their first token came in time")
 _UNBOUNDED: Final = 1 << 31
+_BY_LABEL: Final = MappingProxyType({"by": "label"})  # clients may send any: not told apart
+_BY_DEFAULT: Final = MappingProxyType({"by": "default"})
 
 
 class Call:
@@ -137,8 +145,10 @@ class Frontend:
         default_max_tokens: int,
         max_calls: int,
         chunk_interval_s: float = 0.0,
+        scenario_rules: Sequence[ScenarioRule] = (),
     ) -> None:
         self.shared = shared
+        self._scenario_rules = scenario_rules
         self.is_draining = False
         self._observer = observer
         self._default_max_tokens = default_max_tokens
@@ -172,6 +182,7 @@ class Frontend:
     ) -> Call:
         """Raises InvalidRequest, NoInstance, Draining or Overloaded; otherwise the call must be closed."""
         self.check_open()
+        spec = self._with_scenario(spec)
         budgets = [self._max_tokens(spec, len(p)) for p in spec.prompts]
         prompts = [
             Prompt(tokens, self.shared.hash_secret, spec.tenant.name, spec.cache_salt)
@@ -196,6 +207,19 @@ class Frontend:
         for generation in call.generations:
             generation.start()
         return call
+
+    def _with_scenario(self, spec: CallSpec) -> CallSpec:
+        """Rules look at the longest of its prompts."""
+        if spec.scenario:
+            _scenarios.add(1, _BY_LABEL)
+            return spec
+        longest = max(map(len, spec.prompts), default=0)
+        found = scenario_by_rule(self._scenario_rules, spec.operation, longest)
+        if found is None:
+            _scenarios.add(1, _BY_DEFAULT)
+            return spec
+        _scenarios.add(1, {names.ATTR_SCENARIO: found, "by": "rule"})
+        return replace(spec, scenario=found)
 
     def close(self, call: Call, error: MeshError | None = None) -> None:
         """Free what still runs and report the call, once. `error`: what the client was told, if not by us."""

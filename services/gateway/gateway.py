@@ -85,6 +85,7 @@ class Gateway:
             default_max_tokens=settings.default_max_tokens,
             max_calls=settings.max_calls,
             chunk_interval_s=settings.chunk_interval_ms / 1000,
+            scenario_rules=settings.rules,
         )
         self.http_app = HttpApp(
             self.frontend,

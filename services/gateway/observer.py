@@ -141,6 +141,7 @@ class Observer:
             ttft_ms=round(times.ttft_s * 1000, 3),
             e2e_ms=round(times.e2e_s * 1000, 3),
             kv_transfer_ms=round(times.kv_transfer_s * 1000, 3),
+            decode_queue_ms=round(times.decode_queue_s * 1000, 3),
         )
 
     def _publish(self, report: CallReport, times: _Times) -> None:
@@ -169,6 +170,7 @@ class Observer:
             ttft_ms=times.ttft_s * 1000,
             e2e_ms=times.e2e_s * 1000,
             kv_transfer_ms=times.kv_transfer_s * 1000,
+            decode_queue_ms=times.decode_queue_s * 1000,
         )
         self._events.append(event)
         self._has_events.set()
@@ -178,6 +180,7 @@ class _Times:
     """Durations in seconds, of the first choice unless said otherwise; 0 where it did not come to that."""
 
     __slots__ = (
+        "decode_queue_s",
         "e2e_s",
         "kv_transfer_s",
         "num_migrations",
@@ -196,6 +199,7 @@ class _Times:
         self.queue_s = max(0.0, first.accepted - start)
         self.ttft_s = max(0.0, first.first_token - start)
         self.kv_transfer_s = first.kv_transfer_us / 1e6
+        self.decode_queue_s = first.decode_queue_s
         num_gaps = max(1, report.num_completion_tokens // len(report.cores) - 1)
         self.per_token_s = max(0.0, ended - first.first_token) / num_gaps if self.ttft_s else 0.0
         self.num_rejections = sum(c.num_rejections for c in report.cores)

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from pdmesh.config import ServiceSettings, settings_config, shared
 from pdmesh.core.request_types import RequestLimits
+from pdmesh.core.scenario_rules import ScenarioRule
 from pdmesh.core.slo import ScenarioSlo, Slos
 from pdmesh.v1.instance_service_pb2 import (
     KV_TRANSFER_PER_LAYER,
@@ -28,6 +29,17 @@ class ScenarioSettings(BaseModel):
     ttft_s: float = Field(10.0, gt=0)
     ttft_s_per_1k_tokens: float = Field(0.0, ge=0)
     default_text: str | None = Field(None, max_length=4096)
+
+
+class ScenarioRuleSettings(BaseModel):
+    """A scenario for requests that name none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scenario: str = Field(min_length=1, max_length=256)
+    min_prompt_tokens: int = Field(0, ge=0)
+    max_prompt_tokens: int = Field(0, ge=0)
+    operation: Literal["", "chat", "text_completion"] = ""
 
 
 class Settings(ServiceSettings):
@@ -77,6 +89,10 @@ class Settings(ServiceSettings):
         {},
         description="By scenario, as JSON: ttft_s, ttft_s_per_1k_tokens, default_text (instead of a 429 or 503)",
     )
+    scenario_rules: list[ScenarioRuleSettings] = Field(
+        [],
+        description="Scenarios of requests that name none, as JSON, the first that fits: scenario, min_prompt_tokens, max_prompt_tokens, operation",
+    )
     deadline_s: float = Field(600.0, gt=0, description="Longest life of a request")
     answer_s: float = Field(3.0, gt=0, description="An instance accepts or rejects within this")
     stall_s: float = Field(5.0, gt=0, description="Longest gap between tokens of one stream")
@@ -116,6 +132,10 @@ class Settings(ServiceSettings):
     def kv_transfer_of(self, scenario: str) -> KvTransfer.ValueType:
         """What the gateway asks of the prefills that serve `scenario` (S51)."""
         return _MODES[self.kv_transfer_by_scenario.get(scenario, self.kv_transfer)]
+
+    @property
+    def rules(self) -> tuple[ScenarioRule, ...]:
+        return tuple(ScenarioRule(**rule.model_dump()) for rule in self.scenario_rules)
 
     @property
     def limits(self) -> RequestLimits:

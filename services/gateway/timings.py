@@ -22,6 +22,7 @@ class Timings:
     planned: float = 0.0
     accepted: float = 0.0  # by a prefill
     first_token: float = 0.0
+    decode_accepted: float = 0.0  # 0 too if a fast decode said that and KvReceived at once
     kv_received: float = 0.0
     ended: float = 0.0
     kv_transfer_us: int = 0
@@ -32,9 +33,17 @@ class Timings:
             self.first_token = self.first_token or now
             self.accepted = self.accepted or now  # a fast prefill says both at once
         elif kind is LegAccepted:
-            if not self.first_token:
-                self.accepted = self.accepted or now
+            if not self.accepted:
+                self.accepted = now
+            else:
+                self.decode_accepted = self.decode_accepted or now
         elif kind is PlanReceived or kind is PlanFailed:
             self.planned = self.planned or now
         elif kind is KvReceived:
             self.kv_received = now
+
+    @property
+    def decode_queue_s(self) -> float:
+        """From token 1 until a decode took the request; 0 if there was none, or it had taken it before."""
+        taken = self.decode_accepted or self.kv_received - self.kv_transfer_us / 1e6
+        return max(0.0, taken - self.first_token) if self.first_token else 0.0

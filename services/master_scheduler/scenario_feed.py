@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
+from typing import Final
 
 import msgspec
 import structlog
@@ -13,7 +15,7 @@ import structlog
 from pdmesh.core.fleet import Fleet
 from pdmesh.core.placement import DEFAULT_SCENARIO
 from pdmesh.core.ratio_model import Phi
-from pdmesh.core.scenario_stats import Finished, Scenarios, ScenarioStats
+from pdmesh.core.scenario_stats import Finished, Places, Scenarios, ScenarioStats, places
 from pdmesh.core.scenario_windows import ScenarioWindows
 from pdmesh.net import subjects
 from pdmesh.net.bus import Bus, Message
@@ -40,6 +42,7 @@ class RequestFinishedJson(msgspec.Struct, rename="camel"):
     ttft_ms: float = 0.0
     e2e_ms: float = 0.0
     kv_transfer_ms: float = 0.0
+    decode_queue_ms: float = 0.0
 
 
 _decoder = msgspec.json.Decoder(RequestFinishedJson)
@@ -81,36 +84,42 @@ class ScenarioFeed:
             self._scenarios.handle(finished, time.monotonic())
             self._windows.finished(finished)
             self._on_completed(event)
-        elif event.outcome == "failed":
-            self._windows.failed(event.scenario or DEFAULT_SCENARIO)
+            return
+        scenario = event.scenario or DEFAULT_SCENARIO
+        self._scenarios.unanswered(scenario, time.monotonic())
+        if event.outcome == "failed":
+            self._windows.failed(scenario)
 
     def _observe(self) -> None:
-        def show(
-            name: str, help: str, read: Callable[[ScenarioStats], float], unit: str = "s"
-        ) -> None:
-            def values() -> Iterable[tuple[float, dict[str, str]]]:
-                return [
-                    (read(s), {"scenario": scenario}) for scenario, s in self._scenarios.items()
-                ]
-
-            metrics.gauge(name, help, values, unit)
-
-        show(names.SCENARIO_T_P, "From a prefill's acceptance to token 1 (T_p)", lambda s: s.t_p)
-        show(names.SCENARIO_T_D, "From token 1 to the last (T_d)", lambda s: s.t_d)
-        show(names.SCENARIO_XI, "KV transfer that a decode waited for (xi)", lambda s: s.xi)
-        show(names.SCENARIO_TPOT, "Time per output token without the transfer", lambda s: s.tpot)
-        show(names.SCENARIO_HITS, "Share of prompt tokens found cached", lambda s: s.hit_share, "1")
-        show(names.SCENARIO_T_P_SHARE, "Share of T_p in T_p + T_d", lambda s: s.t_p_share, "1")
+        for name, help_text, unit, read in _MEANS:
+            metrics.gauge(name, help_text, partial(self._means, read), unit)
         metrics.gauge(
-            names.SCENARIO_RATE, "The three rates that bound a scenario's throughput", self._rates
+            names.SCENARIO_RATE,
+            "Requests/s that bound a scenario's throughput: arrivals I_t, prefill n_p b_p / T_p, decode n_d b_d / T_d",
+            self._rates,
         )
         metrics.gauge(
-            names.SCENARIO_PHI, "Throughput per instance, least of the three rates", self._phis
+            names.SCENARIO_PHI,
+            "Phi, requests/s per instance: the least of the three rates over n_p + n_d",
+            lambda: [(phi.value, {"scenario": scenario}) for scenario, phi in self._phis()],
         )
+        metrics.gauge(
+            names.SCENARIO_INSTANCES,
+            "Usable instances by role (n_p, n_d)",
+            lambda: self._places(lambda places: places.num_instances),
+        )
+        metrics.gauge(
+            names.SCENARIO_SLOTS,
+            "Requests they take at once, by role (n_p b_p, n_d b_d); a decode's few that wait for their turn are among them, as in T_d",
+            lambda: self._places(lambda places: places.num_slots),
+        )
+
+    def _means(self, read: Callable[[ScenarioStats], float]) -> list[tuple[float, dict[str, str]]]:
+        return [(read(s), {"scenario": scenario}) for scenario, s in self._scenarios.items()]
 
     def _rates(self) -> list[tuple[float, dict[str, str]]]:
         shown = []
-        for scenario, phi in self._each():
+        for scenario, phi in self._phis():
             terms = {"arrivals": phi.arriving, "prefill": phi.prefill, "decode": phi.decode}
             shown += [
                 (rate, {"scenario": scenario, "term": term})
@@ -119,12 +128,45 @@ class ScenarioFeed:
             ]
         return shown
 
-    def _phis(self) -> list[tuple[float, dict[str, str]]]:
-        return [(phi.value, {"scenario": scenario}) for scenario, phi in self._each()]
-
-    def _each(self) -> list[tuple[str, Phi]]:
+    def _phis(self) -> list[tuple[str, Phi]]:
         now, instances = time.monotonic(), list(self._fleet.instances.values())
         return [(s, self._scenarios.phi(s, instances, now)) for s, _ in self._scenarios.items()]
+
+    def _places(self, read: Callable[[Places], int]) -> list[tuple[float, dict[str, str]]]:
+        instances = list(self._fleet.instances.values())
+        return [
+            (read(found), {"scenario": scenario, "role": role.value})
+            for scenario, _ in self._scenarios.items()
+            for role, found in places(scenario, instances).items()
+        ]
+
+
+# What each is, in which unit, for docs/telemetry.md too.
+_MEANS: Final[tuple[tuple[str, str, str, Callable[[ScenarioStats], float]], ...]] = (
+    (names.SCENARIO_QUEUE, "Wait until a prefill accepted", "s", lambda s: s.queue),
+    (names.SCENARIO_T_P, "T_p, from a prefill's acceptance to token 1", "s", lambda s: s.t_p),
+    (
+        names.SCENARIO_DECODE_QUEUE,
+        "Wait from token 1 until a decode accepted",
+        "s",
+        lambda s: s.decode_queue,
+    ),
+    (
+        names.SCENARIO_T_D,
+        "T_d, from a decode's acceptance to the last token",
+        "s",
+        lambda s: s.t_d,
+    ),
+    (names.SCENARIO_XI, "xi, what of T_d the KV transfer took", "s", lambda s: s.xi),
+    (
+        names.SCENARIO_TPOT,
+        "TPOT, time per output token after the first without xi",
+        "s",
+        lambda s: s.tpot,
+    ),
+    (names.SCENARIO_HITS, "Share of prompt tokens found cached", "1", lambda s: s.hit_share),
+    (names.SCENARIO_T_P_SHARE, "T_p / (T_p + T_d)", "1", lambda s: s.t_p_share),
+)
 
 
 def finished_of(event: RequestFinishedJson) -> Finished:
@@ -138,4 +180,5 @@ def finished_of(event: RequestFinishedJson) -> Finished:
         event.ttft_ms / 1e3,
         event.e2e_ms / 1e3,
         event.kv_transfer_ms / 1e3,
+        event.decode_queue_ms / 1e3,
     )

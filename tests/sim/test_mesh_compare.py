@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 from dataclasses import asdict
@@ -11,27 +12,49 @@ from pathlib import Path
 import pytest
 
 from loadtests import mesh_compare, replay
-from loadtests.mesh_compare import CASES, Run
+from loadtests.mesh_compare import CASES
+from loadtests.mesh_compare_report import EVEN_OFF, OFF, Run, page
+from loadtests.verdicts import OURS
 
 
 def options(case: str, policy: str) -> argparse.Namespace:
     return replay.parser().parse_args([*shlex.split(CASES[case].arguments), "--policy", policy])
 
 
+def ran(policy: str, **numbers: float) -> Run:
+    fields = [f.name for f in dataclasses.fields(Run)][4:]
+    values = {**dict.fromkeys(fields, 1.0), **numbers}
+    return Run("short chats", policy, 1, CASES["short chats"].arguments, **values)  # type: ignore[arg-type]  # ints too
+
+
 @pytest.mark.req("S131")
 @pytest.mark.parametrize("case", ["short chats", "long prompts"])
 def test_scheduling_halves_what_is_computed_twice_and_shortens_the_wait(case: str) -> None:
     """On the virtual clock, where nothing disturbs: else the real meshes of the same cases could show nothing."""
-    ours, off = (mesh_compare.twin_of(options(case, p)) for p in CASES[case].policies)
+    ours, off = (mesh_compare.twin_of(options(case, p)) for p in (OURS, OFF))
     assert ours.hit_percent >= 2 * off.hit_percent
     assert ours.ttft_ms_mean <= 0.75 * off.ttft_ms_mean
 
 
 def test_an_interrupted_comparison_goes_on_where_it_was(tmp_path: Path) -> None:
-    number = 1.0
-    run = Run("short chats", "default", 1, CASES["short chats"].arguments, *[number] * 15)  # type: ignore[arg-type]
+    run = ran("default")
     kept = tmp_path / "out.jsonl"
     kept.write_text(json.dumps(asdict(run)) + "\n")
     assert mesh_compare.known(kept) == [run]
     assert mesh_compare.known(tmp_path / "none.jsonl") == []
-    assert "short chats" in mesh_compare.table([run])
+    assert "short chats" in page([run], {})
+
+
+def test_the_page_says_what_scheduling_is_worth_and_who_is_best() -> None:
+    runs = [
+        ran(OURS, ttft_ms_p95=180.0, reused_tokens=138.0, goodput_per_s=9.0, twin_within_slo_percent=98.0),
+        ran(OFF, ttft_ms_p95=300.0, reused_tokens=46.0, goodput_per_s=9.5, twin_within_slo_percent=97.0),
+        ran(EVEN_OFF, ttft_ms_p95=225.0, reused_tokens=46.0, goodput_per_s=8.0),
+    ]  # fmt: skip
+    text = page(runs, {"short chats": 2.0})
+    assert "TTFT p95 of ours over `mixed_pool`: 0.60" in text
+    assert "bar 0.70: met" in text
+    assert "3.0 (3.0..3.0) times; bar 2: met" in text
+    assert "goodput/s: **not best**, 9.00 against 9.50 of `mixed_pool`, beyond" in text
+    assert "On the virtual clock ours is better, 98.0 against 97.0" in text
+    assert "TTFT p95, ms: ours is best, 180 against 225 of `round_robin`" in text

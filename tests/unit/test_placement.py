@@ -388,6 +388,29 @@ def test_where_no_pair_can_exchange_kv_each_request_stays_on_one_instance() -> N
     assert not any(c.is_local for c in one_link.prefills)
 
 
+@pytest.mark.req("S4")
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_no_request_of_one_scenario_is_planned_on_a_group_of_another(policy: str) -> None:
+    """Six scenarios of two services with two groups each; whatever they share of their prompts, and though one is full."""
+    names = [f"{service}-{n}" for service in ("assistant", "coder") for n in range(3)]
+    members = [
+        identity(f"{name}-{group}-{role.value}", role, scenario=name, group_id=f"{name}-{group}")
+        for name in names
+        for group in (0, 1)
+        for role in (Role.PREFILL, Role.DECODE)
+    ]
+    placement, rng = make(*members, policy=policy), random.Random(4)
+    placement.fleet.handle(load("coder-0-0-prefill", used=8), 0.0)
+    for number in range(10_000 // len(POLICIES)):
+        scenario = rng.choice(names)
+        query = replace(QUERY, scenario=scenario, request_id=f"r{number}")
+        matches = {f"{rng.choice(names)}-0-prefill": 10}
+        plan = placement.plan(query, matches, now=number * 0.01)
+        assert isinstance(plan, Plan)
+        chosen = [plan.group_id, *(c.instance_id for c in (*plan.prefills, *plan.decodes))]
+        assert all(each.startswith(f"{scenario}-") for each in chosen)
+
+
 @pytest.mark.req("S94")
 def test_a_chat_returns_to_its_decode_while_that_has_room() -> None:
     placement = make(*pair())

@@ -22,11 +22,12 @@ def test_every_number_arrives() -> None:
         ttft_ms=20.0,
         e2e_ms=300.0,
         kv_transfer_ms=4.0,
+        decode_queue_ms=7.0,
     )
     event.header.occurred_at.FromNanoseconds(1)
     read = msgspec.json.decode(to_json(event), type=RequestFinishedJson)
     assert read.outcome == "completed"
-    expected = Finished("chat", 100, 64, 20, 0.0015, 0.02, 0.3, 0.004)
+    expected = Finished("chat", 100, 64, 20, 0.0015, 0.02, 0.3, 0.004, 0.007)
     assert finished_of(read) == expected
 
 

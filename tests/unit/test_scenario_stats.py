@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.core.fleet import Fleet, Identity, RecordSeen, Role
-from pdmesh.core.scenario_stats import MAX_SCENARIOS, Finished, Scenarios
+from pdmesh.core.scenario_stats import MAX_SCENARIOS, Finished, Places, Scenarios, places
 
 REQUEST = Finished("chat", 1000, 250, 11, queue_s=0.5, ttft_s=0.7, e2e_s=1.8, transfer_s=0.1)
 
@@ -39,6 +39,37 @@ def test_the_terms_of_phi_are_those_of_the_formula() -> None:
     assert phi.arriving == pytest.approx(2.0)
     assert phi.value == pytest.approx(2.0 / 3)
     assert phi.bottleneck == "arrivals"
+
+
+@pytest.mark.req("S2")
+def test_who_waits_for_a_decode_makes_no_decode_slower() -> None:
+    """Twenty requests for two decode slots: nineteen more seconds of waiting say nothing of how many a slot carries."""
+    scenarios = Scenarios()
+    scenarios.handle(replace(REQUEST, decode_queue_s=19.0, e2e_s=20.8), now=0.0)
+    ((_, stats),) = scenarios.items()
+    assert (stats.t_d, stats.tpot, stats.decode_queue) == pytest.approx((1.1, 0.1, 19.0))
+    assert stats.queue + stats.t_p + stats.decode_queue + stats.t_d == pytest.approx(20.8)
+
+
+@pytest.mark.req("S2")
+def test_refused_requests_came_too() -> None:
+    """I_t is what arrives: under overload Phi is bounded by the instances, not by what they happened to answer."""
+    scenarios = Scenarios()
+    scenarios.unanswered("chat", now=0.0)
+    assert not scenarios.items(), "a name nobody serves is no scenario"
+    for i in range(60):
+        scenarios.handle(REQUEST, now=i * 0.5)
+        for _ in range(49):
+            scenarios.unanswered("chat", now=i * 0.5)
+    phi = scenarios.phi("chat", fleet().instances.values(), now=30.0)
+    assert phi.arriving == pytest.approx(100.0)
+    assert phi.bottleneck in ("prefill", "decode")
+    assert phi.value == pytest.approx(20.0 / 3)
+
+
+def test_places_are_those_of_usable_instances_of_the_scenario() -> None:
+    found = places("chat", fleet().instances.values())
+    assert found == {Role.PREFILL: Places(2, 4), Role.DECODE: Places(1, 22)}
 
 
 @pytest.mark.req("S4")

@@ -684,6 +684,7 @@ class RequestFinished(_message.Message):
     TTFT_MS_FIELD_NUMBER: _builtins.int
     E2E_MS_FIELD_NUMBER: _builtins.int
     KV_TRANSFER_MS_FIELD_NUMBER: _builtins.int
+    DECODE_QUEUE_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     trace_id: _builtins.str
     model: _builtins.str
@@ -701,6 +702,8 @@ class RequestFinished(_message.Message):
     ttft_ms: _builtins.float
     e2e_ms: _builtins.float
     kv_transfer_ms: _builtins.float
+    decode_queue_ms: _builtins.float
+    """from token 1 until a decode took it, while its prefill's slot stays taken"""
     @_builtins.property
     def header(self) -> Global___Header: ...
     @_builtins.property
@@ -724,10 +727,11 @@ class RequestFinished(_message.Message):
         ttft_ms: _builtins.float = ...,
         e2e_ms: _builtins.float = ...,
         kv_transfer_ms: _builtins.float = ...,
+        decode_queue_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_id", b"decode_id", "e2e_ms", b"e2e_ms", "header", b"header", "kv_transfer_ms", b"kv_transfer_ms", "model", b"model", "num_migrations", b"num_migrations", "num_rejections", b"num_rejections", "outcome", b"outcome", "prefill_id", b"prefill_id", "queue_ms", b"queue_ms", "reason", b"reason", "request_id", b"request_id", "scenario", b"scenario", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_id", b"decode_id", "decode_queue_ms", b"decode_queue_ms", "e2e_ms", b"e2e_ms", "header", b"header", "kv_transfer_ms", b"kv_transfer_ms", "model", b"model", "num_migrations", b"num_migrations", "num_rejections", b"num_rejections", "outcome", b"outcome", "prefill_id", b"prefill_id", "queue_ms", b"queue_ms", "reason", b"reason", "request_id", b"request_id", "scenario", b"scenario", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
