@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
-from pdmesh.errors import InvalidRequest, MeshError
+from pdmesh.errors import InvalidRequest, MeshError, Overloaded
 from services.gateway.frontend import new_request_id
 from services.gateway.http_guard import CONNECTION
 from services.gateway.openai_format import error_body
@@ -44,6 +44,23 @@ class ClientGone(Exception):
     """Nobody is there to answer."""
 
 
+class BodyRoom:
+    """Bytes of bodies on their way in, of all clients together: thousands of connections may each have begun a large one (F31)."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises Overloaded."""
+        if self.num_bytes + num_bytes > self._max_bytes:
+            raise Overloaded("too many large requests are on their way in")
+        self.num_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+
+
 class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.request_id = new_request_id()
@@ -61,21 +78,26 @@ class Exchange:
                 return str(value, "latin-1")
         return ""
 
-    async def body(self, max_bytes: int) -> bytes:
-        """Raises BodyTooLarge before reading more than that, ClientGone."""
+    async def body(self, max_bytes: int, room: BodyRoom) -> bytes:
+        """Raises BodyTooLarge before reading more than that, Overloaded while `room` is full, ClientGone."""
         announced = self.header(b"content-length")
         if announced.isdigit() and int(announced) > max_bytes:
             raise BodyTooLarge(f"the body is over {max_bytes} bytes")
         message = await self._next_message()
         if not message.get("more_body", False) and len(message["body"]) <= max_bytes:
             return bytes(message["body"])
-        body = bytearray(message["body"])
-        while message.get("more_body", False) and len(body) <= max_bytes:
-            message = await self._next_message()
-            body += message["body"]
-        if len(body) > max_bytes:
-            raise BodyTooLarge(f"the body is over {max_bytes} bytes")
-        return bytes(body)
+        body = bytearray()
+        try:
+            while True:
+                room.take(len(message["body"]))
+                body += message["body"]
+                if len(body) > max_bytes:
+                    raise BodyTooLarge(f"the body is over {max_bytes} bytes")
+                if not message.get("more_body", False):
+                    return bytes(body)
+                message = await self._next_message()
+        finally:
+            room.give_back(len(body))
 
     async def _next_message(self) -> AsgiMessage:
         message = await self._receive()

@@ -5,6 +5,7 @@ When the registry's store is away the last view goes on being used: its silence 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -36,7 +37,7 @@ def pair_of(record: InstanceRecord) -> str:
 class Fleet:
     """`model` is what `default` means; empty: the first one seen. A model once seen keeps its name while its instances are away.
 
-    `region` is this gateway's own.
+    `region` is this gateway's own. `gateway_id` orders those it has used alike, so that gateways that rank alone do not all begin with the same one.
     """
 
     def __init__(
@@ -46,7 +47,10 @@ class Fleet:
         clock: Callable[[], float],
         region: str = "",
         kept_out: KeptOut | None = None,
+        gateway_id: str = "",
     ) -> None:
+        self._gateway_id = gateway_id
+        self._ties: dict[str, bytes] = {}
         self.region, self._kept_out = region, kept_out or KeptOut()
         self._view = view
         self._clock = clock
@@ -63,6 +67,7 @@ class Fleet:
 
     def _refresh(self) -> None:
         self._records = dict(self._view.records)
+        self._ties = {i: self._ties.get(i) or self._tie(i) for i in self._records}
         self._prefills = self._with_role(ROLE_PREFILL)
         self._decodes = self._with_role(ROLE_DECODE)
         self._fusions = self._with_role(ROLE_FUSION)
@@ -74,6 +79,12 @@ class Fleet:
             if record.model:
                 self._known_models[record.model] = record
                 self._served.add((record.model, record.scenario or DEFAULT_SCENARIO))
+
+    def _tie(self, instance_id: str) -> bytes:
+        name = instance_id.encode()
+        if not self._gateway_id:
+            return name
+        return hashlib.blake2b(name, key=self._gateway_id.encode()[:64], digest_size=8).digest()
 
     def _with_role(self, role: int) -> list[InstanceRecord]:
         found = (r for _, r in sorted(self._records.items()) if r.role == role)
@@ -180,10 +191,10 @@ class Fleet:
     ) -> tuple[list[Candidate], list[Candidate]]:
         wanted = scenario or DEFAULT_SCENARIO  # as at the master: scenarios share no instances (S4)
 
-        def order(record: InstanceRecord) -> tuple[bool, int, str]:
+        def order(record: InstanceRecord) -> tuple[bool, int, bytes]:
             is_far = bool(self.region) and record.kv_region not in (self.region, "")
             num = num_open(record.instance_id, record.incarnation)
-            return is_far, num, record.instance_id
+            return is_far, num, self._ties[record.instance_id]
 
         def rank(records: Sequence[InstanceRecord], *, is_local: bool = False) -> list[Candidate]:
             able = [

@@ -47,6 +47,7 @@ _ttft_slo = metrics.counter(names.TTFT_SLO, "Calls by whether their first token 
 _UNBOUNDED: Final = 1 << 31
 _BY_LABEL: Final = MappingProxyType({"by": "label"})  # clients may send any: not told apart
 _BY_DEFAULT: Final = MappingProxyType({"by": "default"})
+_MAX_TAKEN: Final = 16_384  # tokens whose text is made at once: some milliseconds of the loop
 
 
 class Call:
@@ -107,7 +108,18 @@ class Call:
         self._woken_at = time.monotonic()
 
     def take(self) -> list[Delta]:
-        return [d for g in self.generations if (d := g.take()) is not None]
+        """What is new of each choice. If that is very much, some choices' comes at the next turn of the loop, and `changed` says so."""
+        taken: list[Delta] = []
+        num_tokens = 0
+        for generation in self.generations:
+            delta = generation.take()
+            if delta is not None:
+                taken.append(delta)
+                num_tokens += len(delta.token_ids)
+                if num_tokens > _MAX_TAKEN:
+                    asyncio.get_running_loop().call_soon(self.on_news)
+                    break
+        return taken
 
     @property
     def num_completion_tokens(self) -> int:

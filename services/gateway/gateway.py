@@ -51,7 +51,9 @@ class Gateway:
         self._door = door or OpenDoor()
         gateway_id = settings.instance_id
         self._settings = settings
-        self.fleet = Fleet(view, settings.model, time.monotonic, settings.region, kept_out)
+        self.fleet = Fleet(
+            view, settings.model, time.monotonic, settings.region, kept_out, gateway_id
+        )
         self._room = Waiting(settings.max_waiting, settings.prefill_batch)
         self._poison = PoisonBook()
         self.sessions = SessionPool(gateway_id, self._on_slots_freed)
@@ -92,6 +94,7 @@ class Gateway:
             self._door,
             not_ready,
             max_body_bytes=settings.max_body_bytes,
+            max_incoming_bytes=max(settings.max_incoming_bytes, settings.max_body_bytes),
             write_timeout_s=settings.write_timeout_s,
         )
         self._bounds = Bounds(
@@ -197,6 +200,12 @@ class Gateway:
             names.GATEWAY_ENCODING,
             "Characters that wait to be encoded",
             lambda: self.frontend.shared.tokenizer.num_pending_chars,
+        )
+        metrics.gauge(
+            names.GATEWAY_INCOMING,
+            "Bytes of large bodies on their way in",
+            lambda: self.http_app.body_room.num_bytes,
+            "By",
         )
         metrics.gauge(names.REQUESTS_IN_FLIGHT, "Open calls", lambda: self.frontend.num_calls)
         metrics.gauge(names.GATEWAY_SESSIONS, "Sessions with instances", sessions)

@@ -33,6 +33,7 @@ SERVICE: Final = "pdmesh.v1.InferenceService"
 _SWEEP_S: Final = 0.5
 _MAX_STREAMS: Final = 1024  # at once on one connection
 _MAX_METADATA_BYTES: Final = 16384
+_MAX_FIELDS: Final = 32_768  # of a request; a list of token ids is one
 _REASONS: Final[dict[str | None, FinishReason.ValueType]] = {
     "stop": FINISH_REASON_STOP,
     "length": FINISH_REASON_LENGTH,
@@ -225,7 +226,7 @@ class GrpcServer:
         self._server = rpc.server(max_bytes, reuse_port=reuse_port, options=bounds)
         service = pb.DESCRIPTOR.services_by_name["InferenceService"]
         self._servicer = InferenceServicer(frontend, door, write_timeout_s)
-        rpc.add_service(self._server, service, self._servicer)
+        rpc.add_service(self._server, service, self._servicer, _MAX_FIELDS)
         # Any: the health package has no types.
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined,unused-ignore]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -18,7 +18,7 @@ from pdmesh.errors import InvalidRequest, MeshError
 from pdmesh.telemetry import metrics
 from services.gateway.choice_text import Delta
 from services.gateway.door import Door, Visit, check_model
-from services.gateway.exchange import ClientGone, Exchange, Receive, Scope, Send
+from services.gateway.exchange import BodyRoom, ClientGone, Exchange, Receive, Scope, Send
 from services.gateway.frontend import Call, Frontend
 from services.gateway.openai_calls import chat_spec, completion_spec, tokenized
 from services.gateway.openai_format import ChunkWriter, error_chunk, whole_body
@@ -34,6 +34,8 @@ from services.gateway.spec import CallSpec
 log = structlog.get_logger(__name__)
 
 _SWEEP_S: Final = 0.5
+# Each is up to 21 tokens to spell: more of them are made beside the loop, which others need.
+_MAX_LOGPROBS_HERE: Final = 256
 _EVENT_STREAM: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -58,8 +60,10 @@ class HttpApp:
         not_ready: Callable[[], list[str]],
         *,
         max_body_bytes: int,
+        max_incoming_bytes: int,
         write_timeout_s: float,
     ) -> None:
+        self.body_room = BodyRoom(max_incoming_bytes)
         self._frontend = frontend
         self._door = door
         self._not_ready = not_ready
@@ -124,7 +128,7 @@ class HttpApp:
     async def _chat(self, exchange: Exchange) -> None:
         visit = self._enter(exchange)
         try:
-            request = parse_chat(await exchange.body(self._max_body_bytes))
+            request = parse_chat(await exchange.body(self._max_body_bytes, self.body_room))
             spec = await chat_spec(request, self._frontend, visit.tenant)
             await self._answer(exchange, request, spec, visit)
         finally:
@@ -133,7 +137,7 @@ class HttpApp:
     async def _completion(self, exchange: Exchange) -> None:
         visit = self._enter(exchange)
         try:
-            request = parse_completion(await exchange.body(self._max_body_bytes))
+            request = parse_completion(await exchange.body(self._max_body_bytes, self.body_room))
             spec = await completion_spec(request, self._frontend, visit.tenant)
             await self._answer(exchange, request, spec, visit)
         finally:
@@ -183,7 +187,12 @@ class HttpApp:
                 num_open -= delta.is_last
                 _raise_if_ended_badly(delta)
         deltas = [_joined(pieces) for pieces in parts]
-        await exchange.json(whole_body(call, deltas, self._frontend.shared.tokenizer))
+        tokenizer = self._frontend.shared.tokenizer
+        if sum(len(delta.logprobs) for delta in deltas) <= _MAX_LOGPROBS_HERE:
+            body = whole_body(call, deltas, tokenizer)
+        else:
+            body = await asyncio.to_thread(whole_body, call, deltas, tokenizer)
+        await exchange.json(body)
 
     async def _stream(self, exchange: Exchange, call: Call, include_usage: bool) -> None:
         chunks = ChunkWriter(
@@ -200,7 +209,10 @@ class HttpApp:
                 if delta.is_last:
                     num_open -= 1
                     await self._end_if_badly(exchange, delta, pending)
-                pending.append(chunks.chunk(delta))
+                if len(delta.logprobs) <= _MAX_LOGPROBS_HERE:
+                    pending.append(chunks.chunk(delta))
+                else:
+                    pending.append(await asyncio.to_thread(chunks.chunk, delta))
             if num_open == 0:
                 pending.append(chunks.closing())
             data = b"".join(pending)
@@ -236,7 +248,7 @@ class HttpApp:
     async def _tokenize(self, exchange: Exchange) -> None:
         visit = self._enter(exchange)
         try:
-            request = parse_tokenize(await exchange.body(self._max_body_bytes))
+            request = parse_tokenize(await exchange.body(self._max_body_bytes, self.body_room))
             tokens, context = await tokenized(request, self._frontend, visit.tenant)
         finally:
             visit.leave()

@@ -31,7 +31,9 @@ _GATHER_S: Final = 0.02
 
 _accepted = metrics.counter(names.REQUESTS_ACCEPTED, "Calls that passed validation")
 _requests = metrics.counter(names.REQUESTS, "Calls that ended, by outcome")
-_rejections = metrics.counter(names.REQUEST_REJECTIONS, "Rejections by instances")
+_rejections = metrics.histogram(
+    names.REQUEST_REJECTIONS, "Rejections that a call met on its way", "1", (0, 1, 2, 4, 8, 16, 32)
+)
 _migrations = metrics.counter(names.REQUEST_MIGRATIONS, "Choices planned again after a lost leg")
 _duration = metrics.histogram(names.REQUEST_DURATION, "From acceptance to the last token")
 _ttft = metrics.histogram(names.TIME_TO_FIRST_TOKEN, "From acceptance to the first token")
@@ -115,8 +117,7 @@ class Observer:
             _tpot.record(times.per_token_s, model)
         _tokens.add(report.num_prompt_tokens, {"direction": "input"})
         _tokens.add(report.num_completion_tokens, {"direction": "output"})
-        if times.num_rejections:
-            _rejections.add(times.num_rejections)
+        _rejections.record(times.num_rejections)
         if times.num_migrations:
             _migrations.add(times.num_migrations)
 

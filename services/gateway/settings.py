@@ -81,6 +81,11 @@ class Settings(ServiceSettings):
         description="Prompts that a prefill computes in lockstep (DP size): who waits goes in batches of similar length; 0: one by one",
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest HTTP body or gRPC message")
+    max_incoming_bytes: int = Field(
+        256 << 20,
+        ge=65536,
+        description="HTTP bodies on their way in, all together; more get 429",
+    )
     ttft_s: float = Field(10.0, gt=0, description="Wait for a slot so long, then 429")
     ttft_s_per_1k_tokens: float = Field(
         0.0, ge=0, description="So much longer for each 1,000 tokens of prompt"

@@ -67,6 +67,9 @@ class FakeInstance:
     incarnation: int = 1
     num_slots: int = 1 << 20
     step_s: float = 0.0
+    prefill_s: float = (
+        0.0  # that each prompt computes for; all sessions hear of a slot that comes free then
+    )
     group_id: str = "default"
     fingerprint: str = "fp"
     supports_logprobs: bool = False
@@ -140,8 +143,11 @@ class FakeInstance:
     def free_slots(self, num_slots: int) -> None:
         """Come free, and say so."""
         self.num_slots, self.reject_with = num_slots, None
+        self._tell_load()
+
+    def _tell_load(self) -> None:
         for outbox in self._outboxes:
-            outbox.put_nowait(pb.SessionResponse(load=self._load()))
+            outbox.put_nowait(pb.SessionResponse(load=self.load()))
 
     # --- InstanceService -------------------------------------------------------------------------
 
@@ -169,7 +175,7 @@ class FakeInstance:
     async def GetStatus(
         self, request: pb.GetStatusRequest, context: object
     ) -> pb.GetStatusResponse:
-        return pb.GetStatusResponse(record=self.record(), load=self._load())
+        return pb.GetStatusResponse(record=self.record(), load=self.load())
 
     async def GetKvSnapshot(
         self, request: pb.GetKvSnapshotRequest, context: object
@@ -177,7 +183,7 @@ class FakeInstance:
         yield pb.GetKvSnapshotResponse(incarnation=self.incarnation)
 
     async def Drain(self, request: pb.DrainRequest, context: object) -> pb.DrainResponse:
-        return pb.DrainResponse(load=self._load())
+        return pb.DrainResponse(load=self.load())
 
     # --- behaviour -------------------------------------------------------------------------------
 
@@ -191,7 +197,7 @@ class FakeInstance:
             for command in request.commands:
                 self._on_command(command, events, outbox)
             if events:
-                outbox.put_nowait(pb.SessionResponse(events=events, load=self._load()))
+                outbox.put_nowait(pb.SessionResponse(events=events, load=self.load()))
 
     def _on_command(
         self,
@@ -255,11 +261,15 @@ class FakeInstance:
         """What was held back draws its first token."""
         self.is_holding = False
         for leg in [leg for leg in self.legs.values() if leg.prefill is not None]:
-            del self.legs[leg.key]
-            assert leg.prefill is not None
-            events: list[pb.SessionEvent] = []
-            self._prefill(leg.prefill, events, leg.outbox)
-            leg.outbox.put_nowait(pb.SessionResponse(events=events))
+            self._finish_prefill(leg)
+
+    def _finish_prefill(self, leg: FakeLeg) -> None:
+        if self.legs.pop(leg.key, None) is None:
+            return  # aborted meanwhile
+        assert leg.prefill is not None
+        events: list[pb.SessionEvent] = []
+        self._draw_first(leg.prefill, leg, events)
+        leg.outbox.put_nowait(pb.SessionResponse(events=events))
 
     def _join(self, join: pb.Join, events: list[pb.SessionEvent]) -> None:
         leg = self.legs.get(join.key)
@@ -284,10 +294,18 @@ class FakeInstance:
         )  # fmt: skip
         if self._early_ticket(prefill) is not None:
             self.tickets.add(f"{self.instance_id}-{prefill.key}")
-        if self.is_holding:
+        if self.is_holding or self.prefill_s:
             leg.prefill = prefill
             self.legs[prefill.key] = leg
+            if not self.is_holding:
+                leg.awaits_first = True  # computes: nothing to step
+                asyncio.get_running_loop().call_later(self.prefill_s, self._finish_prefill, leg)
             return
+        self._draw_first(prefill, leg, events)
+
+    def _draw_first(self, prefill: pb.Prefill, leg: FakeLeg, events: list[pb.SessionEvent]) -> None:
+        tokens, token = leg.tokens[:-1], leg.tokens[-1]
+        leg.awaits_first = False
         first = pb.FirstToken(token_id=token, num_cached_tokens=min(16, len(tokens) // 2))
         if prefill.sampling.HasField("num_logprobs"):
             first.logprob.CopyFrom(_logprob(token, prefill.sampling.num_logprobs))
@@ -330,7 +348,10 @@ class FakeInstance:
 
     def _take(self, ticket_id: str) -> None:
         for holder in self.peers:
-            holder.tickets.discard(ticket_id)
+            if ticket_id in holder.tickets:
+                holder.tickets.remove(ticket_id)
+                if holder.prefill_s:
+                    holder._tell_load()
 
     peers: list[FakeInstance] = field(default_factory=list)
 
@@ -338,7 +359,7 @@ class FakeInstance:
     def _num_used(self) -> int:
         return len(self.legs) + len(self.tickets)
 
-    def _load(self) -> pb.Load:
+    def load(self) -> pb.Load:
         num_slots = min(self.num_slots, 1 << 20)
         is_busy = self.reject_with == pb.REJECT_REASON_BUSY
         return pb.Load(num_slots=num_slots, num_slots_used=num_slots if is_busy else self._num_used)
@@ -373,7 +394,7 @@ class FakeInstance:
                 message.events.append(pb.SessionEvent(key=leg.key, finished=finished))
                 del self.legs[leg.key]
         for outbox, message in messages.values():
-            message.load.CopyFrom(self._load())
+            message.load.CopyFrom(self.load())
             outbox.put_nowait(message)
 
 

@@ -28,6 +28,7 @@ from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.support import fleet
 from tests.support.honest_client import HonestClient
+from tests.support.memory import rss_bytes
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -36,6 +37,7 @@ RECEIVE_S, WRITE_S, PER_IP = 2.0, 3.0, 200
 ROUNDS = 6
 ATTACKER = "127.0.0.66"
 MIB = 1 << 20
+INCOMING = 32 * MIB
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -53,6 +55,7 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
             "PDMESH_GATEWAY_RECEIVE_TIMEOUT_S": str(RECEIVE_S),
             "PDMESH_GATEWAY_WRITE_TIMEOUT_S": str(WRITE_S),
             "PDMESH_GATEWAY_MAX_CONNECTIONS_PER_IP": str(PER_IP),
+            "PDMESH_GATEWAY_MAX_INCOMING_BYTES": str(INCOMING),
             "PDMESH_LOOP_WATCH_S": "0.005",  # F31 bounds how long the gateway's loop may be held
         },
     )
@@ -65,8 +68,7 @@ def port_of(mesh: Mesh) -> int:
 
 
 def rss(mesh: Mesh) -> int:
-    pages = Path(f"/proc/{mesh.pid('gateway-0')}/statm").read_text().split()[1]
-    return int(pages) * 4096
+    return rss_bytes(mesh, "gateway-0")
 
 
 def gauge(mesh: Mesh, name: str) -> float:
@@ -272,6 +274,7 @@ def num_kept(port: int) -> int:
 
 _TIME_WAIT = "06"  # in /proc/net/tcp
 DEEP = b"[" * 100_000 + b"]" * 100_000
+FULL = 8 * MIB - 200  # so much of one field still fits a body
 BAD_BODIES: dict[str, tuple[bytes, int]] = {
     "nothing": (b"", 400),
     "not JSON": (b"hello", 400),
@@ -300,6 +303,11 @@ BAD_BODIES: dict[str, tuple[bytes, int]] = {
     "huge stop list": (b'{"model":"default","prompt":"x","stop":[' + b'"a",' * 100_000 + b'"a"]}', 400),
     "long stop": (b'{"model":"default","prompt":"x","stop":"' + b"a" * 100_000 + b'"}', 400),
     "huge logit_bias": (b'{"model":"default","prompt":"x","logit_bias":{' + b",".join(b'"%d":1' % i for i in range(50_000)) + b"}}", 400),
+    "objects without end": (b'{"model":"default","prompt":"x","logit_bias":[' + b"{}," * (FULL // 3) + b"{}]}", 400),
+    "lists without end": (b'{"model":"default","prompt":[' + b"[]," * (FULL // 3) + b"[]]}", 400),
+    "stops without end": (b'{"model":"default","prompt":"x","stop":[' + b'"",' * (FULL // 3) + b'""]}', 400),
+    "hidden behind its twin": (b'{"model":"default","stop":[' + b"[]," * (FULL // 3) + b'[]],"stop":"a","prompt":"x"}', 400),
+    "nothing but escapes": (b'{"model":"default","prompt":"' + b"\\n" * (FULL // 2) + b'"}', 400),
     "given twice": (b'{"model":"default","prompt":"x","prompt":"y"}', 400),
     "ids without end": (b'{"model":"default","prompt":[' + b"1," * 2_000_000 + b"1]}", 400),
     "text without end": (b'{"model":"default","prompt":"' + b"a b " * 1_900_000 + b'"}', 400),
@@ -341,6 +349,32 @@ async def test_what_is_malformed_gets_its_status_at_once_and_stops_nobody(mesh: 
     assert small[-1][0] < 0.5  # a busy machine
     assert max(slow.values()) < 2.0
     assert worst_held[0][0] <= 0.05
+
+
+@pytest.mark.fault("F29", "F31")
+async def test_large_bodies_on_their_way_in_are_bounded_together(mesh: Mesh) -> None:
+    """Sixty clients send 6 MiB of a body each and then no more: those beyond the bound are told to come back, the others cut in time."""
+    begun = HEAD + b"content-length: %d\r\n\r\n" % (7 * MIB) + b"[" * (6 * MIB)
+    memory, grown = rss(mesh), 0
+
+    async def watch() -> None:
+        nonlocal grown
+        while True:
+            grown = max(grown, rss(mesh) - memory)
+            await asyncio.sleep(0.02)
+
+    watching = asyncio.create_task(watch())
+    async with served_meanwhile(mesh, slack_s=1.0):
+        ended = await asyncio.gather(*(attack(mesh, begun) for _ in range(60)))
+    watching.cancel()
+    refused = [e for e in ended if e.status == 429]
+    assert {e.status for e in ended} <= {408, 429}
+    assert len(refused) >= 60 - INCOMING // (6 * MIB) - 1
+    assert all(b"retry-after: 1\r\n" in e.answer for e in refused)
+    assert max(e.after_s for e in ended) < RECEIVE_S + 3.0
+    print(f"{len(refused)} refused, {grown / MIB:.0f} MiB more resident at most")
+    assert grown < INCOMING + 40 * MIB
+    await until(lambda: gauge(mesh, "pdmesh_gateway_incoming") == 0)
 
 
 @pytest.mark.fault("F29", "F31")

@@ -1,4 +1,4 @@
-"""Two gateway processes on one port: one is asked to stop while all its streams run."""
+"""Two gateway processes on one port: one is asked to stop, or killed, while all its streams run."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_STREAMS, NUM_TOKENS = 24, 120
+GATEWAYS = ("gateway-0", "gateway-1")
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +76,8 @@ async def test_sigterm_lets_every_stream_end_and_the_other_gateway_takes_what_is
             asyncio.create_task(stream_completion(client, url, p, NUM_TOKENS, ignore_eos=True))
             for p in prompts
         ]
-        gateways = ("gateway-0", "gateway-1")
-        await until(lambda: sum(num_calls(mesh, g) for g in gateways) == NUM_STREAMS, within_s=60)
-        victim = max(gateways, key=lambda g: num_calls(mesh, g))
+        await until(lambda: sum(num_calls(mesh, g) for g in GATEWAYS) == NUM_STREAMS, within_s=60)
+        victim = max(GATEWAYS, key=lambda g: num_calls(mesh, g))
         num_on_victim = num_calls(mesh, victim)
         assert num_on_victim > 0
         os.kill(mesh.pid(victim) or 0, signal.SIGTERM)
@@ -103,3 +103,56 @@ async def test_sigterm_lets_every_stream_end_and_the_other_gateway_takes_what_is
         assert after.is_complete
         refused = await client.get(f"{url}/v1/models", headers={"authorization": "Bearer x"})
         assert refused.status_code == 401
+
+
+@pytest.mark.fault("F9")
+@pytest.mark.req("S39")
+async def test_a_killed_gateway_takes_its_own_streams_with_it_and_no_other(
+    mesh: Mesh, token: tuple[str, Path], tmp_path: Path
+) -> None:
+    """Its clients see their connections end, the other's see nothing; what worked for it is free in 4 s, and requests go on at once."""
+    reference = fleet.Reference.load(tmp_path / "sim-model")
+    url = mesh.http_url.replace("0.0.0.0", "127.0.0.1")
+    headers = {"authorization": f"Bearer {token[0]}"}
+    await mesh.wait_ready(timeout_s=30)
+    await until(lambda: all(is_up(mesh, g) for g in GATEWAYS), within_s=30)
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(timeout=30, headers=headers, limits=limits) as client:
+        prompts = [[40 + (i * 11 + j) % 80 for j in range(20)] for i in range(NUM_STREAMS)]
+        streams = [
+            asyncio.create_task(stream_completion(client, url, p, NUM_TOKENS, ignore_eos=True))
+            for p in prompts
+        ]
+        await until(lambda: sum(num_calls(mesh, g) for g in GATEWAYS) == NUM_STREAMS, within_s=60)
+        victim = max(GATEWAYS, key=lambda g: num_calls(mesh, g))
+        num_on_victim = num_calls(mesh, victim)
+        os.kill(mesh.pid(victim) or 0, signal.SIGKILL)
+        late_ones = [
+            await stream_completion(client, url, prompts[0], 2, ignore_eos=True) for _ in range(10)
+        ]
+        assert all(o.is_complete or o.was_cut for o in late_ones)
+        assert sum(o.is_complete for o in late_ones) >= 8
+        outcomes = await asyncio.gather(*streams)
+        assert [o.fault_in_ending() for o in outcomes if o.fault_in_ending()] == []
+        for prompt, outcome in zip(prompts, outcomes, strict=True):
+            text = reference.text(prompt, NUM_TOKENS)
+            assert outcome.text == text if outcome.is_complete else text.startswith(outcome.text)
+        assert sum(o.was_cut for o in outcomes) == num_on_victim
+        freed_s = await until(lambda: not slots_used(mesh), within_s=10)
+        back_s = await until(lambda: is_up(mesh, victim), within_s=30)
+        print(
+            f"{num_on_victim:.0f} streams cut, free {freed_s:.1f} s and back {back_s:.1f} s later"
+        )
+        assert freed_s < 4.0
+
+
+def slots_used(mesh: Mesh) -> float:
+    names = ("prefill-0", "decode-0")
+    return sum(v for p in names for n, _, v in fleet.samples(mesh, p) if n == "pdmesh_slots_used")
+
+
+def is_up(mesh: Mesh, process: str) -> bool:
+    try:
+        return num_calls(mesh, process) >= 0
+    except (OSError, StopIteration):
+        return False

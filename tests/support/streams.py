@@ -23,6 +23,7 @@ class StreamOutcome:
     is_done: bool = False  # saw [DONE]
     error: dict[str, Any] | None = None  # an error body or error event
     status: int = 0
+    retry_after: str | None = None  # the header of a refusal
     was_cut: bool = False  # the connection ended without [DONE] or error
     first_at: float | None = None
     ended_at: float = 0.0
@@ -68,6 +69,7 @@ async def stream_completion(
         async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
             outcome.status = response.status_code
             if response.status_code != httpx.codes.OK:
+                outcome.retry_after = response.headers.get("retry-after")
                 outcome.error = json.loads(await response.aread())["error"]
             else:
                 await _read_events(response, outcome)

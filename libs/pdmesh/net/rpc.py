@@ -22,6 +22,7 @@ from google.rpc.status_pb2 import Status
 
 from pdmesh import errors
 from pdmesh.errors import InvalidRequest, MeshError
+from pdmesh.net.proto_bounds import check_num_fields
 
 log = structlog.get_logger(__name__)
 
@@ -101,8 +102,13 @@ async def start(target: grpc.aio.Server) -> None:
         raise
 
 
-def add_service(target: grpc.aio.Server, service: ServiceDescriptor, servicer: object) -> None:
-    """Register every method of `service` that `servicer` implements, by name.
+def add_service(
+    target: grpc.aio.Server,
+    service: ServiceDescriptor,
+    servicer: object,
+    max_fields: int | None = None,
+) -> None:
+    """Register every method of `service` that `servicer` implements, by name. `max_fields`: of a request, where strangers call.
 
     Handlers take (request, context); a MeshError they raise becomes its gRPC status with ErrorInfo, any other
     exception is logged and becomes INTERNAL without its text.
@@ -110,7 +116,7 @@ def add_service(target: grpc.aio.Server, service: ServiceDescriptor, servicer: o
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for method in service.methods:
         handler = getattr(servicer, method.name)
-        parse = _parser(method.input_type)
+        parse = _parser(method.input_type, max_fields)
         serialize: Callable[[Any], bytes] = lambda message: message.SerializeToString()  # noqa: E731
         if method.client_streaming and method.server_streaming:
             handlers[method.name] = grpc.stream_stream_rpc_method_handler(
@@ -131,10 +137,12 @@ def add_service(target: grpc.aio.Server, service: ServiceDescriptor, servicer: o
     )
 
 
-def _parser(message_type: Any) -> Callable[[bytes], Message]:
+def _parser(message_type: Any, max_fields: int | None) -> Callable[[bytes], Message]:
     make = GetMessageClass(message_type)
 
     def parse(data: bytes) -> Message:
+        if max_fields is not None:
+            check_num_fields(data, message_type, max_fields)
         try:
             return make.FromString(data)
         except DecodeError as exc:

@@ -72,6 +72,7 @@ GATEWAY_PLANS: Final = "pdmesh.gateway.plans"  # by where they came from: master
 GATEWAY_CONNECTIONS: Final = "pdmesh.gateway.connections"
 GATEWAY_CONNECTIONS_REFUSED: Final = "pdmesh.gateway.connections.refused"
 GATEWAY_ENCODING: Final = "pdmesh.gateway.encoding"  # characters
+GATEWAY_INCOMING: Final = "pdmesh.gateway.incoming"
 GATEWAY_REFUSED: Final = "pdmesh.gateway.refused"
 TENANT_TOKENS: Final = "pdmesh.tenant.tokens"
 GATEWAY_EVENTS_DROPPED: Final = "pdmesh.gateway.events.dropped"

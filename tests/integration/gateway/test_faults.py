@@ -99,9 +99,10 @@ async def test_a_prefill_lost_at_work_is_replaced(
 async def test_a_rejection_sends_the_request_to_the_next_candidate(
     mesh: GatewayMesh, client: openai.AsyncOpenAI
 ) -> None:
-    first, second = of_role(mesh, ROLE_PREFILL)
+    prefills, decodes = mesh.gateway.fleet.least_loaded("tiny", "", (), lambda *_: 0)
+    first, second = (mesh.instances[c.instance_id] for c in prefills)
     first.reject_with = REJECT_REASON_DRAINING
-    of_role(mesh, ROLE_DECODE)[0].reject_with = REJECT_REASON_BUSY
+    mesh.instances[decodes[0].instance_id].reject_with = REJECT_REASON_BUSY
     answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=9)
     assert answer.choices[0].text == mesh.expected_text("abc", 9)
     assert (first.num_rejected, len(second.prefills)) == (1, 1)

@@ -1,0 +1,170 @@
+"""Several gateways and one set of prefills, without coordination: they do not all run to the same one (S42, S43, S46).
+
+Two gateways, sixteen prefills with one slot each. What a request costs is how many of them refused it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pdmesh.core.fleet import Fleet, LoadReported, RecordSeen
+from pdmesh.core.placement import Placement
+from pdmesh.core.placement_baselines import POLICIES
+from pdmesh.core.placement_policies import Weights
+from pdmesh.v1 import scheduler_service_pb2 as pb
+from pdmesh.v1.common_pb2 import InstanceRecord
+from services.gateway.gateway import Gateway
+from services.master_scheduler import convert
+from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+from tests.fakes.memory_registry import MemoryView
+from tests.integration.gateway.test_plan_stream import FakeMaster, serving
+
+NUM_PREFILLS, PREFILL_S, RUN_S = 16, 0.1, 2.0
+
+
+class PlacingMaster(FakeMaster):
+    """The master's own placement, told of loads as late as it is in a mesh."""
+
+    def __init__(self, mesh: GatewayMesh) -> None:
+        super().__init__()
+        self._mesh = mesh
+        self.fleet = Fleet()
+        self._placement = Placement(
+            self.fleet, random.Random(1), POLICIES["default"](), Weights(), max_candidates=8
+        )
+        for instance in mesh.instances.values():
+            identity = convert.identity_from(instance.record())
+            assert identity is not None
+            self.fleet.handle(RecordSeen(identity), time.monotonic())
+
+    async def report(self) -> None:
+        num_told = Counter[str]()
+        while True:
+            await asyncio.sleep(0.02)
+            for name, instance in self._mesh.instances.items():
+                load = instance.load()
+                taken = [p.request_id for p in instance.prefills]
+                taken += [s.request_id for s in instance.starts]
+                report = LoadReported(
+                    name, 1, load.num_slots, load.num_slots_used, 1 << 20, False,
+                    taken[num_told[name] :],
+                )  # fmt: skip
+                num_told[name] = len(taken)
+                self.fleet.handle(report, time.monotonic())
+
+    async def Plan(self, request: pb.PlanRequest, context: Any) -> pb.PlanResponse:
+        now = time.monotonic()
+        plans = [self._placement.plan(convert.query_from(q), {}, now) for q in request.queries]
+        results = [convert.result_to("", plan) for plan in plans]
+        return pb.PlanResponse(epoch=1, results=results)
+
+
+@dataclass
+class Told:
+    """Requests by how many prefills refused them, and prompts by prefill."""
+
+    rejections: Counter[int]
+    prompts: Counter[str]
+
+    @property
+    def mean_rejections(self) -> float:
+        return sum(n * count for n, count in self.rejections.items()) / self.rejections.total()
+
+    def share_of_at_most(self, num: int) -> float:
+        return sum(c for n, c in self.rejections.items() if n <= num) / self.rejections.total()
+
+
+@asynccontextmanager
+async def two_gateways(
+    directory: Path, *, has_master: bool
+) -> AsyncIterator[tuple[GatewayMesh, list[Gateway]]]:
+    async with AsyncExitStack() as stack:
+        mesh = await stack.enter_async_context(
+            gateway_mesh(directory, NUM_PREFILLS, 1, ttft_s=20.0)
+        )
+        for name, instance in mesh.instances.items():
+            if name.startswith("prefill"):
+                instance.num_slots, instance.prefill_s = 1, PREFILL_S
+        if has_master:
+            master = PlacingMaster(mesh)
+            port = await stack.enter_async_context(serving(master))
+            reporting = asyncio.create_task(master.report())
+            stack.callback(reporting.cancel)
+            mesh.register(
+                InstanceRecord(
+                    instance_id="master-0", incarnation=1, service="master-scheduler",
+                    grpc_address=f"127.0.0.1:{port}", is_leader=True,
+                )
+            )  # fmt: skip
+        settings = mesh.settings.model_copy(update={"instance_id": "gateway-1"})
+        second = Gateway(settings, MemoryView(mesh.store), mesh.tokenizer, mesh, list)
+        second.frontend.shared.next_key = itertools.count(1_000_000).__next__
+        await second.start()
+        stack.push_async_callback(second.stop)
+        yield mesh, [mesh.gateway, second]
+
+
+async def drive(mesh: GatewayMesh, gateways: list[Gateway], num_users: int) -> Told:
+    """Half of the users at each gateway, all of them with one request under way, for RUN_S."""
+    async with httpx.AsyncClient(timeout=30) as client:
+        until_s = time.monotonic() + RUN_S
+
+        async def user(number: int) -> None:
+            url = f"http://127.0.0.1:{gateways[number % 2].http.port}/v1/completions"
+            while time.monotonic() < until_s:
+                body = {"model": "tiny", "prompt": f"{number} {time.monotonic()}", "max_tokens": 2}
+                assert (await client.post(url, json=body)).status_code == 200
+
+        await asyncio.gather(*(user(n) for n in range(num_users)))
+    for gateway in gateways:
+        await gateway.observer.publish_rest()
+    told = Told(
+        Counter(event.num_rejections for event in mesh.events),
+        Counter(event.prefill_id for event in mesh.events),
+    )
+    print(
+        f"{num_users} users: {told.rejections.total()} requests, {told.mean_rejections:.2f} rejections each,"
+        f" histogram {dict(sorted(told.rejections.items()))}, busiest prefill {max(told.prompts.values())}"
+    )
+    return told
+
+
+@pytest.mark.req("S42", "S43")
+@pytest.mark.parametrize("has_master", [True, False], ids=["master", "alone"])
+async def test_two_gateways_at_half_load_do_not_run_to_the_same_prefills(
+    tmp_path: Path, has_master: bool
+) -> None:
+    """Eight prompts for sixteen slots. Gateways that ranked alike would meet refusals at every prefill the other one uses."""
+    async with two_gateways(tmp_path, has_master=has_master) as (mesh, gateways):
+        told = await drive(mesh, gateways, num_users=8)
+    assert told.mean_rejections < 0.7
+    assert told.share_of_at_most(3) > 0.95
+    if has_master:
+        assert len(told.prompts) == NUM_PREFILLS
+        assert max(told.prompts.values()) < 2.5 * told.prompts.total() / NUM_PREFILLS
+
+
+@pytest.mark.req("S43", "S46")
+@pytest.mark.parametrize("has_master", [True, False], ids=["master", "alone"])
+async def test_two_gateways_under_twice_the_load_keep_every_prefill_busy(
+    tmp_path: Path, has_master: bool
+) -> None:
+    """Who waits is called when a slot comes free, by both gateways at once: one of the two is refused, and waits again."""
+    async with two_gateways(tmp_path, has_master=has_master) as (mesh, gateways):
+        told = await drive(mesh, gateways, num_users=2 * NUM_PREFILLS)
+    most = NUM_PREFILLS * RUN_S / PREFILL_S
+    assert told.rejections.total() > 0.6 * most
+    assert len(told.prompts) == NUM_PREFILLS
+    assert min(told.prompts.values()) > 0.5 * told.prompts.total() / NUM_PREFILLS

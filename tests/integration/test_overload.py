@@ -1,0 +1,103 @@
+"""Four times as many users as a decode has KV memory for: who is taken is answered whole, the others are told when to come back (F36)."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.launcher.spec import MeshSpec
+from tests.support import fleet
+from tests.support.memory import rss_bytes
+from tests.support.streams import StreamOutcome, stream_completion
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TTFT_S, RUN_S, SLACK_S = 2.0, 8.0, 1.0
+NUM_TOKENS = 40
+PROMPT_TOKENS = 200
+ROOM = 4  # requests whose prompt and answer fit the decode's KV blocks
+CODES = {"overloaded", "ttft_unreachable", "queue_full"}
+PROCESSES = ("gateway-0", "prefill-0", "decode-0", "master-scheduler")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
+    num_blocks = ROOM * -(-(PROMPT_TOKENS + NUM_TOKENS) // 64)
+    spec = MeshSpec(
+        engine="sim",
+        num_prefill=1,
+        num_decode=1,
+        http_port=0,
+        grpc_port=0,
+        start_timeout_s=60,
+        env={
+            "PDMESH_SIM_LAW": "smollm2-cpu",
+            "PDMESH_PREFILL_NUM_SLOTS": "2",
+            "PDMESH_DECODE_NUM_SLOTS": "64",
+            "PDMESH_DECODE_NUM_KV_BLOCKS": str(num_blocks),
+            "PDMESH_GATEWAY_TTFT_S": str(TTFT_S),
+        },
+    )
+    async with Mesh(spec, tmp_path_factory.mktemp("mesh")) as running:
+        yield running
+
+
+@pytest.mark.fault("F36")
+@pytest.mark.req("S44", "S95")
+async def test_four_times_the_kv_memory_ends_in_answers_and_429s_in_time(mesh: Mesh) -> None:
+    reference = fleet.Reference.load(mesh.state_dir / "reference")
+    memory = {name: rss_bytes(mesh, name) for name in PROCESSES}
+    outcomes: list[StreamOutcome] = []
+    until_s = time.monotonic() + RUN_S
+    async with httpx.AsyncClient(timeout=60) as client:
+
+        async def ask(number: int) -> StreamOutcome:
+            prompt = [40 + (number * 13 + i * i) % 80 for i in range(PROMPT_TOKENS)]
+            return await stream_completion(
+                client, mesh.http_url, prompt, NUM_TOKENS, ignore_eos=True
+            )
+
+        async def user(number: int) -> None:
+            while time.monotonic() < until_s:
+                outcomes.append(await ask(number))
+                number += 100
+
+        began = time.monotonic()
+        await asyncio.wait_for(asyncio.gather(*(user(n) for n in range(4 * ROOM))), 60)
+        lone = await ask(7)
+        assert lone.is_complete, "it recovers at once"
+        lone_s = lone.ended_at - lone.started_at
+    done = [o for o in outcomes if o.is_complete]
+    refused = [o for o in outcomes if not o.is_complete]
+    for outcome in done:
+        assert outcome.text == reference.text([*outcome.prompt], NUM_TOKENS)
+    assert Counter(o.status for o in refused) == {429: len(refused)}, refused
+    assert {(o.error or {})["code"] for o in refused} <= CODES
+    assert all(int(o.retry_after or 0) >= 1 for o in refused)
+    waits = [o.ended_at - o.started_at for o in refused]
+    spent_s = time.monotonic() - began
+    most = spent_s * ROOM / lone_s
+    print(
+        f"{len(done)} answered of at most {most:.0f}, {len(refused)} refused after {statistics.median(waits):.3f} s"
+        f" ({min(waits):.3f} to {max(waits):.3f}); one alone takes {lone_s:.2f} s"
+    )
+    assert refused, "there was room for all: the test proves nothing"
+    assert max(waits) <= TTFT_S + SLACK_S
+    assert len(done) >= 0.4 * most, "what was taken keeps the decode busy"
+    await until(lambda: not slots_used(mesh), within_s=12)
+    grown = {name: rss_bytes(mesh, name) - memory[name] for name in PROCESSES}
+    assert max(grown.values()) < 64 << 20, grown
+
+
+def slots_used(mesh: Mesh) -> float:
+    names = ("prefill-0", "decode-0")
+    return sum(v for p in names for n, _, v in fleet.samples(mesh, p) if n == "pdmesh_slots_used")
