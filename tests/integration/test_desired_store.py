@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from pdmesh.errors import VersionConflict
@@ -33,6 +35,18 @@ async def test_of_two_who_change_one_version_one_is_told(bus: NatsBus) -> None:
     with pytest.raises(VersionConflict):
         await store.apply("a: 2", expected_version=0, author="bob", reason="")
     assert (await store.apply("a: 2", expected_version=None, author="bob", reason="")).version == 2
+
+
+async def test_who_names_no_version_has_its_turn_beside_others(bus: NatsBus) -> None:
+    """Found by the nemesis: of two orders in the same moment one was refused, though neither minded the other."""
+    store = desired_store(bus)
+    applied = await asyncio.gather(
+        *(store.apply(f"a: {i}", expected_version=None, author="ann", reason="") for i in range(4))
+    )
+    assert sorted(version.version for version in applied) == [1, 2, 3, 4]
+    last = max(applied, key=lambda version: version.version)
+    assert (found := await store.version()) is not None
+    assert found.text == last.text
 
 
 @pytest.mark.fault("F18", "F21")

@@ -23,6 +23,7 @@ log = structlog.get_logger(__name__)
 
 BUCKET: Final = "pdmesh-desired"
 VERSIONS_KEPT: Final = 100
+_UNCONDITIONAL_TRIES: Final = 5
 _CURRENT: Final = "current"
 _ADJUSTED: Final = "adjusted"
 _UPGRADES: Final = "upgrades"
@@ -53,7 +54,22 @@ class DesiredStore:
         reason: str,
         canary_share: float = 0.0,
     ) -> DesiredVersion:
-        """Make `text` the next version; raises VersionConflict if another than the expected one is current."""
+        """Make `text` the next version; raises VersionConflict if another than the expected one is current.
+
+        Who expects none means it whatever is current, also when somebody else applies at the same time: tried a few times.
+        """
+        num_tries = 1 if expected_version is not None else _UNCONDITIONAL_TRIES
+        while True:
+            num_tries -= 1
+            try:
+                return await self._apply_once(text, expected_version, author, reason, canary_share)
+            except VersionConflict:
+                if not num_tries:
+                    raise
+
+    async def _apply_once(
+        self, text: str, expected_version: int | None, author: str, reason: str, canary_share: float
+    ) -> DesiredVersion:
         found = await self._get_current()
         current = _parse(found)
         number = current.version if current is not None else 0

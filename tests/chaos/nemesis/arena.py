@@ -17,7 +17,7 @@ from typing import Final
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile, TenantEntry
 from pdmesh.atomic_file import write_atomically
-from pdmesh.errors import InvalidRequest
+from pdmesh.errors import InvalidRequest, VersionConflict
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net.nats_bus import NatsBus
@@ -66,11 +66,14 @@ class Arena:
     bus: NatsBus
     keys: dict[str, str]  # of each tenant
     say: Callable[[str], None]
-    texts: list[str] = field(
-        default_factory=lambda: [FIRST]
-    )  # desired states, the current one last
+    texts: dict[int, str] = field(default_factory=lambda: {0: FIRST})  # desired states, by version
     held: dict[str, str] = field(default_factory=dict)  # by an operator's order: instance, kind
     num_wipes: int = 0
+
+    @property
+    def text(self) -> str:
+        """The desired state of the latest order that was taken."""
+        return self.texts[max(self.texts)]
 
     @property
     def log_dir(self) -> Path:
@@ -155,8 +158,7 @@ class Arena:
         try:
             match action:
                 case Apply(_, text):
-                    await self.operator.apply(text)
-                    self.texts.append(text)
+                    self.texts[(await self.operator.apply(text)).version] = text
                 case Rollback():
                     await self._roll_back()
                 case Hold(target, kind):
@@ -165,7 +167,7 @@ class Arena:
                 case Release(target, kind):
                     self.held.pop(target, None)
                     await self.operator.release(target, _KINDS[kind])
-        except InvalidRequest as exc:
+        except (InvalidRequest, VersionConflict) as exc:
             self.say(f"refused: {action}: {exc.message}")
 
     async def _roll_back(self) -> None:
@@ -173,8 +175,8 @@ class Arena:
         current = await self.operator.desired()
         if current.version > 1:
             text = (await self.operator.desired(current.version - 1)).text
-            await self.operator.rollback(current.version - 1)
-            self.texts.append(text)
+            done = await self.operator.rollback(current.version - 1)
+            self.texts[done.version] = text
 
 
 @contextlib.asynccontextmanager

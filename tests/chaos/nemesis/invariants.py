@@ -164,8 +164,8 @@ async def settled(arena: Arena) -> str:
         return exc.message
     if states.paused:
         return f"paused: {states.paused}"
-    if text != arena.texts[-1]:
-        return f"the desired state is {text!r} instead of {arena.texts[-1]!r}"
+    if text != arena.text:
+        return f"the desired state is {text!r} instead of {arena.text!r}"
     wanted = read(text).groups
     for group in states.groups:
         if group.group_id not in wanted:
