@@ -15,12 +15,13 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, TypeVar
 
 import structlog
 from opentelemetry.sdk.resources import Resource
+from starlette.routing import Route
 
 from pdmesh import __version__
 from pdmesh.atomic_file import write_atomically
@@ -58,6 +59,7 @@ class App:
     stopping: asyncio.Event
     ops_address: str = ""  # host:port of /metrics, /health/live, /health/ready
     pages: dict[str, Callable[[], object]] = field(default_factory=dict)  # JSON of /status/<page>
+    add_routes: Callable[[Sequence[Route]], None] = lambda routes: None  # to the ops endpoint
     _checks: dict[str, Callable[[], bool]] = field(default_factory=dict)
 
     def add_readiness(self, name: str, is_ready: Callable[[], bool]) -> None:
@@ -155,6 +157,7 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
     tracers = traces.configure(resource, settings.otlp_endpoint)
     ops = _open_ops(settings, app)
     ops.start()
+    app.add_routes = ops.add_routes
     app.ops_address = f"{settings.reachable_host}:{ops.port}"
     if settings.ops_file is not None:
         write_atomically(settings.ops_file, app.ops_address)

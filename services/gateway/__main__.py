@@ -10,12 +10,14 @@ import structlog
 import pdmesh
 from pdmesh.lifecycle import App, StartupError, run
 from pdmesh.net.board import fault_board, hold_board
+from pdmesh.net.desired_store import desired_store
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.net.tasks import end
 from pdmesh.v1.common_pb2 import InstanceRecord
+from services.gateway.canary_shares import CanaryShares
 from services.gateway.door import open_door
 from services.gateway.gateway import Gateway
 from services.gateway.kept_out import KeptOut
@@ -39,7 +41,9 @@ async def serve(settings: Settings, app: App) -> None:
     publisher = EventPublisher(bus, settings.instance_id, app.incarnation)
     kept_out = KeptOut()
     kept_out.watch(hold_board(bus), fault_board(bus))
-    gateway = Gateway(settings, view, tokenizer, publisher, app.not_ready, door, kept_out)
+    canaries = CanaryShares()
+    canaries.watch(desired_store(bus))
+    gateway = Gateway(settings, view, tokenizer, publisher, app.not_ready, door, kept_out, canaries)
     presence = Presence(
         registry,
         publisher,
@@ -58,6 +62,7 @@ async def serve(settings: Settings, app: App) -> None:
         await presence.stop()
         await gateway.stop()
         await kept_out.close()
+        await canaries.close()
         await view.close()
         await bus.close()
 

@@ -21,6 +21,7 @@ from pdmesh.v1.common_pb2 import (
     ROLE_PREFILL,
     InstanceRecord,
 )
+from services.gateway.canary_shares import CanaryShares
 from services.gateway.kept_out import KeptOut
 
 _SERVING: Final = frozenset({ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION})
@@ -48,10 +49,12 @@ class Fleet:
         region: str = "",
         kept_out: KeptOut | None = None,
         gateway_id: str = "",
+        canaries: CanaryShares | None = None,
     ) -> None:
         self._gateway_id = gateway_id
         self._ties: dict[str, bytes] = {}
         self.region, self._kept_out = region, kept_out or KeptOut()
+        self._canaries = canaries or CanaryShares()
         self._view = view
         self._clock = clock
         self._model = model
@@ -170,47 +173,57 @@ class Fleet:
         """Prefills (or fusions) and decodes of our region first, and of these with the fewest of our own open legs (S42, S58).
 
         Where nobody is there of one role, those of the other do both phases. Who is about to leave, or is judged faulty, is named where
-        the others alone can serve nothing.
+        the others alone can serve nothing. A canary has its share of the requests, and more where nobody else serves (S24).
         """
+        scenario = scenario or DEFAULT_SCENARIO  # as at the master: scenarios share no instances (S4)
         doubtful = [
             r.instance_id
             for r in (*self._prefills, *self._decodes, *self._fusions)
             if self._kept_out.is_last_resort(r.instance_id, r.incarnation)
         ]
-        found = self._ranked(model, scenario, [*excluded, *doubtful], num_open)
-        if found[0] or not doubtful:
-            return found
-        return self._ranked(model, scenario, excluded, num_open)
+        drawn = self._canaries.draw(scenario)
+        for left_out in ([*excluded, *doubtful], excluded) if doubtful else (excluded,):
+            able = self._able(model, scenario, left_out)
+            if drawn is not None:
+                group_id, is_its_turn = drawn
+                one_side = [r for r in able if (r.group_id == group_id) is is_its_turn]
+                if (found := self._ranked(one_side, num_open, may_be_alone=False))[0]:
+                    return found
+            if (found := self._ranked(able, num_open, may_be_alone=True))[0]:
+                return found
+        return [], []
+
+    def _able(self, model: str, scenario: str, excluded: Sequence[str]) -> list[InstanceRecord]:
+        return [
+            r
+            for r in (*self._prefills, *self._fusions, *self._decodes)
+            if r.model == model
+            and not r.is_draining
+            and r.instance_id not in excluded
+            and (r.scenario or scenario) == scenario
+        ]
 
     def _ranked(
         self,
-        model: str,
-        scenario: str,
-        excluded: Sequence[str],
+        able: Sequence[InstanceRecord],
         num_open: Callable[[str, int], int],
+        *,
+        may_be_alone: bool,
     ) -> tuple[list[Candidate], list[Candidate]]:
-        wanted = scenario or DEFAULT_SCENARIO  # as at the master: scenarios share no instances (S4)
-
         def order(record: InstanceRecord) -> tuple[bool, int, bytes]:
             is_far = bool(self.region) and record.kv_region not in (self.region, "")
             num = num_open(record.instance_id, record.incarnation)
             return is_far, num, self._ties[record.instance_id]
 
-        def rank(records: Sequence[InstanceRecord], *, is_local: bool = False) -> list[Candidate]:
-            able = [
-                r
-                for r in records
-                if r.model == model
-                and not r.is_draining
-                and r.instance_id not in excluded
-                and (r.scenario or wanted) == wanted
-            ]
-            able.sort(key=order)
-            found = (self.candidate(r.instance_id, r.incarnation, is_local=is_local) for r in able)
+        def rank(*roles: int, is_local: bool = False) -> list[Candidate]:
+            own = sorted((r for r in able if r.role in roles), key=order)
+            found = (self.candidate(r.instance_id, r.incarnation, is_local=is_local) for r in own)
             return [c for c in found if c is not None]
 
-        prefills, decodes = rank([*self._prefills, *self._fusions]), rank(self._decodes)
+        prefills, decodes = rank(ROLE_PREFILL, ROLE_FUSION), rank(ROLE_DECODE)
         pairs = {c.pair for c in decodes}
         if any(c.is_local or c.pair in pairs for c in prefills):
             return prefills, decodes
-        return rank(self._prefills, is_local=True) or rank(self._decodes, is_local=True), []
+        if not may_be_alone:
+            return [], []
+        return rank(ROLE_PREFILL, is_local=True) or rank(ROLE_DECODE, is_local=True), []

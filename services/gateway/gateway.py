@@ -47,12 +47,19 @@ class Gateway:
         not_ready: Callable[[], list[str]],
         door: Door | None = None,
         kept_out: KeptOut | None = None,
+        canaries: CanaryShares | None = None,
     ) -> None:
         self._door = door or OpenDoor()
         gateway_id = settings.instance_id
         self._settings = settings
         self.fleet = Fleet(
-            view, settings.model, time.monotonic, settings.region, kept_out, gateway_id
+            view,
+            settings.model,
+            time.monotonic,
+            settings.region,
+            kept_out,
+            gateway_id,
+            canaries,
         )
         self._room = Waiting(settings.max_waiting, settings.prefill_batch)
         self._poison = PoisonBook()

@@ -8,22 +8,24 @@ from typing import Any, Final
 import grpc
 import structlog
 
-from pdmesh.core.desired import Change, Desired, Service, diff
+from pdmesh.core.adjustments import CannotMove
+from pdmesh.core.desired import DEFAULT_NAME, Change, Desired, Service, diff
 from pdmesh.core.fleet import Role
-from pdmesh.core.group_controller import GroupReport
-from pdmesh.core.group_facts import Observed, WantedGroup
+from pdmesh.core.moves import Plan, Trigger
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest, NotLeader, Unavailable
-from pdmesh.instance.assignment import ROLES, TO_PROTO
+from pdmesh.instance.assignment import ROLES
 from pdmesh.net.desired_store import DesiredStore
 from pdmesh.net.registry import RegistryView
 from pdmesh.v1 import admin_service_pb2 as pb
-from pdmesh.v1.common_pb2 import INSTANCE_PHASE_BLANK, InstancePhase
-from pdmesh.v1.groups_pb2 import Stage
+from pdmesh.v1.common_pb2 import INSTANCE_PHASE_BLANK
 from services.master_scheduler.admin_access import AdminAccess
 from services.master_scheduler.group_loop import GroupLoop
+from services.master_scheduler.group_state import group_state
 from services.master_scheduler.holds import Holds
 from services.master_scheduler.pins import Pins
+from services.master_scheduler.plan_loop import PlanLoop
+from services.master_scheduler.ratio_convert import moves_from, profile_from
 from services.master_scheduler.upgrade_convert import state_to
 from services.master_scheduler.upgrade_loop import UpgradeLoop
 
@@ -41,16 +43,18 @@ class AdminServicer:
         access: AdminAccess,
         loop: GroupLoop,
         upgrades: UpgradeLoop,
+        plans: PlanLoop,
         store: DesiredStore,
         holds: Holds,
         pins: Pins,
         view: RegistryView,
         leadership: Callable[[], tuple[bool, int]],
         usage: Callable[[], pb.UsageBook],
+        page_url: Callable[[], str] = str,
     ) -> None:
         self._access, self._loop, self._store, self._holds = access, loop, store, holds
-        self._upgrades, self._pins, self._view = upgrades, pins, view
-        self._leadership, self._usage = leadership, usage
+        self._upgrades, self._plans, self._pins, self._view = upgrades, plans, pins, view
+        self._leadership, self._usage, self._page_url = leadership, usage, page_url
 
     async def GetDesired(  # noqa: N802
         self, request: pb.GetDesiredRequest, context: Context
@@ -112,6 +116,27 @@ class AdminServicer:
         log.info("admin.promoted", scenarios=promoted)
         return pb.PromoteUpgradeResponse(scenarios=promoted)
 
+    async def PlanMoves(  # noqa: N802
+        self, request: pb.PlanMovesRequest, context: Context
+    ) -> pb.PlanMovesResponse:
+        epoch = self._enter(context)
+        scenario = request.scenario or DEFAULT_NAME
+        if bool(request.moves) is request.HasField("profile"):
+            raise InvalidRequest("either moves or a profile", field="moves")
+        reason = _words(request.reason, "reason") or "asked for by an operator"
+        moves = moves_from(request, reason)
+        try:
+            if request.HasField("profile"):
+                profile = profile_from(request.profile)
+                told = self._plans.profiled(scenario, profile, epoch)
+            else:
+                plan = Plan(scenario, Trigger.OPERATOR, moves, reason, request.is_forced)
+                told = self._plans.ask(plan, epoch)
+        except CannotMove as exc:
+            raise InvalidRequest(str(exc), field="scenario") from exc
+        log.info("admin.planned", scenario=scenario, num_moves=len(moves), reason=reason)
+        return pb.PlanMovesResponse(decisions=told)
+
     async def ListGroupStates(  # noqa: N802
         self, request: pb.ListGroupStatesRequest, context: Context
     ) -> pb.ListGroupStatesResponse:
@@ -124,10 +149,12 @@ class AdminServicer:
             adjustments=self._loop.adjustments.groups,
             paused=self._loop.paused,
             upgrades=map(state_to, self._upgrades.reports),
+            decisions=self._plans.decisions,
+            page_url=self._page_url(),
         )
         if observed is not None and observed.epoch == epoch:
             reports = self._loop.controller.reports
-            response.groups.extend(_group_state(observed, report) for report in reports.values())
+            response.groups.extend(group_state(observed, report) for report in reports.values())
         response.blank_instance_ids.extend(
             instance_id
             for instance_id, record in sorted(self._view.records.items())
@@ -296,46 +323,6 @@ def _changes(current: pb.DesiredVersion | None, after: Desired) -> list[pb.Desir
 
 def _change_to(change: Change) -> pb.DesiredChange:
     return pb.DesiredChange(path=change.path, before=change.before, after=change.after)
-
-
-def _group_state(observed: Observed, report: GroupReport) -> pb.GroupState:
-    group = observed.wanted.groups.get(report.group_id)
-    state = pb.GroupState(
-        group_id=report.group_id, state=report.state.value, detail=report.detail, **_wanted(group)
-    )
-    for instance_id, given in sorted(observed.given.items()):
-        seen = observed.seen.get(instance_id)
-        if given.duty.group_id != report.group_id or seen is None:
-            continue
-        state.scenario = given.duty.scenario
-        if seen.incarnation == given.incarnation:
-            if seen.region and seen.region not in state.regions:
-                state.regions.append(seen.region)
-            state.members.append(
-                pb.GroupMember(
-                    instance_id=instance_id,
-                    incarnation=seen.incarnation,
-                    role=TO_PROTO[given.duty.role],
-                    phase=InstancePhase.ValueType(seen.phase),
-                    stage=Stage.ValueType(given.stage),
-                    revision=given.duty.revision,
-                    assignment_id=given.assignment_id,
-                )
-            )
-    return state
-
-
-def _wanted(group: WantedGroup | None) -> dict[str, Any]:
-    """Fields of GroupState."""
-    if group is None:
-        return {}
-    return {
-        "scenario": group.scenario,
-        "num_prefill_wanted": group.counts[Role.PREFILL],
-        "num_decode_wanted": group.counts[Role.DECODE],
-        "num_fusion_wanted": group.counts[Role.FUSION],
-        "revision": group.revision,
-    }
 
 
 def _check_kind(kind: int) -> None:

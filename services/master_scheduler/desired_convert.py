@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from pdmesh.core.adjustments import Adjustment, Adjustments
+from pdmesh.core.cron import Cron
+from pdmesh.core.desired import ScheduleLine
 from pdmesh.core.fleet import Role
 from pdmesh.core.moves import Move, MoveKind, Plan, Trigger
 from pdmesh.core.plan_runner import Outstanding
+from pdmesh.core.schedule import Entry, What
 from pdmesh.v1 import admin_service_pb2 as pb
 
 
@@ -54,7 +57,7 @@ def pending_from(message: pb.Adjustments) -> list[Outstanding]:
     plans: list[Outstanding] = []
     for each in message.pending:
         try:
-            moves = tuple(map(_move_from, each.moves))
+            moves = tuple(map(move_from, each.moves))
         except ValueError:
             continue
         plan = Plan(each.scenario, Trigger.SCHEDULE, moves, each.reason, asked_at=each.asked_at)
@@ -69,19 +72,29 @@ def _pending_to(left: Outstanding) -> pb.PendingPlan:
         reason=plan.reason,
         asked_at=plan.asked_at,
         is_moving=left.is_moving,
-        moves=[
-            pb.PendingMove(
-                group_id=move.group_id,
-                kind=move.kind.value,
-                role=move.role.value if move.role else "",
-                to_group=move.to_group or "",
-                reason=move.reason,
-            )
-            for move in plan.moves
-        ],
+        moves=map(move_to, plan.moves),
     )
 
 
-def _move_from(each: pb.PendingMove) -> Move:
+def move_to(move: Move) -> pb.PendingMove:
+    return pb.PendingMove(
+        group_id=move.group_id,
+        kind=move.kind.value,
+        role=move.role.value if move.role else "",
+        to_group=move.to_group or "",
+        reason=move.reason,
+    )
+
+
+def move_from(each: pb.PendingMove) -> Move:
+    """Raises ValueError for a kind or role that this release does not know, or that do not go together."""
     role = Role(each.role) if each.role else None
     return Move(each.group_id, MoveKind(each.kind), role, each.to_group or None, each.reason)
+
+
+def entry_from(number: int, line: ScheduleLine) -> Entry:
+    """Of the schedule at that place in the file."""
+    name = f"{number}: {line.at} {line.action} {line.num_groups} of {line.scenario}"
+    return Entry(
+        name, line.scenario, Cron.parse(line.at), What(line.action), line.num_groups, line.pool
+    )

@@ -150,16 +150,20 @@ class GroupLoop:
         found = Round(self.observed).blanks() if self.observed is not None else []
         return Counter(seen.region for seen in found)
 
-    def take_adjustments(self, adjustments: AdjustmentsMessage) -> None:
+    def revision_of(self, key: str) -> int:
+        """Of what `adjustments` or `upgrades` say now, to compare a write with (`net.desired_store`)."""
+        return self._desired.revisions.get(key, 0) if self._desired is not None else 0
+
+    def take_adjustments(self, adjustments: AdjustmentsMessage, revision: int) -> None:
         """They were written just now: what is decided next counts with them."""
         assert self._desired is not None
-        self._desired.adjustments = adjustments
+        self._desired.take_adjustments(adjustments, revision)
         self._wake.set()
 
-    def take_upgrades(self, upgrades: UpgradesMessage) -> None:
+    def take_upgrades(self, upgrades: UpgradesMessage, revision: int) -> None:
         """They were written just now: the next round makes them."""
         assert self._desired is not None
-        self._desired.upgrades = upgrades
+        self._desired.take_upgrades(upgrades, revision)
         self._wake.set()
 
     def is_assigned(self, instance_id: str) -> bool:

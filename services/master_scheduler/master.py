@@ -52,6 +52,7 @@ from services.master_scheduler.instruments import (
     observe_index,
     observe_registry,
 )
+from services.master_scheduler.page_routes import page_routes
 from services.master_scheduler.pins import Pins
 from services.master_scheduler.plan_loop import PlanLoop
 from services.master_scheduler.scenario_feed import ScenarioFeed
@@ -154,13 +155,16 @@ class Master:
             AdminAccess(token),
             self.group_loop,
             self._upgrade_loop,
+            self._plan_loop,
             store,
             holds,
             self._pins,
             view,
             self._leadership,
             self._usage.message,
+            lambda: f"http://{app.ops_address}/",
         )
+        app.add_routes(page_routes(self._admin, has_token=bool(token)))
         self._upgrade_feed = UpgradeFeed(self.fleet, bus, self._upgrade_loop.tell)
         self._scenario_feed = ScenarioFeed(
             self.scenarios, windows, self.fleet, bus, self._upgrade_feed.answered

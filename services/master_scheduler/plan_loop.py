@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -16,11 +16,19 @@ import structlog
 
 from pdmesh.core import adjustments
 from pdmesh.core.adjustments import CannotMove
-from pdmesh.core.cron import Cron
-from pdmesh.core.desired import Desired, Scenario, ScheduleLine
+from pdmesh.core.desired import Desired, Scenario
 from pdmesh.core.fleet import Fleet, Role
 from pdmesh.core.group_controller import GroupState
-from pdmesh.core.moves import Groups, GroupShape, Move, MoveKind, Trigger, serving
+from pdmesh.core.moves import (
+    Groups,
+    GroupShape,
+    MoveKind,
+    Plan,
+    Trigger,
+    applied,
+    refusal,
+    serving,
+)
 from pdmesh.core.plan_runner import (
     Event,
     GroupsSeen,
@@ -33,18 +41,30 @@ from pdmesh.core.plan_runner import (
     PlanRunner,
     StartMove,
 )
-from pdmesh.core.ratio import AskPlan, Decided, RatioController, RatioLimits, WindowSeen
+from pdmesh.core.ratio import (
+    AskPlan,
+    Decided,
+    OperatorAsked,
+    Profiled,
+    RatioController,
+    RatioLimits,
+    WindowSeen,
+)
+from pdmesh.core.ratio_model import Profile
 from pdmesh.core.role_loads import RoleLoads
 from pdmesh.core.scenario_windows import ScenarioWindows
-from pdmesh.core.schedule import Entry, Schedule, What
+from pdmesh.core.schedule import Schedule
 from pdmesh.errors import NotLeader, Unavailable, VersionConflict
-from pdmesh.net.desired_store import DesiredStore
-from services.master_scheduler.desired_convert import adjustments_to, pending_from
+from pdmesh.net.desired_store import ADJUSTED, DesiredStore
+from pdmesh.v1 import admin_service_pb2 as pb
+from services.master_scheduler.desired_convert import adjustments_to, entry_from, pending_from
 from services.master_scheduler.group_loop import GroupLoop
+from services.master_scheduler.ratio_convert import decision_to, move_text, shape_fields
 
 log = structlog.get_logger(__name__)
 
 _TICK_S: Final = 1.0
+_NUM_SHOWN: Final = 50  # decisions
 RESUME_WITHIN_S: Final = 3600.0  # of when a schedule asked: groups lent later are missed too soon
 WINDOW_S: Final = (
     30.0  # of requests, by which a ratio is steered, unless the settings say otherwise
@@ -74,6 +94,8 @@ class PlanLoop:
         self._runner = PlanRunner()
         self._schedule = Schedule(())
         self._disturbed: set[str] = set()  # scenarios, since the window began
+        self._states: Groups = {}  # as of the last round
+        self.decisions: deque[pb.RatioDecision] = deque(maxlen=_NUM_SHOWN)  # of this leadership
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -100,11 +122,13 @@ class PlanLoop:
             self._ratio, self._loads = RatioController(_limits(self._window_s)), RoleLoads()
             self._closed_at = self._clock()
             self._schedule = Schedule((), fired=dict(self._groups.fired))
+            self.decisions.clear()
         self._loads.sample(list(self._fleet.instances.values()), self._clock())
         loads = self._loads
         blanks = self._groups.blanks
         shapes = adjustments.group_shapes(desired, known, lambda g, role: loads.busy([g], role))
         states = {i: self._in_its_region(shape, blanks) for i, shape in shapes.items()}
+        self._states = states
         if is_new:
             self._resume(states)
         self._ask(desired, states)
@@ -112,6 +136,34 @@ class PlanLoop:
         self._notice_ends(known, desired)
         seen = GroupsSeen(states, blanks.total(), self._being_upgraded(is_out=True))
         await self._make(self._feed(seen), desired, known)
+
+    def ask(self, plan: Plan, epoch: int) -> list[pb.RatioDecision]:
+        """An operator's moves; raises CannotMove with why the first that may not be made must not be, before any is begun."""
+        groups = self._own(plan.scenario, epoch)
+        for move in plan.moves:
+            num_blank = self._groups.blanks.total()
+            why = refusal(
+                move, groups, self._runner.max_busy, is_forced=plan.is_forced, num_blank=num_blank
+            )
+            if why is not None:
+                raise CannotMove(why)
+            if any(groups[g].scenario != plan.scenario for g in (move.group_id, move.to_group) if g):
+                raise CannotMove(f"group {move.group_id} is of another scenario")
+            groups = applied(groups, move)
+        return self._decide(self._ratio.handle(OperatorAsked(plan), self._clock()))
+
+    def profiled(self, scenario: str, profile: Profile, epoch: int) -> list[pb.RatioDecision]:
+        """What the scenario's requests take was measured; raises CannotMove."""
+        groups = self._own(scenario, epoch)
+        return self._decide(self._ratio.handle(Profiled(scenario, profile, groups), self._clock()))
+
+    def _own(self, scenario: str, epoch: int) -> Groups:
+        """All groups, if some of the scenario serve and have a ratio."""
+        if self._groups.current is None or epoch != self._epoch:
+            raise CannotMove(self._groups.paused or "this master has not looked at the groups yet")
+        if not serving(self._states, scenario):
+            raise CannotMove(f"no group of prefills and decodes serves scenario {scenario}")
+        return self._states
 
     def busy(self, group_id: str, role: Role) -> float | None:
         """Share of the role's slots that was taken lately; None: not known."""
@@ -153,7 +205,7 @@ class PlanLoop:
             self._feed(PlanResumed(replace(left, plan=plan), states))
 
     def _ask(self, desired: Desired, states: Groups) -> None:
-        entries = [_entry(i, line) for i, line in enumerate(desired.schedules)]
+        entries = [entry_from(i, line) for i, line in enumerate(desired.schedules)]
         if entries != list(self._schedule.entries):
             self._schedule.replace_entries(entries)
         for due in self._schedule.tick(self._runner.expected(states), self._wall()):
@@ -193,12 +245,15 @@ class PlanLoop:
         is_serving = all(i in reports and reports[i].state is GroupState.SERVING for i in ids)
         return is_serving and not self._runner.is_busy(scenario)
 
-    def _decide(self, effects: Sequence[AskPlan | Decided]) -> None:
+    def _decide(self, effects: Sequence[AskPlan | Decided]) -> list[pb.RatioDecision]:
+        told: list[pb.RatioDecision] = []
         for effect in effects:
             match effect:
                 case AskPlan(plan):
                     self._feed(PlanAsked(plan))
                 case Decided(scenario, action, reason, window, groups, moves):
+                    told.append(decision_to(effect, self._wall()))
+                    self.decisions.append(told[-1])
                     log.info(
                         "ratio.decided",
                         scenario=scenario,
@@ -206,9 +261,10 @@ class PlanLoop:
                         reason=reason,
                         e2e_s=window.e2e_s if window else None,
                         prefill_share=window.prefill_share if window else None,
-                        groups=[_shape(group) for group in groups],
-                        moves=[_text(move) for move in moves],
+                        groups=[shape_fields(group) for group in groups],
+                        moves=[move_text(move) for move in moves],
                     )
+        return told
 
     def _notice_ends(self, known: adjustments.Adjustments, desired: Desired) -> None:
         for scenario, move in self._runner.moving.items():
@@ -272,7 +328,7 @@ class PlanLoop:
                 case StartMove():
                     starts.append(effect)
                 case MoveMade(plan, move, took_s):
-                    log.info("plan.moved", scenario=plan.scenario, move=_text(move), took_s=took_s)
+                    log.info("plan.moved", scenario=plan.scenario, move=move_text(move), took_s=took_s)
                     if move.kind is MoveKind.RECLAIM:
                         self._schedule.set_up_took(plan.scenario, took_s)
                 case PlanEnded(plan, outcome, num_moves, detail):
@@ -297,32 +353,11 @@ class PlanLoop:
         if message == stored:
             return
         message.epoch = self._epoch
-        await self._store.adjust(message)
-        self._groups.take_adjustments(message)
+        last = self._groups.revision_of(ADJUSTED)  # nothing was awaited since the look at them
+        revision = await self._store.adjust(message, last)
+        self._groups.take_adjustments(message, revision)
 
 
 def _limits(window_s: float) -> RatioLimits:
     """What is waited for is so many windows."""
     return RatioLimits(settle_s=window_s, hold_s=10 * window_s, max_hold_s=120 * window_s)
-
-
-def _shape(group: GroupShape) -> dict[str, str | int | float | None]:
-    return {
-        "group_id": group.group_id,
-        "num_prefill": group.num_prefill,
-        "num_decode": group.num_decode,
-        "prefill_busy": group.prefill_busy,
-        "decode_busy": group.decode_busy,
-    }
-
-
-def _text(move: Move) -> str:
-    parts = (move.group_id, move.kind.value, move.role.value if move.role else "", move.to_group)
-    return " ".join(part for part in parts if part)
-
-
-def _entry(number: int, line: ScheduleLine) -> Entry:
-    name = f"{number}: {line.at} {line.action} {line.num_groups} of {line.scenario}"
-    return Entry(
-        name, line.scenario, Cron.parse(line.at), What(line.action), line.num_groups, line.pool
-    )

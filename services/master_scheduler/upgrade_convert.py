@@ -26,6 +26,7 @@ def upgrades_from(message: pb.Upgrades) -> dict[str, Upgrade]:
             canary_share=each.canary_share,
             back=each.back,
             outcome=each.outcome,
+            is_proved=each.is_proved,
         )
         for each in message.upgrades
     }
@@ -49,6 +50,7 @@ def upgrades_to(upgrades: Upgrades, epoch: int) -> pb.Upgrades:
                 canary_share=each.canary_share,
                 back=each.back,
                 outcome=each.outcome,
+                is_proved=each.is_proved,
             )
             for _, each in sorted(upgrades.items())
         ],

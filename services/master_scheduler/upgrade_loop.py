@@ -29,10 +29,11 @@ from pdmesh.core.upgrade_facts import (
 from pdmesh.core.upgrade_health import Answered, Cell, LegFailed
 from pdmesh.core.upgrade_look import Surroundings, look_at
 from pdmesh.core.upgrade_record import Upgrade, shares
-from pdmesh.errors import NotLeader, Unavailable, VersionConflict
+from pdmesh.desired_file import read
+from pdmesh.errors import InvalidRequest, NotLeader, Unavailable, VersionConflict
 from pdmesh.events.v1.events_pb2 import UpgradeStep
 from pdmesh.net import subjects
-from pdmesh.net.desired_store import DesiredStore
+from pdmesh.net.desired_store import UPGRADES, DesiredStore
 from pdmesh.net.events import EventPublisher
 from pdmesh.telemetry import metrics, names
 from services.master_scheduler.group_loop import KV_TRANSPORT, GroupLoop
@@ -72,6 +73,7 @@ class UpgradeLoop:
         self._on_shares = on_shares
         self._epoch = 0
         self._controller = UpgradeController(KV_TRANSPORT)
+        self._lost_versions: set[int] = set()
         self._turn = asyncio.Lock()  # from the look at a record until what follows is written
         groups.on_step = self._on_step
 
@@ -93,9 +95,8 @@ class UpgradeLoop:
 
     async def round(self) -> None:
         """Look, decide and write, if this master leads and its group loop acts."""
-        self._on_shares(
-            shares(self._groups.upgrades)
-        )  # every master's: it may plan the next moment
+        # Every master's: it may plan the next moment.
+        self._on_shares(shares(self._groups.upgrades.values()))
         async with self._turn:
             await self._look()
 
@@ -117,7 +118,11 @@ class UpgradeLoop:
             observed,
             self._groups.controller.reports,
             Surroundings(
-                self._plans.busy, self._unwell(), self._plans.planning(), version.canary_share
+                self._plans.busy,
+                self._unwell(),
+                self._plans.planning(),
+                version.canary_share,
+                frozenset(self._lost_versions),
             ),
         )
         await self._carry_out(self._controller.handle(look, self._clock()))
@@ -130,8 +135,9 @@ class UpgradeLoop:
                 for name, each in sorted(self._groups.upgrades.items())
                 if each.canary_share and scenario in ("", name)
             ]
-            for upgrade in chosen:
-                await self._carry_out(self._controller.handle(Promoted(upgrade), self._clock()))
+            now = self._clock()
+            effects = [e for each in chosen for e in self._controller.handle(Promoted(each), now)]
+            await self._carry_out(effects)
         return [upgrade.scenario for upgrade in chosen]
 
     def tell(self, event: Answered | LegFailed) -> None:
@@ -182,15 +188,17 @@ class UpgradeLoop:
         if not is_leader:
             raise NotLeader("this master has just ceased to lead")
         message = upgrades_to(upgrades, epoch)
-        await self._store.keep_upgrades(message)
-        self._groups.take_upgrades(message)
-        self._on_shares(shares(upgrades))
+        last = self._groups.revision_of(UPGRADES)  # nothing was awaited since the look at them
+        revision = await self._store.keep_upgrades(message, last)
+        self._groups.take_upgrades(message, revision)
+        self._on_shares(shares(upgrades.values()))
 
     async def _restore(self, effect: RestoreVersion) -> None:
-        """Level-triggered: what fails here is asked for again at the next look."""
+        """Level-triggered: what fails here is asked for again at the next look, but for a version that is not there any more."""
         before = await self._store.version(effect.version)
-        if before is None:
-            log.warning("upgrade.version_gone", version=effect.version)
+        if before is None or not _can_read(before.text):
+            log.warning("upgrade.version_lost", version=effect.version)
+            self._lost_versions.add(effect.version)
             return
         applied = await self._store.apply(
             before.text, expected_version=effect.bad, author=_AUTHOR, reason=effect.reason
@@ -223,6 +231,15 @@ class UpgradeLoop:
                 epoch=self._epoch,
             ),
         )
+
+
+def _can_read(text: str) -> bool:
+    """Else it would be the desired state that no master can act on."""
+    try:
+        read(text)
+    except InvalidRequest:
+        return False
+    return True
 
 
 _steps = metrics.counter(names.UPGRADE_STEPS, "Steps of upgrades, by kind")

@@ -82,6 +82,7 @@ class World:
     upgrades: dict[str, Upgrade] = field(default_factory=dict)
     versions: dict[int, Desired] = field(default_factory=dict)
     told: list[Told] = field(default_factory=list)
+    lost_versions: frozenset[int] = frozenset()  # that the registry has not kept
     canary_share: float = 0.0  # that the next version is applied with
     busy: float | None = 0.1
 
@@ -193,7 +194,11 @@ class World:
         """A look of the upgrades at what the round looked at."""
         if observed.version == 0:
             return
-        around = Surroundings(lambda group_id, role: self.busy, canary_share=self.canary_share)
+        around = Surroundings(
+            lambda group_id, role: self.busy,
+            canary_share=self.canary_share,
+            lost_versions=self.lost_versions,
+        )
         look = look_at(
             self.desired, self.desired, self.upgrades, observed, self.controller.reports, around
         )

@@ -14,9 +14,10 @@ from pdmesh.core.desired import Desired, Group, Scenario, Service, revision_of
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_round import Round
 from pdmesh.core.instance_events import Phase, Stage
-from pdmesh.core.upgrade_facts import Keep, MemberLost, Promoted
+from pdmesh.core.upgrade import UpgradeController
+from pdmesh.core.upgrade_facts import Keep, Looked, MemberLost, Promoted
 from pdmesh.core.upgrade_health import Answered, Answers, LegFailed, Tally, verdict
-from pdmesh.core.upgrade_record import canary_of, shares
+from pdmesh.core.upgrade_record import Upgrade, canary_of, shares
 from tests.fakes.group_world import KV, UPGRADE, World
 
 ROLES = (Role.PREFILL, Role.DECODE)
@@ -183,7 +184,7 @@ def test_a_canary_serves_beside_the_groups_until_it_is_promoted() -> None:
     world.apply(released("2"), canary_share=0.25)
     play(world, 60)
     assert world.counts()[canary_of("chat")] == (2, 2, 0)  # a quarter of 6P:6D
-    assert shares(world.upgrades) == {canary_of("chat"): 0.25}
+    assert shares(world.upgrades.values()) == {canary_of("chat"): 0.25}
     assert {g: r for g, r in running(world).items() if g in "abc"} == {g: {OLD} for g in "abc"}
     world.elect()
     promote(world)
@@ -216,14 +217,14 @@ def test_a_canary_that_goes_back_gets_no_requests_while_it_leaves(is_sick: bool)
         play(world, 1)
     if not is_sick:
         world.apply(released("1"))
-    while shares(world.upgrades).get(canary) == 0.1:
+    while shares(world.upgrades.values()).get(canary) == 0.1:
         play(world, 1, sick=NEW if is_sick else "")
     while canary in running(world):
-        assert shares(world.upgrades) == {canary: 0.0}
+        assert shares(world.upgrades.values()) == {canary: 0.0}
         play(world, 1)
     world.apply(released("3"))
     play(world, 1)
-    assert canary not in shares(world.upgrades)
+    assert canary not in shares(world.upgrades.values())
 
 
 @pytest.mark.req("S24")
@@ -271,6 +272,110 @@ def test_a_loss_of_all_instances_does_not_spare_a_revision_its_proof() -> None:
     world.busy = 0.1
     play(world, 120, fails=lambda revision: revision == NEW)
     assert is_at(world, OLD), (world.describe(), world.upgrading.reports)
+
+
+@pytest.mark.req("S24")
+def test_a_version_that_is_applied_while_nothing_serves_has_to_prove_itself_too() -> None:
+    """A power cut, and somebody who thinks that another release mends it: there is a revision that served, and they go back to it."""
+    world = settled(num_spare=0)
+    for instance_id in sorted(world.processes):
+        world.kill(instance_id)
+        world.start(instance_id)
+    world.apply(released("2"))
+    play(world, 200, fails=lambda revision: revision == NEW)
+    assert is_at(world, OLD), (world.describe(), world.upgrading.reports)
+    assert world.desired == released("1")
+
+
+@pytest.mark.req("S24")
+def test_a_version_that_is_applied_while_all_groups_are_lent_waits_for_one_to_prove_it() -> None:
+    old, new = Service(release="1"), Service(release="2")
+    known = {"chat": Upgrade("chat", old, 1, old, 1, is_proved=True)}
+    controller = UpgradeController(KV)
+    (kept,) = [
+        e.upgrade
+        for e in controller.handle(Looked(2, {"chat": new}, known, {}), 0.0)
+        if isinstance(e, Keep)
+    ]
+    assert (kept.settled, kept.target, kept.is_idle) == (old, new, False)
+    controller.handle(Looked(2, {"chat": new}, {"chat": kept}, {}), 1.0)
+    assert controller.reports["chat"].detail == "all its groups are lent or not there yet"
+
+
+@pytest.mark.req("S24")
+def test_a_revision_that_cannot_be_set_up_again_does_not_keep_its_successor_out() -> None:
+    """Its files are gone, and one group has lost an instance: that group is not whole until it gets what can be loaded."""
+    world = settled(num_spare=0)
+    victim = world.ready("b", Role.DECODE)[0]
+    world.kill(victim)
+    world.start(victim)
+    play(world, 20, fails=lambda revision: revision == OLD)
+    world.apply(released("2"))
+    play(world, 300, fails=lambda revision: revision == OLD)
+    assert is_at(world, NEW), (world.describe(), world.upgrading.reports)
+    assert told(world)[:2] == ["begun", "changing b"]
+
+
+@pytest.mark.req("S24")
+@pytest.mark.fault("F1")
+def test_a_way_back_for_which_instances_lack_ends_all_the_same_and_says_what_lacks() -> None:
+    """Hardware goes while a bad revision is left: the group that cannot be whole keeps nobody on the bad one."""
+    world = settled(2, num_spare=0)
+    world.apply(released("2", 2))
+    while "changing b" not in told(world):
+        play(world, 1)
+    while "turned_back b" not in told(world):
+        play(world, 1, sick=NEW)
+    world.kill(world.ready("b", Role.DECODE)[0])
+    play(world, 200)
+    report = world.upgrading.reports["chat"]
+    assert report.state == "going back"
+    assert "b (1 more blank instance needed, or a smaller group)" in report.detail
+    play(world, 900)
+    report = world.upgrading.reports["chat"]
+    assert report.state == "went back"  # other scenarios need not wait for it
+    assert "not whole yet: " in report.detail
+    assert world.desired == released("1", 2)
+    world.start("i-6")
+    play(world, 120)
+    assert is_at(world, OLD), (world.describe(), world.upgrading.reports)
+
+
+@pytest.mark.req("S24", "S31")
+def test_a_bad_revision_can_be_left_without_spares_by_a_smaller_group_of_a_scenario_that_allows_it() -> (
+    None
+):
+    """The way out where no hardware will come: an operator says that one of a role is enough for a while."""
+    world = settled(2, num_spare=0)
+    world.apply(released("2", 2))
+    while "turned_back b" not in told(world):
+        play(world, 1, sick=NEW if "changing b" in told(world) else "")
+    world.kill(world.ready("b", Role.DECODE)[0])
+    play(world, 30)
+    world.apply(
+        replace(
+            world.desired,
+            scenarios={"chat": Scenario("model", allow_single=True)},
+            groups={"a": Group("chat", 2, 2), "b": Group("chat", 2, 1)},
+        )
+    )
+    play(world, 300)
+    assert running(world) == {"a": {OLD}, "b": {OLD}}, (world.describe(), world.upgrading.reports)
+
+
+@pytest.mark.req("S24")
+def test_a_version_before_that_is_not_kept_any_more_is_named() -> None:
+    world = settled()
+    world.lost_versions = frozenset({1})
+    world.apply(released("2"))
+    play(world, 120, fails=lambda revision: revision == NEW)
+    assert running(world) == {g: {OLD} for g in "abc"}
+    report = world.upgrading.reports["chat"]
+    assert report.state == "stopped"
+    assert report.detail.endswith("; version 1 is not kept any more: apply a right file")
+    world.apply(released("1"))
+    play(world, 30)
+    assert is_at(world, OLD)
 
 
 @pytest.mark.req("S24")

@@ -144,6 +144,29 @@ def test_a_difference_names_each_value() -> None:
     assert diff(after, after) == []
 
 
+def test_a_difference_is_told_as_a_file_says_it_and_without_what_is_left_to_its_default() -> None:
+    before = read(SMALLEST)
+    text = """\
+groups:
+  chat: {prefill: 2, decode: 2}
+  more: {fusion: 2}
+scenarios:
+  default: {ratio: auto, upgrade: {soak_s: 5}}
+schedules:
+- {at: 0 8 * * *, scenario: default, lend: 1}
+"""
+    assert [(c.path, c.before, c.after) for c in diff(before, read(text))] == [
+        ("groups.more.fusion", None, "2"),
+        ("scenarios.default.ratio", None, "auto"),
+        ("scenarios.default.upgrade.soak_s", None, "5"),
+        ("schedules[0].at", None, "0 8 * * *"),
+        ("schedules[0].lend", None, "1"),
+        ("schedules[0].scenario", None, "default"),
+    ]
+    fixed = read(text.replace("auto", "fixed"))
+    assert diff(read(text), fixed) == [Change("scenarios.default.ratio", "auto", "fixed")]
+
+
 @pytest.mark.req("S24")
 def test_a_revision_follows_whatever_keeps_two_instances_from_pairing() -> None:
     base = revision_of(Service("m"), "ucx/1")

@@ -95,6 +95,7 @@ class Site:
             AdminAccess(""),
             self.loop,
             self.upgrades,
+            self.plans,
             self.store,
             self.holds,
             self._pins(view),

@@ -49,7 +49,7 @@ class Site:
         self.fleet = Fleet()
         self.wall = NIGHT - 3600
         self.used = {Role.PREFILL: 1, Role.DECODE: 1}  # slots of each instance
-        self.is_up = True
+        self.is_up, self.paused = True, ""
         self.windows = ScenarioWindows()
         self.loop = self.new_loop()
 
@@ -64,16 +64,20 @@ class Site:
         self.world.elect()
         self.loop = self.new_loop()
 
-    async def adjust(self, adjustments: Adjustments) -> None:
+    async def adjust(self, adjustments: Adjustments, last: int) -> int:
         if not self.is_up:
             raise Unavailable("the store is away")
         self.stored = adjustments
+        return last + 1
+
+    def revision_of(self, key: str) -> int:
+        return 0
 
     @property
     def adjustments(self) -> Adjustments:
         return self.stored
 
-    def take_adjustments(self, adjustments: Adjustments) -> None:
+    def take_adjustments(self, adjustments: Adjustments, revision: int) -> None:
         self.stored = adjustments
 
     @property

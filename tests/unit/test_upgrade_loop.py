@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from google.protobuf.json_format import MessageToJson
 
 from pdmesh.core.desired import Service, revision_of
 from pdmesh.core.fleet import Fleet, Identity, RecordSeen, Role
 from pdmesh.core.upgrade_facts import RestoreVersion
 from pdmesh.core.upgrade_health import Answered, LegFailed
-from pdmesh.errors import InvalidRequest
+from pdmesh.errors import InvalidRequest, NotLeader, VersionConflict
 from pdmesh.events.v1.events_pb2 import ErrorReported, Header
 from pdmesh.net.bus import Message
 from pdmesh.net.event_json import to_json
@@ -90,6 +91,57 @@ async def test_the_version_before_is_applied_again_unless_somebody_was_faster(si
 
 
 @pytest.mark.req("S24")
+@pytest.mark.fault("F20", "F21")
+@pytest.mark.parametrize("is_kept", [False, True])
+async def test_a_version_that_cannot_be_restored_is_asked_for_once(
+    site: Site, is_kept: bool
+) -> None:
+    """The bucket was wiped and holds the current version alone; or an earlier release took what this one cannot read."""
+    await site.ask("ApplyDesired", pb.ApplyDesiredRequest(text=text("2"), canary_share=0.1))
+    if is_kept:
+        unreadable = text("1") + "of_a_later_release: 1\n"
+        found = pb.DesiredVersion(version=1, text=unreadable)
+        await site.desired_bucket.put("v1", MessageToJson(found).encode())
+    else:
+        await site.desired_bucket.delete("v1")
+    for number in range(6):
+        if number == 3:
+            for _ in range(3):
+                bad = ("canary-default", revision_of(Service(release="2"), KV_TRANSPORT))
+                site.upgrades.tell(LegFailed(bad))
+        await site.loop.round()
+        await site.upgrades.round()
+    assert site.upgrades._lost_versions == {1}
+    assert site.loop.desired is not None
+    assert site.loop.desired.version == 2
+    assert site.loop.upgrades["default"].back
+
+
+@pytest.mark.req("S24")
+@pytest.mark.fault("F12")
+async def test_a_record_that_another_leader_wrote_meanwhile_is_not_overwritten(site: Site) -> None:
+    """Two leaders overlap for a moment: what was decided from the record before is decided anew, not written over the later one."""
+    await site.apply(text("2"))
+    await site.loop.round()
+    late = site.desired_bucket.watches[-1]
+    assert late._key == "upgrades"
+    late.is_live = False  # its view lags
+    others = upgrades_to(site.loop.upgrades, epoch=1)
+    others.upgrades[0].outcome = "of the other one"
+    await site.desired_bucket.put("upgrades", MessageToJson(others).encode())
+    with pytest.raises(VersionConflict):
+        await site.store.keep_upgrades(
+            upgrades_to(site.loop.upgrades, 1), site.loop.revision_of("upgrades")
+        )
+    late.open()
+    assert site.loop.upgrades["default"].outcome == "of the other one"
+    await site.store.keep_upgrades(others, site.loop.revision_of("upgrades"))
+    with pytest.raises(NotLeader):
+        others.epoch = 0
+        await site.store.keep_upgrades(others, site.loop.revision_of("upgrades"))
+
+
+@pytest.mark.req("S24")
 async def test_a_canary_is_refused_where_it_would_try_nothing_out(site: Site) -> None:
     async def apply(text: str, share: float) -> object:
         return await site.ask("ApplyDesired", pb.ApplyDesiredRequest(text=text, canary_share=share))
@@ -125,9 +177,9 @@ async def test_a_canary_that_is_being_turned_back_is_not_promoted(
         site.upgrades.tell(LegFailed(bad))
     keep = site.store.keep_upgrades
 
-    async def keep_slowly(upgrades: pb.Upgrades) -> None:
+    async def keep_slowly(upgrades: pb.Upgrades, last: int) -> int:
         await asyncio.sleep(0)
-        await keep(upgrades)
+        return await keep(upgrades, last)
 
     monkeypatch.setattr(site.store, "keep_upgrades", keep_slowly)
     _, promoted = await asyncio.gather(site.upgrades.round(), site.upgrades.promote("default"))

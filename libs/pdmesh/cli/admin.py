@@ -213,6 +213,8 @@ def groups_text(states: pb.ListGroupStatesResponse) -> str:
     for hold in states.holds:
         kind = "drained" if hold.kind == pb.HOLD_KIND_DRAIN else "isolated"
         parts.append(f"{kind}: {hold.instance_id} ({hold.reason})")
+    if states.page_url:
+        parts.append(f"\npage: {states.page_url}")
     return "\n".join(parts)
 
 

@@ -151,6 +151,7 @@ def _add_admin(
         parser.add_argument(
             "--allow-empty", action="store_true", help="also if no group is left: all instances go"
         )
+    _add_ratio(add("ratio", "decisions about the ratio of prefills to decodes; changes by hand"))
     drain = add("drain", "take an instance out of service, in order")
     isolate = add("isolate", "take a faulty instance out of service, at once")
     for parser in (drain, isolate, add("undrain", "end drain"), add("heal", "end isolate")):
@@ -158,6 +159,29 @@ def _add_admin(
     for parser in (apply, rollback, drain, isolate):
         parser.add_argument("--reason", default="", help="kept with the change")
     _add_pins(add("pins", "prefixes whose KV is not to be evicted"), admin)
+
+
+def _add_ratio(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(module="ratio")
+    parser.add_argument("scenario", nargs="?", default="", help="default: all; to change: `default`")
+    asked = parser.add_mutually_exclusive_group()
+    roles = ("prefill", "decode")
+    asked.add_argument("--more", choices=roles, help="one instance of the other role becomes this")
+    asked.add_argument("--add", choices=roles, help="a blank instance joins as this")
+    asked.add_argument("--remove", choices=roles, help="one of these leaves and becomes blank")
+    asked.add_argument(
+        "--profile",
+        type=_positive,
+        nargs=4,
+        metavar=("T_P", "B_P", "T_D", "B_D"),
+        help="move all groups to the best ratio for requests that take T_P and T_D seconds with B_P and B_D slots taken",
+    )
+    parser.add_argument("--group", default="", metavar="GROUP", help="whose instance it is")
+    parser.add_argument(
+        "--force", action="store_true", help="also if the others would be busier than they should"
+    )
+    parser.add_argument("--reason", default="", help="kept with the change")
+    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def _add_pins(parser: argparse.ArgumentParser, admin: argparse.ArgumentParser) -> None:

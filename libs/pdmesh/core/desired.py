@@ -9,16 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Final
 
 from pdmesh.core.fleet import Role
-from pdmesh.core.moves import MIN_PER_SCENARIO, TRAINING_POOL
+from pdmesh.core.moves import MIN_PER_SCENARIO, OFF_POOL, TRAINING_POOL
 
 DEFAULT_NAME: Final = "default"
 SERVING_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.FUSION)
 CANARY_PREFIX: Final = "canary-"  # of groups that an upgrade makes beside those of a scenario
 _REVISION_HEX: Final = 12
+_SAID_OTHERWISE: Final = frozenset({"has_auto_ratio", "action", "num_groups"})  # in a file
 
 Options = Mapping[str, str]
 
@@ -116,6 +117,9 @@ class Desired:
     def scenario_of(self, group: Group) -> Scenario:
         return self.scenarios.get(group.scenario, Scenario())
 
+    def allows_single(self, scenario: str) -> bool:
+        return self.scenarios.get(scenario, Scenario()).allow_single
+
     def num_wanted(self, scenario: str, role: Role) -> int:
         """Instances of a role in all groups of a scenario."""
         return sum(g.num(role) for g in self.groups.values() if g.scenario == scenario)
@@ -183,7 +187,7 @@ def _problems_of_place(path: str, group: Group, desired: Desired) -> Iterator[Pr
 
 def _single_region(scenario: str, desired: Desired) -> Iterator[Problem]:
     """S58: the loss of one region must not be the loss of the scenario."""
-    if len(desired.regions) < 2 or desired.scenarios.get(scenario, Scenario()).allow_single:
+    if len(desired.regions) < 2 or desired.allows_single(scenario):
         return
     own = {i: g for i, g in desired.groups.items() if g.scenario == scenario}
     regions = {r for group in own.values() for r in group.regions or desired.regions}
@@ -197,7 +201,7 @@ def _single_region(scenario: str, desired: Desired) -> Iterator[Problem]:
 
 def _single_points(scenario: str, desired: Desired) -> Iterator[Problem]:
     """S31: the loss of one instance must not be the loss of the scenario."""
-    if desired.scenarios.get(scenario, Scenario()).allow_single:
+    if desired.allows_single(scenario):
         return
     group_id = next(n for n, g in desired.groups.items() if g.scenario == scenario)
     fusion = desired.num_wanted(scenario, Role.FUSION)
@@ -223,13 +227,17 @@ def revision_of(service: Service, kv_transport: str) -> str:
 
 
 def diff(before: Desired, after: Desired) -> list[Change]:
-    """Every value that differs, by path."""
-    old, new = dict(_leaves("", _plain(before))), dict(_leaves("", _plain(after)))
-    return [
-        Change(path, old.get(path), new.get(path))
-        for path in sorted(old.keys() | new.keys())
-        if old.get(path) != new.get(path)
-    ]
+    """Every value that differs, by its path in a file. What comes or goes is told without what it leaves to its default."""
+    old, new = dict(_leaves("", before)), dict(_leaves("", after))
+    changes: list[Change] = []
+    for path in sorted(old.keys() | new.keys()):
+        was, is_now = old.get(path), new.get(path)
+        if was is not None and is_now is not None:
+            if was.text != is_now.text:
+                changes.append(Change(path, was.text, is_now.text))
+        elif (told := was or is_now) is not None and not told.is_default:
+            changes.append(Change(path, was and was.text, is_now and is_now.text))
+    return changes
 
 
 def _plain(value: object) -> object:
@@ -243,12 +251,43 @@ def _plain(value: object) -> object:
     return value
 
 
-def _leaves(path: str, value: object) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for key, each in value.items():
-            yield from _leaves(f"{path}.{key}" if path else key, each)
-    elif isinstance(value, list):
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    text: str
+    is_default: bool = False
+
+
+def _leaves(path: str, value: object, default: object = None) -> Iterator[tuple[str, _Leaf]]:
+    """By path, as a file says it."""
+    if isinstance(value, Scenario):
+        yield f"{path}.ratio", _Leaf("auto" if value.has_auto_ratio else "fixed", not value.has_auto_ratio)
+    if isinstance(value, ScheduleLine):
+        yield f"{path}.{value.action}", _Leaf(str(value.num_groups))
+    if isinstance(value, type(None) | str | int | float):
+        yield path, _Leaf(_scalar(value), value == default)
+    elif isinstance(value, tuple):
         for i, each in enumerate(value):
             yield from _leaves(f"{path}[{i}]", each)
-    else:
-        yield path, str(value).lower() if isinstance(value, bool) else str(value)
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            name = key.value if isinstance(key, Role) else str(key)
+            yield from _leaves(f"{path}.{name}" if path else name, each)
+    elif is_dataclass(value):
+        for each in fields(value):
+            is_implied = each.name == "pool" and getattr(value, each.name) == OFF_POOL
+            if each.name not in _SAID_OTHERWISE and not is_implied:
+                yield from _leaves(
+                    f"{path}.{each.name}" if path else each.name,
+                    getattr(value, each.name),
+                    None if each.default is MISSING else each.default,
+                )
+
+
+def _scalar(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case float():
+            return f"{value:g}"
+        case _:
+            return str(value)

@@ -86,7 +86,8 @@ def wanted_of(
         fusion = desired.num_wanted(scenario, Role.FUSION)
         for role in (Role.PREFILL, Role.DECODE):
             wanted = desired.num_wanted(scenario, role) + fusion
-            floors[scenario, role] = min(MIN_PER_SCENARIO, wanted)
+            least = 1 if desired.allows_single(scenario) else MIN_PER_SCENARIO
+            floors[scenario, role] = min(least, wanted)
     return Wanted(groups, floors, num_lent)
 
 

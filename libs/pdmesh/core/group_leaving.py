@@ -121,7 +121,8 @@ def _make_room(turn: Round, group: WantedGroup, stale: list[Member], num_short: 
         num_needed -= 1
     if num_needed > 0:
         turn.plan = before
-        return reason
+        more = "instance" if num_needed == 1 else "instances"
+        return reason or f"{num_needed} more blank {more} needed, or a smaller group"
     return ""
 
 

@@ -32,6 +32,11 @@ class GroupSeen:
     def size(self) -> int:
         return sum(self.counts.values())
 
+    @property
+    def is_lacking(self) -> bool:
+        """It is not whole for want of instances, and of nothing else."""
+        return not (self.is_whole or self.failure or self.num_blank)
+
 
 @dataclass(frozen=True, slots=True)
 class Looked:
@@ -45,6 +50,7 @@ class Looked:
     limits: Mapping[str, UpgradeLimits] = field(default_factory=dict)
     floors: Mapping[tuple[str, Role], int] = field(default_factory=dict)
     planning: frozenset[str] = frozenset()
+    lost_versions: frozenset[int] = frozenset()  # of the desired state, which cannot be restored
 
     def limits_of(self, scenario: str) -> UpgradeLimits:
         return self.limits.get(scenario, UpgradeLimits())

@@ -8,9 +8,9 @@ and whoever leads next goes on from there.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Protocol
 
 from pdmesh.core.desired import CANARY_PREFIX, Desired, Group, Service
 from pdmesh.core.fleet import Role
@@ -21,7 +21,7 @@ class Upgrade:
     """Of one scenario. Between two upgrades `target` is `settled`, and `changed` is empty."""
 
     scenario: str
-    settled: Service  # what its groups have proved themselves with, and go back to
+    settled: Service  # what its groups go back to
     settled_version: int  # the last version of the desired state that asked for it
     target: Service  # what the desired state asks for
     version: int  # of the desired state, which asked for the target first
@@ -30,6 +30,7 @@ class Upgrade:
     canary_share: float = 0.0  # above 0: only the canary group has the target, until promoted
     back: str = ""  # why it goes back; empty: it goes on
     outcome: str = ""  # why the last one went back
+    is_proved: bool = False  # a group of what is settled served whole, ever
 
     def service_of(self, group_id: str) -> Service:
         if is_canary(group_id):
@@ -99,11 +100,24 @@ def services(desired: Desired, upgrades: Upgrades) -> dict[str, Service]:
     return found
 
 
-def shares(upgrades: Upgrades) -> dict[str, float]:
+class OfCanary(Protocol):
+    """As much of an `Upgrade` as says what its canary gets; its message is one too."""
+
+    @property
+    def scenario(self) -> str: ...
+    @property
+    def canary_share(self) -> float: ...
+    @property
+    def back(self) -> str: ...
+    @property
+    def outcome(self) -> str: ...
+
+
+def shares(upgrades: Iterable[OfCanary]) -> dict[str, float]:
     """Of its scenario's requests, for each canary's group. One that went back gets none while its instances leave."""
     return {
         canary_of(each.scenario): each.canary_share
-        for _, each in sorted(upgrades.items())
+        for each in upgrades
         if each.canary_share or each.back or each.outcome
     }
 

@@ -35,12 +35,12 @@ class Turn:
         version = self.look.version
         if self.before is None:
             return Upgrade(self.scenario, target, version, target, version), []
-        upgrade = self._without_gone(self.before)
+        upgrade = self._noted(self._without_gone(self.before))
         if target != upgrade.target:
             upgrade = self._retargeted(upgrade, target)
         if upgrade.is_idle:
             if upgrade.outcome:
-                self._say(upgrade, "went back", upgrade.outcome)
+                self._say(upgrade, "went back", upgrade.outcome + self._not_whole())
             return replace(upgrade, settled_version=version), self.told
         if upgrade.back:
             upgrade = self._go_back(upgrade)
@@ -57,6 +57,12 @@ class Turn:
         current = upgrade.current if upgrade.current in here else ""
         return replace(upgrade, changed=changed, current=current)
 
+    def _noted(self, upgrade: Upgrade) -> Upgrade:
+        """That a group serves whole with what is settled: from now on it is what they go back to, also if all are lost for a while."""
+        settled = self._revision(upgrade.settled)
+        is_proved = any(g.is_whole and g.revision == settled for g in self._groups())
+        return replace(upgrade, is_proved=upgrade.is_proved or is_proved)
+
     def _retargeted(self, upgrade: Upgrade, target: Service) -> Upgrade:
         """The desired state asks for something else than before."""
         version = self.look.version
@@ -65,7 +71,7 @@ class Turn:
             back = upgrade.back or f"version {version} asks for what was before"
             return replace(after, back=back)
         after = replace(after, back="", outcome="")
-        if not any(g.serves for g in self._groups()):
+        if not upgrade.is_proved and not any(g.serves for g in self._groups()):
             return Upgrade(self.scenario, target, version, target, version)
         if upgrade.current:  # it is out already
             return self._begun(after.moved(upgrade.current))
@@ -101,24 +107,29 @@ class Turn:
             if upgrade.current or upgrade.back:
                 return upgrade
         left = [g for g in self._groups() if upgrade.service_of(g.group_id) != upgrade.target]
-        serving = [g for g in left if g.serves]
+        serving = sorted((g for g in left if g.serves), key=lambda g: not g.failure)
         if not serving:
-            if left and not upgrade.changed:
-                return self._begin_unserved(upgrade, left[0])
+            if upgrade.target not in upgrade.changed.values():
+                return self._begin_unserved(upgrade, left)
             for group in left:  # they serve nothing: nobody misses them
                 upgrade = upgrade.moved(group.group_id)
             return self._done(upgrade)
-        if why := self._why_wait(serving[0]):
-            self._say(upgrade, "waiting", f"{serving[0].group_id}: {why}")
+        group = serving[0]  # one whose instances cannot be set up again: what they run may be why
+        hopeless = {g.group_id for g in serving if g.failure}
+        if why := self._why_not_now(hopeless) or self._why_no_room(group):
+            self._say(upgrade, "waiting", f"{group.group_id}: {why}")
             return upgrade
-        return self._change(upgrade, serving[0])
+        return self._change(upgrade, group)
 
-    def _begin_unserved(self, upgrade: Upgrade, group: GroupSeen) -> Upgrade:
+    def _begin_unserved(self, upgrade: Upgrade, left: list[GroupSeen]) -> Upgrade:
         """No group serves now, and nothing has proved itself: what took them all down must not make it what they go back to."""
+        if not left:
+            self._say(upgrade, "waiting", "all its groups are lent or not there yet")
+            return upgrade
         if self.is_taken:
             self._say(upgrade, "waiting", "a group of another scenario is being changed")
             return upgrade
-        return self._change(upgrade, group)
+        return self._change(upgrade, left[0])
 
     def _watch_current(self, upgrade: Upgrade) -> Upgrade:
         seen, watch = (
@@ -162,9 +173,8 @@ class Turn:
 
     def _done(self, upgrade: Upgrade) -> Upgrade:
         self._tell("done", upgrade)
-        return Upgrade(
-            self.scenario, upgrade.target, self.look.version, upgrade.target, upgrade.version
-        )
+        target, version = upgrade.target, self.look.version
+        return Upgrade(self.scenario, target, version, target, upgrade.version, is_proved=True)
 
     # --- back ------------------------------------------------------------------------------------
 
@@ -181,12 +191,24 @@ class Turn:
         if upgrade.current:
             upgrade = upgrade.moved(upgrade.current)
             seen = self.look.groups[upgrade.current]
-            if not seen.is_whole or seen.revision != self._revision(upgrade.settled):
-                self._say(upgrade, "going back", f"{seen.group_id}: {upgrade.back}")
+            if not self._is_back(upgrade, seen):
+                state = f" ({seen.detail})" if seen.detail else ""
+                way_out = "; it had better get another file" if seen.failure else ""
+                self._say(upgrade, "going back", f"{seen.group_id}{state}{way_out}: {upgrade.back}")
                 return upgrade
-            self._tell("back", upgrade, seen.group_id)
+            self._tell("back", upgrade, seen.group_id, self._not_whole().lstrip("; "))
             upgrade = replace(upgrade, current="")
         return self._next_back(upgrade, why_stopped)
+
+    def _is_back(self, upgrade: Upgrade, seen: GroupSeen) -> bool:
+        """It has the old revision again, whole; or there have been no instances for it for so long that nobody need wait for them."""
+        if seen.revision != self._revision(upgrade.settled):
+            return False
+        watch = self._watch(seen.group_id, upgrade.settled)
+        watch.note(seen, self.now)
+        since = watch.lacking_since
+        patience_s = self.look.limits_of(self.scenario).group_timeout_s
+        return seen.is_whole or (since is not None and self.now - since > patience_s)
 
     def _next_back(self, upgrade: Upgrade, why_stopped: str) -> Upgrade:
         left = [g for g in self._groups() if upgrade.service_of(g.group_id) != upgrade.settled]
@@ -195,9 +217,14 @@ class Turn:
                 upgrade = upgrade.moved(group.group_id)
         serving = sorted((g for g in left if g.serves), key=lambda g: g.is_whole)
         if serving:
-            bad = {g.group_id for g in left}  # no reason to wait: they may never be whole again
-            if why := self._why_wait(serving[0], bad):
-                self._say(upgrade, "going back", f"{serving[0].group_id}: {why}; {upgrade.back}")
+            # No reason to wait: those of the bad revision may never be whole again, nor those that there are no instances for.
+            bad = {g.group_id for g in left} | {g.group_id for g in self._groups() if g.is_lacking}
+            group_id = serving[0].group_id
+            why = self._why_not_now(bad)
+            if not why and (no_room := self._why_no_room(serving[0])):
+                why = f"{no_room}, or, if an outage is better, a file without {group_id} for a moment"
+            if why:
+                self._say(upgrade, "going back", f"{group_id}: {why}{why_stopped}; {upgrade.back}")
                 return upgrade
             return self._change(upgrade, serving[0])
         if upgrade.target != upgrade.settled:
@@ -217,11 +244,13 @@ class Turn:
         """The version before becomes the desired state, unless somebody has changed more since; what is to be done then."""
         if upgrade.target == upgrade.settled:
             return ""
-        number = upgrade.version
-        if self.look.version == number and upgrade.settled_version == number - 1:
-            self.told.append(RestoreVersion(upgrade.settled_version, number, upgrade.back))
-            return ""
-        return "; later versions have changed more: apply a right file"
+        number, before = upgrade.version, upgrade.settled_version
+        if self.look.version != number or before != number - 1:
+            return "; later versions have changed more: apply a right file"
+        if before in self.look.lost_versions:
+            return f"; version {before} is not kept any more: apply a right file"
+        self.told.append(RestoreVersion(before, number, upgrade.back))
+        return ""
 
     # --- small things ----------------------------------------------------------------------------
 
@@ -233,25 +262,28 @@ class Turn:
         self._say(after, "going back" if upgrade.back else "changing", group.group_id)
         return after
 
-    def _why_wait(self, group: GroupSeen, may_be_broken: Collection[str] = ()) -> str:
-        """Why the group must not be changed now; empty if it may be. Those of `may_be_broken` need not be whole for it."""
+    def _why_not_now(self, may_be_broken: Collection[str]) -> str:
+        """Why no group must be changed now; empty if one may be. Those of `may_be_broken` need not be whole for it."""
         if self.is_taken:
             return "a group of another scenario is being changed"
         if self.scenario in self.look.planning:
             return "a plan is under way"
-        others = [g for g in self._groups() if g.serves]
-        broken = next(
-            (g.group_id for g in others if not g.is_whole and g.group_id not in may_be_broken), None
-        )
-        if broken is not None:
-            return f"group {broken} is not whole"
+        broken = (g for g in self._groups() if g.serves and not g.is_whole)
+        found = next((g for g in broken if g.group_id not in may_be_broken), None)
+        if found is None:
+            return ""
+        return f"group {found.group_id} is not whole: {found.detail}".rstrip(": ")
+
+    def _not_whole(self) -> str:
+        found = [f"{g.group_id}: {g.detail}".rstrip(": ") for g in self._groups() if not g.is_whole]
+        return f"; not whole yet: {', '.join(found)}" if found else ""
+
+    def _why_no_room(self, group: GroupSeen) -> str:
+        """Why the group cannot do without those of its instances, whichever they are, that no blank one can come for first."""
         short = max(0, group.size - group.num_blank)
         if not short:
             return ""
-        return self._why_no_room(group, others, short)
-
-    def _why_no_room(self, group: GroupSeen, others: list[GroupSeen], short: int) -> str:
-        """Why the group cannot do without `short` of its instances, whichever these are."""
+        others = [g for g in self._groups() if g.serves]
         needed, num_leaving = f"{short} more blank instances are needed", 0
         for role in (r for r, count in group.counts.items() if count):
             total, own = sum(g.counts[role] for g in others), group.counts[role]

@@ -21,6 +21,7 @@ class Watch:
     since: float
     unwhole_since: float | None
     whole_since: float | None = None
+    lacking_since: float | None = None
     incidents: dict[str, str] = field(default_factory=dict)  # by instance
 
     def note(self, seen: GroupSeen, now: float) -> None:
@@ -30,6 +31,10 @@ class Watch:
         else:
             self.whole_since = None
             self.unwhole_since = now if self.unwhole_since is None else self.unwhole_since
+        if not seen.is_lacking:
+            self.lacking_since = None
+        elif self.lacking_since is None:
+            self.lacking_since = now
         self.incidents.update(seen.unwell)
 
 

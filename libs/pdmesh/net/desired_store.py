@@ -25,9 +25,9 @@ BUCKET: Final = "pdmesh-desired"
 VERSIONS_KEPT: Final = 100
 _UNCONDITIONAL_TRIES: Final = 5
 _CURRENT: Final = "current"
-_ADJUSTED: Final = "adjusted"
-_UPGRADES: Final = "upgrades"
-_KEYS: Final = (_CURRENT, _ADJUSTED, _UPGRADES)
+ADJUSTED: Final = "adjusted"
+UPGRADES: Final = "upgrades"
+_KEYS: Final = (_CURRENT, ADJUSTED, UPGRADES)
 
 M = TypeVar("M", bound=Message)
 
@@ -93,22 +93,25 @@ class DesiredStore:
             await self._bucket.delete(_key(number - VERSIONS_KEPT))
         return after
 
-    async def adjust(self, adjustments: Adjustments) -> None:
-        """Replace the adjustments; raises NotLeader if a later epoch has written them, VersionConflict if somebody just did."""
-        await self._replace(_ADJUSTED, adjustments)
+    async def adjust(self, adjustments: Adjustments, last: int) -> int:
+        """Replace the adjustments as they were at revision `last` (0: none were there); the new revision.
 
-    async def keep_upgrades(self, upgrades: Upgrades) -> None:
-        """Replace what is known of upgrades; raises as `adjust`."""
-        await self._replace(_UPGRADES, upgrades)
+        Raises VersionConflict if somebody has written them since: what was decided from the old ones is to be decided anew.
+        Raises NotLeader if a later epoch wrote them, though they be known here.
+        """
+        return await self._replace(ADJUSTED, adjustments, last)
 
-    async def _replace(self, key: str, message: Adjustments | Upgrades) -> None:
+    async def keep_upgrades(self, upgrades: Upgrades, last: int) -> int:
+        """Replace what is known of upgrades; as `adjust`."""
+        return await self._replace(UPGRADES, upgrades, last)
+
+    async def _replace(self, key: str, message: Adjustments | Upgrades, last: int) -> int:
         await self._bucket.ensure()
-        found = await self._bucket.get(key)
-        before = _parse_as(found, type(message))
+        before = _parse_as(await self._bucket.get(key), type(message))
         if before is not None and before.epoch > message.epoch:
             raise NotLeader(f"epoch {before.epoch} has written {key} since")
         try:
-            await self._bucket.put(key, _encode(message), last=found.revision if found else 0)
+            return await self._bucket.put(key, _encode(message), last=last)
         except WrongRevision as exc:
             raise VersionConflict(f"somebody else wrote {key} just now") from exc
 
@@ -119,14 +122,14 @@ class DesiredStore:
         """
         known: dict[str, Message | None] = {
             _CURRENT: view.current,
-            _ADJUSTED: view.adjustments,
-            _UPGRADES: view.upgrades,
+            ADJUSTED: view.adjustments,
+            UPGRADES: view.upgrades,
         }
         for key in sorted(view.missing):
             message = known[key]
             assert message is not None
             try:
-                await self._bucket.put(key, _encode(message), last=0)
+                view.revisions[key] = await self._bucket.put(key, _encode(message), last=0)
                 log.warning("desired.restored", key=key)
             except WrongRevision:
                 log.info("desired.not_restored", key=key)
@@ -134,6 +137,15 @@ class DesiredStore:
 
     def watch(self, on_change: Callable[[], None]) -> DesiredView:
         return DesiredView(self._bucket, on_change)
+
+    def watch_upgrades(self, on_upgrades: Callable[[Upgrades], None]) -> KvWatch:
+        """Hand out what is known of upgrades, whenever it changes, and again after an outage."""
+
+        def on_entry(entry: KvEntry) -> None:
+            if (upgrades := _parse_as(entry, Upgrades)) is not None:
+                on_upgrades(upgrades)
+
+        return self._bucket.watch(on_entry, lambda: None, lambda: None, key=UPGRADES)
 
     async def _get_current(self) -> KvEntry | None:
         await self._bucket.ensure()
@@ -148,6 +160,7 @@ class DesiredView:
         self.adjustments = Adjustments()
         self.upgrades = Upgrades()
         self.missing: set[str] = set()  # keys that were wiped from the bucket and are not restored
+        self.revisions: dict[str, int] = {}  # of each key as it is known here; a write is compared with it
         self._on_change = on_change
         self._seen: set[str] = set()  # keys that the bucket had, ever
         self._unseen: set[str] = set()  # of them, before the watch opened again
@@ -178,17 +191,40 @@ class DesiredView:
     def _on_loaded(self, key: str) -> None:
         if key in self._unseen:  # nobody deletes these keys: the bucket was wiped
             self._unseen.discard(key)
+            self.revisions.pop(key, None)
             self.missing.add(key)
             log.warning("desired.lost", key=key)
             self._on_change()
         self._loaded[key].set()
 
+    def take_adjustments(self, adjustments: Adjustments, revision: int) -> None:
+        """They were written just now."""
+        if self._is_latest(ADJUSTED, revision):
+            self.adjustments = adjustments
+
+    def take_upgrades(self, upgrades: Upgrades, revision: int) -> None:
+        """They were written just now."""
+        if self._is_latest(UPGRADES, revision):
+            self.upgrades = upgrades
+
+    def _is_latest(self, key: str, revision: int) -> bool:
+        """Of an own write: another's may have been heard of before its answer came."""
+        if revision < self.revisions.get(key, 0):
+            return False
+        self._seen.add(key)
+        self.revisions[key] = revision
+        return True
+
     def _on_entry(self, entry: KvEntry) -> None:
+        is_reopening = entry.key in self._unseen
         self._unseen.discard(entry.key)
         self.missing.discard(entry.key)
+        if entry.revision < self.revisions.get(entry.key, 0) and not is_reopening:
+            return  # the own write is later than that
+        self.revisions[entry.key] = entry.revision
         if entry.key == _CURRENT:
             self._on_current(entry)
-        elif entry.key == _ADJUSTED:
+        elif entry.key == ADJUSTED:
             self._on_adjusted(entry)
         else:
             self._on_upgrades(entry)
@@ -197,7 +233,7 @@ class DesiredView:
         adjustments = _parse_as(entry, Adjustments)
         if adjustments is None:
             return
-        self._seen.add(_ADJUSTED)
+        self._seen.add(ADJUSTED)
         if adjustments != self.adjustments:
             self.adjustments = adjustments
             self._on_change()
@@ -206,7 +242,7 @@ class DesiredView:
         upgrades = _parse_as(entry, Upgrades)
         if upgrades is None:
             return
-        self._seen.add(_UPGRADES)
+        self._seen.add(UPGRADES)
         if upgrades != self.upgrades:
             self.upgrades = upgrades
             self._on_change()

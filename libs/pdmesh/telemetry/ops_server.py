@@ -69,9 +69,10 @@ class OpsServer:
     ) -> None:
         self._socket = socket.create_server((host, port), backlog=128)
         self.port: int = self._socket.getsockname()[1]
+        self._app = Starlette(routes=ops_routes(not_ready, pages))
         self._server = _Server(
             uvicorn.Config(
-                Starlette(routes=ops_routes(not_ready, pages)),
+                self._app,
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -79,6 +80,10 @@ class OpsServer:
             )
         )
         self._task: asyncio.Task[None] | None = None
+
+    def add_routes(self, routes: Sequence[Route]) -> None:
+        """What a service serves to its operators besides."""
+        self._app.router.routes.extend(routes)
 
     def start(self) -> None:
         self._task = asyncio.create_task(

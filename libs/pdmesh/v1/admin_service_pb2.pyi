@@ -181,7 +181,7 @@ Global___PendingPlan: _TypeAlias = PendingPlan  # noqa: Y015
 
 @_typing.final
 class PendingMove(_message.Message):
-    """A move that is to be made or under way. Kept in the registry, written by the leading master."""
+    """A move that is asked for, to be made or under way. Sent by operators and the master; kept in the registry, written by the leading master."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -297,6 +297,7 @@ class Upgrade(_message.Message):
     CANARY_SHARE_FIELD_NUMBER: _builtins.int
     BACK_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    IS_PROVED_FIELD_NUMBER: _builtins.int
     scenario: _builtins.str
     settled_version: _builtins.int
     """the last version of the desired state that asked for it"""
@@ -310,9 +311,11 @@ class Upgrade(_message.Message):
     """why it goes back; empty: it goes on"""
     outcome: _builtins.str
     """why the last one went back"""
+    is_proved: _builtins.bool
+    """a group of what is settled served whole, ever"""
     @_builtins.property
     def settled(self) -> Global___ServiceSettings:
-        """what its groups have proved themselves with, and go back to"""
+        """what its groups go back to"""
 
     @_builtins.property
     def target(self) -> Global___ServiceSettings: ...
@@ -333,10 +336,11 @@ class Upgrade(_message.Message):
         canary_share: _builtins.float = ...,
         back: _builtins.str = ...,
         outcome: _builtins.str = ...,
+        is_proved: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settled", b"settled", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["back", b"back", "canary_share", b"canary_share", "changed", b"changed", "current", b"current", "outcome", b"outcome", "scenario", b"scenario", "settled", b"settled", "settled_version", b"settled_version", "target", b"target", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["back", b"back", "canary_share", b"canary_share", "changed", b"changed", "current", b"current", "is_proved", b"is_proved", "outcome", b"outcome", "scenario", b"scenario", "settled", b"settled", "settled_version", b"settled_version", "target", b"target", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -844,6 +848,192 @@ class PromoteUpgradeResponse(_message.Message):
 Global___PromoteUpgradeResponse: _TypeAlias = PromoteUpgradeResponse  # noqa: Y015
 
 @_typing.final
+class PlanMovesRequest(_message.Message):
+    """Sent by operators. Either moves, made one after the other, or a profile."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCENARIO_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    IS_FORCED_FIELD_NUMBER: _builtins.int
+    scenario: _builtins.str
+    reason: _builtins.str
+    is_forced: _builtins.bool
+    """also if the others would be busier than they should; never the last of a role in a group"""
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___PendingMove]: ...
+    @_builtins.property
+    def profile(self) -> Global___ScenarioProfile: ...
+    def __init__(
+        self,
+        *,
+        scenario: _builtins.str = ...,
+        moves: _abc.Iterable[Global___PendingMove] | None = ...,
+        profile: Global___ScenarioProfile | None = ...,
+        reason: _builtins.str = ...,
+        is_forced: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["profile", b"profile"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_forced", b"is_forced", "moves", b"moves", "profile", b"profile", "reason", b"reason", "scenario", b"scenario"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanMovesRequest: _TypeAlias = PlanMovesRequest  # noqa: Y015
+
+@_typing.final
+class ScenarioProfile(_message.Message):
+    """What a scenario's requests take with full batches, as formula (1) needs it. Sent by operators."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    T_P_S_FIELD_NUMBER: _builtins.int
+    NUM_PREFILL_SLOTS_FIELD_NUMBER: _builtins.int
+    T_D_S_FIELD_NUMBER: _builtins.int
+    NUM_DECODE_SLOTS_FIELD_NUMBER: _builtins.int
+    t_p_s: _builtins.float
+    num_prefill_slots: _builtins.float
+    """b_p"""
+    t_d_s: _builtins.float
+    num_decode_slots: _builtins.float
+    """b_d"""
+    def __init__(
+        self,
+        *,
+        t_p_s: _builtins.float = ...,
+        num_prefill_slots: _builtins.float = ...,
+        t_d_s: _builtins.float = ...,
+        num_decode_slots: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_decode_slots", b"num_decode_slots", "num_prefill_slots", b"num_prefill_slots", "t_d_s", b"t_d_s", "t_p_s", b"t_p_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScenarioProfile: _TypeAlias = ScenarioProfile  # noqa: Y015
+
+@_typing.final
+class PlanMovesResponse(_message.Message):
+    """What was decided. A plan's moves are made one after the other; how it ends is another decision."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RatioDecision]: ...
+    def __init__(
+        self,
+        *,
+        decisions: _abc.Iterable[Global___RatioDecision] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanMovesResponse: _TypeAlias = PlanMovesResponse  # noqa: Y015
+
+@_typing.final
+class RatioDecision(_message.Message):
+    """What was decided about a scenario's ratio, by whomever, and from which numbers. Sent by the master."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECIDED_AT_FIELD_NUMBER: _builtins.int
+    SCENARIO_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    E2E_S_FIELD_NUMBER: _builtins.int
+    PREFILL_SHARE_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    scenario: _builtins.str
+    action: _builtins.str
+    """planned, left alone, kept, undone, ended"""
+    reason: _builtins.str
+    e2e_s: _builtins.float
+    """means of the window that was looked at"""
+    prefill_share: _builtins.float
+    """T_p / E2E"""
+    @_builtins.property
+    def decided_at(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___PendingMove]: ...
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupLoad]: ...
+    def __init__(
+        self,
+        *,
+        decided_at: _timestamp_pb2.Timestamp | None = ...,
+        scenario: _builtins.str = ...,
+        action: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        moves: _abc.Iterable[Global___PendingMove] | None = ...,
+        e2e_s: _builtins.float | None = ...,
+        prefill_share: _builtins.float | None = ...,
+        groups: _abc.Iterable[Global___GroupLoad] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_e2e_s", b"_e2e_s", "_prefill_share", b"_prefill_share", "decided_at", b"decided_at", "e2e_s", b"e2e_s", "prefill_share", b"prefill_share"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_e2e_s", b"_e2e_s", "_prefill_share", b"_prefill_share", "action", b"action", "decided_at", b"decided_at", "e2e_s", b"e2e_s", "groups", b"groups", "moves", b"moves", "prefill_share", b"prefill_share", "reason", b"reason", "scenario", b"scenario"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__e2e_s: _TypeAlias = _typing.Literal["e2e_s"]  # noqa: Y015
+    _WhichOneofArgType__e2e_s: _TypeAlias = _typing.Literal["_e2e_s", b"_e2e_s"]  # noqa: Y015
+    _WhichOneofReturnType__prefill_share: _TypeAlias = _typing.Literal["prefill_share"]  # noqa: Y015
+    _WhichOneofArgType__prefill_share: _TypeAlias = _typing.Literal["_prefill_share", b"_prefill_share"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__e2e_s) -> _WhichOneofReturnType__e2e_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_share) -> _WhichOneofReturnType__prefill_share | None: ...
+
+Global___RatioDecision: _TypeAlias = RatioDecision  # noqa: Y015
+
+@_typing.final
+class GroupLoad(_message.Message):
+    """A group's shape and how busy it was, shares 0..1. Sent by the master."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    NUM_PREFILL_FIELD_NUMBER: _builtins.int
+    NUM_DECODE_FIELD_NUMBER: _builtins.int
+    PREFILL_BUSY_FIELD_NUMBER: _builtins.int
+    DECODE_BUSY_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    num_prefill: _builtins.int
+    num_decode: _builtins.int
+    prefill_busy: _builtins.float
+    """absent: not known"""
+    decode_busy: _builtins.float
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        num_prefill: _builtins.int = ...,
+        num_decode: _builtins.int = ...,
+        prefill_busy: _builtins.float | None = ...,
+        decode_busy: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_busy", b"_decode_busy", "_prefill_busy", b"_prefill_busy", "decode_busy", b"decode_busy", "prefill_busy", b"prefill_busy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_busy", b"_decode_busy", "_prefill_busy", b"_prefill_busy", "decode_busy", b"decode_busy", "group_id", b"group_id", "num_decode", b"num_decode", "num_prefill", b"num_prefill", "prefill_busy", b"prefill_busy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__decode_busy: _TypeAlias = _typing.Literal["decode_busy"]  # noqa: Y015
+    _WhichOneofArgType__decode_busy: _TypeAlias = _typing.Literal["_decode_busy", b"_decode_busy"]  # noqa: Y015
+    _WhichOneofReturnType__prefill_busy: _TypeAlias = _typing.Literal["prefill_busy"]  # noqa: Y015
+    _WhichOneofArgType__prefill_busy: _TypeAlias = _typing.Literal["_prefill_busy", b"_prefill_busy"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_busy) -> _WhichOneofReturnType__decode_busy | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_busy) -> _WhichOneofReturnType__prefill_busy | None: ...
+
+Global___GroupLoad: _TypeAlias = GroupLoad  # noqa: Y015
+
+@_typing.final
 class ListGroupStatesRequest(_message.Message):
     """Sent by operators."""
 
@@ -874,11 +1064,15 @@ class ListGroupStatesResponse(_message.Message):
     ADJUSTMENTS_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     UPGRADES_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    PAGE_URL_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     version: _builtins.int
     """of the desired state"""
     paused: _builtins.str
     """why nothing is changed now; empty: the leader acts"""
+    page_url: _builtins.str
+    """where the same is shown in a browser"""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupState]: ...
     @_builtins.property
@@ -895,6 +1089,10 @@ class ListGroupStatesResponse(_message.Message):
     def upgrades(self) -> _containers.RepeatedCompositeFieldContainer[Global___UpgradeState]:
         """under way, or gone back"""
 
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RatioDecision]:
+        """the latest of this leader, the last one last"""
+
     def __init__(
         self,
         *,
@@ -906,10 +1104,12 @@ class ListGroupStatesResponse(_message.Message):
         adjustments: _abc.Iterable[Global___GroupAdjustment] | None = ...,
         paused: _builtins.str = ...,
         upgrades: _abc.Iterable[Global___UpgradeState] | None = ...,
+        decisions: _abc.Iterable[Global___RatioDecision] | None = ...,
+        page_url: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "blank_instance_ids", b"blank_instance_ids", "epoch", b"epoch", "groups", b"groups", "holds", b"holds", "paused", b"paused", "upgrades", b"upgrades", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjustments", b"adjustments", "blank_instance_ids", b"blank_instance_ids", "decisions", b"decisions", "epoch", b"epoch", "groups", b"groups", "holds", b"holds", "page_url", b"page_url", "paused", b"paused", "upgrades", b"upgrades", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -61,6 +61,11 @@ class AdminServiceStub:
                 request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.PromoteUpgradeRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.PromoteUpgradeResponse.FromString,
                 _registered_method=True)
+        self.PlanMoves = channel.unary_unary(
+                '/pdmesh.v1.AdminService/PlanMoves',
+                request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.PlanMovesRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.PlanMovesResponse.FromString,
+                _registered_method=True)
         self.ListGroupStates = channel.unary_unary(
                 '/pdmesh.v1.AdminService/ListGroupStates',
                 request_serializer=pdmesh_dot_v1_dot_admin__service__pb2.ListGroupStatesRequest.SerializeToString,
@@ -133,6 +138,13 @@ class AdminServiceServicer:
 
     def PromoteUpgrade(self, request, context):
         """Let a canary's revision go to all groups of its scenario.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PlanMoves(self, request, context):
+        """Change the ratio of a scenario's groups by single moves, by hand or towards a profile; refused if one may not be made (S27).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -212,6 +224,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.PromoteUpgrade,
                     request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.PromoteUpgradeRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.PromoteUpgradeResponse.SerializeToString,
+            ),
+            'PlanMoves': grpc.unary_unary_rpc_method_handler(
+                    servicer.PlanMoves,
+                    request_deserializer=pdmesh_dot_v1_dot_admin__service__pb2.PlanMovesRequest.FromString,
+                    response_serializer=pdmesh_dot_v1_dot_admin__service__pb2.PlanMovesResponse.SerializeToString,
             ),
             'ListGroupStates': grpc.unary_unary_rpc_method_handler(
                     servicer.ListGroupStates,
@@ -386,6 +403,33 @@ class AdminService:
             '/pdmesh.v1.AdminService/PromoteUpgrade',
             pdmesh_dot_v1_dot_admin__service__pb2.PromoteUpgradeRequest.SerializeToString,
             pdmesh_dot_v1_dot_admin__service__pb2.PromoteUpgradeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PlanMoves(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.v1.AdminService/PlanMoves',
+            pdmesh_dot_v1_dot_admin__service__pb2.PlanMovesRequest.SerializeToString,
+            pdmesh_dot_v1_dot_admin__service__pb2.PlanMovesResponse.FromString,
             options,
             channel_credentials,
             insecure,

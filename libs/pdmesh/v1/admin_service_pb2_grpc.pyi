@@ -45,6 +45,8 @@ class AdminServiceStub:
     """Make an earlier version the desired state again, as a new version."""
     PromoteUpgrade: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.PromoteUpgradeRequest, _admin_service_pb2.PromoteUpgradeResponse]
     """Let a canary's revision go to all groups of its scenario."""
+    PlanMoves: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.PlanMovesRequest, _admin_service_pb2.PlanMovesResponse]
+    """Change the ratio of a scenario's groups by single moves, by hand or towards a profile; refused if one may not be made (S27)."""
     ListGroupStates: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListGroupStatesRequest, _admin_service_pb2.ListGroupStatesResponse]
     """The groups: wanted, members and how far they are."""
     GetUsage: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetUsageRequest, _admin_service_pb2.GetUsageResponse]
@@ -75,6 +77,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Make an earlier version the desired state again, as a new version."""
     PromoteUpgrade: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PromoteUpgradeRequest, _admin_service_pb2.PromoteUpgradeResponse]  # type: ignore[assignment]
     """Let a canary's revision go to all groups of its scenario."""
+    PlanMoves: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PlanMovesRequest, _admin_service_pb2.PlanMovesResponse]  # type: ignore[assignment]
+    """Change the ratio of a scenario's groups by single moves, by hand or towards a profile; refused if one may not be made (S27)."""
     ListGroupStates: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListGroupStatesRequest, _admin_service_pb2.ListGroupStatesResponse]  # type: ignore[assignment]
     """The groups: wanted, members and how far they are."""
     GetUsage: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetUsageRequest, _admin_service_pb2.GetUsageResponse]  # type: ignore[assignment]
@@ -132,6 +136,14 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.PromoteUpgradeResponse, _abc.Awaitable[_admin_service_pb2.PromoteUpgradeResponse]]:
         """Let a canary's revision go to all groups of its scenario."""
+
+    @_abc_1.abstractmethod
+    def PlanMoves(
+        self,
+        request: _admin_service_pb2.PlanMovesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_service_pb2.PlanMovesResponse, _abc.Awaitable[_admin_service_pb2.PlanMovesResponse]]:
+        """Change the ratio of a scenario's groups by single moves, by hand or towards a profile; refused if one may not be made (S27)."""
 
     @_abc_1.abstractmethod
     def ListGroupStates(
