@@ -175,7 +175,9 @@ class Fleet:
         Where nobody is there of one role, those of the other do both phases. Who is about to leave, or is judged faulty, is named where
         the others alone can serve nothing. A canary has its share of the requests, and more where nobody else serves (S24).
         """
-        scenario = scenario or DEFAULT_SCENARIO  # as at the master: scenarios share no instances (S4)
+        scenario = (
+            scenario or DEFAULT_SCENARIO
+        )  # as at the master: scenarios share no instances (S4)
         doubtful = [
             r.instance_id
             for r in (*self._prefills, *self._decodes, *self._fusions)

@@ -15,6 +15,7 @@ from pdmesh.core.poison import PoisonBook
 from pdmesh.core.retry_budget import RetryBudget
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.telemetry import metrics, names
+from services.gateway.canary_shares import CanaryShares
 from services.gateway.door import Door, OpenDoor
 from services.gateway.fleet import Fleet
 from services.gateway.frontend import Frontend

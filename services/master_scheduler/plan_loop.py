@@ -147,7 +147,9 @@ class PlanLoop:
             )
             if why is not None:
                 raise CannotMove(why)
-            if any(groups[g].scenario != plan.scenario for g in (move.group_id, move.to_group) if g):
+            if any(
+                groups[g].scenario != plan.scenario for g in (move.group_id, move.to_group) if g
+            ):
                 raise CannotMove(f"group {move.group_id} is of another scenario")
             groups = applied(groups, move)
         return self._decide(self._ratio.handle(OperatorAsked(plan), self._clock()))
@@ -328,7 +330,9 @@ class PlanLoop:
                 case StartMove():
                     starts.append(effect)
                 case MoveMade(plan, move, took_s):
-                    log.info("plan.moved", scenario=plan.scenario, move=move_text(move), took_s=took_s)
+                    log.info(
+                        "plan.moved", scenario=plan.scenario, move=move_text(move), took_s=took_s
+                    )
                     if move.kind is MoveKind.RECLAIM:
                         self._schedule.set_up_took(plan.scenario, took_s)
                 case PlanEnded(plan, outcome, num_moves, detail):

@@ -36,12 +36,12 @@ groups:
 """
 
 
-def spec(model_dir: Path, groups_file: Path) -> MeshSpec:
+def spec(model_dir: Path, groups_file: Path, num_blank: int = 4) -> MeshSpec:
     return MeshSpec(
         engine="vllm",
         num_prefill=0,
         num_decode=0,
-        num_blank=4,
+        num_blank=num_blank,
         groups_file=groups_file,
         http_port=0,
         grpc_port=0,

@@ -84,9 +84,34 @@ def test_a_profile_brings_the_group_to_its_best_split_at_once() -> None:
 @pytest.mark.req("S36", "S38")
 @pytest.mark.parametrize("seed", range(4))
 def test_an_instance_that_dies_is_stood_in_for_and_its_requests_go_on_elsewhere(seed: int) -> None:
-    fault = faults.play(seed, has_fault=True)
-    assert fault.num_failed == 0
-    assert fault.stood_in_after_s == pytest.approx(faults.LOAD_S, abs=5)
+    machines = faults.machines_of_a_week(faults.RATES[-1], seed)
+    outcome = faults.play(faults.RATES[-1], faults.episodes(machines)[0], seed)
+    assert outcome.num_failed == 0
+    assert outcome.num_migrated > 0
+    assert outcome.stood_in_after_s == pytest.approx([faults.LOAD_S] * outcome.num_faults, abs=5)
+
+
+@pytest.mark.req("S38")
+@pytest.mark.parametrize("rate", faults.RATES)
+def test_a_week_of_ten_thousand_devices_has_the_faults_of_its_rate_and_spares_for_them(
+    rate: float,
+) -> None:
+    weeks = [faults.machines_of_a_week(rate, seed) for seed in range(50)]
+    found = [e for w in weeks for e in faults.episodes(w)]
+    num_faults = sum(len(e.losses) for e in found)
+    # Those of spares and of machines in repair harm nobody: some two in a hundred.
+    assert num_faults / 50 == pytest.approx(rate * 25, rel=0.1)
+    assert max(w.most_in_repair for w in weeks) <= faults.NUM_SPARES
+    assert sum(loss.spare_after_s for e in found for loss in e.losses) == 0
+    assert sum(len(e.losses) > 1 for e in found) < 0.05 * len(found)
+
+
+@pytest.mark.req("S38")
+def test_two_faults_in_one_group_at_a_time_without_a_spare_fail_no_request() -> None:
+    losses = (faults.Loss(60.0, Role.PREFILL, 0.0), faults.Loss(90.0, Role.DECODE, 200.0))
+    outcome = faults.play(2.0, faults.Episode(0, 0.0, 900.0, losses), 1)
+    assert (outcome.num_failed, outcome.num_faults) == (0, 2)
+    assert outcome.stood_in_after_s == pytest.approx([300.0, 500.0], abs=5)
 
 
 @pytest.mark.req("S11", "S21", "S24")

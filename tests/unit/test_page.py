@@ -90,7 +90,9 @@ async def test_nobody_elses_page_and_no_other_machine_changes_anything_without_a
 ) -> None:
     """A page of another site in the operator's browser, also by a name that leads here (DNS rebinding)."""
     async with browser(site, client=client, url=url) as each:
-        status, answer = await ask(each, "ListGroupStates", headers or {"content-type": "text/plain"})
+        status, answer = await ask(
+            each, "ListGroupStates", headers or {"content-type": "text/plain"}
+        )
         assert status == 403
         assert says in answer["error"]["message"]
 

@@ -163,7 +163,9 @@ def _add_admin(
 
 def _add_ratio(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(module="ratio")
-    parser.add_argument("scenario", nargs="?", default="", help="default: all; to change: `default`")
+    parser.add_argument(
+        "scenario", nargs="?", default="", help="default: all; to change: `default`"
+    )
     asked = parser.add_mutually_exclusive_group()
     roles = ("prefill", "decode")
     asked.add_argument("--more", choices=roles, help="one instance of the other role becomes this")

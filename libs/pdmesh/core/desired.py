@@ -232,11 +232,10 @@ def diff(before: Desired, after: Desired) -> list[Change]:
     changes: list[Change] = []
     for path in sorted(old.keys() | new.keys()):
         was, is_now = old.get(path), new.get(path)
-        if was is not None and is_now is not None:
-            if was.text != is_now.text:
-                changes.append(Change(path, was.text, is_now.text))
-        elif (told := was or is_now) is not None and not told.is_default:
-            changes.append(Change(path, was and was.text, is_now and is_now.text))
+        texts = was.text if was else None, is_now.text if is_now else None
+        is_left_out = (was is None or was.is_default) and (is_now is None or is_now.is_default)
+        if texts[0] != texts[1] and not is_left_out:
+            changes.append(Change(path, *texts))
     return changes
 
 
@@ -259,28 +258,37 @@ class _Leaf:
 
 def _leaves(path: str, value: object, default: object = None) -> Iterator[tuple[str, _Leaf]]:
     """By path, as a file says it."""
-    if isinstance(value, Scenario):
-        yield f"{path}.ratio", _Leaf("auto" if value.has_auto_ratio else "fixed", not value.has_auto_ratio)
-    if isinstance(value, ScheduleLine):
-        yield f"{path}.{value.action}", _Leaf(str(value.num_groups))
-    if isinstance(value, type(None) | str | int | float):
-        yield path, _Leaf(_scalar(value), value == default)
-    elif isinstance(value, tuple):
-        for i, each in enumerate(value):
-            yield from _leaves(f"{path}[{i}]", each)
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            name = key.value if isinstance(key, Role) else str(key)
-            yield from _leaves(f"{path}.{name}" if path else name, each)
-    elif is_dataclass(value):
-        for each in fields(value):
-            is_implied = each.name == "pool" and getattr(value, each.name) == OFF_POOL
-            if each.name not in _SAID_OTHERWISE and not is_implied:
-                yield from _leaves(
-                    f"{path}.{each.name}" if path else each.name,
-                    getattr(value, each.name),
-                    None if each.default is MISSING else each.default,
-                )
+    match value:
+        case None | str() | int() | float():
+            yield path, _Leaf(_scalar(value), value == default)
+        case tuple():
+            for i, each in enumerate(value):
+                yield from _leaves(f"{path}[{i}]", each)
+        case Mapping():
+            for key, each in value.items():
+                name = key.value if isinstance(key, Role) else str(key)
+                yield from _leaves(_joined(path, name), each)
+        case _:
+            yield from _fields(path, value)
+
+
+def _fields(path: str, value: object) -> Iterator[tuple[str, _Leaf]]:
+    assert is_dataclass(value)
+    match value:
+        case Scenario(has_auto_ratio=is_auto):
+            yield f"{path}.ratio", _Leaf("auto" if is_auto else "fixed", not is_auto)
+        case ScheduleLine(action=action, num_groups=num):
+            yield f"{path}.{action}", _Leaf(str(num))
+    for each in fields(value):
+        own = getattr(value, each.name)
+        is_implied = each.name == "pool" and own == OFF_POOL
+        if each.name not in _SAID_OTHERWISE and not is_implied:
+            default = None if each.default is MISSING else each.default
+            yield from _leaves(_joined(path, each.name), own, default)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _scalar(value: object) -> str:

@@ -222,7 +222,9 @@ class Turn:
             group_id = serving[0].group_id
             why = self._why_not_now(bad)
             if not why and (no_room := self._why_no_room(serving[0])):
-                why = f"{no_room}, or, if an outage is better, a file without {group_id} for a moment"
+                why = (
+                    f"{no_room}, or, if an outage is better, a file without {group_id} for a moment"
+                )
             if why:
                 self._say(upgrade, "going back", f"{group_id}: {why}{why_stopped}; {upgrade.back}")
                 return upgrade

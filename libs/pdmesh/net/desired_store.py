@@ -160,7 +160,9 @@ class DesiredView:
         self.adjustments = Adjustments()
         self.upgrades = Upgrades()
         self.missing: set[str] = set()  # keys that were wiped from the bucket and are not restored
-        self.revisions: dict[str, int] = {}  # of each key as it is known here; a write is compared with it
+        self.revisions: dict[
+            str, int
+        ] = {}  # of each key as it is known here; a write is compared with it
         self._on_change = on_change
         self._seen: set[str] = set()  # keys that the bucket had, ever
         self._unseen: set[str] = set()  # of them, before the watch opened again

@@ -2,6 +2,7 @@
 
 python -m loadtests.sim.ratio --out loadtests/results/ratio-2026-11-21     # all, some ten minutes on two cores
 python -m loadtests.sim.ratio --only sweep,paper --seeds 1                 # parts of it
+python -m loadtests.sim.ratio --only faults --keep FILE.json --out OUT     # a part anew, the others as they were
 """
 
 from __future__ import annotations
@@ -19,14 +20,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import TypeAdapter
+
 from loadtests.progress import Progress
 from loadtests.results import describe_machine, describe_versions
 from loadtests.sim.ratio import aggregated, faults, loop, report, scale, sweep
 from loadtests.sim.ratio.report import Results
 from pdmesh.core.ratio_model import Split, splits
 
+_KINDS: Final[dict[str, type[Any]]] = {
+    "sweep": sweep.Best,
+    "paper": sweep.Best,
+    "change": loop.Change,
+    "calm": loop.Calm,
+    "convergence": loop.Convergence,
+    "aggregated": aggregated.Goodput,
+    "fault": faults.Outcome,
+    "quiet": faults.Outcome,
+    "scale": scale.Cost,
+}
 Job = tuple[str, Callable[[], Any]]
-_NUM_QUIET: Final = 8  # runs without a fault, to compare with
+_NUM_QUIET: Final = 24  # runs without a fault, for the rest of the week
 
 
 def jobs(parts: Sequence[str], seeds: Sequence[int]) -> list[Job]:
@@ -67,12 +81,11 @@ def jobs(parts: Sequence[str], seeds: Sequence[int]) -> list[Job]:
         ]
     if "faults" in parts:
         made += [
-            ("fault", partial(faults.play, seed, has_fault=True))
-            for seed in range(faults.num_faults())
+            ("fault", partial(faults.play, rate, episode, seed))
+            for rate in faults.RATES
+            for seed, episode in enumerate(faults.episodes(faults.machines_of_a_week(rate, 1)))
         ]
-        made += [
-            ("quiet", partial(faults.play, seed, has_fault=False)) for seed in range(_NUM_QUIET)
-        ]
+        made += [("quiet", partial(faults.quiet, seed)) for seed in range(_NUM_QUIET)]
     return made
 
 
@@ -89,8 +102,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--out", type=Path, help="write OUT.json, OUT.md and OUT.png")
+    parser.add_argument(
+        "--keep", type=Path, help="FILE.json: what it has of other parts, unchanged"
+    )
     options = parser.parse_args()
     parts = options.only.split(",")
+    kept = json.loads(options.keep.read_text()) if options.keep else {}
     todo = jobs(parts, range(1, options.seeds + 1))
     results = Results()
     progress = Progress(len(todo) + 1)
@@ -104,25 +121,33 @@ def main() -> None:
             for cost in scale.costs(num_instances):
                 results.add("scale", cost)
     progress.close()
+    played = {kind for kind, _ in results.items()}
+    for kind, found in kept.get("results", {}).items():
+        if kind not in played and kind in _KINDS:
+            for each in found:
+                results.add(kind, TypeAdapter(_KINDS[kind]).validate_python(each))
     text = report.markdown(results)
     print(text)
     if options.out:
-        _write(options.out, results, text)
+        _write(options.out, results, text, kept)
 
 
-def _write(out: Path, results: Results, text: str) -> None:
+def _write(out: Path, results: Results, text: str, kept: dict[str, Any]) -> None:
     from loadtests.sim.ratio.plots import draw  # matplotlib takes a second to import
 
     command = shlex.join(["python", "-m", "loadtests.sim.ratio", *sys.argv[1:]])
     data = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
+        "kept": {name: kept[name] for name in ("at", "command", "kept") if name in kept},
         "machine": describe_machine(),
         "versions": describe_versions(),
         "results": {kind: [asdict(each) for each in found] for kind, found in results.items()},
     }
     out.with_suffix(".json").write_text(json.dumps(data, indent=1, default=str) + "\n")
     head = f"# The ratio of prefills to decodes, simulated, {data['at']}\n\n`{command}`\n\n"
+    if kept:
+        head += f"The other parts are of {kept['at']}: `{kept['command']}`\n\n"
     out.with_suffix(".md").write_text(head + text + "\n")
     draw(results, out.with_suffix(".png"))
 

@@ -1,14 +1,18 @@
 """A week of 10,000 devices at the paper's rate of faults, 1 to 2 per week and 400 devices (S38).
 
-Requests are simulated where a fault is: one group for some minutes around each, with the request core's own migration and a
-blank instance that stands in. All other group-minutes of the week are those of a group without a fault, simulated as often; the
-share of success is of both, weighted by time.
+First the week of all machines, without requests: devices fail by chance, each takes its instance with it, a spare machine loads and stands
+in, and the broken one is a spare when it is repaired. That says which groups lack what, and when. Then requests, in every one of these
+times, with the request core's own migration; and in groups that lack nothing, as a sample of the rest of the week, in which nothing
+ever happens but chance. The week's share of success is of both, weighted by time.
 """
 
 from __future__ import annotations
 
+import heapq
 import random
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from loadtests.sim.control import Control, count
@@ -19,89 +23,210 @@ from pdmesh.core.fleet import Role
 
 NUM_DEVICES: Final = 10_000
 DEVICES_PER_INSTANCE: Final = 8
-FAULTS_PER_WEEK_AND_400: Final = 1.5
+RATES: Final = (1.0, 2.0)  # faults per week and 400 devices: both ends of what the paper says
 WEEK_S: Final = 7 * 86_400.0
 SPLIT: Final = (3, 5)
-RATE_PER_S: Final = 4.6
+NUM_SPARES: Final = 18  # machines kept back, 1.4 % of all
+NUM_GROUPS: Final = (NUM_DEVICES // DEVICES_PER_INSTANCE - NUM_SPARES) // sum(SPLIT)
+REPAIR_S: Final = 86_400.0
+RATE_PER_S: Final = 4.6  # requests, per group
 E2E_SLO_S: Final = 20.0
-AROUND_S: Final = 900.0  # simulated for each fault
-_FAULT_AT_S: Final = 120.0
 LOAD_S: Final = 300.0  # a model of hundreds of billions of parameters loads within minutes
+QUIET_S: Final = 900.0  # of a group that lacks nothing, per run
+_BEFORE_S: Final = 120.0  # simulated before a fault
+_AFTER_S: Final = 300.0  # and after the last substitute serves
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """One fault: requests around it, how many failed, came late or went on elsewhere."""
+class Loss:
+    """`spare_after_s`: until a machine is there that can stand in."""
 
-    seed: int
-    role: str
+    at_s: float
+    role: Role
+    spare_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """The time of a group around one loss, or several that overlap. Times of losses count from its beginning."""
+
+    group: int
+    began_s: float
+    length_s: float
+    losses: tuple[Loss, ...]
+
+
+@dataclass(slots=True)
+class Machines:
+    """Where each machine is. Places are (group, number): prefills first."""
+
+    spares: deque[int]
+    at: dict[int, tuple[int, int]]
+    num_in_repair: int = 0
+    most_in_repair: int = 0
+    empty: deque[tuple[int, int, float]] = field(default_factory=deque)  # places that wait, since
+    losses: dict[int, list[Loss]] = field(default_factory=dict)  # by group, times of the week
+
+    @classmethod
+    def whole(cls) -> Machines:
+        num = NUM_GROUPS * sum(SPLIT)
+        at = {machine: divmod(machine, sum(SPLIT)) for machine in range(num)}
+        return cls(deque(range(num, num + NUM_SPARES)), at)
+
+    def fail(self, machine: int, now: float) -> bool:
+        """Whether it was not in repair already."""
+        if machine in self.spares:
+            self.spares.remove(machine)
+        elif (place := self.at.pop(machine, None)) is not None:
+            self.empty.append((*place, now))
+        else:
+            return False
+        self.num_in_repair += 1
+        self.most_in_repair = max(self.most_in_repair, self.num_in_repair)
+        self._fill(now)
+        return True
+
+    def repair(self, machine: int, now: float) -> None:
+        self.num_in_repair -= 1
+        self.spares.append(machine)
+        self._fill(now)
+
+    def _fill(self, now: float) -> None:
+        while self.empty and self.spares:
+            group, number, since = self.empty.popleft()
+            self.at[self.spares.popleft()] = (group, number)
+            role = Role.PREFILL if number < SPLIT[0] else Role.DECODE
+            self.losses.setdefault(group, []).append(Loss(since, role, now - since))
+
+
+def machines_of_a_week(per_week_and_400: float, seed: int) -> Machines:
+    rng = random.Random(seed)
+    machines, repairs = Machines.whole(), list[tuple[float, int]]()
+    mean_s = WEEK_S / (per_week_and_400 * NUM_DEVICES / 400)
+    now = rng.expovariate(1 / mean_s)
+    while now < WEEK_S:
+        while repairs and repairs[0][0] <= now:
+            at, machine = heapq.heappop(repairs)
+            machines.repair(machine, at)
+        machine = rng.randrange(NUM_DEVICES) // DEVICES_PER_INSTANCE
+        if machines.fail(machine, now):
+            heapq.heappush(repairs, (now + REPAIR_S, machine))
+        now += rng.expovariate(1 / mean_s)
+    while machines.empty:
+        at, machine = heapq.heappop(repairs)
+        machines.repair(machine, at)
+    return machines
+
+
+def num_weeks_without_a_spare(per_week_and_400: float, num_weeks: int) -> int:
+    """Of so many weeks: those in which a group once had to wait for a repair."""
+    weeks = (machines_of_a_week(per_week_and_400, seed) for seed in range(num_weeks))
+    return sum(any(x.spare_after_s for own in w.losses.values() for x in own) for w in weeks)
+
+
+def episodes(machines: Machines) -> list[Episode]:
+    return [e for group, own in sorted(machines.losses.items()) for e in _episodes(group, own)]
+
+
+def _episodes(group: int, losses: Sequence[Loss]) -> Iterator[Episode]:
+    """Losses whose times overlap make one."""
+
+    def end_of(loss: Loss) -> float:
+        return loss.at_s + loss.spare_after_s + LOAD_S + _AFTER_S
+
+    together: list[Loss] = []
+
+    def made() -> Episode:
+        began = together[0].at_s - _BEFORE_S
+        own = tuple(Loss(x.at_s - began, x.role, x.spare_after_s) for x in together)
+        return Episode(group, began, max(map(end_of, together)) - began, own)
+
+    for loss in sorted(losses, key=lambda x: x.at_s):
+        if together and loss.at_s - _BEFORE_S > max(map(end_of, together)):
+            yield made()
+            together = []
+        together.append(loss)
+    yield made()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Requests of one group for a while: how many failed, came late or went on elsewhere. `per_week_and_400` 0: without a fault."""
+
+    per_week_and_400: float
+    length_s: float
+    num_faults: int
     num_requests: int
     num_failed: int
     num_late: int
-    stood_in_after_s: float | None
+    num_migrated: int
+    stood_in_after_s: tuple[float, ...] = ()
 
 
-def num_faults() -> int:
-    return round(FAULTS_PER_WEEK_AND_400 * NUM_DEVICES / 400)
-
-
-def play(seed: int, *, has_fault: bool) -> Fault:
-    """A group of 3:5 at 60 % of what it can, and one that dies in it; its role by chance, as the devices are spread."""
+def play(per_week_and_400: float, episode: Episode, seed: int) -> Outcome:
+    """A group of 3:5 at 60 % of what it can. Of a role that loses one it is the busiest, with all its requests (SIGKILL)."""
     rng = random.Random(seed)
-    role = rng.choices([Role.PREFILL, Role.DECODE], weights=SPLIT)[0]
-    mesh = LiveMesh(SHAPE, seed, load_s=LOAD_S, num_blank=1, e2e_slo_s={"chat": E2E_SLO_S})
+    mesh = LiveMesh(SHAPE, seed, load_s=LOAD_S, e2e_slo_s={"chat": E2E_SLO_S})
     mesh.set_up("chat-0", "chat", *SPLIT)
-    control = Control(mesh, 10.0, AROUND_S, has_ratio=False)
+    length_s = episode.length_s
+    control = Control(mesh, 10.0, length_s, has_ratio=False)
     control.start()
-    if has_fault:
-        at = _FAULT_AT_S + rng.uniform(0, 10)
-        mesh.clock.at(at, lambda: control.kill("chat-0", role, repaired_after_s=AROUND_S))
-    mesh.play(poisson(rng, AROUND_S, RATE_PER_S, lambda _: RATE_PER_S, lambda _: BALANCED, "chat"))
+    for loss in episode.losses:
+        mesh.clock.at(
+            loss.at_s,
+            lambda loss=loss: control.kill("chat-0", loss.role, loss.spare_after_s),  # type: ignore[misc]
+        )
+    mesh.play(poisson(rng, length_s, RATE_PER_S, lambda _: RATE_PER_S, lambda _: BALANCED, "chat"))
     mesh.clock.run()
     totals = mesh.totals
-    stood_in = [e.at_s for e in control.log if e.kind == "substituted"]
+    assert count(control.log, "fault") == len(episode.losses)
     died = [e.at_s for e in control.log if e.kind == "fault"]
-    assert count(control.log, "fault") == has_fault
-    return Fault(
-        seed,
-        role.value if has_fault else "",
+    stood_in = [e.at_s for e in control.log if e.kind == "substituted"]
+    return Outcome(
+        per_week_and_400,
+        length_s,
+        len(died),
         totals.num,
         totals.num_failed,
         totals.num_late,
-        stood_in[0] - died[0] if stood_in else None,
+        totals.num_migrated,
+        tuple(up - down for down, up in zip(died, stood_in, strict=True)),
     )
+
+
+def quiet(seed: int) -> Outcome:
+    """A group that lacks nothing."""
+    return play(0.0, Episode(0, 0.0, QUIET_S, ()), seed)
 
 
 @dataclass(frozen=True, slots=True)
 class Week:
-    """Shares of requests answered at all and in time, over the week; `in_fault_windows`: in the minutes around faults alone."""
+    """Shares of requests answered at all and in time, over the week; `in_time_around`: in the times around faults alone."""
 
-    num_instances: int
-    num_groups: int
+    per_week_and_400: float
     num_faults: int
+    time_around: float  # share of group-time that is near a fault
     answered: float
     in_time: float
-    in_time_in_fault_windows: float
-    in_time_without: float
-    num_simulated: int
+    in_time_around: float
 
 
-def week(faults: list[Fault], quiet: list[Fault]) -> Week:
-    num_instances = NUM_DEVICES // DEVICES_PER_INSTANCE
-    num_groups = num_instances // sum(SPLIT)
-    share = len(faults) * AROUND_S / (num_groups * WEEK_S)  # of group-time that is near a fault
+def week(per_week_and_400: float, around: Sequence[Outcome], without: Sequence[Outcome]) -> Week:
+    share = sum(o.length_s for o in around) / (NUM_GROUPS * WEEK_S)
 
-    def mean(of: list[Fault], failed_only: bool) -> float:
-        bad = sum(f.num_failed + (0 if failed_only else f.num_late) for f in of)
-        return 1 - bad / sum(f.num_requests for f in of)
+    def good(of: Sequence[Outcome], *, is_late_bad: bool) -> float:
+        bad = sum(o.num_failed + is_late_bad * o.num_late for o in of)
+        return 1 - bad / sum(o.num_requests for o in of)
+
+    def mixed(*, is_late_bad: bool) -> float:
+        near, far = good(around, is_late_bad=is_late_bad), good(without, is_late_bad=is_late_bad)
+        return share * near + (1 - share) * far
 
     return Week(
-        num_instances,
-        num_groups,
-        len(faults),
-        share * mean(faults, True) + (1 - share) * mean(quiet, True),
-        share * mean(faults, False) + (1 - share) * mean(quiet, False),
-        mean(faults, False),
-        mean(quiet, False),
-        sum(f.num_requests for f in (*faults, *quiet)),
+        per_week_and_400,
+        sum(o.num_faults for o in around),
+        share,
+        mixed(is_late_bad=False),
+        mixed(is_late_bad=True),
+        good(around, is_late_bad=True),
     )
