@@ -20,13 +20,14 @@ from typing import Final, Self
 
 from pdmesh.core.supervision import GiveUp, Phase, RestartPolicy, RestartScheduled
 from pdmesh.embedded.binaries import ServerNotFound
-from pdmesh.embedded.ports import PortReservation, PortTaken
 from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer
 from pdmesh.engine.sim_tokenizer import write_sim_model
 from pdmesh.errors import MeshError
-from pdmesh.launcher import log_files, probe, state
+from pdmesh.launcher import log_files, state
 from pdmesh.launcher.external import nats_problem, redis_problem
-from pdmesh.launcher.spec import MeshSpec, Ports, ProcessSpec, Tier, Wiring, services
+from pdmesh.launcher.gateway_ports import reserve_ports
+from pdmesh.launcher.process_health import ProcessHealth
+from pdmesh.launcher.spec import MeshSpec, ProcessSpec, Tier, Wiring, services
 from pdmesh.launcher.supervisor import Notice, Supervisor
 from pdmesh.net.admin_client import call_leader
 from pdmesh.net.nats_bus import NatsBus
@@ -37,8 +38,6 @@ _PROBE_EVERY_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 1.0
 _DEATHS_WHILE_STARTING: Final = 3
 _LEADER_S: Final = 20.0
-_PORTS_APART: Final = 10
-_MAX_PORT: Final = 65_535
 
 
 class MeshFailed(Exception):
@@ -63,9 +62,9 @@ class Mesh:
         self._liveness_timeout_s = liveness_timeout_s
         self._cleanup = contextlib.AsyncExitStack()
         self._servers: dict[str, Server] = {}
-        self._reserved: set[int] = set()
         self._wiring: Wiring | None = None
         self._supervisor: Supervisor | None = None
+        self._health: ProcessHealth | None = None
         self._phase, self._message = "starting", ""
         self._ready: set[str] = set()
         self._last_state: state.MeshState | None = None
@@ -121,6 +120,11 @@ class Mesh:
         return self._supervisor
 
     @property
+    def health(self) -> ProcessHealth:
+        assert self._health is not None, "the mesh has not started"
+        return self._health
+
+    @property
     def names(self) -> list[str]:
         """Of all processes, in the order of starting."""
         return list(self.supervisor.specs)
@@ -133,12 +137,8 @@ class Mesh:
         return pid
 
     def ops_address(self, name: str) -> str:
-        """host:port of /metrics and /health; empty for a server, or until the service has written it."""
-        ops_file = self.supervisor.specs[name].ops_file
-        try:
-            return ops_file.read_text() if ops_file else ""
-        except FileNotFoundError:
-            return ""
+        """See `ProcessHealth.ops_address`."""
+        return self.health.ops_address(name)
 
     def log_file(self, name: str) -> Path:
         return self.supervisor.log_file(name)
@@ -177,7 +177,7 @@ class Mesh:
         while waiting:
             self._raise_if_hopeless(waiting)
             for name in list(waiting):
-                missing[name] = await self._missing(name)
+                missing[name] = await self.health.missing(name)
                 if not missing[name]:
                     waiting.remove(name)
                     self._on_ready(name)
@@ -203,6 +203,9 @@ class Mesh:
         self._cleanup.enter_context(state.lock(self.state_dir))
         self._wiring = self._wire()
         self._supervisor = Supervisor(self.state_dir / "logs", self._on_notice, self._policy)
+        self._health = ProcessHealth(
+            self._supervisor, self._servers, self._liveness_timeout_s, self._report
+        )
         self._cleanup.push_async_callback(self._stop_processes)
         self._write_state()
         await self._check_external()
@@ -252,7 +255,7 @@ class Mesh:
 
     def _wire(self) -> Wiring:
         spec = self.spec
-        ports = {r: self._reserve(i) for i, r in enumerate(spec.regions or ("",))}
+        ports = reserve_ports(spec, self._cleanup)
         if spec.nats_url is None:
             self._add_server(NatsServer(self.state_dir / "nats"))
         if spec.redis_url is None:
@@ -265,26 +268,6 @@ class Mesh:
             state_dir=self.state_dir,
             model_dir=self._model_dir(),
         )
-
-    def _reserve(self, number: int) -> Ports:
-        """The gateways' of each further region lie _PORTS_APART higher."""
-        reserved: list[int] = []
-        for first, option in (
-            (self.spec.http_port, "--http-port"),
-            (self.spec.grpc_port, "--grpc-port"),
-        ):
-            port = first + number * _PORTS_APART if first else 0
-            if port > _MAX_PORT:
-                raise PortTaken(
-                    f"there is no port {port} for region {number + 1}; choose a lower {option}"
-                )
-            if port and port in self._reserved:  # both would listen, and each get half of the calls
-                raise PortTaken(f"port {port} is asked for twice; choose another with {option}")
-            self._reserved.add(port)
-            reservation = PortReservation(self.spec.host, port, option)
-            self._cleanup.callback(reservation.close)
-            reserved.append(reservation.port)
-        return Ports(*reserved)
 
     def _model_dir(self) -> Path:
         if self.spec.model_dir is not None:
@@ -323,18 +306,6 @@ class Mesh:
 
     # What goes on.
 
-    async def _missing(self, name: str) -> str:
-        """What the process still waits for; empty if it is ready."""
-        if self.supervisor.pid(name) is None:
-            return "not running"
-        if name in self._servers:
-            return "" if await self._servers[name].is_ready() else "starting"
-        address = self.ops_address(name)
-        if not address:
-            return "starting"
-        missing = await probe.not_ready(address)
-        return "no answer" if missing is None else ", ".join(missing)
-
     def _on_ready(self, name: str) -> None:
         if name not in self._ready and self._phase == "starting":
             self._report(f"{name} is ready ({time.monotonic() - self._started_at:.1f} s)")
@@ -370,31 +341,11 @@ class Mesh:
 
     async def _keep_house(self) -> None:
         """Bound the logs, and restart what runs but does not answer."""
-        silent_since: dict[str, float] = {}
         while True:
             log_files.bound(self.log_file(name) for name in self.names)
-            for name in self.names:
-                await self._check_liveness(name, silent_since)
+            await self.health.kill_silent()
             self._write_state()
             await asyncio.sleep(_HOUSEKEEPING_S)
-
-    async def _check_liveness(self, name: str, silent_since: dict[str, float]) -> None:
-        if self._liveness_timeout_s is None or self.supervisor.pid(name) is None:
-            return
-        if await self._is_live(name):
-            silent_since.pop(name, None)
-            return
-        since = silent_since.setdefault(name, time.monotonic())
-        if time.monotonic() - since > self._liveness_timeout_s:
-            silent_since.pop(name, None)
-            self._report(f"{name} has not answered for {self._liveness_timeout_s:g} s; killing it")
-            self.supervisor.kill(name)
-
-    async def _is_live(self, name: str) -> bool:
-        if name in self._servers:
-            return await self._servers[name].is_ready()
-        address = self.ops_address(name)
-        return not address or await probe.is_live(address)
 
     def _write_state(self) -> None:
         processes = {

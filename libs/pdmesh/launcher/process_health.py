@@ -1,0 +1,66 @@
+"""Whether the processes of a mesh are ready and alive, asked of themselves; what is silent for too long is killed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from pdmesh.embedded.servers import Server
+from pdmesh.launcher import probe
+from pdmesh.launcher.supervisor import Supervisor
+
+
+class ProcessHealth:
+    """`silence_s`: how long a process may not answer, None for ever. Its supervisor restarts what is killed (S74)."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        servers: Mapping[str, Server],
+        silence_s: float | None,
+        report: Callable[[str], None],
+    ) -> None:
+        self._supervisor, self._servers = supervisor, servers
+        self._silence_s, self._report = silence_s, report
+        self._silent_since: dict[str, float] = {}
+
+    def ops_address(self, name: str) -> str:
+        """host:port of /metrics and /health; empty for a server, or until the service has written it."""
+        ops_file = self._supervisor.specs[name].ops_file
+        try:
+            return ops_file.read_text() if ops_file else ""
+        except FileNotFoundError:
+            return ""
+
+    async def missing(self, name: str) -> str:
+        """What the process still waits for; empty if it is ready."""
+        if self._supervisor.pid(name) is None:
+            return "not running"
+        if name in self._servers:
+            return "" if await self._servers[name].is_ready() else "starting"
+        address = self.ops_address(name)
+        if not address:
+            return "starting"
+        missing = await probe.not_ready(address)
+        return "no answer" if missing is None else ", ".join(missing)
+
+    async def kill_silent(self) -> None:
+        if self._silence_s is None:
+            return
+        for name in list(self._supervisor.specs):
+            if self._supervisor.pid(name) is None:
+                continue
+            if await self._is_live(name):
+                self._silent_since.pop(name, None)
+                continue
+            since = self._silent_since.setdefault(name, time.monotonic())
+            if time.monotonic() - since > self._silence_s:
+                del self._silent_since[name]
+                self._report(f"{name} has not answered for {self._silence_s:g} s; killing it")
+                self._supervisor.kill(name)
+
+    async def _is_live(self, name: str) -> bool:
+        if name in self._servers:
+            return await self._servers[name].is_ready()
+        address = self.ops_address(name)
+        return not address or await probe.is_live(address)
