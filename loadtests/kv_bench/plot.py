@@ -78,11 +78,13 @@ def _split(axis: Any, figures: Figures, transport: str) -> None:
 
 def _ratios(axis: Any, figures: Figures, transport: str) -> None:
     mib = [n >> 20 for n in figures.sizes]
-    wire = [figures.perftest_rate(transport, n) for n in figures.sizes]
+    asleep = [figures.perftest_rate(transport, n, "sleep") for n in figures.sizes]
+    polling = [figures.perftest_rate(transport, n, "poll") for n in figures.sizes]
     modes = cases.LAYERS_COMPUTED, [cases.WHOLE_COMPUTED], "visible_ms"
     visible = [figures.ratio(transport, n, *modes) for n in figures.sizes]
     for spreads, label in (
-        (wire, "rate of the wire / ucx_perftest"),
+        (asleep, "rate of the wire / ucx_perftest, asleep as ours"),
+        (polling, "rate of the wire / ucx_perftest, polling"),
         (visible, "visible: layer by layer / whole model"),
     ):
         points = [(x, s) for x, s in zip(mib, spreads, strict=True) if s]
@@ -95,8 +97,8 @@ def _ratios(axis: Any, figures: Figures, transport: str) -> None:
             label=label,
         )
     axis.axhline(BAR_WIRE, color="C0", linestyle=":")
-    axis.axhline(BAR_VISIBLE, color="C1", linestyle=":")
-    axis.set(xscale="log", ylim=(0, 1.6), xlabel="MiB", title=f"{transport}: bars (dotted)")
+    axis.axhline(BAR_VISIBLE, color="C2", linestyle=":")
+    axis.set(xscale="log", ylim=(0, 2.4), xlabel="MiB", title=f"{transport}: bars (dotted)")
     axis.set_xticks(mib, [str(x) for x in mib])
     axis.grid(visible=True, alpha=0.25)
     axis.legend(fontsize=8)

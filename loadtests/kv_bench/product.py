@@ -1,4 +1,4 @@
-"""Block-free transfer as the product does it: agents on threads of their own, gather and scatter on the engine's.
+"""Block-free transfer as the product does it: agents on threads of their own, gather on the engine's, scatter on the agent's.
 
 `whole` is the paper's picture in slow motion: gather, one range on the wire, scatter, one after the other. `chunked` is
 what a whole-model hand-over does: the wire begins when all is staged, and scatter follows it chunk by chunk. With
@@ -7,7 +7,6 @@ what a whole-model hand-over does: the wire begins when all is staged, and scatt
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -214,21 +213,16 @@ class Receiver:
         return Times(ended=ended, scatter_s=ended - arrived)
 
     def _as_it_comes(self, ticket: Ticket, landing: ArenaRange, ids: BlockIds) -> Times:
-        parts: queue.SimpleQueue[tuple[int, ByteArray] | None] = queue.SimpleQueue()
-        pull = self.agent.pull(
-            ticket,
-            landing,
-            deadline_s=_DEADLINE_S,
-            on_range=lambda offset, data: parts.put((offset, data)),
-        )
-        pull.add_done_callback(lambda _: parts.put(None))  # the end, or a failure
+        """Scattered on the agent's thread as ranges are verified, as a decode does."""
         times = Times()
-        while (part := parts.get()) is not None:
+
+        def land(offset: int, data: ByteArray) -> None:
             began = time.monotonic()
-            self._blocks.scatter_part(part[1], part[0], ids)
-            times.scatter_s += time.monotonic() - began
-        pull.result()
-        times.ended = time.monotonic()
+            self._blocks.scatter_part(data, offset, ids)
+            times.ended = time.monotonic()
+            times.scatter_s += times.ended - began
+
+        self.agent.pull(ticket, landing, deadline_s=_DEADLINE_S, on_range=land).result()
         return times
 
 
