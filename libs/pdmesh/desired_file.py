@@ -27,6 +27,7 @@ from pdmesh.core.desired import (
 from pdmesh.core.fleet import Role
 from pdmesh.core.moves import OFF_POOL, TRAINING_POOL
 from pdmesh.core.schedule import MAX_ENTRIES, What
+from pdmesh.core.slo import ScenarioSlo
 from pdmesh.errors import InvalidRequest
 
 MAX_BYTES: Final = 1 << 20
@@ -34,6 +35,7 @@ MAX_COUNT: Final = 4096  # instances of a role in a group, and copies of a group
 MAX_GROUPS: Final = 4096
 _MAX_DEPTH: Final = 8
 _DAY_S: Final = 86_400.0
+_MAX_DEFAULT_TEXT: Final = 4096  # characters
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _OPTION: Final = re.compile(r"[a-z][a-z0-9_]*")
 _TRUE: Final = {"true": True, "false": False}
@@ -77,13 +79,29 @@ def _service(reader: _Reader) -> Service:
 
 
 def _scenario(reader: _Reader) -> Scenario:
-    parts = reader.parts("service", "allow_single", "ratio", "upgrade")
+    parts = reader.parts("service", "allow_single", "ratio", "upgrade", "slo")
     allow, ratio = parts.get("allow_single"), parts.get("ratio")
     if ratio is not None and ratio.text() not in ("fixed", "auto"):
         raise ratio.wrong("must be fixed or auto")
     is_auto = ratio is not None and ratio.text() == "auto"
     upgrade = _upgrade(parts["upgrade"]) if "upgrade" in parts else UpgradeLimits()
-    return Scenario(_name(parts, "service"), allow.flag() if allow else False, is_auto, upgrade)
+    slo = _slo(parts["slo"]) if "slo" in parts else None
+    return Scenario(
+        _name(parts, "service"), allow.flag() if allow else False, is_auto, upgrade, slo
+    )
+
+
+def _slo(reader: _Reader) -> ScenarioSlo:
+    parts = reader.parts("ttft_s", "ttft_s_per_1k_tokens", "default_text")
+    if "ttft_s" not in parts:
+        raise reader.wrong("needs ttft_s")
+    per_1k = parts.get("ttft_s_per_1k_tokens")
+    text = parts["default_text"].text() if "default_text" in parts else None
+    if text is not None and len(text) > _MAX_DEFAULT_TEXT:
+        raise parts["default_text"].wrong(f"has more than {_MAX_DEFAULT_TEXT} characters")
+    return ScenarioSlo(
+        parts["ttft_s"].amount(0.001, _DAY_S), per_1k.amount(0.0, _DAY_S) if per_1k else 0.0, text
+    )
 
 
 def _upgrade(reader: _Reader) -> UpgradeLimits:
@@ -110,6 +128,7 @@ def _groups(reader: _Reader | None) -> dict[str, Group]:
             "region",
             "failover",
             "spans_regions",
+            "racks",
         )
         group = Group(
             scenario=_name(parts, "scenario"),
@@ -119,6 +138,7 @@ def _groups(reader: _Reader | None) -> dict[str, Group]:
             region=_name(parts, "region", ""),
             failover=tuple(name.name() for name in _items(parts.get("failover"))),
             spans_regions=parts["spans_regions"].flag() if "spans_regions" in parts else False,
+            racks=tuple(name.name() for name in _items(parts.get("racks"))),
         )
         count = parts["count"].number(MAX_COUNT) if "count" in parts else None
         group_ids = [name] if count is None else [f"{name}-{i}" for i in range(count)]

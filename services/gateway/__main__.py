@@ -18,6 +18,7 @@ from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.net.tasks import end
 from pdmesh.v1.common_pb2 import InstanceRecord
 from services.gateway.canary_shares import CanaryShares
+from services.gateway.desired_slos import DesiredSlos
 from services.gateway.door import open_door
 from services.gateway.gateway import Gateway
 from services.gateway.kept_out import KeptOut
@@ -44,6 +45,8 @@ async def serve(settings: Settings, app: App) -> None:
     canaries = CanaryShares()
     canaries.watch(desired_store(bus))
     gateway = Gateway(settings, view, tokenizer, publisher, app.not_ready, door, kept_out, canaries)
+    slos = DesiredSlos(gateway.slos)
+    slos.watch(desired_store(bus))
     presence = Presence(
         registry,
         publisher,
@@ -63,6 +66,7 @@ async def serve(settings: Settings, app: App) -> None:
         await gateway.stop()
         await kept_out.close()
         await canaries.close()
+        await slos.close()
         await view.close()
         await bus.close()
 

@@ -62,6 +62,7 @@ class Gateway:
             gateway_id,
             canaries,
         )
+        self.slos = settings.slos
         self._room = Waiting(settings.max_waiting, settings.prefill_batch)
         self._poison = PoisonBook()
         self.sessions = SessionPool(gateway_id, self._on_slots_freed)
@@ -83,7 +84,7 @@ class Gateway:
             tokenizer=tokenizer,
             budget=RetryBudget(settings.retry_ratio, settings.retry_reserve),
             limits=settings.limits,
-            slos=settings.slos,
+            slos=self.slos,
             poison=self._poison,
             hash_secret=settings.hash_secret.get_secret_value().encode(),
             next_key=lambda: next(keys),

@@ -155,10 +155,11 @@ class AdminServicer:
         if observed is not None and observed.epoch == epoch:
             reports = self._loop.controller.reports
             response.groups.extend(group_state(observed, report) for report in reports.values())
+        held = {hold.instance_id for hold in self._holds.known}
         response.blank_instance_ids.extend(
             instance_id
             for instance_id, record in sorted(self._view.records.items())
-            if record.phase == INSTANCE_PHASE_BLANK
+            if record.phase == INSTANCE_PHASE_BLANK and instance_id not in held
         )
         return response
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -144,10 +144,9 @@ class GroupLoop:
         """For which time each schedule fired last, as the registry knows it."""
         return dict(self.adjustments.fired)
 
-    @property
-    def blanks(self) -> Counter[str]:
-        """Instances that may be given a role, by region."""
-        found = Round(self.observed).blanks() if self.observed is not None else []
+    def blanks(self, racks: Collection[str] = ()) -> Counter[str]:
+        """Instances that may be given a role, by region; of these racks if any are named."""
+        found = Round(self.observed).blanks(racks) if self.observed is not None else []
         return Counter(seen.region for seen in found)
 
     def revision_of(self, key: str) -> int:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -125,9 +125,11 @@ class PlanLoop:
             self.decisions.clear()
         self._loads.sample(list(self._fleet.instances.values()), self._clock())
         loads = self._loads
-        blanks = self._groups.blanks
+        blanks = self._groups.blanks()
         shapes = adjustments.group_shapes(desired, known, lambda g, role: loads.busy([g], role))
-        states = {i: self._in_its_region(shape, blanks) for i, shape in shapes.items()}
+        states = {
+            i: self._in_its_place(shape, desired.groups[i].racks) for i, shape in shapes.items()
+        }
         self._states = states
         if is_new:
             self._resume(states)
@@ -141,7 +143,7 @@ class PlanLoop:
         """An operator's moves; raises CannotMove with why the first that may not be made must not be, before any is begun."""
         groups = self._own(plan.scenario, epoch)
         for move in plan.moves:
-            num_blank = self._groups.blanks.total()
+            num_blank = self._groups.blanks().total()
             why = refusal(
                 move, groups, self._runner.max_busy, is_forced=plan.is_forced, num_blank=num_blank
             )
@@ -191,9 +193,12 @@ class PlanLoop:
             )
         )
 
-    def _in_its_region(self, group: GroupShape, blanks: Counter[str]) -> GroupShape:
-        """With where it is, and how many could join it there."""
-        region = self._groups.controller.regions.get(group.group_id)
+    def _in_its_place(self, group: GroupShape, racks: Collection[str]) -> GroupShape:
+        """With the region that it is in, and how many could join it there."""
+        region, blanks = (
+            self._groups.controller.regions.get(group.group_id),
+            self._groups.blanks(racks),
+        )
         num_blank = blanks.total() if region is None else blanks[region]
         return replace(group, region=region, num_blank=num_blank)
 

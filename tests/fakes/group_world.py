@@ -40,6 +40,7 @@ class Process:
     life: InstanceLife
     todo: list[events.Effect] = field(default_factory=list)
     region: str = ""
+    rack: str = ""
     is_stopping: bool = False
 
     def record(self) -> Seen:
@@ -54,6 +55,7 @@ class Process:
             duty.revision if duty else "",
             self.life.assignment.assignment_id if self.life.assignment else 0,
             self.region,
+            self.rack,
             kv_addresses=(f"{self.instance_id}:1",),
             kv_region="" if duty is not None and duty.spans_regions else self.region,
             verified=frozenset(self.life.verified_peers),
@@ -96,7 +98,9 @@ class World:
     def start(self, instance_id: str, own: events.Duty | None = None) -> None:
         self.incarnations += 1
         life, before = InstanceLife(self.incarnations, own), self.processes.get(instance_id)
-        process = Process(instance_id, life, region=before.region if before else "")
+        process = Process(instance_id, life)
+        if before is not None:
+            process.region, process.rack = before.region, before.rack
         self.processes[instance_id] = process
         self.records[instance_id] = process.record()
 

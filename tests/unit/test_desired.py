@@ -19,6 +19,7 @@ from pdmesh.core.desired import (
     revision_of,
 )
 from pdmesh.core.fleet import Role
+from pdmesh.core.slo import ScenarioSlo
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest
 
@@ -39,7 +40,7 @@ services:
       decode: {num_slots: 64}
     release: "2026-11"
 scenarios:
-  chat: {service: assistant, ratio: auto}
+  chat: {service: assistant, ratio: auto, slo: {ttft_s: 4, ttft_s_per_1k_tokens: 0.5, default_text: later}}
   summaries:
     service: assistant
     allow_single: true
@@ -50,6 +51,7 @@ groups:
     prefill: 2
     decode: 1
     region: eu
+    racks: [r1, r2]
   summaries: {scenario: summaries, fusion: 1}
 schedules:
   - {at: "0 22 * * *", scenario: chat, lend: 1}
@@ -74,7 +76,8 @@ def test_everything_a_file_can_say() -> None:
     assert desired.scenarios["chat"].has_auto_ratio
     assert desired.scenarios["summaries"] == Scenario("assistant", allow_single=True)
     assert sorted(desired.groups) == ["chat-0", "chat-1", "summaries"]
-    assert desired.groups["chat-1"] == Group("chat", 2, 1, region="eu")
+    assert desired.groups["chat-1"] == Group("chat", 2, 1, region="eu", racks=("r1", "r2"))
+    assert desired.scenarios["chat"].slo == ScenarioSlo(4.0, 0.5, "later")
     assert desired.schedules[0] == ScheduleLine("0 22 * * *", "chat", "lend", 1, "training")
     assert desired.regions == ("eu",)
     assert service.options_for(Role.DECODE) == {"num_slots": "64"}
@@ -100,6 +103,9 @@ def test_everything_a_file_can_say() -> None:
         ("scenarios:\n  a: {service: b}", "scenarios.a.service", "line 2"),
         ("scenarios:\n  a: {allow_single: maybe}", "scenarios.a.allow_single", "line 2"),
         ("scenarios:\n  a: {ratio: 3}", "scenarios.a.ratio", "line 2: scenarios.a.ratio: must be fixed or auto"),
+        ("scenarios:\n  a: {slo: {}}", "scenarios.a.slo", "line 2: scenarios.a.slo: needs ttft_s"),
+        ("scenarios:\n  a:\n    slo:\n      ttft_s: fast", "scenarios.a.slo.ttft_s", "line 4: scenarios.a.slo.ttft_s: must be a number"),
+        ("groups:\n  a: {fusion: 2, racks: r1}", "groups.a.racks", "line 2: groups.a.racks: must be a list"),
         ("schedules:\n- {at: noon, lend: 1}", "schedules[0].at", "line 2: schedules[0].at: is not a cron"),
         ("schedules:\n- {at: 0 8 * * *}", "schedules[0]", "line 2: schedules[0]: needs at, and one of"),
         ("schedules:\n- {at: 0 8 * * *, lend: 1}", "schedules[0].scenario", "line 2"),

@@ -393,3 +393,23 @@ regions: [eu, us]
     world.settle()
     assert world.counts() == {"a": (0, 0, 2), "b": (2, 2, 0)}
     assert world.ready("a", Role.FUSION) == ["i-1", "i-3"]
+
+
+@pytest.mark.req("S54")
+def test_a_group_takes_instances_of_its_racks_alone_and_moves_when_they_change() -> None:
+    world = World(Desired(groups={"chat": Group("chat", 2, 2, racks=("r1",))}), num=8)
+    for number in range(8):
+        world.processes[f"i-{number}"].rack = "r1" if number < 3 else "r2"
+        world.tell(f"i-{number}")
+    for _ in range(5):
+        world.work_round()
+    assert world.counts() == {}
+    assert world.controller.reports["chat"].detail == "1 more blank instance needed in rack r1"
+    world.apply(Desired(groups={"chat": Group("chat", 2, 2, racks=("r1", "r2"))}))
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    world.apply(Desired(groups={"chat": Group("chat", 2, 2, racks=("r2",))}))
+    world.settle()
+    serving = [i for role in (Role.PREFILL, Role.DECODE) for i in world.ready("chat", role)]
+    assert {world.processes[i].rack for i in serving} == {"r2"}
+    assert len(serving) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -100,10 +101,9 @@ class Site:
     def controller(self) -> GroupController:
         return self.world.controller
 
-    @property
-    def blanks(self) -> Counter[str]:
+    def blanks(self, racks: Collection[str] = ()) -> Counter[str]:
         """As the group loop counts them."""
-        return Counter(seen.region for seen in Round(self.world.observe()).blanks())
+        return Counter(seen.region for seen in Round(self.world.observe()).blanks(racks))
 
     def settle(self) -> None:
         """The groups' controller does what shall be; loads are heard."""

@@ -164,7 +164,7 @@ def _add_admin(
 def _add_ratio(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(module="ratio")
     parser.add_argument(
-        "scenario", nargs="?", default="", help="default: all; to change: `default`"
+        "scenario", nargs="?", default="", help="default: show all, or change `default`"
     )
     asked = parser.add_mutually_exclusive_group()
     roles = ("prefill", "decode")

@@ -14,6 +14,7 @@ from typing import Final
 
 from pdmesh.core.fleet import Role
 from pdmesh.core.moves import MIN_PER_SCENARIO, OFF_POOL, TRAINING_POOL
+from pdmesh.core.slo import ScenarioSlo
 
 DEFAULT_NAME: Final = "default"
 SERVING_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.FUSION)
@@ -56,13 +57,14 @@ class UpgradeLimits:
 class Scenario:
     """Requests of one kind. `allow_single`: one prefill, one decode or one region is enough, its loss an outage (S31, S58).
 
-    `has_auto_ratio`: its P:D ratio follows what its requests take (S29).
+    `has_auto_ratio`: its P:D ratio follows what its requests take (S29). `slo` None: as the gateways' own settings say.
     """
 
     service: str = DEFAULT_NAME
     allow_single: bool = False
     has_auto_ratio: bool = False
     upgrade: UpgradeLimits = field(default_factory=UpgradeLimits)
+    slo: ScenarioSlo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class Group:
     region: str = ""  # empty: any one that has room
     failover: tuple[str, ...] = ()  # where it is set up while its own region has no room for it
     spans_regions: bool = False  # its KV may go from one region to another
+    racks: tuple[str, ...] = ()  # that its instances are of; empty: of any
 
     @property
     def regions(self) -> tuple[str, ...]:

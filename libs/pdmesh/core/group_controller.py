@@ -257,7 +257,7 @@ class GroupController:
         self, turn: Round, group: WantedGroup, missing: dict[Role, int], *, has_served: bool
     ) -> int:
         """Give blank instances a role; how many are still missing. A new group takes all it needs, or none."""
-        candidates = [s for s in turn.blanks() if group.region in (None, s.region)]
+        candidates = [s for s in turn.blanks(group.racks) if group.region in (None, s.region)]
         short = max(0, sum(missing.values()) - len(candidates))
         if short and not has_served:
             return short
@@ -346,4 +346,5 @@ class GroupController:
 
 def _short_line(short: int, group: WantedGroup) -> str:
     where = f" in region {group.region}" if group.region else ""
+    where += f" in rack {' or '.join(group.racks)}" if group.racks else ""
     return f"{short} more blank instance{'s' if short > 1 else ''} needed{where}"

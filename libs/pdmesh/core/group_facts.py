@@ -25,6 +25,7 @@ class WantedGroup:
     regions: tuple[str, ...] = ()  # that it may be in, the preferred one first; empty: in any one
     spans_regions: bool = False  # its instances may be of several at once
     region: str | None = None  # that it is to be in now (`group_place`); None: in any
+    racks: tuple[str, ...] = ()  # that its instances are of; empty: of any
 
     @property
     def revision(self) -> str:
@@ -79,7 +80,13 @@ def wanted_of(
         }
         counts = {role: group.num(role) for role in SERVING_ROLES}
         groups[group_id] = WantedGroup(
-            group_id, group.scenario, counts, duties, group.regions, group.spans_regions
+            group_id,
+            group.scenario,
+            counts,
+            duties,
+            group.regions,
+            group.spans_regions,
+            racks=group.racks,
         )
     floors: dict[tuple[str, Role], int] = {}
     for scenario in {group.scenario for group in desired.groups.values()}:

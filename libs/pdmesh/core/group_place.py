@@ -27,9 +27,10 @@ def placed(turn: Round, group: WantedGroup) -> WantedGroup:
 
 
 def is_misplaced(member: Member, group: WantedGroup) -> bool:
-    """Of another region than its group is to be in, or with KV that goes elsewhere than its group's may."""
+    """Of another region or rack than its group is to be in, or with KV that goes elsewhere than its group's may."""
     seen, spans = member.seen, member.assignment.duty.spans_regions
     is_elsewhere = group.region is not None and seen.region != group.region
+    is_elsewhere = is_elsewhere or bool(group.racks and seen.rack not in group.racks)
     kept_in = seen.kv_region if seen.phase is not Phase.BLANK else _kept_in(seen, spans)
     return is_elsewhere or kept_in != _kept_in(seen, group.spans_regions)
 
@@ -46,7 +47,7 @@ def _region_of(turn: Round, group: WantedGroup) -> str:
     serving = {r for r in own if _serves(m for m in members if m.seen.region == r)}
     if serving and not serving.isdisjoint(group.regions[:1] or serving):
         return group.regions[0] if group.regions else max(sorted(serving), key=own.__getitem__)
-    room = own + Counter(seen.region for seen in turn.blanks())
+    room = own + Counter(seen.region for seen in turn.blanks(group.racks))
     order = group.regions or sorted(room, key=lambda r: (-own[r], -room[r], r)) or [""]
     with_room = (r for r in order if r in serving or room[r] >= group.size)
     return next(with_room, next((r for r in order if own[r]), order[0]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from pdmesh.core.fleet import Role
@@ -92,8 +92,8 @@ class Round:
             self.plan[member.instance_id], stage=stage, peers=peers
         )
 
-    def blanks(self) -> list[Seen]:
-        """Instances that may be given a role: those that are lent may not."""
+    def blanks(self, racks: Collection[str] = ()) -> list[Seen]:
+        """Instances that may be given a role, of these racks if any are named: those that are lent may not."""
         held = self.observed.drained | self.observed.isolated
         found = [
             seen
@@ -106,7 +106,8 @@ class Round:
         for region, num in sorted(self.observed.wanted.num_lent.items(), reverse=True):
             able = [s.instance_id for s in found if region in ("", s.region)]
             kept.update([i for i in able if i not in kept][-num:])
-        return [seen for seen in found if seen.instance_id not in kept]
+        free = [seen for seen in found if seen.instance_id not in kept]
+        return [seen for seen in free if not racks or seen.rack in racks]
 
     # --- who knows whom --------------------------------------------------------------------------
 

@@ -65,7 +65,8 @@ def _seen(
     turn: Round, group_id: str, group: Group, report: GroupReport, around: Surroundings
 ) -> GroupSeen:
     wanted = turn.observed.wanted.groups[group_id]
-    blanks = [b for b in turn.blanks() if not group.regions or b.region in group.regions]
+    near = turn.blanks(group.racks)
+    blanks = [b for b in near if not group.regions or b.region in group.regions]
     has_failed = report.state is GroupState.FAILED
     return GroupSeen(
         group_id,

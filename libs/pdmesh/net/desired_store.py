@@ -138,6 +138,15 @@ class DesiredStore:
     def watch(self, on_change: Callable[[], None]) -> DesiredView:
         return DesiredView(self._bucket, on_change)
 
+    def watch_current(self, on_version: Callable[[DesiredVersion], None]) -> KvWatch:
+        """Hand out the current version, whenever it changes, and again after an outage."""
+
+        def on_entry(entry: KvEntry) -> None:
+            if (version := _parse(entry)) is not None:
+                on_version(version)
+
+        return self._bucket.watch(on_entry, lambda: None, lambda: None, key=_CURRENT)
+
     def watch_upgrades(self, on_upgrades: Callable[[Upgrades], None]) -> KvWatch:
         """Hand out what is known of upgrades, whenever it changes, and again after an outage."""
 

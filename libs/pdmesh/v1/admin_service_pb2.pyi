@@ -1077,7 +1077,7 @@ class ListGroupStatesResponse(_message.Message):
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupState]: ...
     @_builtins.property
     def blank_instance_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """without a role"""
+        """without a role, and free to get one"""
 
     @_builtins.property
     def holds(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hold]: ...
