@@ -92,7 +92,7 @@ class Settings(ServiceSettings):
     )
     scenarios: dict[str, ScenarioSettings] = Field(
         {},
-        description="By scenario, as JSON: ttft_s, ttft_s_per_1k_tokens, default_text (instead of a 429 or 503)",
+        description="By scenario, as JSON: ttft_s, ttft_s_per_1k_tokens, default_text (instead of a 429 or 503); a scenario's slo in the desired state goes before",
     )
     scenario_rules: list[ScenarioRuleSettings] = Field(
         [],

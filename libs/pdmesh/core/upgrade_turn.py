@@ -286,16 +286,17 @@ class Turn:
         if not short:
             return ""
         others = [g for g in self._groups() if g.serves]
-        needed, num_leaving = f"{short} more blank instances are needed", 0
+        num_leaving = 0
         for role in (r for r, count in group.counts.items() if count):
             total, own = sum(g.counts[role] for g in others), group.counts[role]
             of_floor = Role.PREFILL if role is Role.FUSION else role
             floor = max(1, self.look.floors.get((self.scenario, of_floor), 0))
             num_leaving += max(0, min(own, total - floor))
             if why := _why_too_busy(others, role, max(floor, total - min(short, own))):
-                return f"{why}; {needed}"
+                return f"{why}; {_more_needed(short)}"
         if num_leaving < short:
-            return f"only {num_leaving} instances may leave; {needed}"
+            few = f"only {num_leaving} instance{'' if num_leaving == 1 else 's'} may leave"
+            return f"{few}; {_more_needed(short - num_leaving)}"
         return ""
 
     def _groups(self) -> list[GroupSeen]:
@@ -316,6 +317,10 @@ class Turn:
         self.report = UpgradeReport(
             self.scenario, upgrade.version, state, detail, sum(is_changed), len(groups)
         )
+
+
+def _more_needed(num: int) -> str:
+    return f"{num} more blank instance{' is' if num == 1 else 's are'} needed"
 
 
 def _why_too_busy(groups: Iterable[GroupSeen], role: Role, num_left: int) -> str:
