@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from pdmesh.errors import KvTransferFailed
+from pdmesh.kv import ucx
 from pdmesh.kv.transport import KvConnection
 from pdmesh.kv.ucx import UcxTransport
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 NUM_LIVES, NUM_PEERS = 60, 8
@@ -109,3 +111,19 @@ async def test_a_number_of_an_earlier_lifes_connection_is_never_used_again() -> 
             async with life() as (peer, _):
                 keys.append((await peer.connect(address, CONNECT_S)).key)
     assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.fault("F4")
+async def test_a_worker_that_may_still_touch_memory_is_never_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if a peer held on to what was posted for longer than a close may take."""
+    async with life() as (peer, _):
+        async with life() as (transport, first):
+            await peer.connect(first, CONNECT_S)
+            await until(lambda: transport.num_connections == 1)
+            monkeypatch.setattr(ucx, "_DRAIN_S", 0.0)
+        monkeypatch.undo()
+        async with life() as (_, second):
+            assert first.partition("/")[0] != second.partition("/")[0]
+            (await peer.connect(second, CONNECT_S)).abort("done")
