@@ -56,12 +56,6 @@ class Case:
 # CPU. Its answers have 2 to 20 tokens, so their time per token is mostly the hand-over and a step of 40 ms: its bound is there to
 # notice what hangs. The other two are RTP-LLM's workloads (S131), beside what they are with its scheduling off.
 CASES: Final = {
-    "Mooncake, jittered": Case(
-        f"--workload mooncake --jitter --first 1000 --time 0.05 --lengths 0.02 --prefill-blocks 256 {_MESH}"
-    ),
-    "Mooncake, bursts": Case(
-        f"--workload mooncake --first 1000 --time 0.06 --lengths 0.02 --prefill-blocks 256 {_MESH}"
-    ),
     "short chats": Case(
         f"--workload short-chats --first 720 --rate 40 --prefill-blocks 52 {_MESH}",
         (OURS, OFF, EVEN_OFF),
@@ -71,6 +65,12 @@ CASES: Final = {
         f"--workload long-prompts --first 300 --rate 16 --lengths 0.25 --prefill-blocks 64 {_MESH}",
         (OURS, OFF, EVEN_OFF),
         least_reuse=1.0,
+    ),
+    "Mooncake, jittered": Case(
+        f"--workload mooncake --jitter --first 800 --time 0.05 --lengths 0.02 --prefill-blocks 256 {_MESH}"
+    ),
+    "Mooncake, bursts": Case(
+        f"--workload mooncake --first 800 --time 0.06 --lengths 0.02 --prefill-blocks 256 {_MESH}"
     ),
 }
 

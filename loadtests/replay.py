@@ -240,7 +240,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ttft-slo-s", type=float, default=1.0)
     parser.add_argument("--tpot-slo-s", type=float, default=0.1)
-    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.png")
+    parser.add_argument("--out", type=Path, help="write OUT.json, OUT.md and OUT.png")
     parser.add_argument(
         "--ceiling", action="store_true", help="what the generator itself can carry"
     )

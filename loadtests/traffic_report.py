@@ -1,17 +1,13 @@
-"""What a run of real load gave: a table, a JSON file and one page of plots (S138)."""
+"""What a run of real load gave: a table, JSON and Markdown files and one page of plots (S138)."""
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from loadtests.results import describe_machine, describe_versions
+from loadtests import results
 from loadtests.traffic import Answer
 
 _QUANTILES = (0.5, 0.9, 0.95, 0.99)
@@ -98,30 +94,36 @@ def write(
     slo: Slo,
     out: Path | None,
 ) -> None:
-    """Prints the table; with `out`, OUT.json and OUT.png too. `admitted`: prompts or streams by instance;
+    """Prints the table; with `out`, OUT.json, OUT.md and OUT.png too. `admitted`: prompts or streams by instance;
     `prediction_errors`: of the master's prefill times, by kind of instance."""
     found = parts(answers, slo)
-    print(table(found))
     lag_ms = 1e3 * max((a.lag_s for a in answers), default=0.0)
-    print(
-        f"statuses {dict(Counter(a.status for a in answers))}; the generator was {lag_ms:.0f} ms late at most"
-    )
-    print(f"admitted by instance: {dict(admitted)}")
-    for kind, error in prediction_errors.items():
-        print(f"prefill times of {kind} were predicted within {error:.1%} on average")
+    lines = [
+        table(found),
+        "",
+        f"- statuses {dict(Counter(a.status for a in answers))}; the generator was {lag_ms:.0f} ms late at most",
+        f"- admitted by instance: {dict(admitted)}",
+        *(
+            f"- the master predicted prefill times of {kind} within {error:.1%} lately (MAPE)"
+            for kind, error in prediction_errors.items()
+        ),
+    ]
+    text = "\n".join(lines)
+    print(text)
     if out is None:
         return
-    data: dict[str, Any] = {  # Any: a JSON document
-        "command": shlex.join(["python", "-m", *sys.argv]),
-        "machine": describe_machine(),
-        "versions": describe_versions(),
-        "slo": asdict(slo),
-        "generator_late_ms_max": lag_ms,
-        "admitted_by_instance": dict(admitted),
-        "prediction_error_by_kind": dict(prediction_errors),
-        "parts": [asdict(p) for p in found],
-    }
-    out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    results.write(
+        out,
+        "loadtests.replay",
+        "Real load, open loop",
+        f"In the SLO: first token within {slo.ttft_s:g} s and {slo.tpot_s:g} s a token. Clients, mesh and servers share the cores.",
+        text,
+        slo=asdict(slo),
+        generator_late_ms_max=lag_ms,
+        admitted_by_instance=dict(admitted),
+        prediction_error_by_kind=dict(prediction_errors),
+        parts=[asdict(p) for p in found],
+    )
     _draw(answers, found, admitted, out.with_suffix(".png"))
 
 
