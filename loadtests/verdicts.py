@@ -54,6 +54,10 @@ def _verdict(
         return f"- {measure.name}: equal, {numbers}."
     if measure.is_better(ours.median, best.median):
         return f"- {measure.name}: ours is best, {numbers}."
-    apart = ours.low > best.high or best.low > ours.high
-    how = "beyond the spread of the seeds" if apart else "within the spread of the seeds"
+    if min(len(by_policy[OURS]), len(by_policy[rival])) < 2:
+        how = "with one seed"
+    elif ours.low > best.high or best.low > ours.high:
+        how = "beyond the spread of the seeds"
+    else:
+        how = "within the spread of the seeds"
     return f"- {measure.name}: **not best**, {numbers}, {how}.{remark(measure, rival)}"

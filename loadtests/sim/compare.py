@@ -10,17 +10,18 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from loadtests.progress import Progress
 from loadtests.results import Spread, write
 from loadtests.sim.mesh import MeshShape, VirtualMesh
-from loadtests.verdicts import Measure, verdicts
+from loadtests.verdicts import OURS, Measure, verdicts
 from loadtests.workloads import (
     Arrival,
     long_prompts,
@@ -201,9 +202,20 @@ def table(outcomes: Sequence[Outcome]) -> str:
                 Spread.of([getattr(o, field) for o in runs]).text(form) for field, form in _COLUMNS
             ]
             lines.append(f"| {policy} | {' | '.join(cells)} |")
-        if judged := verdicts(by_policy, _JUDGED):
+        if judged := verdicts(by_policy, _JUDGED, partial(_price, by_policy)):
             lines += ["", judged]
     return "\n".join(lines)
+
+
+def _price(
+    by_policy: Mapping[str, Sequence[Outcome]], measure: Measure[Outcome], rival: str
+) -> str:
+    """What a policy that is better in something pays for it, or has of it."""
+    reuse, mean, *_ = _JUDGED
+    other = mean if measure is reuse else reuse
+    ours, theirs = (other.of(by_policy[policy]).median for policy in (OURS, rival))
+    how = "pays with" if other.is_better(ours, theirs) else "has, too,"
+    return f" It {how} {other.name} {format(theirs, other.form)} where ours has {format(ours, other.form)}."
 
 
 _JUDGED: Final[tuple[Measure[Outcome], ...]] = (

@@ -55,6 +55,6 @@ def test_the_page_says_what_scheduling_is_worth_and_who_is_best() -> None:
     assert "TTFT p95 of ours over `mixed_pool`: 0.60" in text
     assert "bar 0.70: met" in text
     assert "3.0 (3.0..3.0) times; bar 2: met" in text
-    assert "goodput/s: **not best**, 9.00 against 9.50 of `mixed_pool`, beyond" in text
+    assert "goodput/s: **not best**, 9.00 against 9.50 of `mixed_pool`, with one seed" in text
     assert "On the virtual clock ours is better, 98.0 against 97.0" in text
     assert "TTFT p95, ms: ours is best, 180 against 225 of `round_robin`" in text

@@ -22,6 +22,10 @@ def test_what_is_not_best_says_whether_seeds_could_have_made_it_and_what_else_is
     assert "within the spread" in verdicts(close, [TTFT])
 
 
+def test_one_seed_has_no_spread() -> None:
+    assert "2 of `a`, with one seed." in verdicts({"default": [9.0], "a": [2.0]}, [TTFT])
+
+
 def test_what_looks_equal_is_equal() -> None:
     assert "equal" in verdicts({"default": [10.01], "a": [10.02]}, [HIT])
 
