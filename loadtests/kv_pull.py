@@ -51,7 +51,7 @@ async def sender() -> None:
     while line := (await lines.readline()).split():
         size, first, count = map(int, line)
         for i in range(first, first + count):
-            agent.stage(f"t{i}", "r", 1, ArenaRange(0, size), layout_of(size), 60.0)
+            agent.stage(f"t{i}", 1, ArenaRange(0, size), layout_of(size), 60.0)
         print(time.process_time(), flush=True)
     await agent.close()
 

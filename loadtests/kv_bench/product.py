@@ -121,7 +121,6 @@ class Sender:
         times.gather_s = time.monotonic() - times.computed
         self.agent.stage(
             f"t{command.serial}",
-            "r",
             1,
             staging,
             layout,
@@ -141,7 +140,7 @@ class Sender:
         views = np.split(self.agent.staging(staging), layout.num_layers)
         times = Times(started=time.monotonic())
         self.agent.open(
-            ticket_id, "r", 1, staging, layout, _LEASE_S, chunk_bytes=command.chunk_bytes or None
+            ticket_id, 1, staging, layout, _LEASE_S, chunk_bytes=command.chunk_bytes or None
         )
         self.tell()
         is_computed = command.mode == cases.LAYERS_COMPUTED

@@ -61,7 +61,7 @@ class Ranges:
 
 
 def open_ticket(pair: KvPair, layout: KvLayout, chunk_bytes: int) -> ByteArray:
-    pair.sender.open("t", "r", 1, whole(layout), layout, 5.0, chunk_bytes=chunk_bytes)
+    pair.sender.open("t", 1, whole(layout), layout, 5.0, chunk_bytes=chunk_bytes)
     return pattern(layout.total_bytes)
 
 

@@ -57,7 +57,7 @@ class KvPair:
         r = ArenaRange(offset, layout.total_bytes)
         data = pattern(layout.total_bytes)
         self.sender.staging(r)[:] = data
-        self.sender.stage(ticket_id, "r", 1, r, layout, lease_s)
+        self.sender.stage(ticket_id, 1, r, layout, lease_s)
         return data
 
     def landed(self, size: int, offset: int = 0) -> ByteArray:

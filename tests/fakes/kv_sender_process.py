@@ -57,7 +57,7 @@ async def main(
     num_staged = 0
     async for words in lines_of_stdin():
         for _ in range(int(words[1])):
-            agent.stage(f"t{num_staged}", "r", 1, r, layout, lease_s, chunk_bytes=chunk_bytes)
+            agent.stage(f"t{num_staged}", 1, r, layout, lease_s, chunk_bytes=chunk_bytes)
             num_staged += 1
         say("staged")
     await agent.close()

@@ -100,8 +100,8 @@ async def _feed(messages: list[bytes]) -> None:
         blocks=pool,
     )
     await agent.start()
-    agent.stage("t", "r", 1, ArenaRange(0, LAYOUT.total_bytes), LAYOUT, 10.0)
-    agent.open("u", "r", 1, ArenaRange(0, LAYOUT.total_bytes), LAYOUT, 10.0)
+    agent.stage("t", 1, ArenaRange(0, LAYOUT.total_bytes), LAYOUT, 10.0)
+    agent.open("u", 1, ArenaRange(0, LAYOUT.total_bytes), LAYOUT, 10.0)
     ticket = ticket_for("peer", LAYOUT, "x")
     pull = asyncio.create_task(agent.pull(ticket, ArenaRange(0, 4096), deadline_s=10))
     while not agent.num_pulls:

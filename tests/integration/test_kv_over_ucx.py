@@ -187,7 +187,7 @@ async def test_a_connection_that_ends_while_bytes_are_awaited_fails_its_pulls_at
         for attempt in range(10):  # most, not all, ended so
             failpoints.arm("prefill.sending=cut@3")
             name, r = f"t{attempt}", ArenaRange(0, size)
-            sender.stage(name, "r", 1, r, layout, 30.0, chunk_bytes=layout.layer_chunk_bytes)
+            sender.stage(name, 1, r, layout, 30.0, chunk_bytes=layout.layer_chunk_bytes)
             with pytest.raises(KvTransferFailed) as caught:
                 await receiver.pull(ticket_for(address, layout, name), r, deadline_s=60.0)
             assert caught.value.reason == "KV_PEER_LOST"
@@ -334,7 +334,7 @@ async def test_an_agent_on_its_own_thread_serves_a_busy_loop() -> None:
         decode.start()
         prefill.staging(landing(SMALL))[:] = pattern(SMALL.total_bytes)
         for i in range(50):
-            prefill.stage(f"t{i}", "r", 1, landing(SMALL), SMALL, 5.0)
+            prefill.stage(f"t{i}", 1, landing(SMALL), SMALL, 5.0)
             ticket = ticket_for(address, SMALL, f"t{i}")
             decode.pull(ticket, landing(SMALL), deadline_s=30).result(60)
         assert (decode.landing(landing(SMALL)) == pattern(SMALL.total_bytes)).all()

@@ -90,7 +90,7 @@ class Rank:
         layout = layout_of(self.caches, len(ids), "fp")
         place = ArenaRange(0, layout.total_bytes)
         self.caches.gather(ids, self.agent.staging(place))
-        self.agent.stage("t", "r", 0, place, layout, 20.0).result(5)
+        self.agent.stage("t", 0, place, layout, 20.0).result(5)
 
     def pull(self, ticket: Ticket, ids: list[int], first_block: int = 0) -> TogetherPull:
         layout = layout_of(self.caches, len(ids), "fp")

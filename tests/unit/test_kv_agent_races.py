@@ -236,7 +236,7 @@ async def test_checksums_that_cannot_be_made_fail_the_pull_at_once(
     async with kv_pair(MemoryTransport) as pair:
         monkeypatch.setattr(staged, "checksum", broken)
         whole = ArenaRange(0, layout.total_bytes)
-        pair.sender.open("t", "r", 1, whole, layout, 5.0)
+        pair.sender.open("t", 1, whole, layout, 5.0)
         ticket = ticket_for(pair.address, layout)
         pull = asyncio.create_task(pair.receiver.pull(ticket, whole, deadline_s=60))
         await until(lambda: pair.sender.stats().num_sends)
@@ -257,7 +257,7 @@ async def test_checksums_that_cannot_be_compared_fail_the_pull_at_once(
     async with kv_pair(MemoryTransport) as pair:
         monkeypatch.setattr(agent_receiver, "are_intact", broken)
         whole = ArenaRange(0, layout.total_bytes)
-        pair.sender.stage("t", "r", 1, whole, layout, 5.0, chunk_bytes=layout.total_bytes)
+        pair.sender.stage("t", 1, whole, layout, 5.0, chunk_bytes=layout.total_bytes)
         pull = pair.receiver.pull(ticket_for(pair.address, layout), whole, deadline_s=60)
         with pytest.raises(KvTransferFailed) as caught:
             await asyncio.wait_for(pull, 10)

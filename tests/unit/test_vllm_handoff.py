@@ -17,7 +17,7 @@ def planner(block_size: int = 4) -> HandoffPlanner:
 
 def storing() -> HandoffPlanner:
     core = planner()
-    core.add("a", store_params("t1", "r", 0, ArenaRange(64, 4096), 5.0), 9)
+    core.add("a", store_params("t1", 0, ArenaRange(64, 4096), 5.0), 9)
     return core
 
 

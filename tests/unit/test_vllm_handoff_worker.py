@@ -205,8 +205,8 @@ def test_an_early_load_given_up_while_it_waits_for_token_1_gives_its_blocks_back
     assert rank.incoming.take_results() == (set(), {"k2"})
 
 
-STORE = Store("t1", "r", 0, ArenaRange(64, 9 * WIDTH), 5.0, 9, is_per_layer=True)
-ORDER = Open("t1", "r", 0, 64, 9 * WIDTH, 9, 3, 5.0)
+STORE = Store("t1", 0, ArenaRange(64, 9 * WIDTH), 5.0, 9, is_per_layer=True)
+ORDER = Open("t1", 0, 64, 9 * WIDTH, 9, 3, 5.0)
 
 
 @pytest.mark.req("S48")
@@ -251,7 +251,7 @@ def test_nothing_is_written_for_a_ticket_that_was_closed() -> None:
 
 def test_a_ticket_released_before_its_prompt_is_staged_is_ended_in_its_step() -> None:
     rank = Rank()
-    store = Store("t1", "r", 0, ArenaRange(0, 9 * WIDTH), 5.0, 9, block_ids=(1, 2, 3))
+    store = Store("t1", 0, ArenaRange(0, 9 * WIDTH), 5.0, 9, block_ids=(1, 2, 3))
     rank.outgoing.release("t1")
     rank.outgoing.stage([store])
     assert rank.heard() == [TicketEnded(0, "t1", "released")]

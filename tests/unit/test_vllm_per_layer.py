@@ -142,7 +142,7 @@ BLOCKS = [10, 11, 12, 13]
 
 def storing(num_tokens: int = 9) -> HandoffPlanner:
     core = HandoffPlanner(4)
-    params = store_params("t1", "r", 0, ArenaRange(0, 4096), 5.0, is_per_layer=True)
+    params = store_params("t1", 0, ArenaRange(0, 4096), 5.0, is_per_layer=True)
     core.add("a", params, num_tokens)
     return core
 

@@ -122,7 +122,6 @@ class KvAgent:
     def open(
         self,
         ticket_id: str,
-        request_id: str,
         attempt: int,
         r: ArenaRange,
         layout: KvLayout,
@@ -146,7 +145,6 @@ class KvAgent:
     def stage(
         self,
         ticket_id: str,
-        request_id: str,
         attempt: int,
         r: ArenaRange,
         layout: KvLayout,
@@ -155,7 +153,7 @@ class KvAgent:
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         """`open` with all layers in place."""
-        self.open(ticket_id, request_id, attempt, r, layout, lease_s, chunk_bytes=chunk_bytes)
+        self.open(ticket_id, attempt, r, layout, lease_s, chunk_bytes=chunk_bytes)
         self.ready(ticket_id, layout.num_layers)
 
     def release(self, ticket_id: str) -> None:

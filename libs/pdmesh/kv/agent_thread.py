@@ -61,7 +61,6 @@ class AgentThread:
     def open(
         self,
         ticket_id: str,
-        request_id: str,
         attempt: int,
         r: ArenaRange,
         layout: KvLayout,
@@ -72,9 +71,7 @@ class AgentThread:
         """As `KvAgent.open`; the future has its ValueError. A pull that comes later finds the ticket."""
         agent = self._running()
         return self._post(
-            lambda: agent.open(
-                ticket_id, request_id, attempt, r, layout, lease_s, chunk_bytes=chunk_bytes
-            )
+            lambda: agent.open(ticket_id, attempt, r, layout, lease_s, chunk_bytes=chunk_bytes)
         )
 
     def ready(self, ticket_id: str, num_layers: int) -> None:
@@ -85,7 +82,6 @@ class AgentThread:
     def stage(
         self,
         ticket_id: str,
-        request_id: str,
         attempt: int,
         r: ArenaRange,
         layout: KvLayout,
@@ -96,9 +92,7 @@ class AgentThread:
         """As `KvAgent.stage`; the future has its ValueError. A pull that comes later finds the ticket."""
         agent = self._running()
         return self._post(
-            lambda: agent.stage(
-                ticket_id, request_id, attempt, r, layout, lease_s, chunk_bytes=chunk_bytes
-            )
+            lambda: agent.stage(ticket_id, attempt, r, layout, lease_s, chunk_bytes=chunk_bytes)
         )
 
     def release(self, ticket_id: str) -> None:

@@ -39,7 +39,6 @@ class Stager:
         self._writing.add(job.ticket_id)
         self._agent.open(
             job.ticket_id,
-            job.request_id,
             job.attempt,
             _staging(job),
             self._layout(job),
@@ -97,7 +96,6 @@ class Stager:
         self._legs[job.ticket_id] = job.leg
         self._agent.stage(
             job.ticket_id,
-            job.request_id,
             job.attempt,
             _staging(job),
             layout,

@@ -187,7 +187,6 @@ class VllmEngine:
             assert job.staging is not None
             params = store_params(
                 job.ticket_id,
-                job.request_id,
                 job.attempt,
                 job.staging,
                 self._config.lease_s,
@@ -236,7 +235,6 @@ class VllmEngine:
         assert self._control is not None
         order = Open(
             job.ticket_id,
-            job.request_id,
             job.attempt,
             staging.offset,
             staging.length,

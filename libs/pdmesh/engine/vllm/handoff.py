@@ -23,7 +23,6 @@ class Store:
     """Stage a computed prompt under a ticket."""
 
     ticket_id: str
-    request_id: str
     attempt: int
     staging: ArenaRange
     lease_s: float
@@ -90,7 +89,6 @@ class StepPlan:
 
 def store_params(
     ticket_id: str,
-    request_id: str,
     attempt: int,
     staging: ArenaRange,
     lease_s: float,
@@ -100,7 +98,6 @@ def store_params(
     return {
         "pdmesh": STORE,
         "ticket_id": ticket_id,
-        "request_id": request_id,
         "attempt": attempt,
         "staging": [staging.offset, staging.length],
         "lease_s": lease_s,
@@ -134,7 +131,6 @@ def _store(params: Mapping[str, Any], num_tokens: int) -> Store:
     offset, length = params["staging"]
     return Store(
         params["ticket_id"],
-        params["request_id"],
         params["attempt"],
         ArenaRange(offset, length),
         params["lease_s"],

@@ -162,7 +162,6 @@ class Open(Message):
     """Host: a per-layer prefill is about to run; its ticket is to be pulled from now on. Answered by Opened."""
 
     ticket_id: str
-    request_id: str
     attempt: int
     offset: int  # of the staging range
     length: int

@@ -51,7 +51,6 @@ class Outgoing:
     def open(self, order: Open) -> None:
         store = Store(
             order.ticket_id,
-            order.request_id,
             order.attempt,
             ArenaRange(order.offset, order.length),
             order.lease_s,
@@ -120,7 +119,6 @@ class Outgoing:
             self._held.add(store.ticket_id)
             opened = self._agent.open(
                 store.ticket_id,
-                store.request_id,
                 store.attempt,
                 store.staging,
                 layout_of(self._caches, num_blocks, self._fingerprint),
@@ -171,7 +169,6 @@ class Outgoing:
             self._held.add(store.ticket_id)
             staged = self._agent.stage(
                 store.ticket_id,
-                store.request_id,
                 store.attempt,
                 store.staging,
                 layout,
