@@ -19,7 +19,7 @@ DONE   := $(VENV)/.done
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit e2e chaos faults kill-matrix compose-test check format fuzz \
-        bench-tiers bench-overhead bench-retrieval bench-handover bench-plan bench-kv bench-index bench-ratio bench-recovery demo-day simulate-day leak-test compare \
+        load load-until-failure load-users load-chats bench-tiers bench-overhead bench-retrieval bench-handover bench-plan bench-kv bench-index bench-ratio bench-recovery demo-day simulate-day leak-test compare \
         compare-mesh proto proto-check docs docs-check lock clean
 
 help: ## list the targets
@@ -130,6 +130,18 @@ bench-handover: $(DONE)/vllm model ## what handing KV over costs a client on vLL
 
 bench-recovery: $(DONE)/dev ## how an instance is replaced, step by step: killed, frozen, device faults of each level; ARGS="--repeats 3 --out FILE"
 	@$(BIN)/python -m loadtests.recovery $(ARGS)
+
+load: $(DONE)/dev ## send a workload to a mesh and write a report page; ARGS="--workload scenarios --rate 20 --out FILE" (loadtests/README.md has more)
+	@$(BIN)/python -m loadtests.replay $(if $(TRACES),--traces $(TRACES)) $(ARGS)
+
+load-until-failure: $(DONE)/dev ## users in a closed loop, more and more until one answer misses its SLO: two services, six scenarios; ARGS="--out FILE"
+	@$(BIN)/python -m loadtests.until_failure $(ARGS)
+
+load-users: $(DONE)/dev ## users from A to 4A on eight prefills, on demand and with the queues of before; ARGS="--out FILE"
+	@$(BIN)/python -m loadtests.users $(ARGS)
+
+load-chats: $(DONE)/dev ## conversations, turn by turn, and what each turn reuses of those before; ARGS="--out FILE"
+	@$(BIN)/python -m loadtests.chats $(ARGS)
 
 bench-plan: $(DONE)/dev ## what one placement decision costs, by the number of workers
 	@$(BIN)/python -m loadtests.plan_bench $(ARGS)

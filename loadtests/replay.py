@@ -2,6 +2,7 @@
 
     python -m loadtests.replay --workload mooncake --traces FOLDER --lengths 0.02 --time 0.05 --first 600
     python -m loadtests.replay --workload scenarios --rate 10            # six scenarios that share prefixes
+    python -m loadtests.replay --workload services --rate 12             # two services, a group for each of their six scenarios
     python -m loadtests.replay --workload chats --url http://127.0.0.1:8000
 
 Without --url it starts a mesh of its own: --prefill and --decode instances of --engine, sim ones at --law. `azure` composes three scenarios
@@ -18,16 +19,17 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from loadtests import workloads
+from loadtests import services, workloads
 from loadtests.generator import canned_server
 from loadtests.processes import ProcessSet, cpu_between
+from loadtests.progress import Progress
 from loadtests.traffic import Answer, Target, closed_loop, open_loop
-from loadtests.traffic_report import Slo, write
+from loadtests.traffic_report import Run, Slo, write
 from loadtests.workloads import Arrival
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
@@ -36,6 +38,11 @@ DECODE_SLOTS: Final = 64
 TTFT_S: Final = 10.0  # a request that waits longer is refused: the gateway's own default
 _MOONCAKE: Final = "mooncake_conversation_trace.jsonl"
 _AZURE: Final = ("AzureLLMInferenceTrace_code.csv", "AzureLLMInferenceTrace_conv.csv")
+_STEPS: Final = 20  # of the progress bar
+_REJECTIONS: Final = re.compile(
+    r'^pdmesh_request_rejections(?:_ratio)?_bucket\{.*le="([0-9]+|\+Inf)(?:\.0)?".*\} ([0-9.e+]+)',
+    re.MULTILINE,
+)
 _COUNTED: Final = re.compile(
     r'^pdmesh_admissions_total\{.*outcome="accepted".*\} ([0-9.e+]+)', re.MULTILINE
 )
@@ -86,6 +93,10 @@ def _chats(options: argparse.Namespace) -> list[Arrival]:
     )
 
 
+def _services(options: argparse.Namespace) -> list[Arrival]:
+    return services.arrivals(random.Random(options.seed), options.first, options.rate)
+
+
 def _short_chats(options: argparse.Namespace) -> list[Arrival]:
     return _rtp(options, workloads.short_chats)
 
@@ -109,6 +120,7 @@ WORKLOADS: Final[dict[str, Callable[[argparse.Namespace], list[Arrival]]]] = {
     "mooncake": _mooncake,
     "azure": _azure,
     "scenarios": _scenarios,
+    "services": _services,
     "chats": _chats,
     "short-chats": _short_chats,
     "long-prompts": _long_prompts,
@@ -116,14 +128,10 @@ WORKLOADS: Final[dict[str, Callable[[argparse.Namespace], list[Arrival]]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """`admitted`: prompts or streams by instance; `cpu_s`: of all the mesh's processes while it was sent to;
-    `prediction_errors`: the master's mean relative error of prefill times, by kind of instance. Empty and 0 for a mesh that is not ours."""
+class Played(Run):
+    """`cpu_s`: of all the mesh's processes while it was sent to; 0 for a mesh that is not ours."""
 
-    answers: list[Answer]
-    admitted: dict[str, float] = field(default_factory=dict)
     cpu_s: float = 0.0
-    prediction_errors: dict[str, float] = field(default_factory=dict)
 
 
 def _spec(options: argparse.Namespace) -> MeshSpec:
@@ -151,34 +159,81 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
     )
 
 
-async def run(options: argparse.Namespace) -> Played:
+def _services_spec(options: argparse.Namespace) -> MeshSpec:
+    spec = services.mesh_spec(options.law, services.SCENARIOS)
+    policy = {"PDMESH_MASTER_SCHEDULER_POLICY": options.policy}
+    return replace(spec, service_env={**spec.service_env, "master-scheduler": policy})
+
+
+def _arrivals(options: argparse.Namespace) -> list[Arrival]:
     arrivals = WORKLOADS[options.workload](options)
+    if not arrivals:
+        raise SystemExit(f"--first {options.first} is too few requests for {options.workload}")
+    if options.poisson:
+        return workloads.poisson(arrivals, options.poisson, random.Random(options.seed))
+    return arrivals
+
+
+async def run(options: argparse.Namespace) -> Played:
+    arrivals = _arrivals(options)
+    names_scenario = options.workload == "services"
     if options.url:
-        return Played(await _send(options.url, arrivals))
+        return Played(await _send(_target(options.url, names_scenario), arrivals))
+    spec = _services_spec(options) if names_scenario else _spec(options)
     with tempfile.TemporaryDirectory(prefix="pdmesh-replay-") as directory:
-        async with Mesh(_spec(options), Path(directory), report=_say) as mesh:
+        async with Mesh(spec, Path(directory), report=_say) as mesh:
             processes = ProcessSet({name: mesh.pid(name) for name in mesh.names})
             before = processes.costs()
-            answers = await _send(mesh.http_url, arrivals)
-            cpu_s = sum(cpu_between(before, processes.costs()).values())
+            answers = await _send(_target(mesh.http_url, names_scenario), arrivals)
             names = [name for name in mesh.names if name.startswith(("prefill", "decode"))]
-            admitted = {name: _admitted(mesh.ops_address(name)) for name in names}
-            errors = _prediction_errors(mesh.ops_address("master-scheduler"))
-            return Played(answers, admitted, cpu_s, errors)
+            return Played(
+                answers,
+                {name: _admitted(mesh.ops_address(name)) for name in names},
+                _rejections(mesh.ops_address("gateway-0")),
+                _prediction_errors(mesh.ops_address("master-scheduler")),
+                cpu_s=sum(cpu_between(before, processes.costs()).values()),
+            )
 
 
-async def _send(url: str, arrivals: list[Arrival]) -> list[Answer]:
+def _target(url: str, names_scenario: bool) -> Target:
     parts = urlsplit(url)
-    assert parts.hostname is not None
-    done = 0
+    if not parts.hostname:
+        raise SystemExit(f"--url {url}: it must look like http://127.0.0.1:8000")
+    return Target(parts.hostname, parts.port or 80, names_scenario=names_scenario)
 
-    def count(_: Answer) -> None:
-        nonlocal done
+
+async def _send(target: Target, arrivals: list[Arrival]) -> list[Answer]:
+    num_steps, done, num_refused = min(_STEPS, len(arrivals)), 0, 0
+    progress = Progress(num_steps)
+
+    def count(answer: Answer) -> None:
+        nonlocal done, num_refused
+        num_refused += not answer.is_answered
+        if done * num_steps // len(arrivals) < (done + 1) * num_steps // len(arrivals):
+            progress.step(f"{done + 1} of {len(arrivals)} ended, {num_refused} without an answer")
         done += 1
-        if done % max(1, len(arrivals) // 20) == 0:
-            _say(f"{done}/{len(arrivals)} answered")
 
-    return await open_loop(Target(parts.hostname, parts.port or 80), arrivals, count)
+    answers = await open_loop(target, arrivals, count)
+    progress.close()
+    return answers
+
+
+def _rejections(ops_address: str) -> dict[str, float]:
+    return by_rejections(_metrics(ops_address))
+
+
+def by_rejections(page: str) -> dict[str, float]:
+    """Calls by how many prefills refused them, from the cumulated buckets of the gateway's histogram."""
+    found: dict[str, float] = {}
+    before, lowest = 0.0, 0
+    for bound, value in _REJECTIONS.findall(page):
+        if bound == "+Inf":
+            name = f"{lowest} or more"
+        else:
+            name = bound if int(bound) == lowest else f"{lowest}-{bound}"
+            lowest = int(bound) + 1
+        found[name], before = float(value) - before, float(value)
+    return found
 
 
 def _admitted(ops_address: str) -> float:
@@ -223,6 +278,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--lengths", type=float, default=1.0, help="factor on its lengths")
     parser.add_argument("--jitter", action="store_true", help="spread Mooncake's 3 s ticks")
     parser.add_argument("--rate", type=float, default=10.0, help="requests/s of generated load")
+    parser.add_argument(
+        "--poisson", type=float, help="so many requests/s at Poisson times, whatever the trace says"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--url", help="a mesh that runs already")
     parser.add_argument("--engine", choices=("sim", "vllm"), default="sim")
@@ -253,8 +311,11 @@ def main() -> None:
         print(f"the generator alone: {asyncio.run(ceiling()):.0f} requests/s")
         return
     played = asyncio.run(run(options))
-    slo = Slo(options.ttft_slo_s, options.tpot_slo_s)
-    write(played.answers, played.admitted, played.prediction_errors, slo, options.out)
+    if not any(a.status for a in played.answers):
+        raise SystemExit(f"no request got any answer: is there a mesh at {options.url}?")
+    if options.out:
+        played = replace(played, ceiling_per_s=asyncio.run(ceiling(duration_s=2.0)))
+    write(played, Slo(options.ttft_slo_s, options.tpot_slo_s), options.out)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from loadtests import results
@@ -87,26 +87,50 @@ def table(found: Sequence[Part]) -> str:
     return "\n".join(lines)
 
 
-def write(
-    answers: Sequence[Answer],
-    admitted: Mapping[str, float],
-    prediction_errors: Mapping[str, float],
-    slo: Slo,
-    out: Path | None,
-) -> None:
-    """Prints the table; with `out`, OUT.json, OUT.md and OUT.png too. `admitted`: prompts or streams by instance;
-    `prediction_errors`: of the master's prefill times, by kind of instance."""
-    found = parts(answers, slo)
-    lag_ms = 1e3 * max((a.lag_s for a in answers), default=0.0)
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`admitted`: prompts or streams by instance; `rejections`: calls by the most prefills that refused each, from the gateway's histogram;
+    `prediction_errors`: the master's mean relative error of prefill times, by kind of instance. Empty for a mesh that is not ours.
+
+    `ceiling_per_s`: what the generator alone can send; 0: not measured.
+    """
+
+    answers: Sequence[Answer]
+    admitted: Mapping[str, float] = field(default_factory=dict)
+    rejections: Mapping[str, float] = field(default_factory=dict)
+    prediction_errors: Mapping[str, float] = field(default_factory=dict)
+    ceiling_per_s: float = 0.0
+
+    @property
+    def late_ms(self) -> float:
+        """The most that a request was sent after its time."""
+        return 1e3 * max((a.lag_s for a in self.answers), default=0.0)
+
+    @property
+    def peak_per_s(self) -> int:
+        """Most requests sent in a second."""
+        return max(Counter(int(a.sent_at) for a in self.answers).values(), default=0)
+
+
+def write(run: Run, slo: Slo, out: Path | None) -> None:
+    """Prints the table; with `out`, OUT.json, OUT.md and OUT.png too."""
+    found = parts(run.answers, slo)
+    statuses = dict(sorted(Counter(a.status for a in run.answers).items()))
+    ceiling = f", alone it carries {run.ceiling_per_s:.0f}" if run.ceiling_per_s else ""
     lines = [
         table(found),
         "",
-        f"- statuses {dict(Counter(a.status for a in answers))}; the generator was {lag_ms:.0f} ms late at most",
-        f"- admitted by instance: {dict(admitted)}",
-        *(
-            f"- the master predicted prefill times of {kind} within {error:.1%} lately (MAPE)"
-            for kind, error in prediction_errors.items()
-        ),
+        f"- statuses (0: no answer) {statuses}",
+        f"- the generator sent {run.peak_per_s} requests in its busiest second{ceiling}; it was {run.late_ms:.0f} ms late at most",
+    ]
+    if run.admitted:
+        lines += [
+            f"- admitted by instance: {dict(run.admitted)}",
+            f"- calls by the prefills that refused them: {dict(run.rejections)}",
+        ]
+    lines += [
+        f"- the master predicted prefill times of {kind} within {error:.1%} lately (MAPE)"
+        for kind, error in run.prediction_errors.items()
     ]
     text = "\n".join(lines)
     print(text)
@@ -119,40 +143,15 @@ def write(
         f"In the SLO: first token within {slo.ttft_s:g} s and {slo.tpot_s:g} s a token. Clients, mesh and servers share the cores.",
         text,
         slo=asdict(slo),
-        generator_late_ms_max=lag_ms,
-        admitted_by_instance=dict(admitted),
-        prediction_error_by_kind=dict(prediction_errors),
+        statuses=statuses,
+        generator_late_ms_max=run.late_ms,
+        generator_peak_per_s=run.peak_per_s,
+        generator_ceiling_per_s=run.ceiling_per_s,
+        admitted_by_instance=dict(run.admitted),
+        calls_by_rejections=dict(run.rejections),
+        prediction_error_by_kind=dict(run.prediction_errors),
         parts=[asdict(p) for p in found],
     )
-    _draw(answers, found, admitted, out.with_suffix(".png"))
+    from loadtests.traffic_page import draw  # matplotlib takes a second to import
 
-
-def _draw(
-    answers: Sequence[Answer], found: Sequence[Part], admitted: Mapping[str, float], path: Path
-) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    done = [a for a in answers if a.is_answered]
-    figure, ((a, b, c), (d, e, f)) = plt.subplots(2, 3, figsize=(14, 7))
-    for axis, values, label in (
-        (a, [1e3 * x.ttft_s for x in done], "TTFT, ms"),
-        (b, [1e3 * x.tpot_s for x in done if x.num_tokens > 1], "TPOT, ms"),
-        (c, [1e3 * x.e2e_s for x in done], "E2E, ms"),
-    ):
-        axis.plot(sorted(values), [(i + 1) / len(values) for i in range(len(values))])
-        axis.set_title(f"{label}: share of requests below")
-    d.scatter([x.sent_at for x in done], [1e3 * x.ttft_s for x in done], s=4)
-    d.set_title("TTFT, ms, over the run")
-    names = [p.name for p in found]
-    e.bar(names, [p.hit_percent for p in found])
-    e.set_title("hit rate, % of prompt tokens")
-    f.bar(list(admitted), list(admitted.values()))
-    f.set_title("admitted by instance")
-    for axis in (e, f):
-        axis.tick_params(axis="x", rotation=60, labelsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    draw(run, found, slo, out.with_suffix(".png"))

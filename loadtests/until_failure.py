@@ -11,51 +11,32 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import random
-import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from loadtests.progress import Progress
 from loadtests.results import write
+from loadtests.services import (
+    DECODE_SLOTS,
+    PREFILL_SLOTS,
+    SCENARIOS,
+    Requests,
+    Scenario,
+    mesh_spec,
+)
 from loadtests.traffic import Answer, Target, closed_loop
-from loadtests.workloads import Arrival, block_name
 from pdmesh.core.ratio_model import Split
 from pdmesh.engine.laws import LAWS
 from pdmesh.engine.profile import profile
 from pdmesh.launcher.mesh import Mesh
-from pdmesh.launcher.spec import MeshSpec
 
-PREFILL_SLOTS: Final = 2
-DECODE_SLOTS: Final = 32
 _MAX_LEVELS: Final = 12
 _THINK_S: Final = 0.05  # at most, and half of it on average
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """Tokens; the SLO is on the whole answer, in seconds."""
-
-    service: str
-    name: str
-    num_tokens: int
-    prefix_tokens: int
-    num_output: int
-    slo_s: float
-
-
-SCENARIOS: Final = (
-    Scenario("assistant", "chat", 340, 192, 7, 1.5),
-    Scenario("assistant", "summary", 1500, 128, 24, 4.0),
-    Scenario("assistant", "translate", 256, 64, 32, 4.0),
-    Scenario("coder", "complete", 700, 512, 4, 1.5),
-    Scenario("coder", "explain", 500, 128, 48, 5.0),
-    Scenario("coder", "review", 2500, 832, 32, 6.0),
-)
 
 
 @dataclass(slots=True)
@@ -93,59 +74,26 @@ class Level:
     e2e_ms_p95: float
 
 
-def _spec(law: str, scenarios: Sequence[Scenario]) -> MeshSpec:
-    env = {"SIM_LAW": law, "SIM_EOS_PERIOD": "0"}
-    service_env: dict[str, dict[str, str]] = {}
-    for number, scenario in enumerate(scenarios):
-        own = {"SCENARIO": scenario.name, "GROUP_ID": f"{scenario.service}-{scenario.name}"}
-        for role, slots in (("prefill", PREFILL_SLOTS), ("decode", DECODE_SLOTS)):
-            values = {**env, **own, "NUM_SLOTS": str(slots), "MAX_RETRIEVALS": str(slots)}
-            service_env[f"{role}-{number}"] = {
-                f"PDMESH_{role.upper()}_{key}": value for key, value in values.items()
-            }
-    return MeshSpec(
-        engine="sim",
-        num_prefill=len(scenarios),
-        num_decode=len(scenarios),
-        http_port=0,
-        grpc_port=0,
-        service_env=service_env,
-    )
-
-
 def _target(url: str) -> Target:
     parts = urlsplit(url)
     assert parts.hostname is not None
     return Target(parts.hostname, parts.port or 80, names_scenario=True)
 
 
-class _Requests:
-    """A scenario's prompts: its prefix, then what no other request has."""
-
-    def __init__(self, number: int, scenario: Scenario) -> None:
-        self._scenario, self._numbers = scenario, itertools.count(number * 1_000_000)
-        self._blocks = tuple(
-            block_name(-1 - number, i) for i in range(scenario.prefix_tokens // 64)
-        )
-
-    def __call__(self) -> Arrival:
-        own = self._scenario
-        return Arrival(
-            float(next(self._numbers)), own.num_tokens, own.num_output, self._blocks, own.name
-        )
-
-
 async def measure(law: str, scenarios: Sequence[Scenario], duration_s: float) -> list[Level]:
     levels: list[Level] = []
+    progress = Progress(_MAX_LEVELS)
     ramps = {s.name: Ramp(2) for s in scenarios}
-    asks = {s.name: _Requests(i, s) for i, s in enumerate(scenarios)}
+    asks = {s.name: Requests(i, s) for i, s in enumerate(scenarios)}
     with tempfile.TemporaryDirectory(prefix="pdmesh-until-") as directory:
-        async with Mesh(_spec(law, scenarios), Path(directory), report=_say) as mesh:
+        async with Mesh(mesh_spec(law, scenarios), Path(directory)) as mesh:
             target = _target(mesh.http_url)
             for _ in range(_MAX_LEVELS):
                 now = [s for s in scenarios if not ramps[s.name].has_failed]
                 if not now:
                     break
+                users = ", ".join(f"{s.name} {ramps[s.name].users}" for s in now)
+                progress.step(f"users: {users}")
                 found = await asyncio.gather(
                     *(
                         _level(target, s, ramps[s.name].users, asks[s.name], duration_s)
@@ -156,12 +104,12 @@ async def measure(law: str, scenarios: Sequence[Scenario], duration_s: float) ->
                     if scenario in now:
                         levels.append(level)
                         ramps[scenario.name].after(level.success, level.per_s)
-                        _say(f"{level}")
+    progress.close()
     return levels
 
 
 async def _level(
-    target: Target, scenario: Scenario, num_users: int, ask: _Requests, duration_s: float
+    target: Target, scenario: Scenario, num_users: int, ask: Requests, duration_s: float
 ) -> Level:
     rng = random.Random(num_users)
     answers = await closed_loop(
@@ -224,8 +172,32 @@ def table(law: str, scenarios: Sequence[Scenario], levels: Sequence[Level]) -> s
     return "\n".join(lines)
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _draw(scenarios: Sequence[Scenario], levels: Sequence[Level], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4.5))
+    panels: tuple[tuple[str, Callable[[Level, Scenario], float]], ...] = (
+        ("answers within their SLO, %", lambda level, _: 100 * level.success),
+        ("requests/s", lambda level, _: level.per_s),
+        ("E2E p95 / SLO", lambda level, scenario: level.e2e_ms_p95 / 1e3 / scenario.slo_s),
+    )
+    for axis, (title, value) in zip(axes, panels, strict=True):
+        for scenario in scenarios:
+            own = [level for level in levels if level.scenario == scenario.name]
+            values = [value(level, scenario) for level in own]
+            label = f"{scenario.service}/{scenario.name}"
+            axis.plot([level.num_users for level in own], values, "o-", label=label)
+        axis.set_title(title)
+        axis.set_xlabel("users")
+        axis.set_xscale("log")
+        axis.set_ylim(bottom=0)
+    axes[0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def main() -> None:
@@ -235,7 +207,7 @@ def main() -> None:
     parser.add_argument("--duration-s", type=float, default=6.0, help="of each level")
     parser.add_argument("--law", choices=sorted(LAWS), default="smollm2-cpu")
     parser.add_argument("--first", type=int, default=len(SCENARIOS), help="so many scenarios")
-    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md")
+    parser.add_argument("--out", type=Path, help="write OUT.json, OUT.md and OUT.png")
     options = parser.parse_args()
     scenarios = SCENARIOS[: options.first]
     levels = asyncio.run(measure(options.law, scenarios, options.duration_s))
@@ -250,6 +222,7 @@ def main() -> None:
             text,
             levels=[asdict(level) for level in levels],
         )
+        _draw(scenarios, levels, options.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import statistics
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from loadtests import services
 from loadtests.generator import canned_server
+from loadtests.replay import by_rejections
 from loadtests.traffic import Answer, Target, closed_loop, open_loop, prompt_tokens
-from loadtests.traffic_report import Slo, parts
+from loadtests.traffic_report import Run, Slo, parts, write
 from loadtests.workloads import Arrival, chats, prefixed_scenarios
 
 
@@ -95,3 +101,40 @@ def test_the_report_counts_goodput_refusals_and_hits_by_scenario() -> None:
     assert (whole.num_requests, whole.num_refused, whole.num_failed) == (4, 1, 0)
     assert (whole.goodput_per_s, whole.within_slo_percent) == (2.0, 50.0)
     assert (a.hit_percent, b.hit_percent) == (25.0, 0.0)
+
+
+def test_the_open_loop_of_two_services_has_all_six_scenarios_at_poisson_times() -> None:
+    found = services.arrivals(random.Random(1), 600, 20.0)
+    assert Counter(a.scenario for a in found).keys() == {s.name for s in services.SCENARIOS}
+    assert len({s.service for s in services.SCENARIOS}) == 2
+    gaps = [b.at_s - a.at_s for a, b in itertools.pairwise(found)]
+    assert statistics.fmean(gaps) == pytest.approx(1 / 20, rel=0.15)
+    assert statistics.pstdev(gaps) == pytest.approx(1 / 20, rel=0.2)  # as is only an exponential's
+    assert len({tuple(prompt_tokens(a, 64)) for a in found}) == 600
+
+
+def test_calls_are_counted_by_the_rejections_they_met() -> None:
+    def bucket(bound: str, value: int) -> str:
+        return f'pdmesh_request_rejections_bucket{{le="{bound}",scope="x"}} {value}.0\n'
+
+    page = "".join(
+        bucket(b, v) for b, v in (("0.0", 5), ("1.0", 7), ("2.0", 7), ("4.0", 8), ("+Inf", 10))
+    )
+    assert by_rejections(page) == {"0": 5, "1": 2, "2": 0, "3-4": 1, "5 or more": 2}
+
+
+@pytest.mark.req("S138")
+async def test_a_report_is_a_document_and_a_page_and_says_what_the_generator_can_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with canned_server() as port:
+        answers = await open_loop(Target("127.0.0.1", port), workload(), lambda _: None)
+    run = Run(answers, {"prefill-0": 60.0}, {"0": 55.0, "1": 5.0}, ceiling_per_s=2000.0)
+    write(run, Slo(1.0, 0.1), tmp_path / "report")
+    assert "alone it carries 2000" in capsys.readouterr().out
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["generator_ceiling_per_s"] == 2000.0
+    assert found["generator_late_ms_max"] < 1000
+    assert [p["name"] for p in found["parts"]] == ["all", *(f"scenario-{i}" for i in range(3))]
+    assert found["calls_by_rejections"] == {"0": 55.0, "1": 5.0}
+    assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"
