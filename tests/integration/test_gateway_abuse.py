@@ -307,7 +307,7 @@ BAD_BODIES: dict[str, tuple[bytes, int]] = {
     "lists without end": (b'{"model":"default","prompt":[' + b"[]," * (FULL // 3) + b"[]]}", 400),
     "stops without end": (b'{"model":"default","prompt":"x","stop":[' + b'"",' * (FULL // 3) + b'""]}', 400),
     "hidden behind its twin": (b'{"model":"default","stop":[' + b"[]," * (FULL // 3) + b'[]],"stop":"a","prompt":"x"}', 400),
-    "nothing but escapes": (b'{"model":"default","prompt":"' + b"\\n" * (FULL // 2) + b'"}', 400),
+    "nothing but escapes": (b'{"model":"default","prompt":"' + b"\\n" * (FULL // 4) + b'"}', 400),
     "given twice": (b'{"model":"default","prompt":"x","prompt":"y"}', 400),
     "ids without end": (b'{"model":"default","prompt":[' + b"1," * 2_000_000 + b"1]}", 400),
     "text without end": (b'{"model":"default","prompt":"' + b"a b " * 1_900_000 + b'"}', 400),
@@ -484,6 +484,11 @@ async def test_the_grpc_door_survives_garbage(mesh: Mesh) -> None:
                     {grpc.StatusCode.INVALID_ARGUMENT},
                 ),  # text that is not UTF-8
                 (b"\x0a" + b"\x80" * 100, (), {grpc.StatusCode.INVALID_ARGUMENT}),
+                (
+                    b"\xfa\x01\x00" * 2_000_000,
+                    (),
+                    {grpc.StatusCode.INVALID_ARGUMENT},
+                ),  # fields without end
                 (b"", (("x-bomb", "a" * 100_000),), {grpc.StatusCode.RESOURCE_EXHAUSTED}),
                 (b"\x12" + b"a" * (9 * MIB), (), {grpc.StatusCode.RESOURCE_EXHAUSTED}),
             ):

@@ -252,3 +252,43 @@ async def test_every_503_and_429_says_when_to_come_back(tmp_path: Path) -> None:
         response = await client.post(f"{mesh.url}/v1/completions", json=body)
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
+
+
+@pytest.mark.fault("F31")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_very_much_text_at_once_is_whole_and_comes_by_its_order(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI, stream: bool
+) -> None:
+    """Eight choices of 3,000 tokens, all in one step: more than is made at one turn of the loop."""
+    for instance in mesh.instances.values():
+        instance.tokens_per_step = 3000
+    answer: Any = await client.completions.create(
+        model="tiny", prompt="abc", n=8, max_tokens=3000, stream=stream
+    )
+    texts = [""] * 8
+    for part in [c async for c in answer] if stream else [answer]:
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+    assert texts == [mesh.expected_text("abc", 3000)] * 8
+
+
+@pytest.mark.fault("F31")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thousands_of_logprobs_are_all_there(tmp_path: Path, stream: bool) -> None:
+    """So many are spelled beside the loop."""
+    async with (
+        gateway_mesh(tmp_path) as mesh,
+        openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none") as client,
+    ):
+        for instance in mesh.instances.values():
+            instance.supports_logprobs, instance.tokens_per_step = True, 2000
+            mesh.register(instance.record())
+        answer: Any = await client.completions.create(
+            model="tiny", prompt="abc", max_tokens=2000, logprobs=5, stream=stream
+        )
+        tokens: list[str] = []
+        for part in [c async for c in answer] if stream else [answer]:
+            for choice in part.choices:
+                tokens += choice.logprobs.tokens or [] if choice.logprobs else []
+        assert len(tokens) == 2000
+        assert "".join(tokens) == mesh.expected_text("abc", 2000)
