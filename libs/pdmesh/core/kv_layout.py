@@ -15,9 +15,10 @@ MAX_SPANS: Final = 512  # of one part: what one message can name
 # (docs/adr/0006): smaller parts cost wake-ups, larger ones overlap less.
 CHUNK_BYTES: Final = 4 << 20  # the whole prompt is staged
 LAYER_CHUNK_BYTES: Final = 2 << 20  # layers are staged while later ones are computed
-_LAYER_PARTS: Final = (
-    8  # so that little of a short prompt is left to move when its last layer is there
-)
+# So that little of a short prompt is left to move when its last layer is there; fewer where a part costs more than its bytes.
+_LAYER_PARTS: Final = 8
+_FEW_LAYER_PARTS: Final = 4
+_COSTLY_PART_BYTES: Final = 256 << 10
 _MIN_LAYER_CHUNK_BYTES: Final = 64 << 10
 
 DTYPE_BYTES: Final = {
@@ -101,7 +102,9 @@ class KvLayout:
     @property
     def layer_chunk_bytes(self) -> int:
         """The parts of a pull that follows the computation, layer by layer."""
-        return max(_MIN_LAYER_CHUNK_BYTES, min(LAYER_CHUNK_BYTES, self.total_bytes // _LAYER_PARTS))
+        total = self.total_bytes
+        wanted = max(total // _LAYER_PARTS, min(total // _FEW_LAYER_PARTS, _COSTLY_PART_BYTES))
+        return max(_MIN_LAYER_CHUNK_BYTES, min(LAYER_CHUNK_BYTES, wanted))
 
     def offset(self, layer: int, block: int) -> int:
         """Where a block of a layer begins. With more than one head a block is in as many places."""
