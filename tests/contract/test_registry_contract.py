@@ -80,6 +80,7 @@ def record(
     )
 
 
+@pytest.mark.req("S12")
 async def test_a_view_starts_with_what_is_registered(world: World) -> None:
     owner, other = await world.registry(), await world.registry()
     lease = await owner.register(record(incarnation=2**63 + 5, kv_addresses=["a:1", "b:2"]))
@@ -97,6 +98,7 @@ async def test_a_view_of_an_empty_registry_is_there_at_once(world: World) -> Non
     await view.close()
 
 
+@pytest.mark.req("S12")
 async def test_changes_are_told_in_order_and_a_goodbye_is_no_lease_end(world: World) -> None:
     owner, other = await world.registry(), await world.registry()
     view = await other.watch()

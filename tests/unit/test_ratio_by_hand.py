@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pdmesh.cli import app
+from pdmesh.cli.ratio import decisions_text
 from pdmesh.core.adjustments import CannotMove
 from pdmesh.core.fleet import Role
 from pdmesh.core.moves import Move, MoveKind, Plan, Trigger
@@ -97,3 +99,38 @@ async def test_what_is_wrong_with_a_request_for_moves_is_named(
         await site.ask("PlanMoves", request_)
     assert caught.value.field == field
     await site.close()
+
+
+def test_decisions_are_told_with_their_numbers_and_moves() -> None:
+    group = pb.GroupLoad(group_id="chat", num_prefill=2, num_decode=1, prefill_busy=0.9)
+    move = pb.PendingMove(group_id="chat", kind="change_role", role="prefill")
+    decided = pb.RatioDecision(
+        scenario="chat", action="planned", reason="more prefills", moves=[move],
+        e2e_s=1.25, prefill_share=0.42, groups=[group],
+    )  # fmt: skip
+    decided.decided_at.FromSeconds(3600)
+    assert decisions_text([decided]).splitlines() == [
+        "01:00:00 chat: planned: more prefills",
+        "         E2E 1.25 s, T_p/E2E 42.0%; chat 2P:1D, prefills 90% busy, decodes of unknown load",
+        "         chat: change_role prefill",
+    ]
+    assert decisions_text([]) == "nothing was decided yet (by this leader)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--more", "decode"], "say of which group"),
+        (["--force"], "say what is to be done"),
+        (["--more", "decode", "--add", "decode"], "not allowed with argument"),
+        (["--profile", "1", "2", "3"], "expected 4 arguments"),
+        (["--profile", "1", "2", "nan", "4"], "must be positive"),
+    ],
+)
+def test_what_a_command_lacks_is_said_before_anybody_is_asked(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        app.main(["ratio", "chat", *arguments])
+    assert exit_info.value.code == 2
+    assert says in capsys.readouterr().err
