@@ -21,7 +21,7 @@ from pdmesh.errors import InvalidRequest, VersionConflict
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net.nats_bus import NatsBus
-from pdmesh.v1.admin_service_pb2 import HOLD_KIND_DRAIN, HOLD_KIND_ISOLATE
+from pdmesh.v1.admin_service_pb2 import HOLD_KIND_DRAIN, HOLD_KIND_ISOLATE, DesiredVersion
 from tests.chaos.nemesis.actions import (
     Action,
     Apply,
@@ -44,6 +44,7 @@ from tests.support.waiting import until
 TENANTS: Final = ("acme", "umbrella")
 _FAILPOINT: Final = "PDMESH_INSTANCE_FAILPOINT"
 _ORDER_S: Final = 30.0  # until an order is taken, by whoever leads then
+_MESH: Final = "master-scheduler"  # the author of desired states that it restores
 _KINDS: Final = {"drain": HOLD_KIND_DRAIN, "isolate": HOLD_KIND_ISOLATE}
 _ENV: Final = {
     "PDMESH_INSTANCE_NUM_SLOTS": "24",  # room for all clients on one instance
@@ -74,6 +75,12 @@ class Arena:
     def text(self) -> str:
         """The desired state of the latest order that was taken."""
         return self.texts[max(self.texts)]
+
+    def follow(self, desired: DesiredVersion) -> None:
+        """What the mesh went back to by itself, since a release lost instances as it was watched: a fault is no better reason to it."""
+        if desired.author == _MESH and desired.version not in self.texts:
+            self.say(f"the mesh went back, version {desired.version}: {desired.reason}")
+            self.texts[desired.version] = desired.text
 
     @property
     def log_dir(self) -> Path:

@@ -159,14 +159,15 @@ async def settled(arena: Arena) -> str:
     """What still differs from the desired state; empty: every group serves with exactly what it shall have (I8)."""
     try:
         states = await arena.operator.groups()
-        text = (await arena.operator.desired()).text
+        desired = await arena.operator.desired()
     except MeshError as exc:
         return exc.message
     if states.paused:
         return f"paused: {states.paused}"
-    if text != arena.text:
-        return f"the desired state is {text!r} instead of {arena.text!r}"
-    wanted = read(text).groups
+    arena.follow(desired)
+    if desired.text != arena.text:
+        return f"the desired state is {desired.text!r} instead of {arena.text!r}"
+    wanted = read(desired.text).groups
     for group in states.groups:
         if group.group_id not in wanted:
             return f"{group.group_id} is still there"
