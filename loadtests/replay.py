@@ -18,6 +18,7 @@ import re
 import sys
 import tempfile
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -146,6 +147,7 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         model_dir=options.model_dir,
         num_prefill=options.prefill,
         num_decode=options.decode,
+        num_gateways=options.gateways,
         http_port=0,
         grpc_port=0,
         service_env={
@@ -162,7 +164,8 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
 def _services_spec(options: argparse.Namespace) -> MeshSpec:
     spec = services.mesh_spec(options.law, services.SCENARIOS)
     policy = {"PDMESH_MASTER_SCHEDULER_POLICY": options.policy}
-    return replace(spec, service_env={**spec.service_env, "master-scheduler": policy})
+    service_env = {**spec.service_env, "master-scheduler": policy}
+    return replace(spec, num_gateways=options.gateways, service_env=service_env)
 
 
 def _arrivals(options: argparse.Namespace) -> list[Arrival]:
@@ -189,7 +192,7 @@ async def run(options: argparse.Namespace) -> Played:
             return Played(
                 answers,
                 {name: _admitted(mesh.ops_address(name)) for name in names},
-                _rejections(mesh.ops_address("gateway-0")),
+                _rejections(mesh),
                 _prediction_errors(mesh.ops_address("master-scheduler")),
                 cpu_s=sum(cpu_between(before, processes.costs()).values()),
             )
@@ -218,8 +221,13 @@ async def _send(target: Target, arrivals: list[Arrival]) -> list[Answer]:
     return answers
 
 
-def _rejections(ops_address: str) -> dict[str, float]:
-    return by_rejections(_metrics(ops_address))
+def _rejections(mesh: Mesh) -> dict[str, float]:
+    """Over all gateways."""
+    found: Counter[str] = Counter()
+    for name in mesh.names:
+        if name.startswith("gateway"):
+            found.update(by_rejections(_metrics(mesh.ops_address(name))))
+    return dict(found)
 
 
 def by_rejections(page: str) -> dict[str, float]:
@@ -289,6 +297,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--law", default="smollm2-cpu")
     parser.add_argument("--prefill", type=int, default=4)
     parser.add_argument("--decode", type=int, default=2)
+    parser.add_argument("--gateways", type=int, default=1, help="processes that share one port")
     parser.add_argument("--slots", type=int, default=2, help="of each prefill")
     parser.add_argument(
         "--prefill-blocks",

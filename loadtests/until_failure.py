@@ -192,7 +192,6 @@ def _draw(scenarios: Sequence[Scenario], levels: Sequence[Level], path: Path) ->
             axis.plot([level.num_users for level in own], values, "o-", label=label)
         axis.set_title(title)
         axis.set_xlabel("users")
-        axis.set_xscale("log")
         axis.set_ylim(bottom=0)
     axes[0].legend(fontsize=7)
     figure.tight_layout()

@@ -20,6 +20,7 @@ def cli(*arguments: str) -> int:
     return caught.value.code
 
 
+@pytest.mark.fault("F39")
 def test_a_key_is_found_by_its_whole_text_and_by_nothing_else() -> None:
     file = KeyFile()
     token = api_keys.issue(file, "acme")
@@ -38,6 +39,7 @@ def test_a_key_is_found_by_its_whole_text_and_by_nothing_else() -> None:
     assert [w for w in wrong if keyring.find(w, 0.0) is not None] == []
 
 
+@pytest.mark.fault("F39")
 def test_the_file_holds_no_key_and_is_the_owners_alone(tmp_path: Path) -> None:
     path, file = tmp_path / "keys.json", KeyFile()
     token = api_keys.issue(file, "acme")
@@ -47,6 +49,7 @@ def test_the_file_holds_no_key_and_is_the_owners_alone(tmp_path: Path) -> None:
     assert Keyring(api_keys.load(path)).find(token, 0.0) is not None
 
 
+@pytest.mark.fault("F39")
 def test_a_key_ends_when_it_expires_or_is_revoked() -> None:
     file = KeyFile()
     short = api_keys.issue(file, "acme", expires_at=100)
