@@ -65,7 +65,7 @@ class Workload:
 WORKLOADS: Final = (
     Workload("documents", 1000, 256, 8, 2, 16, profiled=Split(1, 1), predicted=Split(3, 1)),
     Workload("long answers", 128, 64, 64, 2, 8, profiled=Split(1, 1), predicted=Split(1, 3)),
-    Workload("chats over a long prefix", 1500, 1280, 32, 2, 4, profiled=Split(1, 1), predicted=Split(1, 2)),
+    Workload("chats over a long prefix", 1500, 1280, 40, 2, 4, profiled=Split(1, 1), predicted=Split(1, 2)),
 )  # fmt: skip
 
 
