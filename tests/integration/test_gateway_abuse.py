@@ -371,7 +371,7 @@ async def test_large_bodies_on_their_way_in_are_bounded_together(mesh: Mesh) -> 
     assert {e.status for e in ended} <= {408, 429}
     assert len(refused) >= 60 - INCOMING // (6 * MIB) - 1
     assert all(b"retry-after: 1\r\n" in e.answer for e in refused)
-    assert max(e.after_s for e in ended) < RECEIVE_S + 3.0
+    assert max(e.after_s for e in ended) < RECEIVE_S + 6.0
     print(f"{len(refused)} refused, {grown / MIB:.0f} MiB more resident at most")
     assert grown < INCOMING + 40 * MIB
     await until(lambda: gauge(mesh, "pdmesh_gateway_incoming") == 0)
