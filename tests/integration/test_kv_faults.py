@@ -162,7 +162,7 @@ async def took(what: Awaitable[object]) -> float:
 
 @pytest.mark.fault("F2")
 @pytest.mark.parametrize("number", [1, 8, 15])
-async def test_a_sender_killed_after_any_part_fails_the_pull_num_near(number: int) -> None:
+async def test_a_sender_killed_after_any_part_fails_the_pull_at_once(number: int) -> None:
     async with pair(LARGE, 10.0) as (sender, receiver, address):
         await receiver.tell(f"pull {address} t0 10")
         await receiver.hear(part(number))
@@ -297,7 +297,7 @@ async def test_a_link_that_falls_silent_is_known_by_the_stall_long_before_the_de
 @needs_link
 @pytest.mark.fault("F25")
 @pytest.mark.parametrize("number", [1, 8])
-async def test_a_connection_reset_in_mid_pull_fails_it_num_near_and_the_next_succeeds(
+async def test_a_connection_reset_in_mid_pull_fails_it_at_once_and_the_next_succeeds(
     number: int,
 ) -> None:
     async with bad_link() as link, pair(MEDIUM, 10.0, link) as (sender, receiver, address):
