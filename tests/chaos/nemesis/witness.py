@@ -25,7 +25,7 @@ from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_kv import KvBucket, KvEntry
 from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged, takes_requests
-from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, InstanceRecord
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_NONE, ROLE_PREFILL, InstanceRecord
 from pdmesh.v1.groups_pb2 import Assignment
 from pdmesh.v1.scheduler_service_pb2 import PlanQuery, PlanRequest
 from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
@@ -127,7 +127,10 @@ class Witness:
         """Connected are prefills with decodes of one revision, and nobody else (S13, S26)."""
         for peer in record.verified_peers:
             other = self._view.records.get(peer.instance_id)
-            if other is not None and other.incarnation == peer.incarnation:
+            if other is None or other.incarnation != peer.incarnation:
+                continue
+            # An incarnation is blank before it has a role, never after: of a blank one the news is still to come.
+            if other.role != ROLE_NONE:
                 self._check_pair(record, other, "connected")
 
     def _check_pair(self, one: InstanceRecord, other: InstanceRecord, how: str) -> None:
