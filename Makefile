@@ -19,7 +19,7 @@ DONE   := $(VENV)/.done
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit e2e chaos faults kill-matrix compose-test check format fuzz \
-        load load-until-failure load-users load-chats bench-tiers bench-overhead bench-retrieval bench-handover bench-plan bench-kv bench-index bench-ratio bench-recovery demo-day simulate-day leak-test compare \
+        load load-until-failure load-users load-chats bench-tiers bench-overhead bench-retrieval bench-handover bench-plan bench-staleness bench-kv bench-index bench-ratio bench-recovery demo-day simulate-day leak-test compare \
         compare-mesh proto proto-check docs docs-check lock clean
 
 help: ## list the targets
@@ -145,6 +145,9 @@ load-chats: $(DONE)/dev ## conversations, turn by turn, and what each turn reuse
 
 bench-plan: $(DONE)/dev ## what one placement decision costs, by the number of workers
 	@$(BIN)/python -m loadtests.plan_bench $(ARGS)
+
+bench-staleness: $(DONE)/dev ## how old what the master knows of loads and KV blocks is, with 10 to 1,000 instances
+	@$(BIN)/python -m loadtests.staleness $(ARGS)
 
 leak-test: $(DONE)/dev ## 100,000 requests with random disconnects and killed instances; nothing may be left (I4)
 	@$(BIN)/python -m loadtests.leak $(ARGS)

@@ -1,7 +1,7 @@
 """What an instance tells the mesh on the bus: its KV blocks, its load, its failures. Facts that may be lost.
 
 Deltas of blocks are gathered for some tens of milliseconds; a snapshot holds what was published up to its
-sequence, so that a consumer with a gap continues from it. The load goes out 20 ms
+sequence, so that a consumer with a gap continues from it. The load goes out 15 ms
 after it changed, and every second besides: a hint for placement, never what admission decides on.
 """
 
@@ -24,7 +24,7 @@ from pdmesh.net.events import EventPublisher
 from pdmesh.v1.instance_service_pb2 import Load
 
 BLOCKS_EVERY_S: Final = 0.03
-LOAD_EVERY_S: Final = 0.02
+LOAD_EVERY_S: Final = 0.015  # with the way to the master, what it knows is never 20 ms old (S100)
 # The load is told again after so long though nothing changed: the last report may have been lost, or the master is new.
 LOAD_AGAIN_S: Final = 1.0
 MAX_ERRORS: Final = 256  # waiting to be published
