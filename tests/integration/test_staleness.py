@@ -16,4 +16,6 @@ async def test_every_change_gets_there_and_none_waits_for_a_poll(tmp_path: Path)
     assert found.num_lost == 0
     assert found.load_p50_ms < 200
     assert found.blocks_p50_ms < 500
-    assert found.events_per_s <= 2 * found.changes_per_s + 10 + 5, "loads, blocks, and each load once a second"
+    assert found.events_per_s <= 2 * found.changes_per_s + 10 + 5, (
+        "loads, blocks, and each load once a second"
+    )

@@ -271,10 +271,10 @@ _idle_lock = threading.Lock()  # agents on threads of their own take and give ba
 
 
 def take_worker(options: dict[str, str], inbox_bytes: int) -> UcxWorker:
-    """One that nobody uses, or a new one: a process has as many as it ever had transports at once."""
+    """The one given back last, or a new one: a process has as many as it ever had transports at once."""
     loop = asyncio.get_running_loop()
     with _idle_lock:
-        for worker in _idle:
+        for worker in reversed(_idle):
             if worker.options == options and worker.is_free_for(loop):
                 _idle.remove(worker)
                 return worker
