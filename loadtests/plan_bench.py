@@ -21,7 +21,7 @@ from typing import Any, Final
 import structlog
 
 from loadtests.processes import ProcessSet, cpu_between
-from loadtests.results import write
+from loadtests.results import quantile, write
 from loadtests.workloads import block_name
 from pdmesh.core.backpressure import Backpressure
 from pdmesh.core.fleet import Fleet, Identity, LoadReported, PrefillComputed, RecordSeen, Role
@@ -123,7 +123,7 @@ def _cost(
     cpu_s: float,
 ) -> Cost:
     ordered = sorted(times)
-    p50, p99 = (1e3 * ordered[int(q * (len(ordered) - 1))] for q in (0.5, 0.99))
+    p50, p99 = (1e3 * quantile(ordered, q) for q in (0.5, 0.99))
     return Cost(how, num_workers, batch, count, count / wall_s, p50, p99, 1e3 * cpu_s / count)
 
 

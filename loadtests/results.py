@@ -113,6 +113,11 @@ def describe_versions() -> dict[str, str]:
     return versions
 
 
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """Of values in order, at least one: the one that a share `q` of them does not exceed."""
+    return ordered[int(q * (len(ordered) - 1))]
+
+
 def write(out: Path, module: str, title: str, about: str, text: str, **found: object) -> None:
     """OUT.json: what was `found`, with the command, machine, versions and conditions. OUT.md: `text` under its title and what it is `about`."""
     command, machine = shlex.join(["python", "-m", module, *sys.argv[1:]]), describe_machine()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from loadtests.processes import ProcessSet, cpu_between
-from loadtests.results import write
+from loadtests.results import quantile, write
 from pdmesh.core.fleet import Event, Fleet, LoadReported
 from pdmesh.core.groups import GroupTracker
 from pdmesh.core.prefix_index import Delta, Outcome, PrefixIndex
@@ -236,8 +236,7 @@ def _summed(num_instances: int, num: int, took_s: float, ages: _Ages, cpu: float
 
 
 def _spread(ordered: list[float]) -> tuple[float, float, float]:
-    last = len(ordered) - 1
-    return ordered[last // 2], ordered[int(last * 0.99)], ordered[last]
+    return quantile(ordered, 0.5), quantile(ordered, 0.99), ordered[-1]
 
 
 # --- the report ------------------------------------------------------------------------------------

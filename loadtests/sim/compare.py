@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from loadtests.progress import Progress
-from loadtests.results import Spread, write
+from loadtests.results import Spread, quantile, write
 from loadtests.sim.mesh import MeshShape, VirtualMesh
 from loadtests.verdicts import OURS, Measure, verdicts
 from loadtests.workloads import (
@@ -167,9 +167,9 @@ def play(case: Case, policy: str, seed: int, traces: Path) -> Outcome:
         100 * cached / max(1, named),
         sum(s.num_cached_tokens for s in done) / len(done),
         sum(ttft) / len(ttft),
-        _quantile(ttft, 0.5),
-        _quantile(ttft, 0.95),
-        _quantile(ttft, 0.99),
+        quantile(ttft, 0.5),
+        quantile(ttft, 0.95),
+        quantile(ttft, 0.99),
         1e3 * sum(s.tpot_s for s in done) / len(done),
         sum(s.e2e_s for s in done) / len(done),
         len(mesh.served),
@@ -180,10 +180,6 @@ def play(case: Case, policy: str, seed: int, traces: Path) -> Outcome:
         sum(not w.num_prompts for w in prefilled),
         time.perf_counter() - began,
     )
-
-
-def _quantile(ordered: Sequence[float], q: float) -> float:
-    return ordered[int(q * (len(ordered) - 1))]
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

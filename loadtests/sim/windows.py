@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from loadtests.results import spread_table, write
+from loadtests.results import quantile, spread_table, write
 from loadtests.sim.mesh import MeshShape, VirtualMesh
 from loadtests.workloads import Arrival, mooncake, poisson, scaled, trace_file
 from pdmesh.core.placement_policies import Weights
@@ -75,16 +75,12 @@ def play(
         seed,
         100 * padded / sum(w.num_chunk_tokens for w in prefills),
         sum(ttft) / len(ttft),
-        _quantile(ttft, 0.5),
-        _quantile(ttft, 0.95),
-        _quantile(ttft, 0.99),
+        quantile(ttft, 0.5),
+        quantile(ttft, 0.95),
+        quantile(ttft, 0.99),
         ttft[-1],
         max(s.arrival.at_s + s.e2e_s for s in done),
     )
-
-
-def _quantile(ordered: Sequence[float], q: float) -> float:
-    return ordered[int(q * (len(ordered) - 1))]
 
 
 _COLUMNS: Final[tuple[tuple[str, Callable[[Outcome], float], str], ...]] = (

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -17,7 +18,7 @@ from pdmesh.api_keys import KeyFile, TenantEntry
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from tests.support import fleet
-from tests.support.streams import stream_completion
+from tests.support.streams import StreamOutcome, stream_completion
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -55,6 +56,25 @@ async def mesh(
         yield running
 
 
+@asynccontextmanager
+async def many_streams(
+    mesh: Mesh, url: str, key: str
+) -> AsyncIterator[
+    tuple[httpx.AsyncClient, list[list[int]], list[asyncio.Task[StreamOutcome]], str]
+]:
+    """The client, the prompts, their streams, all under way, and the gateway that has most of them."""
+    headers = {"authorization": f"Bearer {key}"}
+    limits = httpx.Limits(max_keepalive_connections=0)  # one each: the kernel spreads them
+    async with httpx.AsyncClient(timeout=30, headers=headers, limits=limits) as client:
+        prompts = [[40 + (i * 7 + j) % 80 for j in range(20)] for i in range(NUM_STREAMS)]
+        streams = [
+            asyncio.create_task(stream_completion(client, url, p, NUM_TOKENS, ignore_eos=True))
+            for p in prompts
+        ]
+        await until(lambda: sum(num_calls(mesh, g) for g in GATEWAYS) == NUM_STREAMS, within_s=60)
+        yield client, prompts, streams, max(GATEWAYS, key=lambda g: num_calls(mesh, g))
+
+
 def num_calls(mesh: Mesh, process: str) -> float:
     return next(v for n, _, v in fleet.samples(mesh, process) if "requests_in_flight" in n)
 
@@ -66,18 +86,7 @@ async def test_sigterm_lets_every_stream_end_and_the_other_gateway_takes_what_is
 ) -> None:
     reference = fleet.Reference.load(tmp_path / "sim-model")
     url = mesh.http_url.replace("0.0.0.0", "127.0.0.1")
-    headers = {"authorization": f"Bearer {token[0]}"}
-    limits = httpx.Limits(
-        max_keepalive_connections=0
-    )  # one connection each: the kernel spreads them
-    async with httpx.AsyncClient(timeout=30, headers=headers, limits=limits) as client:
-        prompts = [[40 + (i * 7 + j) % 80 for j in range(20)] for i in range(NUM_STREAMS)]
-        streams = [
-            asyncio.create_task(stream_completion(client, url, p, NUM_TOKENS, ignore_eos=True))
-            for p in prompts
-        ]
-        await until(lambda: sum(num_calls(mesh, g) for g in GATEWAYS) == NUM_STREAMS, within_s=60)
-        victim = max(GATEWAYS, key=lambda g: num_calls(mesh, g))
+    async with many_streams(mesh, url, token[0]) as (client, prompts, streams, victim):
         num_on_victim = num_calls(mesh, victim)
         assert num_on_victim > 0
         os.kill(mesh.pid(victim) or 0, signal.SIGTERM)
@@ -113,18 +122,9 @@ async def test_a_killed_gateway_takes_its_own_streams_with_it_and_no_other(
     """Its clients see their connections end, the other's see nothing; what worked for it is free in 4 s, and requests go on at once."""
     reference = fleet.Reference.load(tmp_path / "sim-model")
     url = mesh.http_url.replace("0.0.0.0", "127.0.0.1")
-    headers = {"authorization": f"Bearer {token[0]}"}
     await mesh.wait_ready(timeout_s=30)
     await until(lambda: all(is_up(mesh, g) for g in GATEWAYS), within_s=30)
-    limits = httpx.Limits(max_keepalive_connections=0)
-    async with httpx.AsyncClient(timeout=30, headers=headers, limits=limits) as client:
-        prompts = [[40 + (i * 11 + j) % 80 for j in range(20)] for i in range(NUM_STREAMS)]
-        streams = [
-            asyncio.create_task(stream_completion(client, url, p, NUM_TOKENS, ignore_eos=True))
-            for p in prompts
-        ]
-        await until(lambda: sum(num_calls(mesh, g) for g in GATEWAYS) == NUM_STREAMS, within_s=60)
-        victim = max(GATEWAYS, key=lambda g: num_calls(mesh, g))
+    async with many_streams(mesh, url, token[0]) as (client, prompts, streams, victim):
         num_on_victim = num_calls(mesh, victim)
         os.kill(mesh.pid(victim) or 0, signal.SIGKILL)
         late_ones = [
