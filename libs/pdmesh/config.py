@@ -239,9 +239,10 @@ def without_password(text: str) -> str:
 def _one_line(settings_type: type[ServiceSettings], exc: ValidationError) -> str:
     """What is wrong with the first bad variable, and how many more there are."""
     errors = exc.errors(include_url=False, include_context=False, include_input=False)
-    name = str(errors[0]["loc"][0]) if errors[0]["loc"] else ""
+    name, *within = map(str, errors[0]["loc"] or ("",))
+    where = f"{'.'.join(within)}: " if within else ""
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    return f"{_variable_of(settings_type, name, os.environ)}: {errors[0]['msg']}{more}"
+    return f"{_variable_of(settings_type, name, os.environ)}: {where}{errors[0]['msg']}{more}"
 
 
 def _not_json(settings_type: type[ServiceSettings], text: str) -> str:

@@ -103,9 +103,15 @@ def new_incarnation() -> int:
     return secrets.randbelow(2**63 - 1) + 1
 
 
-def run(service: str, settings_type: type[S], main: Callable[[S, App], Awaitable[None]]) -> None:
+def run(
+    service: str,
+    settings_type: type[S],
+    main: Callable[[S, App], Awaitable[None]],
+    *,
+    help_note: str = "",
+) -> None:
     """Run `main` until it returns, then exit the process. It should return soon after `app.stopping`."""
-    _parse_arguments(service, settings_type)
+    _parse_arguments(service, settings_type, help_note)
     settings = _load(service, settings_type)
     logs.configure(service, settings.instance_id, settings.log_format, settings.log_level)
     if unknown := unknown_variables(settings_type, os.environ):
@@ -218,12 +224,12 @@ def _loop_factory(use_uvloop: bool) -> LoopFactory:
     return asyncio.new_event_loop
 
 
-def _parse_arguments(service: str, settings_type: type[ServiceSettings]) -> None:
+def _parse_arguments(service: str, settings_type: type[ServiceSettings], note: str) -> None:
     """`--help` and `--print-config` answer and exit; there are no other arguments."""
     parser = argparse.ArgumentParser(
         prog=f"pdmesh-{service}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=f"The {service} of a pdmesh. It is configured by its environment.",
+        description=f"The {service} of a pdmesh. It is configured by its environment.{note}",
         epilog="\n".join(["settings:", *map(_help_line, describe(settings_type))]),
     )
     parser.add_argument("--version", action="version", version=__version__)

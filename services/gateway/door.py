@@ -7,7 +7,6 @@ key file everybody is one tenant without limits, and a visit does nothing.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import math
 import time
@@ -21,6 +20,7 @@ from pdmesh.atomic_file import write_atomically
 from pdmesh.core.tenants import ANYONE, Charge, Limit, Refused, Tenant, Tenants
 from pdmesh.errors import MeshError, Overloaded
 from pdmesh.lifecycle import StartupError
+from pdmesh.net.loopback import is_loopback
 from pdmesh.telemetry import metrics, names
 
 log = structlog.get_logger(__name__)
@@ -250,21 +250,12 @@ def open_door(
         except api_keys.BadKeyFile as exc:
             message = f"{exc}; make one with: pdmesh keys add TENANT --file {keys_file}"
             raise StartupError(message) from exc
-    if not allow_anonymous and not _is_loopback(host):
+    if not allow_anonymous and not is_loopback(host):
         raise StartupError(
             f"refusing to listen on {host} without API keys: set PDMESH_GATEWAY_KEYS_FILE "
             "(pdmesh keys add makes one), or PDMESH_GATEWAY_ALLOW_ANONYMOUS=true on a trusted network"
         )
     return OpenDoor()
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

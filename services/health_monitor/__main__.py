@@ -27,6 +27,7 @@ from services.health_monitor.monitor import HealthMonitor
 from services.health_monitor.settings import NodeSettings, Settings
 
 NODE_FLAG: Final = "--node"
+_NODE_HELP: Final = f"\nWith {NODE_FLAG} it is the agent of one machine instead: {NODE_FLAG} --help lists its settings."
 
 
 async def serve(settings: Settings, app: App) -> None:
@@ -95,7 +96,7 @@ def main() -> None:
         sys.argv.remove(NODE_FLAG)
         run(node_main.SERVICE, NodeSettings, node_main.serve)
     else:
-        run("health-monitor", Settings, serve)
+        run("health-monitor", Settings, serve, help_note=_NODE_HELP)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,8 @@ class AdminServicer:
         number = request.version or (current.version - 1 if current else 0)
         old = await self._store.version(number) if number > 0 else None
         if current is None or old is None:
-            raise InvalidRequest(f"there is no version {number} to go back to", field="version")
+            which = f"version {number}" if number > 0 else "earlier version"
+            raise InvalidRequest(f"there is no {which} to go back to", field="version")
         reason = request.reason or f"back to version {number}"
         version, changes = await self._apply(
             old.text, current.version, request.author, reason, allow_empty=request.allow_empty

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 from pdmesh.config import BadSetting
 from pdmesh.errors import NotAllowed
+from pdmesh.net.loopback import is_loopback_number
 
 _SCHEME: Final = "bearer "
 MIN_TOKEN_CHARS: Final = 16
@@ -49,11 +49,7 @@ def is_local(peer: str) -> bool:
     kind, _, rest = peer.partition(":")
     if kind == "unix":
         return True
-    host = rest.replace("%5B", "[").replace("%5D", "]").rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return is_loopback_number(rest.replace("%5B", "[").replace("%5D", "]").rpartition(":")[0])
 
 
 def _bearer(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:

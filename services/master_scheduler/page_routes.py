@@ -6,7 +6,6 @@ allowed to; where no token is set, the address must also be one of this machine'
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +19,7 @@ from starlette.routing import Route
 
 from pdmesh.desired_file import MAX_BYTES
 from pdmesh.errors import InvalidRequest, MeshError, NotAllowed
+from pdmesh.net.loopback import is_loopback
 from pdmesh.v1 import admin_service_pb2
 from services.master_scheduler.admin import AdminServicer
 
@@ -98,13 +98,7 @@ def _check_origin(request: Request, *, has_token: bool) -> None:
 
 
 def _is_own(host: str) -> bool:
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host)
 
 
 async def _body(request: Request) -> bytes:

@@ -408,3 +408,58 @@ def test_regions_that_cannot_be_are_refused(tmp_path: Path, regions: str, messag
     asked = ["up", "--engine", "sim", "--groups", str(file), "--regions", regions]
     with pytest.raises(CommandFailed, match=message):
         up._spec(app.build_parser().parse_args(asked))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["--keys", "{}/none.json"], "make one with: pdmesh keys add TENANT --file {}/none.json"),
+        (["--host", "0.0.0.0"], "--keys FILE .* or --allow-anonymous"),
+        (["--host", "a-host"], "others can reach a-host"),
+    ],
+)
+def test_a_door_that_would_not_open_is_said_before_anything_starts(
+    tmp_path: Path, asked: list[str], message: str
+) -> None:
+    asked = [each.format(tmp_path) for each in asked]
+    with pytest.raises(CommandFailed, match=message.format(tmp_path)):
+        up._spec(app.build_parser().parse_args(["up", "--engine", "sim", *asked]))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_nobody_needs_a_key_where_nobody_else_comes(host: str) -> None:
+    spec = up._spec(app.build_parser().parse_args(["up", "--engine", "sim", "--host", host]))
+    assert (spec.host, spec.keys_file) == (host, None)
+
+
+def test_whether_keys_are_needed_may_be_said_to_the_gateways(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PDMESH_GATEWAY_ALLOW_ANONYMOUS", "true")
+    spec = up._spec(app.build_parser().parse_args(["up", "--engine", "sim", "--host", "0.0.0.0"]))
+    assert spec.host == "0.0.0.0"
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["up", "--gateways", "0"], "must be 1 to 64"),
+        (["up", "--masters", "0"], "must be 1 to 64"),
+        (["up", "--timeout", "soon"], "must be a positive number"),
+        (["down", "--timeout", "-1"], "must be a positive number"),
+        (["keys", "add", "acme", "--weight", "1.5"], "must be a positive whole number"),
+        (["apply", "f", "--canary", "some"], "must be more than 0 and less than 1"),
+    ],
+)
+def test_a_value_out_of_its_bounds_is_told_them(
+    asked: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        app.build_parser().parse_args(asked)
+    assert message in capsys.readouterr().err
+
+
+def test_no_keys_yet_is_no_broken_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        app.main(["keys", "--state-dir", str(tmp_path), "list"])
+    assert "no keys yet" in capsys.readouterr().err

@@ -83,6 +83,12 @@ def test_a_bad_setting_is_one_line_that_names_the_variable(
     assert "\n" not in str(caught.value)
 
 
+def test_a_bad_value_within_a_setting_is_named_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDMESH_WEIGHTS", '{"chat": "heavy"}')
+    with pytest.raises(BadSetting, match=r"^PDMESH_WEIGHTS: chat: "):
+        Settings.load()
+
+
 def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDMESH_OTLP_ENDPOINT", "")
     assert Settings.load().otlp_endpoint is None

@@ -124,7 +124,7 @@ def test_decisions_are_told_with_their_numbers_and_moves() -> None:
         (["--force"], "say what is to be done"),
         (["--more", "decode", "--add", "decode"], "not allowed with argument"),
         (["--profile", "1", "2", "3"], "expected 4 arguments"),
-        (["--profile", "1", "2", "nan", "4"], "must be positive"),
+        (["--profile", "1", "2", "nan", "4"], "must be a positive number"),
     ],
 )
 def test_what_a_command_lacks_is_said_before_anybody_is_asked(

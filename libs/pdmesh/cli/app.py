@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_up(commands.add_parser("up", parents=[common], help="start a mesh on this machine"))
     down = commands.add_parser("down", parents=[common], help="stop it")
-    down.add_argument("--timeout", type=float, default=40.0, help="seconds before it is killed")
+    down.add_argument("--timeout", type=_positive, default=40.0, help="seconds before it is killed")
     _add_status(commands.add_parser("status", parents=[common], help="services, groups, slots"))
     _add_chat(commands.add_parser("chat", parents=[common], help="ask the model something"))
     _add_keys(commands.add_parser("keys", parents=[common], help="API keys of the gateway"))
@@ -78,24 +78,32 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the desired state; instances get their roles by it",
     )
-    add("--gateways", type=_count, default=1, metavar="K", help="gateways sharing the ports")
+    add("--gateways", type=_one_or_more, default=1, metavar="K", help="gateways sharing the ports")
     add(
         "--regions",
         metavar="A,B",
         help="so many instances, gateways and masters in each of these; default: the regions that --groups names",
     )
     add("--node-agent", action="store_true", help="watch this machine's devices")
-    add("--masters", type=_count, default=1, metavar="L", help="masters; all but one stand by")
+    add(
+        "--masters", type=_one_or_more, default=1, metavar="L", help="masters; all but one stand by"
+    )
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--http-port", type=_port, default=os.environ.get("PDMESH_HTTP_PORT", "8000"))
-    add("--grpc-port", type=_port, default=os.environ.get("PDMESH_GRPC_PORT", "8001"))
+    for port, default in (("http", "8000"), ("grpc", "8001")):
+        add(
+            f"--{port}-port",
+            type=_port,
+            default=os.environ.get(f"PDMESH_{port.upper()}_PORT", default),
+            metavar="PORT",
+            help="of the gateways; 0 picks a free one (default: %(default)s)",
+        )
     add("--model", type=Path, metavar="DIR", help="a Hugging Face model directory")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the service's")
     add("--nats-url", default=os.environ.get("PDMESH_NATS_URL"), help="use this NATS server")
     add("--redis-url", default=os.environ.get("PDMESH_REDIS_URL"), help="use this Redis or Valkey")
     add("--keys", type=Path, metavar="FILE", help="API keys that clients must have (pdmesh keys)")
     add("--allow-anonymous", action="store_true", help="no keys, though others can reach --host")
-    add("--timeout", type=float, default=300.0, help="seconds until it must be ready")
+    add("--timeout", type=_positive, default=300.0, help="seconds until it must be ready")
     add("--detach", action="store_true", help="return when it is ready; stop it with pdmesh down")
 
 
@@ -226,9 +234,13 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="what to ask; - reads it from stdin")
     parser.add_argument("--url", help="of a gateway (default: the mesh started here)")
-    parser.add_argument("--model", default="default")
-    parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--model", default="default", help="a served name (default: the first)")
+    parser.add_argument(
+        "--max-tokens", type=_positive_int, default=256, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0: greedy, the default"
+    )
     parser.add_argument(
         "--api-key", default=os.environ.get("PDMESH_API_KEY", ""), help="default: $PDMESH_API_KEY"
     )
@@ -242,13 +254,16 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     )
     add = actions.add_parser("add", parents=[common], help="make a key, and show it once")
     add.add_argument("tenant", help="whose key it is; a new name adds a tenant")
-    add.add_argument("--expires-days", type=_positive, metavar="DAYS")
-    add.add_argument("--requests-per-s", type=_positive, metavar="N")
-    add.add_argument("--tokens-per-min", type=_positive, metavar="N")
+    add.add_argument("--expires-days", type=_positive, metavar="DAYS", help="default: never")
+    # Limits are the tenant's, over all of its keys.
+    add.add_argument("--requests-per-s", type=_positive, metavar="N", help="default: no limit")
+    add.add_argument("--tokens-per-min", type=_positive, metavar="N", help="prompts and answers")
     add.add_argument("--max-concurrent", type=_positive_int, metavar="N", help="open requests")
-    add.add_argument("--tokens-per-day", type=_positive_int, metavar="N")
-    add.add_argument("--weight", type=_positive_int, help="share of waiting calls (default: 1)")
-    add.add_argument("--priority", type=_count, help="0 is served first (default: 1)")
+    add.add_argument("--tokens-per-day", type=_positive_int, metavar="N", help="by UTC days")
+    add.add_argument(
+        "--weight", type=_positive_int, metavar="N", help="share of waiting calls (default: 1)"
+    )
+    add.add_argument("--priority", type=_count, metavar="N", help="0 is served first (default: 1)")
     add.add_argument("--models", nargs="+", metavar="MODEL", help="default: all of them")
     actions.add_parser("list", parents=[common], help="keys by id, tenants and limits")
     revoke = actions.add_parser("revoke", parents=[common], help="end a key")
@@ -292,17 +307,24 @@ def _assignment(text: str) -> tuple[str, str]:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be positive")
+        raise argparse.ArgumentTypeError("must be a positive number")
     return value
 
 
 def _positive_int(text: str) -> int:
-    value = int(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError("must be positive")
-    return value
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError("must be a positive whole number")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    """NaN if it is none: no bound takes it."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 def _add_events(parser: argparse.ArgumentParser) -> None:
@@ -317,7 +339,7 @@ def _add_events(parser: argparse.ArgumentParser) -> None:
 
 
 def _share(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError("must be more than 0 and less than 1")
     return value
@@ -325,6 +347,10 @@ def _share(text: str) -> float:
 
 def _count(text: str) -> int:
     return _whole_number(text, 64)
+
+
+def _one_or_more(text: str) -> int:
+    return _whole_number(text, 64, minimum=1)
 
 
 def _port(text: str) -> int:
@@ -335,9 +361,9 @@ def _version(text: str) -> int:
     return _whole_number(text, 2**63 - 1)
 
 
-def _whole_number(text: str, maximum: int) -> int:
-    if not text.isdecimal() or int(text) > maximum:
-        raise argparse.ArgumentTypeError(f"must be 0 to {maximum}")
+def _whole_number(text: str, maximum: int, *, minimum: int = 0) -> int:
+    if not text.isdecimal() or not minimum <= int(text) <= maximum:
+        raise argparse.ArgumentTypeError(f"must be {minimum} to {maximum}")
     return int(text)
 
 

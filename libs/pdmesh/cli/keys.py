@@ -54,6 +54,8 @@ def _add(options: argparse.Namespace, path: Path) -> int:
 
 
 def _list(options: argparse.Namespace, path: Path) -> int:
+    if not path.exists():
+        raise CommandFailed(f"no keys yet: {path} is made by pdmesh keys add TENANT")
     file = api_keys.load(path)
     rows = []
     for key in file.keys:

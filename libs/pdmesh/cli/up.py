@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import IO, Final
 
+from pdmesh import api_keys
 from pdmesh.cli.connect import be_quiet
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.desired_file import read
@@ -24,11 +25,14 @@ from pdmesh.launcher import state
 from pdmesh.launcher.mesh import Mesh, MeshFailed
 from pdmesh.launcher.spec import MeshSpec
 from pdmesh.models import smollm2
+from pdmesh.net.loopback import is_loopback
 
 _POLL_S: Final = 0.1
 _REGION: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 # Set for the detached launcher, which must not detach again.
 _DETACHED: Final = "PDMESH_DETACHED"
+# What the gateways read besides the flags about keys.
+_DOOR_VARIABLES: Final = ("PDMESH_GATEWAY_KEYS_FILE", "PDMESH_GATEWAY_ALLOW_ANONYMOUS")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -76,7 +80,7 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         dtype=options.dtype,
         nats_url=options.nats_url,
         redis_url=options.redis_url,
-        keys_file=options.keys,
+        keys_file=_keys_file(options),
         allow_anonymous=options.allow_anonymous,
         start_timeout_s=options.timeout,
     )
@@ -94,6 +98,25 @@ def _groups_file(options: argparse.Namespace) -> tuple[Path | None, tuple[str, .
     except (OSError, UnicodeDecodeError) as exc:
         raise CommandFailed(f"{options.groups}: {getattr(exc, 'strerror', 'not text')}") from None
     return file, desired.regions
+
+
+def _keys_file(options: argparse.Namespace) -> Path | None:
+    """Checked before anything starts: a gateway would refuse it only after the instances have loaded the model."""
+    if options.keys is not None:
+        keys: Path = options.keys
+        try:
+            api_keys.load(keys)
+        except api_keys.BadKeyFile as exc:
+            hint = f"make one with: pdmesh keys add TENANT --file {keys}"
+            raise CommandFailed(f"--keys: {exc}; {hint}") from None
+        return keys
+    is_decided = options.allow_anonymous or any(name in os.environ for name in _DOOR_VARIABLES)
+    if not is_decided and not is_loopback(options.host):
+        raise CommandFailed(
+            f"others can reach {options.host}: give --keys FILE (pdmesh keys add makes one), "
+            "or --allow-anonymous on a trusted network"
+        )
+    return None
 
 
 def _regions(options: argparse.Namespace, named: tuple[str, ...]) -> tuple[str, ...]:
