@@ -182,9 +182,6 @@ class FakeInstance:
     ) -> AsyncIterator[pb.GetKvSnapshotResponse]:
         yield pb.GetKvSnapshotResponse(incarnation=self.incarnation)
 
-    async def Drain(self, request: pb.DrainRequest, context: object) -> pb.DrainResponse:
-        return pb.DrainResponse(load=self.load())
-
     # --- behaviour -------------------------------------------------------------------------------
 
     async def _read(

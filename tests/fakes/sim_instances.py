@@ -134,7 +134,7 @@ async def sim_instance(
     rpc.add_service(
         server,
         pb.DESCRIPTOR.services_by_name["InstanceService"],
-        InstanceServicer(host, lambda: record, blocks, lambda: None),
+        InstanceServicer(host, lambda: record, blocks),
     )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

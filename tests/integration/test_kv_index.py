@@ -86,7 +86,7 @@ class Worker:
             incarnation=1, sequence=self.sequence, block_hashes=list(self.host), tier="host"
         )
 
-    Session = GetStatus = Drain = GetKvSnapshot  # not called
+    Session = GetStatus = GetKvSnapshot  # not called
 
 
 @pytest.fixture

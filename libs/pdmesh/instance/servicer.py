@@ -17,8 +17,6 @@ from pdmesh.instance.outbox import Outbox
 from pdmesh.instance.publishing import KvBlocksPublisher
 from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.instance_service_pb2 import (
-    DrainRequest,
-    DrainResponse,
     GetKvSnapshotRequest,
     GetKvSnapshotResponse,
     GetStatusRequest,
@@ -35,16 +33,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InstanceServicer:
-    """`record` is the instance as it is registered now; `on_drain` is told when an operator drains it."""
+    """`record` is the instance as it is registered now."""
 
     def __init__(
         self,
         host: InstanceHost,
         record: Callable[[], InstanceRecord],
         blocks: KvBlocksPublisher,
-        on_drain: Callable[[], None],
     ) -> None:
-        self._host, self._record, self._blocks, self._on_drain = host, record, blocks, on_drain
+        self._host, self._record, self._blocks = host, record, blocks
 
     async def Session(  # noqa: N802  # gRPC's name
         self, requests: AsyncIterator[SessionRequest], context: Context
@@ -120,8 +117,3 @@ class InstanceServicer:
                     block_hashes=hashes[start : start + _HASHES_PER_PART],
                     tier="" if tier is Tier.ENGINE else tier.value,
                 )
-
-    async def Drain(self, request: DrainRequest, context: Context) -> DrainResponse:  # noqa: N802
-        self._host.drain(not request.resume)
-        self._on_drain()
-        return DrainResponse(load=self._host.load())

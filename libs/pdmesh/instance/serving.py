@@ -41,7 +41,7 @@ class Serving:
     ) -> None:
         settings = loaded.settings
         self.loaded = loaded
-        self._settings, self._record, self._on_record = settings, record, on_record
+        self._settings, self._record = settings, record
         self._blocks = KvBlocksPublisher(events, settings.instance_id)
         self._failures = ErrorPublisher(events, settings.instance_id, service)
         self.host = InstanceHost(
@@ -70,7 +70,7 @@ class Serving:
         rpc.add_service(
             self._server,
             instance_service_pb2.DESCRIPTOR.services_by_name["InstanceService"],
-            InstanceServicer(self.host, self._record, self._blocks, self._on_record),
+            InstanceServicer(self.host, self._record, self._blocks),
         )
         self.address = f"{self._settings.reachable_host}:{_listen(self._server, self._settings)}"
         await rpc.start(self._server)  # an assignment may be taken back while it loads

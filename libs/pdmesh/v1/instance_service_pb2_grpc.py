@@ -50,11 +50,6 @@ class InstanceServiceStub:
                 request_serializer=pdmesh_dot_v1_dot_instance__service__pb2.GetKvSnapshotRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_v1_dot_instance__service__pb2.GetKvSnapshotResponse.FromString,
                 _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/pdmesh.v1.InstanceService/Drain',
-                request_serializer=pdmesh_dot_v1_dot_instance__service__pb2.DrainRequest.SerializeToString,
-                response_deserializer=pdmesh_dot_v1_dot_instance__service__pb2.DrainResponse.FromString,
-                _registered_method=True)
 
 
 class InstanceServiceServicer:
@@ -82,13 +77,6 @@ class InstanceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Drain(self, request, context):
-        """Admit nothing more, finish what runs, keep staged KV readable until its leases end.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_InstanceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -106,11 +94,6 @@ def add_InstanceServiceServicer_to_server(servicer, server):
                     servicer.GetKvSnapshot,
                     request_deserializer=pdmesh_dot_v1_dot_instance__service__pb2.GetKvSnapshotRequest.FromString,
                     response_serializer=pdmesh_dot_v1_dot_instance__service__pb2.GetKvSnapshotResponse.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=pdmesh_dot_v1_dot_instance__service__pb2.DrainRequest.FromString,
-                    response_serializer=pdmesh_dot_v1_dot_instance__service__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -195,33 +178,6 @@ class InstanceService:
             '/pdmesh.v1.InstanceService/GetKvSnapshot',
             pdmesh_dot_v1_dot_instance__service__pb2.GetKvSnapshotRequest.SerializeToString,
             pdmesh_dot_v1_dot_instance__service__pb2.GetKvSnapshotResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pdmesh.v1.InstanceService/Drain',
-            pdmesh_dot_v1_dot_instance__service__pb2.DrainRequest.SerializeToString,
-            pdmesh_dot_v1_dot_instance__service__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,8 +45,6 @@ class InstanceServiceStub:
     """What the instance is doing now. For operators; nothing decides on it."""
     GetKvSnapshot: _grpc.UnaryStreamMultiCallable[_instance_service_pb2.GetKvSnapshotRequest, _instance_service_pb2.GetKvSnapshotResponse]
     """Every block the instance holds, after which its deltas continue at `sequence` + 1."""
-    Drain: _grpc.UnaryUnaryMultiCallable[_instance_service_pb2.DrainRequest, _instance_service_pb2.DrainResponse]
-    """Admit nothing more, finish what runs, keep staged KV readable until its leases end."""
 
 @_typing.type_check_only
 class InstanceServiceAsyncStub(InstanceServiceStub):
@@ -59,8 +57,6 @@ class InstanceServiceAsyncStub(InstanceServiceStub):
     """What the instance is doing now. For operators; nothing decides on it."""
     GetKvSnapshot: _aio.UnaryStreamMultiCallable[_instance_service_pb2.GetKvSnapshotRequest, _instance_service_pb2.GetKvSnapshotResponse]  # type: ignore[assignment]
     """Every block the instance holds, after which its deltas continue at `sequence` + 1."""
-    Drain: _aio.UnaryUnaryMultiCallable[_instance_service_pb2.DrainRequest, _instance_service_pb2.DrainResponse]  # type: ignore[assignment]
-    """Admit nothing more, finish what runs, keep staged KV readable until its leases end."""
 
 class InstanceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by each instance, whatever its role."""
@@ -88,13 +84,5 @@ class InstanceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_instance_service_pb2.GetKvSnapshotResponse], _abc.AsyncIterator[_instance_service_pb2.GetKvSnapshotResponse]]:
         """Every block the instance holds, after which its deltas continue at `sequence` + 1."""
-
-    @_abc_1.abstractmethod
-    def Drain(
-        self,
-        request: _instance_service_pb2.DrainRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_instance_service_pb2.DrainResponse, _abc.Awaitable[_instance_service_pb2.DrainResponse]]:
-        """Admit nothing more, finish what runs, keep staged KV readable until its leases end."""
 
 def add_InstanceServiceServicer_to_server(servicer: InstanceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
