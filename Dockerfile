@@ -43,6 +43,8 @@ ENV PATH=/opt/pdmesh/bin:$PATH \
     PDMESH_HEALTH_MONITOR_OPS_PORT=9100 \
     PDMESH_PREFILL_OPS_PORT=9100 \
     PDMESH_DECODE_OPS_PORT=9100 \
+    PDMESH_INSTANCE_OPS_PORT=9100 \
+    PDMESH_NODE_AGENT_OPS_PORT=9100 \
     PDMESH_HEALTHCHECK_PORT=9100
 COPY deploy/docker/healthcheck /usr/local/bin/pdmesh-healthcheck
 HEALTHCHECK --interval=5s --timeout=3s --start-period=60s --start-interval=500ms --retries=3 \

@@ -9,7 +9,7 @@ from typing import Protocol
 import pytest
 
 from pdmesh.errors import NotLeader, Unavailable
-from pdmesh.net.assignments import Assignments, StaleView, is_newer
+from pdmesh.net.assignments import Assignments, StaleView
 from pdmesh.net.nats_assignments import NatsAssignments
 from pdmesh.v1.common_pb2 import ROLE_PREFILL
 from pdmesh.v1.groups_pb2 import STAGE_CONNECT, STAGE_LOAD, STAGE_SERVE, Assignment
@@ -146,13 +146,3 @@ async def test_an_outage_leaves_the_book_as_it_was_and_it_says_so(world: World) 
     await until(lambda: told[-1].stage == STAGE_CONNECT)
     await feed.close()
     await book.close()
-
-
-def test_an_instance_follows_only_what_is_not_older() -> None:
-    current = assignment(epoch=3, assignment_id=7)
-    assert is_newer(current, None)
-    assert not is_newer(assignment(epoch=3, assignment_id=7), current)
-    assert is_newer(assignment(epoch=3, assignment_id=7, stage=STAGE_CONNECT), current)
-    assert is_newer(assignment(epoch=4, assignment_id=7), current)
-    assert not is_newer(assignment(epoch=2, assignment_id=9, stage=STAGE_SERVE), current)
-    assert not is_newer(assignment(epoch=3, assignment_id=6), current)

@@ -130,13 +130,6 @@ class MemoryTransport:
     def freeze(self) -> None:
         self.is_frozen = True
 
-    def thaw(self) -> None:
-        self.is_frozen = False
-        for connection in list(self._connections):
-            if connection.other is not None and connection.other.is_closed:
-                connection.abort("the peer is gone")
-        self.wake()
-
     def wake(self) -> None:
         if not self._is_woken:
             self._is_woken = True

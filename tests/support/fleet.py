@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -119,10 +118,6 @@ async def until_nothing_held(mesh: Mesh, within_s: float) -> None:
         await until(is_free, within_s)
     except AssertionError as exc:
         raise AssertionError(f"held after {within_s} s: {last}") from exc
-
-
-def num_open_files(mesh: Mesh) -> dict[str, int]:
-    return {name: len(os.listdir(f"/proc/{mesh.pid(name)}/fd")) for name in mesh.names}
 
 
 _SAMPLE = re.compile(r"^(?P<name>[a-z_:]+)(?:\{(?P<labels>[^}]*)\})? (?P<value>[0-9.e+-]+)$")

@@ -2,7 +2,7 @@
 
 Assignments outlive both: they do not expire. The adapter is JetStream key-value (`nats_assignments.py`). Each write is
 compared with the revision that its writer last saw, and refused once a leader of a later epoch has written (I7); an
-instance besides ignores what is meant for another incarnation, or is older than what it has seen (`is_newer`).
+instance besides ignores what is meant for another incarnation, or is older than what it has seen (`core.instance_life`).
 """
 
 from __future__ import annotations
@@ -61,13 +61,3 @@ class Assignments(Protocol):
 
 class StaleView(Exception):
     """Somebody wrote the assignment since it was last read; read again and decide anew."""
-
-
-def is_newer(candidate: Assignment, current: Assignment | None) -> bool:
-    """Whether an instance that follows `current` has to follow `candidate`: both meant for the same incarnation."""
-    if current is None:
-        return True
-    return candidate != current and (candidate.epoch, candidate.assignment_id) >= (
-        current.epoch,
-        current.assignment_id,
-    )
