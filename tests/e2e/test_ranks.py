@@ -91,7 +91,7 @@ async def ranks(tiny_llama: Path, plain_ranks: Plain) -> AsyncIterator[Pair]:
         yield Pair(prefill, decode)
 
 
-@pytest.mark.req("S57", "S1")
+@pytest.mark.req("S57", "S119", "S1")
 async def test_two_ranks_hand_over_to_two_ranks_and_nothing_is_computed_twice(
     ranks: Pair, plain_ranks: Plain
 ) -> None:

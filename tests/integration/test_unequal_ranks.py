@@ -131,7 +131,7 @@ def instances(
         yield made[0], made[1]
 
 
-@pytest.mark.req("S57")
+@pytest.mark.req("S57", "S119")
 @pytest.mark.parametrize("num_cached", [0, 2])
 @pytest.mark.parametrize(
     ("num_heads", "num_sources", "num_ranks"),

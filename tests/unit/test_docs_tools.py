@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tools import coverage_doc, telemetry_doc
 
 
@@ -23,6 +25,15 @@ def helper(): ...
         ("TestX.test_it", ["S1", "F7", "F8"]),
         ("test_that", ["S1", "S2"]),
     ]
+
+
+def test_every_number_is_proved_by_a_test_or_says_why_not() -> None:
+    page = coverage_doc.document(Path(__file__).parents[1])
+    assert "| S1 |" in page
+    with pytest.raises(ValueError, match=r"both: .*S1, "):
+        coverage_doc._not_proved({})
+    with pytest.raises(ValueError, match="S55"):
+        coverage_doc._not_proved({"S55": ["a test"]})
 
 
 def test_a_tests_name_is_shown_whole() -> None:

@@ -13,6 +13,7 @@ from typing import Final
 from pdmesh import __version__
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.errors import MeshError
+from pdmesh.net import subjects
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -331,7 +332,7 @@ def _add_events(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "pattern",
         nargs="?",
-        default="mesh.v1.>",
+        default=subjects.ALL,
         help="NATS subject, e.g. mesh.v1.health.*.decode-0",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
