@@ -137,7 +137,7 @@ load: $(DONE)/dev ## send a workload to a mesh and write a report page; ARGS="--
 load-until-failure: $(DONE)/dev ## users in a closed loop, more and more until one answer misses its SLO: two services, six scenarios; ARGS="--out FILE"
 	@$(BIN)/python -m loadtests.until_failure $(ARGS)
 
-load-users: $(DONE)/dev ## users from A to 4A on eight prefills, on demand and with the queues of before; ARGS="--out FILE"
+load-users: $(DONE)/dev ## users from A to 4A on twelve prefills, on demand and with a queue at each; ARGS="--out FILE"
 	@$(BIN)/python -m loadtests.users $(ARGS)
 
 load-chats: $(DONE)/dev ## conversations, turn by turn, and what each turn reuses of those before; ARGS="--out FILE"

@@ -1,0 +1,91 @@
+"""Users in a closed loop on the virtual clock: the twin of `loadtests.users`, and what its queues would do with other reports.
+
+Gateway and network are a constant per hop here, and the cores are the services' own: so what differs between two variants is how
+they wait, and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from loadtests.sim.mesh import MeshShape, Served, VirtualMesh
+from loadtests.traffic import Answer
+from loadtests.users_plan import (
+    BLOCK_SIZE,
+    DECODE_SLOTS,
+    LAW,
+    NUM_DECODE,
+    NUM_PREFILL,
+    Prompts,
+    Variant,
+    thinking,
+)
+from pdmesh.core.placement_baselines import ShortestQueue
+from pdmesh.core.placement_policies import Weights
+from pdmesh.engine.sim.config import CHUNK_TOKENS
+
+_HOP_S: Final = 0.0015  # as a mesh of processes on two cores has it: 5 ms of TTFT beyond the law
+
+
+class UsersMesh(VirtualMesh):
+    """`num_users` who ask, read the answer or the refusal, think and ask again, until `until`. Times in seconds."""
+
+    def __init__(
+        self,
+        variant: Variant,
+        num_users: int,
+        *,
+        slo_s: float,
+        think_s: float,
+        until: float,
+        report_s: float | None = None,
+        seed: int = 1,
+    ) -> None:
+        """`report_s`: the time between two reports of the queues, in place of the policy's own 100 ms."""
+        shape = MeshShape(
+            LAW,
+            num_prefill=NUM_PREFILL,
+            num_decode=NUM_DECODE,
+            num_blocks=4096,
+            block_size=BLOCK_SIZE,
+            prefill_slots=variant.prefill_slots,
+            decode_slots=DECODE_SLOTS,
+            chunk_tokens=CHUNK_TOKENS,
+            hop_s=_HOP_S,
+            ttft_slo_s=slo_s,
+        )
+        super().__init__(shape, variant.policy, seed, Weights())
+        if report_s is not None:
+            queues = ShortestQueue(report_s)
+            self.placement.policy = replace(self.placement.policy, score_prefills=queues)
+        self._next, self._think, self._until = Prompts(seed), thinking(seed, think_s), until
+        self._num_asked = 0
+        for _ in range(num_users):
+            self.clock.after(self._think(), self._ask)
+
+    def ended(self, served: Served) -> None:
+        self.clock.after(self._think(), self._ask)
+
+    def answers(self, since: float) -> list[Answer]:
+        """To what was asked from `since` on, as the generator of real load would have got them."""
+        self.clock.run()
+        return [_answer(s, since) for s in self.served if s.arrival.at_s >= since]
+
+    def _ask(self) -> None:
+        if self.clock.now < self._until:
+            self._num_asked += 1
+            self.submit(self._num_asked, replace(self._next(), at_s=self.clock.now))
+
+
+def _answer(served: Served, since: float) -> Answer:
+    arrival = served.arrival
+    return Answer(
+        arrival,
+        arrival.at_s - since,
+        status=429 if served.is_refused else 200,
+        ttft_s=served.ttft_s,
+        e2e_s=served.e2e_s,
+        num_tokens=0 if served.is_refused else arrival.num_output_tokens,
+        num_cached_tokens=served.num_cached_tokens,
+    )

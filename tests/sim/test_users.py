@@ -1,0 +1,36 @@
+"""Users at 4A on the virtual clock: what the mesh of `make load-users` must show, without its noise."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadtests.sim.users import UsersMesh
+from loadtests.users_plan import CAPACITY_PER_S, ON_DEMAND, QUEUES, Variant
+from loadtests.users_report import Point, point
+
+USERS, SLO_S, WARM_S, DURATION_S = 96, 0.5, 6.0, 12.0
+
+
+def play(variant: Variant, report_s: float | None = None) -> Point:
+    mesh = UsersMesh(
+        variant, USERS, slo_s=SLO_S, think_s=1.0, until=WARM_S + DURATION_S, report_s=report_s
+    )
+    answers = mesh.answers(since=WARM_S)
+    mesh.fleet.check_invariants()
+    for worker in mesh.workers.values():
+        worker.admission.check_invariants()
+    return point(variant.name, USERS, answers, SLO_S, DURATION_S)
+
+
+@pytest.mark.req("S45", "S62")
+def test_on_demand_keeps_the_slo_of_99_percent_and_accepts_what_formula_2_says() -> None:
+    found = play(ON_DEMAND)
+    assert found.success_percent >= 99
+    assert found.accepted_per_s == pytest.approx(CAPACITY_PER_S, rel=0.10)
+
+
+@pytest.mark.req("S7", "S62")
+def test_queues_lose_a_third_by_reports_of_100_ms_and_next_to_none_by_reports_of_no_age() -> None:
+    """The same queues: what comes between two reports all goes to the prefill that was shortest at the first."""
+    assert play(QUEUES).success_percent < 70
+    assert play(QUEUES, report_s=0.0).success_percent > 90
