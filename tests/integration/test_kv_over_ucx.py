@@ -187,7 +187,7 @@ async def test_a_connection_that_ends_while_bytes_are_awaited_fails_its_pulls_at
         for attempt in range(10):  # most, not all, ended so
             failpoints.arm("prefill.sending=cut@3")
             name, r = f"t{attempt}", ArenaRange(0, size)
-            sender.stage(name, 1, r, layout, 30.0, chunk_bytes=layout.layer_chunk_bytes)
+            sender.stage(name, 1, r, layout, 30.0, chunk_bytes=size // 4)
             with pytest.raises(KvTransferFailed) as caught:
                 await receiver.pull(ticket_for(address, layout, name), r, deadline_s=60.0)
             assert caught.value.reason == "KV_PEER_LOST"
@@ -212,6 +212,28 @@ async def test_a_sender_that_thaws_serves_the_next_pull() -> None:
         prefill.process.send_signal(signal.SIGCONT)
         await decode.pull(ticket, landing(SMALL), deadline_s=30)
         assert (decode.landing(landing(SMALL)) == pattern(SMALL.total_bytes)).all()
+
+
+@pytest.mark.fault("F4")
+async def test_over_shared_memory_parts_are_read_in_place_and_a_frozen_sender_holds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The receiver reads the sender's arena itself, so a sender that is frozen before its META costs one bounded pull."""
+    monkeypatch.setenv("UCX_TLS", "tcp,sm")
+    events: list[AgentEvent] = []
+    async with sender(LARGE) as prefill, receiver(events) as decode:
+        first, second, third = await prefill.stage(3)
+        await decode.pull(first, landing(LARGE), deadline_s=60)
+        assert (decode.landing(landing(LARGE)) == pattern(LARGE.total_bytes)).all()
+        prefill.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(KvTransferFailed):
+            await decode.pull(second, landing(LARGE), deadline_s=0.3)
+        await until(lambda: events == [LandingFreed(0)])
+        view = decode.landing(landing(LARGE))
+        view[:] = 0
+        prefill.process.send_signal(signal.SIGCONT)
+        await decode.pull(third, landing(LARGE), deadline_s=60)
+        assert (view == pattern(LARGE.total_bytes)).all()
 
 
 @pytest.mark.fault("F5")

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.kv_layout import MAX_SPANS, KvLayout, KvShape
+from pdmesh.core.kv_layout import (
+    INLINE_BYTES,
+    LAYER_CHUNK_BYTES,
+    MAX_SPANS,
+    KvLayout,
+    KvShape,
+)
 from pdmesh.core.reslice import heads_of
 from pdmesh.kv.scatter import gather, recv_scatter, runs_of, scatter_part
 
@@ -239,18 +245,39 @@ def test_strided_caches_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total_bytes", "chunk_bytes"),
+    ("total_bytes", "num_layers"),
     [
-        (32 << 10, 64 << 10),
-        (512 << 10, 128 << 10),
-        (1 << 20, 256 << 10),
-        (2 << 20, 256 << 10),
-        (8 << 20, 1 << 20),
-        (256 << 20, 2 << 20),
+        (32 << 10, [32]),
+        (256 << 10, [8, 8, 8, 8]),
+        (1 << 20, [15, 8, 7, 2]),
+        (2 << 20, [16, 8, 4, 4]),
+        (4 << 20, [16, 8, 4, 4]),
+        (8 << 20, [8, 8, 8, 4, 4]),
+        (16 << 20, [4] * 8),
+        (256 << 20, [1] * 32 * 4),
     ],
 )
 @pytest.mark.req("S48")
 def test_little_of_a_prompt_is_left_to_move_when_its_last_layer_is_there(
-    total_bytes: int, chunk_bytes: int
+    total_bytes: int, num_layers: list[int]
 ) -> None:
-    assert KvLayout(32, 1, total_bytes // 32).layer_chunk_bytes == chunk_bytes
+    layout = KvLayout(32, 128, total_bytes // 32 // 128)
+    parts = layout.parts(chunk_bytes=layout.layer_chunk_bytes, is_tapered=True)
+    assert [part.end_layer - part.first_layer for part in parts] == num_layers
+
+
+@pytest.mark.req("S48")
+@given(st.integers(1, 100), st.integers(1, LAYER_CHUNK_BYTES))
+def test_parts_that_get_shorter_are_few_and_end_with_an_eighth_or_what_rides_along(
+    num_layers: int, layer_bytes: int
+) -> None:
+    layout = KvLayout(num_layers, 1, layer_bytes)
+    chunk_bytes = layout.layer_chunk_bytes
+    parts = layout.parts(chunk_bytes=chunk_bytes, is_tapered=True)
+    assert [part.first_layer for part in parts] == [0, *(p.end_layer for p in parts[:-1])]
+    assert parts[-1].end_layer == num_layers
+    assert sum(part.length for part in parts) == layout.total_bytes
+    assert all(part.length <= max(chunk_bytes, layer_bytes) for part in parts)
+    plain = layout.parts(chunk_bytes=chunk_bytes)
+    assert len(parts) <= len(plain) + 6
+    assert parts[-1].length <= max(layer_bytes, layout.total_bytes // 8, INLINE_BYTES)

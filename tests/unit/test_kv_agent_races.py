@@ -321,3 +321,35 @@ async def test_a_connection_in_use_is_not_dropped_for_another() -> None:
             with pytest.raises(KvTransferFailed, match="in use"):
                 await receiver.connect(receiver.address)
         await first
+
+
+@pytest.mark.req("S48")
+def test_layers_that_complete_no_part_do_not_wake_the_agents_thread() -> None:
+    layout = KvLayout(32, 1, 128 << 10, FINGERPRINT)
+    whole = ArenaRange(0, layout.total_bytes)
+    told: list[int] = []
+
+    class Told(KvAgent):
+        def ready(self, ticket_id: str, num_layers: int) -> None:
+            told.append(num_layers)
+            super().ready(ticket_id, num_layers)
+
+    identity = AgentIdentity("prefill-0", INCARNATION, FINGERPRINT)
+    thread = AgentThread(
+        lambda: Told(
+            MemoryTransport(),
+            identity,
+            staging_bytes=whole.length,
+            landing_bytes=0,
+            on_event=lambda _: None,
+        )
+    )
+    thread.start()
+    try:
+        thread.open("t", 1, whole, layout, 5.0).result(30)
+        for layer in range(layout.num_layers):
+            thread.ready("t", layer + 1)
+        thread.stage("u", 1, ArenaRange(0, 0), KvLayout(0, 0, 8), 5.0).result(30)  # behind them
+        assert told == [16, 24, 28, 29, 30, 31, 32, 0]
+    finally:
+        thread.close()

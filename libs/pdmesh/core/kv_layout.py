@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Final
 
 MAX_SPANS: Final = 512  # of one part: what one message can name
@@ -15,11 +16,8 @@ MAX_SPANS: Final = 512  # of one part: what one message can name
 # (docs/adr/0006): smaller parts cost wake-ups, larger ones overlap less.
 CHUNK_BYTES: Final = 4 << 20  # the whole prompt is staged
 LAYER_CHUNK_BYTES: Final = 2 << 20  # layers are staged while later ones are computed
-# So that little of a short prompt is left to move when its last layer is there; fewer where a part costs more than its bytes.
-_LAYER_PARTS: Final = 8
-_FEW_LAYER_PARTS: Final = 4
-_COSTLY_PART_BYTES: Final = 256 << 10
-_MIN_LAYER_CHUNK_BYTES: Final = 64 << 10
+INLINE_BYTES: Final = 64 << 10  # a part of at most so many rides in its announcement
+_FEW_INLINE: Final = 4  # a prompt of at most so many such parts has no others
 
 DTYPE_BYTES: Final = {
     "float32": 4,
@@ -101,10 +99,8 @@ class KvLayout:
 
     @property
     def layer_chunk_bytes(self) -> int:
-        """The parts of a pull that follows the computation, layer by layer."""
-        total = self.total_bytes
-        wanted = max(total // _LAYER_PARTS, min(total // _FEW_LAYER_PARTS, _COSTLY_PART_BYTES))
-        return max(_MIN_LAYER_CHUNK_BYTES, min(LAYER_CHUNK_BYTES, wanted))
+        """The largest part of a pull that follows the computation, layer by layer."""
+        return LAYER_CHUNK_BYTES if self.total_bytes > _FEW_INLINE * INLINE_BYTES else INLINE_BYTES
 
     def offset(self, layer: int, block: int) -> int:
         """Where a block of a layer begins. With more than one head a block is in as many places."""
@@ -118,18 +114,20 @@ class KvLayout:
         first_block: int = 0,
         heads: tuple[int, int] | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        is_tapered: bool = False,
     ) -> tuple[KvPart, ...]:
         """A pull of the blocks from `first_block` on, of the heads (first, number), cut into parts.
 
-        A part is whole layers while they fit `chunk_bytes`, or whole blocks of one longer layer, at least one. A pull of
-        nothing is one empty part. Raises IndexError outside the layout.
+        A part is whole layers while they fit `chunk_bytes`, or whole blocks of one longer layer, at least one. `is_tapered`: parts
+        get shorter towards the end, so that little is left to move when the last layer is there. A pull of nothing is one empty
+        part. Raises IndexError outside the layout.
         """
         first_head, num_heads = heads or (0, self.num_heads)
         if not 0 <= first_block <= self.num_blocks:
             raise IndexError(f"first block {first_block} of {self.num_blocks}")
         if first_head < 0 or num_heads < 1 or first_head + num_heads > self.num_heads:
             raise IndexError(f"heads from {first_head}, {num_heads} of {self.num_heads}")
-        return _parts(self, first_block, first_head, num_heads, chunk_bytes)
+        return _parts(self, first_block, first_head, num_heads, chunk_bytes, is_tapered)
 
     def _rows(self, layer: int, first_block: int, first_head: int, num_heads: int) -> list[KvSpan]:
         """The wanted bytes of one layer: one span, or one per head."""
@@ -146,7 +144,12 @@ class KvLayout:
 
 @lru_cache(maxsize=256)  # prompts of one length have one plan
 def _parts(
-    layout: KvLayout, first_block: int, first_head: int, num_heads: int, chunk_bytes: int
+    layout: KvLayout,
+    first_block: int,
+    first_head: int,
+    num_heads: int,
+    chunk_bytes: int,
+    is_tapered: bool,
 ) -> tuple[KvPart, ...]:
     head_bytes = layout.block_bytes // layout.num_heads
     layer_bytes = (layout.num_blocks - first_block) * num_heads * head_bytes
@@ -157,8 +160,11 @@ def _parts(
         num_layers = max(1, min(num_layers, MAX_SPANS // num_heads))
     parts: list[KvPart] = []
     offset = 0
-    for layer in range(0, layout.num_layers, num_layers):
-        end = min(layer + num_layers, layout.num_layers)
+    cuts = [*range(0, layout.num_layers, num_layers), layout.num_layers]
+    if is_tapered and chunk_bytes > INLINE_BYTES:
+        num_inline = min(num_layers, INLINE_BYTES // layer_bytes)
+        cuts = _tapered(layout.num_layers, num_layers, num_inline)
+    for layer, end in pairwise(cuts):
         spans = [
             row
             for i in range(layer, end)
@@ -173,6 +179,21 @@ def _parts(
             parts.append(KvPart(offset, length, tuple(group), layer, end))
             offset += length
     return tuple(parts)
+
+
+def _tapered(count: int, most: int, num_inline: int) -> list[int]:
+    """Where `count` layers are cut: each part is half of what is left, down to an eighth of all.
+
+    A part that does not ride in its announcement takes a question and an answer, however short it is. If several layers can ride,
+    they are the last part, and the others are not below a quarter: the one before it is away when the last layer is there.
+    """
+    num_inline = num_inline if num_inline > 1 else 0
+    end = max(0, count - num_inline)
+    least = max(1, count // (4 if num_inline else 8))
+    cuts = [0]
+    while (left := end - cuts[-1]) > 0:
+        cuts.append(cuts[-1] + min(left, most, max(left // 2, least)))
+    return [*cuts, count] if num_inline else cuts
 
 
 def _cut(span: KvSpan, unit: int, chunk_bytes: int) -> list[KvSpan]:

@@ -62,6 +62,7 @@ class _Ticket:
     lease_s: float
     chunk_bytes: int
     is_single: bool
+    is_tapered: bool = False
     num_ready: int = 0  # layers
     has_writer: bool = True  # until the last layer, or the release
     lease_ends: float = math.inf  # while there is a writer
@@ -144,7 +145,12 @@ class TicketBook:
         if event.ticket_id in self._tickets:
             raise ValueError(f"ticket {event.ticket_id} is open already")
         self._tickets[event.ticket_id] = _Ticket(
-            event.attempt, event.layout, event.lease_s, event.chunk_bytes, event.is_single
+            event.attempt,
+            event.layout,
+            event.lease_s,
+            event.chunk_bytes,
+            event.is_single,
+            event.is_tapered,
         )
         return []
 
@@ -177,7 +183,9 @@ class TicketBook:
         if refusal is not None or ticket is None:
             return [Refuse(event.peer, event.pull_id, refusal or Refusal.UNKNOWN_TICKET)]
         try:
-            parts = ticket.layout.parts(event.first_block, event.heads, ticket.chunk_bytes)
+            parts = ticket.layout.parts(
+                event.first_block, event.heads, ticket.chunk_bytes, ticket.is_tapered
+            )
         except IndexError:
             return [Refuse(event.peer, event.pull_id, Refusal.BAD_RANGE)]
         ticket.pulls[key] = _Pull(parts, parts[-1].offset + parts[-1].length)

@@ -12,7 +12,8 @@ from pdmesh.core.ticket import CloseReason, Refusal
 class Opened:
     """A prompt's range is reserved and its layout known; its bytes are still to come.
 
-    `is_single`: nobody can ask for it twice, so it closes with its only pull, however that ends.
+    `is_single`: nobody can ask for it twice, so it closes with its only pull, however that ends. How its pulls are cut into
+    parts: see `KvLayout.parts`.
     """
 
     ticket_id: str
@@ -21,6 +22,7 @@ class Opened:
     lease_s: float
     chunk_bytes: int = CHUNK_BYTES
     is_single: bool = False
+    is_tapered: bool = False
 
 
 @dataclass(slots=True)

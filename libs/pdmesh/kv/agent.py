@@ -131,11 +131,16 @@ class KvAgent:
     ) -> None:
         """Serve pulls of a prompt whose layers are yet to come: each waits until its bytes are `ready`.
 
-        Until all are, the caller writes the range, and must end the ticket: by the last layer or by `release`.
+        Without `chunk_bytes` it is cut so that little is left to move after the last layer. Until all are, the caller writes the range, and must end the ticket: by the last layer or by `release`.
         Raises ValueError if the ticket is open already, the range is too short or the layout is not ours.
         """
+        is_tapered = not chunk_bytes
         chunk_bytes = chunk_bytes or layout.layer_chunk_bytes
-        self._sender.open(ticket_id, attempt, r, layout, lease_s, chunk_bytes)
+        self._sender.open(ticket_id, attempt, r, layout, lease_s, chunk_bytes, is_tapered)
+
+    def completes_part(self, ticket_id: str, num_layers: int) -> bool:
+        """Thread-safe: whether `ready` of these layers lets a whole pull go on. Readers of other parts can wait for that."""
+        return self._sender.completes_part(ticket_id, num_layers)
 
     def ready(self, ticket_id: str, num_layers: int) -> None:
         """The layers below `num_layers` are in place. After the last one the lease begins. No news of others."""

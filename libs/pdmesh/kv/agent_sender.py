@@ -88,6 +88,7 @@ class SenderHalf:
         layout: KvLayout,
         lease_s: float,
         chunk_bytes: int,
+        is_tapered: bool,
     ) -> None:
         if not 0 < len(ticket_id.encode()) <= MAX_TICKET_ID:
             raise ValueError(f"a ticket id has 1 to {MAX_TICKET_ID} bytes")
@@ -96,9 +97,16 @@ class SenderHalf:
         if layout.total_bytes > r.length:
             raise ValueError(f"{layout} does not fit {r}")
         data = self._arena.view(ArenaRange(r.offset, layout.total_bytes))
-        self.handle(tx.Opened(ticket_id, attempt, layout, lease_s, chunk_bytes))
-        parts = layout.parts(chunk_bytes=chunk_bytes)
+        self.handle(
+            tx.Opened(ticket_id, attempt, layout, lease_s, chunk_bytes, is_tapered=is_tapered)
+        )
+        parts = layout.parts(chunk_bytes=chunk_bytes, is_tapered=is_tapered)
         self._staged[ticket_id] = StagedRange(data, layout, parts if layout.total_bytes else ())
+
+    def completes_part(self, ticket_id: str, num_layers: int) -> bool:
+        """From any thread: whether a part of a whole pull ends with these layers. True too of a ticket that is not known yet."""
+        staged = self._staged.get(ticket_id)
+        return not isinstance(staged, StagedRange) or staged.completes_part(num_layers)
 
     def ready(self, ticket_id: str, num_layers: int) -> None:
         staged = self._staged.get(ticket_id)

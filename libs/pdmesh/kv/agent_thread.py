@@ -75,9 +75,10 @@ class AgentThread:
         )
 
     def ready(self, ticket_id: str, num_layers: int) -> None:
-        """As `KvAgent.ready`, in the order of the calls."""
+        """As `KvAgent.ready`, in the order of the calls. The thread is woken for layers that complete a part, not for each."""
         agent = self._running()
-        agent.post(lambda: agent.ready(ticket_id, num_layers))
+        if agent.completes_part(ticket_id, num_layers):
+            agent.post(lambda: agent.ready(ticket_id, num_layers))
 
     def stage(
         self,

@@ -39,6 +39,11 @@ class StagedRange:
             return self.num_written
         return self.parts[len(self.checksums)].first_layer
 
+    def completes_part(self, num_layers: int) -> bool:
+        """Whether one of them ends with these layers. So near the end each layer counts as one: it may end a part of another pull."""
+        is_near_end = num_layers * 8 > self.layout.num_layers * 7
+        return is_near_end or any(part.end_layer == num_layers for part in self.parts)
+
     def hash_next(self) -> None:
         self.checksums.append(checksum(self._bytes(self.parts[len(self.checksums)])))
 

@@ -32,6 +32,9 @@ _ENVIRONMENT = {
     "UCX_RNDV_THRESH": "96K",  # inline payloads are eager; larger ones meet a posted receive
     "UCX_POSIX_ERROR_HANDLING": "y",  # without these, shared memory is silently dropped for tcp
     "UCX_SYSV_ERROR_HANDLING": "y",
+    # A receiver reads large payloads straight out of the sender's memory. With error handling on UCX wants to be able to revoke
+    # that, which one machine's memory cannot: a late read is torn at worst, and every byte has a checksum (ADR 0006).
+    "UCX_CMA_MEMORY_INVALIDATE": "y",
     "UCX_MM_SEG_SIZE": "60K",  # shared memory moves pieces of this size, each with a wake-up; 8K by default, at most 64K
     # A peer that dies is an event here, not an error of the library's: three loggers say so otherwise.
     "UCX_LOG_LEVEL": "fatal",

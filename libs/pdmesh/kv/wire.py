@@ -13,14 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from pdmesh.core.kv_layout import MAX_SPANS
+from pdmesh.core.kv_layout import INLINE_BYTES, MAX_SPANS
 from pdmesh.core.ticket import MAX_TICKET_ID, Refusal
 from pdmesh.errors import KvTransferFailed
 
 MAGIC = b"PDKV"
 VERSION = 2
 
-MAX_INLINE = 64 << 10  # bytes of payload that ride behind META
+MAX_INLINE = INLINE_BYTES  # of payload that ride behind META
 MAX_RANGES = MAX_SPANS
 MAX_NAMES = 1024
 NAME_BYTES = 16
