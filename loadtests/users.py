@@ -99,8 +99,9 @@ async def _on_mesh(
     return points
 
 
-def _simulated(num_users: int, options: argparse.Namespace) -> list[Point]:
-    points = []
+def _simulated(num_users: int, options: argparse.Namespace) -> tuple[list[Point], list[float]]:
+    """The points, and how far off each variant's estimates of TTFT were, in ms."""
+    points, errors = [], []
     for name, variant, report_s in (
         (ON_DEMAND.name, ON_DEMAND, None),
         (QUEUES.name, QUEUES, None),
@@ -116,7 +117,8 @@ def _simulated(num_users: int, options: argparse.Namespace) -> list[Point]:
         )
         answers = mesh.answers(since=_WARM_S)
         points.append(point(name, num_users, answers, options.slo_s, options.duration_s))
-    return points
+        errors.append(1e3 * mesh.estimate_error_s(since=_WARM_S))
+    return points, errors
 
 
 def _say(line: str) -> None:
@@ -139,8 +141,12 @@ def main() -> None:
         for variant in (ON_DEMAND, QUEUES)
         for each in asyncio.run(_on_mesh(variant, users, options))
     ]
-    twins = _simulated(max(users), options)
-    text = f"{table(points)}\n\n{bars(points)}\n\n{max(users)} users on a virtual clock (simulated):\n\n{table(twins)}"
+    twins, errors = _simulated(max(users), options)
+    offs = ", ".join(f"{p.variant} {e:.0f} ms" for p, e in zip(twins, errors, strict=True))
+    text = (
+        f"{table(points)}\n\n{bars(points)}\n\n{max(users)} users on a virtual clock (simulated):\n\n{table(twins)}\n\n"
+        f"TTFT as it was expected when a request was placed is off by (mean, absolute; S7): {offs}."
+    )
     print(text)
     if options.out:
         prefixes = ", ".join(str(each) for each in PREFIX_TOKENS)
@@ -155,6 +161,7 @@ def main() -> None:
             capacity_per_s=CAPACITY_PER_S,
             points=[asdict(each) for each in points],
             simulated=[asdict(each) for each in twins],
+            estimate_error_ms=errors,
         )
         draw(points, options.slo_s, options.out.with_suffix(".png"))
 

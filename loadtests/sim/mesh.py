@@ -209,6 +209,9 @@ class VirtualMesh:
     def ended(self, served: Served) -> None:
         """For those who watch: a request was answered or refused."""
 
+    def placed(self, served: Served, plan: Plan) -> None:
+        """For those who watch: the master has ranked candidates for a request, maybe not for the first time."""
+
     def scenario_of(self, arrival: Arrival) -> str:
         """Whose instances a request may have: here all serve everything."""
         return DEFAULT_SCENARIO
@@ -304,6 +307,7 @@ class VirtualMesh:
         if isinstance(plan, NoPlan):
             self._later(life, PlanFailed(ask.plan, NoInstance(plan.message)))
             return
+        self.placed(life.served, plan)
         self._later(life, _received(ask, plan))
 
     def _report_soon(self, worker: Worker) -> None:

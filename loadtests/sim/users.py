@@ -6,6 +6,7 @@ they wait, and nothing else.
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 from typing import Final
 
@@ -15,17 +16,24 @@ from loadtests.users_plan import (
     BLOCK_SIZE,
     DECODE_SLOTS,
     LAW,
+    MEAN_PREFILL_S,
     NUM_DECODE,
     NUM_PREFILL,
+    NUM_TOKENS,
+    PREFIX_TOKENS,
+    QUEUES,
     Prompts,
     Variant,
     thinking,
 )
+from loadtests.workloads import Arrival
+from pdmesh.core.placement import Candidate, Plan
 from pdmesh.core.placement_baselines import ShortestQueue
 from pdmesh.core.placement_policies import Weights
 from pdmesh.engine.sim.config import CHUNK_TOKENS
 
 _HOP_S: Final = 0.0015  # as a mesh of processes on two cores has it: 5 ms of TTFT beyond the law
+_TOKEN_S: Final = MEAN_PREFILL_S / (NUM_TOKENS - statistics.mean(PREFIX_TOKENS))
 
 
 class UsersMesh(VirtualMesh):
@@ -61,11 +69,29 @@ class UsersMesh(VirtualMesh):
             self.placement.policy = replace(self.placement.policy, score_prefills=queues)
         self._next, self._think, self._until = Prompts(seed), thinking(seed, think_s), until
         self._num_asked = 0
+        self._is_told_by_reports = variant.policy == QUEUES.policy
+        self._expected: dict[int, tuple[Served, float]] = {}  # by id: when token 1 was due
         for _ in range(num_users):
             self.clock.after(self._think(), self._ask)
 
     def ended(self, served: Served) -> None:
         self.clock.after(self._think(), self._ask)
+
+    def placed(self, served: Served, plan: Plan) -> None:
+        """What was known of its first token when it was first placed: by the reports of queues, or by what is booked."""
+        best = plan.prefills[0]
+        due = self.fleet.instances[best.instance_id].available_at
+        if self._is_told_by_reports:
+            due = self.clock.now + _by_report_s(best, served.arrival)
+        self._expected.setdefault(id(served), (served, due))
+
+    def estimate_error_s(self, since: float) -> float:
+        """Mean distance of first tokens from when they were expected (S7), of all answered that were asked for from `since` on."""
+        return statistics.mean(
+            abs(served.arrival.at_s + served.ttft_s - due)
+            for served, due in self._expected.values()
+            if served.arrival.at_s >= since and not served.is_refused
+        )
 
     def answers(self, since: float) -> list[Answer]:
         """To what was asked from `since` on, as the generator of real load would have got them."""
@@ -76,6 +102,12 @@ class UsersMesh(VirtualMesh):
         if self.clock.now < self._until:
             self._num_asked += 1
             self.submit(self._num_asked, replace(self._next(), at_s=self.clock.now))
+
+
+def _by_report_s(best: Candidate, arrival: Arrival) -> float:
+    """Time to token 1 behind the tokens that the queue's last report told of; they are the policy's score."""
+    num_before = -best.score * BLOCK_SIZE
+    return (num_before + arrival.num_prompt_tokens - best.num_matched_tokens) * _TOKEN_S
 
 
 def _answer(served: Served, since: float) -> Answer:

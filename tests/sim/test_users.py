@@ -11,7 +11,8 @@ from loadtests.users_report import Point, point
 USERS, SLO_S, WARM_S, DURATION_S = 96, 0.5, 6.0, 12.0
 
 
-def play(variant: Variant, report_s: float | None = None) -> Point:
+def play(variant: Variant, report_s: float | None = None) -> tuple[Point, float]:
+    """And by how much estimates of TTFT were off, in seconds."""
     mesh = UsersMesh(
         variant, USERS, slo_s=SLO_S, think_s=1.0, until=WARM_S + DURATION_S, report_s=report_s
     )
@@ -19,12 +20,13 @@ def play(variant: Variant, report_s: float | None = None) -> Point:
     mesh.fleet.check_invariants()
     for worker in mesh.workers.values():
         worker.admission.check_invariants()
-    return point(variant.name, USERS, answers, SLO_S, DURATION_S)
+    found = point(variant.name, USERS, answers, SLO_S, DURATION_S)
+    return found, mesh.estimate_error_s(since=WARM_S)
 
 
 @pytest.mark.req("S45", "S62")
 def test_on_demand_keeps_the_slo_of_99_percent_and_accepts_what_formula_2_says() -> None:
-    found = play(ON_DEMAND)
+    found, _ = play(ON_DEMAND)
     assert found.success_percent >= 99
     assert found.accepted_per_s == pytest.approx(CAPACITY_PER_S, rel=0.10)
 
@@ -32,5 +34,15 @@ def test_on_demand_keeps_the_slo_of_99_percent_and_accepts_what_formula_2_says()
 @pytest.mark.req("S7", "S62")
 def test_queues_lose_a_third_by_reports_of_100_ms_and_next_to_none_by_reports_of_no_age() -> None:
     """The same queues: what comes between two reports all goes to the prefill that was shortest at the first."""
-    assert play(QUEUES).success_percent < 70
-    assert play(QUEUES, report_s=0.0).success_percent > 90
+    old, old_error_s = play(QUEUES)
+    fresh, fresh_error_s = play(QUEUES, report_s=0.0)
+    assert old.success_percent < 70
+    assert fresh.success_percent > 90
+    assert fresh_error_s < old_error_s / 3
+
+
+@pytest.mark.req("S7")
+def test_ttft_is_known_better_from_what_is_booked_than_from_queues_of_100_ms_ago() -> None:
+    _, ours_s = play(ON_DEMAND)
+    _, queues_s = play(QUEUES)
+    assert ours_s < queues_s / 5
