@@ -28,7 +28,9 @@ def configure(service: str, instance_id: str, log_format: LogFormat, level: str)
     structlog.configure(
         processors=[*shared, *_renderers(is_pretty)],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(
+            sys.stderr
+        ),  # one system call a line, where print makes two
         cache_logger_on_first_use=True,
     )
     _configure_stdlib(shared, is_pretty, threshold)
