@@ -13,7 +13,7 @@ from typing import Final, cast
 
 from loadtests.client import event_loop_factory
 
-_LENGTH: Final = re.compile(rb"content-length: (\d+)")
+_LENGTH: Final = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 _MAX_TOKENS: Final = re.compile(rb'"max_tokens": (\d+)')
 _HEAD: Final = b"HTTP/1.1 200 OK\r\ncontent-type: "
 _EVENT: Final = (

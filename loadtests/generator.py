@@ -92,8 +92,22 @@ def _expect(processes: list[subprocess.Popen[str]], word: str) -> None:
 @contextmanager
 def canned_server() -> Iterator[int]:
     """The canned-answer server in its own process; yields its port."""
+    with _serving("loadtests.canned") as port:
+        yield port
+
+
+@contextmanager
+def passthrough(upstream: int) -> Iterator[int]:
+    """The simplest gateway in its own process, before the server at port `upstream`; yields its port."""
+    with _serving("loadtests.passthrough", str(upstream)) as port:
+        yield port
+
+
+@contextmanager
+def _serving(module: str, *arguments: str) -> Iterator[int]:
+    """A module that serves until its input ends, and says its port first."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "loadtests.canned"],
+        [sys.executable, "-m", module, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

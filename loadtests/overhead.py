@@ -3,8 +3,8 @@
     python -m loadtests.overhead [--rounds 3] [--gateways K] [--fusion] [--quick] [--engine vllm]
     python -m loadtests.overhead --memory 100000
 
-Each round measures the bare engine and every scenario through the mesh in the same minutes, so that both
-see the same neighbours; the tables give the median of the rounds and their spread.
+Each round measures the bare engine, the simplest gateway there is and every scenario through the mesh in the same
+minutes, so that all see the same neighbours; the tables give the median of the rounds and their spread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Final
 
 from loadtests.bare import BareSpec, measure_bare
 from loadtests.client import chat_body
-from loadtests.generator import canned_server, measure
+from loadtests.generator import canned_server, measure, passthrough
 from loadtests.memory import measure_memory, memory_markdown
 from loadtests.mesh import MeshOptions, RunningMesh, running_mesh
 from loadtests.patience import Patience
@@ -36,7 +36,7 @@ _RESULTS: Final = Path(__file__).resolve().parent / "results"
 _NUM_PROMPTS: Final = 512
 _FIRST_ANSWER_S: Final = 60.0
 _WARMUP_CONNECTIONS: Final = 8
-_CEILING: Final = (
+_BASELINES: Final = (
     Scenario(Kind.ONE_TOKEN, 64),
     Scenario(Kind.STREAM, 1),
     Scenario(Kind.STREAM, 64),
@@ -119,9 +119,9 @@ def _measure_all(
         options.engine, options.model_dir, num_prompt_tokens, num_tokens, options.seconds
     )
     patience = Patience(options.patience)
-    progress = Progress(options.rounds * (len(_CEILING) + 1 + len(scenarios)))
+    progress = Progress(options.rounds * (2 * len(_BASELINES) + 1 + len(scenarios)))
     for number in range(options.rounds):
-        _measure_ceiling(run, options, prompts, progress)
+        _measure_baselines(run, options, prompts, progress)
         progress.step(f"round {number + 1}: the bare engine")
         run.bare.append(measure_bare(bare))
         cells = []
@@ -164,18 +164,23 @@ def _measure_one(
     return Cell.of(scenario.name, measure(spec, mesh.processes, options.generators))
 
 
-def _measure_ceiling(
+def _measure_baselines(
     run: Run, options: argparse.Namespace, prompts: tuple[str, ...], progress: Progress
 ) -> None:
-    with canned_server() as port:
-        for scenario in _CEILING:
+    """Canned answers, asked directly and through a gateway that only passes them on."""
+
+    def cell(scenario: Scenario, port: int) -> Cell:
+        spec = scenario.spec(
+            "127.0.0.1", port, prompts, warmup_s=0.3, duration_s=min(options.seconds, 1.0)
+        )
+        return Cell.of(scenario.name, measure(spec, ProcessSet({}), options.generators))
+
+    with canned_server() as direct, passthrough(direct) as passed:
+        for scenario in _BASELINES:
             progress.step(f"the generator's ceiling: {scenario.name}")
-            spec = scenario.spec(
-                "127.0.0.1", port, prompts, warmup_s=0.3, duration_s=min(options.seconds, 1.0)
-            )
-            run.ceiling.append(
-                Cell.of(scenario.name, measure(spec, ProcessSet({}), options.generators))
-            )
+            run.ceiling.append(cell(scenario, direct))
+            progress.step(f"a passthrough: {scenario.name}")
+            run.passthrough.append(cell(scenario, passed))
 
 
 def _write(options: argparse.Namespace, name: str, document: str, text: str) -> None:

@@ -146,6 +146,7 @@ class Run:
     rounds: list[list[Cell]] = field(default_factory=list)
     bare: list[Bare] = field(default_factory=list)
     ceiling: list[Cell] = field(default_factory=list)
+    passthrough: list[Cell] = field(default_factory=list)
     num_dropped: int = 0  # windows not counted because others disturbed them
     began: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     command: str = field(
@@ -156,6 +157,9 @@ class Run:
 
     def cells(self, scenario: str) -> list[Cell]:
         return [cell for cells in self.rounds for cell in cells if cell.scenario == scenario]
+
+    def passed_through(self, scenario: str) -> list[Cell]:
+        return [cell for cell in self.passthrough if cell.scenario == scenario]
 
     def scenarios(self) -> list[str]:
         return list(dict.fromkeys(cell.scenario for cells in self.rounds for cell in cells))
