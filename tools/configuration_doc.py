@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Final
@@ -11,10 +11,13 @@ from typing import Final
 from pdmesh.config import ServiceSettings, SettingLine, describe
 from services.health_monitor.settings import NodeSettings
 
+_Fact = tuple[str, str, str]  # a setting's name, default and help
+
 SERVICES: Final = (
     "gateway", "master_scheduler", "prefill", "decode", "instance", "kv_cache_index", "health_monitor",
     "node_agent",
 )  # fmt: skip
+INSTANCES: Final = ("prefill", "decode", "instance")
 
 _INTRO: Final = """\
 # Configuration
@@ -39,35 +42,59 @@ def settings_of(service: str) -> type[ServiceSettings]:
 def document() -> str:
     lines = {service: list(describe(settings_of(service))) for service in SERVICES}
     common = list(describe(ServiceSettings))
-    parts = [_INTRO, "\n## All services\n\n", _table(common, "PDMESH_", with_shared=True)]
-    known = {_field(line, "PDMESH_"): line.default for line in common}
+    parts = [_INTRO, "\n## All services\n\n", _table(common, "PDMESH_")]
+    known = _facts(common, "PDMESH_")
+    alike = _alike(lines)
     for service, settings in lines.items():
-        prefix = f"PDMESH_{service.upper()}_"
-        own = [s for s in settings if known.get(_field(s, prefix)) != s.default]
+        prefix = _prefix(service)
+        if service == INSTANCES[0]:
+            named = ", ".join(f"`{_prefix(each)}...`" for each in INSTANCES)
+            parts += [f"\n## All instances: prefill, decode and blank ones\n\n{named}\n\n"]
+            parts += [_table([s for s in settings if _is_in(s, prefix, alike - known)], prefix)]
+        read_above = known | (alike if service in INSTANCES else set())
+        own = [s for s in settings if not _is_in(s, prefix, read_above)]
         parts += [f"\n## {service.replace('_', '-')}\n\n`{prefix}...`\n\n", _table(own, prefix)]
     return "".join(parts)
+
+
+def _alike(lines: Mapping[str, list[SettingLine]]) -> set[_Fact]:
+    """What all kinds of instances read, with the same meaning and default."""
+    facts = (_facts(lines[service], _prefix(service)) for service in INSTANCES)
+    return set.intersection(*facts)
+
+
+def _facts(lines: list[SettingLine], prefix: str) -> set[_Fact]:
+    return {_fact(line, prefix) for line in lines}
+
+
+def _fact(line: SettingLine, prefix: str) -> _Fact:
+    return _field(line, prefix), line.default, line.help
+
+
+def _is_in(line: SettingLine, prefix: str, facts: set[_Fact]) -> bool:
+    return _fact(line, prefix) in facts
+
+
+def _prefix(service: str) -> str:
+    return f"PDMESH_{service.upper()}_"
 
 
 def _field(line: SettingLine, prefix: str) -> str:
     return line.variable.removeprefix(prefix)
 
 
-def _table(lines: list[SettingLine], prefix: str, *, with_shared: bool = False) -> str:
+def _table(lines: list[SettingLine], prefix: str) -> str:
     if not lines:
         return "Nothing beyond what all services read.\n"
-    return (
-        "\n".join(
-            ["| setting | default | shared | |", "| --- | --- | --- | --- |", *_rows(lines, prefix)]
-        )
-        + "\n"
-    )
+    head = ["| setting | default | shared | |", "| --- | --- | --- | --- |"]
+    return "\n".join([*head, *_rows(lines, prefix)]) + "\n"
 
 
 def _rows(lines: list[SettingLine], prefix: str) -> Iterator[str]:
     for line in lines:
         mark = "yes" if line.shared_variable else ""
         default = f"`{line.default}`" if line.default else ""
-        yield f"| `{_field(line, prefix)}` | {default} | {mark} | {line.help} ({line.type_name.replace('|', 'or')}) |"
+        yield f"| `{_field(line, prefix)}` | {default} | {mark} | {line.help} ({line.type_name}) |"
 
 
 def main() -> None:

@@ -13,7 +13,8 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from types import NoneType
+from typing import Any, Final, Literal, Self, get_args, get_origin
 
 from pydantic import Field, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -96,7 +97,7 @@ class ServiceSettings(BaseSettings):
         3.0, gt=0, description="Lease in the registry; renewed every third of it"
     )
     log_format: Literal["auto", "json", "pretty"] = shared(
-        "auto", description="Log lines: json, pretty, or pretty on a terminal only (auto)"
+        "auto", description="Form of log lines; auto: pretty on a terminal, else json"
     )
     log_level: Literal["debug", "info", "warning", "error"] = shared(
         "info", description="Least severe level that is logged"
@@ -207,10 +208,16 @@ def describe(
 
 
 def _type_name(field: FieldInfo) -> str:
-    annotation = field.annotation
-    if isinstance(annotation, type):
-        return annotation.__name__
-    return str(annotation).replace("typing.", "").replace("pathlib.", "")
+    """As an operator writes it: `json, pretty or auto`, `Path`, `JSON` for what has parts."""
+    kind, parts = get_origin(field.annotation), get_args(field.annotation)
+    if kind is Literal:
+        *others, last = map(str, parts)
+        return f"{', '.join(others)} or {last}" if others else last
+    if kind in (dict, list):
+        return "JSON"
+    # None is what stands for "not given", which nobody writes.
+    kinds = [part for part in parts if part is not NoneType] or [field.annotation]
+    return " or ".join(getattr(each, "__name__", str(each)) for each in kinds)
 
 
 def _default_text(name: str, field: FieldInfo) -> str:

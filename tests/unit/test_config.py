@@ -109,6 +109,15 @@ def test_every_setting_is_described_and_no_secret_is_shown() -> None:
     assert by_name["PDMESH_MASTER_SCHEDULER_NUM_PLANS"].shared_variable is None
 
 
+def test_a_settings_type_is_told_as_an_operator_writes_it() -> None:
+    types = {line.variable: line.type_name for line in describe(Settings)}
+    prefix = str(Settings.model_config["env_prefix"])
+    assert types[f"{prefix}LOG_FORMAT"] == "auto, json or pretty"
+    assert types[f"{prefix}OPS_FILE"] == "Path"
+    assert types[f"{prefix}WEIGHTS"] == "JSON"
+    assert types[f"{prefix}NUM_PLANS"] == "int"
+
+
 def test_the_reachable_host_is_the_advertised_one() -> None:
     assert Settings(advertise_host="node-7").reachable_host == "node-7"
     assert Settings(host="0.0.0.0").reachable_host == "0.0.0.0"

@@ -125,7 +125,7 @@ class InstanceSettings(ServiceSettings):
     )
     drain_s: float = shared(10.0, ge=0, description="Time running requests get when asked to stop")
     sim_law: Literal["zero", "demo", "smollm2-cpu", "smollm2-padded"] = shared(
-        "demo", description="Time the sim takes: zero, demo, smollm2-cpu"
+        "demo", description="Sim: law of the time it takes"
     )
     sim_eos_period: int = shared(300, ge=0, description="Sim: one token in so many ends the text")
     sim_num_layers: int = shared(2, ge=1, description="Sim: layers of its KV")
