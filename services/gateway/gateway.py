@@ -98,39 +98,10 @@ class Gateway:
             chunk_interval_s=settings.chunk_interval_ms / 1000,
             scenario_rules=settings.rules,
         )
-        self.http_app = HttpApp(
-            self.frontend,
-            self._door,
-            not_ready,
-            max_body_bytes=settings.max_body_bytes,
-            max_incoming_bytes=max(settings.max_incoming_bytes, settings.max_body_bytes),
-            write_timeout_s=settings.write_timeout_s,
-        )
-        self._bounds = Bounds(
-            max_header_bytes=settings.max_header_bytes,
-            receive_timeout_s=settings.receive_timeout_s,
-            max_connections=settings.max_connections,
-            max_connections_per_ip=settings.max_connections_per_ip,
-        )
-        self.http = HttpServer(
-            self.http_app,
-            settings.host,
-            settings.http_port,
-            reuse_port=settings.reuse_port,
-            bounds=self._bounds,
-            write_timeout_s=settings.write_timeout_s,
-            shutdown_s=settings.drain_s + 2,
-        )
-        self.grpc = GrpcServer(
-            self.frontend,
-            self._door,
-            settings.host,
-            settings.grpc_port,
-            max_bytes=settings.max_body_bytes,
-            max_connections=settings.max_connections,
-            write_timeout_s=settings.write_timeout_s,
-            reuse_port=settings.reuse_port,
-        )
+        self.http_app = _http_app(settings, self.frontend, self._door, not_ready)
+        self._bounds = _bounds(settings)
+        self.http = _http_server(settings, self.http_app, self._bounds)
+        self.grpc = _grpc_server(settings, self.frontend, self._door)
         self._not_ready = not_ready
         self._tasks: list[asyncio.Task[None]] = []
         view.on_change(self._on_record_changed)
@@ -220,3 +191,50 @@ class Gateway:
         metrics.gauge(names.GATEWAY_SESSIONS, "Sessions with instances", sessions)
         metrics.gauge(names.GATEWAY_LEGS, "Open legs over all sessions", legs)
         metrics.gauge(names.GATEWAY_PLANS, "Plans so far, by source", plans)
+
+
+def _http_app(
+    settings: Settings, frontend: Frontend, door: Door, not_ready: Callable[[], list[str]]
+) -> HttpApp:
+    return HttpApp(
+        frontend,
+        door,
+        not_ready,
+        max_body_bytes=settings.max_body_bytes,
+        max_incoming_bytes=max(settings.max_incoming_bytes, settings.max_body_bytes),
+        write_timeout_s=settings.write_timeout_s,
+    )
+
+
+def _bounds(settings: Settings) -> Bounds:
+    return Bounds(
+        max_header_bytes=settings.max_header_bytes,
+        receive_timeout_s=settings.receive_timeout_s,
+        max_connections=settings.max_connections,
+        max_connections_per_ip=settings.max_connections_per_ip,
+    )
+
+
+def _http_server(settings: Settings, app: HttpApp, bounds: Bounds) -> HttpServer:
+    return HttpServer(
+        app,
+        settings.host,
+        settings.http_port,
+        reuse_port=settings.reuse_port,
+        bounds=bounds,
+        write_timeout_s=settings.write_timeout_s,
+        shutdown_s=settings.drain_s + 2,
+    )
+
+
+def _grpc_server(settings: Settings, frontend: Frontend, door: Door) -> GrpcServer:
+    return GrpcServer(
+        frontend,
+        door,
+        settings.host,
+        settings.grpc_port,
+        max_bytes=settings.max_body_bytes,
+        max_connections=settings.max_connections,
+        write_timeout_s=settings.write_timeout_s,
+        reuse_port=settings.reuse_port,
+    )
