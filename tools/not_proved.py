@@ -49,10 +49,10 @@ REASONS: Final[Mapping[str, str]] = {
 
 def reasons() -> dict[str, str]:
     """By single number."""
-    return {number: why for key, why in REASONS.items() for number in _numbers(key)}
+    return {number: why for key, why in REASONS.items() for number in numbers(key)}
 
 
-def _numbers(key: str) -> Iterator[str]:
+def numbers(key: str) -> Iterator[str]:
     first, _, last = key.partition("-")
     for number in range(int(first[1:]), int((last or first)[1:]) + 1):
         yield f"{first[0]}{number}"
