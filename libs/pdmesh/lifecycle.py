@@ -142,6 +142,9 @@ async def _serve(service: str, settings: S, main: Callable[[S, App], Awaitable[N
     except (StartupError, MeshError) as exc:
         log.error("service.failed", reason=str(exc))
         return 1
+    except BadSetting as exc:  # one that only reading what it names could show
+        log.error("service.failed", reason=f"bad setting {exc}")
+        return 2
     except Exception:
         log.exception("service.crashed")
         return 1

@@ -7,15 +7,17 @@ import asyncio
 from pdmesh.lifecycle import App, run
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsRegistry
+from services.master_scheduler.admin_access import token_of
 from services.master_scheduler.master import SERVICE, Master
 from services.master_scheduler.settings import Settings
 
 
 async def serve(settings: Settings, app: App) -> None:
+    admin_token = token_of(settings.admin_token.get_secret_value(), settings.admin_token_file)
     bus = await app.unless_stopping(NatsBus.connect(settings.nats_url, settings.instance_id))
     registry = NatsRegistry(bus, settings.lease_s)
     view = await app.unless_stopping(registry.watch())
-    master = Master(settings, app, bus, registry, view)
+    master = Master(settings, app, bus, registry, view, admin_token)
     await app.unless_stopping(master.start())
     app.add_readiness("view", lambda: True)  # it stays ready while NATS is away: the view stands
     stopping = asyncio.ensure_future(app.stopping.wait())

@@ -36,11 +36,13 @@ def token_of(token: str, file: Path | None) -> str:
         try:
             token = file.read_text().strip()
         except OSError as exc:
-            raise BadSetting(f"the admin token's file {file}: {exc.strerror}") from exc
+            raise BadSetting(f"PDMESH_ADMIN_TOKEN_FILE: {file}: {exc.strerror}") from exc
         if not token:
-            raise BadSetting(f"the admin token's file {file} is empty")
+            raise BadSetting(f"PDMESH_ADMIN_TOKEN_FILE: {file} is empty")
     if token and len(token) < MIN_TOKEN_CHARS:
-        raise BadSetting(f"an admin token has at least {MIN_TOKEN_CHARS} characters")
+        raise BadSetting(
+            f"PDMESH_ADMIN_TOKEN: an admin token has at least {MIN_TOKEN_CHARS} characters"
+        )
     return token
 
 

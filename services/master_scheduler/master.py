@@ -1,11 +1,10 @@
-"""The parts of a master-scheduler and how they are joined: fleet, index, placement, election, gRPC."""
+"""The parts of a master-scheduler and how they are joined: fleet, index, placement, election, gRPC, and its `control`."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import random
-from collections.abc import Awaitable
 from typing import Final
 
 import grpc
@@ -21,31 +20,24 @@ from pdmesh.core.placement_baselines import POLICIES
 from pdmesh.core.placement_policies import Weights
 from pdmesh.core.prefix_index import PrefixIndex
 from pdmesh.core.scenario_stats import Scenarios
-from pdmesh.core.scenario_windows import ScenarioWindows
 from pdmesh.events.v1.events_pb2 import LeaderChanged
 from pdmesh.kv.index_feed import IndexFeed
 from pdmesh.kv.index_sources import IndexSource
 from pdmesh.lifecycle import App
 from pdmesh.net import rpc, subjects
-from pdmesh.net.board import fault_board, health_board, hold_board, pin_board
-from pdmesh.net.desired_store import desired_store
+from pdmesh.net.board import fault_board, health_board
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
-from pdmesh.net.nats_assignments import NatsAssignments
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_leader import LeaderElection
 from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.net.tasks import end
-from pdmesh.net.usage_store import usage_store
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1 import admin_service_pb2, scheduler_service_pb2
 from pdmesh.v1.common_pb2 import InstanceRecord
-from services.master_scheduler.admin import AdminServicer
-from services.master_scheduler.admin_access import AdminAccess, token_of
+from services.master_scheduler.control import Control
 from services.master_scheduler.fleet_feed import FleetFeed
-from services.master_scheduler.group_loop import GroupLoop
-from services.master_scheduler.holds import Holds
 from services.master_scheduler.instruments import (
     observe_backpressure,
     observe_fleet,
@@ -53,15 +45,9 @@ from services.master_scheduler.instruments import (
     observe_registry,
 )
 from services.master_scheduler.page_routes import page_routes
-from services.master_scheduler.pins import Pins
-from services.master_scheduler.plan_loop import PlanLoop
 from services.master_scheduler.scenario_feed import ScenarioFeed
 from services.master_scheduler.servicer import SchedulerServicer
 from services.master_scheduler.settings import Settings
-from services.master_scheduler.stored_epochs import highest_stored
-from services.master_scheduler.upgrade_feed import UpgradeFeed
-from services.master_scheduler.upgrade_loop import UpgradeLoop
-from services.master_scheduler.usage_loop import UsageLoop
 
 log = structlog.get_logger(__name__)
 
@@ -87,10 +73,16 @@ def _placement(fleet: Fleet, settings: Settings, rng: random.Random) -> Placemen
 
 
 class Master:
-    """Start it once its bus and view are there; everything runs on the loop until `stop`."""
+    """Start it once its bus and view are there; everything runs on the loop until `stop`. `admin_token` empty: none is set."""
 
     def __init__(
-        self, settings: Settings, app: App, bus: NatsBus, registry: NatsRegistry, view: RegistryView
+        self,
+        settings: Settings,
+        app: App,
+        bus: NatsBus,
+        registry: NatsRegistry,
+        view: RegistryView,
+        admin_token: str = "",
     ) -> None:
         self._settings, self._app, self._view = settings, app, view
         self._publisher = EventPublisher(bus, app.instance_id, app.incarnation)
@@ -115,59 +107,25 @@ class Master:
             self._publisher,
             lambda: self.election.is_leader,
         )
-        self._store = store = desired_store(bus)
-        self._assignments = NatsAssignments(bus)
-        windows = ScenarioWindows()
-        holds = Holds(hold_board(bus), self.fleet, self._leadership)
-        self.group_loop = GroupLoop(
-            self.fleet,
+        self._control = Control(
+            settings,
+            admin_token,
+            bus,
             view,
-            self._assignments,
-            store,
-            holds,
             self._publisher,
-            self._leadership,
-        )
-        secret = settings.hash_secret.get_secret_value().encode()
-        self._pins = Pins(
-            pin_board(bus), self.index, view, self._publisher, secret, self._leadership
-        )
-        token = token_of(settings.admin_token.get_secret_value(), settings.admin_token_file)
-        self._plan_loop = PlanLoop(
             self.fleet,
-            self.group_loop,
-            store,
-            windows,
-            self._leadership,
-            window_s=settings.ratio_window_s,
-        )
-        self._usage = UsageLoop(self.group_loop, usage_store(bus), self._leadership)
-        self._upgrade_loop = UpgradeLoop(
-            self.fleet,
-            self.group_loop,
-            store,
-            self._plan_loop,
-            self._publisher,
+            self.index,
             self._leadership,
             lambda shares: setattr(placement, "shares", shares),
-        )
-        self._admin = AdminServicer(
-            AdminAccess(token),
-            self.group_loop,
-            self._upgrade_loop,
-            self._plan_loop,
-            store,
-            holds,
-            self._pins,
-            view,
-            self._leadership,
-            self._usage.message,
             lambda: f"http://{app.ops_address}/",
         )
-        app.add_routes(page_routes(self._admin, has_token=bool(token)))
-        self._upgrade_feed = UpgradeFeed(self.fleet, bus, self._upgrade_loop.tell)
+        app.add_routes(page_routes(self._control.servicer, has_token=bool(admin_token)))
         self._scenario_feed = ScenarioFeed(
-            self.scenarios, windows, self.fleet, bus, self._upgrade_feed.answered
+            self.scenarios,
+            self._control.windows,
+            self.fleet,
+            bus,
+            self._control.upgrade_feed.answered,
         )
         self._presence = Presence(
             registry,
@@ -199,21 +157,14 @@ class Master:
         for record in tuple(self._view.records.values()):
             self.election.saw_epoch(record.epoch)
         await self._index_feed.start()
-        self._spawn(self._heed_stored_epochs())
-        self._spawn(self._index_feed.run())
-        self._spawn(self._fleet_feed.run())
-        self._spawn(self._scenario_feed.run())
-        self._spawn(self.group_loop.run())
-        self._spawn(self._plan_loop.run())
-        self._spawn(self._upgrade_feed.run())
-        self._spawn(self._upgrade_loop.run())
-        self._spawn(self._usage.run())
-        self._spawn(self._pins.run())
+        feeds = (self._index_feed, self._fleet_feed, self._scenario_feed)
+        for loop in (self._heed_stored_epochs(), *(f.run() for f in feeds), *self._control.loops()):
+            self._tasks.add(asyncio.ensure_future(loop))
         self._server = rpc.server()
         service = scheduler_service_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
         rpc.add_service(self._server, service, self._servicer)
         admin = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
-        rpc.add_service(self._server, admin, self._admin)
+        rpc.add_service(self._server, admin, self._control.servicer)
         settings = self._settings
         self.port = self._server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
         await self._server.start()
@@ -256,7 +207,7 @@ class Master:
             self.election.saw_epoch(change.record.epoch)
 
     async def _heed_stored_epochs(self) -> None:
-        self.election.saw_epoch(await highest_stored(self._assignments, self._store))
+        self.election.saw_epoch(await self._control.highest_epoch())
 
     def _leadership(self) -> tuple[bool, int]:
         return self.election.is_leader, self.election.epoch
@@ -264,15 +215,12 @@ class Master:
     def _on_leadership(self, is_leader: bool, epoch: int) -> None:
         self._presence.refresh()
         self._fleet_feed.wake()
-        self.group_loop.wake()
+        self._control.groups.wake()
         if is_leader:
             event = LeaderChanged(leader_id=self._app.instance_id, epoch=epoch)
             subject = subjects.leader_changed(self._app.instance_id)
             announcing = asyncio.ensure_future(self._publisher.publish(subject, event))
             announcing.add_done_callback(lambda done: done.exception())
-
-    def _spawn(self, work: Awaitable[None]) -> None:
-        self._tasks.add(asyncio.ensure_future(work))
 
     def _observe(self) -> None:
         metrics.gauge(names.LEADER, "1 if this master leads", lambda: self.election.is_leader)
@@ -280,4 +228,6 @@ class Master:
         observe_fleet(self.fleet)
         observe_backpressure(self.backpressure)
         observe_index(self.index, self._index_feed)
-        metrics.gauge(names.PINS, "Prefixes that operators pinned", lambda: len(self._pins.known))
+        metrics.gauge(
+            names.PINS, "Prefixes that operators pinned", lambda: len(self._control.pins.known)
+        )

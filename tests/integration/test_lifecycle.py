@@ -51,7 +51,9 @@ run("kv-cache-index", Settings, serve)
 
 
 class Process:
-    def __init__(self, directory: Path, **settings: str) -> None:
+    def __init__(
+        self, directory: Path, *, command: tuple[str, ...] = ("-c", SERVICE), **settings: str
+    ) -> None:
         self.ops_file = directory / "ops"
         self.log = directory / "log"
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PDMESH_")}
@@ -64,7 +66,7 @@ class Process:
         }
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", SERVICE], env=environment, stderr=log, stdout=log
+                [sys.executable, *command], env=environment, stderr=log, stdout=log
             )
 
     def get(self, path: str) -> tuple[int, str]:
@@ -150,6 +152,25 @@ def test_a_bad_setting_exits_2_with_one_line(tmp_path: Path, processes: list[Pro
     assert process.process.wait(10) == 2
     assert process.log.read_text().startswith("pdmesh-kv-cache-index: bad setting PDMESH_LEASE_S: ")
     assert process.log.read_text().count("\n") == 1
+
+
+def test_a_setting_that_names_a_bad_file_exits_2_and_says_so_without_a_traceback(
+    tmp_path: Path, processes: list[Process]
+) -> None:
+    """Before anything else: here is no NATS to wait for."""
+    token = tmp_path / "token"
+    token.write_text("short\n")
+    processes.append(
+        process := Process(
+            tmp_path,
+            command=("-m", "services.master_scheduler"),
+            PDMESH_ADMIN_TOKEN_FILE=str(token),
+        )
+    )
+    assert process.process.wait(20) == 2
+    last = process.lines()[-1]
+    assert (last["event"], "exception" in last) == ("service.failed", False)
+    assert last["reason"].startswith("bad setting PDMESH_ADMIN_TOKEN: ")
 
 
 def test_a_second_signal_ends_a_process_that_lingers(

@@ -1,0 +1,93 @@
+"""What a master does beside placement: groups, plans, upgrades, holds, pins, usage, and the operators' door to all of them.
+
+Every part works at the leader alone, and asks `leadership` before it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from pdmesh.core.fleet import Fleet
+from pdmesh.core.prefix_index import PrefixIndex
+from pdmesh.core.scenario_windows import ScenarioWindows
+from pdmesh.net.board import hold_board, pin_board
+from pdmesh.net.desired_store import desired_store
+from pdmesh.net.events import EventPublisher
+from pdmesh.net.nats_assignments import NatsAssignments
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.registry import RegistryView
+from pdmesh.net.usage_store import usage_store
+from services.master_scheduler.admin import AdminServicer
+from services.master_scheduler.admin_access import AdminAccess
+from services.master_scheduler.group_loop import GroupLoop
+from services.master_scheduler.holds import Holds
+from services.master_scheduler.pins import Pins
+from services.master_scheduler.plan_loop import PlanLoop
+from services.master_scheduler.settings import Settings
+from services.master_scheduler.stored_epochs import highest_stored
+from services.master_scheduler.upgrade_feed import UpgradeFeed
+from services.master_scheduler.upgrade_loop import UpgradeLoop
+from services.master_scheduler.usage_loop import UsageLoop
+
+Leadership = Callable[[], tuple[bool, int]]  # whether this process leads, and its epoch
+
+
+class Control:
+    """`on_shares` is told what canaries get of their scenarios' requests."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        admin_token: str,
+        bus: NatsBus,
+        view: RegistryView,
+        publisher: EventPublisher,
+        fleet: Fleet,
+        index: PrefixIndex,
+        leadership: Leadership,
+        on_shares: Callable[[Mapping[str, float]], None],
+        page_url: Callable[[], str],
+    ) -> None:
+        self._assignments, self._store = NatsAssignments(bus), desired_store(bus)
+        store, holds = self._store, Holds(hold_board(bus), fleet, leadership)
+        secret = settings.hash_secret.get_secret_value().encode()
+        self.pins = Pins(pin_board(bus), index, view, publisher, secret, leadership)
+        self.windows = ScenarioWindows()
+        self.groups = GroupLoop(fleet, view, self._assignments, store, holds, publisher, leadership)
+        self._plans = PlanLoop(
+            fleet, self.groups, store, self.windows, leadership, window_s=settings.ratio_window_s
+        )
+        self._upgrades = UpgradeLoop(
+            fleet, self.groups, store, self._plans, publisher, leadership, on_shares
+        )
+        self.upgrade_feed = UpgradeFeed(fleet, bus, self._upgrades.tell)
+        self._usage = UsageLoop(self.groups, usage_store(bus), leadership)
+        self.servicer = AdminServicer(
+            AdminAccess(admin_token),
+            self.groups,
+            self._upgrades,
+            self._plans,
+            store,
+            holds,
+            self.pins,
+            view,
+            leadership,
+            self._usage.message,
+            page_url,
+        )
+
+    def loops(self) -> list[Coroutine[Any, Any, None]]:
+        """They never end; a failure of one is the master's."""
+        return [
+            self.groups.run(),
+            self._plans.run(),
+            self.upgrade_feed.run(),
+            self._upgrades.run(),
+            self._usage.run(),
+            self.pins.run(),
+        ]
+
+    async def highest_epoch(self) -> int:
+        """See `highest_stored`."""
+        return await highest_stored(self._assignments, self._store)
