@@ -8,16 +8,14 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Final
 
 from pdmesh import __version__
+from pdmesh.cli import values
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.errors import MeshError
 from pdmesh.net import subjects
 
 Command = Callable[[argparse.Namespace], int]
-
-_MAX_DURATION_S: Final = 1000 * 86_400  # what is allowed is the leader's to say
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -56,7 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_up(commands.add_parser("up", parents=[common], help="start a mesh on this machine"))
     down = commands.add_parser("down", parents=[common], help="stop it")
-    down.add_argument("--timeout", type=_positive, default=40.0, help="seconds before it is killed")
+    down.add_argument(
+        "--timeout", type=values.positive, default=40.0, help="seconds before it is killed"
+    )
     _add_status(commands.add_parser("status", parents=[common], help="services, groups, slots"))
     _add_chat(commands.add_parser("chat", parents=[common], help="ask the model something"))
     _add_keys(commands.add_parser("keys", parents=[common], help="API keys of the gateway"))
@@ -69,17 +69,31 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_up(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--engine", choices=["vllm", "sim"], default="vllm", help="default: %(default)s")
-    add("--prefill", type=_count, metavar="N", help="prefill instances (default: 1; 2 on sim)")
-    add("--decode", type=_count, metavar="M", help="decode instances (default: 1; 2 on sim)")
+    add(
+        "--prefill", type=values.count, metavar="N", help="prefill instances (default: 1; 2 on sim)"
+    )
+    add("--decode", type=values.count, metavar="M", help="decode instances (default: 1; 2 on sim)")
     add("--fusion", action="store_true", help="one instance that does both, instead of a pair")
-    add("--blank", type=_count, default=0, metavar="N", help="instances for the master to assign")
+    add(
+        "--blank",
+        type=values.count,
+        default=0,
+        metavar="N",
+        help="instances for the master to assign",
+    )
     add(
         "--groups",
         type=Path,
         metavar="FILE",
         help="the desired state; instances get their roles by it",
     )
-    add("--gateways", type=_one_or_more, default=1, metavar="K", help="gateways sharing the ports")
+    add(
+        "--gateways",
+        type=values.one_or_more,
+        default=1,
+        metavar="K",
+        help="gateways sharing the ports",
+    )
     add(
         "--regions",
         metavar="A,B",
@@ -87,13 +101,17 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     )
     add("--node-agent", action="store_true", help="watch this machine's devices")
     add(
-        "--masters", type=_one_or_more, default=1, metavar="L", help="masters; all but one stand by"
+        "--masters",
+        type=values.one_or_more,
+        default=1,
+        metavar="L",
+        help="masters; all but one stand by",
     )
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     for port, default in (("http", "8000"), ("grpc", "8001")):
         add(
             f"--{port}-port",
-            type=_port,
+            type=values.port,
             default=os.environ.get(f"PDMESH_{port.upper()}_PORT", default),
             metavar="PORT",
             help="of the gateways; 0 picks a free one (default: %(default)s)",
@@ -104,7 +122,7 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
     add("--redis-url", default=os.environ.get("PDMESH_REDIS_URL"), help="use this Redis or Valkey")
     add("--keys", type=Path, metavar="FILE", help="API keys that clients must have (pdmesh keys)")
     add("--allow-anonymous", action="store_true", help="no keys, though others can reach --host")
-    add("--timeout", type=_positive, default=300.0, help="seconds until it must be ready")
+    add("--timeout", type=values.positive, default=300.0, help="seconds until it must be ready")
     add("--detach", action="store_true", help="return when it is ready; stop it with pdmesh down")
 
 
@@ -131,7 +149,7 @@ def _add_admin(
     groups.add_argument("--usage", action="store_true", help="how long instances were used so far")
     shown.add_argument(
         "--text",
-        type=_version,
+        type=values.version,
         nargs="?",
         const=0,
         metavar="VERSION",
@@ -141,11 +159,11 @@ def _add_admin(
     apply = add("apply", "make a file the desired state")
     apply.add_argument("file", type=Path, help="- reads stdin")
     apply.add_argument(
-        "--expect-version", type=_version, metavar="N", help="refuse if another is current"
+        "--expect-version", type=values.version, metavar="N", help="refuse if another is current"
     )
     apply.add_argument(
         "--canary",
-        type=_share,
+        type=values.share,
         default=0.0,
         metavar="SHARE",
         help="try the changed services out first, with this share of the requests (0.05), until pdmesh promote or rollback",
@@ -154,7 +172,7 @@ def _add_admin(
     promote.add_argument("scenario", nargs="?", default="", help="default: each that has a canary")
     rollback = add("rollback", "make an earlier version the desired state again")
     rollback.add_argument(
-        "version", type=_version, nargs="?", default=0, help="default: the one before"
+        "version", type=values.version, nargs="?", default=0, help="default: the one before"
     )
     for parser in (apply, rollback):
         parser.add_argument(
@@ -182,7 +200,7 @@ def _add_ratio(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--remove", choices=roles, help="one of these leaves and becomes blank")
     asked.add_argument(
         "--profile",
-        type=_positive,
+        type=values.positive,
         nargs=4,
         metavar=("T_P", "B_P", "T_D", "B_D"),
         help="move all groups to the best ratio for requests that take T_P and T_D seconds with B_P and B_D slots taken",
@@ -212,7 +230,7 @@ def _add_pins(parser: argparse.ArgumentParser, admin: argparse.ArgumentParser) -
     add.add_argument("--model", default="", help="default: the only one there is")
     add.add_argument("--cache-salt", default="", help="as in those prompts")
     add.add_argument(
-        "--ttl", type=_duration, default="24h", help="10s, 30m, 12h, 7d (default: 24h)"
+        "--ttl", type=values.duration, default="24h", help="10s, 30m, 12h, 7d (default: 24h)"
     )
     add.add_argument("--reason", default="", help="kept with the pin")
     add.add_argument("--url", help="of a gateway (default: the mesh started here)")
@@ -237,7 +255,11 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="of a gateway (default: the mesh started here)")
     parser.add_argument("--model", default="default", help="a served name (default: the first)")
     parser.add_argument(
-        "--max-tokens", type=_positive_int, default=256, metavar="N", help="default: %(default)s"
+        "--max-tokens",
+        type=values.positive_int,
+        default=256,
+        metavar="N",
+        help="default: %(default)s",
     )
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0: greedy, the default"
@@ -255,16 +277,27 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     )
     add = actions.add_parser("add", parents=[common], help="make a key, and show it once")
     add.add_argument("tenant", help="whose key it is; a new name adds a tenant")
-    add.add_argument("--expires-days", type=_positive, metavar="DAYS", help="default: never")
+    add.add_argument("--expires-days", type=values.positive, metavar="DAYS", help="default: never")
     # Limits are the tenant's, over all of its keys.
-    add.add_argument("--requests-per-s", type=_positive, metavar="N", help="default: no limit")
-    add.add_argument("--tokens-per-min", type=_positive, metavar="N", help="prompts and answers")
-    add.add_argument("--max-concurrent", type=_positive_int, metavar="N", help="open requests")
-    add.add_argument("--tokens-per-day", type=_positive_int, metavar="N", help="by UTC days")
     add.add_argument(
-        "--weight", type=_positive_int, metavar="N", help="share of waiting calls (default: 1)"
+        "--requests-per-s", type=values.positive, metavar="N", help="default: no limit"
     )
-    add.add_argument("--priority", type=_count, metavar="N", help="0 is served first (default: 1)")
+    add.add_argument(
+        "--tokens-per-min", type=values.positive, metavar="N", help="prompts and answers"
+    )
+    add.add_argument(
+        "--max-concurrent", type=values.positive_int, metavar="N", help="open requests"
+    )
+    add.add_argument("--tokens-per-day", type=values.positive_int, metavar="N", help="by UTC days")
+    add.add_argument(
+        "--weight",
+        type=values.positive_int,
+        metavar="N",
+        help="share of waiting calls (default: 1)",
+    )
+    add.add_argument(
+        "--priority", type=values.count, metavar="N", help="0 is served first (default: 1)"
+    )
     add.add_argument("--models", nargs="+", metavar="MODEL", help="default: all of them")
     actions.add_parser("list", parents=[common], help="keys by id, tenants and limits")
     revoke = actions.add_parser("revoke", parents=[common], help="end a key")
@@ -280,52 +313,13 @@ def _add_artefact(parser: argparse.ArgumentParser) -> None:
     build.add_argument("--name", default="", help="what clients call it (default: the folder's)")
     build.add_argument(
         "--set",
-        type=_assignment,
+        type=values.assignment,
         action="append",
         metavar="NAME=VALUE",
         help="a setting of the engine it is made for, e.g. dtype=float32; may be repeated",
     )
     verify = actions.add_parser("verify", help="check every file against the manifest")
     verify.add_argument("manifest", type=Path)
-
-
-def _duration(text: str) -> int:
-    """Seconds."""
-    number, unit = text[:-1], text[-1:]
-    if unit.isdigit():
-        number, unit = text, "s"
-    seconds = {"s": 1, "m": 60, "h": 3600, "d": 86_400}.get(unit)
-    if seconds is None or not number.isdecimal():
-        raise argparse.ArgumentTypeError("must be a number and s, m, h or d")
-    return _whole_number(number, _MAX_DURATION_S // seconds) * seconds
-
-
-def _assignment(text: str) -> tuple[str, str]:
-    name, found, value = text.partition("=")
-    if not (name and found):
-        raise argparse.ArgumentTypeError("must be NAME=VALUE")
-    return name, value
-
-
-def _positive(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be a positive number")
-    return value
-
-
-def _positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError("must be a positive whole number")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    """NaN if it is none: no bound takes it."""
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")
 
 
 def _add_events(parser: argparse.ArgumentParser) -> None:
@@ -337,35 +331,6 @@ def _add_events(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--nats-url", help="of a mesh that was not started here")
-
-
-def _share(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError("must be more than 0 and less than 1")
-    return value
-
-
-def _count(text: str) -> int:
-    return _whole_number(text, 64)
-
-
-def _one_or_more(text: str) -> int:
-    return _whole_number(text, 64, minimum=1)
-
-
-def _port(text: str) -> int:
-    return _whole_number(text, 65535)
-
-
-def _version(text: str) -> int:
-    return _whole_number(text, 2**63 - 1)
-
-
-def _whole_number(text: str, maximum: int, *, minimum: int = 0) -> int:
-    if not text.isdecimal() or not minimum <= int(text) <= maximum:
-        raise argparse.ArgumentTypeError(f"must be {minimum} to {maximum}")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""What a value on the command line may be; each says in one line what it must be instead."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final
+
+_MAX_DURATION_S: Final = 1000 * 86_400  # what is allowed is the leader's to say
+
+
+def duration(text: str) -> int:
+    """Seconds."""
+    number, unit = text[:-1], text[-1:]
+    if unit.isdigit():
+        number, unit = text, "s"
+    seconds = {"s": 1, "m": 60, "h": 3600, "d": 86_400}.get(unit)
+    if seconds is None or not number.isdecimal():
+        raise argparse.ArgumentTypeError("must be a number and s, m, h or d")
+    return _whole_number(number, _MAX_DURATION_S // seconds) * seconds
+
+
+def assignment(text: str) -> tuple[str, str]:
+    name, found, value = text.partition("=")
+    if not (name and found):
+        raise argparse.ArgumentTypeError("must be NAME=VALUE")
+    return name, value
+
+
+def positive(text: str) -> float:
+    value = _number(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be a positive number")
+    return value
+
+
+def positive_int(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError("must be a positive whole number")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    """NaN if it is none: no bound takes it."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def share(text: str) -> float:
+    value = _number(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError("must be more than 0 and less than 1")
+    return value
+
+
+def count(text: str) -> int:
+    return _whole_number(text, 64)
+
+
+def one_or_more(text: str) -> int:
+    return _whole_number(text, 64, minimum=1)
+
+
+def port(text: str) -> int:
+    return _whole_number(text, 65535)
+
+
+def version(text: str) -> int:
+    return _whole_number(text, 2**63 - 1)
+
+
+def _whole_number(text: str, maximum: int, *, minimum: int = 0) -> int:
+    if not text.isdecimal() or not minimum <= int(text) <= maximum:
+        raise argparse.ArgumentTypeError(f"must be {minimum} to {maximum}")
+    return int(text)
