@@ -51,9 +51,7 @@ run("kv-cache-index", Settings, serve)
 
 
 class Process:
-    def __init__(
-        self, directory: Path, *, command: tuple[str, ...] = ("-c", SERVICE), **settings: str
-    ) -> None:
+    def __init__(self, directory: Path, *command: str, **settings: str) -> None:
         self.ops_file = directory / "ops"
         self.log = directory / "log"
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PDMESH_")}
@@ -66,7 +64,10 @@ class Process:
         }
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *command], env=environment, stderr=log, stdout=log
+                [sys.executable, *(command or ("-c", SERVICE))],
+                env=environment,
+                stderr=log,
+                stdout=log,
             )
 
     def get(self, path: str) -> tuple[int, str]:
@@ -162,9 +163,7 @@ def test_a_setting_that_names_a_bad_file_exits_2_and_says_so_without_a_traceback
     token.write_text("short\n")
     processes.append(
         process := Process(
-            tmp_path,
-            command=("-m", "services.master_scheduler"),
-            PDMESH_ADMIN_TOKEN_FILE=str(token),
+            tmp_path, "-m", "services.master_scheduler", PDMESH_ADMIN_TOKEN_FILE=str(token)
         )
     )
     assert process.process.wait(20) == 2
