@@ -6,8 +6,8 @@ import asyncio
 import os
 import sys
 from collections import Counter
-from collections.abc import Coroutine, Iterable
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final
 
 import pdmesh
 from pdmesh.core.health import Health
@@ -65,21 +65,15 @@ async def serve(settings: Settings, app: App) -> None:
         pid=os.getpid(),
     )
     await app.unless_stopping(presence.start(lambda: record))
-    await _run_until(together(monitor.run(), faults.run(), canary.run()), app.stopping)
+    work = together(monitor.run(), faults.run(), canary.run())
+    running = asyncio.create_task(work, name="health-monitor")
+    await app.until_stopping(
+        running
+    )  # one that fails takes the process with it, to be started anew
+    await end([running])
     await presence.stop()
     await view.close()
     await bus.close()
-
-
-async def _run_until(work: Coroutine[Any, Any, None], stopping: asyncio.Event) -> None:
-    """A monitor that fails takes the process with it: the supervisor starts a fresh one."""
-    running = asyncio.create_task(work, name="health-monitor")
-    stop = asyncio.create_task(stopping.wait())
-    await asyncio.wait([running, stop], return_when=asyncio.FIRST_COMPLETED)
-    if running.done():
-        stop.cancel()
-        running.result()
-    await end([running])
 
 
 def _observe(monitor: HealthMonitor) -> None:
