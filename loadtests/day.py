@@ -21,7 +21,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
 from loadtests import day_plan
 from loadtests.day_figure import Day, clock
@@ -59,8 +58,7 @@ class DayOnMesh:
         self._watch.begin()
         looking = asyncio.create_task(self._look())
         acting = [asyncio.create_task(self._at(at_s, act)) for at_s, act in self._acts()]
-        url = urlsplit(self._mesh.http_url)
-        target = Target(url.hostname or "", url.port or 0, names_scenario=True)
+        target = Target.at(self._mesh.http_url, names_scenario=True)
         self.answers = await open_loop(target, self._arrivals, lambda answer: None)
         await asyncio.gather(*acting)
         await self._until_quiet()

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -139,15 +138,12 @@ async def _run(workload: Workload, split: Split, seed: int, law: str, duration_s
     _say(f"{workload.name}: {split}, {2 * slots} users, {duration_s:.0f} s")
     with tempfile.TemporaryDirectory(prefix="pdmesh-phi-") as directory:
         async with Mesh(_spec(workload, split, law), Path(directory)) as mesh:
-            url = urlsplit(mesh.http_url)
-            assert url.hostname is not None
-            assert url.port is not None
             looks: list[Exported] = []
             watching = asyncio.create_task(
                 _watch(mesh.ops_address("master-scheduler"), duration_s, looks)
             )
             answers = await closed_loop(
-                Target(url.hostname, url.port),
+                Target.at(mesh.http_url),
                 2 * slots,
                 _requests(workload, random.Random(seed)).__next__,
                 think_s=lambda: 0.0,

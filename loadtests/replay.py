@@ -23,7 +23,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
 from loadtests import services, workloads
 from loadtests.generator import canned_server
@@ -187,7 +186,8 @@ async def run(options: argparse.Namespace) -> Played:
         async with Mesh(spec, Path(directory), report=_say) as mesh:
             processes = ProcessSet({name: mesh.pid(name) for name in mesh.names})
             before = processes.costs()
-            answers = await _send(_target(mesh.http_url, names_scenario), arrivals)
+            target = Target.at(mesh.http_url, names_scenario=names_scenario)
+            answers = await _send(target, arrivals)
             names = [name for name in mesh.names if name.startswith(("prefill", "decode"))]
             return Played(
                 answers,
@@ -199,10 +199,10 @@ async def run(options: argparse.Namespace) -> Played:
 
 
 def _target(url: str, names_scenario: bool) -> Target:
-    parts = urlsplit(url)
-    if not parts.hostname:
-        raise SystemExit(f"--url {url}: it must look like http://127.0.0.1:8000")
-    return Target(parts.hostname, parts.port or 80, names_scenario=names_scenario)
+    try:
+        return Target.at(url, names_scenario=names_scenario)
+    except ValueError as exc:
+        raise SystemExit(f"--url {exc}") from exc
 
 
 async def _send(target: Target, arrivals: list[Arrival]) -> list[Answer]:

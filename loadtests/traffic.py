@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import urlsplit
 
 from loadtests.workloads import Arrival
 
@@ -59,6 +60,14 @@ class Target:
     block_size: int = 64
     model: str = "default"
     names_scenario: bool = False
+
+    @classmethod
+    def at(cls, url: str, *, block_size: int = 64, names_scenario: bool = False) -> Target:
+        """Raises ValueError if no host is in `url`."""
+        parts = urlsplit(url)
+        if not parts.hostname:
+            raise ValueError(f"{url}: it must look like http://127.0.0.1:8000")
+        return cls(parts.hostname, parts.port or 80, block_size, names_scenario=names_scenario)
 
     def request(self, arrival: Arrival) -> bytes:
         body = json.dumps(

@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
 from loadtests.progress import Progress
-from loadtests.results import write
+from loadtests.results import quantile, write
 from loadtests.services import (
     DECODE_SLOTS,
     PREFILL_SLOTS,
@@ -74,12 +73,6 @@ class Level:
     e2e_ms_p95: float
 
 
-def _target(url: str) -> Target:
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    return Target(parts.hostname, parts.port or 80, names_scenario=True)
-
-
 async def measure(law: str, scenarios: Sequence[Scenario], duration_s: float) -> list[Level]:
     levels: list[Level] = []
     progress = Progress(_MAX_LEVELS)
@@ -87,7 +80,7 @@ async def measure(law: str, scenarios: Sequence[Scenario], duration_s: float) ->
     asks = {s.name: Requests(i, s) for i, s in enumerate(scenarios)}
     with tempfile.TemporaryDirectory(prefix="pdmesh-until-") as directory:
         async with Mesh(mesh_spec(law, scenarios), Path(directory)) as mesh:
-            target = _target(mesh.http_url)
+            target = Target.at(mesh.http_url, names_scenario=True)
             for _ in range(_MAX_LEVELS):
                 now = [s for s in scenarios if not ramps[s.name].has_failed]
                 if not now:
@@ -135,8 +128,7 @@ def level_of(scenario: Scenario, num_users: int, answers: Sequence[Answer]) -> L
 
 
 def _p95(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return ordered[int(0.95 * (len(ordered) - 1))] if ordered else 0.0
+    return quantile(sorted(values) or [0.0], 0.95)
 
 
 def promised_per_s(law: str, scenario: Scenario) -> float:

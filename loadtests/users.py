@@ -13,15 +13,14 @@ import argparse
 import asyncio
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
 from loadtests.results import write
 from loadtests.sim.users import UsersMesh
-from loadtests.traffic import Target, closed_loop
+from loadtests.traffic import Answer, Target, closed_loop
 from loadtests.users_plan import (
     BLOCK_SIZE,
     CAPACITY_PER_S,
@@ -72,30 +71,21 @@ async def _on_mesh(
     points = []
     with tempfile.TemporaryDirectory(prefix="pdmesh-users-") as directory:
         async with Mesh(_spec(variant, options.slo_s), Path(directory), report=_say) as mesh:
-            url = urlsplit(mesh.http_url)
-            assert url.hostname is not None
-            assert url.port is not None
-            target, prompts = Target(url.hostname, url.port, BLOCK_SIZE), Prompts(1)
-            await closed_loop(
-                target,
-                max(users),
-                prompts,
-                think_s=thinking(0, options.think_s),
-                duration_s=_WARM_S,
-            )
+            target, prompts = Target.at(mesh.http_url, block_size=BLOCK_SIZE), Prompts(1)
+
+            def ask(num_users: int, duration_s: float) -> Awaitable[list[Answer]]:
+                think_s = thinking(num_users, options.think_s)
+                return closed_loop(
+                    target, num_users, prompts, think_s=think_s, duration_s=duration_s
+                )
+
+            await ask(max(users), _WARM_S)
             for num_users in users:
                 await asyncio.sleep(_PAUSE_S)
-                answers = await closed_loop(
-                    target,
-                    num_users,
-                    prompts,
-                    think_s=thinking(num_users, options.think_s),
-                    duration_s=options.duration_s,
-                )
-                points.append(
-                    point(variant.name, num_users, answers, options.slo_s, options.duration_s)
-                )
-                _say(f"{points[-1]}")
+                answers = await ask(num_users, options.duration_s)
+                found = point(variant.name, num_users, answers, options.slo_s, options.duration_s)
+                points.append(found)
+                _say(f"{found}")
     return points
 
 

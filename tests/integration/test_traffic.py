@@ -66,6 +66,14 @@ async def test_a_server_that_is_not_there_is_an_answer_of_its_own() -> None:
     assert (answer.status, answer.is_answered) == (0, False)
 
 
+def test_a_target_is_where_its_url_says() -> None:
+    target = Target.at("http://mesh.example:8000", names_scenario=True)
+    assert (target.host, target.port, target.names_scenario) == ("mesh.example", 8000, True)
+    assert Target.at("http://mesh.example").port == 80
+    with pytest.raises(ValueError, match="it must look like"):
+        Target.at("mesh.example:8000")
+
+
 def test_equal_names_are_equal_tokens_and_the_rest_differs() -> None:
     first, second = (
         next(a for a in workload()[start:] if a.scenario == "scenario-0") for start in (0, 30)
