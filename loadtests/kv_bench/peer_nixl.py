@@ -1,9 +1,11 @@
-"""nixl in an interpreter of its own: each line `kind bytes serial` on standard input is one READ, as vLLM's NixlConnector reads.
+"""nixl in an interpreter of its own: each line `kind bytes` on standard input is one transfer, as vLLM's NixlConnector reads.
 
     PYTHON peer_nixl.py LARGEST BLOCK_BYTES          # starts its source as a second process
 
-Answers each line with milliseconds. `contiguous` is one descriptor, `blocks` one per block, both sides in random order and
-prepared beforehand; making the request of a transfer is part of its time.
+Answers each line with milliseconds. `contiguous` is one descriptor. `blocks` are random ones of a cache half as large again as the
+largest prompt, on both sides, as ours are; the caches are registered and all their blocks prepared beforehand, and making the request of a
+transfer is part of its time. `checked` adds what ours always does: the source tells that its blocks are ready, with an xxh3_128 of each part
+of 4 MiB, and the target compares it; parts overlap, and time counts from when the source has the blocks.
 """
 
 from __future__ import annotations
@@ -13,66 +15,158 @@ import os
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found]  # not in our .venv
 
-
-def make(role: str, largest: int) -> tuple[Any, Any]:
-    agent = nixl_agent(role, nixl_agent_config(backends=["UCX"]))
-    memory = np.full(largest, 7 if role == "source" else 0, np.uint8)
-    agent.register_memory([(memory.ctypes.data, largest, 0, "")], "DRAM")
-    return agent, memory
+_PART_BYTES: Final = 4 << 20
+BlockIds = npt.NDArray[np.int32]
 
 
-def descriptors(address: int, num_bytes: int, block: int, seed: int) -> Any:
-    order = np.random.default_rng(seed).permutation(num_bytes // block)
-    return [(address + int(i) * block, block, 0) for i in order]
+class Cache:
+    """One side's registered blocks. The source's say which they are."""
+
+    def __init__(self, role: str, largest: int, block: int) -> None:
+        self.agent = nixl_agent(role, nixl_agent_config(backends=["UCX"]))
+        self.num_blocks = largest // block * 3 // 2 + 1
+        self.words = np.empty((self.num_blocks, block // 8), np.uint64)
+        self.words[:] = np.arange(1, self.num_blocks + 1, dtype=np.uint64)[:, None]
+        if role == "target":
+            self.words[:] = 0  # written too, so that no page is new when bytes come
+        self.address = int(self.words.ctypes.data)
+        self.views = [memoryview(row) for row in self.words]  # type: ignore[arg-type]  # numpy arrays are buffers
+        self.agent.register_memory([(self.address, self.words.nbytes, 0, "")], "DRAM")
+
+    def take(self, serial: int, seed: int, count: int) -> BlockIds:
+        """The blocks of a prompt: both processes know those of both sides."""
+        order = np.random.default_rng((serial, seed)).permutation(self.num_blocks)
+        return order[:count].astype(np.int32)
+
+    def digest(self, ids: BlockIds) -> str:
+        made = xxhash.xxh3_128()
+        for i in ids:
+            made.update(self.views[i])
+        return made.hexdigest()
 
 
-def source(answer: Any, largest: int) -> None:
-    agent, memory = make("source", largest)
+def parts(ids: BlockIds, block: int) -> Iterator[BlockIds]:
+    step = _PART_BYTES // block
+    return (ids[at : at + step] for at in range(0, len(ids), step))
+
+
+def source(answer: Any, largest: int, block: int) -> None:
+    cache = Cache("source", largest, block)
     print(
-        json.dumps([agent.get_agent_metadata().hex(), int(memory.ctypes.data)]),
+        json.dumps([cache.agent.get_agent_metadata().hex(), cache.address]),
         file=answer,
         flush=True,
     )
-    sys.stdin.read()
-
-
-def target(answer: Any, largest: int, block: int) -> None:
-    other = subprocess.Popen(
-        [sys.executable, __file__, str(largest), str(block), "source"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert other.stdout is not None
-    metadata, address = json.loads(other.stdout.readline())
-    agent, memory = make("target", largest)
-    name = agent.add_remote_agent(bytes.fromhex(metadata))
-    print("ready", file=answer, flush=True)
     for line in sys.stdin:
-        kind, size = line.split()[0], int(line.split()[1])
-        piece = size if kind == "contiguous" else block
-        here = descriptors(int(memory.ctypes.data), size, piece, 1)
-        there = descriptors(address, size, piece, 2)
-        mine = agent.prep_xfer_dlist("NIXL_INIT_AGENT", here, "DRAM")
-        theirs = agent.prep_xfer_dlist(name, there, "DRAM")
-        index = np.arange(size // piece, dtype=np.int32)
-        memory[:size] = 0
-        started = time.monotonic()
-        handle = agent.make_prepped_xfer("READ", mine, index, theirs, index)
-        state = agent.transfer(handle)
+        serial, count = map(int, line.split())
+        ids = cache.take(serial, 2, count)
+        print(time.monotonic(), file=answer, flush=True)
+        for part in parts(ids, block):
+            print(cache.digest(part), file=answer, flush=True)
+
+
+class Target:
+    def __init__(self, largest: int, block: int) -> None:
+        self._source = subprocess.Popen(
+            [sys.executable, __file__, str(largest), str(block), "source"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        metadata, self._address = json.loads(self._hear())
+        self._block = block
+        self._cache = Cache("target", largest, block)
+        self._agent = self._cache.agent
+        self._name = self._agent.add_remote_agent(bytes.fromhex(metadata))
+        self._mine = self._prepare("NIXL_INIT_AGENT", self._cache.address, block)
+        self._theirs = self._prepare(self._name, self._address, block)
+        self._num_done = 0
+
+    def run_ms(self, kind: str, num_bytes: int) -> float | None:
+        """None if it failed."""
+        self._num_done += 1
+        if kind == "contiguous":
+            mine = self._prepare("NIXL_INIT_AGENT", self._cache.address, num_bytes, 1)
+            theirs = self._prepare(self._name, self._address, num_bytes, 1)
+            only = np.zeros(1, np.int32)
+            started = time.monotonic()
+            is_ok = self._finish(self._begin(mine, only, theirs, only))
+            return (time.monotonic() - started) * 1e3 if is_ok else None
+        count = num_bytes // self._block
+        here = self._cache.take(self._num_done, 1, count)
+        there = self._cache.take(self._num_done, 2, count)
+        if kind == "checked":
+            took, is_ok = self._checked(here, there)
+        else:
+            started = time.monotonic()
+            is_ok = self._finish(self._begin(self._mine, here, self._theirs, there))
+            took = time.monotonic() - started
+        is_ok = is_ok and bool((self._cache.words[here, -1] == there + 1).all())
+        return took * 1e3 if is_ok else None
+
+    def _checked(self, here: BlockIds, there: BlockIds) -> tuple[float, bool]:
+        """Each part is read while the one before it is checked, which is how ours does it too."""
+        assert self._source.stdin is not None
+        self._source.stdin.write(f"{self._num_done} {len(there)}\n")
+        self._source.stdin.flush()
+        started = float(self._hear())
+        before: tuple[Any, BlockIds, str] | None = None
+        is_ok = True
+        for mine, theirs in zip(parts(here, self._block), parts(there, self._block), strict=True):
+            expected = self._hear()
+            handle = self._begin(self._mine, mine, self._theirs, theirs)
+            is_ok = self._check(before) and is_ok
+            before = handle, mine, expected
+        is_ok = self._check(before) and is_ok
+        return time.monotonic() - started, is_ok
+
+    def _check(self, part: tuple[Any, BlockIds, str] | None) -> bool:
+        if part is None:
+            return True
+        handle, ids, expected = part
+        return self._finish(handle) and self._cache.digest(ids) == expected
+
+    def _prepare(self, name: str, address: int, size: int, count: int = 0) -> Any:
+        count = count or self._cache.num_blocks
+        blocks = [(address + i * size, size, 0) for i in range(count)]
+        return self._agent.prep_xfer_dlist(name, blocks, "DRAM")
+
+    def _begin(self, mine: Any, here: BlockIds, theirs: Any, there: BlockIds) -> Any:
+        handle = self._agent.make_prepped_xfer("READ", mine, here, theirs, there)
+        return handle, self._agent.transfer(handle)
+
+    def _finish(self, transfer: Any) -> bool:
+        handle, state = transfer
         while state == "PROC":
             time.sleep(0)  # its progress thread needs a core too
-            state = agent.check_xfer_state(handle)
-        took = time.monotonic() - started
-        is_ok = state == "DONE" and memory[0] == 7 and memory[size - 1] == 7
-        agent.release_xfer_handle(handle)
-        print(took * 1e3 if is_ok else "failed", file=answer, flush=True)
-    other.kill()
+            state = self._agent.check_xfer_state(handle)
+        self._agent.release_xfer_handle(handle)
+        return bool(state == "DONE")
+
+    def _hear(self) -> str:
+        assert self._source.stdout is not None
+        return self._source.stdout.readline().strip()
+
+    def close(self) -> None:
+        self._source.kill()
+
+
+def main(answer: Any, largest: int, block: int) -> None:
+    target = Target(largest, block)
+    print("ready", file=answer, flush=True)
+    for line in sys.stdin:
+        kind, size = line.split()
+        took = target.run_ms(kind, int(size))
+        print("failed" if took is None else took, file=answer, flush=True)
+    target.close()
     os._exit(0)
 
 
@@ -80,7 +174,5 @@ if __name__ == "__main__":
     # The library logs to standard output: answers go to a copy of it, its own words to standard error.
     stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    if sys.argv[3:] == ["source"]:
-        source(stdout, int(sys.argv[1]))
-    else:
-        target(stdout, int(sys.argv[1]), int(sys.argv[2]))
+    run = source if sys.argv[3:] == ["source"] else main
+    run(stdout, int(sys.argv[1]), int(sys.argv[2]))

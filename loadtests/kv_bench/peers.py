@@ -15,7 +15,10 @@ from loadtests.kv_bench import cases
 from loadtests.kv_bench.pair import TRANSPORTS
 from pdmesh.kv.ucx_worker import load_library
 
-KINDS: Final = ("contiguous", "blocks")
+KINDS_OF: Final[Mapping[str, tuple[str, ...]]] = {
+    "nixl": ("contiguous", "blocks", "checked"),
+    "mooncake": ("contiguous", "blocks"),
+}
 # Where each takes its transport from: Mooncake has a tcp of its own and nothing for one machine's memory.
 TRANSPORTS_OF: Final[Mapping[str, tuple[str, ...]]] = {"nixl": ("tcp", "shm"), "mooncake": ("tcp",)}
 _POLLING: Final = ("nixl",)

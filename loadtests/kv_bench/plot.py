@@ -20,11 +20,12 @@ _TOTALS: Final = (
     cases.CHUNKED,
     cases.LAYERS,
     "nixl_blocks",
+    "nixl_checked",
     "mooncake_blocks",
     "perftest_sleep",
     "memcpy",
 )
-_DASHED: Final = ("nixl_blocks", "mooncake_blocks", "perftest_sleep", "memcpy")
+_DASHED: Final = ("nixl_blocks", "nixl_checked", "mooncake_blocks", "perftest_sleep", "memcpy")
 
 
 def draw(figures: Figures, path: Path) -> None:

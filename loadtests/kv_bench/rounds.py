@@ -108,7 +108,7 @@ def _peers(
     others: Mapping[tuple[str, str], peers.Peer], num_bytes: int, number: int, transport: str
 ) -> Iterator[Row]:
     for (name, its_transport), peer in others.items():
-        for kind in peers.KINDS if its_transport == transport else ():
+        for kind in peers.KINDS_OF[name] if its_transport == transport else ():
             ms = peer.run_ms(kind, num_bytes)
             if ms is not None:
                 yield Row(number, transport, num_bytes, f"{name}_{kind}", ms)
