@@ -1,6 +1,6 @@
 """Users in a closed loop, more and more of them until one of their requests fails its SLO, by scenario (S65).
 
-    python -m loadtests.until_failure --out loadtests/results/until-failure-2026-11-21
+    python -m loadtests.until_failure --out loadtests/results/until-failure-2026-11-22
 
 Six scenarios of two services, each with a group of its own (one prefill, one decode) on one mesh, so that what one carries says nothing
 of the others (S4). All ramp at once: a level lasts --duration-s; a scenario whose requests all kept their SLO gets half as many users
