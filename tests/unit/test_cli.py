@@ -374,6 +374,24 @@ def test_a_log_over_its_bound_is_set_aside_and_goes_on_empty(tmp_path: Path) -> 
     assert log_files.last_lines(log) == ["after"]
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("", "it said nothing"),
+        ("Killed", "Killed"),
+        ('{"event": "service.failed", "reason": "no model"}', "no model"),
+        ('{"event": "service.stopped"}', "service.stopped"),
+        ('{"event": "service.crashed", "exception": "Traceback:\\n  x\\nOSError: full"}', "OSError: full"),
+    ],
+)  # fmt: skip
+def test_the_last_line_of_a_log_says_why_its_process_died(
+    tmp_path: Path, line: str, reason: str
+) -> None:
+    log = tmp_path / "a.log"
+    log.write_text(f'{{"event": "service.started"}}\n{line}\n' if line else "")
+    assert log_files.last_word(log) == f"{reason} (log: {log})"
+
+
 def test_groups_say_first_that_the_leader_changes_nothing() -> None:
     states = pb.ListGroupStatesResponse(version=3, paused="version 3 cannot be read")
     lines = admin.groups_text(states).splitlines()

@@ -6,6 +6,7 @@ and cut to nothing; appending goes on at its start.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from typing import Final
 
 MAX_BYTES: Final = 16 * 1024 * 1024
 _TAIL_BYTES: Final = 16 * 1024
+_MAX_CHARS: Final = 300
 
 
 def bound(paths: Iterable[Path], max_bytes: int = MAX_BYTES) -> None:
@@ -23,8 +25,13 @@ def bound(paths: Iterable[Path], max_bytes: int = MAX_BYTES) -> None:
             os.truncate(path, 0)
 
 
+def last_word(path: Path) -> str:
+    """Why its process died, by the last thing that it logged, and where to read on."""
+    lines = last_lines(path)
+    return f"{_reason(lines[-1]) if lines else 'it said nothing'} (log: {path})"
+
+
 def last_lines(path: Path, num_lines: int = 5) -> list[str]:
-    """The end of a log, to show why its process died."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -32,3 +39,16 @@ def last_lines(path: Path, num_lines: int = 5) -> list[str]:
     except OSError:
         return []
     return [line for line in text.splitlines() if line.strip()][-num_lines:]
+
+
+def _reason(line: str) -> str:
+    """The telling part of a log line, whether it is JSON or plain text."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return line.strip()[:_MAX_CHARS]
+    if not isinstance(entry, dict):
+        return line.strip()[:_MAX_CHARS]
+    if isinstance(entry.get("exception"), str):
+        return str(entry["exception"]).strip().splitlines()[-1][:_MAX_CHARS]
+    return str(entry.get("reason") or entry.get("event") or line)[:_MAX_CHARS]

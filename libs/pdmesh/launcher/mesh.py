@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import time
@@ -23,21 +22,17 @@ from pdmesh.embedded.binaries import ServerNotFound
 from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer
 from pdmesh.engine.sim_tokenizer import write_sim_model
 from pdmesh.errors import MeshError
-from pdmesh.launcher import log_files, state
+from pdmesh.launcher import first_groups, log_files, state
 from pdmesh.launcher.external import nats_problem, redis_problem
 from pdmesh.launcher.gateway_ports import reserve_ports
 from pdmesh.launcher.process_health import ProcessHealth
 from pdmesh.launcher.spec import MeshSpec, ProcessSpec, Tier, Wiring, services
 from pdmesh.launcher.supervisor import Notice, Supervisor
-from pdmesh.net.admin_client import call_leader
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.v1.admin_service_pb2 import ApplyDesiredRequest
 
 Report = Callable[[str], None]  # one line of progress for a person
 _PROBE_EVERY_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 1.0
 _DEATHS_WHILE_STARTING: Final = 3
-_LEADER_S: Final = 20.0
 
 
 class MeshFailed(Exception):
@@ -220,31 +215,14 @@ class Mesh:
         self._cleanup.push_async_callback(_cancelled, housekeeping)
 
     async def _apply_groups(self) -> None:
-        """Make the file the desired state: without it, blank instances stay blank."""
-        if self.spec.groups_file is None:
+        file = self.spec.groups_file
+        if file is None:
             return
-        text = self.spec.groups_file.read_text()
-        request = ApplyDesiredRequest(text=text, author="pdmesh up", reason="the mesh was started")
         await self.wait_ready(n for n, s in self.supervisor.specs.items() if s.tier is Tier.CONTROL)
-        bus = await NatsBus.connect(self.nats_url, "pdmesh-up")
         try:
-            await call_leader(
-                bus,
-                self._admin_token(),
-                lambda stub, metadata, s: stub.ApplyDesired(request, metadata=metadata, timeout=s),
-                within_s=_LEADER_S,
-            )
+            await first_groups.apply(file, self.nats_url, {**os.environ, **self.spec.env})
         except MeshError as exc:
-            raise MeshFailed(f"{self.spec.groups_file}: {exc.message}") from exc
-        finally:
-            await bus.close()
-
-    def _admin_token(self) -> str:
-        """The one the masters have, if they were given one."""
-        env = {**os.environ, **self.spec.env}
-        if (file := env.get("PDMESH_ADMIN_TOKEN_FILE")) is not None:
-            return Path(file).read_text().strip()
-        return env.get("PDMESH_ADMIN_TOKEN", "")
+            raise MeshFailed(f"{file}: {exc.message}") from exc
 
     def _awaited(self) -> list[str]:
         """Gateways are ready when somebody serves: blank instances alone never do."""
@@ -318,7 +296,9 @@ class Mesh:
                 when = f"in {delay_s:g} s" if delay_s else "now"
                 self._report(f"{name} {_ending(code)} ({deaths} in a row); restarting it {when}")
             case GiveUp(name, code, deaths):
-                self._report(f"{name} {_ending(code)} {deaths} times, given up: {self._why(name)}")
+                self._report(
+                    f"{name} {_ending(code)} {deaths} times, given up: {log_files.last_word(self.log_file(name))}"
+                )
         if self._phase == "ready":
             asyncio.get_running_loop().call_soon(self._write_state)
 
@@ -327,17 +307,13 @@ class Mesh:
             is_given_up = self.supervisor.phase(name) is Phase.FAILED
             keeps_dying = self.supervisor.deaths(name) >= _DEATHS_WHILE_STARTING
             if is_given_up or (keeps_dying and self._phase == "starting"):
-                raise MeshFailed(f"{name} does not start: {self._why(name)}")
+                raise MeshFailed(
+                    f"{name} does not start: {log_files.last_word(self.log_file(name))}"
+                )
 
     def _not_ready_line(self, waiting: list[str], missing: dict[str, str]) -> str:
         rest = "; ".join(f"{name} waits for: {missing.get(name, '')}" for name in waiting)
         return f"not ready in time: {rest} (logs: {self.state_dir / 'logs'})"
-
-    def _why(self, name: str) -> str:
-        """The last thing its log says, and where to read on."""
-        path = self.log_file(name)
-        lines = log_files.last_lines(path)
-        return f"{_reason(lines[-1]) if lines else 'it said nothing'} (log: {path})"
 
     async def _keep_house(self) -> None:
         """Bound the logs, and restart what runs but does not answer."""
@@ -377,19 +353,6 @@ class Mesh:
 
 def _ending(code: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-
-
-def _reason(line: str) -> str:
-    """The telling part of a log line, whether it is JSON or plain text."""
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return line.strip()[:300]
-    if not isinstance(entry, dict):
-        return line.strip()[:300]
-    if isinstance(entry.get("exception"), str):
-        return str(entry["exception"]).strip().splitlines()[-1][:300]
-    return str(entry.get("reason") or entry.get("event") or line)[:300]
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:
