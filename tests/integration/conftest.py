@@ -1,14 +1,18 @@
-"""A real NATS server of a test's own, and a connection to it."""
+"""A real NATS server of a test's own, and a connection to it; the transports that KV takes; and failpoints that end with their test."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from pdmesh import failpoints
+from pdmesh.kv.ucx import UcxTransport
 from pdmesh.net.nats_bus import NatsBus
+from tests.fakes.memory_transport import MemoryTransport
 from tests.support import servers
+from tests.support.sim_pair import MakeTransport
 
 
 @pytest.fixture
@@ -24,3 +28,14 @@ async def bus(server: servers.TestServer) -> AsyncIterator[NatsBus]:
     bus = await NatsBus.connect(server.url, "test")
     yield bus
     await bus.close()
+
+
+@pytest.fixture(params=["memory", "ucx"])
+def make_transport(request: pytest.FixtureRequest) -> MakeTransport:
+    return MemoryTransport if request.param == "memory" else UcxTransport
+
+
+@pytest.fixture(autouse=True)
+def _no_failpoints_left() -> Iterator[None]:
+    yield
+    failpoints.arm("")

@@ -15,6 +15,7 @@ import pytest
 from pdmesh.embedded import binaries, child
 from pdmesh.embedded.ports import PortReservation, PortTaken
 from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer, running
+from tests.support.processes import is_alive
 from tests.support.waiting import until
 
 
@@ -66,13 +67,6 @@ def test_the_unix_socket_is_closed_to_others_even_when_its_directory_is_too_deep
     assert len(str(path)) < 100
     assert path.parent.stat().st_mode & 0o777 == 0o700
     path.parent.rmdir()
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")

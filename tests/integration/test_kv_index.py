@@ -90,26 +90,11 @@ class Worker:
 
 
 @pytest.fixture
-async def nats(tmp_path: Path) -> AsyncIterator[servers.TestServer]:
-    server = servers.nats(tmp_path)
-    await server.start()
-    yield server
-    server.close()
-
-
-@pytest.fixture
 async def valkey(tmp_path: Path) -> AsyncIterator[servers.TestServer]:
     server = servers.valkey(tmp_path)
     await server.start()
     yield server
     server.close()
-
-
-@pytest.fixture
-async def bus(nats: servers.TestServer) -> AsyncIterator[NatsBus]:
-    bus = await NatsBus.connect(nats.url, "test")
-    yield bus
-    await bus.close()
 
 
 @pytest.fixture
@@ -206,7 +191,7 @@ async def test_a_lost_delta_is_repaired_by_a_snapshot(
 
 @pytest.mark.fault("F20")
 async def test_a_consumer_too_slow_for_the_bus_asks_for_a_snapshot(
-    nats: servers.TestServer,
+    server: servers.TestServer,
     bus: NatsBus,
     valkey: servers.TestServer,
     worker: Worker,
@@ -214,7 +199,7 @@ async def test_a_consumer_too_slow_for_the_bus_asks_for_a_snapshot(
 ) -> None:
     """It takes 16 events at once, and 500 come: what it dropped would never come again."""
     monkeypatch.setattr("pdmesh.net.nats_bus._MAX_QUEUED_EVENTS", 16)
-    slow = await NatsBus.connect(nats.url, "slow")
+    slow = await NatsBus.connect(server.url, "slow")
     async with index(slow, valkey) as parts:
         await until(lambda: parts.feed.is_whole)
         before = worker.num_snapshots

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.launcher import state
-from tests.integration.test_embedded_servers import is_alive
+from tests.support.processes import is_alive
 from tests.support.waiting import wait_until
 
 START_S = 90.0

@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import grpc
 import numpy as np
@@ -19,8 +17,6 @@ from pdmesh.engine.base import FinishReason, Sampling
 from pdmesh.engine.sim.reference import sim_reference
 from pdmesh.events.v1.events_pb2 import KvBlocks
 from pdmesh.instance.host import HostConfig
-from pdmesh.kv.transport import KvTransport
-from pdmesh.kv.ucx import UcxTransport
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
@@ -36,40 +32,7 @@ from tests.fakes.sim_instances import (
     params_of,
     sim_instance,
 )
-
-MakeTransport = Callable[[], KvTransport]
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    rng = np.random.default_rng(seed * 10_007 + length)
-    tokens: list[int] = rng.integers(3, 600, length).tolist()
-    return tokens
-
-
-@pytest.fixture(params=["memory", "ucx"])
-def make_transport(request: pytest.FixtureRequest) -> MakeTransport:
-    return MemoryTransport if request.param == "memory" else UcxTransport
-
-
-@pytest.fixture(autouse=True)
-def _no_failpoints_left() -> Iterator[None]:
-    yield
-    failpoints.arm("")
-
-
-@contextlib.asynccontextmanager
-async def pair(
-    make: MakeTransport = MemoryTransport, **changes: Any
-) -> AsyncIterator[tuple[SimInstance, SimInstance, TestSession, TestSession]]:
-    """A prefill and a decode with a session to each; at the end nothing may be left in either."""
-    async with (
-        sim_instance("prefill-0", PREFILL, make, **changes) as p,
-        sim_instance("decode-0", DECODE, make, **changes) as d,
-    ):
-        async with TestSession(p) as to_p, TestSession(d) as to_d:
-            yield p, d, to_p, to_d
-        await p.until_idle()
-        await d.until_idle()
+from tests.support.sim_pair import MakeTransport, pair, prompt_of
 
 
 async def check(

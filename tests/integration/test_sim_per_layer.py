@@ -19,13 +19,7 @@ from tests.fakes.sim_instances import (
     generate,
     params_of,
 )
-from tests.integration.test_sim_pair import (  # noqa: F401  # fixtures
-    MakeTransport,
-    _no_failpoints_left,
-    make_transport,
-    pair,
-    prompt_of,
-)
+from tests.support.sim_pair import MakeTransport, pair, prompt_of
 
 pytestmark = pytest.mark.req("S48", "S51")
 
@@ -90,7 +84,7 @@ async def check(
 
 
 async def test_output_is_that_of_one_process_whole_or_per_layer(
-    make_transport: MakeTransport,  # noqa: F811
+    make_transport: MakeTransport,
 ) -> None:
     """Lengths around block and chunk boundaries, both ways at once on the same instances."""
     lengths = [2, 63, 64, 65, 128, 129, 511, 512, 513, 640, 1024, 1025, 1921]

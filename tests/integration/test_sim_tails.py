@@ -9,7 +9,6 @@ import asyncio
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 
 from pdmesh.core.tail_names import TailSampling
@@ -29,16 +28,11 @@ from tests.fakes.sim_instances import (
     sim_instance,
 )
 from tests.support import fleet
+from tests.support.sim_pair import prompt_of
 from tests.support.waiting import until
 
 WHOLE = TailSampling(start=208, step=4)  # of blocks of 64: one name, at their number of tokens
 SAMPLED = TailSampling(start=16, step=4)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    rng = np.random.default_rng(seed * 10_007 + length)
-    tokens: list[int] = rng.integers(3, 600, length).tolist()
-    return tokens
 
 
 async def ask(f: SimInstance, to_f: TestSession, prompt: list[int], num_tokens: int) -> list[int]:

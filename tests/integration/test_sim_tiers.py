@@ -36,7 +36,7 @@ from tests.fakes.sim_instances import (
     params_of,
     sim_instance,
 )
-from tests.integration.test_sim_pair import prompt_of
+from tests.support.sim_pair import prompt_of
 
 POOL = TierConfig(host_pool_bytes=4 << 20, timeout_s=5.0)
 TINY: dict[str, Any] = {"num_kv_blocks": 12, "max_model_len": 640, "num_slots": 2}

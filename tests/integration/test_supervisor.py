@@ -14,7 +14,7 @@ import pytest
 from pdmesh.core.supervision import GiveUp, Phase, RestartPolicy, RestartScheduled
 from pdmesh.launcher.spec import ProcessSpec, Tier
 from pdmesh.launcher.supervisor import Notice, Supervisor
-from tests.integration.test_embedded_servers import is_alive
+from tests.support.processes import is_alive
 from tests.support.waiting import until
 
 OBEDIENT = "import signal, sys; signal.signal(15, lambda *_: sys.exit(0)); print('up', flush=True)\nwhile True: signal.pause()"

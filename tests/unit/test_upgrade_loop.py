@@ -23,7 +23,7 @@ from services.master_scheduler.scenario_feed import RequestFinishedJson
 from services.master_scheduler.upgrade_convert import upgrades_from, upgrades_to
 from services.master_scheduler.upgrade_feed import UpgradeFeed
 from tests.fakes.memory_bus import MemoryBus
-from tests.unit.test_group_loop import Site
+from tests.support.master_site import Site
 
 
 def text(release: str, **more: str) -> str:

@@ -17,8 +17,8 @@ from pdmesh.v1 import scheduler_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.instance_service_pb2 import REJECT_REASON_BUSY
 from services.master_scheduler import convert
+from tests.fakes.fake_master import FakeMaster, serving
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
-from tests.integration.gateway.test_plan_stream import FakeMaster, serving
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.req("S95", "S97")

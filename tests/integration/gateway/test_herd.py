@@ -27,9 +27,9 @@ from pdmesh.v1 import scheduler_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstanceRecord
 from services.gateway.gateway import Gateway
 from services.master_scheduler import convert
+from tests.fakes.fake_master import FakeMaster, serving
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.memory_registry import MemoryView
-from tests.integration.gateway.test_plan_stream import FakeMaster, serving
 
 NUM_PREFILLS, PREFILL_S, RUN_S = 16, 0.1, 2.0
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,49 +10,11 @@ import httpx
 import pytest
 
 from pdmesh.errors import Overloaded, Unavailable
-from pdmesh.net import rpc
 from pdmesh.v1 import scheduler_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstanceRecord
 from services.gateway.plan_stream import PlanStream
+from tests.fakes.fake_master import FakeMaster, serving
 from tests.fakes.gateway_mesh import gateway_mesh
-
-
-class FakeMaster:
-    """Answers each request with its number of queries as the epoch."""
-
-    def __init__(self) -> None:
-        self.num_streams = 0
-        self.is_silent = False
-        self.is_refusing = False
-
-    async def Plan(self, request: pb.PlanRequest, context: Any) -> pb.PlanResponse:
-        return pb.PlanResponse(epoch=len(request.queries))
-
-    async def PlanStream(
-        self, requests: AsyncIterator[pb.PlanStreamRequest], context: Any
-    ) -> AsyncIterator[pb.PlanStreamResponse]:
-        self.num_streams += 1
-        async for request in requests:
-            while self.is_silent:
-                await asyncio.sleep(0.01)
-            if self.is_refusing:
-                raise Overloaded("not now", retry_after_ms=1000)
-            yield pb.PlanStreamResponse(response=await self.Plan(request.request, context))
-
-    async def ListGroups(self, request: Any, context: Any) -> Any:
-        raise NotImplementedError
-
-
-@asynccontextmanager
-async def serving(master: FakeMaster, port: int = 0) -> AsyncIterator[int]:
-    server = rpc.server()
-    rpc.add_service(server, pb.DESCRIPTOR.services_by_name["SchedulerService"], master)
-    port = server.add_insecure_port(f"127.0.0.1:{port}")
-    await server.start()
-    try:
-        yield port
-    finally:
-        await server.stop(0)
 
 
 def question(num_queries: int) -> pb.PlanRequest:

@@ -1,0 +1,50 @@
+"""A master that answers plans over real gRPC, as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from pdmesh.errors import Overloaded
+from pdmesh.net import rpc
+from pdmesh.v1 import scheduler_service_pb2 as pb
+
+
+class FakeMaster:
+    """Answers each request with its number of queries as the epoch."""
+
+    def __init__(self) -> None:
+        self.num_streams = 0
+        self.is_silent = False
+        self.is_refusing = False
+
+    async def Plan(self, request: pb.PlanRequest, context: Any) -> pb.PlanResponse:
+        return pb.PlanResponse(epoch=len(request.queries))
+
+    async def PlanStream(
+        self, requests: AsyncIterator[pb.PlanStreamRequest], context: Any
+    ) -> AsyncIterator[pb.PlanStreamResponse]:
+        self.num_streams += 1
+        async for request in requests:
+            while self.is_silent:
+                await asyncio.sleep(0.01)
+            if self.is_refusing:
+                raise Overloaded("not now", retry_after_ms=1000)
+            yield pb.PlanStreamResponse(response=await self.Plan(request.request, context))
+
+    async def ListGroups(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+
+@asynccontextmanager
+async def serving(master: FakeMaster, port: int = 0) -> AsyncIterator[int]:
+    server = rpc.server()
+    rpc.add_service(server, pb.DESCRIPTOR.services_by_name["SchedulerService"], master)
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(0)
