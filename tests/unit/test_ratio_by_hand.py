@@ -12,7 +12,7 @@ from pdmesh.core.moves import Move, MoveKind, Plan, Trigger
 from pdmesh.core.ratio_model import Profile
 from pdmesh.errors import InvalidRequest
 from pdmesh.v1 import admin_service_pb2 as pb
-from tests.unit.test_group_loop import Site as AdminSite
+from tests.support.master_site import Site as AdminSite
 from tests.unit.test_plan_loop import DESIRED, Site
 
 
