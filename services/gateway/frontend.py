@@ -35,9 +35,9 @@ from services.gateway.door import ANYONES_VISIT, Visit
 from services.gateway.generation import Collaborators, Generation, unheard
 from services.gateway.leg_commands import Identity
 from services.gateway.observer import CallReport, Observer
-from services.gateway.openai_schema import context_exceeded
 from services.gateway.pacer import Pacer
 from services.gateway.prompt import Prompt
+from services.gateway.request_bounds import context_exceeded
 from services.gateway.spec import CallSpec
 
 _scenarios = metrics.counter(

@@ -13,7 +13,7 @@ from pdmesh.v1 import inference_service_pb2 as pb
 from services.gateway.door import check_model
 from services.gateway.frontend import Frontend
 from services.gateway.openai_calls import chat_tokens, check_logprobs, text_tokens
-from services.gateway.openai_schema import (
+from services.gateway.request_bounds import (
     MAX_MESSAGES,
     check_choices,
     check_names,

@@ -14,11 +14,10 @@ from services.gateway.openai_schema import (
     ChatCompletionRequest,
     CompletionRequest,
     TokenizeRequest,
-    context_exceeded,
     messages_of,
     prompts_of,
-    stops_of,
 )
+from services.gateway.request_bounds import context_exceeded, stops_of
 from services.gateway.spec import CallSpec, SamplingSpec
 
 _COMPLETION_DEFAULT_TOKENS = 16  # as OpenAI's

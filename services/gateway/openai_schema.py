@@ -14,15 +14,19 @@ import msgspec
 
 from pdmesh.errors import InvalidRequest
 from services.gateway.json_bounds import outline
+from services.gateway.request_bounds import (
+    MAX_MESSAGES,
+    check_choices,
+    check_names,
+    check_sampling,
+    context_exceeded,
+    in_range,
+    stops_of,
+)
 
 MAX_CHOICES: Final = 64  # prompts times n
-MAX_N: Final = 16
-_MAX_STOPS: Final = 4
-_MAX_STOP_CHARS: Final = 256
-MAX_MESSAGES: Final = 2048
 _MAX_PARTS: Final = 256
 _MAX_PROMPTS: Final = 16
-_MAX_NAME_CHARS: Final = 256
 
 # Any: these hold anything a client sends; `_check_neutral` compares them with what asks for nothing.
 _Anything = Any
@@ -162,8 +166,8 @@ def parse_chat(body: bytes) -> ChatCompletionRequest:
     request = _decode(_chat_decoder, body)
     _check_common(request, _NEUTRAL_CHAT)
     _check_messages(request.messages)
-    _in_range("max_completion_tokens", request.max_completion_tokens, 1, 1 << 31)
-    _in_range("top_logprobs", request.top_logprobs, 0, 20)
+    in_range("max_completion_tokens", request.max_completion_tokens, 1, 1 << 31)
+    in_range("top_logprobs", request.top_logprobs, 0, 20)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
     return request
@@ -173,7 +177,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
     """Raises InvalidRequest with the field."""
     request = _decode(_completion_decoder, body)
     _check_common(request, _NEUTRAL_COMPLETION)
-    _in_range("logprobs", request.logprobs, 0, 5)
+    in_range("logprobs", request.logprobs, 0, 5)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise InvalidRequest("best_of other than n is not supported", field="best_of")
     return request
@@ -187,41 +191,6 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     if request.messages is not None:
         _check_messages(request.messages)
     return request
-
-
-def check_sampling(
-    *, max_tokens: int | None, temperature: float | None, top_p: float | None
-) -> None:
-    """Bounds that hold at every door. NaN is in no range."""
-    _in_range("max_tokens", max_tokens, 1, 1 << 31)
-    _in_range("temperature", temperature, 0, 2)
-    _in_range("top_p", top_p, 0, 1)
-    if top_p == 0:
-        raise InvalidRequest("top_p is greater than 0", field="top_p")
-
-
-def check_choices(*, n: int | None, seed: int | None) -> None:
-    """Choice i draws with seed + i, which must fit 64 bits, too."""
-    _in_range("n", n, 1, MAX_N)
-    _in_range("seed", seed, -(1 << 63), (1 << 63) - 1 - MAX_N)
-
-
-def check_names(**names: str) -> None:
-    for field, name in names.items():
-        if len(name) > _MAX_NAME_CHARS:
-            message = f"{field} has at most {_MAX_NAME_CHARS} characters"
-            raise InvalidRequest(message, field=field)
-
-
-def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
-    if stop is None:
-        return ()
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(stops) > _MAX_STOPS:
-        raise InvalidRequest(f"at most {_MAX_STOPS} stop strings", field="stop")
-    if any(not s or len(s) > _MAX_STOP_CHARS for s in stops):
-        raise InvalidRequest(f"a stop string has 1 to {_MAX_STOP_CHARS} characters", field="stop")
-    return stops
 
 
 def messages_of(messages: list[Message]) -> list[dict[str, str]]:
@@ -271,11 +240,6 @@ def _checked_ids(ids: list[_Anything], vocab_size: int, max_tokens: int) -> list
     if min(ids) < 0 or max(ids) >= vocab_size:
         raise InvalidRequest(f"token ids are 0 to {vocab_size - 1}", field="prompt")
     return ids
-
-
-def context_exceeded(prompt: str, max_tokens: int, field: str) -> InvalidRequest:
-    message = f"the prompt has {prompt}, the model's context {max_tokens} tokens"
-    return InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field=field)
 
 
 def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
@@ -348,11 +312,6 @@ def _check_neutral(field: str, value: object) -> None:
     if value is None or any(value == v for v in _NEUTRAL[field]):
         return
     raise InvalidRequest(f"{field} is not supported", reason="UNSUPPORTED_FIELD", field=field)
-
-
-def _in_range(field: str, value: float | None, low: int, high: int) -> None:
-    if value is not None and not low <= value <= high:
-        raise InvalidRequest(f"{field} must be between {low} and {high}", field=field)
 
 
 def _check_messages(messages: list[Message]) -> None:

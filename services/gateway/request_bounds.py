@@ -1,0 +1,57 @@
+"""Bounds of what a request may ask for, at every door. Each raises InvalidRequest with the field; NaN is in no range."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pdmesh.errors import InvalidRequest
+
+MAX_N: Final = 16
+MAX_MESSAGES: Final = 2048
+_MAX_STOPS: Final = 4
+_MAX_STOP_CHARS: Final = 256
+_MAX_NAME_CHARS: Final = 256
+
+
+def check_sampling(
+    *, max_tokens: int | None, temperature: float | None, top_p: float | None
+) -> None:
+    in_range("max_tokens", max_tokens, 1, 1 << 31)
+    in_range("temperature", temperature, 0, 2)
+    in_range("top_p", top_p, 0, 1)
+    if top_p == 0:
+        raise InvalidRequest("top_p is greater than 0", field="top_p")
+
+
+def check_choices(*, n: int | None, seed: int | None) -> None:
+    """Choice i draws with seed + i, which must fit 64 bits, too."""
+    in_range("n", n, 1, MAX_N)
+    in_range("seed", seed, -(1 << 63), (1 << 63) - 1 - MAX_N)
+
+
+def check_names(**names: str) -> None:
+    for field, name in names.items():
+        if len(name) > _MAX_NAME_CHARS:
+            message = f"{field} has at most {_MAX_NAME_CHARS} characters"
+            raise InvalidRequest(message, field=field)
+
+
+def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(stops) > _MAX_STOPS:
+        raise InvalidRequest(f"at most {_MAX_STOPS} stop strings", field="stop")
+    if any(not s or len(s) > _MAX_STOP_CHARS for s in stops):
+        raise InvalidRequest(f"a stop string has 1 to {_MAX_STOP_CHARS} characters", field="stop")
+    return stops
+
+
+def context_exceeded(prompt: str, max_tokens: int, field: str) -> InvalidRequest:
+    message = f"the prompt has {prompt}, the model's context {max_tokens} tokens"
+    return InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field=field)
+
+
+def in_range(field: str, value: float | None, low: int, high: int) -> None:
+    if value is not None and not low <= value <= high:
+        raise InvalidRequest(f"{field} must be between {low} and {high}", field=field)
