@@ -228,6 +228,10 @@ class AdminServicer:
         record = self._view.records.get(instance_id)
         if record is None and not is_assigned:
             raise InvalidRequest(f"there is no {instance_id}", field="instance_id")
+        if record is not None and record.role not in ROLES:
+            raise InvalidRequest(
+                f"{instance_id} is no instance but a {record.service}", field="instance_id"
+            )
         if record is None or is_assigned or kind != pb.HOLD_KIND_DRAIN:
             return
         current = self._loop.current

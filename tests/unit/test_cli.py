@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -331,6 +332,23 @@ def ask_leader(monkeypatch: pytest.MonkeyPatch, asked: Leader) -> None:
 
     monkeypatch.setattr(leader, "connected", lambda _: nullcontext())
     monkeypatch.setattr(leader, "call_leader", call)
+
+
+def test_an_answer_in_another_protocol_is_not_put_on_the_terminal() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"\x00\x1b[2J\x00\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(CommandFailed, match="does not speak HTTP"):
+            ask(url)
+        thread.join(5)
 
 
 def test_columns_are_as_wide_as_their_widest_cell() -> None:

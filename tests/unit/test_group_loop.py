@@ -10,10 +10,7 @@ from pdmesh.core.fault_levels import Level
 from pdmesh.errors import InvalidRequest, NotAllowed, NotLeader, VersionConflict
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.admin_service_pb2 import HOLD_KIND_DRAIN, HOLD_KIND_ISOLATE, Hold
-from pdmesh.v1.common_pb2 import (
-    ROLE_DECODE,
-    ROLE_PREFILL,
-)
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, InstanceRecord
 from pdmesh.v1.groups_pb2 import STAGE_LOAD, STAGE_SERVE, Assignment
 from tests.support.master_site import CHAT, Caller, Site
 
@@ -195,6 +192,15 @@ async def test_an_instance_between_two_lives_can_be_isolated(site: Site) -> None
     assert site.holds.held(HOLD_KIND_ISOLATE) == {"i-9"}
     with pytest.raises(InvalidRequest, match="there is no"):
         await site.hold("i-8", HOLD_KIND_ISOLATE)
+
+
+async def test_only_instances_can_be_held(site: Site) -> None:
+    gateway = InstanceRecord(instance_id="gateway-0", incarnation=7, service="gateway")
+    site.registry.records["gateway-0"] = gateway
+    await site.start()
+    with pytest.raises(InvalidRequest, match="gateway-0 is no instance but a gateway"):
+        await site.hold("gateway-0", HOLD_KIND_ISOLATE)
+    assert site.stored_holds() == {}
 
 
 async def test_faults_hold_at_most_a_fifth_of_the_instances_over_time(site: Site) -> None:

@@ -184,7 +184,9 @@ def groups_text(states: pb.ListGroupStatesResponse) -> str:
         for group in states.groups
     ]  # fmt: skip
     parts = [
-        f"desired state: version {states.version}" if states.version else "desired state: none",
+        f"desired state: version {states.version}"
+        if states.version
+        else "desired state: none; give it one with: pdmesh apply FILE",
         table(("GROUP", "SCENARIO", "STATE", "WANTED", "READY", "REVISION", "REGION", "DETAIL"), groups),
         "",
         table(

@@ -67,10 +67,17 @@ def answers_from(url: str) -> Iterator[None]:
     try:
         yield
     except (OSError, http.client.HTTPException, ValueError) as exc:
-        reason = getattr(exc, "strerror", None) or str(exc) or type(exc).__name__
+        reason = getattr(exc, "strerror", None) or _plain(exc) or type(exc).__name__
         raise CommandFailed(
             f"no answer from {url}: {reason}; is the mesh up? (pdmesh status)"
         ) from exc
+
+
+def _plain(exc: Exception) -> str:
+    """Without what a terminal would take for orders: some other protocol's bytes are quoted in it."""
+    if isinstance(exc, http.client.BadStatusLine) and not isinstance(exc, ConnectionError):
+        return "it does not speak HTTP"
+    return "".join(c for c in str(exc) if c.isprintable())
 
 
 def connection_to(url: str) -> http.client.HTTPConnection:
