@@ -189,9 +189,8 @@ class Request(RequestState):
         if event.is_final:
             self._excluded[to.instance_id] = None
             self._candidates = [c for c in self._candidates if c is not to]
-            if (
-                not self._candidates
-            ):  # the next plan may know others, or an instance that does both phases
+            if not self._candidates:
+                # The next plan may know others, or an instance that does both phases.
                 return effects + self._ask_plan()
         else:
             self._tried += 1

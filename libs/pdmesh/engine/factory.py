@@ -20,6 +20,7 @@ from pdmesh.kv.agent import KvAgent
 from pdmesh.kv.agent_types import AgentEvent, AgentIdentity
 from pdmesh.kv.tiers.config import TierConfig, open_tiers
 from pdmesh.kv.tiers.peers import FindHolders, PoolSource
+from pdmesh.kv.tiers.stack import TierStack
 from pdmesh.kv.transport import KvTransport
 from pdmesh.kv.wire import VERSION as KV_WIRE_VERSION
 
@@ -91,13 +92,7 @@ def build_sim(
 ) -> BuiltEngine:
     if settings.sim_law not in LAWS:
         raise EngineFailed(f"no law is called {settings.sim_law!r}; there are {', '.join(LAWS)}")
-    params = SimParams(
-        block_size=settings.block_size,
-        max_model_len=settings.max_model_len,
-        eos_period=settings.sim_eos_period,
-        num_layers=settings.sim_num_layers,
-        token_bytes=settings.sim_token_bytes,
-    )
+    params = _sim_params(settings)
     blocks_per_prompt = -(-settings.max_model_len // settings.block_size)
     prompt_bytes = blocks_per_prompt * params.num_layers * params.block_bytes
     fingerprint = sim_fingerprint(params)
@@ -108,16 +103,7 @@ def build_sim(
         settings.landing_bytes or settings.max_retrievals * prompt_bytes
     )
     identity = AgentIdentity(settings.instance_id, settings.incarnation, fingerprint, 0)
-
-    tiers = None
-    if settings.tiers.is_on:
-        compute_s = LAWS[settings.sim_law].prefill_token_s * params.block_size
-        tiers = open_tiers(
-            settings.tiers,
-            model_fingerprint=fingerprint,
-            block_bytes=params.num_layers * params.block_bytes,
-            costs=CostBook(recompute_block_s=compute_s) if compute_s else None,
-        )
+    tiers = _sim_tiers(settings, params, fingerprint) if settings.tiers.is_on else None
 
     def make_agent(on_event: Callable[[AgentEvent], None]) -> KvAgent:
         return KvAgent(
@@ -146,6 +132,26 @@ def build_sim(
     )
     engine = SimEngine(config, make_agent, tiers, find_holders)
     return BuiltEngine(engine, staging_bytes, landing_bytes)
+
+
+def _sim_params(settings: EngineSettings) -> SimParams:
+    return SimParams(
+        block_size=settings.block_size,
+        max_model_len=settings.max_model_len,
+        eos_period=settings.sim_eos_period,
+        num_layers=settings.sim_num_layers,
+        token_bytes=settings.sim_token_bytes,
+    )
+
+
+def _sim_tiers(settings: EngineSettings, params: SimParams, fingerprint: str) -> TierStack:
+    compute_s = LAWS[settings.sim_law].prefill_token_s * params.block_size
+    return open_tiers(
+        settings.tiers,
+        model_fingerprint=fingerprint,
+        block_bytes=params.num_layers * params.block_bytes,
+        costs=CostBook(recompute_block_s=compute_s) if compute_s else None,
+    )
 
 
 def _ucx(settings: EngineSettings) -> KvTransport:

@@ -104,10 +104,7 @@ class VllmEngine:
         log.info("vllm.starting", model=config.model, dtype=config.effective_dtype)
         try:
             return await self._start(started)
-        except EngineFailed:
-            await self.stop()
-            raise
-        except asyncio.CancelledError:
+        except (EngineFailed, asyncio.CancelledError):
             await self.stop()
             raise
 
