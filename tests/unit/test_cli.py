@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import TypeVar
@@ -15,14 +14,11 @@ from typing import TypeVar
 import pytest
 from google.protobuf import json_format
 
-from pdmesh.cli import admin, app, chat, connect, events, leader, up
+from pdmesh.cli import admin, app, chat, connect, events, leader
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.table import table
-from pdmesh.embedded.ports import PortReservation, PortTaken
 from pdmesh.events.v1.events_pb2 import Header, HealthChanged, KvBlocks
-from pdmesh.launcher import log_files, state
-from pdmesh.launcher.mesh import Mesh, MeshFailed
-from pdmesh.launcher.spec import MeshSpec, Ports, Wiring, services
+from pdmesh.launcher import state
 from pdmesh.net.bus import Message
 from pdmesh.v1 import admin_service_pb2 as pb
 
@@ -159,32 +155,6 @@ def test_a_reader_that_leaves_an_answer_is_not_taken_for_a_lost_gateway(
         chat.run(app.build_parser().parse_args(["chat", "hi", "--url", url]))
 
 
-async def test_two_doors_on_one_port_are_refused(tmp_path: Path) -> None:
-    """Both would listen there, and every other call reach the wrong one."""
-    with PortReservation("127.0.0.1", 0) as free:
-        port = free.port
-    spec = MeshSpec(engine="sim", http_port=port, grpc_port=port)
-    with pytest.raises(PortTaken, match=f"port {port} is asked for twice.*--grpc-port"):
-        async with Mesh(spec, tmp_path):
-            raise AssertionError("it started")
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        (MeshSpec(nats_url="nats://127.0.0.1:1"), "NATS does not answer.*leave out --nats-url"),
-        (MeshSpec(redis_url="redis://127.0.0.1:1"), "Redis: .*leave out --redis-url"),
-    ],
-)
-async def test_a_server_of_ones_own_that_is_not_there_is_named_before_anything_starts(
-    spec: MeshSpec, said: str, tmp_path: Path
-) -> None:
-    mesh = Mesh(replace(spec, engine="sim", http_port=0, grpc_port=0), tmp_path)
-    with pytest.raises(MeshFailed, match=said):
-        await mesh.__aenter__()
-    assert mesh.names == []
-
-
 def test_a_mesh_whose_nats_is_gone_is_shown_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,17 +181,6 @@ def test_taking_down_what_is_not_up_is_fine(
         app.main(["down", "--state-dir", str(tmp_path)])
     assert exit_info.value.code == 0
     assert capsys.readouterr().out == "no mesh is running here\n"
-
-
-def test_a_model_that_is_no_model_is_refused_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["up", "--engine", "sim", "--model", str(tmp_path), "--state-dir", str(tmp_path)]
-    with pytest.raises(SystemExit) as exit_info:
-        app.main(arguments)
-    assert exit_info.value.code == 1
-    assert "is not a Hugging Face model directory (no config.json)" in capsys.readouterr().err
-    assert not (tmp_path / "lock").exists()
 
 
 HEADER = Header(publisher_id="monitor", incarnation=7, sequence=1)
@@ -355,125 +314,11 @@ def test_columns_are_as_wide_as_their_widest_cell() -> None:
     assert table(("A", "B"), [("long", "1"), ("x", "22")]) == "A     B\nlong  1\nx     22"
 
 
-def test_a_state_directory_carries_one_mesh_and_no_stale_claim(tmp_path: Path) -> None:
-    with state.lock(tmp_path):
-        assert state.is_locked(tmp_path)
-        with pytest.raises(state.MeshRunning, match="running already"):
-            state.lock(tmp_path)
-    assert state.locker_pid(tmp_path) is None
-
-
-def test_the_state_of_a_dead_launcher_does_not_count(tmp_path: Path) -> None:
-    mesh = state.MeshState(
-        1, "ready", "sim", "sim", "http://x", "x:1", "nats://x", "unix:///x",
-        processes={"nats": state.ProcessState(2, "nats", "running")},
-    )  # fmt: skip
-    with state.lock(tmp_path):
-        state.write(tmp_path, mesh)
-        assert state.read(tmp_path) == mesh
-    assert state.read(tmp_path) is None
-
-
-def test_the_hash_secret_is_made_once_and_is_private(tmp_path: Path) -> None:
-    secret = state.hash_secret(tmp_path)
-    assert len(bytes.fromhex(secret)) == 32
-    assert state.hash_secret(tmp_path) == secret
-    assert (tmp_path / "hash-secret").stat().st_mode & 0o777 == 0o600
-
-
-def test_a_log_over_its_bound_is_set_aside_and_goes_on_empty(tmp_path: Path) -> None:
-    log = tmp_path / "a.log"
-    with log.open("ab", buffering=0) as writer:
-        writer.write(b"x" * 100)
-        log_files.bound([log, tmp_path / "missing.log"], max_bytes=99)
-        writer.write(b"after\n")
-    assert (tmp_path / "a.log.1").read_bytes() == b"x" * 100
-    assert log.read_bytes() == b"after\n"
-    assert log_files.last_lines(log) == ["after"]
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("", "it said nothing"),
-        ("Killed", "Killed"),
-        ('{"event": "service.failed", "reason": "no model"}', "no model"),
-        ('{"event": "service.stopped"}', "service.stopped"),
-        ('{"event": "service.crashed", "exception": "Traceback:\\n  x\\nOSError: full"}', "OSError: full"),
-    ],
-)  # fmt: skip
-def test_the_last_line_of_a_log_says_why_its_process_died(
-    tmp_path: Path, line: str, reason: str
-) -> None:
-    log = tmp_path / "a.log"
-    log.write_text(f'{{"event": "service.started"}}\n{line}\n' if line else "")
-    assert log_files.last_word(log) == f"{reason} (log: {log})"
-
-
 def test_groups_say_first_that_the_leader_changes_nothing() -> None:
     states = pb.ListGroupStatesResponse(version=3, paused="version 3 cannot be read")
     lines = admin.groups_text(states).splitlines()
     assert lines[0] == "desired state: version 3"
     assert lines[1] == "NOTHING IS CHANGED NOW: version 3 cannot be read"
-
-
-def test_a_mesh_has_the_regions_that_its_file_names(tmp_path: Path) -> None:
-    file = tmp_path / "groups.yaml"
-    file.write_text("regions: [eu, us]\ngroups:\n  chat: {prefill: 2, decode: 2}\n")
-    asked = ["up", "--engine", "sim", "--groups", str(file), "--blank", "2"]
-    spec = up._spec(app.build_parser().parse_args(asked))
-    assert spec.regions == ("eu", "us")
-    ports = {"eu": Ports(8000, 8001), "us": Ports(8010, 8011)}
-    wiring = Wiring("nats://x", "redis://x", ports, "secret", tmp_path, tmp_path / "model")
-    found = {process.name: process for process in services(spec, wiring)}
-    own = {f"{r}-{name}" for r in ports for name in ("instance-0", "instance-1", "gateway-0")}
-    masters = {f"{region}-master-scheduler" for region in ports}
-    assert found.keys() == own | masters | {"kv-cache-index", "health-monitor"}
-    assert found["us-gateway-0"].env["PDMESH_GATEWAY_HTTP_PORT"] == "8010"
-    assert found["us-instance-1"].env["PDMESH_INSTANCE_REGION"] == "us"
-    assert found["health-monitor"].region == ""
-
-
-@pytest.mark.parametrize(
-    ("regions", "message"),
-    [("eu,eu", "named twice"), ("eu,", "'' is not a name"), ("eu", "also names us")],
-)
-def test_regions_that_cannot_be_are_refused(tmp_path: Path, regions: str, message: str) -> None:
-    file = tmp_path / "groups.yaml"
-    file.write_text("regions: [eu, us]\ngroups:\n  chat: {prefill: 2, decode: 2}\n")
-    asked = ["up", "--engine", "sim", "--groups", str(file), "--regions", regions]
-    with pytest.raises(CommandFailed, match=message):
-        up._spec(app.build_parser().parse_args(asked))
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        (["--keys", "{}/none.json"], "make one with: pdmesh keys add TENANT --file {}/none.json"),
-        (["--host", "0.0.0.0"], "--keys FILE .* or --allow-anonymous"),
-        (["--host", "a-host"], "others can reach a-host"),
-    ],
-)
-def test_a_door_that_would_not_open_is_said_before_anything_starts(
-    tmp_path: Path, asked: list[str], message: str
-) -> None:
-    asked = [each.format(tmp_path) for each in asked]
-    with pytest.raises(CommandFailed, match=message.format(tmp_path)):
-        up._spec(app.build_parser().parse_args(["up", "--engine", "sim", *asked]))
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_nobody_needs_a_key_where_nobody_else_comes(host: str) -> None:
-    spec = up._spec(app.build_parser().parse_args(["up", "--engine", "sim", "--host", host]))
-    assert (spec.host, spec.keys_file) == (host, None)
-
-
-def test_whether_keys_are_needed_may_be_said_to_the_gateways(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PDMESH_GATEWAY_ALLOW_ANONYMOUS", "true")
-    spec = up._spec(app.build_parser().parse_args(["up", "--engine", "sim", "--host", "0.0.0.0"]))
-    assert spec.host == "0.0.0.0"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,110 @@
+"""What `pdmesh up` finds wrong before anything starts, and the mesh that it asks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdmesh.cli import app, up
+from pdmesh.cli.errors import CommandFailed
+from pdmesh.embedded.ports import PortReservation, PortTaken
+from pdmesh.launcher.mesh import Mesh, MeshFailed
+from pdmesh.launcher.spec import MeshSpec, Ports, Wiring, services
+
+
+async def test_two_doors_on_one_port_are_refused(tmp_path: Path) -> None:
+    """Both would listen there, and every other call reach the wrong one."""
+    with PortReservation("127.0.0.1", 0) as free:
+        port = free.port
+    spec = MeshSpec(engine="sim", http_port=port, grpc_port=port)
+    with pytest.raises(PortTaken, match=f"port {port} is asked for twice.*--grpc-port"):
+        async with Mesh(spec, tmp_path):
+            raise AssertionError("it started")
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (MeshSpec(nats_url="nats://127.0.0.1:1"), "NATS does not answer.*leave out --nats-url"),
+        (MeshSpec(redis_url="redis://127.0.0.1:1"), "Redis: .*leave out --redis-url"),
+    ],
+)
+async def test_a_server_of_ones_own_that_is_not_there_is_named_before_anything_starts(
+    spec: MeshSpec, said: str, tmp_path: Path
+) -> None:
+    mesh = Mesh(replace(spec, engine="sim", http_port=0, grpc_port=0), tmp_path)
+    with pytest.raises(MeshFailed, match=said):
+        await mesh.__aenter__()
+    assert mesh.names == []
+
+
+def test_a_model_that_is_no_model_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["up", "--engine", "sim", "--model", str(tmp_path), "--state-dir", str(tmp_path)]
+    with pytest.raises(SystemExit) as exit_info:
+        app.main(arguments)
+    assert exit_info.value.code == 1
+    assert "is not a Hugging Face model directory (no config.json)" in capsys.readouterr().err
+    assert not (tmp_path / "lock").exists()
+
+
+def test_a_mesh_has_the_regions_that_its_file_names(tmp_path: Path) -> None:
+    file = tmp_path / "groups.yaml"
+    file.write_text("regions: [eu, us]\ngroups:\n  chat: {prefill: 2, decode: 2}\n")
+    asked = ["up", "--engine", "sim", "--groups", str(file), "--blank", "2"]
+    spec = up._spec(app.build_parser().parse_args(asked))
+    assert spec.regions == ("eu", "us")
+    ports = {"eu": Ports(8000, 8001), "us": Ports(8010, 8011)}
+    wiring = Wiring("nats://x", "redis://x", ports, "secret", tmp_path, tmp_path / "model")
+    found = {process.name: process for process in services(spec, wiring)}
+    own = {f"{r}-{name}" for r in ports for name in ("instance-0", "instance-1", "gateway-0")}
+    masters = {f"{region}-master-scheduler" for region in ports}
+    assert found.keys() == own | masters | {"kv-cache-index", "health-monitor"}
+    assert found["us-gateway-0"].env["PDMESH_GATEWAY_HTTP_PORT"] == "8010"
+    assert found["us-instance-1"].env["PDMESH_INSTANCE_REGION"] == "us"
+    assert found["health-monitor"].region == ""
+
+
+@pytest.mark.parametrize(
+    ("regions", "message"),
+    [("eu,eu", "named twice"), ("eu,", "'' is not a name"), ("eu", "also names us")],
+)
+def test_regions_that_cannot_be_are_refused(tmp_path: Path, regions: str, message: str) -> None:
+    file = tmp_path / "groups.yaml"
+    file.write_text("regions: [eu, us]\ngroups:\n  chat: {prefill: 2, decode: 2}\n")
+    asked = ["up", "--engine", "sim", "--groups", str(file), "--regions", regions]
+    with pytest.raises(CommandFailed, match=message):
+        up._spec(app.build_parser().parse_args(asked))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["--keys", "{}/none.json"], "make one with: pdmesh keys add TENANT --file {}/none.json"),
+        (["--host", "0.0.0.0"], "--keys FILE .* or --allow-anonymous"),
+        (["--host", "a-host"], "others can reach a-host"),
+    ],
+)
+def test_a_door_that_would_not_open_is_said_before_anything_starts(
+    tmp_path: Path, asked: list[str], message: str
+) -> None:
+    asked = [each.format(tmp_path) for each in asked]
+    with pytest.raises(CommandFailed, match=message.format(tmp_path)):
+        up._spec(app.build_parser().parse_args(["up", "--engine", "sim", *asked]))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_nobody_needs_a_key_where_nobody_else_comes(host: str) -> None:
+    spec = up._spec(app.build_parser().parse_args(["up", "--engine", "sim", "--host", host]))
+    assert (spec.host, spec.keys_file) == (host, None)
+
+
+def test_whether_keys_are_needed_may_be_said_to_the_gateways(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PDMESH_GATEWAY_ALLOW_ANONYMOUS", "true")
+    spec = up._spec(app.build_parser().parse_args(["up", "--engine", "sim", "--host", "0.0.0.0"]))
+    assert spec.host == "0.0.0.0"

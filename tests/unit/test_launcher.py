@@ -1,0 +1,64 @@
+"""What a launcher keeps on disk: its state, its secret, the logs of its processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdmesh.launcher import log_files, state
+
+
+def test_a_state_directory_carries_one_mesh_and_no_stale_claim(tmp_path: Path) -> None:
+    with state.lock(tmp_path):
+        assert state.is_locked(tmp_path)
+        with pytest.raises(state.MeshRunning, match="running already"):
+            state.lock(tmp_path)
+    assert state.locker_pid(tmp_path) is None
+
+
+def test_the_state_of_a_dead_launcher_does_not_count(tmp_path: Path) -> None:
+    mesh = state.MeshState(
+        1, "ready", "sim", "sim", "http://x", "x:1", "nats://x", "unix:///x",
+        processes={"nats": state.ProcessState(2, "nats", "running")},
+    )  # fmt: skip
+    with state.lock(tmp_path):
+        state.write(tmp_path, mesh)
+        assert state.read(tmp_path) == mesh
+    assert state.read(tmp_path) is None
+
+
+def test_the_hash_secret_is_made_once_and_is_private(tmp_path: Path) -> None:
+    secret = state.hash_secret(tmp_path)
+    assert len(bytes.fromhex(secret)) == 32
+    assert state.hash_secret(tmp_path) == secret
+    assert (tmp_path / "hash-secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_log_over_its_bound_is_set_aside_and_goes_on_empty(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    with log.open("ab", buffering=0) as writer:
+        writer.write(b"x" * 100)
+        log_files.bound([log, tmp_path / "missing.log"], max_bytes=99)
+        writer.write(b"after\n")
+    assert (tmp_path / "a.log.1").read_bytes() == b"x" * 100
+    assert log.read_bytes() == b"after\n"
+    assert log_files.last_lines(log) == ["after"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("", "it said nothing"),
+        ("Killed", "Killed"),
+        ('{"event": "service.failed", "reason": "no model"}', "no model"),
+        ('{"event": "service.stopped"}', "service.stopped"),
+        ('{"event": "service.crashed", "exception": "Traceback:\\n  x\\nOSError: full"}', "OSError: full"),
+    ],
+)  # fmt: skip
+def test_the_last_line_of_a_log_says_why_its_process_died(
+    tmp_path: Path, line: str, reason: str
+) -> None:
+    log = tmp_path / "a.log"
+    log.write_text(f'{{"event": "service.started"}}\n{line}\n' if line else "")
+    assert log_files.last_word(log) == f"{reason} (log: {log})"
