@@ -14,7 +14,6 @@ from google.protobuf.json_format import MessageToJson
 
 from pdmesh.core.instance_events import Ignored
 from pdmesh.engine.base import Sampling
-from pdmesh.engine.sim.reference import sim_reference
 from pdmesh.events.v1.events_pb2 import InstanceHealth, KvBlocks
 from pdmesh.instance import artefact
 from pdmesh.net import subjects
@@ -45,6 +44,7 @@ from pdmesh.v1.groups_pb2 import (
 from tests.fakes.sim_instances import TestSession, generate
 from tests.support.instance_site import Process, Site, site
 from tests.support.lone_master import OPTIONS, Master, again, blank
+from tests.support.sim_reference import sim_reference
 
 __all__ = ["site"]  # a fixture
 

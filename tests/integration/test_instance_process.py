@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from pdmesh.engine.base import FinishReason, Sampling
-from pdmesh.engine.sim.reference import sim_reference
 from pdmesh.events.v1.events_pb2 import ErrorReported
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
@@ -18,6 +17,7 @@ from pdmesh.net.nats_bus import NatsBus
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tests.fakes.sim_instances import TestSession, generate
 from tests.support.instance_site import Site, site
+from tests.support.sim_reference import sim_reference
 
 __all__ = ["site"]  # a fixture
 

@@ -14,7 +14,6 @@ import pytest
 
 from pdmesh import failpoints
 from pdmesh.engine.base import FinishReason, Sampling
-from pdmesh.engine.sim.reference import sim_reference
 from pdmesh.events.v1.events_pb2 import KvBlocks
 from pdmesh.instance.host import HostConfig
 from pdmesh.net import subjects
@@ -33,6 +32,7 @@ from tests.fakes.sim_instances import (
     sim_instance,
 )
 from tests.support.sim_pair import MakeTransport, pair, prompt_of
+from tests.support.sim_reference import sim_reference
 
 
 async def check(

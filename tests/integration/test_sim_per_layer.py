@@ -9,7 +9,6 @@ import pytest
 
 from pdmesh import failpoints
 from pdmesh.engine.base import Sampling
-from pdmesh.engine.sim.reference import sim_reference
 from pdmesh.instance.host import HostConfig
 from pdmesh.v1 import instance_service_pb2 as pb
 from tests.fakes.sim_instances import (
@@ -20,6 +19,7 @@ from tests.fakes.sim_instances import (
     params_of,
 )
 from tests.support.sim_pair import MakeTransport, pair, prompt_of
+from tests.support.sim_reference import sim_reference
 
 pytestmark = pytest.mark.req("S48", "S51")
 

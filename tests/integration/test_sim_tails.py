@@ -13,7 +13,6 @@ import pytest
 
 from pdmesh.core.tail_names import TailSampling
 from pdmesh.engine.base import Sampling
-from pdmesh.engine.sim.reference import sim_reference
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from tests.fakes.memory_transport import MemoryTransport
@@ -29,6 +28,7 @@ from tests.fakes.sim_instances import (
 )
 from tests.support import fleet
 from tests.support.sim_pair import prompt_of
+from tests.support.sim_reference import sim_reference
 from tests.support.waiting import until
 
 WHOLE = TailSampling(start=208, step=4)  # of blocks of 64: one name, at their number of tokens

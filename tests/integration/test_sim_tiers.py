@@ -17,7 +17,6 @@ import pytest
 from pdmesh.core.admission import Work
 from pdmesh.core.tiers import Tier, prefix_length
 from pdmesh.engine.base import Sampling
-from pdmesh.engine.sim.reference import sim_reference
 from pdmesh.kv.tiers.config import TierConfig
 from pdmesh.kv.tiers.peers import PeerHolding
 from pdmesh.kv.tiers.report import TierEvent
@@ -37,6 +36,7 @@ from tests.fakes.sim_instances import (
     sim_instance,
 )
 from tests.support.sim_pair import prompt_of
+from tests.support.sim_reference import sim_reference
 
 POOL = TierConfig(host_pool_bytes=4 << 20, timeout_s=5.0)
 TINY: dict[str, Any] = {"num_kv_blocks": 12, "max_model_len": 640, "num_slots": 2}

@@ -10,10 +10,10 @@ import pytest
 
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.sim.model import SimParams
-from pdmesh.engine.sim.reference import sim_reference
 from pdmesh.v1 import instance_service_pb2 as pb
 from tests.fakes.sim_instances import TestSession
 from tests.support.instance_site import Process, Site, site
+from tests.support.sim_reference import sim_reference
 from tests.support.waiting import until
 
 __all__ = ["site"]  # a fixture

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.sim.model import SimParams
-from pdmesh.engine.sim.reference import sim_reference
 from pdmesh.engine.sim_tokenizer import write_sim_model
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
@@ -22,6 +21,7 @@ from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.v1.instance_service_pb2 import GetStatusRequest, GetStatusResponse
 from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
+from tests.support.sim_reference import sim_reference
 from tests.support.waiting import until
 
 INSTANCES = ("prefill-0", "prefill-1", "decode-0", "decode-1")

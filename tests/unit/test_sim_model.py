@@ -7,8 +7,8 @@ from pdmesh.engine.base import FinishReason, Sampling
 from pdmesh.engine.sim.batch import DecodeBatch, Running
 from pdmesh.engine.sim.memory import PagedMemory
 from pdmesh.engine.sim.model import SimModel, SimParams, draw_key, mix, mix_words
-from pdmesh.engine.sim.reference import sim_reference
 from pdmesh.engine.sim.vocabulary import EOS_ID
+from tests.support.sim_reference import sim_reference
 
 PARAMS = SimParams(block_size=16, max_model_len=512, eos_period=0)
 MODEL = SimModel(PARAMS)

@@ -5,9 +5,9 @@ from tokenizers import Tokenizer
 
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.sim.model import SimParams
-from pdmesh.engine.sim.reference import sim_reference
 from pdmesh.engine.sim.vocabulary import EOS_ID, SPECIALS, build_vocabulary
 from pdmesh.engine.sim_tokenizer import build_tokenizer, write_sim_model
+from tests.support.sim_reference import sim_reference
 
 
 def test_any_text_comes_back_from_its_tokens() -> None:
