@@ -189,6 +189,7 @@ async def until_served(host: Host, tier: tuple[str, str], num_blocks: int) -> No
     await host.until(lambda: host.tier_counts.get(tier, 0) >= num_blocks)
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S57", "S76")
 async def test_two_ranks_load_the_same_blocks_each_from_its_own_pool_and_files(
     tmp_path: Path,
