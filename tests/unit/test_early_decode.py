@@ -27,6 +27,7 @@ from pdmesh.core.request_types import (
     LegLost,
     LegRejected,
     PlanReceived,
+    ReleaseTicket,
     RequestLimits,
     SendJoin,
     SendPrefill,
@@ -113,6 +114,25 @@ def test_when_all_decodes_refuse_the_kv_is_handed_on_whole() -> None:
     life.say(LegRejected(DECODE))
     assert life.say(LegRejected(NEXT)) == [ForgetLeg(NEXT)]
     assert life.first_token() == [EmitTokens((7,)), SendStart(4, D0, 0, "t1", 1, 7)]
+
+
+@pytest.mark.fault("F6", "F11")
+def test_the_only_decodes_are_not_planned_again_once_they_cannot_be_reached() -> None:
+    """Before the master knows that they are dead, each plan would name them again, until no migration is left."""
+    life = Life()
+    life.say(LegRejected(DECODE, is_final=True))
+    life.say(LegRejected(NEXT, is_final=True))
+    effects = life.first_token()
+    released = ReleaseTicket(PREFILL, "t1")
+    assert effects == [EmitTokens((7,)), released, AskPlan(2, 1, ("d0", "d1"))]
+
+
+@pytest.mark.fault("F6")
+def test_a_decode_that_fell_silent_is_not_planned_again() -> None:
+    life = Life()
+    life.now = 3.0
+    life.say(Tick())
+    assert life.say(LegLost(PREFILL)) == [ForgetLeg(PREFILL), AskPlan(2, 1, ("d0", "p0"))]
 
 
 @pytest.mark.fault("F6")

@@ -174,10 +174,15 @@ class Request(RequestState):
             early.handle(event, now)
             return self._end(Fail(event.error))
         effects = early.handle(event, now)
+        self._exclude_refusers(early)
         if not early.is_spent:
             return effects
         error = InstanceLost("the decode with the KV went away", reason="UPSTREAM_FAILED")
-        return effects + self._lose(error, tuple(c.instance_id for c in early.refused), now)
+        return effects + self._lose(error, (), now)
+
+    def _exclude_refusers(self, early: EarlyDecode) -> None:
+        """The next plan must not name them: a master that does not know yet that its only decode is dead would, until no migration is left."""
+        self._excluded.update((c.instance_id, None) for c in early.refused)
 
     def _on_prefill_rejected(self, event: Event, now: float) -> list[Effect]:
         assert isinstance(event, LegRejected)
@@ -425,7 +430,9 @@ class Request(RequestState):
 
     def _early_tick(self, now: float) -> list[Effect]:
         assert self._early is not None
-        return self._early.tick(now)
+        effects = self._early.tick(now)
+        self._exclude_refusers(self._early)
+        return effects
 
     def _on_waited(self, now: float) -> list[Effect]:
         if now >= self._ttft_by:
