@@ -19,7 +19,6 @@ from pdmesh.core.block_hash import block_hashes, tokens_to_bytes
 from pdmesh.engine.base import FinishReason, Sampling
 from pdmesh.engine.factory import EngineSettings, build_sim
 from pdmesh.engine.sim.engine import SimEngine
-from pdmesh.engine.sim.model import SimParams
 from pdmesh.instance.host import HostConfig, InstanceHost
 from pdmesh.instance.publishing import KvBlocksPublisher
 from pdmesh.instance.servicer import InstanceServicer
@@ -60,17 +59,6 @@ def settings_of(name: str, works: frozenset[Work], **changes: Any) -> EngineSett
         sim_eos_period=EOS_PERIOD,
     )
     return replace(base, **changes)
-
-
-def params_of(settings: EngineSettings) -> SimParams:
-    """What `sim_reference` needs to answer as such an instance."""
-    return SimParams(
-        block_size=settings.block_size,
-        max_model_len=settings.max_model_len,
-        eos_period=settings.sim_eos_period,
-        num_layers=settings.sim_num_layers,
-        token_bytes=settings.sim_token_bytes,
-    )
 
 
 @dataclass

@@ -14,6 +14,7 @@ import pytest
 
 from pdmesh import failpoints
 from pdmesh.engine.base import FinishReason, Sampling
+from pdmesh.engine.factory import sim_params
 from pdmesh.events.v1.events_pb2 import KvBlocks
 from pdmesh.instance.host import HostConfig
 from pdmesh.net import subjects
@@ -28,7 +29,6 @@ from tests.fakes.sim_instances import (
     SimInstance,
     TestSession,
     generate,
-    params_of,
     sim_instance,
 )
 from tests.support.sim_pair import MakeTransport, pair, prompt_of
@@ -38,7 +38,7 @@ from tests.support.sim_reference import sim_reference
 async def check(
     p: SimInstance, to_p: TestSession, to_d: TestSession, prompt: list[int], sampling: Sampling
 ) -> None:
-    expected = sim_reference(prompt, sampling, params_of(p.settings))
+    expected = sim_reference(prompt, sampling, sim_params(p.settings))
     assert await generate(to_p, to_d, prompt, sampling) == expected
 
 
@@ -65,7 +65,7 @@ async def test_one_token_answers_never_reach_decode() -> None:
 async def test_a_stop_at_token_one_ends_at_prefill() -> None:
     async with pair() as (p, _, to_p, to_d):
         prompt = prompt_of(100)
-        token = sim_reference(prompt, Sampling(max_tokens=1), params_of(p.settings))[0][0]
+        token = sim_reference(prompt, Sampling(max_tokens=1), sim_params(p.settings))[0][0]
         sampling = Sampling(max_tokens=9, stop_token_ids=frozenset({token}))
         assert await generate(to_p, to_d, prompt, sampling) == ([token], FinishReason.STOP)
         assert not to_d.legs
@@ -95,7 +95,7 @@ async def test_kv_zeroed_on_arrival_changes_the_output() -> None:
     """The negative control: decode really computes from the bytes that came over the transport."""
     prompt, sampling = prompt_of(200), Sampling(max_tokens=16)
     async with pair() as (p, _, to_p, to_d):
-        expected = sim_reference(prompt, sampling, params_of(p.settings))
+        expected = sim_reference(prompt, sampling, sim_params(p.settings))
         failpoints.arm("decode.pulled=zero-kv@1")
         tokens, _ = await generate(to_p, to_d, prompt, sampling)
         assert tokens[0] == expected[0][0]
@@ -132,7 +132,7 @@ async def test_fusion_gives_the_output_of_a_pair() -> None:
             ]
             first = leg.last("first_token")
             assert not first.HasField("ticket")
-            expected = sim_reference(prompt, sampling, params_of(f.settings))
+            expected = sim_reference(prompt, sampling, sim_params(f.settings))
             assert ([first.token_id, *leg.tokens], FinishReason.LENGTH) == expected
         await f.until_idle()
 
@@ -148,7 +148,7 @@ async def test_the_next_turn_of_a_chat_finds_the_kv_of_the_answer() -> None:
         await leg.until("finished")
         first = leg.last("first_token")
         assert first.num_cached_tokens == 192  # of 200 tokens, the last without KV
-        expected, _ = sim_reference(turn, Sampling(max_tokens=5), params_of(f.settings))
+        expected, _ = sim_reference(turn, Sampling(max_tokens=5), sim_params(f.settings))
         assert [first.token_id, *leg.tokens] == expected
 
 

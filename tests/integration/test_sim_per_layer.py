@@ -9,6 +9,7 @@ import pytest
 
 from pdmesh import failpoints
 from pdmesh.engine.base import Sampling
+from pdmesh.engine.factory import sim_params
 from pdmesh.instance.host import HostConfig
 from pdmesh.v1 import instance_service_pb2 as pb
 from tests.fakes.sim_instances import (
@@ -16,7 +17,6 @@ from tests.fakes.sim_instances import (
     SimInstance,
     TestSession,
     generate,
-    params_of,
 )
 from tests.support.sim_pair import MakeTransport, pair, prompt_of
 from tests.support.sim_reference import sim_reference
@@ -73,7 +73,7 @@ async def run(to_p: TestSession, to_d: TestSession, prompt: list[int], sampling:
 async def check(
     p: SimInstance, to_p: TestSession, to_d: TestSession, prompt: list[int], sampling: Sampling
 ) -> None:
-    expected, _ = sim_reference(prompt, sampling, params_of(p.settings))
+    expected, _ = sim_reference(prompt, sampling, sim_params(p.settings))
     legs = await run(to_p, to_d, prompt, sampling)
     first = await legs.join()
     if first.finish_reason:
@@ -116,7 +116,7 @@ async def test_layers_travel_while_later_ones_are_computed() -> None:
         await legs.accept(prompt, sampling)
         await legs.start()
         await legs.join()
-        assert await legs.finish() == sim_reference(prompt, sampling, params_of(p.settings))[0]
+        assert await legs.finish() == sim_reference(prompt, sampling, sim_params(p.settings))[0]
     assert len(landed) >= 8
     assert landed.count(False) >= 6, "most ranges were there before token 1"
 
@@ -158,7 +158,7 @@ async def test_the_kv_is_at_decode_before_prefill_has_its_token() -> None:
 async def test_a_stop_at_token_one_closes_the_ticket_and_the_decode_is_aborted() -> None:
     async with pair() as (p, _, to_p, to_d):
         prompt = prompt_of(300)
-        (token,), _ = sim_reference(prompt, Sampling(max_tokens=1), params_of(p.settings))
+        (token,), _ = sim_reference(prompt, Sampling(max_tokens=1), sim_params(p.settings))
         legs = Legs(to_p, to_d)
         await legs.accept(prompt, Sampling(max_tokens=9, stop_token_ids=frozenset({token})))
         await legs.start()
@@ -217,7 +217,7 @@ async def test_a_decode_given_up_leaves_the_ticket_to_another() -> None:
         await to_d.abort(given_up)
         await legs.start()
         await legs.join()
-        assert await legs.finish() == sim_reference(prompt, sampling, params_of(p.settings))[0]
+        assert await legs.finish() == sim_reference(prompt, sampling, sim_params(p.settings))[0]
 
 
 @pytest.mark.fault("F4")
@@ -239,7 +239,7 @@ async def test_kv_zeroed_on_arrival_changes_the_output() -> None:
     """The negative control: decode computes from the bytes that came layer by layer."""
     prompt, sampling = prompt_of(200), Sampling(max_tokens=16)
     async with pair() as (p, _, to_p, to_d):
-        expected = sim_reference(prompt, sampling, params_of(p.settings))[0]
+        expected = sim_reference(prompt, sampling, sim_params(p.settings))[0]
         failpoints.arm("decode.pulled=zero-kv@1")
         legs = await run(to_p, to_d, prompt, sampling)
         await legs.join()
@@ -265,5 +265,5 @@ async def test_kv_comes_while_the_batch_is_full_and_takes_the_place_of_one_that_
         assert d.host.admission.num_slots_used == 3
         await legs[2].until("finished")
         for seed, leg in enumerate(legs):
-            expected, _ = sim_reference(prompt_of(100, seed), sampling, params_of(p.settings))
+            expected, _ = sim_reference(prompt_of(100, seed), sampling, sim_params(p.settings))
             assert leg.tokens == expected[1:]

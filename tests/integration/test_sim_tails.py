@@ -13,6 +13,7 @@ import pytest
 
 from pdmesh.core.tail_names import TailSampling
 from pdmesh.engine.base import Sampling
+from pdmesh.engine.factory import sim_params
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from tests.fakes.memory_transport import MemoryTransport
@@ -23,7 +24,6 @@ from tests.fakes.sim_instances import (
     SimInstance,
     TestSession,
     generate,
-    params_of,
     sim_instance,
 )
 from tests.support import fleet
@@ -41,7 +41,7 @@ async def ask(f: SimInstance, to_f: TestSession, prompt: list[int], num_tokens: 
     leg = await to_f.prefill(prompt, sampling, is_local=True)
     await leg.until("finished")
     answer = [leg.last("first_token").token_id, *leg.tokens]
-    assert answer == sim_reference(prompt, sampling, params_of(f.settings))[0]
+    assert answer == sim_reference(prompt, sampling, sim_params(f.settings))[0]
     return answer
 
 
@@ -122,7 +122,7 @@ async def test_prefill_keeps_the_tail_of_its_prompts_in_both_modes(mode: str) ->
                 rest = await to_d.start(chat, sampling, first.token_id, accepted.ticket)
                 await rest.until("finished")
                 answer = [first.token_id, *rest.tokens]
-            assert answer == sim_reference(chat, sampling, params_of(p.settings))[0]
+            assert answer == sim_reference(chat, sampling, sim_params(p.settings))[0]
             chat = [*chat, *answer, *prompt_of(8, turn)]
         assert cached(to_p) == [0, 90, 110, 130], (
             "what each earlier prompt ended with, not its answer"

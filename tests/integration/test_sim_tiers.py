@@ -17,6 +17,7 @@ import pytest
 from pdmesh.core.admission import Work
 from pdmesh.core.tiers import Tier, prefix_length
 from pdmesh.engine.base import Sampling
+from pdmesh.engine.factory import sim_params
 from pdmesh.kv.tiers.config import TierConfig
 from pdmesh.kv.tiers.peers import PeerHolding
 from pdmesh.kv.tiers.report import TierEvent
@@ -32,7 +33,6 @@ from tests.fakes.sim_instances import (
     SimInstance,
     TestSession,
     generate,
-    params_of,
     sim_instance,
 )
 from tests.support.sim_pair import prompt_of
@@ -86,7 +86,7 @@ async def test_evicted_blocks_come_back_from_the_host_pool(tmp_path: Path) -> No
         async with TestSession(i) as to:
             for turn in range(2):
                 for prompt in PROMPTS:
-                    expected, _ = sim_reference(prompt, SAMPLING, params_of(i.settings))
+                    expected, _ = sim_reference(prompt, SAMPLING, sim_params(i.settings))
                     tokens, num_cached = await locally(to, prompt)
                     assert tokens == expected
                     assert num_cached == (384 if turn else 0)
@@ -121,7 +121,7 @@ async def test_prefill_hands_on_kv_that_came_from_a_tier() -> None:
         async with TestSession(p) as to_p, TestSession(d) as to_d:
             for _ in range(2):
                 for prompt in PROMPTS:
-                    expected = sim_reference(prompt, SAMPLING, params_of(p.settings))
+                    expected = sim_reference(prompt, SAMPLING, sim_params(p.settings))
                     assert await generate(to_p, to_d, prompt, SAMPLING) == expected
         assert served(p, Tier.HOST) == 6 * len(PROMPTS)
         await p.until_idle()
@@ -213,7 +213,7 @@ async def test_answers_stay_right_while_the_tiers_rot(tmp_path: Path) -> None:
         async with TestSession(i) as to:
             for turn in range(3):
                 for prompt in PROMPTS:
-                    expected, _ = sim_reference(prompt, SAMPLING, params_of(i.settings))
+                    expected, _ = sim_reference(prompt, SAMPLING, sim_params(i.settings))
                     tokens, _ = await locally(to, prompt)
                     assert tokens == expected
                 if turn == 0:
@@ -244,7 +244,7 @@ async def test_requests_aborted_while_they_wait_for_a_tier_leave_nothing(tmp_pat
                     await leg.until("accepted", "rejected")
                 await to.abort(leg)
             await i.until_idle()
-            tokens, _ = sim_reference(PROMPTS[0], SAMPLING, params_of(i.settings))
+            tokens, _ = sim_reference(PROMPTS[0], SAMPLING, sim_params(i.settings))
             leg = await to.prefill(PROMPTS[0], SAMPLING)
             first = await leg.until("first_token")
             assert first.token_id == tokens[0]

@@ -92,7 +92,7 @@ def build_sim(
 ) -> BuiltEngine:
     if settings.sim_law not in LAWS:
         raise EngineFailed(f"no law is called {settings.sim_law!r}; there are {', '.join(LAWS)}")
-    params = _sim_params(settings)
+    params = sim_params(settings)
     blocks_per_prompt = -(-settings.max_model_len // settings.block_size)
     prompt_bytes = blocks_per_prompt * params.num_layers * params.block_bytes
     fingerprint = sim_fingerprint(params)
@@ -134,7 +134,8 @@ def build_sim(
     return BuiltEngine(engine, staging_bytes, landing_bytes)
 
 
-def _sim_params(settings: EngineSettings) -> SimParams:
+def sim_params(settings: EngineSettings) -> SimParams:
+    """The model that such an instance simulates."""
     return SimParams(
         block_size=settings.block_size,
         max_model_len=settings.max_model_len,
