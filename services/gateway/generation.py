@@ -51,7 +51,6 @@ from pdmesh.v1.common_pb2 import InstanceRecord, Ticket, TokenLogprob
 from pdmesh.v1.instance_service_pb2 import (
     Abort,
     Command,
-    Join,
     KvTransfer,
     Release,
     SessionEvent,
@@ -311,14 +310,15 @@ class Generation:
         if record is None or self._ticket is None:
             self._refuse(effect.key)
             return
-        command = self._commands.start(effect, record, self.core.emitted, self._ticket)
+        command = self._commands.start(
+            effect, record, self.core.emitted, self._ticket, self.core.prompt_compute_s
+        )
         self._open_leg(effect.key, record, command)
 
     def _send_join(self, effect: SendJoin) -> None:
         session = self._sessions.get(effect.key)
         if session is not None:
-            join = Join(key=effect.key, first_token_id=effect.token_id)
-            session.send(Command(join=join))
+            session.send(self._commands.join(effect, self.core.prompt_compute_s))
 
     def _open_leg(self, key: int, record: InstanceRecord, command: Command) -> None:
         session = self._shared.sessions.session(record)

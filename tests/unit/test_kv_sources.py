@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.kv_sources import Exchange, Fit, HeldSource, KvSource, KvSources, SourceFault
+from pdmesh.core.kv_sources import (
+    Exchange,
+    Fit,
+    HeldSource,
+    KvSource,
+    KvSources,
+    SourceFault,
+    is_slow,
+    whole_prompt_s,
+)
 from pdmesh.core.request_types import Candidate
 
 P0, P0_AGAIN, P1 = KvSource("p0", 1), KvSource("p0", 2), KvSource("p1", 1)
-CORRUPT, UNREACHABLE = SourceFault.CORRUPT, SourceFault.UNREACHABLE
+CORRUPT, UNREACHABLE, SLOW = SourceFault.CORRUPT, SourceFault.UNREACHABLE, SourceFault.SLOW
+QUICK = (0.1, 1.0)  # seconds that the KV took to come, and that its prompt takes to compute
+LATE = (5.0, 1.0)
 
 
 def sources() -> KvSources:
@@ -19,7 +30,9 @@ def sources() -> KvSources:
 def test_the_third_corrupt_pull_makes_a_decode_refuse_a_source_for_a_minute() -> None:
     record = sources()
     assert [record.failed(P0, "KV_CORRUPT", t) for t in (0.0, 1.0)] == [None, None]
-    record.succeeded(P0)  # what corrupts at times is not cleared by a good pull
+    assert (
+        record.succeeded(P0, *QUICK, 1.5) is None
+    )  # what corrupts at times is not cleared by a good pull
     assert record.failed(P0, "KV_CORRUPT", 2.0) is CORRUPT
     assert record.refuses(P0, 61.9)
     assert not record.refuses(P0_AGAIN, 3.0), "a restarted one has a clean record"
@@ -45,12 +58,39 @@ def test_a_source_that_the_kv_agent_asks_no_more_is_refused_at_once() -> None:
 def test_a_source_out_of_reach_twice_in_a_row_is_avoided_and_not_refused(reason: str) -> None:
     record = sources()
     assert record.failed(P0, reason, 0.0) is None
-    record.succeeded(P0)
+    record.succeeded(P0, *QUICK, 0.5)
     assert record.failed(P0, reason, 1.0) is None, "not in a row"
     assert record.failed(P0, reason, 2.0) is UNREACHABLE
     assert not record.refuses(P0, 3.0)
     assert record.held() == [HeldSource(P0, UNREACHABLE)]
     assert record.release_due(32.0) == [HeldSource(P0, UNREACHABLE)]
+
+
+@pytest.mark.fault("F24")
+def test_a_source_that_is_slower_than_computing_three_times_in_a_row_is_avoided() -> None:
+    record = sources()
+    assert [record.succeeded(P0, *LATE, t) for t in (0.0, 1.0)] == [None, None]
+    assert record.succeeded(P0, *QUICK, 2.0) is None
+    assert [record.succeeded(P0, *LATE, t) for t in (3.0, 4.0)] == [None, None], "not in a row"
+    assert record.succeeded(P0, *LATE, 5.0) is SLOW
+    assert record.succeeded(P0, *LATE, 5.5) is None, "told once"
+    assert record.held() == [HeldSource(P0, SLOW)]
+    assert not record.refuses(P0, 6.0), "what comes late is right"
+    assert record.release_due(35.0) == [HeldSource(P0, SLOW)]
+    record.check_invariants()
+    exchange = Exchange.of({"d0": [HeldSource(P0, SLOW)]}, {"p0": 1, "p1": 1})
+    assert (exchange.fit("d0", "p0"), exchange.fit("d1", "p0")) == (Fit.AVOIDED, Fit.GOOD)
+
+
+@pytest.mark.fault("F24")
+def test_slow_is_what_computing_again_would_beat_and_somebody_notices() -> None:
+    assert is_slow(pull_s=2.1, compute_s=1.0)
+    assert not is_slow(pull_s=1.9, compute_s=1.0), "computing costs the other requests, too"
+    assert not is_slow(pull_s=0.9, compute_s=0.01), "nobody notices"
+    assert not is_slow(pull_s=60.0, compute_s=0.0), "not known what computing takes"
+    assert whole_prompt_s(2.0, num_tokens=1000, num_cached=0) == 2.0
+    assert whole_prompt_s(2.0, num_tokens=1000, num_cached=900) == 20.0
+    assert whole_prompt_s(2.0, num_tokens=1000, num_cached=1000) == 2000.0
 
 
 def test_failures_that_are_nobodys_fault_are_not_counted() -> None:

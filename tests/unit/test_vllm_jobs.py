@@ -270,9 +270,9 @@ def test_a_ticket_of_ranks_that_cannot_meet_ours_is_refused() -> None:
 def test_kv_has_come_when_every_rank_has_it_and_took_as_long_as_the_slowest() -> None:
     core = jobs(num_ranks=2)
     assert core.decode(decode_job(2)) == []
-    assert core.handle(Received(1, 2, 120, 0.5, 0)) == []
+    assert core.handle(Received(1, 2, 120, 0.5, 0, 0.1)) == []
     assert core.handle(Drawn(2, [7])) == []
-    assert core.handle(Received(0, 2, 120, 0.1, 0)) == [
-        KvReceived(2, 240, 0.5, 0),
+    assert core.handle(Received(0, 2, 120, 0.4, 0, 0.3)) == [
+        KvReceived(2, 240, 0.5, 0, 0.3),
         Tokens(2, [7], ()),
     ]

@@ -159,7 +159,7 @@ class InstanceHost:
                     life.begin(outbox, command.start)
                 case "join":
                     if leg := life.table.find(outbox, command.join.key):
-                        life.join(leg, command.join.first_token_id)
+                        life.join(leg, command.join)
                 case "abort":
                     if leg := life.table.find(outbox, command.abort.key):
                         life.abort(leg)

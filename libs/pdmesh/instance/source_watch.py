@@ -1,4 +1,4 @@
-"""Whom this instance pulls KV from, and what becomes known of them: the shell of `kv_sources` (F23, F34)."""
+"""Whom this instance pulls KV from, and what becomes known of them: the shell of `kv_sources` (F23, F24, F34)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,22 @@ class SourceWatch:
     def refuses(self, source: KvSource | None) -> bool:
         return source is not None and self._sources.refuses(source, self._clock())
 
-    def succeeded(self, source: KvSource | None) -> None:
+    def succeeded(
+        self, source: KvSource | None, pull_s: float, compute_s: float, request_id: str
+    ) -> None:
+        """As `KvSources.succeeded`."""
         if source is not None:
-            self._sources.succeeded(source)
+            fault = self._sources.succeeded(source, pull_s, compute_s, self._clock())
+            self._tell_if_held(source, fault, request_id)
 
     def failed(self, source: KvSource | None, cause: str, request_id: str) -> None:
         """A pull from it failed; `cause` is the KV agent's reason, empty if it is not known."""
         if source is None or not cause:
             return
         fault = self._sources.failed(source, cause, self._clock())
+        self._tell_if_held(source, fault, request_id)
+
+    def _tell_if_held(self, source: KvSource, fault: SourceFault | None, request_id: str) -> None:
         if fault is not None:
             self._on_error(SOURCE_HELD, f"{_name(source)}: {fault}", request_id)
             self._on_change()

@@ -39,7 +39,7 @@ log = structlog.get_logger(__name__)
 MAX_FETCHES = 64  # and probes, served at once
 _FETCH_LEASE_S = 10.0
 
-_SLOW_S: Final = 0.25  # per part, where the failpoint says that the link is slow
+_SLOW_S: Final = 0.5  # per part, where the failpoint says that the link is slow
 
 
 class SenderHalf:

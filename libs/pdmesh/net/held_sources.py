@@ -7,6 +7,7 @@ from typing import Final
 from pdmesh.core.kv_sources import HeldSource, KvSource, SourceFault
 from pdmesh.v1.common_pb2 import (
     KV_FAULT_CORRUPT,
+    KV_FAULT_SLOW,
     KV_FAULT_UNREACHABLE,
     HeldKvSource,
     InstanceRecord,
@@ -16,6 +17,7 @@ from pdmesh.v1.common_pb2 import (
 _TO_PROTO: Final = {
     SourceFault.CORRUPT: KV_FAULT_CORRUPT,
     SourceFault.UNREACHABLE: KV_FAULT_UNREACHABLE,
+    SourceFault.SLOW: KV_FAULT_SLOW,
 }
 _FROM_PROTO: Final = {number: fault for fault, number in _TO_PROTO.items()}
 

@@ -74,6 +74,8 @@ class _KvFaultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvFault.Value
     """what came from it failed its checksum too often: refused"""
     KV_FAULT_UNREACHABLE: _KvFault.ValueType  # 2
     """it could not be pulled from: another pair is better"""
+    KV_FAULT_SLOW: _KvFault.ValueType  # 3
+    """its KV takes longer to arrive than the prompt to be computed again: another pair is better, or none"""
 
 class KvFault(_KvFault, metaclass=_KvFaultEnumTypeWrapper):
     """Why an instance should not be given KV of another one for a while. Ends by itself, or with either incarnation."""
@@ -83,6 +85,8 @@ KV_FAULT_CORRUPT: KvFault.ValueType  # 1
 """what came from it failed its checksum too often: refused"""
 KV_FAULT_UNREACHABLE: KvFault.ValueType  # 2
 """it could not be pulled from: another pair is better"""
+KV_FAULT_SLOW: KvFault.ValueType  # 3
+"""its KV takes longer to arrive than the prompt to be computed again: another pair is better, or none"""
 Global___KvFault: _TypeAlias = KvFault  # noqa: Y015
 
 class _InstancePhase:

@@ -270,6 +270,7 @@ class Start(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     AWAITS_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    PROMPT_COMPUTE_MS_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
@@ -281,6 +282,8 @@ class Start(_message.Message):
     cache_salt: _builtins.str
     awaits_first_token: _builtins.bool
     """prefill computes still: first_token_id comes later, by Join"""
+    prompt_compute_ms: _builtins.int
+    """what the whole prompt takes to compute, at the pace of its prefill; 0: not known"""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     @_builtins.property
@@ -304,10 +307,11 @@ class Start(_message.Message):
         traceparent: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
         awaits_first_token: _builtins.bool = ...,
+        prompt_compute_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "awaits_first_token", b"awaits_first_token", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "first_token_id", b"first_token_id", "key", b"key", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "awaits_first_token", b"awaits_first_token", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "first_token_id", b"first_token_id", "key", b"key", "prompt_compute_ms", b"prompt_compute_ms", "prompt_token_ids", b"prompt_token_ids", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "ticket", b"ticket", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,17 +325,21 @@ class Join(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_COMPUTE_MS_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     first_token_id: _builtins.int
+    prompt_compute_ms: _builtins.int
+    """as in Start"""
     def __init__(
         self,
         *,
         key: _builtins.int = ...,
         first_token_id: _builtins.int = ...,
+        prompt_compute_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_id", b"first_token_id", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_id", b"first_token_id", "key", b"key", "prompt_compute_ms", b"prompt_compute_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -51,6 +51,7 @@ class _Retrieval:
     blocks: list[int] = field(default_factory=list)
     task: asyncio.Task[None] | None = None  # of the pull, from its turn on
     has_kv: bool = False
+    waits_since: float = math.inf  # for bytes alone: its turn has come, and prefill is done
 
 
 class Retriever:
@@ -104,6 +105,7 @@ class Retriever:
         retrieval = self._retrievals.get(leg)
         if retrieval is not None and retrieval.first_token is None:
             retrieval.first_token = first_token
+            retrieval.waits_since = time.monotonic()
             self._agent.expect(retrieval.job.ticket.ticket_id, retrieval.job.stall_s)
             self._go_on_if_complete(retrieval)
 
@@ -173,6 +175,8 @@ class _Pull:
         owner, retrieval = self._owner, self._retrieval
         job = retrieval.job
         self._has_begun = True
+        if retrieval.first_token is not None:
+            retrieval.waits_since = time.monotonic()
         used = self._allocate()
         try:
             deadline_s = max(0.0, retrieval.deadline - time.monotonic())
@@ -193,8 +197,10 @@ class _Pull:
                 cache[used] = 0
         retrieval.has_kv = True
         owner.free_landing(job.landing.offset)
-        duration = time.monotonic() - retrieval.started
-        owner._emit(KvReceived(job.leg, job.ticket.kv_bytes, duration))
+        now = time.monotonic()
+        pull_s = max(0.0, now - retrieval.waits_since)
+        duration_s = now - retrieval.started
+        owner._emit(KvReceived(job.leg, job.ticket.kv_bytes, duration_s, pull_s=pull_s))
         owner._go_on_if_complete(retrieval)
 
     def _land(self, offset: int, data: ByteArray, blocks: list[int]) -> None:

@@ -33,6 +33,8 @@ class _Pulling:
     load: Load
     started: float
     pull: TogetherPull | None = None  # from its turn on
+    waits_since: float = math.inf  # for bytes alone: its turn has come, and prefill is done
+    came_at: float = 0.0
     is_cancelled: bool = False
     is_over: bool = False  # its blocks may be somebody else's
     scattering: threading.Lock = field(default_factory=threading.Lock)  # and over `is_over`
@@ -42,6 +44,7 @@ class _Pulling:
 class _Arrived:
     kv_bytes: int
     duration_s: float
+    pull_s: float
 
 
 class Incoming:
@@ -125,7 +128,7 @@ class Incoming:
     def entered(self, entered: Entered) -> None:
         """The leg computes in the step about to run."""
         self._first_tokens.pop(entered.leg, None)
-        arrived = self._arrived.pop(entered.leg, _Arrived(0, 0.0))
+        arrived = self._arrived.pop(entered.leg, _Arrived(0, 0.0, 0.0))
         self._send(
             Received(
                 self._rank,
@@ -133,6 +136,7 @@ class Incoming:
                 arrived.kv_bytes,
                 arrived.duration_s,
                 entered.num_computed_tokens,
+                arrived.pull_s,
             )
         )
 
@@ -149,6 +153,7 @@ class Incoming:
             self._first_tokens[leg] = self._news[leg] = token_id
         for pulling in list(self._pulling.values()):
             if pulling.load.leg == leg:  # its prefill is done
+                pulling.waits_since = min(pulling.waits_since, time.monotonic())
                 self._agent.expect(pulling.load.ticket.ticket_id, pulling.load.stall_s)
 
     def landing_freed(self, offset: int) -> None:
@@ -175,11 +180,12 @@ class Incoming:
                 self._caches.scatter_part(data, offset, load.block_ids, piece.here)
             failpoints.hit("decode.range")
 
+        if not self._is_unmade(load):
+            pulling.waits_since = time.monotonic()
         pulling.pull = self._pull(load, land)
         pulling.pull.start(lambda: self._end(pulling))
 
     def _pull(self, load: Load, on_range: OnPieceRange | None = None) -> TogetherPull:
-        is_unmade = load.is_early and load.leg not in self._first_tokens
         wanted = self._share.pieces(load.ticket, load.landing, self._num_bytes(load))
         self._landings.take(load.leg, [piece.landing.offset for piece in wanted])
         return pull_pieces(
@@ -187,11 +193,15 @@ class Incoming:
             load.ticket,
             wanted,
             deadline_s=max(0.0, load.deadline - time.monotonic()),
-            stall_s=math.inf if is_unmade else load.stall_s,
+            stall_s=math.inf if self._is_unmade(load) else load.stall_s,
             first_block=load.num_local_blocks,
             num_blocks=load.num_local_blocks + len(load.block_ids),
             on_range=on_range,
         )
+
+    def _is_unmade(self, load: Load) -> bool:
+        """Its prefill computes still."""
+        return load.is_early and load.leg not in self._first_tokens
 
     def _num_bytes(self, load: Load) -> int:
         return len(load.block_ids) * self._caches.num_layers * self._caches.block_bytes
@@ -199,6 +209,7 @@ class Incoming:
     def _end(self, pulling: _Pulling) -> None:
         with pulling.scattering:  # a cancelled pull ends here before it ends on the agent's thread
             pulling.is_over = True
+        pulling.came_at = time.monotonic()
         with self._lock:
             self._begin_all(self._queue.end(pulling.load.key))
         self._ended.append(pulling)
@@ -221,7 +232,8 @@ class Incoming:
             return False
         if not pulling.is_cancelled:
             duration_s = time.monotonic() - pulling.started
-            self._arrived[load.leg] = _Arrived(self._num_bytes(load), duration_s)
+            pull_s = max(0.0, pulling.came_at - pulling.waits_since)
+            self._arrived[load.leg] = _Arrived(self._num_bytes(load), duration_s, pull_s)
         return not pulling.is_cancelled
 
     def _clear(self, pull: TogetherPull) -> None:
