@@ -4,8 +4,9 @@
 
 Answers each line with milliseconds. `contiguous` is one descriptor. `blocks` are random ones of a cache half as large again as the
 largest prompt, on both sides, as ours are; the caches are registered and all their blocks prepared beforehand, and making the request of a
-transfer is part of its time. `checked` adds what ours always does: the source tells that its blocks are ready, with an xxh3_128 of each part
-of 4 MiB, and the target compares it; parts overlap, and time counts from when the source has the blocks.
+transfer is part of its time. For those two the target knows by itself that there is something to read. For `told` it learns that from the
+source, by the library's own notification, and time counts from when the source has the blocks. `checked` adds what ours always does: an
+xxh3_128 of each part of 4 MiB comes with the notification, and the target compares it; parts overlap.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -65,12 +67,16 @@ def source(answer: Any, largest: int, block: int) -> None:
         file=answer,
         flush=True,
     )
+    target = cache.agent.add_remote_agent(bytes.fromhex(sys.stdin.readline()))
     for line in sys.stdin:
-        serial, count = map(int, line.split())
-        ids = cache.take(serial, 2, count)
-        print(time.monotonic(), file=answer, flush=True)
+        kind, serial, count = line.split()
+        ids = cache.take(int(serial), 2, int(count))
+        started = time.monotonic()  # one clock for both processes
+        if kind == "told":
+            cache.agent.send_notif(target, f"{started}".encode())
+            continue
         for part in parts(ids, block):
-            print(cache.digest(part), file=answer, flush=True)
+            cache.agent.send_notif(target, f"{started} {cache.digest(part)}".encode())
 
 
 class Target:
@@ -86,6 +92,8 @@ class Target:
         self._cache = Cache("target", largest, block)
         self._agent = self._cache.agent
         self._name = self._agent.add_remote_agent(bytes.fromhex(metadata))
+        self._say(self._agent.get_agent_metadata().hex())
+        self._told: deque[list[str]] = deque()  # notifications that were not asked for yet
         self._mine = self._prepare("NIXL_INIT_AGENT", self._cache.address, block)
         self._theirs = self._prepare(self._name, self._address, block)
         self._num_done = 0
@@ -103,8 +111,10 @@ class Target:
         count = num_bytes // self._block
         here = self._cache.take(self._num_done, 1, count)
         there = self._cache.take(self._num_done, 2, count)
-        if kind == "checked":
-            took, is_ok = self._checked(here, there)
+        if kind in ("told", "checked"):
+            self._say(f"{kind} {self._num_done} {count}")
+            run = self._checked if kind == "checked" else self._read_when_told
+            took, is_ok = run(here, there)
         else:
             started = time.monotonic()
             is_ok = self._finish(self._begin(self._mine, here, self._theirs, there))
@@ -112,21 +122,23 @@ class Target:
         is_ok = is_ok and bool((self._cache.words[here, -1] == there + 1).all())
         return took * 1e3 if is_ok else None
 
+    def _read_when_told(self, here: BlockIds, there: BlockIds) -> tuple[float, bool]:
+        (started,) = self._await_word()
+        is_ok = self._finish(self._begin(self._mine, here, self._theirs, there))
+        return time.monotonic() - float(started), is_ok
+
     def _checked(self, here: BlockIds, there: BlockIds) -> tuple[float, bool]:
         """Each part is read while the one before it is checked, which is how ours does it too."""
-        assert self._source.stdin is not None
-        self._source.stdin.write(f"{self._num_done} {len(there)}\n")
-        self._source.stdin.flush()
-        started = float(self._hear())
+        started = ""
         before: tuple[Any, BlockIds, str] | None = None
         is_ok = True
         for mine, theirs in zip(parts(here, self._block), parts(there, self._block), strict=True):
-            expected = self._hear()
+            started, expected = self._await_word()
             handle = self._begin(self._mine, mine, self._theirs, theirs)
             is_ok = self._check(before) and is_ok
             before = handle, mine, expected
         is_ok = self._check(before) and is_ok
-        return time.monotonic() - started, is_ok
+        return time.monotonic() - float(started), is_ok
 
     def _check(self, part: tuple[Any, BlockIds, str] | None) -> bool:
         if part is None:
@@ -150,6 +162,18 @@ class Target:
             state = self._agent.check_xfer_state(handle)
         self._agent.release_xfer_handle(handle)
         return bool(state == "DONE")
+
+    def _await_word(self) -> list[str]:
+        while not self._told:
+            time.sleep(0)
+            for words in self._agent.get_new_notifs().values():
+                self._told.extend(word.decode().split() for word in words)
+        return self._told.popleft()
+
+    def _say(self, what: str) -> None:
+        assert self._source.stdin is not None
+        self._source.stdin.write(what + "\n")
+        self._source.stdin.flush()
 
     def _hear(self) -> str:
         assert self._source.stdout is not None

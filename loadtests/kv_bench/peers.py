@@ -16,7 +16,7 @@ from loadtests.kv_bench.pair import TRANSPORTS
 from pdmesh.kv.ucx_worker import load_library
 
 KINDS_OF: Final[Mapping[str, tuple[str, ...]]] = {
-    "nixl": ("contiguous", "blocks", "checked"),
+    "nixl": ("contiguous", "blocks", "told", "checked"),
     "mooncake": ("contiguous", "blocks"),
 }
 # Where each takes its transport from: Mooncake has a tcp of its own and nothing for one machine's memory.

@@ -23,6 +23,7 @@ _YARDSTICKS = {
 _PEERS = {
     "nixl_contiguous": "nixl, one range",
     "nixl_blocks": "nixl, block list",
+    "nixl_told": "nixl, block list, told that it is there",
     "nixl_checked": "nixl, block list, told and checked as ours",
     "mooncake_contiguous": "mooncake, one range",
     "mooncake_blocks": "mooncake, block list",

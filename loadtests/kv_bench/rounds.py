@@ -71,6 +71,10 @@ def measure(plan: Plan, say: Callable[[str], None]) -> list[Row]:
     return rows
 
 
+def _repeats(num_bytes: int, number: int) -> int:
+    return _QUICK_REPEATS if num_bytes < 16 << 20 and number else 1
+
+
 def _ours(both: Pair, num_bytes: int, number: int, transport: str) -> Iterator[Row]:
     for mode in cases.MODES:
         if mode in (cases.WIRE, cases.WIRE_EMPTY):
@@ -78,7 +82,7 @@ def _ours(both: Pair, num_bytes: int, number: int, transport: str) -> Iterator[R
             sample = both.run(mode, num_bytes, repeats=repeats_of(num_bytes))
             yield Row(number, transport, num_bytes, mode, **asdict(sample))
             continue
-        for _ in range(_QUICK_REPEATS if num_bytes < 16 << 20 and number else 1):
+        for _ in range(_repeats(num_bytes, number)):
             sample = both.run(mode, num_bytes, is_verified=number == 0)
             yield Row(number, transport, num_bytes, mode, **asdict(sample))
 
@@ -109,6 +113,7 @@ def _peers(
 ) -> Iterator[Row]:
     for (name, its_transport), peer in others.items():
         for kind in peers.KINDS_OF[name] if its_transport == transport else ():
-            ms = peer.run_ms(kind, num_bytes)
-            if ms is not None:
-                yield Row(number, transport, num_bytes, f"{name}_{kind}", ms)
+            for _ in range(_repeats(num_bytes, number)):
+                ms = peer.run_ms(kind, num_bytes)
+                if ms is not None:
+                    yield Row(number, transport, num_bytes, f"{name}_{kind}", ms)
