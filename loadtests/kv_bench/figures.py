@@ -6,6 +6,7 @@ import csv
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +16,7 @@ from loadtests.kv_bench.rounds import Row
 BAR_TOTAL: Final = 0.54  # of block by block
 BAR_WIRE: Final = 0.95  # of ucx_perftest's rate
 BAR_VISIBLE: Final = 0.35  # of whole-model mode
+BAR_NIXL: Final = 1.0
 WIRE_BAR_FROM: Final = 16 << 20
 
 
@@ -64,10 +66,12 @@ class Figures:
         mode: str,
         of_modes: Sequence[str],
         column: str = "total_ms",
+        of_column: str = "",
     ) -> Spread | None:
-        """`mode` over the best of `of_modes` that the same round measured."""
+        """`mode` over the best of `of_modes` that the same round measured; `of_column`: theirs, if it is another one."""
         ours = self.per_round(transport, num_bytes, mode, column)
-        others = [self.per_round(transport, num_bytes, other, column) for other in of_modes]
+        of_column = of_column or column
+        others = [self.per_round(transport, num_bytes, other, of_column) for other in of_modes]
         ratios = []
         for number, value in ours.items():
             best = min((other[number] for other in others if number in other), default=0.0)
@@ -82,6 +86,13 @@ class Figures:
         """
         slower = self.ratio(transport, num_bytes, cases.WIRE_EMPTY, (f"perftest_{wait}",))
         return slower and Spread(1 / slower.median, 1 / slower.high, 1 / slower.low)
+
+
+def _against_nixl(
+    figures: Figures, transport: str, num_bytes: int, *, mode: str, column: str, kind: str
+) -> Spread | None:
+    """Its transfer begins when prefill is over: what it takes is all visible."""
+    return figures.ratio(transport, num_bytes, mode, (f"nixl_{kind}",), column, "total_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +133,23 @@ BARS: Final = (
         f"<= {BAR_VISIBLE}",
         lambda f, t, n: f.ratio(t, n, cases.LAYERS_COMPUTED, [cases.WHOLE_COMPUTED], "visible_ms"),
         lambda v: v <= BAR_VISIBLE,
+    ),
+    *(
+        Bar(
+            f"{label} / nixl, {what}",
+            f"<= {BAR_NIXL:g}",
+            partial(_against_nixl, mode=mode, column=column, kind=kind),
+            lambda v: v <= BAR_NIXL,
+        )
+        for label, mode, column in (
+            ("visible after prefill: layer by layer", cases.LAYERS_COMPUTED, "visible_ms"),
+            ("block-free, whole model", cases.CHUNKED, "total_ms"),
+        )
+        for kind, what in (
+            ("checked", "told and checked as ours"),
+            ("told", "told that it is there"),
+            ("blocks", "which knows by itself"),
+        )
     ),
 )
 

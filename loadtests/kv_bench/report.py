@@ -73,7 +73,8 @@ def _bars(figures: Figures) -> Iterator[str]:
                 value = bar.value(figures, transport, num_bytes)
                 mark = "" if value is None or bar.is_met(value.median) else " **unmet**"
                 cells.append(_show(value, 2) + mark)
-            yield _row([bar.name, bar.limit, transport, *cells])
+            if any(cells):
+                yield _row([bar.name, bar.limit, transport, *cells])
     yield ""
 
 

@@ -94,7 +94,7 @@ async def stream_until_held(
     watch: Watch, reference: fleet.Reference, held: set[tuple[str, str, str]]
 ) -> list[StreamOutcome]:
     """Rounds of streams until just these are avoided; returns the first round."""
-    rounds = []
+    rounds: list[list[StreamOutcome]] = []
     while watch.held() != held:
         assert len(rounds) < MAX_ROUNDS, watch.held()
         seed = 24 + len(rounds)
