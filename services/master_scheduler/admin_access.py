@@ -25,7 +25,10 @@ class AdminAccess:
         """Raises NotAllowed. `peer` is gRPC's name of the caller's address."""
         if self._token:
             if not hmac.compare_digest(_bearer(metadata), self._token):
-                raise NotAllowed("the admin token is missing or wrong")
+                raise NotAllowed(
+                    "the admin token is missing or wrong: `authorization: Bearer TOKEN`; pdmesh takes it from "
+                    "PDMESH_ADMIN_TOKEN or PDMESH_ADMIN_TOKEN_FILE"
+                )
         elif not is_local(peer):
             raise NotAllowed("without an admin token only calls from this machine are served")
 
