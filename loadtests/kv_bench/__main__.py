@@ -1,4 +1,4 @@
-"""Measure and write `loadtests/results/kv-<date>.{csv,md,png}`, or `kv-busy-<date>` with `--busy`."""
+"""Measure and write `loadtests/results/kv-<date>.{csv,md,png}`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,6 @@ def main() -> None:
         metavar="LIBRARY=WHERE",
         help=f"measure a library ({', '.join(peers.TRANSPORTS_OF)}) too: an interpreter that has it, or a folder it was installed to",
     )
-    parser.add_argument(
-        "--busy",
-        type=int,
-        default=0,
-        metavar="PROCESSES",
-        help="so many compute meanwhile, as the model does on an instance's cores; writes kv-busy-<date>",
-    )
     parser.add_argument("--out", type=Path, default=ROOT / "loadtests" / "results")
     args = parser.parse_args()
     named = dict(pair.split("=", 1) for pair in args.peer_python)
@@ -50,15 +43,13 @@ def main() -> None:
         within_s=args.within,
         peers={name: Path(program) for name, program in named.items()},
         has_perftest=not args.no_perftest,
-        num_busy=args.busy,
     )
     rows = measure(plan, lambda line: print(line, file=sys.stderr, flush=True))
     figures = Figures(rows)
     command = shlex.join(["python", "-m", "loadtests.kv_bench", *sys.argv[1:]])
-    text = markdown(figures, command, args.busy)
+    text = markdown(figures, command)
     args.out.mkdir(parents=True, exist_ok=True)
-    name = "kv-busy" if args.busy else "kv"
-    stem = args.out / f"{name}-{datetime.now(UTC):%Y-%m-%d}"
+    stem = args.out / f"kv-{datetime.now(UTC):%Y-%m-%d}"
     write_csv(rows, stem.with_suffix(".csv"))
     stem.with_suffix(".md").write_text(text)
     draw(figures, stem.with_suffix(".png"))

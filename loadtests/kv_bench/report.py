@@ -30,16 +30,16 @@ _PEERS = {
 }
 
 
-def markdown(figures: Figures, command: str, num_busy: int = 0) -> str:
+def markdown(figures: Figures, command: str) -> str:
     num_rounds = len({row.round for row in figures.rows})
-    lines = [*_head(command, num_rounds, num_busy), *_bars(figures)]
+    lines = [*_head(command, num_rounds), *_bars(figures)]
     for transport in figures.transports:
         lines += [*_times(figures, transport), *_split(figures, transport)]
         lines += _peers(figures, transport)
     return "\n".join(lines) + "\n"
 
 
-def _head(command: str, rounds: int, num_busy: int) -> Iterator[str]:
+def _head(command: str, rounds: int) -> Iterator[str]:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=ROOT,
@@ -56,8 +56,6 @@ def _head(command: str, rounds: int, num_busy: int) -> Iterator[str]:
         f"`{command}`, {rounds} rounds, commit {commit}, {psutil.cpu_count()} cores, "
         f"{platform.machine()}, Python {platform.python_version()}, {versions}."
     )
-    if num_busy:
-        yield f"Meanwhile {num_busy} processes compute without a pause, as a model does on the cores of an instance on CPU."
     yield (
         "Medians over rounds, lowest and highest in brackets; ratios are of two measurements of the same round. "
         f"{cases.NUM_LAYERS} layers, blocks of {cases.BLOCK_BYTES >> 10} KiB in random order, "

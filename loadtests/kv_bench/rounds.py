@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from loadtests.kv_bench import cases, peers, yardsticks
-from loadtests.kv_bench.busy import busy
 from loadtests.kv_bench.pair import Pair, pair
 
 _WIRE_BYTES: Final = 512 << 20  # moved per wire measurement, in up to _WIRE_REPEATS messages
@@ -43,7 +42,6 @@ class Plan:
     within_s: float  # no round begins later
     peers: Mapping[str, Path]  # library -> interpreter that has it
     has_perftest: bool = True
-    num_busy: int = 0  # processes that compute beside all that is measured
 
 
 def repeats_of(num_bytes: int) -> int:
@@ -58,7 +56,6 @@ def measure(plan: Plan, say: Callable[[str], None]) -> list[Row]:
     with ExitStack() as stack:
         pairs = {t: stack.enter_context(pair(t, largest)) for t in plan.transports}
         others = _start_peers(plan, largest, stack)
-        stack.enter_context(busy(plan.num_busy))
         for number in range(plan.rounds + 1):
             if number > 1 and time.monotonic() > ends:
                 break
