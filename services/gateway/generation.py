@@ -51,6 +51,7 @@ from pdmesh.v1.common_pb2 import InstanceRecord, Ticket, TokenLogprob
 from pdmesh.v1.instance_service_pb2 import (
     Abort,
     Command,
+    Join,
     KvTransfer,
     Release,
     SessionEvent,
@@ -318,7 +319,8 @@ class Generation:
     def _send_join(self, effect: SendJoin) -> None:
         session = self._sessions.get(effect.key)
         if session is not None:
-            session.send(self._commands.join(effect, self.core.prompt_compute_s))
+            join = Join(key=effect.key, first_token_id=effect.token_id)
+            session.send(Command(join=join))
 
     def _open_leg(self, key: int, record: InstanceRecord, command: Command) -> None:
         session = self._shared.sessions.session(record)

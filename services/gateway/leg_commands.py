@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdmesh.core.request_types import AskPlan, SendJoin, SendPrefill, SendStart
+from pdmesh.core.request_types import AskPlan, SendPrefill, SendStart
 from pdmesh.v1.common_pb2 import InstanceRecord, SamplingParams, Ticket
-from pdmesh.v1.instance_service_pb2 import Command, Join, KvTransfer, Prefill, Start
+from pdmesh.v1.instance_service_pb2 import Command, KvTransfer, Prefill, Start
 from pdmesh.v1.scheduler_service_pb2 import PlanQuery
 from services.gateway.prompt import Prompt
 from services.gateway.spec import CallSpec
@@ -98,7 +98,7 @@ class LegCommands:
         ticket: Ticket,
         prompt_compute_s: float,
     ) -> Command:
-        """Token 1 is the last of those replayed, unless decode is to wait for it: then `join` says it."""
+        """Token 1 is the last of those replayed, unless decode is to wait for it."""
         prompt, replayed = self._prompt, list(emitted[: effect.num_replayed])
         first_token = 0 if effect.is_early else replayed.pop()
         return Command(
@@ -109,8 +109,8 @@ class LegCommands:
                 prompt_token_ids=prompt.with_replayed(replayed),
                 block_hashes=prompt.hashes(record, replayed),
                 first_token_id=first_token,
-                prompt_compute_ms=0 if effect.is_early else _ms(prompt_compute_s),
                 awaits_first_token=effect.is_early,
+                prompt_compute_ms=round(prompt_compute_s * 1000),
                 ticket=ticket,
                 sampling=self._sampling(effect.max_tokens),
                 remaining_ms=self._remaining_ms(),
@@ -118,12 +118,6 @@ class LegCommands:
                 cache_salt=prompt.root(record.model_fingerprint).hex(),
             )
         )
-
-    @staticmethod
-    def join(effect: SendJoin, prompt_compute_s: float) -> Command:
-        compute_ms = _ms(prompt_compute_s)
-        join = Join(key=effect.key, first_token_id=effect.token_id, prompt_compute_ms=compute_ms)
-        return Command(join=join)
 
     def _sampling(self, max_tokens: int) -> SamplingParams:
         asked = self._spec.sampling
@@ -139,8 +133,3 @@ class LegCommands:
 
     def _remaining_ms(self) -> int:
         return max(1, int((self._identity.deadline - time.monotonic()) * 1000))
-
-
-def _ms(seconds: float) -> int:
-    """At least one: 0 says that it is not known."""
-    return max(1, round(seconds * 1000))

@@ -201,7 +201,7 @@ class Planner:
         prefills, decodes = self._resolve(result.prefills), self._resolve(result.decodes)
         if not any(c.is_local for c in prefills) and not (prefills and decodes):
             return self._rank_here(ask)  # the master sees more than we do already, or less
-        return PlanReceived(ask.plan, prefills, decodes)
+        return PlanReceived(ask.plan, prefills, decodes, result.prompt_compute_ms / 1000)
 
     def _resolve(self, candidates: Sequence[CandidateProto]) -> list[Candidate]:
         found = (

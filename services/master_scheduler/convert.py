@@ -50,6 +50,7 @@ _HEALTHS: Final = {
     Health.DEAD: pb.HEALTH_DEAD,
 }
 _MAX_HASHES: Final = 1_000_000
+_MAX_UINT32: Final = 2**32 - 1
 _MAX_TAILS: Final = 16
 
 
@@ -113,6 +114,7 @@ def result_to(request_id: str, plan: Plan | NoPlan) -> pb.PlanResult:
         group_id=plan.group_id,
         prefills=[_candidate_to(c) for c in plan.prefills],
         decodes=[_candidate_to(c) for c in plan.decodes],
+        prompt_compute_ms=min(_MAX_UINT32, round(plan.prompt_compute_s * 1000)),
     )
 
 

@@ -85,14 +85,6 @@ def test_the_decode_that_waits_goes_on_from_token_1() -> None:
     assert life.say(DecodeTokens(DECODE, (8,))) == [EmitTokens((8,))]
 
 
-@pytest.mark.fault("F24")
-def test_what_a_prompt_takes_to_compute_follows_from_its_prefill() -> None:
-    life = Life()
-    life.now = 3.0  # accepted at 0
-    life.say(FirstToken(PREFILL, 7, ticket=TICKET, num_cached_tokens=40))
-    assert life.request.prompt_compute_s == pytest.approx(3.0 * 100 / 60)
-
-
 def test_the_kv_may_be_there_before_token_1() -> None:
     life = Life()
     assert life.say(KvReceived(DECODE)) == []

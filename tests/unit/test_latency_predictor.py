@@ -57,6 +57,14 @@ def test_the_same_prompt_for_ever_does_not_make_it_forget_how_to_be_certain() ->
     assert fit.predict_s(640, 0) == pytest.approx(0.1, rel=0.01)
 
 
+def test_what_a_whole_prompt_takes_is_said_once_something_was_seen() -> None:
+    predictor = LatencyPredictor()
+    assert predictor.whole_s("kind", 1000) == 0.0
+    for num_tokens in (400, 800, 1600, 3200) * 5:
+        predictor.fit("kind").observe(num_tokens, num_tokens // 2, 0.001 * num_tokens / 2)
+    assert predictor.whole_s("kind", 1000) == pytest.approx(1.0, rel=0.5), "with nothing reused"
+
+
 def test_kinds_are_bounded_and_learn_apart() -> None:
     predictor = LatencyPredictor()
     for i in range(MAX_KINDS + 10):

@@ -337,12 +337,13 @@ def held(fault: SourceFault, *sources: str) -> tuple[HeldSource, ...]:
     return tuple(HeldSource(KvSource(source, 1), fault) for source in sources)
 
 
-def quarrelling(**held_by: tuple[HeldSource, ...]) -> Placement:
+def quarrelling(*others: Identity, **held_by: tuple[HeldSource, ...]) -> Placement:
     return make(
         *(
             replace(each, held_sources=held_by.get(each.instance_id.replace("-", "_"), ()))
             for each in pair()
-        )
+        ),
+        *others,
     )
 
 
@@ -383,6 +384,13 @@ def test_where_no_pair_can_exchange_kv_each_request_stays_on_one_instance() -> N
     refused = held(SourceFault.CORRUPT, "prefill-0", "prefill-1")
     plan = planned(quarrelling(decode_0=refused, decode_1=refused), QUERY)
     assert sorted(c.instance_id for c in plan.prefills) == ["decode-0", "decode-1"]
+    lonely = identity("prefill-9", Role.PREFILL, group_id="g9")
+    placement = quarrelling(lonely, decode_0=avoided, decode_1=avoided)
+    groups = set()
+    for seed in range(40):
+        placement.rng.seed(seed)
+        groups.add(planned(placement, QUERY).group_id)
+    assert groups == {"g0", "g9"}, "a group that lost a role is not alone with the work"
     one_link = planned(quarrelling(decode_0=avoided), QUERY)
     assert one_link.decodes[0].instance_id == "decode-1", "a pair is left"
     assert not any(c.is_local for c in one_link.prefills)

@@ -152,8 +152,11 @@ def test_tokens_of_a_decode_wait_until_its_kv_is_reported_by_all_ranks() -> None
     core = jobs(num_ranks=2)
     core.decode(decode_job(2))
     assert core.handle(Drawn(2, [43])) == []
-    assert core.handle(Received(0, 2, 60, 0.1, 0)) == []
-    assert core.handle(Received(1, 2, 60, 0.2, 0)) == [KvReceived(2, 120, 0.2, 0), Tokens(2, [43])]
+    assert core.handle(Received(0, 2, 60, 0.1, 0, 0.0)) == []
+    assert core.handle(Received(1, 2, 60, 0.2, 0, 0.0)) == [
+        KvReceived(2, 120, 0.2, 0),
+        Tokens(2, [43]),
+    ]
     assert core.handle(LandingClear(0, 2)) == []
     assert core.handle(LandingClear(1, 2)) == [LandingFreed(2)]
     assert core.handle(Drawn(2, [44], finish_reason=FinishReason.STOP)) == [
@@ -166,7 +169,7 @@ def test_tokens_of_a_decode_wait_until_its_kv_is_reported_by_all_ranks() -> None
 def test_recomputed_tokens_are_reported() -> None:
     core = jobs()
     core.decode(decode_job())
-    assert core.handle(Received(0, 2, 60, 0.1, 3)) == [KvReceived(2, 60, 0.1, 3)]
+    assert core.handle(Received(0, 2, 60, 0.1, 3, 0.0)) == [KvReceived(2, 60, 0.1, 3)]
 
 
 @pytest.mark.req("S77")
@@ -207,7 +210,7 @@ def test_a_pull_without_end_fails_at_its_deadline() -> None:
 def test_a_deadline_means_nothing_once_the_kv_is_here() -> None:
     core = jobs()
     core.decode(decode_job())
-    core.handle(Received(0, 2, 60, 0.1, 0))
+    core.handle(Received(0, 2, 60, 0.1, 0, 0.0))
     assert core.overdue(2) == []
 
 
@@ -215,7 +218,7 @@ def test_after_abort_only_the_landing_is_given_back() -> None:
     core = jobs()
     core.decode(decode_job())
     assert core.abort(2) == [CancelRequest(2)]
-    assert core.handle(Received(0, 2, 60, 0.1, 0)) == []
+    assert core.handle(Received(0, 2, 60, 0.1, 0, 0.0)) == []
     assert core.handle(Drawn(2, [43])) == []
     assert core.handle(LandingClear(0, 2)) == [LandingFreed(2)]
     assert core.is_idle

@@ -1,8 +1,8 @@
 """From whom a decode should not be given KV for a while: what it found out itself, and what all decodes say (F23, F24, F34).
 
 A decode *refuses* a source whose KV was corrupt three times within a minute: no token may come of it. It *avoids* one that it
-could not pull from twice in a row, or whose KV came so slowly three times in a row that computing the prompts again would have
-been quicker: the link between the two may be bad while both are well, so another pair is better, and one instance for both
+could not pull from twice in a row, or whose KV came so slowly, three times one after the other, that computing it would have been
+quicker: the link between the two may be bad while both are well, so another pair is better, and one instance for both
 phases better than none; but trying is how the end of the fault is noticed. Each ends with time, or with an incarnation.
 """
 
@@ -18,7 +18,7 @@ from pdmesh.core.ticket import PullFailure
 
 _UNREACHABLE: Final = frozenset({PullFailure.TIMEOUT, PullFailure.PEER_LOST, PullFailure.CONNECT})
 _CONDEMNED: Final = 2  # decodes that refuse it: then the source is at fault, not one of them
-# A pull is slow if it takes so many times what computing its prompt does, and so long that somebody notices.
+# KV is slow if it is waited for so many times as long as computing it takes, and so long that somebody notices.
 _SLOW_FACTOR: Final = 2.0
 _LEAST_SLOW_S: Final = 1.0
 
@@ -30,16 +30,6 @@ class SourceFault(StrEnum):
 
 
 _AVOIDED: Final = frozenset({SourceFault.UNREACHABLE, SourceFault.SLOW})
-
-
-def whole_prompt_s(took_s: float, num_tokens: int, num_cached: int) -> float:
-    """What computing all of a prompt takes, by what its tokens that were not cached took."""
-    return took_s * num_tokens / max(1, num_tokens - num_cached)
-
-
-def is_slow(pull_s: float, compute_s: float) -> bool:
-    """Whether KV that took so long to come had better been computed again. `compute_s` 0: not known, and never slow."""
-    return compute_s > 0 and pull_s > max(_LEAST_SLOW_S, _SLOW_FACTOR * compute_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +50,7 @@ def _quarantines() -> dict[SourceFault, Quarantine[KvSource]]:
     return {
         SourceFault.CORRUPT: Quarantine(limit=3, window_s=60.0, hold_s=60.0),
         SourceFault.UNREACHABLE: Quarantine(limit=2, window_s=30.0, hold_s=30.0),
-        SourceFault.SLOW: Quarantine(limit=3, window_s=60.0, hold_s=30.0),
+        SourceFault.SLOW: Quarantine(limit=3, window_s=600.0, hold_s=30.0, is_probation=True),
     }
 
 
@@ -81,16 +71,21 @@ class KvSources:
         return fault if is_held else None
 
     def succeeded(
-        self, source: KvSource, pull_s: float, compute_s: float, now: float
+        self, source: KvSource, waited_s: float, compute_s: float, now: float
     ) -> SourceFault | None:
-        """Its KV came, `pull_s` after it could: the fault, if the source is held from now on because of that.
+        """Its KV came, and was waited for so long: the fault, if the source is held from now on because of that.
 
-        `compute_s` is what computing the prompt takes. Corruption is not forgiven by what is right: it comes and goes.
+        `compute_s` is what computing as much takes; 0: not known, which proves nothing. Pulls that waited at the same time are one
+        observation. Corruption is not forgiven by what is right: it comes and goes.
         """
         self._faults[SourceFault.UNREACHABLE].forgive(source)
         slow = self._faults[SourceFault.SLOW]
-        if not is_slow(pull_s, compute_s):
+        if compute_s <= 0:
+            return None
+        if waited_s <= compute_s:
             slow.forgive(source)
+        is_slow = waited_s > max(_LEAST_SLOW_S, _SLOW_FACTOR * compute_s)
+        if not is_slow or now - waited_s < slow.last_strike(source):
             return None
         return SourceFault.SLOW if slow.record(source, now) else None
 

@@ -19,6 +19,7 @@ _FIRST_UNCERTAINTY: Final = 100.0
 _MIN_S: Final = 1e-4
 _ERROR_WEIGHT: Final = 0.05
 MAX_KINDS: Final = 256
+_FEW_OBSERVED: Final = 4
 
 
 @dataclass(slots=True)
@@ -89,6 +90,11 @@ class LatencyPredictor:
                 del self._fits[next(iter(self._fits))]
             found = self._fits[kind] = PrefillFit(self.forgetting)
         return found
+
+    def whole_s(self, kind: str, num_tokens: int) -> float:
+        """What a prompt takes with nothing reused; 0 while too little was seen to say."""
+        fit = self.fit(kind)
+        return fit.predict_s(num_tokens, 0) if fit.num_observed >= _FEW_OBSERVED else 0.0
 
     def fits(self) -> Iterator[tuple[str, PrefillFit]]:
         yield from self._fits.items()

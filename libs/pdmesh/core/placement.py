@@ -47,6 +47,9 @@ class Plan:
     group_id: str
     prefills: tuple[Candidate, ...]
     decodes: tuple[Candidate, ...]
+    prompt_compute_s: float = (
+        0.0  # predicted for the best prefill, with nothing cached; 0: not known
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +100,11 @@ class _Cell:
     def is_whole(self) -> bool:
         return bool(self.prefills and (self.decodes or self.key[2]))
 
-    def alone(self, query: Query) -> _Cell:
-        """Its instances of the one role that is left, each for both phases. Nobody, if it has both."""
-        if self.prefills and self.decodes:
-            return _Cell(self.key)
-        return self.colocated(query, Exchange())
-
     def colocated(self, query: Query, exchange: Exchange) -> _Cell:
-        """Its instances of either role, each for both phases, so that no KV moves; without prefills whose KV came wrong everywhere."""
+        """Its instances of either role, each for both phases, so that no KV moves; without prefills whose KV came wrong everywhere.
+
+        It has lost a role, or no pair of it had better try until the time of one is over.
+        """
         cell = _Cell(self.key)
         sound = [
             prefill
@@ -197,6 +197,7 @@ class Placement:
             cell.key[0],
             tuple(_candidate(s, matches, is_local=not decodes) for s in prefills),
             tuple(_candidate(s, matches) for s in decodes),
+            predictor.whole_s(prefills[0].instance.kind, query.num_prompt_tokens),
         )
 
     def _cells_for(self, query: Query) -> list[_Cell] | NoPlan:
@@ -214,9 +215,7 @@ class Placement:
         whole = [c for cell in narrowed if (c := cell.reconciled(exchange)).is_whole]
         if any(cell.has_good_pair(exchange) for cell in whole):
             return _nearest(self._by_share(whole), query.region)
-        alone = [cell for n in narrowed if (cell := n.alone(query)).prefills]
-        if not alone:  # no pair had better try, until the time of one is over
-            alone = [cell for n in narrowed if (cell := n.colocated(query, exchange)).prefills]
+        alone = [cell for n in narrowed if (cell := n.colocated(query, exchange)).prefills]
         return _nearest(alone, query.region) or self._why_none(query)
 
     def _by_share(self, cells: list[_Cell]) -> list[_Cell]:

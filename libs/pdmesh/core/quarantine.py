@@ -7,6 +7,7 @@ every request a recomputation.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -19,11 +20,15 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(slots=True)
 class Quarantine(Generic[K]):
-    """By whatever names a source. At most MAX_SOURCES are remembered; the one whose last failure is oldest is forgotten first."""
+    """By whatever names a source. At most MAX_SOURCES are remembered; the one whose last failure is oldest is forgotten first.
+
+    `is_probation`: after its time a source is held again by its next failure, unless it is forgiven first.
+    """
 
     limit: int = 3
     window_s: float = 60.0
     hold_s: float = 60.0
+    is_probation: bool = False
     _strikes: OrderedDict[K, deque[float]] = field(default_factory=OrderedDict)
     _held_until: dict[K, float] = field(default_factory=dict)
 
@@ -35,16 +40,20 @@ class Quarantine(Generic[K]):
         """A pull from `source` failed. True if that puts it into quarantine."""
         if source in self._held_until:
             return False  # a pull that was under way
-        strikes = self._strikes.setdefault(source, deque(maxlen=self.limit))
-        self._strikes.move_to_end(source)
+        strikes = self._remember(source)
         strikes.append(now)
         while strikes[0] <= now - self.window_s:
             strikes.popleft()
-        if len(self._strikes) > MAX_SOURCES:
-            self._strikes.popitem(last=False)
         if len(strikes) < self.limit:
             return False
         return self.hold(source, now)
+
+    def _remember(self, source: K) -> deque[float]:
+        strikes = self._strikes.setdefault(source, deque(maxlen=self.limit))
+        self._strikes.move_to_end(source)
+        if len(self._strikes) > MAX_SOURCES:
+            self._strikes.popitem(last=False)
+        return strikes
 
     def hold(self, source: K, now: float) -> bool:
         """Without waiting for strikes. False if it was held already, or too many are."""
@@ -53,6 +62,11 @@ class Quarantine(Generic[K]):
             return False
         self._held_until[source] = now + self.hold_s
         return True
+
+    def last_strike(self, source: K) -> float:
+        """When it failed last, of failures that count still, or its time ended on probation; -inf: never."""
+        strikes = self._strikes.get(source)
+        return strikes[-1] if strikes else -math.inf
 
     def forgive(self, source: K) -> None:
         """What it did before counts no more; one that is held stays so."""
@@ -70,6 +84,8 @@ class Quarantine(Generic[K]):
         due = [source for source, until in self._held_until.items() if now >= until]
         for source in due:
             del self._held_until[source]
+            if self.is_probation and self.limit > 1:
+                self._remember(source).extend([now] * (self.limit - 1))
         return due
 
     def check_invariants(self) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from pdmesh.core.early_decode import EarlyDecode
-from pdmesh.core.kv_sources import whole_prompt_s
 from pdmesh.core.request_state import OpenTicket, Phase, RequestState
 from pdmesh.core.request_types import (
     AskPlan,
@@ -104,6 +103,7 @@ class Request(RequestState):
         assert isinstance(event, PlanReceived)
         if event.plan != self._plan:
             return []
+        self.prompt_compute_s = event.prompt_compute_s
         self._decodes = list(event.decodes[: self._limits.max_candidates])
         self._candidates = self._usable(event.prefills)[: self._limits.max_candidates]
         if not self._candidates:
@@ -154,8 +154,8 @@ class Request(RequestState):
         assert self._leg is not None
         self.phase = Phase.PREFILLING
         self._retry_s = self._limits.retry_s
-        self._computing_since = now
-        self._prefill_by = now + self._limits.prefill_s(self._num_known_tokens)
+        num_tokens = self._num_prompt_tokens + len(self.emitted)
+        self._prefill_by = now + self._limits.prefill_s(num_tokens)
         if event.ticket is None or self._leg.to.is_local or self.num_remaining == 1:
             return []
         decodes = self._leg.to.takers(self._decodes)
@@ -210,9 +210,6 @@ class Request(RequestState):
         self._retry_s = self._limits.retry_s
         if not self.attempt:
             self.num_cached_tokens = event.num_cached_tokens
-        self.prompt_compute_s = whole_prompt_s(
-            now - self._computing_since, self._num_known_tokens, event.num_cached_tokens
-        )
         effects: list[Effect] = [EmitTokens(self._append((event.token_id,)))]
         if leg.to.is_local and event.finish_reason is None:
             self.decode_id = leg.to.instance_id
@@ -330,7 +327,7 @@ class Request(RequestState):
         if now >= self._retry_at or self._retry_at == math.inf:
             self._schedule_retry(now, 0.0)
         is_prefill = phase is Phase.WAITING_PREFILL
-        num_tokens = self._num_known_tokens if is_prefill else 0
+        num_tokens = self._num_prompt_tokens + len(self.emitted) if is_prefill else 0
         return [WaitForSlot(tuple(c.instance_id for c in on), until, num_tokens)]
 
     def _on_slot_freed(self, event: Event, now: float) -> list[Effect]:

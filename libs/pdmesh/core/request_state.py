@@ -75,7 +75,6 @@ class RequestState:
         "_answer_by",
         "_budget",
         "_candidates",
-        "_computing_since",
         "_deadline",
         "_decodes",
         "_decoding_key",
@@ -130,9 +129,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.num_deaths = 0
         self.prefill_id = ""
-        self.prompt_compute_s = (
-            0.0  # what its whole prompt takes, by the prefill that drew the last first token
-        )
+        self.prompt_compute_s = 0.0  # as the last plan predicts
         self.decode_id = ""
         self.outcome: Complete | Fail | Cancelled | None = None
         self._max_tokens = max_tokens
@@ -149,7 +146,6 @@ class RequestState:
         self._tried = 0
         self._leg: Leg | None = None
         self._leg_began_at = 0  # tokens emitted by then
-        self._computing_since = 0.0
         self._ticket: OpenTicket | None = None
         self._early: EarlyDecode | None = None
         self._decoding_key = 0
@@ -215,11 +211,6 @@ class RequestState:
         )
 
     # --- legs and tickets ------------------------------------------------------------------------
-
-    @property
-    def _num_known_tokens(self) -> int:
-        """To be computed by who begins now: the prompt, and what was answered so far."""
-        return self._num_prompt_tokens + len(self.emitted)
 
     def _open_leg(self, to: Candidate, now: float) -> Leg:
         self._leg = leg = Leg(self._next_key(), to)

@@ -73,6 +73,7 @@ class PlanReceived:
     plan: int  # number of the AskPlan it answers; answers to older ones are ignored
     prefills: Sequence[Candidate]
     decodes: Sequence[Candidate]
+    prompt_compute_s: float = 0.0  # predicted, with nothing cached; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,14 +128,14 @@ class Prefilled:
 class KvReceived:
     """The job's KV is in its blocks, verified. `num_computed_tokens` were computed here instead of pulled.
 
-    `pull_s` of `duration_s` it waited for bytes alone: prefill was done, and its turn to pull had come.
+    For `waited_s` of `duration_s` it waited for bytes alone: prefill was done, and its turn to pull had come.
     """
 
     leg: int
     kv_bytes: int
     duration_s: float
     num_computed_tokens: int = 0
-    pull_s: float = 0.0
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

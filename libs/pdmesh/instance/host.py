@@ -29,7 +29,7 @@ ENGINE_DIED: Final = "ENGINE_DIED"
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    transfer_timeout_s: float = 5.0  # one pull of KV, however much of the deadline is left
+    transfer_timeout_s: float = 4.5  # one pull of KV, however much of the deadline is left
     transfer_stall_s: float = 2.0  # without any of it, once prefill is done
     stall_s: float = 10.0  # a gateway that does not read for so long is cut off
     message_gap_s: float = 0.002  # tokens alone wait so long after a message
@@ -159,7 +159,7 @@ class InstanceHost:
                     life.begin(outbox, command.start)
                 case "join":
                     if leg := life.table.find(outbox, command.join.key):
-                        life.join(leg, command.join)
+                        life.join(leg, command.join.first_token_id)
                 case "abort":
                     if leg := life.table.find(outbox, command.abort.key):
                         life.abort(leg)

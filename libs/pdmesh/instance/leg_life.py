@@ -25,7 +25,7 @@ from pdmesh.instance.load_book import LoadBook
 from pdmesh.instance.outbox import Outbox
 from pdmesh.instance.source_watch import OnError, SourceWatch
 from pdmesh.telemetry import names
-from pdmesh.v1.instance_service_pb2 import KV_TRANSFER_PER_LAYER, Join, Prefill, Start
+from pdmesh.v1.instance_service_pb2 import KV_TRANSFER_PER_LAYER, Prefill, Start
 
 log = structlog.get_logger(__name__)
 
@@ -135,7 +135,8 @@ class LegLife:
         self, leg: Leg, m: Start, parsed: convert.Parsed, landing: ArenaRange | None
     ) -> None:
         assert landing is not None
-        leg.prompt_compute_s = m.prompt_compute_ms / 1000
+        all_bytes = m.ticket.kv_bytes * len(m.ticket.addresses)
+        leg.compute_s_per_byte = m.prompt_compute_ms / 1000 / max(1, all_bytes)
         leg.span = spans.start(names.SPAN_DECODE, m.traceparent, m.request_id, m.attempt)
         leg.transfer_span = spans.start(
             names.SPAN_KV_TRANSFER, m.traceparent, m.request_id, m.attempt
@@ -163,10 +164,9 @@ class LegLife:
             )
         )
 
-    def join(self, leg: Leg, m: Join) -> None:
+    def join(self, leg: Leg, first_token: int) -> None:
         """Prefill is done, so the rest of the KV is on its way: it comes within the time of a pull, or not at all."""
-        leg.prompt_compute_s = m.prompt_compute_ms / 1000
-        self._engine.join(leg.number, m.first_token_id)
+        self._engine.join(leg.number, first_token)
         if not leg.has_first and leg.overdue is None:
             loop = asyncio.get_running_loop()
             leg.overdue = loop.call_later(self._transfer_timeout_s, self._on_overdue, leg)

@@ -27,9 +27,7 @@ class Leg:
     trace_id: str = ""
     ticket_id: str = ""  # of a prefill, once admitted
     source: KvSource | None = None  # of a decode: whom its KV comes from
-    prompt_compute_s: float = (
-        0.0  # of a decode: what its prompt takes at prefill; 0: not known (yet)
-    )
+    compute_s_per_byte: float = 0.0  # of a decode: of its KV, if it were computed; 0: not known
     is_per_layer: bool = False  # its ticket is open while it computes, and may close before it ends
     has_first: bool = False  # token 1 was drawn (prefill), or the KV has come (decode)
     overdue: asyncio.TimerHandle | None = None

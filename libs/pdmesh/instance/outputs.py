@@ -97,7 +97,9 @@ class Outputs:
         leg.outbox.add_event(event, is_urgent=False)
         leg.has_first = True
         life = self._life
-        life.sources.succeeded(leg.source, output.pull_s, leg.prompt_compute_s, leg.request_id)
+        if output.kv_bytes:  # else all was here already, which says nothing of the source
+            compute_s = leg.compute_s_per_byte * output.kv_bytes
+            life.sources.succeeded(leg.source, output.waited_s, compute_s, leg.request_id)
         life.in_time(leg)
         life.vitals.num_pulls += 1
         life.vitals.pull_s += output.duration_s

@@ -99,7 +99,9 @@ class InstanceSettings(ServiceSettings):
         10.0, gt=0, description="Staged KV is held so long unless pulled"
     )
     transfer_timeout_s: float = shared(
-        5.0, gt=0, description="Longest time one pull of KV may take"
+        4.5,
+        gt=0,
+        description="Longest time one pull of KV may take; shorter than the gateways' STALL_S, so that the decode says why",
     )
     transfer_stall_s: float = shared(
         2.0, gt=0, description="Of that, longest time without any KV: the link may be cut"

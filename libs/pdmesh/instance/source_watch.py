@@ -26,11 +26,11 @@ class SourceWatch:
         return source is not None and self._sources.refuses(source, self._clock())
 
     def succeeded(
-        self, source: KvSource | None, pull_s: float, compute_s: float, request_id: str
+        self, source: KvSource | None, waited_s: float, compute_s: float, request_id: str
     ) -> None:
         """As `KvSources.succeeded`."""
         if source is not None:
-            fault = self._sources.succeeded(source, pull_s, compute_s, self._clock())
+            fault = self._sources.succeeded(source, waited_s, compute_s, self._clock())
             self._tell_if_held(source, fault, request_id)
 
     def failed(self, source: KvSource | None, cause: str, request_id: str) -> None:

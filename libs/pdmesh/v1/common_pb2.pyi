@@ -481,7 +481,7 @@ Global___InstanceRecord: _TypeAlias = InstanceRecord  # noqa: Y015
 
 @_typing.final
 class HeldKvSource(_message.Message):
-    """A sender of KV that a decode holds in quarantine (F23, F34)."""
+    """A sender of KV that a decode holds in quarantine (F23, F24, F34)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

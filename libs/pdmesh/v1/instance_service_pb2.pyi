@@ -283,7 +283,7 @@ class Start(_message.Message):
     awaits_first_token: _builtins.bool
     """prefill computes still: first_token_id comes later, by Join"""
     prompt_compute_ms: _builtins.int
-    """what the whole prompt takes to compute, at the pace of its prefill; 0: not known"""
+    """what the whole prompt takes a prefill to compute, with nothing cached; 0: not known"""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     @_builtins.property
@@ -325,21 +325,17 @@ class Join(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
-    PROMPT_COMPUTE_MS_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     first_token_id: _builtins.int
-    prompt_compute_ms: _builtins.int
-    """as in Start"""
     def __init__(
         self,
         *,
         key: _builtins.int = ...,
         first_token_id: _builtins.int = ...,
-        prompt_compute_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_id", b"first_token_id", "key", b"key", "prompt_compute_ms", b"prompt_compute_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_id", b"first_token_id", "key", b"key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

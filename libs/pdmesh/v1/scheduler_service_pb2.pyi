@@ -335,11 +335,14 @@ class PlanResult(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     ERROR_REASON_FIELD_NUMBER: _builtins.int
     ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
+    PROMPT_COMPUTE_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     group_id: _builtins.str
     error_reason: _builtins.str
     """set when there is nothing to rank: MODEL_NOT_FOUND, SCENARIO_NOT_FOUND, NO_INSTANCE, ..."""
     error_message: _builtins.str
+    prompt_compute_ms: _builtins.int
+    """predicted, of the whole prompt with nothing cached; 0: not known"""
     @_builtins.property
     def prefills(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
         """best first; a fusion instance stands here alone"""
@@ -355,10 +358,11 @@ class PlanResult(_message.Message):
         group_id: _builtins.str = ...,
         error_reason: _builtins.str = ...,
         error_message: _builtins.str = ...,
+        prompt_compute_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "error_message", b"error_message", "error_reason", b"error_reason", "group_id", b"group_id", "prefills", b"prefills", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "error_message", b"error_message", "error_reason", b"error_reason", "group_id", b"group_id", "prefills", b"prefills", "prompt_compute_ms", b"prompt_compute_ms", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -198,9 +198,9 @@ class _Pull:
         retrieval.has_kv = True
         owner.free_landing(job.landing.offset)
         now = time.monotonic()
-        pull_s = max(0.0, now - retrieval.waits_since)
+        waited_s = max(0.0, now - retrieval.waits_since)
         duration_s = now - retrieval.started
-        owner._emit(KvReceived(job.leg, job.ticket.kv_bytes, duration_s, pull_s=pull_s))
+        owner._emit(KvReceived(job.leg, job.ticket.kv_bytes, duration_s, waited_s=waited_s))
         owner._go_on_if_complete(retrieval)
 
     def _land(self, offset: int, data: ByteArray, blocks: list[int]) -> None:

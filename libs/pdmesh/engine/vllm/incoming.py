@@ -44,7 +44,7 @@ class _Pulling:
 class _Arrived:
     kv_bytes: int
     duration_s: float
-    pull_s: float
+    waited_s: float
 
 
 class Incoming:
@@ -136,7 +136,7 @@ class Incoming:
                 arrived.kv_bytes,
                 arrived.duration_s,
                 entered.num_computed_tokens,
-                arrived.pull_s,
+                arrived.waited_s,
             )
         )
 
@@ -232,8 +232,8 @@ class Incoming:
             return False
         if not pulling.is_cancelled:
             duration_s = time.monotonic() - pulling.started
-            pull_s = max(0.0, pulling.came_at - pulling.waits_since)
-            self._arrived[load.leg] = _Arrived(self._num_bytes(load), duration_s, pull_s)
+            waited_s = max(0.0, pulling.came_at - pulling.waits_since)
+            self._arrived[load.leg] = _Arrived(self._num_bytes(load), duration_s, waited_s)
         return not pulling.is_cancelled
 
     def _clear(self, pull: TogetherPull) -> None:

@@ -270,7 +270,7 @@ class Jobs:
                 sum(r.kv_bytes for r in ranks),
                 max(r.duration_s for r in ranks),
                 max(r.num_computed_tokens for r in ranks),
-                max(r.pull_s for r in ranks),
+                max(r.waited_s for r in ranks),
             )
         ]
         held, taking.held = taking.held, []

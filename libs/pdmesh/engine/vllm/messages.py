@@ -78,7 +78,7 @@ class Received(Message):
     kv_bytes: int
     duration_s: float
     num_computed_tokens: int
-    pull_s: float = 0.0  # as in `KvReceived`
+    waited_s: float  # as in `KvReceived`
 
 
 class PullFailed(Message):
