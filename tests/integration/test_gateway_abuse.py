@@ -31,7 +31,7 @@ from tests.support.honest_client import HonestClient
 from tests.support.memory import rss_bytes
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.alone, pytest.mark.asyncio(loop_scope="module")]
 
 RECEIVE_S, WRITE_S, PER_IP = 2.0, 3.0, 200
 ROUNDS = 6

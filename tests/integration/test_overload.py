@@ -19,7 +19,7 @@ from tests.support.memory import rss_bytes
 from tests.support.streams import StreamOutcome, stream_completion
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.alone, pytest.mark.asyncio(loop_scope="module")]
 
 TTFT_S, RUN_S, SLACK_S = 2.0, 8.0, 1.0
 NUM_TOKENS = 40

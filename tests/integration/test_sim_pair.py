@@ -174,6 +174,7 @@ async def test_a_full_instance_refuses_with_a_reason_and_a_hint_follows() -> Non
         assert await leg.until("accepted", "rejected") == pb.Accepted()
 
 
+@pytest.mark.alone
 @pytest.mark.req("S40")
 async def test_a_refusal_takes_less_than_5_ms_while_the_engine_is_in_a_long_step() -> None:
     """Its door answers by itself: a prompt that computes for as long as the test lasts delays no refusal. The least disturbed half counts."""

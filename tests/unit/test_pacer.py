@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
 from opentelemetry.trace import INVALID_SPAN
 
 from services.gateway.frontend import Call
@@ -52,6 +53,7 @@ async def test_an_end_is_told_at_once_though_tokens_are_held_back() -> None:
     assert await woken_within(call, 10.0)
 
 
+@pytest.mark.alone
 async def test_a_token_after_the_interval_is_not_delayed() -> None:
     call = call_with(interval_s=0.5)
     call.on_tokens()

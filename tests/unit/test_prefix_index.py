@@ -142,6 +142,7 @@ def test_a_prefix_may_lie_in_two_tiers_of_one_instance_but_not_in_two_instances(
     index.check_invariants()
 
 
+@pytest.mark.alone
 @pytest.mark.req("S99")
 def test_matching_does_not_slow_down_with_the_number_of_instances() -> None:
     prompt = chain(256)

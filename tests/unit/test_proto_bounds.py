@@ -22,6 +22,7 @@ def framed(tag: int, data: bytes) -> bytes:
     return bytes([tag, *size, length]) + data
 
 
+@pytest.mark.alone
 @pytest.mark.fault("F30")
 @pytest.mark.parametrize(
     ("data", "message", "field"),
@@ -51,6 +52,7 @@ def test_long_text_and_many_token_ids_pass() -> None:
         check_num_fields(request.SerializeToString(), request.DESCRIPTOR, MOST)
 
 
+@pytest.mark.alone
 @pytest.mark.fault("F30")
 @pytest.mark.parametrize(
     "data",

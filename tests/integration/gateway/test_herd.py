@@ -31,6 +31,8 @@ from tests.fakes.fake_master import FakeMaster, serving
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.memory_registry import MemoryView
 
+pytestmark = pytest.mark.alone
+
 NUM_PREFILLS, PREFILL_S, RUN_S = 16, 0.1, 2.0
 
 

@@ -132,6 +132,7 @@ async def test_those_who_wait_go_in_batches_of_similar_length(tmp_path: Path) ->
         await asyncio.gather(*asks, return_exceptions=True)
 
 
+@pytest.mark.alone
 @pytest.mark.req("S44", "S9")
 async def test_requests_end_at_their_deadlines_within_50_ms(tmp_path: Path) -> None:
     """Sixty wait for nothing, of two scenarios and two lengths; each ends at its own time, and never reaches an instance later."""

@@ -30,6 +30,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.fault("F31")
 @pytest.mark.parametrize("case", BOMBS)
 def test_too_many_values_are_refused_by_the_name_of_their_field_and_in_no_time(case: str) -> None:
