@@ -6,7 +6,8 @@ The requests run one by one at both, since fp8 rounds away what the order of a b
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest_asyncio
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.vllm.config import VllmConfig
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
-from tests.e2e.conftest import plain_vllm
+from tests.e2e.conftest import Plain, plain_vllm
 from tests.e2e.pair import Host, LegFailed, Pair, running
 from tests.fakes.tiny_llama import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, write_tiny_llama
 
@@ -57,8 +58,8 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
-def plainly(model_dir: Path, folder: Path, stored: str) -> list[list[int]]:
-    with plain_vllm(
+def plainly(model_dir: Path, folder: Path, stored: str) -> AbstractContextManager[Plain]:
+    return plain_vllm(
         model_dir,
         fp8_cases(),
         folder,
@@ -68,31 +69,36 @@ def plainly(model_dir: Path, folder: Path, stored: str) -> list[list[int]]:
         max_num_seqs=1,
         max_model_len=1024,
         kv_cache_memory_bytes=64 << 20,
-    ) as plain:
-        return plain.tokens()
+    )
 
 
 @pytest.fixture(scope="module")
-def plain_fp8(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    return plainly(tiny_llama, tmp_path_factory.mktemp("plain-fp8"), "fp8")
+def plain(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Plain]]:
+    """By how it keeps KV. At work beside the start of the engines that are compared with it."""
+    with (
+        plainly(tiny_llama, tmp_path_factory.mktemp("plain-fp8"), "fp8") as fp8,
+        plainly(tiny_llama, tmp_path_factory.mktemp("plain-auto"), "auto") as auto,
+    ):
+        yield {"fp8": fp8, "auto": auto}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def prefill(tiny_llama: Path) -> AsyncIterator[Host]:
+async def prefill(tiny_llama: Path, plain: dict[str, Plain]) -> AsyncIterator[Host]:
+    """`plain` first, so that it computes while this starts."""
     async with running(config(tiny_llama, "prefill-fp8", 1)) as prefill:
         yield prefill
 
 
 @pytest.mark.req("S125", "S126", "S3")
 async def test_fp8_kv_is_handed_over_at_a_byte_per_number_with_equal_outputs(
-    prefill: Host, plain_fp8: list[list[int]], tiny_llama: Path
+    prefill: Host, plain: dict[str, Plain], tiny_llama: Path
 ) -> None:
     assert prefill.info.kv_bytes_per_token == NUM_LAYERS * 2 * NUM_KV_HEADS * HEAD_DIM
     assert ".fp8_e4m3.per-tensor-" in prefill.info.model_fingerprint
     async with running(config(tiny_llama, "decode-fp8", 2)) as decode:
         pair = Pair(prefill, decode)
         got = await generate_all(pair.generate, fp8_cases(), num_concurrent=1)
-        assert differences(plain_fp8, got) == []
+        assert differences(plain["fp8"].tokens(), got) == []
         assert pair.num_computed_at_decode == 0
         assert pair.num_handed_over == len(fp8_cases())
         await prefill.until_idle()
@@ -100,11 +106,9 @@ async def test_fp8_kv_is_handed_over_at_a_byte_per_number_with_equal_outputs(
 
 
 @pytest.mark.req("S126")
-async def test_what_is_compared_depends_on_how_kv_is_kept(
-    plain_fp8: list[list[int]], tiny_llama: Path, tmp_path: Path
-) -> None:
+async def test_what_is_compared_depends_on_how_kv_is_kept(plain: dict[str, Plain]) -> None:
     """Else the test above would be content with KV of any precision."""
-    assert differences(plainly(tiny_llama, tmp_path, "auto"), plain_fp8)
+    assert differences(plain["auto"].tokens(), plain["fp8"].tokens())
 
 
 @pytest.mark.req("S126", "S127")
