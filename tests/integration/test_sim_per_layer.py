@@ -251,19 +251,45 @@ async def test_kv_zeroed_on_arrival_changes_the_output() -> None:
 
 @pytest.mark.req("S52", "S53")
 async def test_kv_comes_while_the_batch_is_full_and_takes_the_place_of_one_that_ends() -> None:
-    """Of three requests at a decode with one slot two wait with their KV, and the fourth is refused."""
+    """Of three requests at a decode with one slot two wait with their KV, and the fourth is refused. Who waited has its first token
+    exactly one iteration after the last token of whom it follows."""
     async with pair(num_slots=1, max_waiting=2, max_pulls=1, sim_law="demo") as (p, d, to_p, to_d):
+        iterations = drawing_iterations(d)
         legs = []
-        sampling = Sampling(max_tokens=12, ignore_eos=True)
-        for seed in range(3):
-            prefill = await to_p.prefill(prompt_of(100, seed), sampling)
+        samplings = [Sampling(max_tokens=n, ignore_eos=True) for n in (40, 12, 12, 12)]
+        for seed, sampling in enumerate(samplings):
+            prompt = prompt_of(100, seed)
+            prefill = await to_p.prefill(prompt, sampling)
             first = await prefill.until("first_token")
-            legs.append(
-                await to_d.start(prompt_of(100, seed), sampling, first.token_id, first.ticket)
-            )
-            await legs[-1].until("kv_received")
+            legs.append(await to_d.start(prompt, sampling, first.token_id, first.ticket))
+            await legs[-1].until("kv_received", "rejected")
+        *served, fourth = legs
+        assert fourth.last("rejected").reason == pb.REJECT_REASON_BUSY
         assert d.host.admission.num_slots_used == 3
-        await legs[2].until("finished")
-        for seed, leg in enumerate(legs):
-            expected, _ = sim_reference(prompt_of(100, seed), sampling, sim_params(p.settings))
+        await to_p.abort(prefill)
+        await served[2].until("finished")
+        for seed, leg in enumerate(served):
+            expected, _ = sim_reference(
+                prompt_of(100, seed), samplings[seed], sim_params(p.settings)
+            )
             assert leg.tokens == expected[1:]
+    assert len(iterations) == 39 + 11 + 11
+    assert iterations == list(range(iterations[0], iterations[0] + len(iterations)))
+
+
+def drawing_iterations(d: SimInstance) -> list[int]:
+    """The numbers of the engine's iterations that draw tokens, as they are."""
+    engine, num_iterations, drawing = d.engine, 0, list[int]()
+    wait_out, draw = engine._wait_out, engine._draw
+
+    async def counted_wait_out(duration: float) -> None:
+        nonlocal num_iterations
+        num_iterations += 1
+        await wait_out(duration)
+
+    def noted_draw() -> None:
+        drawing.append(num_iterations)
+        draw()
+
+    engine._wait_out, engine._draw = counted_wait_out, noted_draw  # type: ignore[method-assign]
+    return drawing
