@@ -145,6 +145,26 @@ async def test_deltas_reach_memory_and_redis_and_a_gone_instance_leaves_both(
         assert keys == [b"pdmesh:v1:index:epoch"]  # nothing is left behind (I4)
 
 
+@pytest.mark.fault("F3")
+@pytest.mark.req("S98")
+async def test_an_instance_that_just_stops_renewing_is_gone_from_memory_and_redis_within_4_s(
+    bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
+) -> None:
+    """As one that was killed: nobody says that it goes, and its lease runs out."""
+    async with index(bus, valkey) as parts:
+        await worker.store(chain(100))
+        await until(lambda: parts.index.match(chain(200)) == {"prefill-0": 100})
+        await until(lambda: parts.mirror.is_current)
+        assert worker.lease._task is not None
+        worker.lease._task.cancel()
+
+        async def is_gone() -> bool:
+            in_memory = parts.index.match(chain(200))
+            return not in_memory and await store.match(FINGERPRINT, chain(200)) == {}
+
+        await until(is_gone, within_s=4.0)
+
+
 @pytest.mark.req("S76", "S98")
 async def test_a_host_pool_is_followed_beside_the_engine_by_delta_snapshot_and_store(
     bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
