@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from pdmesh.core.disk_health import DiskState
 from pdmesh.core.tiers import Tier
 from pdmesh.kv.tiers.report import TierEvent
 from tests.fakes.tiers import OWNER, Rig, data_of, fill, names_of, rig
+from tests.support import kv_bounds
 
 _ENTER = ["unshare", "--user", "--map-root-user", "--mount"]
 
@@ -36,9 +38,13 @@ def test_a_disk_that_fills_up_and_one_that_turns_read_only(tmp_path: Path) -> No
         [*_ENTER, "sh", "-c", script], capture_output=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr.decode()
-    steps = [line.removeprefix("step: ") for line in done.stdout.decode().splitlines()]
-    expected = ["full", "served", "recovered", "read-only", "recovered"]
-    assert [step for step in steps if step in expected] == expected
+    lines = done.stdout.decode().splitlines()
+    steps = [line.removeprefix("step: ") for line in lines if line.startswith("step: ")]
+    took = {step.split()[0]: float(step.split()[-1]) for step in steps}
+    assert list(took) == ["full", "served", "recovered", "read-only", "recovered-again"]
+    for what in ("full", "read-only"):
+        told = f"the disk of the file tier is {what}; until the tier takes blocks no more"
+        kv_bounds.judge("F33", told, took_s=took[what], bound_s=1.0)
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -71,33 +77,39 @@ async def scenario(folder: Path) -> None:
     r = rig(folder, num_slots=512)
     names = names_of(*range(400))  # 2 MB
     fill(r.pool, names)
+    began = time.monotonic()
     r.stack.stored(names[:256])
+    await until(lambda: r.files.state is DiskState.READ_ONLY)
+    full_s = time.monotonic() - began
     await until(lambda: not r.files.num_waiting)
     assert r.files.state is DiskState.READ_ONLY
     assert r.counts.total(Tier.FILE, TierEvent.FAILED) == 1, "tried once, then left alone"
-    print("step: full")
+    print("step: full", full_s)
     stored = r.counts.total(Tier.FILE, TierEvent.STORED)
     assert 100 < stored < 256
     assert len([p for p in folder.rglob("*") if p.is_file() and p.suffix == ".kv"]) == stored
     assert not list(folder.rglob(".writing-*")), "no half block stays"
     await check_served(r, names, stored)
-    print("step: served")
+    print("step: served 0")
 
     for path in list(folder.rglob("*.kv"))[:20]:
         path.unlink()
     await until_written(r, names_of(999))
-    print("step: recovered")
+    print("step: recovered 0")
 
     subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
     fill(r.pool, names_of(1000))
+    began = time.monotonic()
     r.stack.stored(names_of(1000))
+    await until(lambda: r.files.state is DiskState.READ_ONLY)
+    read_only_s = time.monotonic() - began
     await until(lambda: not r.files.num_waiting)
     assert r.files.state is DiskState.READ_ONLY
     await check_served(r, names_of(999), 1)
-    print("step: read-only")
+    print("step: read-only", read_only_s)
     subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
     await until_written(r, names_of(1001))
-    print("step: recovered")
+    print("step: recovered-again 0")
     await r.stack.close()
     assert r.pool.num_pinned == 0
 
