@@ -1,6 +1,7 @@
 """What one pull costs: latency, CPU on both sides and pulls per second, between two processes over UCX.
 
     python -m loadtests.kv_pull            # 4 KiB, 64 KiB, 1 MiB, 16 MiB, 64 MiB; one and 32 at a time
+    python -m loadtests.kv_pull together   # 2 and 4 pulls of 16 MiB at once and one after the other, on tcp and shm (S52)
 
 The sender stages the same bytes under one ticket per pull, so staging's checksum is in its CPU; gather and scatter
 are not. A single memcpy of the same size runs in the same minute, as the yardstick of the machine's present mood.
@@ -9,13 +10,18 @@ are not. A single memcpy of the same size runs in the same minute, as the yardst
 from __future__ import annotations
 
 import asyncio
+import os
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
+from loadtests.kv_bench.pair import TRANSPORTS
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import KvLayout
 from pdmesh.core.ticket import Ticket
@@ -25,6 +31,9 @@ from pdmesh.kv.ucx import UcxTransport
 
 FINGERPRINT = "bench"
 NUM_LAYERS = 4
+_TOGETHER = (2, 4)  # pulls
+_TOGETHER_BYTES = 16 << 20
+_TOGETHER_ROUNDS = 20
 CASES = ((4 << 10, 2000), (64 << 10, 1000), (1 << 20, 300), (16 << 20, 40), (64 << 20, 12))
 
 
@@ -56,6 +65,14 @@ async def sender() -> None:
     await agent.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Pulls:
+    """Each pull's own time, and when it was done since all were asked for."""
+
+    took_s: list[float]
+    ends_s: list[float]
+
+
 @dataclass
 class Bench:
     agent: KvAgent
@@ -71,11 +88,10 @@ class Bench:
         self.num_staged += count
         return float(await asyncio.to_thread(self.child.stdout.readline))
 
-    async def run(self, size: int, count: int, width: int) -> tuple[list[float], float]:
-        """Latencies, and the wall time of all pulls."""
+    async def run(self, size: int, count: int, width: int) -> Pulls:
         first = self.num_staged - count
         todo = iter(range(first, first + count))
-        took: list[float] = []
+        pulls = Pulls([], [])
 
         async def worker(slot: int) -> None:
             for i in todo:
@@ -83,11 +99,12 @@ class Bench:
                     f"t{i}", "r", 1, "prefill-0", 1, FINGERPRINT, 1, size, (self.address,), 60_000
                 )
                 result = await self.agent.pull(ticket, ArenaRange(slot * size, size), deadline_s=30)
-                took.append(result.duration_s)
+                pulls.took_s.append(result.duration_s)
+                pulls.ends_s.append(time.perf_counter() - started)
 
         started = time.perf_counter()
         await asyncio.gather(*(worker(slot) for slot in range(width)))
-        return took, time.perf_counter() - started
+        return pulls
 
 
 def memcpy_ms(size: int) -> float:
@@ -100,7 +117,8 @@ def memcpy_ms(size: int) -> float:
     return best * 1e3
 
 
-async def main() -> None:
+@asynccontextmanager
+async def running() -> AsyncIterator[Bench]:
     child = subprocess.Popen(
         [sys.executable, "-m", "loadtests.kv_pull", "sender"],
         stdin=subprocess.PIPE,
@@ -117,7 +135,15 @@ async def main() -> None:
     )
     try:
         await agent.start()
-        bench = Bench(agent, child, child.stdout.readline().strip())
+        yield Bench(agent, child, child.stdout.readline().strip())
+    finally:
+        await agent.close()
+        child.kill()
+        child.wait()
+
+
+async def main() -> None:
+    async with running() as bench:
         print(
             "| bytes | at once | p50 | p99 | pulls/s | GB/s | CPU/pull here | CPU/pull there | memcpy |"
         )
@@ -125,10 +151,50 @@ async def main() -> None:
         for size, count in CASES:
             for width in (1, min(32, (256 << 20) // size)):
                 await show(bench, size, count, width)
-    finally:
-        await agent.close()
-        child.kill()
-        child.wait()
+
+
+async def together(transport: str) -> None:
+    """What is asked for at the same time: when is the mean pull done, all at once and one after the other?"""
+    size = _TOGETHER_BYTES
+    ways = [(count, width) for count in _TOGETHER for width in (1, count)]
+    ends_ms: dict[tuple[int, int], list[list[float]]] = {way: [] for way in ways}
+    async with running() as bench:
+        for number in range(_TOGETHER_ROUNDS + 1):
+            for count, width in ways if number % 2 else reversed(ways):
+                await bench.stage(size, count)
+                pulls = await bench.run(size, count, width)
+                if number:  # the first warms pages and the connection
+                    ends_ms[count, width].append([end * 1e3 for end in pulls.ends_s])
+    for count, width in ways:
+        means = [statistics.fmean(ends) for ends in ends_ms[count, width]]
+        lasts = [max(ends) for ends in ends_ms[count, width]]
+        serial = [statistics.fmean(ends) for ends in ends_ms[count, 1]]
+        ratios = [mean / one for mean, one in zip(means, serial, strict=True)]
+        print(
+            f"| {transport} | {count} | {'all at once' if width > 1 else 'one by one'} | {_median(means, 2)} "
+            f"| {_median(lasts, 2)} | {_median(ratios, 2)} |",
+            flush=True,
+        )
+
+
+def _median(values: Sequence[float], digits: int) -> str:
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.{digits}f} [{low:.{digits}f}-{high:.{digits}f}]"
+
+
+def compare_together() -> None:
+    """A process for each transport: UCX reads its settings once."""
+    print(
+        f"{_TOGETHER_BYTES >> 20} MiB each, {_TOGETHER_ROUNDS} rounds, median [lowest-highest] in ms"
+    )
+    print("| transport | pulls | how | mean is done after | last | mean / mean one by one |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for transport, settings in TRANSPORTS.items():
+        subprocess.run(
+            [sys.executable, "-m", "loadtests.kv_pull", "together", transport],
+            env=dict(settings) | os.environ,
+            check=True,
+        )
 
 
 async def show(bench: Bench, size: int, count: int, width: int) -> None:
@@ -136,10 +202,11 @@ async def show(bench: Bench, size: int, count: int, width: int) -> None:
     await bench.run(size, width, width)  # pages and connection are warm
     before = await bench.stage(size, count)
     here = time.process_time()
-    took, wall = await bench.run(size, count, width)
+    pulls = await bench.run(size, count, width)
+    wall = max(pulls.ends_s)
     here = (time.process_time() - here) / count
     there = (await bench.stage(size, 0) - before) / count
-    p50, p99 = np.percentile(took, [50, 99]) * 1e3
+    p50, p99 = np.percentile(pulls.took_s, [50, 99]) * 1e3
     print(
         f"| {size >> 10} KiB | {width} | {p50:.2f} ms | {p99:.2f} ms | {count / wall:.0f} "
         f"| {size * count / wall / 1e9:.2f} | {here * 1e6:.0f} us | {there * 1e6:.0f} us "
@@ -149,4 +216,12 @@ async def show(bench: Bench, size: int, count: int, width: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(sender() if sys.argv[1:] == ["sender"] else main())
+    match sys.argv[1:]:
+        case ["sender"]:
+            asyncio.run(sender())
+        case ["together"]:
+            compare_together()
+        case ["together", name]:
+            asyncio.run(together(name))
+        case _:
+            asyncio.run(main())

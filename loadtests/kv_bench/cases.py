@@ -1,21 +1,21 @@
 """What is moved: a prompt's KV in randomly scattered blocks of every layer, as a paged cache holds it.
 
-The shape is that of an 8B model with grouped-query attention in 16-bit: 16 tokens' K or V of one layer are one block of
-32 KiB, a token is 128 KiB. The law of computation is that model's prefill on one device: so many tokens a second, and never
+The shape, unless another is named, is that of an 8B model with grouped-query attention in 16-bit: 16 tokens' K or V of one layer
+are one block of 32 KiB, a token is 128 KiB. The law of computation is that model's prefill on one device: so many tokens a second, and never
 less than it takes to read the weights.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from pdmesh.core.kv_layout import KvLayout, KvShape
-from pdmesh.kv.scatter import ByteMatrix, gather
+from pdmesh.kv.scatter import ByteMatrix, HostBlocks
 from pdmesh.kv.transport import ByteArray
 
 SHAPE: Final = KvShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
@@ -61,6 +61,17 @@ LABELS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
+class Paging:
+    """How a paged cache cuts a prompt's KV."""
+
+    num_layers: int = NUM_LAYERS
+    block_bytes: int = BLOCK_BYTES  # of one layer
+
+
+DEFAULT_PAGING: Final = Paging()
+
+
+@dataclass(frozen=True, slots=True)
 class Command:
     """What a pair is asked to do once. `chunk_bytes` 0: the product's own."""
 
@@ -70,14 +81,19 @@ class Command:
     repeats: int = 1
     chunk_bytes: int = 0
     is_verified: bool = False
+    paging: Paging = DEFAULT_PAGING
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Command:
+        return cls(**data | {"paging": Paging(**data["paging"])})
 
 
-def layout_of(num_bytes: int) -> KvLayout:
+def layout_of(num_bytes: int, paging: Paging = DEFAULT_PAGING) -> KvLayout:
     """Raises ValueError unless the layers' blocks make up exactly `num_bytes`."""
-    num_blocks, rest = divmod(num_bytes, NUM_LAYERS * BLOCK_BYTES)
+    num_blocks, rest = divmod(num_bytes, paging.num_layers * paging.block_bytes)
     if rest:
-        raise ValueError(f"{num_bytes} bytes are not whole blocks of {NUM_LAYERS} layers")
-    return KvLayout(NUM_LAYERS, num_blocks, BLOCK_BYTES, FINGERPRINT)
+        raise ValueError(f"{num_bytes} bytes are not whole blocks of {paging.num_layers} layers")
+    return KvLayout(paging.num_layers, num_blocks, paging.block_bytes, FINGERPRINT)
 
 
 def layer_compute_s(num_bytes: int) -> float:
@@ -88,29 +104,33 @@ def layer_compute_s(num_bytes: int) -> float:
 class PagedCache:
     """One side's blocks. A prompt of any size takes random ones out of half as many again as the largest needs."""
 
-    def __init__(self, largest: int, seed: int) -> None:
-        self._num_blocks = layout_of(largest).num_blocks * 3 // 2 + 1
+    def __init__(self, largest: int, seed: int, paging: Paging = DEFAULT_PAGING) -> None:
+        self.paging = paging
+        needed = -(-largest // (paging.num_layers * paging.block_bytes))
+        self._num_blocks = needed * 3 // 2 + 1
         self._random = np.random.default_rng(seed)
-        pool = np.empty((NUM_LAYERS, self._num_blocks, BLOCK_BYTES), np.uint8)
+        pool = np.empty((paging.num_layers, self._num_blocks, paging.block_bytes), np.uint8)
         words = pool.view(np.uint64)
         words[:] = self._random.integers(0, 1 << 62, words.shape[1:], np.uint64)
-        words += np.arange(NUM_LAYERS, dtype=np.uint64)[:, None, None]  # layers differ too
-        self.layers: list[ByteMatrix] = list(pool)
+        words += np.arange(paging.num_layers, dtype=np.uint64)[:, None, None]  # layers differ too
+        self._layers: list[ByteMatrix] = list(pool)
+        self.all_layers = HostBlocks(self._layers)
+        self.by_layer = [HostBlocks([layer]) for layer in self._layers]
 
     def take(self, num_bytes: int) -> npt.NDArray[np.intp]:
         """The block table of a prompt."""
-        count = layout_of(num_bytes).num_blocks
+        count = layout_of(num_bytes, self.paging).num_blocks
         return self._random.permutation(self._num_blocks)[:count]
 
     def blocks(self, ids: npt.NDArray[np.intp]) -> list[ByteArray]:
         """Each block of each layer, layer-major: what a transfer block by block moves."""
-        return [layer[i] for layer in self.layers for i in ids]
+        return [layer[i] for layer in self._layers for i in ids]
 
     def digest(self, ids: npt.NDArray[np.intp]) -> str:
-        out = np.empty(len(ids) * NUM_LAYERS * BLOCK_BYTES, np.uint8)
-        gather(self.layers, ids, out)
+        out = np.empty(len(ids) * self.paging.num_layers * self.paging.block_bytes, np.uint8)
+        self.all_layers.gather(ids, out)
         return xxhash.xxh3_128_hexdigest(out.data)
 
     def wipe(self, ids: npt.NDArray[np.intp]) -> None:
-        for layer in self.layers:
+        for layer in self._layers:
             layer[ids] = 0

@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from loadtests.kv_bench import cases
 from loadtests.kv_bench.rounds import Row
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 BAR_TOTAL: Final = 0.54  # of block by block
 BAR_WIRE: Final = 0.95  # of ucx_perftest's rate
@@ -154,8 +157,9 @@ BARS: Final = (
 )
 
 
-def write_csv(rows: Sequence[Row], path: Path) -> None:
-    names = [field.name for field in fields(Row)]
+def write_csv(rows: Sequence[DataclassInstance], path: Path) -> None:
+    """Rows of one class, at least one."""
+    names = [field.name for field in fields(rows[0])]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names)
         writer.writeheader()

@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from loadtests.kv_bench import cases
-from loadtests.kv_bench.cases import Command
+from loadtests.kv_bench.cases import DEFAULT_PAGING, Command, Paging
 
 TRANSPORTS: Final[Mapping[str, Mapping[str, str]]] = {
     "tcp": {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
@@ -31,6 +33,10 @@ class Sample:
     scatter_ms: float
     cpu_sender_ms: float
     cpu_receiver_ms: float
+    # Of one block, where each waits for the ack of the one before: median, 99th percentile, standard deviation.
+    block_ms: float | None = None
+    block_p99_ms: float | None = None
+    block_deviation_ms: float | None = None
 
 
 class Pair:
@@ -58,14 +64,18 @@ class Pair:
         repeats: int = 1,
         chunk_bytes: int = 0,
         is_verified: bool = False,
+        paging: Paging = DEFAULT_PAGING,
     ) -> Sample:
         """Raises AssertionError if the bytes that arrived are not those sent."""
         self._num_commands += 1
-        command = Command(mode, num_bytes, self._num_commands, repeats, chunk_bytes, is_verified)
+        command = Command(
+            mode, num_bytes, self._num_commands, repeats, chunk_bytes, is_verified, paging
+        )
         self._say(asdict(command))
         sent, received = self._hear(0), self._hear(1)
         assert sent["digest"] == received["digest"], f"{command}: other bytes arrived"
         total_ms = (received["ended"] - sent["started"]) * 1e3 / repeats
+        blocks_ms = np.array(received["blocks_s"]) * 1e3
         is_alone = mode in (cases.WIRE, cases.WIRE_EMPTY)
         return Sample(
             total_ms=total_ms,
@@ -75,6 +85,9 @@ class Pair:
             scatter_ms=received["scatter_s"] * 1e3,
             cpu_sender_ms=sent["cpu_s"] * 1e3 / repeats,
             cpu_receiver_ms=received["cpu_s"] * 1e3 / repeats,
+            block_ms=float(np.median(blocks_ms)) if blocks_ms.size else None,
+            block_p99_ms=float(np.percentile(blocks_ms, 99)) if blocks_ms.size else None,
+            block_deviation_ms=float(np.std(blocks_ms)) if blocks_ms.size else None,
         )
 
     def close(self) -> None:

@@ -23,7 +23,6 @@ from pdmesh.core.ticket import Ticket
 from pdmesh.kv.agent import KvAgent
 from pdmesh.kv.agent_thread import AgentThread
 from pdmesh.kv.agent_types import AgentEvent, AgentIdentity, TicketClosed
-from pdmesh.kv.scatter import HostBlocks
 from pdmesh.kv.transport import ByteArray
 from pdmesh.kv.ucx import UcxTransport
 
@@ -35,7 +34,7 @@ BlockIds = npt.NDArray[np.intp]
 
 @dataclass(slots=True)
 class Times:
-    """`time.monotonic`, one clock for both processes. The last three are busy seconds, not spans."""
+    """`time.monotonic`, one clock for both processes. Those in `_s` are busy seconds, not spans."""
 
     started: float = 0.0
     computed: float = 0.0  # the prefill's last layer was ready
@@ -43,6 +42,7 @@ class Times:
     gather_s: float = 0.0
     wire_s: float = 0.0
     scatter_s: float = 0.0
+    blocks_s: list[float] = field(default_factory=list)  # each block after the first, one by one
 
 
 class TimedTransport(UcxTransport):
@@ -76,14 +76,11 @@ class Sender:
     """`tell` says to the receiver that the ticket is open."""
 
     largest: int
-    cache: PagedCache
     tell: Callable[[], object]
     agent: AgentThread = field(init=False)
     _closed: threading.Event = field(init=False, default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self._blocks = HostBlocks(self.cache.layers)
-        self._layers = [HostBlocks([layer]) for layer in self.cache.layers]
         self.agent = AgentThread(
             lambda: KvAgent(
                 UcxTransport(),
@@ -98,26 +95,26 @@ class Sender:
         if isinstance(event, TicketClosed):
             self._closed.set()
 
-    def run(self, command: Command, ids: BlockIds) -> Times:
+    def run(self, command: Command, cache: PagedCache, ids: BlockIds) -> Times:
         """Returns when nobody reads the staging range any more."""
         self._closed.clear()
-        times = self._run(command, ids)
+        times = self._run(command, cache, ids)
         if not self._closed.wait(_DEADLINE_S):
             raise TimeoutError(f"{command}: the ticket was not taken")
         return times
 
-    def _run(self, command: Command, ids: BlockIds) -> Times:
-        layout = cases.layout_of(command.num_bytes)
+    def _run(self, command: Command, cache: PagedCache, ids: BlockIds) -> Times:
+        layout = cases.layout_of(command.num_bytes, command.paging)
         staging = ArenaRange(0, layout.total_bytes)
         if command.mode in (cases.LAYERS, cases.LAYERS_COMPUTED):
-            return self._by_layer(command, layout, staging, ids)
+            return self._by_layer(command, cache, layout, staging, ids)
         times = Times(started=time.monotonic())
         if command.mode == cases.WHOLE_COMPUTED:
             _sleep_until(
                 times.started + cases.layer_compute_s(command.num_bytes) * layout.num_layers
             )
         times.computed = time.monotonic()
-        self._blocks.gather(ids, self.agent.staging(staging))
+        cache.all_layers.gather(ids, self.agent.staging(staging))
         times.gather_s = time.monotonic() - times.computed
         self.agent.stage(
             f"t{command.serial}",
@@ -133,7 +130,12 @@ class Sender:
         return times
 
     def _by_layer(
-        self, command: Command, layout: KvLayout, staging: ArenaRange, ids: BlockIds
+        self,
+        command: Command,
+        cache: PagedCache,
+        layout: KvLayout,
+        staging: ArenaRange,
+        ids: BlockIds,
     ) -> Times:
         """With computation, decode was chosen when the request was accepted: it pulls before there is anything."""
         ticket_id = f"t{command.serial}"
@@ -145,7 +147,7 @@ class Sender:
         self.tell()
         is_computed = command.mode == cases.LAYERS_COMPUTED
         layer_s = cases.layer_compute_s(command.num_bytes) if is_computed else 0.0
-        for i, (layer, view) in enumerate(zip(self._layers, views, strict=True)):
+        for i, (layer, view) in enumerate(zip(cache.by_layer, views, strict=True)):
             _sleep_until(times.started + (i + 1) * layer_s)
             times.computed = time.monotonic()
             layer.gather(ids, view)
@@ -161,13 +163,11 @@ class Receiver:
     """`wait` returns when the sender has told that the ticket is open."""
 
     largest: int
-    cache: PagedCache
     wait: Callable[[], object]
     transport: TimedTransport = field(init=False)
     agent: AgentThread = field(init=False)
 
     def __post_init__(self) -> None:
-        self._blocks = HostBlocks(self.cache.layers)
         self.agent = AgentThread(self._make_agent)
 
     def _make_agent(self) -> KvAgent:
@@ -180,7 +180,7 @@ class Receiver:
             on_event=lambda _: None,
         )
 
-    def run(self, command: Command, ids: BlockIds, address: str) -> Times:
+    def run(self, command: Command, cache: PagedCache, ids: BlockIds, address: str) -> Times:
         size = command.num_bytes
         landing = ArenaRange(0, size)
         ticket = Ticket(
@@ -198,26 +198,30 @@ class Receiver:
         before = self.transport.busy_s
         self.wait()
         if command.mode == cases.WHOLE:
-            times = self._at_the_end(ticket, landing, ids)
+            times = self._at_the_end(ticket, landing, cache, ids)
         else:
-            times = self._as_it_comes(ticket, landing, ids)
+            times = self._as_it_comes(ticket, landing, cache, ids)
         times.wire_s = self.transport.busy_s - before
         return times
 
-    def _at_the_end(self, ticket: Ticket, landing: ArenaRange, ids: BlockIds) -> Times:
+    def _at_the_end(
+        self, ticket: Ticket, landing: ArenaRange, cache: PagedCache, ids: BlockIds
+    ) -> Times:
         self.agent.pull(ticket, landing, deadline_s=_DEADLINE_S).result()
         arrived = time.monotonic()
-        self._blocks.scatter(self.agent.landing(landing), ids)
+        cache.all_layers.scatter(self.agent.landing(landing), ids)
         ended = time.monotonic()
         return Times(ended=ended, scatter_s=ended - arrived)
 
-    def _as_it_comes(self, ticket: Ticket, landing: ArenaRange, ids: BlockIds) -> Times:
+    def _as_it_comes(
+        self, ticket: Ticket, landing: ArenaRange, cache: PagedCache, ids: BlockIds
+    ) -> Times:
         """Scattered on the agent's thread as ranges are verified, as a decode does."""
         times = Times()
 
         def land(offset: int, data: ByteArray) -> None:
             began = time.monotonic()
-            self._blocks.scatter_part(data, offset, ids)
+            cache.all_layers.scatter_part(data, offset, ids)
             times.ended = time.monotonic()
             times.scatter_s += times.ended - began
 

@@ -31,15 +31,21 @@ _PEERS = {
 
 
 def markdown(figures: Figures, command: str) -> str:
-    num_rounds = len({row.round for row in figures.rows})
-    lines = [*_head(command, num_rounds), *_bars(figures)]
+    num_rounds = len({r.round for r in figures.rows})
+    about = (
+        "Medians over rounds, lowest and highest in brackets; ratios are of two measurements of the same round. "
+        f"{cases.NUM_LAYERS} layers, blocks of {cases.BLOCK_BYTES >> 10} KiB in random order, "
+        f"prefill at {cases.TOKENS_PER_S:.0f} tokens/s of {cases.TOKEN_BYTES >> 10} KiB, at least {cases.WEIGHTS_S * 1e3:.0f} ms. "
+        "Ours includes xxh3 checksums on both sides; the baselines have none, and of the peers those that are called checked."
+    )
+    lines = [*head("KV transfer", command, num_rounds), about, "", *_bars(figures)]
     for transport in figures.transports:
         lines += [*_times(figures, transport), *_split(figures, transport)]
         lines += _peers(figures, transport)
     return "\n".join(lines) + "\n"
 
 
-def _head(command: str, rounds: int) -> Iterator[str]:
+def head(title: str, command: str, rounds: int) -> Iterator[str]:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=ROOT,
@@ -50,50 +56,43 @@ def _head(command: str, rounds: int) -> Iterator[str]:
     versions = ", ".join(
         f"{n} {metadata.version(n)}" for n in ("ucxx-cu12", "libucx-cu12", "numpy")
     )
-    yield f"# KV transfer, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    yield f"# {title}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     yield ""
     yield (
         f"`{command}`, {rounds} rounds, commit {commit}, {psutil.cpu_count()} cores, "
         f"{platform.machine()}, Python {platform.python_version()}, {versions}."
     )
-    yield (
-        "Medians over rounds, lowest and highest in brackets; ratios are of two measurements of the same round. "
-        f"{cases.NUM_LAYERS} layers, blocks of {cases.BLOCK_BYTES >> 10} KiB in random order, "
-        f"prefill at {cases.TOKENS_PER_S:.0f} tokens/s of {cases.TOKEN_BYTES >> 10} KiB, at least {cases.WEIGHTS_S * 1e3:.0f} ms. "
-        "Ours includes xxh3 checksums on both sides; the baselines have none, and of the peers those that are called checked."
-    )
-    yield ""
 
 
 def _bars(figures: Figures) -> Iterator[str]:
-    yield from _table_head(["bar", "limit", "transport", *map(_mib, figures.sizes)])
+    yield from table_head(["bar", "limit", "transport", *map(_mib, figures.sizes)])
     for bar in BARS:
         for transport in figures.transports:
             cells = []
             for num_bytes in figures.sizes:
                 value = bar.value(figures, transport, num_bytes)
                 mark = "" if value is None or bar.is_met(value.median) else " **unmet**"
-                cells.append(_show(value, 2) + mark)
+                cells.append(show(value, 2) + mark)
             if any(cells):
-                yield _row([bar.name, bar.limit, transport, *cells])
+                yield row([bar.name, bar.limit, transport, *cells])
     yield ""
 
 
 def _times(figures: Figures, transport: str) -> Iterator[str]:
     yield f"## {transport}: milliseconds from cache to cache"
     yield ""
-    yield from _table_head(["", *map(_mib, figures.sizes)])
+    yield from table_head(["", *map(_mib, figures.sizes)])
     names = cases.LABELS | _YARDSTICKS
     for mode in [m for m in figures.modes if m in names]:
         is_after = mode in (cases.WHOLE_COMPUTED, cases.LAYERS_COMPUTED)
         column = "visible_ms" if is_after else "total_ms"
-        cells = [_show(figures.spread(transport, n, mode, column)) for n in figures.sizes]
+        cells = [show(figures.spread(transport, n, mode, column)) for n in figures.sizes]
         if any(cells):
-            yield _row([names[mode], *cells])
+            yield row([names[mode], *cells])
     yield ""
     yield "Share of ucx_perftest's rate (the faster way of waiting) that the whole transfer reaches:"
     yield ""
-    yield from _table_head(["utilisation", *map(_mib, figures.sizes)])
+    yield from table_head(["utilisation", *map(_mib, figures.sizes)])
     for mode in (
         cases.BLOCKS_ACKED,
         cases.BLOCKS_PIPELINED,
@@ -105,7 +104,7 @@ def _times(figures: Figures, transport: str) -> Iterator[str]:
             figures.ratio(transport, n, mode, ("perftest_poll", "perftest_sleep"))
             for n in figures.sizes
         ]
-        yield _row([cases.LABELS[mode], *(f"{100 / s.median:.0f} %" if s else "" for s in slower)])
+        yield row([cases.LABELS[mode], *(f"{100 / s.median:.0f} %" if s else "" for s in slower)])
     yield ""
 
 
@@ -114,7 +113,7 @@ def _split(figures: Figures, transport: str) -> Iterator[str]:
     yield ""
     yield "Busy milliseconds of gather / wire / scatter (their sum exceeds the total where they overlap); CPU of sender + receiver."
     yield ""
-    yield from _table_head(["", *map(_mib, figures.sizes)])
+    yield from table_head(["", *map(_mib, figures.sizes)])
     for mode in _SPLIT_MODES:
         cells = []
         for n in figures.sizes:
@@ -122,8 +121,8 @@ def _split(figures: Figures, transport: str) -> Iterator[str]:
                 figures.spread(transport, n, mode, c)
                 for c in ("gather_ms", "wire_ms", "scatter_ms")
             ]
-            cells.append(" / ".join(_number(p.median) if p else "-" for p in parts))
-        yield _row([cases.LABELS[mode], *cells])
+            cells.append(" / ".join(number(p.median) if p else "-" for p in parts))
+        yield row([cases.LABELS[mode], *cells])
     for mode in (
         cases.BLOCKS_ACKED,
         cases.BLOCKS_PIPELINED,
@@ -136,8 +135,8 @@ def _split(figures: Figures, transport: str) -> Iterator[str]:
             cpus = [
                 figures.spread(transport, n, mode, c) for c in ("cpu_sender_ms", "cpu_receiver_ms")
             ]
-            cells.append(" + ".join(_number(c.median) if c else "-" for c in cpus))
-        yield _row([f"CPU: {cases.LABELS[mode]}", *cells])
+            cells.append(" + ".join(number(c.median) if c else "-" for c in cpus))
+        yield row([f"CPU: {cases.LABELS[mode]}", *cells])
     yield ""
 
 
@@ -150,10 +149,10 @@ def _peers(figures: Figures, transport: str) -> Iterator[str]:
         yield "Not measured: none was named with --peer-python for this transport."
         yield ""
         return
-    yield from _table_head(["ms", *map(_mib, figures.sizes)])
+    yield from table_head(["ms", *map(_mib, figures.sizes)])
     for mode in there:
-        yield _row(
-            [_PEERS[mode], *(_show(figures.spread(transport, n, mode)) for n in figures.sizes)]
+        yield row(
+            [_PEERS[mode], *(show(figures.spread(transport, n, mode)) for n in figures.sizes)]
         )
     yield from _against(figures, transport, there)
     yield ""
@@ -180,16 +179,16 @@ def _against(figures: Figures, transport: str, there: Sequence[str]) -> Iterator
     ):
         if not others:
             continue
-        cells = [_show(figures.ratio(transport, n, mode, others), 2) for n in figures.sizes]
-        yield _row([label, *cells])
+        cells = [show(figures.ratio(transport, n, mode, others), 2) for n in figures.sizes]
+        yield row([label, *cells])
 
 
-def _table_head(cells: Sequence[str]) -> Iterator[str]:
-    yield _row(cells)
+def table_head(cells: Sequence[str]) -> Iterator[str]:
+    yield row(cells)
     yield "|" + "---|" * len(cells)
 
 
-def _row(cells: Sequence[str]) -> str:
+def row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
@@ -197,14 +196,14 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes >> 20} MiB"
 
 
-def _number(value: float, digits: int | None = None) -> str:
+def number(value: float, digits: int | None = None) -> str:
     if digits is None:
         digits = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{digits}f}"
 
 
-def _show(spread: Spread | None, digits: int | None = None) -> str:
+def show(spread: Spread | None, digits: int | None = None) -> str:
     if spread is None:
         return ""
-    low, high = _number(spread.low, digits), _number(spread.high, digits)
-    return f"{_number(spread.median, digits)} [{low}-{high}]"
+    low, high = number(spread.low, digits), number(spread.high, digits)
+    return f"{number(spread.median, digits)} [{low}-{high}]"

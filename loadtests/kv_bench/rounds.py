@@ -32,6 +32,9 @@ class Row:
     scatter_ms: float | None = None
     cpu_sender_ms: float | None = None
     cpu_receiver_ms: float | None = None
+    block_ms: float | None = None
+    block_p99_ms: float | None = None
+    block_deviation_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import numpy as np
+
 from loadtests.kv_bench import cases
 from loadtests.kv_bench.baselines import RawPeer
 from loadtests.kv_bench.cases import Command, PagedCache
-from loadtests.kv_bench.product import Receiver, Sender, Times
+from loadtests.kv_bench.product import BlockIds, Receiver, Sender, Times
 from pdmesh.core.arena import ArenaRange
 from pdmesh.kv.arena_memory import HostArena
 
@@ -24,11 +26,11 @@ _RAW_MODES = (cases.BLOCKS_ACKED, cases.BLOCKS_PIPELINED, cases.WIRE, cases.WIRE
 
 class SendingWorker:
     def __init__(self, largest: int, pipe: int) -> None:
-        self.cache = PagedCache(largest, seed=1)
+        self.cache_of = functools.cache(functools.partial(PagedCache, largest, 1))
         self.empty = HostArena(
             largest
         )  # never written: the kernel's zero page, as ucx_perftest sends it
-        self.product = Sender(largest, self.cache, functools.partial(os.write, pipe, b"t"))
+        self.product = Sender(largest, functools.partial(os.write, pipe, b"t"))
         self.raw = RawPeer()
         self.loop = asyncio.new_event_loop()
 
@@ -46,15 +48,16 @@ class SendingWorker:
         self.loop.run_until_complete(met())
 
     def run(self, command: Command) -> tuple[Times, str]:
-        ids = self.cache.take(command.num_bytes)
-        digest = self.cache.digest(ids) if command.is_verified else ""
+        cache = self.cache_of(command.paging)
+        ids = cache.take(command.num_bytes)
+        digest = cache.digest(ids) if command.is_verified else ""
         if command.mode not in _RAW_MODES:
-            return self.product.run(command, ids), digest
+            return self.product.run(command, cache, ids), digest
         whole = ArenaRange(0, command.num_bytes)
         buffer, empty = self.product.agent.staging(whole), self.empty.view(whole)
         send: dict[str, Callable[[], Coroutine[Any, Any, float]]] = {
-            cases.BLOCKS_ACKED: lambda: self.raw.send_acked(self.cache.blocks(ids)),
-            cases.BLOCKS_PIPELINED: lambda: self.raw.send_window(self.cache.blocks(ids)),
+            cases.BLOCKS_ACKED: lambda: self.raw.send_acked(cache.blocks(ids)),
+            cases.BLOCKS_PIPELINED: lambda: self.raw.send_window(cache.blocks(ids)),
             cases.WIRE: lambda: self.raw.send_same(buffer, command.repeats),
             cases.WIRE_EMPTY: lambda: self.raw.send_same(empty, command.repeats),
         }
@@ -64,8 +67,8 @@ class SendingWorker:
 
 class ReceivingWorker:
     def __init__(self, largest: int, pipe: int) -> None:
-        self.cache = PagedCache(largest, seed=2)
-        self.product = Receiver(largest, self.cache, functools.partial(os.read, pipe, 1))
+        self.cache_of = functools.cache(functools.partial(PagedCache, largest, 2))
+        self.product = Receiver(largest, functools.partial(os.read, pipe, 1))
         self.raw = RawPeer()
         self.loop = asyncio.new_event_loop()
         self.address = ""
@@ -79,20 +82,23 @@ class ReceivingWorker:
         self.loop.run_until_complete(self.raw.connect(addresses[1]))
 
     def run(self, command: Command) -> tuple[Times, str]:
-        ids = self.cache.take(command.num_bytes)
+        cache = self.cache_of(command.paging)
+        ids = cache.take(command.num_bytes)
         if command.is_verified:
-            self.cache.wipe(ids)
+            cache.wipe(ids)
         if command.mode not in _RAW_MODES:
-            times = self.product.run(command, ids, self.address)
+            times = self.product.run(command, cache, ids, self.address)
         else:
-            times = Times(ended=self._receive(command, ids))
-        return times, self.cache.digest(ids) if command.is_verified else ""
+            times = Times(ended=self._receive(command, cache, ids))
+            if command.mode == cases.BLOCKS_ACKED:
+                times.blocks_s = np.diff(self.raw.arrivals).tolist()
+        return times, cache.digest(ids) if command.is_verified else ""
 
-    def _receive(self, command: Command, ids: Any) -> float:
+    def _receive(self, command: Command, cache: PagedCache, ids: BlockIds) -> float:
         buffer = self.product.agent.landing(ArenaRange(0, command.num_bytes))
         recv: dict[str, Callable[[], Coroutine[Any, Any, float]]] = {
-            cases.BLOCKS_ACKED: lambda: self.raw.recv_acked(self.cache.blocks(ids)),
-            cases.BLOCKS_PIPELINED: lambda: self.raw.recv_window(self.cache.blocks(ids)),
+            cases.BLOCKS_ACKED: lambda: self.raw.recv_acked(cache.blocks(ids)),
+            cases.BLOCKS_PIPELINED: lambda: self.raw.recv_window(cache.blocks(ids)),
             cases.WIRE: lambda: self.raw.recv_same(buffer, command.repeats),
             cases.WIRE_EMPTY: lambda: self.raw.recv_same(buffer, command.repeats),
         }
@@ -110,7 +116,7 @@ def main() -> None:
     worker.meet(json.loads(sys.stdin.readline())["addresses"])
     _answer({})
     for line in sys.stdin:
-        command = Command(**json.loads(line))
+        command = Command.from_json(json.loads(line))
         cpu = time.process_time()
         times, digest = worker.run(command)
         cpu = time.process_time() - cpu
@@ -122,6 +128,7 @@ def main() -> None:
                 "gather_s": times.gather_s,
                 "wire_s": times.wire_s,
                 "scatter_s": times.scatter_s,
+                "blocks_s": times.blocks_s,
                 "cpu_s": cpu,
                 "digest": digest,
             }

@@ -6,6 +6,7 @@ import csv
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,21 +14,15 @@ import pytest
 
 from loadtests.generator import ROOT
 from loadtests.kv_bench import cases
+from loadtests.kv_bench.figures import BAR_TOTAL
 from loadtests.kv_bench.rounds import Row
 
 
-@pytest.mark.req("S48", "S49", "S50", "S60")
+@pytest.mark.req("S48", "S49", "S50")
 def test_the_bench_moves_the_right_bytes_in_every_mode_and_writes_them_down(tmp_path: Path) -> None:
     """Its first round compares the blocks at both ends; the run fails if they differ."""
-    arguments = ["--sizes", "1", "--rounds", "1", "--transports", "tcp", "--no-perftest", "--out"]
-    subprocess.run(
-        [sys.executable, "-m", "loadtests.kv_bench", *arguments, str(tmp_path)],
-        check=True,
-        timeout=100,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT / 'libs'}:{ROOT}"},
-    )
-    (table,) = tmp_path.glob("*.csv")
+    arguments = ["--sizes", "1", "--rounds", "1", "--transports", "tcp", "--no-perftest"]
+    table = run("loadtests.kv_bench", arguments, tmp_path)
     rows = list(csv.DictReader(table.read_text().splitlines()))
     assert list(rows[0]) == [field.name for field in fields(Row)]
     assert {row["mode"] for row in rows} == {*cases.MODES, "memcpy"}
@@ -36,3 +31,30 @@ def test_the_bench_moves_the_right_bytes_in_every_mode_and_writes_them_down(tmp_
         assert all(float(row[name]) > 0 for row in rows if row["mode"] == cases.WHOLE)
     assert table.with_suffix(".md").read_text().startswith("# KV transfer")
     assert table.with_suffix(".png").stat().st_size > 10_000
+
+
+@pytest.mark.req("S59", "S60")
+def test_larger_blocks_use_more_of_the_wire_and_no_blocks_least_time(tmp_path: Path) -> None:
+    """All of one round: blocks of 4 and of 512 KiB lie a factor of ten or more apart, SmolLM2 far below its bar."""
+    arguments = ["--rounds", "1", "--transports", "tcp"]
+    table = run("loadtests.kv_bench.blocks", arguments, tmp_path)
+    ms = {
+        (int(row["num_layers"]), int(row["block_bytes"]), row["mode"]): float(row["total_ms"])
+        for row in csv.DictReader(table.read_text().splitlines())
+    }
+    assert ms[16, 512 << 10, cases.BLOCKS_ACKED] < ms[16, 4 << 10, cases.BLOCKS_ACKED] / 3
+    smollm2 = 30, 12 << 10
+    assert ms[*smollm2, cases.CHUNKED] <= BAR_TOTAL * ms[*smollm2, cases.BLOCKS_ACKED]
+
+
+def run(module: str, arguments: Sequence[str], out: Path) -> Path:
+    """The table that it wrote."""
+    subprocess.run(
+        [sys.executable, "-m", module, *arguments, "--out", str(out)],
+        check=True,
+        timeout=100,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT / 'libs'}:{ROOT}"},
+    )
+    (table,) = out.glob("*.csv")
+    return table

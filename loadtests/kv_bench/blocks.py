@@ -1,0 +1,50 @@
+"""What a transfer block by block costs, by the size of a block; writes `loadtests/results/kv-blocks-<date>.{csv,md}` (S59, S60).
+
+The same bytes are moved in blocks of each size on one pair of processes: one by one, each after the ack of the one before; 32 in
+flight; and block-free, as `python -m loadtests.kv_bench` has them. Beside them the KV of SmolLM2 in blocks of 16 tokens as vLLM has
+them, K and V of a layer together. What moves once on one connection is the wire's rate; utilisation is the share of it that is reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from loadtests.generator import ROOT
+from loadtests.kv_bench.block_report import BlockFigures, markdown
+from loadtests.kv_bench.block_rounds import measure
+from loadtests.kv_bench.figures import write_csv
+from loadtests.kv_bench.pair import TRANSPORTS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtests.kv_bench.blocks", description=__doc__
+    )
+    parser.add_argument("--transports", default=",".join(TRANSPORTS))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--within", type=float, default=150.0, metavar="SECONDS", help="begin no round later"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "loadtests" / "results")
+    args = parser.parse_args()
+    rows = measure(
+        args.transports.split(","),
+        args.rounds,
+        args.within,
+        lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    command = shlex.join(["python", "-m", "loadtests.kv_bench.blocks", *sys.argv[1:]])
+    text = markdown(BlockFigures(rows), command)
+    args.out.mkdir(parents=True, exist_ok=True)
+    stem = args.out / f"kv-blocks-{datetime.now(UTC):%Y-%m-%d}"
+    write_csv(rows, stem.with_suffix(".csv"))
+    stem.with_suffix(".md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
