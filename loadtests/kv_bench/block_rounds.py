@@ -11,9 +11,9 @@ from typing import Final
 from loadtests.kv_bench import cases
 from loadtests.kv_bench.cases import Paging
 from loadtests.kv_bench.pair import Pair, pair
-from loadtests.kv_bench.rounds import repeats_of
 from pdmesh.core.kv_layout import KvShape
 
+_WIRE_REPEATS: Final = 8
 _KIB: Final = (4, 12, 32, 128, 512)
 NUM_LAYERS: Final = 16
 SWEEP_BYTES: Final = 24 << 20  # whole blocks of every layer at each of these sizes
@@ -83,7 +83,7 @@ def _once(both: Pair, number: int, transport: str, prompt: Prompt) -> Iterator[R
         sample = both.run(
             mode,
             prompt.num_bytes,
-            repeats=repeats_of(prompt.num_bytes) if mode == cases.WIRE else 1,
+            repeats=_WIRE_REPEATS if mode == cases.WIRE else 1,
             is_verified=not number and mode != cases.WIRE,
             paging=prompt.paging,
         )
