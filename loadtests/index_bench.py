@@ -35,7 +35,9 @@ _MEMORY: Final = ((1, 1), (1, 100), (4, 100), (16, 1000))  # holders of each blo
 _DELTA_BLOCKS: Final = 64
 _BUDGET_S: Final = 0.06  # of one cell and one way
 _SPREADS: Final = ("random depths", "all hold all")
-_MOST_SLOWDOWN: Final = 5.0  # of the longest prompt's walk, from the fewest workers to a hundred times as many
+_MOST_SLOWDOWN: Final = (
+    5.0  # of the longest prompt's walk, from the fewest workers to a hundred times as many
+)
 
 
 class Index(Protocol):
@@ -297,16 +299,19 @@ def _flatness(
     ours = found.pop("bitmask per block")
     verdict = "met" if ours <= _MOST_SLOWDOWN else "**not met**"
     others = ", ".join(f"{way} {factor:,.0f}" for way, factor in found.items())
+    answer_us = at["bitmask per block", "all hold all", 1, many]
+    depths = slowdown("bitmask per block", "random depths")
     return [
         "## Flat in the workers (S99)",
         "",
-        f"- {num_blocks:,} blocks that all hold, {few:,} to {many:,} workers, less what one block takes, which is the answer: "
-        f"{ours:.1f} times as long (bar: {_MOST_SLOWDOWN:.0f}): {verdict}. {others[0].upper()}{others[1:]}.",
-        f"- Not flat: the answer. It names {many:,} workers in {at['bitmask per block', 'all hold all', 1, many]:.0f} us, which is "
-        f"nearly all that a match of up to 16 blocks takes.",
-        f"- Not flat: random depths, {slowdown('bitmask per block', 'random depths'):.1f} times as long. There the mask changes up to once per worker, "
-        f"each change costs an operation on {2 * many:,} bits, and the blocks' masks are no longer one object.",
-        f"- The ways take turns, so a match finds the processor's caches as the walk before it left them: with {many:,} workers, full of sets.",
+        (
+            f"- {num_blocks:,} blocks that all hold, {few:,} to {many:,} workers, less what one block takes, which is the answer: {ours:.1f} times as long "
+            f"(bar: {_MOST_SLOWDOWN:.0f}): {verdict}. {others[0].upper()}{others[1:]}.\n"
+            f"- Not flat: the answer. It names {many:,} workers in {answer_us:.0f} us, which is nearly all that a match of up to 16 blocks takes.\n"
+            f"- Not flat: random depths, {depths:.1f} times as long. There the mask changes up to once per worker, each change costs an operation on "
+            f"{2 * many:,} bits, and the blocks' masks are no longer one object.\n"
+            f"- The ways take turns, so a match finds the processor's caches as the walk before it left them: with {many:,} workers, full of sets."
+        ),
     ]
 
 

@@ -2,9 +2,10 @@
 
     python -m loadtests.leak --requests 100000 --out loadtests/results/leak-DATE
 
-Two gateways (one hands KV on whole, one per layer), two prefills, two decodes on the sim engine, as real processes. A part of the
-clients go away at random moments by FIN or RST; prefill-1 and decode-1 are killed again and again. prefill-0 and decode-0
-live through all of it: whatever a request leaves behind piles up in them and in the gateways.
+Two gateways (one hands KV on whole, one per layer), two prefills, two decodes on the sim engine, as real processes, with host
+pools and a file store too small for the prompts. A part of the clients go away at random moments by FIN or RST; prefill-1 and
+decode-1 are killed again and again. prefill-0 and decode-0 live through all of it: whatever a request leaves behind piles up in
+them and in the gateways, or outside of the processes: shared memory, keys in Redis, consumers at NATS.
 """
 
 from __future__ import annotations
@@ -15,23 +16,27 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import struct
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from loadtests.client import http_request
+from loadtests.leftovers import lasting_keys, num_consumers, shared_memory, still_there
 from loadtests.report import table
 from loadtests.results import write
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
+
+T = TypeVar("T")
 
 _RST: Final = struct.pack("ii", 1, 0)
 _GIVE_UP_SHARE: Final = 0.4
@@ -39,7 +44,14 @@ _CLIENT_TIMEOUT_S: Final = 60.0
 _QUIESCE_S: Final = 20.0  # ticket lease 10 s, registry lease 3 s, the answer to a killed peer
 _SURVIVORS: Final = ("prefill-0", "decode-0", "gateway-0", "gateway-1")
 _PROCESSES: Final = (*_SURVIVORS, "prefill-1", "decode-1")
+_INSTANCES: Final = ("prefill-0", "decode-0", "prefill-1", "decode-1")
+_TIERS: Final = {
+    "PDMESH_KV_HOST_POOL_BYTES": str(8 << 20),  # 1,000 blocks of the prompts' two thousand
+    "PDMESH_KV_FILE_STORE_BYTES": str(12 << 20),
+}
 _FILE_SLACK: Final = 8  # connections between processes that were replaced in between
+_RESERVED: Final = "pdmesh_kv_blocks_free"  # gauges: not reserved for any request,
+_HELD: Final = "pdmesh_kv_engine_blocks_free"  # and not held by any
 # Gauges of a process that are zero when it holds nothing for any request.
 _ZERO: Final = (
     "pdmesh_slots_used",
@@ -48,6 +60,7 @@ _ZERO: Final = (
     "pdmesh_kv_landing_bytes_used",
     "pdmesh_kv_retrievals",
     "pdmesh_kv_pulls_queued",
+    "pdmesh_kv_tier_leased_blocks",
     "pdmesh_gateway_waiting",
     "pdmesh_requests_in_flight",
     "pdmesh_gateway_legs",
@@ -64,13 +77,18 @@ class Report:
     seconds_until_idle: float = 0.0
     held: dict[str, dict[str, float]] = field(default_factory=dict)  # what is left, by process
     blocks: dict[str, tuple[float, float]] = field(default_factory=dict)  # free before, after
+    engine_blocks: dict[str, tuple[float, float]] = field(default_factory=dict)  # that nobody holds
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     rss_mib: dict[str, tuple[float, float]] = field(default_factory=dict)
+    outside: dict[str, tuple[int, int]] = field(default_factory=dict)  # see `_outside`
+    tiers: dict[str, int] = field(default_factory=dict)  # blocks that a survivor's tiers moved
 
     @property
     def leaks(self) -> list[str]:
         found = [f"{name} holds {rest}" for name, rest in self.held.items()]
-        found += [f"{n}: {a} of {b} blocks free" for n, (b, a) in self.blocks.items() if a != b]
+        for blocks in (self.blocks, self.engine_blocks):
+            found += [f"{n}: {a} of {b} blocks free" for n, (b, a) in blocks.items() if a != b]
+        found += [f"{b} {what} before, {a} after" for what, (b, a) in self.outside.items() if a > b]
         return found + [
             f"{name}: {after} files, {before} before"
             for name, (before, after) in self.files.items()
@@ -93,6 +111,9 @@ async def leak_mesh(directory: Path) -> AsyncIterator[Mesh]:
             "PDMESH_PREFILL_NUM_SLOTS": "32",
             "PDMESH_DECODE_NUM_SLOTS": "32",
             "PDMESH_LOG_LEVEL": "warning",
+            "PDMESH_PREFILL_NUM_KV_BLOCKS": "640",  # a third of what the prompts fill
+            "PDMESH_KV_FILE_STORE_DIR": str(directory / "blocks"),
+            **_TIERS,
         },
         service_env={"gateway-1": {"PDMESH_KV_TRANSFER": "per_layer"}},
     )
@@ -100,7 +121,7 @@ async def leak_mesh(directory: Path) -> AsyncIterator[Mesh]:
         yield mesh
 
 
-def bodies(rng: random.Random, count: int = 200) -> list[bytes]:
+def bodies(rng: random.Random, count: int = 1000) -> list[bytes]:
     """Prompts of one token to many blocks; a third repeat the beginning of another."""
     shared = [rng.randrange(40, 120) for _ in range(700)]
     made: list[bytes] = []
@@ -195,10 +216,12 @@ async def _close(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
-async def _kill_often(mesh: Mesh, every_s: float, report: Report) -> None:
+async def _kill_often(mesh: Mesh, every_s: float, report: Report, mapped: set[str]) -> None:
+    """`mapped` gets the shared memory that the killed ones had."""
     for name in _alternate("prefill-1", "decode-1"):
         await asyncio.sleep(every_s)
         with contextlib.suppress(KeyError):
+            mapped |= shared_memory(mesh.pid(name))
             mesh.kill(name, signal.SIGKILL)
             report.num_kills += 1
         await mesh.wait_ready([name], timeout_s=60)
@@ -239,18 +262,45 @@ def held(mesh: Mesh, processes: Sequence[str] = _PROCESSES) -> dict[str, dict[st
     return rest
 
 
-def _of_processes(mesh: Mesh) -> tuple[dict[str, float], dict[str, int], dict[str, float]]:
-    blocks = {
-        name: sum(v for n, v in gauges(mesh, name).items() if n.startswith("pdmesh_kv_blocks_free"))
+async def _outside(mesh: Mesh, mapped: Iterable[str]) -> dict[str, int]:
+    """What the mesh has outside of its processes; `mapped` is shared memory of those that are gone."""
+    of_living = {name: shared_memory(mesh.pid(name)) for name in _PROCESSES}
+    kept = still_there(set(mapped).difference(*of_living.values()))
+    lasting = await lasting_keys(mesh.redis_url, _INSTANCES)
+    return {
+        "segments of shared memory that survivors map": sum(len(of_living[n]) for n in _SURVIVORS),
+        "segments that killed processes left": len(kept),
+        "NATS consumers": await num_consumers(mesh.nats_url),
+        **{f"lasting Redis keys ({kind})": count for kind, count in lasting.items()},
+    }
+
+
+def _moved_by_tiers(mesh: Mesh) -> dict[str, int]:
+    """Blocks, by tier and event, of the prefill that lives."""
+    url = f"http://{mesh.ops_address('prefill-0')}/metrics"
+    moved: dict[str, int] = {}
+    with urllib.request.urlopen(url, timeout=5) as response:
+        for line in response.read().decode().splitlines():
+            if line.startswith("pdmesh_kv_tier_blocks_total{"):
+                labels = dict(re.findall(r'(\w+)="(\w+)"', line))
+                moved[f"{labels['tier']} {labels['event']}"] = int(float(line.rsplit(" ", 1)[1]))
+    return moved
+
+
+def _free_blocks(mesh: Mesh, metric: str) -> dict[str, float]:
+    return {
+        name: sum(v for n, v in gauges(mesh, name).items() if n.startswith(metric))
         for name in ("prefill-0", "decode-0")
     }
+
+
+def _of_processes(mesh: Mesh) -> tuple[dict[str, int], dict[str, float]]:
     files = {name: len(list(Path(f"/proc/{mesh.pid(name)}/fd").iterdir())) for name in _SURVIVORS}
     pages = {
         name: int(Path(f"/proc/{mesh.pid(name)}/statm").read_text().split()[1])
         for name in _SURVIVORS
     }
     return (
-        blocks,
         files,
         {n: round(p * os.sysconf("SC_PAGE_SIZE") / 2**20, 1) for n, p in pages.items()},
     )
@@ -261,11 +311,13 @@ async def leak_test(
 ) -> Report:
     report = Report()
     warm = Report()
-    await Clients(mesh.http_url, warm, seed + 1).run(min(count, 1000), concurrency)
+    await Clients(mesh.http_url, warm, seed + 1).run(min(count // 2, 1000), concurrency)
     await _until_nothing_held(mesh)
-    blocks, files, rss = _of_processes(mesh)
+    mapped: set[str] = set()
+    outside, (files, rss) = await _outside(mesh, ()), _of_processes(mesh)
+    blocks, engine_blocks = _free_blocks(mesh, _RESERVED), _free_blocks(mesh, _HELD)
     started = time.monotonic()
-    killer = asyncio.create_task(_kill_often(mesh, kill_every_s, report))
+    killer = asyncio.create_task(_kill_often(mesh, kill_every_s, report, mapped))
     try:
         await Clients(mesh.http_url, report, seed).run(count, concurrency)
     finally:
@@ -275,11 +327,29 @@ async def leak_test(
     await mesh.wait_ready(timeout_s=60)
     report.seconds_until_idle = round(await _until_nothing_held(mesh), 2)
     report.held = held(mesh)
-    now = _of_processes(mesh)
-    report.blocks = {n: (v, now[0][n]) for n, v in blocks.items()}
-    report.files = {n: (v, now[1][n]) for n, v in files.items()}
-    report.rss_mib = {n: (v, now[2][n]) for n, v in rss.items()}
+    report.outside = _beside(outside, await _until_as_before(mesh, mapped, outside))
+    report.blocks = _beside(blocks, _free_blocks(mesh, _RESERVED))
+    report.engine_blocks = _beside(engine_blocks, _free_blocks(mesh, _HELD))
+    files_now, rss_now = _of_processes(mesh)
+    report.files, report.rss_mib = _beside(files, files_now), _beside(rss, rss_now)
+    report.tiers = _moved_by_tiers(mesh)
     return report
+
+
+def _beside(before: Mapping[str, T], after: Mapping[str, T]) -> dict[str, tuple[T, T]]:
+    return {name: (value, after[name]) for name, value in before.items()}
+
+
+async def _until_as_before(
+    mesh: Mesh, mapped: set[str], before: Mapping[str, int]
+) -> dict[str, int]:
+    """What is outside, as soon as it is no more than before: NATS drops a killed process's consumer after 5 s without it."""
+    end = time.monotonic() + _QUIESCE_S
+    while True:
+        now = await _outside(mesh, mapped)
+        if all(now[what] <= count for what, count in before.items()) or time.monotonic() > end:
+            return now
+        await asyncio.sleep(0.5)
 
 
 async def _until_nothing_held(mesh: Mesh) -> float:
@@ -305,7 +375,8 @@ async def _main(arguments: argparse.Namespace) -> int:
     if arguments.out:
         about = (
             f"{arguments.concurrency} clients of two gateways (whole model, layer by layer), two prefills and two decodes on sim; every {arguments.kill_every_s:.0f} s "
-            f"prefill-1 or decode-1 is killed in turns. What the processes hold is read when nothing is under way any more (I4)."
+            f"prefill-1 or decode-1 is killed in turns. Host pools of 8 MiB, a file store of 12 MiB, prompts of 17 MiB. What the processes hold, and what "
+            f"is outside of them, is read when nothing is under way any more (I4)."
         )
         found = {**asdict(report), "leaks": report.leaks}
         write(arguments.out, "loadtests.leak", "Leak test", about, text, **found)
@@ -320,6 +391,9 @@ def as_markdown(report: Report) -> str:
             "{:.0f} of {:.0f}".format(*reversed(report.blocks[name]))
             if name in report.blocks
             else "",
+            "{:.0f} of {:.0f}".format(*reversed(report.engine_blocks[name]))
+            if name in report.engine_blocks
+            else "",
             "{} -> {}".format(*report.files[name]),
             "{:.0f} -> {:.0f}".format(*report.rss_mib[name]),
         ]
@@ -329,7 +403,21 @@ def as_markdown(report: Report) -> str:
         [
             f"{report.num_requests:,} requests in {report.duration_s:.0f} s, {report.num_kills} kills: {outcomes}.",
             f"**Leaks: {'; '.join(report.leaks) or 'none'}.** Everything was given back {report.seconds_until_idle:.2f} s after the last answer.",
-            table(["survivor", "free blocks", "open files", "resident MiB"], rows),
+            table(
+                [
+                    "survivor",
+                    "blocks not reserved",
+                    "that nobody holds",
+                    "open files",
+                    "resident MiB",
+                ],
+                rows,
+            ),
+            table(
+                ["outside of the processes", "before", "after"],
+                [[what, str(b), str(a)] for what, (b, a) in report.outside.items()],
+            ),
+            f"Blocks that prefill-0's tiers moved: {', '.join(f'{n:,} {what}' for what, n in sorted(report.tiers.items()))}.",
         ]
     )
 

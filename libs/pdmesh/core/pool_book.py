@@ -57,6 +57,7 @@ class PoolBook:
     _stored: dict[bytes, None] = field(default_factory=dict)  # since `take_changes`
     _removed: dict[bytes, None] = field(default_factory=dict)
     num_evicted: int = 0
+    num_pinned: int = 0  # blocks that somebody reads
 
     def __post_init__(self) -> None:
         self._free = list(range(self.num_slots - 1, -1, -1))
@@ -67,10 +68,6 @@ class PoolBook:
     def __contains__(self, name: bytes) -> bool:
         entry = self._entries.get(name)
         return entry is not None and not entry.is_doomed
-
-    @property
-    def num_pinned(self) -> int:
-        return sum(entry.pins > 0 for entry in self._entries.values())
 
     @property
     def max_owner_slots(self) -> int:
@@ -99,6 +96,7 @@ class PoolBook:
             return None
         if entry.pins == 0:
             self._leave_idle(name, entry)
+            self.num_pinned += 1
         entry.pins += 1
         return entry.slot
 
@@ -111,6 +109,7 @@ class PoolBook:
             self._note_use(name, entry)
         if entry.pins:
             return
+        self.num_pinned -= 1
         if entry.is_doomed:
             self._drop(name, entry)
             return
@@ -330,6 +329,7 @@ class PoolBook:
     def check_invariants(self) -> None:
         slots = [e.slot for e in self._entries.values()] + [s for s, _ in self._writing.values()]
         assert sorted(slots + self._free) == list(range(self.num_slots))
+        assert self.num_pinned == sum(e.pins > 0 for e in self._entries.values())
         idle = {n for n, e in self._entries.items() if not (e.pins or e.is_kept or e.is_fixed)}
         assert idle == set(self._probation) | set(self._protected)
         assert not set(self._probation) & set(self._protected)

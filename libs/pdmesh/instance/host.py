@@ -98,6 +98,14 @@ class InstanceHost:
         return int(self._engine.stats().extra.get("num_pulls_queued", 0))
 
     @property
+    def num_engine_blocks_free(self) -> int:
+        return self._engine.stats().num_kv_blocks_free
+
+    @property
+    def num_kv_connections(self) -> int:
+        return int(self._engine.stats().extra.get("num_kv_connections", 0))
+
+    @property
     def num_tickets(self) -> int:
         return self._life.table.num_tickets
 

@@ -50,6 +50,7 @@ tier_faults: Final = metrics.counter(
 )
 tier_bytes_used: Final[dict[str, int]] = {}  # by tier, as last reported
 tier_pinned: Final[dict[str, int]] = {}
+tier_leased: Final[dict[str, int]] = {}
 
 ACCEPTED: Final = {names.ATTR_OUTCOME: "accepted"}
 REFUSED: Final = {reason: {names.ATTR_OUTCOME: reason.name.lower()} for reason in RefusalReason}
@@ -66,6 +67,7 @@ def show(host: InstanceHost | None) -> None:
     _Shown.host = host
     tier_bytes_used.clear()
     tier_pinned.clear()
+    tier_leased.clear()
     if host is None:
         load_seconds.clear()
 
@@ -81,6 +83,18 @@ for _name, _help, _read, _unit in (
     (names.SLOTS, "Legs it takes at once", lambda h: h.admission.num_places, "1"),
     (names.SLOTS_USED, "Slots held", lambda h: h.admission.num_slots_used, "1"),
     (names.KV_BLOCKS_FREE, "KV blocks not reserved", lambda h: h.admission.num_blocks_free, "1"),
+    (
+        names.KV_ENGINE_BLOCKS_FREE,
+        "KV blocks that no sequence of the engine holds",
+        lambda h: h.num_engine_blocks_free,
+        "1",
+    ),
+    (
+        names.KV_CONNECTIONS,
+        "Open KV connections of all ranks, whoever opened them",
+        lambda h: h.num_kv_connections,
+        "1",
+    ),
     (names.KV_TICKETS, "Prefills with a ticket", lambda h: h.num_tickets, "1"),
     (names.STAGING_BYTES_USED, "Staging arena", lambda h: h.admission.staging_bytes_used, "By"),
     (names.LANDING_BYTES_USED, "Landing arena", lambda h: h.admission.landing_bytes_used, "By"),
@@ -112,6 +126,11 @@ metrics.gauge(
     "Blocks of pinned prefixes in a tier; the file store counts none",
     lambda: [(count, {names.ATTR_TIER: tier}) for tier, count in tier_pinned.items()],
 )
+metrics.gauge(
+    names.KV_TIER_LEASED,
+    "Blocks of a tier that a request or a peer reads, so that they stay; 0 at rest",
+    lambda: [(count, {names.ATTR_TIER: tier}) for tier, count in tier_leased.items()],
+)
 load_seconds: Final[dict[str, float]] = {}  # of the present run, by part
 metrics.gauge(
     names.LOAD_SECONDS,
@@ -136,3 +155,5 @@ def count_tiers(report: TierReport) -> None:
     tier_bytes_used.update(report.bytes_used)
     if report.num_pinned is not None:
         tier_pinned[Tier.HOST.value] = report.num_pinned
+    if report.num_leased is not None:
+        tier_leased[Tier.HOST.value] = report.num_leased

@@ -229,6 +229,7 @@ class SimEngine:
                 "num_retrieving": self._retriever.num_retrieving,
                 "num_pulls_queued": self._retriever.num_queued,
                 "num_tickets": len(self._stager),
+                "num_kv_connections": self._agent.stats().num_peers,
             },
         )
 

@@ -157,6 +157,7 @@ class TierNews(Message):
     removed: list[bytes]
     faults: list[tuple[str, str, str]]  # tier, reason, message
     num_pinned: int | None = None
+    num_leased: int | None = None
 
 
 class Open(Message):

@@ -119,13 +119,15 @@ def outputs_of(news: TierNews) -> list[Output]:
     if news.stored or news.removed:
         changed = BlocksChanged(tuple(news.stored), tuple(news.removed), tier=Tier.HOST)
         outputs.append(changed)
-    if news.counts or news.seconds or news.faults or news.num_pinned is not None:
+    levels = news.num_pinned, news.num_leased
+    if news.counts or news.seconds or news.faults or levels != (None, None):
         report = TierReport(
             counts={(tier, event): count for tier, event, count in news.counts},
             seconds=news.seconds,
             bytes_used=news.bytes_used,
             faults=tuple(TierFault(Tier(t), reason, text) for t, reason, text in news.faults),
             num_pinned=news.num_pinned,
+            num_leased=news.num_leased,
         )
         outputs.append(TiersReported(report))
     return outputs

@@ -248,8 +248,8 @@ def news_of(report: TierReport, rank: int) -> list[TierNews]:
     if rank:
         return [TierNews(rank, [], {}, {}, [], [], faults)] if faults else []
     counts = [(tier, event, n) for (tier, event), n in report.counts.items()]
-    pinned = report.num_pinned
-    news = [TierNews(rank, counts, report.seconds, report.bytes_used, [], [], faults, pinned)]
+    used, levels = report.bytes_used, (report.num_pinned, report.num_leased)
+    news = [TierNews(rank, counts, report.seconds, used, [], [], faults, *levels)]
     news += [TierNews(rank, [], {}, {}, [], part, []) for part in _pieces(report.removed)]
     news += [TierNews(rank, [], {}, {}, part, [], []) for part in _pieces(report.stored)]
     return news

@@ -51,10 +51,11 @@ class TierReport:
     num_pinned: int | None = (
         None  # blocks of pinned prefixes in the host pool; None: as many as before
     )
+    num_leased: int | None = None  # blocks of the host pool that somebody reads; None: as before
 
     @property
     def is_empty(self) -> bool:
-        is_same = self.num_pinned is None
+        is_same = self.num_pinned is None and self.num_leased is None
         news = self.counts or self.seconds or self.stored or self.removed or self.faults
         return is_same and not news
 

@@ -84,7 +84,7 @@ class TierStack:
         self._loads = Loads(pool, counts, self.costs, clock, files)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._num_evicted = 0
-        self._num_pinned = 0  # as last reported
+        self._num_pinned = self._num_leased = 0  # as last reported
         self._pinned: Mapping[
             bytes, PinnedPrefix
         ] = {}  # replaced, never changed: read by any thread
@@ -191,7 +191,10 @@ class TierStack:
         pinned, before = self.pool.num_fixed, self._num_pinned
         self._num_pinned = pinned
         num_pinned = None if pinned == before else pinned
-        return TierReport(counts, seconds, used, stored, removed, faults, num_pinned)
+        leased, before = self.pool.num_pinned, self._num_leased
+        self._num_leased = leased
+        num_leased = None if leased == before else leased
+        return TierReport(counts, seconds, used, stored, removed, faults, num_pinned, num_leased)
 
     def _keep_files(self) -> None:
         """What many ask for is served from pools, so that its files look unused; they are for instances to come."""
