@@ -14,14 +14,18 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from pdmesh.core.arena import ArenaRange  # noqa: E402
+from pdmesh.core.kv_format import UNSCALED, KvFormat  # noqa: E402
+from pdmesh.core.kv_layout import KvShape  # noqa: E402
 from pdmesh.core.reslice import heads_of  # noqa: E402
 from pdmesh.core.ticket import Ticket  # noqa: E402
 from pdmesh.engine.vllm.cache_layout import read_layout  # noqa: E402
 from pdmesh.engine.vllm.caches import PagedCaches, layout_of, paged_caches  # noqa: E402
 from pdmesh.engine.vllm.handoff import Load  # noqa: E402
 from pdmesh.engine.vllm.incoming import Incoming  # noqa: E402
+from pdmesh.engine.vllm.kv_facts import BESIDE  # noqa: E402
 from pdmesh.engine.vllm.messages import LandingClear, Message, PullFailed  # noqa: E402
 from pdmesh.engine.vllm.piece_pulls import Share, TogetherPull, pull_pieces  # noqa: E402
+from pdmesh.errors import KvTransferFailed  # noqa: E402
 from pdmesh.kv.agent import KvAgent  # noqa: E402
 from pdmesh.kv.agent_thread import AgentThread  # noqa: E402
 from pdmesh.kv.agent_types import AgentEvent, AgentIdentity, LandingFreed, TicketClosed  # noqa: E402
@@ -33,26 +37,44 @@ NUM_USED = 5  # blocks of the prompt
 ARENA_BYTES = 8 << 20
 
 
+@dataclass(frozen=True)
+class Kind:
+    """How numbers are stored. `scale_bytes` lie behind those of K and those of V, of each token and head, as in vLLM's int8_per_token_head."""
+
+    dtype: str = "bfloat16"
+    scales: str = UNSCALED
+    scale_bytes: int = 0
+
+
+BF16 = Kind()
+INT8 = Kind("int8", BESIDE, 4)  # an fp32 each
+
+
 @dataclass
 class Rank:
-    """Flash attention's cache of one rank: [2, blocks, tokens, heads, head size] in bf16; and its KV agent."""
+    """Flash attention's cache of one rank: [2, blocks, tokens, heads, head size]; and its KV agent."""
 
     instance_id: str
     rank: int
     num_ranks: int
     num_heads: int  # of the model
+    kind: Kind = BF16
     events: list[AgentEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.on_event: Callable[[AgentEvent], object] = self.events.append
         self.mine = heads_of(self.num_heads, self.num_ranks, self.rank)
-        shape = (2, NUM_BLOCKS, TOKENS, self.mine.count, HEAD_DIM)
+        kind = self.kind
+        shape = (2, NUM_BLOCKS, TOKENS, self.mine.count, HEAD_DIM + kind.scale_bytes)
+        dtype = getattr(torch, kind.dtype)
         self.tensors: dict[str, Any] = {
-            f"layer.{i}": torch.zeros(shape, dtype=torch.bfloat16) for i in range(NUM_LAYERS)
+            f"layer.{i}": torch.zeros(shape, dtype=dtype) for i in range(NUM_LAYERS)
         }
         layout = read_layout(self.tensors, NUM_BLOCKS, self.mine.count, is_opaque=False)
         self.caches: PagedCaches = paged_caches(self.tensors, layout, NUM_BLOCKS)
-        identity = AgentIdentity(self.instance_id, 7, "fp", self.rank)
+        kv = KvFormat("m", kind.dtype, kind.scales, TOKENS, layout.block, num_heads=self.num_heads)
+        self.fingerprint = str(kv)
+        identity = AgentIdentity(self.instance_id, 7, self.fingerprint, self.rank)
 
         def make() -> KvAgent:
             return KvAgent(
@@ -81,19 +103,19 @@ class Rank:
         heads = slice(self.mine.first, self.mine.first + self.mine.count)
         return all(
             torch.equal(
-                tensor[:, ids].view(torch.int16), whole[layer, ..., heads, :].view(torch.int16)
+                tensor[:, ids].view(torch.uint8), whole[layer, ..., heads, :].view(torch.uint8)
             )
             for layer, tensor in enumerate(self.tensors.values())
         )
 
     def stage(self, ids: list[int]) -> None:
-        layout = layout_of(self.caches, len(ids), "fp")
+        layout = layout_of(self.caches, len(ids), self.fingerprint)
         place = ArenaRange(0, layout.total_bytes)
         self.caches.gather(ids, self.agent.staging(place))
         self.agent.stage("t", 0, place, layout, 20.0).result(5)
 
     def pull(self, ticket: Ticket, ids: list[int], first_block: int = 0) -> TogetherPull:
-        layout = layout_of(self.caches, len(ids), "fp")
+        layout = layout_of(self.caches, len(ids), self.fingerprint)
         share = Share(self.num_heads, self.num_ranks, self.rank)
         wanted = share.pieces(ticket, ArenaRange(4096, layout.total_bytes), layout.total_bytes)
         return pull_pieces(
@@ -111,20 +133,23 @@ class Rank:
 
 
 def ticket_of(sources: list[Rank]) -> Ticket:
-    kv_bytes = layout_of(sources[0].caches, NUM_USED, "fp").total_bytes
+    fingerprint = sources[0].fingerprint
+    kv_bytes = layout_of(sources[0].caches, NUM_USED, fingerprint).total_bytes
     addresses = tuple(source.address for source in sources)
     num_tokens = NUM_USED * TOKENS
-    return Ticket("t", "r", 0, "prefill-0", 7, "fp", num_tokens, kv_bytes, addresses, 20_000)
+    return Ticket("t", "r", 0, "prefill-0", 7, fingerprint, num_tokens, kv_bytes, addresses, 20_000)
 
 
 @contextmanager
 def instances(
-    num_heads: int, num_sources: int, num_ranks: int
+    num_heads: int, num_sources: int, num_ranks: int, kind: Kind = BF16, target: Kind | None = None
 ) -> Iterator[tuple[list[Rank], list[Rank]]]:
+    """`target`: the kind of the receiving side, if it is another."""
+    sides = ("prefill-0", num_sources, kind), ("decode-0", num_ranks, target or kind)
     with ExitStack() as stack:
         made: list[list[Rank]] = []
-        for name, count in (("prefill-0", num_sources), ("decode-0", num_ranks)):
-            ranks = [Rank(name, i, count, num_heads) for i in range(count)]
+        for name, count, of_side in sides:
+            ranks = [Rank(name, i, count, num_heads, of_side) for i in range(count)]
             for rank in ranks:
                 stack.callback(rank.agent.close)
             made.append(ranks)
@@ -167,6 +192,67 @@ def test_every_rank_gets_its_heads_and_every_source_its_word(
         for source in sources:
             wait_until(lambda source=source: source.events, 5)  # type: ignore[misc]
             assert source.events == [TicketClosed("t", "taken")]
+
+
+@pytest.mark.req("S126")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_int8_and_the_scales_beside_it_arrive_bit_for_bit(num_ranks: int) -> None:
+    """Whole, and cut by heads: the scales of a head go where its numbers go."""
+    rng = np.random.default_rng(126)
+    num_heads, shape = 4, (NUM_LAYERS, 2, NUM_USED, TOKENS, 4)
+    numbers = torch.from_numpy(rng.integers(-128, 128, (*shape, HEAD_DIM), np.int8))
+    scales = torch.from_numpy(rng.uniform(1e-3, 1e3, (*shape, 1)).astype(np.float32))
+    source_ids, ids = (rng.permutation(NUM_BLOCKS)[:NUM_USED].tolist() for _ in range(2))
+    with instances(num_heads, 1, num_ranks, INT8) as ((source,), targets):
+        for layer, tensor in enumerate(source.tensors.values()):
+            tensor[:, source_ids, ..., :HEAD_DIM] = numbers[layer]
+            tensor[:, source_ids, ..., HEAD_DIM:] = scales[layer].view(torch.int8)
+        source.stage(source_ids)
+        ticket = ticket_of([source])
+        assert ticket.kv_bytes == KvShape(
+            NUM_LAYERS, num_heads, HEAD_DIM, "int8", scale_bytes=2 * INT8.scale_bytes
+        ).kv_bytes(NUM_USED * TOKENS, TOKENS)
+        for target in targets:
+            assert outcome(target.pull(ticket, ids)) is None
+            heads = slice(target.mine.first, target.mine.first + target.mine.count)
+            for layer, tensor in enumerate(target.tensors.values()):
+                got = tensor[:, ids]
+                assert torch.equal(got[..., :HEAD_DIM], numbers[layer, ..., heads, :])
+                beside = got[..., HEAD_DIM:].contiguous().view(torch.float32)
+                assert torch.equal(beside, scales[layer, ..., heads, :])
+
+
+@pytest.mark.req("S126")
+@pytest.mark.parametrize(
+    "other",
+    [
+        Kind("float8_e4m3fn", BESIDE, 4),
+        Kind("int8", "per-tensor-12345678", 4),
+        Kind("int8", BESIDE, 8),
+    ],
+    ids=["another dtype", "other scales", "another place for the scales"],
+)
+def test_int8_is_refused_by_who_would_read_it_otherwise(other: Kind) -> None:
+    """At the handshake, and by a pull for all that: the bytes would fit, or nearly, and be wrong."""
+    with instances(4, 1, 1, INT8, other) as ((source,), (target,)):
+        ids = list(range(NUM_USED))
+        source.stage(ids)
+        with pytest.raises(KvTransferFailed) as refused:
+            target.agent.probe([source.address], 7, deadline_s=20).result(20)
+        assert refused.value.reason == "KV_REFUSED_WRONG_MODEL"
+        error = outcome(target.pull(ticket_of([source]), ids))
+        assert error is not None
+        assert error.reason == "KV_REFUSED_WRONG_MODEL"
+        assert not any(tensor.any() for tensor in target.tensors.values())
+
+
+def outcome(pull: TogetherPull) -> KvTransferFailed | None:
+    told: list[str] = []
+    pull.start(lambda: told.append("over"))
+    wait_until(lambda: told, 10)
+    error = pull.error()
+    assert error is None or isinstance(error, KvTransferFailed)
+    return error
 
 
 @pytest.mark.req("S57")
