@@ -14,6 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from pdmesh.engine.base import Finished, Prefilled, PrefillJob, Sampling, Tokens
 from pdmesh.engine.vllm.config import VllmConfig
@@ -95,6 +96,7 @@ async def test_evicted_blocks_are_loaded_from_the_host_pool_and_outputs_stay_equ
             f"nothing twice: {host.tier_counts}, {stats}"
         )
         assert host.pool_blocks, "announced"
+        assert host.engine.stats().extra["num_kv_connections"] == 1, "the decode's"
         await host.until_idle()
 
 
@@ -149,27 +151,6 @@ async def test_another_engines_host_pool_serves_what_that_one_computed(
         assert second.tier_counts[SERVED_BY_PEER] > num_blocks(todo) // 3, "shared ones come once"
         assert first.tier_counts["host", "lent"] >= second.tier_counts[SERVED_BY_PEER]
         await first.until_idle()
-
-
-@pytest.mark.req("S72", "S76")
-async def test_a_local_job_is_served_and_so_is_its_answer(
-    pair: Pair, reference: Reference, model_dir: Path
-) -> None:
-    """Fusion: turn 2 of a chat finds the KV of turn 1's answer too, though all of it was evicted."""
-    fillers = [c.prompt for c in reference.cases if len(c.prompt) > 8 * BLOCK_SIZE]
-    prompt = next(c for c in reference.cases if len(c.prompt) > 2 * BLOCK_SIZE).prompt
-    async with tiny(model_dir, POOL) as host:
-        run = Pair(host, pair.decode, salt="tiers")
-        answer = await locally(run, prompt, 2 * BLOCK_SIZE)
-        turn2 = (*prompt, *answer, 5000, 6000, 7000)
-        for filler in fillers[:3]:
-            await run.prefilled(filler, Sampling(max_tokens=1))
-        got = await locally(run, turn2, 8)
-        num_named = (len(prompt) + len(answer) - 1) // BLOCK_SIZE
-        await host.until(lambda: host.tier_counts.get(SERVED_BY_POOL, 0) >= num_named)
-        other = Pair(host, pair.decode, salt="another")
-        assert await locally(other, turn2, 8) == got, "as computed under a salt that nobody used"
-        await host.until_idle()
 
 
 async def locally(run: Pair, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
@@ -235,3 +216,47 @@ async def test_the_comparison_fails_when_the_kv_from_the_pool_is_zeroed(
         await generate_all(run.generate, todo, 1)
         again = await generate_all(run.generate, todo, 1)
     assert len(differences(expected, again)) > len(todo) // 3
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def small(model_dir: Path) -> AsyncIterator[Host]:
+    """One engine for the tests that are left."""
+    async with tiny(model_dir, POOL) as host:
+        yield host
+
+
+@pytest.mark.req("S72", "S76")
+async def test_a_local_job_is_served_and_so_is_its_answer(
+    pair: Pair, reference: Reference, small: Host
+) -> None:
+    """Fusion: turn 2 of a chat finds the KV of turn 1's answer too, though all of it was evicted."""
+    fillers = [c.prompt for c in reference.cases if len(c.prompt) > 8 * BLOCK_SIZE]
+    prompt = next(c for c in reference.cases if len(c.prompt) > 2 * BLOCK_SIZE).prompt
+    run = Pair(small, pair.decode, salt="tiers")
+    answer = await locally(run, prompt, 2 * BLOCK_SIZE)
+    turn2 = (*prompt, *answer, 5000, 6000, 7000)
+    for filler in fillers[:3]:
+        await run.prefilled(filler, Sampling(max_tokens=1))
+    got = await locally(run, turn2, 8)
+    num_named = (len(prompt) + len(answer) - 1) // BLOCK_SIZE
+    await small.until(lambda: small.tier_counts.get(SERVED_BY_POOL, 0) >= num_named)
+    other = Pair(small, pair.decode, salt="another")
+    assert await locally(other, turn2, 8) == got, "as computed under a salt that nobody used"
+    await small.until_idle()
+
+
+@pytest.mark.req("S49")
+async def test_staged_blocks_are_the_engines_again_before_anybody_pulls(
+    pair: Pair, small: Host
+) -> None:
+    """Prompts of twice the cache wait in the staging arena, and the next one is computed as if there were none."""
+    rng, run = random.Random(49), Pair(small, pair.decode, salt="nobody pulls")
+    prompts = [tuple(rng.choices(VOCABULARY, k=8 * BLOCK_SIZE)) for _ in range(5)]
+    assert 5 * 8 > 2 * small.info.num_kv_blocks
+    firsts = [await run.prefilled(prompt, Sampling(max_tokens=2)) for prompt in prompts]
+    tickets = [first.ticket for first in firsts if first.ticket is not None]
+    assert len(tickets) == len(small.tickets) == len(prompts), "nobody took any"
+    assert len(await locally(run, prompts[0][::-1], 3)) == 3
+    for ticket in tickets:
+        small.engine.release(ticket.ticket_id)
+    await small.until_idle()

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import secrets
 from collections.abc import Iterator
 
 import pytest
 
+from pdmesh.core.arena import ArenaRange
+from pdmesh.core.kv_layout import KvLayout
+from pdmesh.core.ticket import Ticket
 from pdmesh.engine.base import KvPeer
 from pdmesh.engine.vllm.messages import Disconnect, Message, Probe, Probed
 from pdmesh.engine.vllm.peer_checks import PeerChecks, PeerProber
@@ -20,7 +25,7 @@ from tests.support.waiting import until
 
 pytest.importorskip("torch")
 
-from pdmesh.engine.vllm.piece_pulls import Share
+from pdmesh.engine.vllm.piece_pulls import Share, pull_pieces
 
 FINGERPRINT, INCARNATION = "m.float32", 7
 
@@ -93,6 +98,49 @@ async def test_with_other_ranks_those_are_met_whose_heads_are_needed() -> None:
         peer = KvPeer("prefill-0", INCARNATION, tuple(address for _, address in senders))
         await checks.verify(peer, 5.0)
         assert [agent.stats().num_peers for agent, _ in senders] == [1, 1, 1, 1]
+
+
+@pytest.mark.req("S55", "S57")
+async def test_connections_grow_with_the_ranks_and_not_with_their_square() -> None:
+    """Two prefills and two decodes of two ranks: 8, where everybody with everybody were 16. Pulls open no others."""
+    layout = KvLayout(2, 4, 1024, FINGERPRINT, num_heads=2)
+    with contextlib.ExitStack() as stack:
+        prefills = [stack.enter_context(ranks(2, INCARNATION)) for _ in range(2)]
+        decodes = [stack.enter_context(ranks(2, INCARNATION + 1)) for _ in range(2)]
+
+        def num_open(side: list[list[tuple[AgentThread, str]]]) -> list[int]:
+            return [agent.stats().num_peers for instance in side for agent, _ in instance]
+
+        for decode in decodes:
+            checks, _ = host_of(decode, num_heads=4)
+            for number, prefill in enumerate(prefills):
+                addresses = tuple(address for _, address in prefill)
+                await checks.verify(KvPeer(f"prefill-{number}", INCARNATION, addresses), 5.0)
+        assert num_open(prefills) == num_open(decodes) == [2] * 4
+
+        for decode, prefill in itertools.product(decodes, prefills):
+            ticket = await staged(prefill, layout)
+            for rank, (agent, _) in enumerate(decode):
+                landing = ArenaRange(0, layout.total_bytes)
+                wanted = Share(4, 2, rank).pieces(ticket, landing, layout.total_bytes)
+                pull = pull_pieces(
+                    agent, ticket, wanted, deadline_s=20, stall_s=20, first_block=0, num_blocks=4
+                )
+                over = asyncio.Event()
+                loop = asyncio.get_running_loop()
+                pull.start(lambda loop=loop, over=over: loop.call_soon_threadsafe(over.set))  # type: ignore[misc]
+                await over.wait()
+                assert pull.error() is None
+        assert num_open(prefills) == num_open(decodes) == [2] * 4
+
+
+async def staged(prefill: list[tuple[AgentThread, str]], layout: KvLayout) -> Ticket:
+    """On every rank."""
+    ticket_id, size = secrets.token_hex(8), layout.total_bytes
+    for agent, _ in prefill:
+        await asyncio.wrap_future(agent.stage(ticket_id, 0, ArenaRange(0, size), layout, 20.0))
+    addresses = tuple(address for _, address in prefill)
+    return Ticket(ticket_id, "r", 0, "i", INCARNATION, FINGERPRINT, 64, size, addresses, 20_000)
 
 
 @pytest.mark.req("S16")

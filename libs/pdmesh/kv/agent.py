@@ -66,6 +66,7 @@ class KvAgent:
         blocks: BlockSource | None = None,
         quarantine: Quarantine[str] | None = None,
         max_peers: int = 256,
+        on_peers: Callable[[int], None] = lambda _: None,  # how many connections are open
     ) -> None:
         self._transport = transport
         self._identity = identity
@@ -74,7 +75,7 @@ class KvAgent:
         self._landing = landing_arena or HostArena(landing_bytes)
         self._fingerprint_hash = fingerprint_hash(identity.model_fingerprint)
         self._pool = ConnectionPool(transport, max_peers, self._peers_in_use)
-        self._peers = Peers(self._pool)
+        self._peers = Peers(self._pool, on_peers)
         self._sender = SenderHalf(identity, self._staging, self._peers, on_event, hooks, blocks)
         self._receiver = ReceiverHalf(self._peers, on_event, hooks, quarantine or Quarantine())
         self._ticker = Ticker(_TICK_S, self._has_work, self._on_tick)

@@ -142,8 +142,11 @@ class ConnectionPool:
 class Peers:
     """Every open connection, whoever opened it, and what was said on them."""
 
-    def __init__(self, pool: ConnectionPool) -> None:
-        self._pool = pool
+    def __init__(
+        self, pool: ConnectionPool, on_change: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """`on_change` is told how many there are, whenever one comes or goes."""
+        self._pool, self._on_change = pool, on_change
         self._by_key: dict[int, KvConnection] = {}
         self._num_sent: Counter[type] = Counter()
 
@@ -157,10 +160,12 @@ class Peers:
 
     def add(self, connection: KvConnection) -> None:
         self._by_key[connection.key] = connection
+        self._on_change(len(self))
 
     def remove(self, connection: KvConnection) -> None:
         self._by_key.pop(connection.key, None)
         self._pool.remove(connection)
+        self._on_change(len(self))
 
     def get(self, key: int) -> KvConnection | None:
         return self._by_key.get(key)

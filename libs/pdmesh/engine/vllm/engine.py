@@ -44,6 +44,7 @@ from pdmesh.engine.vllm.jobs import Endpoint, Jobs
 from pdmesh.engine.vllm.kv_events import BlockNames, read_events
 from pdmesh.engine.vllm.llm_process import LlmProcess
 from pdmesh.engine.vllm.messages import (
+    Connections,
     Fetched,
     Hello,
     Join,
@@ -94,6 +95,7 @@ class VllmEngine:
         self._events: asyncio.Task[None] | None = None
         self._num_blocks = 0
         self._worker_pids: tuple[int, ...] = ()
+        self._num_connections: dict[int, int] = {}  # of KV, by rank
         self._is_stopping = False
 
     # -- life -------------------------------------------------------------------------------------
@@ -281,7 +283,8 @@ class VllmEngine:
         return EngineStats(
             num_running=jobs.num_open if jobs else 0,
             num_kv_blocks_free=round(self._num_blocks * (1.0 - self._view.kv_cache_usage)),
-            extra=self._view.numbers(),
+            extra=self._view.numbers()
+            | {"num_kv_connections": sum(self._num_connections.values())},
         )
 
     @property
@@ -359,6 +362,9 @@ class VllmEngine:
             case Probed():
                 if self._checks is not None:
                     self._checks.on_probed(message)
+                return
+            case Connections():
+                self._num_connections[message.rank] = message.num_open
                 return
         if self._jobs is not None:
             self._apply(self._jobs.handle(message))

@@ -198,6 +198,13 @@ class Probed(Message):
     message: str
 
 
+class Connections(Message):
+    """Worker: how many KV connections it has now, whoever opened them."""
+
+    rank: int
+    num_open: int
+
+
 class Disconnect(Message):
     """Host: the peer with these addresses left."""
 
@@ -216,6 +223,7 @@ ToHost = (
     | Fetched
     | TierNews
     | Probed
+    | Connections
 )
 ToWorker = Release | Open | Join | Fetch | Holders | Forget | Pin | Probe | Disconnect
 

@@ -18,6 +18,7 @@ from pdmesh.engine.vllm.handoff import StepPlan
 from pdmesh.engine.vllm.incoming import Incoming
 from pdmesh.engine.vllm.kv_facts import KvFacts
 from pdmesh.engine.vllm.messages import (
+    Connections,
     Disconnect,
     Hello,
     Join,
@@ -135,6 +136,7 @@ class HandoffWorker:
             staging_bytes=self._config["staging_bytes"],
             landing_bytes=self._config["landing_bytes"],
             on_event=self._on_agent_event,
+            on_peers=lambda num_open: self._control.send(Connections(self._rank, num_open)),
             blocks=self.tiers.source() if self.tiers is not None else None,
             staging_arena=self._arena("staging_bytes"),
             landing_arena=self._arena("landing_bytes"),
