@@ -21,7 +21,6 @@ _TEXT_ONLY: Final = (
 
 # One number, or the first and the last of several.
 REASONS: Final[Mapping[str, str]] = {
-    "S55": "equal ranks alone connect (S16, S57), and on tcp and shm a connection takes no device memory; it is not metered or capped",
     "S56": "not there: it needs RDMA over several switches; UCX's own settings say how many paths it takes",
     "S64": "measured: `make demo-day`, `make simulate-day` and `make bench-recovery` draw and write it from the mesh's events",
     "S66": "measured: `make bench-ratio` (decisions with 10,000 instances), `make bench-plan` and `make bench-staleness` (1,000)",
