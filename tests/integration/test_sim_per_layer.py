@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from pdmesh import failpoints
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.factory import sim_params
+from pdmesh.engine.sim import retrieval
 from pdmesh.instance.host import HostConfig
 from pdmesh.v1 import instance_service_pb2 as pb
 from tests.fakes.sim_instances import (
@@ -20,6 +23,7 @@ from tests.fakes.sim_instances import (
 )
 from tests.support.sim_pair import MakeTransport, pair, prompt_of
 from tests.support.sim_reference import sim_reference
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.req("S48", "S51")
 
@@ -275,6 +279,51 @@ async def test_kv_comes_while_the_batch_is_full_and_takes_the_place_of_one_that_
             assert leg.tokens == expected[1:]
     assert len(iterations) == 39 + 11 + 11
     assert iterations == list(range(iterations[0], iterations[0] + len(iterations)))
+
+
+@pytest.mark.req("S52")
+@pytest.mark.parametrize("is_given_up", [False, True])
+async def test_a_running_sequence_draws_while_a_long_prompts_kv_is_read(
+    is_given_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading back 16 MiB takes the sim as long as half a step. Who gives up meanwhile leaves nothing: `pair` checks."""
+    monkeypatch.setattr(retrieval, "_QUICK_BYTES", 0)
+    sampling = Sampling(max_tokens=200, ignore_eos=True)
+    may_read = threading.Event()
+    async with pair(sim_law="demo") as (p, d, to_p, to_d):
+        running = await handed_on(to_p, to_d, prompt_of(100, 1), sampling)
+        await running.until("token")
+        memory, read = d.engine._memory, d.engine._memory.digest
+
+        def read_later(blocks: Sequence[int], num_tokens: int) -> int:
+            assert may_read.wait(30)
+            return read(blocks, num_tokens)
+
+        monkeypatch.setattr(memory, "digest", read_later)
+        long = await handed_on(to_p, to_d, prompt_of(100, 2), Sampling(max_tokens=5))
+        await long.until("kv_received")
+        num_drawn = len(running.tokens)
+        await until(lambda: len(running.tokens) >= num_drawn + 3)
+        assert not long.has("token")
+        if is_given_up:
+            await to_d.abort(long)
+        may_read.set()
+        if not is_given_up:
+            await long.until("finished")
+            expected = sim_reference(
+                prompt_of(100, 2), Sampling(max_tokens=5), sim_params(p.settings)
+            )
+            assert long.tokens == expected[0][1:]
+        await to_d.abort(running)
+
+
+async def handed_on(
+    to_p: TestSession, to_d: TestSession, prompt: list[int], sampling: Sampling
+) -> LegLog:
+    """Prefill is over, and the decode has its order."""
+    prefill = await to_p.prefill(prompt, sampling)
+    first = await prefill.until("first_token")
+    return await to_d.start(prompt, sampling, first.token_id, first.ticket)
 
 
 def drawing_iterations(d: SimInstance) -> list[int]:

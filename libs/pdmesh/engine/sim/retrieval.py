@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent import KvAgent
 from pdmesh.kv.transport import ByteArray
 from pdmesh.net.tasks import watched
+
+_QUICK_BYTES: Final = 1 << 20  # of KV: read within the loop's turn, a thread would cost more
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class _Retrieval:
     blocks: list[int] = field(default_factory=list)
     task: asyncio.Task[None] | None = None  # of the pull, from its turn on
     has_kv: bool = False
+    digest: int = 0  # of it
     waits_since: float = math.inf  # for bytes alone: its turn has come, and prefill is done
 
 
@@ -158,8 +162,7 @@ class Retriever:
         job, blocks = retrieval.job, retrieval.blocks
         del self._retrievals[job.leg]
         state = self._model.last_state(np.frombuffer(job.prompt, np.uint32))
-        digest = self._memory.digest(blocks, len(job.prompt))
-        got = Retrieved(job, retrieval.first_token, blocks, state, digest)
+        got = Retrieved(job, retrieval.first_token, blocks, state, retrieval.digest)
         self._on_retrieved(got)
 
 
@@ -195,13 +198,21 @@ class _Pull:
         if failpoints.hit("decode.pulled") == "zero-kv":
             for cache in owner._memory.caches:
                 cache[used] = 0
-        retrieval.has_kv = True
         owner.free_landing(job.landing.offset)
         now = time.monotonic()
         waited_s = max(0.0, now - retrieval.waits_since)
         duration_s = now - retrieval.started
         owner._emit(KvReceived(job.leg, job.ticket.kv_bytes, duration_s, waited_s=waited_s))
+        retrieval.digest = await self._digest(used)
+        retrieval.has_kv = True
         owner._go_on_if_complete(retrieval)
+
+    async def _digest(self, blocks: list[int]) -> int:
+        """It reads all of the prompt's KV: of a long one in a thread, so that running sequences step meanwhile (S52)."""
+        job, memory = self._retrieval.job, self._owner._memory
+        if job.ticket.kv_bytes <= _QUICK_BYTES:
+            return memory.digest(blocks, len(job.prompt))
+        return await asyncio.to_thread(memory.digest, blocks, len(job.prompt))
 
     def _land(self, offset: int, data: ByteArray, blocks: list[int]) -> None:
         """A verified range goes into its blocks while the next ones are on their way."""
