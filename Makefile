@@ -18,7 +18,7 @@ MODEL  := .cache/models/SmolLM2-135M-Instruct
 DONE   := $(VENV)/.done
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit e2e chaos faults kill-matrix compose-test check format fuzz \
+.PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit e2e chaos faults kill-matrix kv-faults compose-test check format fuzz \
         load load-until-failure load-users load-chats bench-tiers bench-overhead bench-retrieval bench-handover bench-plan bench-staleness bench-kv bench-index bench-ratio bench-recovery demo-day simulate-day leak-test compare \
         compare-mesh proto proto-check docs docs-check lock clean
 
@@ -91,10 +91,16 @@ chaos: $(DONE)/dev ## two minutes of random faults and an operator's orders unde
 faults: $(DONE)/dev ## each fault by itself: kill, freeze and cut every process while streams run
 	@$(PYTEST) tests/chaos --ignore=tests/chaos/test_nemesis.py $(ARGS)
 
-kill-matrix: $(DONE)/dev ## the kill matrix, and docs/kill-matrix.md from what it measured
+kill-matrix: $(DONE)/dev ## the kill matrix, and its table in docs/kill-matrix.md
 	@rm -rf .cache/kill-matrix && mkdir -p .cache/kill-matrix
 	@KILL_MATRIX_DIR=$(abspath .cache/kill-matrix) $(PYTEST) tests/chaos/test_kill_matrix.py $(ARGS)
 	@$(BIN)/python -m tools.kill_matrix_doc .cache/kill-matrix docs/kill-matrix.md
+
+kv-faults: $(DONE)/dev ## the faults of KV beside their bounds, and their table in docs/kill-matrix.md
+	@rm -rf .cache/kv-faults && mkdir -p .cache/kv-faults
+	@KILL_MATRIX_DIR=$(abspath .cache/kv-faults) $(PYTEST) tests/chaos/test_kv_faults.py tests/chaos/test_kv_quarantine.py \
+	  tests/integration/test_tier_disk.py tests/integration/gateway/test_faults.py::test_a_client_that_leaves_frees_everything $(ARGS)
+	@$(BIN)/python -m tools.kill_matrix_doc .cache/kv-faults docs/kill-matrix.md
 
 compose-test: $(DONE)/dev ## docker compose, really run; starts an engine where there is none
 	@COMPOSE_ENGINE=$(COMPOSE_ENGINE) $(PYTEST) tests/compose $(ARGS)

@@ -1,4 +1,4 @@
-"""docs/kill-matrix.md from what the last run of the kill matrix measured.
+"""docs/kill-matrix.md from what the last run of the kill matrix measured, or of the faults of KV: the other table stays as it is.
 
 Usage: python -m tools.kill_matrix_doc RESULTS_DIR docs/kill-matrix.md
 """
@@ -28,16 +28,62 @@ cases one after the other.
 | process | signal | complete | error | cut | longest gap s | bound s | new request s | freed s |
 |---|---|---:|---:|---:|---:|---:|---:|---:|
 """
+_KV_HEADING: Final = "## Faults of KV: bound and measured\n"
+_KV_HEAD: Final = f"""\
+{_KV_HEADING}
+Measured by `make kv-faults` ({{machine}}, shared by everything as above). What a client waited for, in meshes of two prefills and two decodes on the
+sim engine: every stream ended with exactly the text of a single sim model.
+
+- **in peace**: the longest silence that a client saw in the same streams in the same mesh, before the fault, first token included.
+- **with the fault**: the longest silence beside it. Where there is no **in peace** it is the time until what is told was so, with a gateway (F27) or
+  a file tier (F33) alone.
+- **bound**: what the fault may cost beyond peace. **test allows**: the bound, and for the machine as much again as peace took, at least 1 s.
+
+Of several runs of a fault, that which cost most beyond peace.
+
+| fault | what happens | in peace s | with the fault s | bound s | test allows s |
+|---|---|---:|---:|---:|---:|
+"""
 _ORDER: Final = ("prefill", "decode", "gateway", "master", "kv-cache", "health", "nats", "valkey")
 
 
 def main() -> None:
     results, target = Path(sys.argv[1]), Path(sys.argv[2])
-    rows = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
-    if not rows:
+    target.write_text(page(target.read_text(), results))
+
+
+def page(before: str, results: Path) -> str:
+    """With the tables that there are results for."""
+    processes, kv = _read(results), _read(results / "kv")
+    if not processes and not kv:
         sys.exit(f"no results in {results}")
     machine = f"{platform.machine()}, {len(_cpus())} cores"
-    target.write_text(_HEAD.format(machine=machine) + "".join(map(_line, sorted(rows, key=_rank))))
+    first, heading, second = before.partition(_KV_HEADING)
+    if processes:
+        first = _HEAD.format(machine=machine) + "".join(map(_line, sorted(processes, key=_rank)))
+    second = heading + second
+    if kv:
+        second = _KV_HEAD.format(machine=machine) + "".join(map(_kv_line, _worst(kv)))
+    return f"{first.rstrip()}\n\n{second}".rstrip() + "\n"
+
+
+def _read(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def _worst(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each fault and what happens, the run that cost most; by the fault's number."""
+    worst: dict[tuple[int, str], dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda r: float(r["took_s"]) - float(r["peace_s"])):
+        worst[int(row["fault"][1:]), str(row["what"])] = row
+    return [row for _, row in sorted(worst.items())]
+
+
+def _kv_line(row: dict[str, Any]) -> str:
+    cells = (
+        row["fault"], row["what"], row["peace_s"] or "-", row["took_s"], row["bound_s"], row["allowed_s"],
+    )  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |\n"
 
 
 def _cpus() -> list[str]:

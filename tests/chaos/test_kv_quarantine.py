@@ -1,16 +1,17 @@
 """KV that keeps arriving wrong, or not at all, between some instances of a mesh: clients get their text, and the mesh learns.
 
-Two prefills and two decodes on the sim engine, as processes. The quarantine is told in the decode's record and as an event, both
-the master and a gateway without a master go by it, and nobody loses an instance that is well.
+Two prefills and two decodes on the sim engine, as processes: a round in peace, then the one at fault starts again with a failpoint.
+The quarantine is told in the decode's record and as an event, both the master and a gateway without a master go by it, and nobody
+loses an instance that is well.
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -18,8 +19,7 @@ import pytest
 
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
-from tests.support import fleet
-from tests.support.streams import stream_completion
+from tests.support import fleet, kv_bounds
 from tests.support.waiting import until
 from tests.support.watch import Watch
 
@@ -27,37 +27,45 @@ pytestmark = pytest.mark.timeout(180)
 
 MAX_TOKENS = 6
 PULL_S = 1.0
-GAP_S = 12.0  # the 3 s that a fault may cost, and several times the TTFT that a loaded machine shows without any fault
+F23_S = 3.0  # beyond peace; of F34 it is one more prefill: no more than what took peace its longest
+LOST = {
+    "asking": "what is asked",
+    "hearing": "what is answered",
+    "both ways": "everything",
+}
+
+
+@dataclass
+class Asked:
+    """A mesh that is watched, and the longest silence of a client in each round."""
+
+    watch: Watch
+    streams: fleet.Streams
+    gaps_s: list[float] = field(default_factory=list)
+
+    async def ask(self, n: int) -> None:
+        """`n` requests at once, each of which must end with the right text."""
+        self.watch.num_asked += n
+        self.gaps_s.append(await self.streams.longest_gap_s(n, MAX_TOKENS))
+
+    async def peace_s(self, n: int) -> float:
+        """The longest silence of several rounds of `n`, none of which is kept."""
+        for _ in range(3):
+            await self.ask(n)
+        longest_s = max(self.gaps_s)
+        self.gaps_s.clear()
+        return longest_s
 
 
 @asynccontextmanager
-async def watched_mesh(
-    spec: MeshSpec, directory: Path
-) -> AsyncIterator[tuple[httpx.AsyncClient, Watch]]:
+async def watched_mesh(spec: MeshSpec, directory: Path, seed: int) -> AsyncIterator[Asked]:
+    reference, rng = fleet.Reference.load(directory / "model"), random.Random(seed)
     async with (
         Mesh(spec, directory / "mesh") as mesh,
         httpx.AsyncClient(timeout=60) as client,
         Watch(mesh).on() as watch,
     ):
-        yield client, watch
-
-
-async def ask(
-    watch: Watch, client: httpx.AsyncClient, rng: random.Random, reference: fleet.Reference, n: int
-) -> None:
-    """`n` requests at once, each of which must end with the right text."""
-    watch.num_asked += n
-    prompts = [[rng.randrange(40, 120) for _ in range(rng.randrange(100, 400))] for _ in range(n)]
-    outcomes = await asyncio.gather(
-        *(
-            stream_completion(client, watch.mesh.http_url, prompt, MAX_TOKENS, ignore_eos=True)
-            for prompt in prompts
-        )
-    )
-    for prompt, outcome in zip(prompts, outcomes, strict=True):
-        assert outcome.is_complete, outcome
-        assert outcome.text == reference.text(prompt, MAX_TOKENS)
-        assert outcome.longest_gap_s <= GAP_S
+        yield Asked(watch, fleet.Streams(client, mesh, reference, rng, (100, 400)))
 
 
 @pytest.mark.fault("F34")
@@ -66,69 +74,69 @@ async def test_a_prefill_that_corrupts_kv_is_chosen_no_more_until_it_is_another(
     tmp_path: Path,
 ) -> None:
     """The first bytes of whatever prefill-0 sends are flipped after their checksum was made, as failing memory does."""
-    reference, rng = fleet.Reference.load(tmp_path / "model"), random.Random(34)
-    spec = fleet.two_by_two({"prefill-0": {"PDMESH_PREFILL_FAILPOINT": "prefill.sending=corrupt"}})
-    async with watched_mesh(spec, tmp_path) as (client, watch):
-        mesh = watch.mesh
-
-        async def ask_some(count: int) -> None:
-            await ask(watch, client, rng, reference, count)
+    async with watched_mesh(fleet.two_by_two(), tmp_path, 34) as asked:
+        watch, mesh = asked.watch, asked.watch.mesh
+        peace_s = await asked.peace_s(12)
+        await fleet.arm(mesh, "prefill-0", "prefill.sending=corrupt", stays=True)
 
         everyone = {(d, "prefill-0", "KV_CORRUPT") for d in ("decode-0", "decode-1")}
         while watch.held() != everyone:
-            await ask_some(4)
+            await asked.ask(4)
         await until(lambda: watch.num_errors("KV_SOURCE_QUARANTINED") == 2)
         num_corrupt = watch.num_errors("KV_CORRUPT")
         mark = await watch.all_told()
-        await ask_some(12)
+        await asked.ask(12)
         pairs = await watch.pairs_since(mark, 12)
         assert {prefill for prefill, _ in pairs} == {"prefill-1"}
         assert {decode for _, decode in pairs} == {"decode-0", "decode-1"}, "no decode is out"
         assert watch.num_errors("KV_CORRUPT") == num_corrupt
-        assert _metric(mesh, "decode-0", "pdmesh_kv_sources_held") == 1
+        assert fleet.counted(mesh, ["decode-0"], "pdmesh_kv_sources_held") == 1
+        what = "what prefill-0 sends is corrupt, until nobody asks it"
+        kv_bounds.judge(
+            "F34", what, peace_s=peace_s, took_s=max(asked.gaps_s), bound_s=round(peace_s, 2)
+        )
 
         mesh.kill("master-scheduler", signal.SIGSTOP)  # the gateway ranks by itself
-        await ask_some(6)
+        await asked.ask(6)
         assert watch.num_errors("KV_CORRUPT") == num_corrupt
         mesh.kill("master-scheduler", signal.SIGCONT)
 
         before = mesh.pid("prefill-0")
         mesh.kill("prefill-0", signal.SIGKILL)
-        await until(lambda: mesh.pid("prefill-0") not in (0, before), within_s=30)
+        await until(lambda: mesh.supervisor.pid("prefill-0") not in (None, before))
         await mesh.wait_ready(["prefill-0"], timeout_s=30)
         while watch.num_errors("KV_CORRUPT") == num_corrupt:
-            await ask_some(4)  # another incarnation is trusted again, and found out again
+            await asked.ask(4)  # another incarnation is trusted again, and found out again
 
 
 @pytest.mark.fault("F23")
-@pytest.mark.parametrize("mode", ["whole", "per_layer"])
-async def test_a_pair_that_cannot_exchange_is_avoided_as_a_pair(tmp_path: Path, mode: str) -> None:
-    """What decode-0 asks of prefill-0 is lost, though both hear everybody else: a cut link, seen from the mesh."""
-    reference, rng = fleet.Reference.load(tmp_path / "model"), random.Random(23)
-    spec = fleet.two_by_two(
-        {
-            "decode-0": {
-                "PDMESH_DECODE_FAILPOINT": "decode.asking[prefill-0]=drop",
-                "PDMESH_DECODE_TRANSFER_TIMEOUT_S": str(PULL_S),
-            }
-        },
-        PDMESH_KV_TRANSFER=mode,
-    )
-    async with watched_mesh(spec, tmp_path) as (client, watch):
+@pytest.mark.parametrize(
+    ("mode", "lost"),
+    [("whole", "asking"), ("per_layer", "asking"), ("whole", "hearing"), ("whole", "both ways")],
+)
+async def test_a_pair_that_cannot_exchange_is_avoided_as_a_pair(
+    tmp_path: Path, mode: str, lost: str
+) -> None:
+    """What decode-0 asks of prefill-0 is lost, or what comes back, though both hear everybody else: a cut link, seen from the mesh."""
+    ways = ["asking", "hearing"] if lost == "both ways" else [lost]
+    failpoint = ",".join(f"decode.{way}[prefill-0]=drop" for way in ways)
+    spec = fleet.two_by_two(PDMESH_KV_TRANSFER=mode, PDMESH_DECODE_TRANSFER_TIMEOUT_S=str(PULL_S))
+    async with watched_mesh(spec, tmp_path, 23) as asked:
+        watch = asked.watch
+        peace_s = await asked.peace_s(8)
+        await fleet.arm(watch.mesh, "decode-0", failpoint)
         cut = ("decode-0", "prefill-0", "KV_UNREACHABLE")
         while cut not in watch.held():
-            await ask(watch, client, rng, reference, 4)
+            await asked.ask(4)
         assert watch.held() == {cut}, "nobody else is in quarantine"
         num_failed = watch.num_errors("KV_TRANSFER_FAILED")
         mark = await watch.all_told()
         for _ in range(3):
-            await ask(watch, client, rng, reference, 8)
+            await asked.ask(8)
         pairs = await watch.pairs_since(mark, 24)
         assert ("prefill-0", "decode-0") not in pairs
         assert {prefill for prefill, _ in pairs} == {"prefill-0", "prefill-1"}, "no worker is out"
         assert {decode for _, decode in pairs} == {"decode-0", "decode-1"}
         assert watch.num_errors("KV_TRANSFER_FAILED") == num_failed, "no storm of retries"
-
-
-def _metric(mesh: Mesh, process: str, name: str) -> float:
-    return sum(value for n, _, value in fleet.samples(mesh, process) if n == name)
+        what = f"between decode-0 and prefill-0 is lost, {mode}: {LOST[lost]}"
+        kv_bounds.judge("F23", what, peace_s=peace_s, took_s=max(asked.gaps_s), bound_s=F23_S)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import re
 import urllib.request
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
+import httpx
 from tokenizers import Tokenizer
 
 from pdmesh.engine.base import Sampling
@@ -22,6 +25,7 @@ from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.v1.instance_service_pb2 import GetStatusRequest, GetStatusResponse
 from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
 from tests.support.sim_reference import sim_reference
+from tests.support.streams import stream_completion
 from tests.support.waiting import until
 
 INSTANCES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -62,6 +66,51 @@ class Reference:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).rstrip("\ufffd")
 
 
+@dataclass(frozen=True)
+class Streams:
+    """Streams of prompts that share nothing, of these lengths, each of which must end with its text."""
+
+    client: httpx.AsyncClient
+    mesh: Mesh
+    reference: Reference
+    rng: random.Random
+    lengths: tuple[int, int]
+
+    async def longest_gap_s(self, num_streams: int, max_tokens: int) -> float:
+        """The longest silence that one of so many at once has seen, its first token included."""
+        prompts = [
+            [self.rng.randrange(40, 120) for _ in range(self.rng.randrange(*self.lengths))]
+            for _ in range(num_streams)
+        ]
+        url = self.mesh.http_url
+        outcomes = await asyncio.gather(
+            *(
+                stream_completion(self.client, url, prompt, max_tokens, ignore_eos=True)
+                for prompt in prompts
+            )
+        )
+        for prompt, outcome in zip(prompts, outcomes, strict=True):
+            assert outcome.is_complete, outcome
+            assert outcome.text == self.reference.text(prompt, max_tokens)
+        return max(outcome.longest_gap_s for outcome in outcomes)
+
+
+async def arm(mesh: Mesh, name: str, failpoint: str, *, stays: bool = False) -> int:
+    """Start a process again with a failpoint, and wait until all are ready; its pid.
+
+    The one that replaces it, should it die of that, has none, unless the failpoint `stays`.
+    """
+    process = mesh.supervisor.specs[name]
+    setting = f"PDMESH_{process.service.replace('-', '_').upper()}_FAILPOINT"
+    env = {**process.env, setting: failpoint}
+    await mesh.supervisor.stop(name)
+    mesh.supervisor.start(replace(process, env=env))
+    if not stays:
+        del env[setting]  # the process has its copy
+    await mesh.wait_ready(timeout_s=30)
+    return mesh.pid(name)
+
+
 async def status(address: str) -> GetStatusResponse | None:
     async with rpc.channel(address) as channel:
         try:
@@ -87,7 +136,7 @@ async def held(mesh: Mesh) -> dict[str, str]:
     """What any instance still holds for a request: empty when all is given back."""
     found: dict[str, str] = {}
     known = await addresses(mesh)
-    for name in INSTANCES:
+    for name in (n for n in INSTANCES if n in mesh.names):
         answer = await status(known[name]) if name in known else None
         if answer is None:
             found[name] = "no answer"
@@ -121,6 +170,16 @@ async def until_nothing_held(mesh: Mesh, within_s: float) -> None:
 
 
 _SAMPLE = re.compile(r"^(?P<name>[a-z_:]+)(?:\{(?P<labels>[^}]*)\})? (?P<value>[0-9.e+-]+)$")
+
+
+def counted(mesh: Mesh, processes: Iterable[str], metric: str, **labels: str) -> float:
+    """A counter's sum over processes and labels."""
+    return sum(
+        value
+        for process in processes
+        for name, found, value in samples(mesh, process)
+        if name == metric and labels.items() <= found.items()
+    )
 
 
 def samples(mesh: Mesh, process: str) -> Iterator[tuple[str, Mapping[str, str], float]]:

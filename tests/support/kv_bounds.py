@@ -34,7 +34,7 @@ class Measured:
 
 def judge(fault: str, what: str, *, peace_s: float = 0.0, took_s: float, bound_s: float) -> None:
     """Fails if it took longer than the bound allows; recorded either way, where the make target asks for it."""
-    measured = Measured(fault, what, round(peace_s, 2), round(took_s, 2), bound_s)
+    measured = Measured(fault, what, round(peace_s, 3), round(took_s, 3), bound_s)
     if directory := os.environ.get("KILL_MATRIX_DIR"):
         path = Path(directory) / "kv" / f"{fault}-{time.monotonic_ns()}.json"
         path.parent.mkdir(exist_ok=True)

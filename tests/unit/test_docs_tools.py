@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from tools import coverage_doc, telemetry_doc
+from tools import coverage_doc, kill_matrix_doc, telemetry_doc
 
 
 def test_marks_of_the_module_the_class_and_the_test_all_count() -> None:
@@ -53,3 +54,19 @@ def test_make_help_lists_every_target() -> None:
     phony = re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)
     assert phony
     assert set(phony[1].split()) == set(re.findall(r"^([a-z0-9-]+):.*## ", text, re.MULTILINE))
+
+
+def test_each_table_of_the_kill_matrix_is_replaced_by_its_own_results_and_the_dearest_run_is_told(
+    tmp_path: Path,
+) -> None:
+    def run(what: str, took_s: float) -> str:
+        row = {"fault": "F2", "what": what, "peace_s": 0.5, "took_s": took_s}
+        return json.dumps(row | {"bound_s": 3.0, "allowed_s": 4.5})
+
+    (tmp_path / "kv").mkdir()
+    for number, took_s in enumerate((0.7, 2.1, 0.9)):
+        (tmp_path / "kv" / f"{number}.json").write_text(run("it dies", took_s))
+    page = kill_matrix_doc.page("# Processes\n\n| nats | 1 |\n", tmp_path)
+    assert page.startswith("# Processes\n\n| nats | 1 |\n\n## Faults of KV")
+    assert page.endswith("|\n| F2 | it dies | 0.5 | 2.1 | 3.0 | 4.5 |\n")
+    assert kill_matrix_doc.page(page, tmp_path) == page

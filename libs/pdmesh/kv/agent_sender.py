@@ -314,5 +314,7 @@ class SenderHalf:
             self._num_fetches -= 1
             staged.unpin(staged.blocks)
             return
+        if reason is CloseReason.TAKEN:
+            failpoints.hit("prefill.acked")
         shown = CloseReason.FAILED if self._is_closing else reason
         self._on_closed(TicketClosed(ticket_id, shown.value))
