@@ -37,7 +37,7 @@ from pdmesh.core.request_types import (
     TicketHeld,
 )
 from pdmesh.core.retry_budget import RetryBudget
-from pdmesh.errors import EngineFailed
+from pdmesh.errors import EngineFailed, KvTransferFailed
 
 pytestmark = pytest.mark.req("S48", "S51")
 
@@ -83,6 +83,48 @@ def test_the_decode_that_waits_goes_on_from_token_1() -> None:
     assert life.request.decode_id == "d0"
     assert life.say(KvReceived(DECODE)) == [ForgetLeg(PREFILL)]
     assert life.say(DecodeTokens(DECODE, (8,))) == [EmitTokens((8,))]
+
+
+@pytest.mark.fault("F3")
+def test_a_prefill_that_dies_when_all_its_kv_was_sent_is_not_replaced() -> None:
+    """Its death is heard before the decode's word that it has the KV."""
+    life = Life()
+    life.say(LegAccepted(DECODE))
+    life.first_token()
+    assert life.say(LegLost(PREFILL)) == []
+    assert life.say(KvReceived(DECODE)) == [ForgetLeg(PREFILL)]
+    life.now = 2.0
+    assert life.say(Tick()) == []
+    assert life.request.num_migrations == 0
+    assert life.request.push_token(DECODE, 8, life.now)
+
+
+@pytest.mark.fault("F2")
+def test_a_prefill_that_dies_with_its_kv_is_replaced_when_the_decode_does_not_say_that_it_has_it() -> (
+    None
+):
+    life = Life()
+    life.say(LegAccepted(DECODE))
+    life.first_token()
+    life.say(LegLost(PREFILL))
+    assert life.request.wake_at == 0.5
+    life.now = 0.5
+    assert life.say(Tick()) == [ForgetLeg(PREFILL), AbortLeg(DECODE), AskPlan(2, 1, ("p0",))]
+
+
+@pytest.mark.fault("F2")
+@pytest.mark.parametrize(
+    "word",
+    [LegRejected(DECODE), LegFailed(DECODE, KvTransferFailed("gone", reason="KV_PEER_LOST"))],
+)
+def test_nor_does_anybody_wait_once_the_decode_says_that_it_has_it_not(word: Event) -> None:
+    life = Life()
+    life.first_token()
+    life.say(LegLost(PREFILL))
+    effects = life.say(word)
+    assert isinstance(effects[-1], AskPlan)
+    assert "p0" in effects[-1].excluded
+    assert ForgetLeg(PREFILL) in effects
 
 
 def test_the_kv_may_be_there_before_token_1() -> None:

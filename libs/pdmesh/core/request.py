@@ -284,6 +284,8 @@ class Request(RequestState):
         effects, to = self._close_leg()
         self.num_rejections += 1
         self._last_error = self._after_rejection(event)
+        if self._kv_by < math.inf:
+            return effects + self._lose_ticket(now)
         if event.is_final or event.is_too_long:
             self._excluded[to.instance_id] = None
             self._decodes = [c for c in self._decodes if c is not to]
@@ -301,7 +303,7 @@ class Request(RequestState):
         if self._ticket is None:
             return []
         assert self._leg is not None
-        key, self._ticket = self._ticket.key, None
+        key, self._ticket, self._kv_by = self._ticket.key, None, math.inf
         self._decoding_key = self._leg.key
         return [ForgetLeg(key)]
 
@@ -374,7 +376,16 @@ class Request(RequestState):
         ticket = self._ticket
         if ticket is None or not isinstance(event, LegLost | LegFailed) or event.key != ticket.key:
             return []
-        self._ticket = None
+        if self._leg is None:
+            return self._lose_ticket(now)
+        # The decode may have had all of it, and its word be on the way: a second prefill would be for nothing (F3).
+        self._kv_by = min(self._kv_by, now + self._limits.had_kv_s)
+        return []
+
+    def _lose_ticket(self, now: float) -> list[Effect]:
+        """Its holder is gone, and nobody has the KV."""
+        assert self._ticket is not None
+        ticket, self._ticket, self._kv_by = self._ticket, None, math.inf
         error = InstanceLost("the prefill with the KV went away", reason="UPSTREAM_FAILED")
         lost: list[Effect] = [ForgetLeg(ticket.key)]
         return lost + self._lose(error, (ticket.holder.instance_id,), now)
@@ -408,6 +419,8 @@ class Request(RequestState):
             return []
         if now >= self._deadline:
             return self._end(Fail(DeadlineExceeded("the request took too long")))
+        if now >= self._kv_by:
+            return self._lose_ticket(now)
         match self.phase:
             case Phase.PLANNING:
                 return self._end(Fail(self._last_error or self._overloaded()))

@@ -80,6 +80,7 @@ class RequestState:
         "_decoding_key",
         "_early",
         "_excluded",
+        "_kv_by",
         "_last_error",
         "_leg",
         "_leg_began_at",
@@ -152,6 +153,9 @@ class RequestState:
         self._last_error: MeshError | None = None
         self._deadline = self._ttft_by = self._answer_by = self._retry_at = math.inf
         self._prefill_by = math.inf
+        self._kv_by = (
+            math.inf
+        )  # the ticket's holder is lost; the decode may have the KV and say so until then
         self._retry_s = limits.retry_s
         self._progress_at = 0.0
 
@@ -166,14 +170,14 @@ class RequestState:
             case Phase.PREFILL_OFFERED:
                 due = min(self._answer_by, self._ttft_by)
             case Phase.DECODE_OFFERED:
-                due = self._answer_by
+                due = min(self._answer_by, self._kv_by)
             case Phase.WAITING_PREFILL | Phase.WAITING_PLAN:
                 due = min(self._retry_at, self._ttft_by)
             case Phase.WAITING_DECODE:
                 assert self._ticket is not None
                 due = min(self._retry_at, self._ticket.until)
             case Phase.DECODING:
-                due = self._progress_at + self._limits.stall_s
+                due = min(self._progress_at + self._limits.stall_s, self._kv_by)
             case Phase.PREFILLING:
                 answer_by = self._early.answer_by if self._early is not None else math.inf
                 due = min(self._prefill_by, answer_by)
@@ -203,6 +207,7 @@ class RequestState:
         assert self._early is None or self.phase is Phase.PREFILLING
         if self.phase in {Phase.DECODE_OFFERED, Phase.WAITING_DECODE}:
             assert self._ticket is not None, self.phase
+        assert self._kv_by == math.inf or (has_leg and self._ticket is not None)
         assert len(self.emitted) <= self._max_tokens
         assert (self.outcome is not None) == (self.phase is Phase.ENDED)
         assert self.num_migrations <= self._limits.max_migrations
@@ -235,8 +240,13 @@ class RequestState:
             effects += self._early.drop()
             self._early = None
         if self._ticket is not None:
-            effects.append(ReleaseTicket(self._ticket.key, self._ticket.held.ticket_id))
-        self._leg, self._ticket, self._decoding_key = None, None, 0
+            ticket, is_lost = self._ticket, self._kv_by < math.inf
+            effects.append(
+                ForgetLeg(ticket.key)
+                if is_lost
+                else ReleaseTicket(ticket.key, ticket.held.ticket_id)
+            )
+        self._leg, self._ticket, self._decoding_key, self._kv_by = None, None, 0, math.inf
         return effects
 
     def _end(self, outcome: Complete | Fail | Cancelled) -> list[Effect]:

@@ -49,6 +49,9 @@ class RequestLimits:
     prefill_token_s: float = 0.005  # the slowest pace, per prompt token, that is still progress
     answer_s: float = 3.0  # an instance accepts or rejects within it
     stall_s: float = 5.0  # between two tokens of an accepted decode
+    had_kv_s: float = (
+        0.5  # a decode says within it that it had all KV of an instance that is lost (F3)
+    )
     retry_s: float = 0.25  # while waiting, ask for a new plan at least this often (doubles to 2 s)
     max_migrations: int = 3
     max_deaths: int = 2  # of instances while they had it; then it is the request's own doing (F38)
