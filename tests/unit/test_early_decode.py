@@ -115,7 +115,12 @@ def test_a_prefill_that_dies_with_its_kv_is_replaced_when_the_decode_does_not_sa
 @pytest.mark.fault("F2")
 @pytest.mark.parametrize(
     "word",
-    [LegRejected(DECODE), LegFailed(DECODE, KvTransferFailed("gone", reason="KV_PEER_LOST"))],
+    [
+        LegRejected(DECODE),
+        LegRejected(DECODE, is_final=True),
+        LegFailed(DECODE, KvTransferFailed("gone", reason="KV_PEER_LOST")),
+        LegLost(DECODE),
+    ],
 )
 def test_nor_does_anybody_wait_once_the_decode_says_that_it_has_it_not(word: Event) -> None:
     life = Life()
@@ -123,7 +128,7 @@ def test_nor_does_anybody_wait_once_the_decode_says_that_it_has_it_not(word: Eve
     life.say(LegLost(PREFILL))
     effects = life.say(word)
     assert isinstance(effects[-1], AskPlan)
-    assert "p0" in effects[-1].excluded
+    assert set(effects[-1].excluded) == {"p0"} | ({"d0"} if word != LegRejected(DECODE) else set())
     assert ForgetLeg(PREFILL) in effects
 
 

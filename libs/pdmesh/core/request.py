@@ -284,13 +284,13 @@ class Request(RequestState):
         effects, to = self._close_leg()
         self.num_rejections += 1
         self._last_error = self._after_rejection(event)
-        if self._kv_by < math.inf:
-            return effects + self._lose_ticket(now)
         if event.is_final or event.is_too_long:
             self._excluded[to.instance_id] = None
             self._decodes = [c for c in self._decodes if c is not to]
         else:
             self._tried += 1
+        if self._kv_by < math.inf:
+            return effects + self._lose_ticket(now)
         return effects + self._offer_decode(now)
 
     def _on_kv_received(self, event: Event, now: float) -> list[Effect]:
@@ -392,6 +392,9 @@ class Request(RequestState):
 
     def _lose(self, error: MeshError, excluded: Sequence[str], now: float) -> list[Effect]:
         """Go on elsewhere with what was emitted, within the bounds, or end with a clear error."""
+        if self._kv_by < math.inf:
+            assert self._ticket is not None
+            excluded = (*excluded, self._ticket.holder.instance_id)
         effects = self._drop_all()
         done = self._reason_if_complete()
         if done is not None:
