@@ -120,6 +120,7 @@ async def test_a_new_engine_is_served_by_the_file_store(
         await host.until_idle()
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S76", "S77", "S68")
 async def test_another_engines_host_pool_serves_what_that_one_computed(
     pair: Pair, reference: Reference, model_dir: Path
@@ -204,6 +205,7 @@ async def test_two_ranks_load_the_same_blocks_each_from_its_own_pool_and_files(
     assert len({path.parent.parent.parent for path in tmp_path.rglob("*.kv")}) == 2, "by rank"
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S77")
 async def test_the_comparison_fails_when_the_kv_from_the_pool_is_zeroed(
     pair: Pair, reference: Reference, model_dir: Path

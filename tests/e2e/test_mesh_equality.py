@@ -150,6 +150,7 @@ async def test_every_token_comes_with_its_log_probability(mesh: Mesh) -> None:
         assert sum(len(g.token_logprobs or ()) for g in given if g is not None) == 6
 
 
+@pytest.mark.nightly
 @pytest.mark.req("S72")
 async def test_fusion_answers_as_plain_vllm_does(
     reference: Reference, model_dir: Path, tmp_path: Path
