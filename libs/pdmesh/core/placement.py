@@ -47,9 +47,7 @@ class Plan:
     group_id: str
     prefills: tuple[Candidate, ...]
     decodes: tuple[Candidate, ...]
-    prompt_compute_s: float = (
-        0.0  # predicted for the best prefill, with nothing cached; 0: not known
-    )
+    prompt_compute_s: float = 0.0  # predicted, with nothing cached; 0: not known
 
 
 @dataclass(frozen=True, slots=True)

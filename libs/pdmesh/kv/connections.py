@@ -159,13 +159,15 @@ class Peers:
         return {kind.__name__.lower(): count for kind, count in self._num_sent.items()}
 
     def add(self, connection: KvConnection) -> None:
-        self._by_key[connection.key] = connection
-        self._on_change(len(self))
+        """Idempotent: each pull says so of the connection that it is on."""
+        if connection.key not in self._by_key:
+            self._by_key[connection.key] = connection
+            self._on_change(len(self))
 
     def remove(self, connection: KvConnection) -> None:
-        self._by_key.pop(connection.key, None)
         self._pool.remove(connection)
-        self._on_change(len(self))
+        if self._by_key.pop(connection.key, None) is not None:
+            self._on_change(len(self))
 
     def get(self, key: int) -> KvConnection | None:
         return self._by_key.get(key)
