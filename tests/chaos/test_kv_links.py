@@ -10,6 +10,7 @@ import asyncio
 import random
 import statistics
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -43,16 +44,7 @@ def spec_with(failpoint: str) -> MeshSpec:
 
 
 def one_pair(service_env: dict[str, dict[str, str]], **env: str) -> MeshSpec:
-    return MeshSpec(
-        engine="sim",
-        num_prefill=1,
-        num_decode=1,
-        http_port=0,
-        grpc_port=0,
-        env={**KV, **env},
-        service_env=service_env,
-        start_timeout_s=60,
-    )
+    return replace(fleet.two_by_two(service_env, **KV | env), num_prefill=1, num_decode=1)
 
 
 async def stream_all(
