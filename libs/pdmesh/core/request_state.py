@@ -155,7 +155,7 @@ class RequestState:
         self._prefill_by = math.inf
         self._kv_by = (
             math.inf
-        )  # the ticket's holder is lost; the decode may have the KV and say so until then
+        )  # the ticket's holder is lost; a decode says until then if it has the KV
         self._retry_s = limits.retry_s
         self._progress_at = 0.0
 
@@ -241,11 +241,8 @@ class RequestState:
             self._early = None
         if self._ticket is not None:
             ticket, is_lost = self._ticket, self._kv_by < math.inf
-            effects.append(
-                ForgetLeg(ticket.key)
-                if is_lost
-                else ReleaseTicket(ticket.key, ticket.held.ticket_id)
-            )
+            release = ReleaseTicket(ticket.key, ticket.held.ticket_id)
+            effects.append(ForgetLeg(ticket.key) if is_lost else release)
         self._leg, self._ticket, self._decoding_key, self._kv_by = None, None, 0, math.inf
         return effects
 
