@@ -153,9 +153,8 @@ class RequestState:
         self._last_error: MeshError | None = None
         self._deadline = self._ttft_by = self._answer_by = self._retry_at = math.inf
         self._prefill_by = math.inf
-        self._kv_by = (
-            math.inf
-        )  # the ticket's holder is lost; a decode says until then if it has the KV
+        # The ticket's holder is lost: a decode says until then if it has the KV.
+        self._kv_by = math.inf
         self._retry_s = limits.retry_s
         self._progress_at = 0.0
 
