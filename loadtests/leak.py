@@ -56,8 +56,8 @@ _HELD: Final = "pdmesh_kv_engine_blocks_free"  # and not held by any
 _ZERO: Final = (
     "pdmesh_slots_used",
     "pdmesh_kv_tickets",
-    "pdmesh_kv_staging_bytes_used",
-    "pdmesh_kv_landing_bytes_used",
+    "pdmesh_kv_staging_used",
+    "pdmesh_kv_landing_used",
     "pdmesh_kv_retrievals",
     "pdmesh_kv_pulls_queued",
     "pdmesh_kv_tier_leased_blocks",

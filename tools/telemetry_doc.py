@@ -5,13 +5,17 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Final
 
 _NAMES: Final = Path("libs/pdmesh/telemetry/names.py")
 _ROOTS: Final = ("libs/pdmesh", "services")
+_VALUES: Final = ("PROVIDER",)  # what an attribute is set to, not a name
 
 _INTRO: Final = """\
 # Telemetry
@@ -28,36 +32,46 @@ OTLP endpoint no span is recorded, but trace ids are made and passed on, so that
 """
 
 
-def sections(source: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """The comment above each block of constants, with its (constant, name) pairs."""
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A name of `names.py`, and the comment beside it, also where it takes several lines."""
+
+    constant: str
+    name: str
+    comment: str = ""
+
+
+def sections(source: str) -> Iterator[tuple[str, list[Constant]]]:
+    """The comment above each block of constants, with the constants."""
+    found = dict(_constants(source))
     title = ""
-    pairs: list[tuple[str, str]] = []
-    for line in source.splitlines():
+    block: list[Constant] = []
+    for number, line in enumerate(source.splitlines(), 1):
         if line.startswith("# "):
-            if pairs:
-                yield title, pairs
-            title, pairs = line.removeprefix("# ").rstrip("."), []
-        elif pair := _constant(line):
-            pairs.append(pair)
-    if pairs:
-        yield title, pairs
+            if block:
+                yield title, block
+            title, block = line.removeprefix("# ").rstrip("."), []
+        elif number in found:
+            block.append(found[number])
+    if block:
+        yield title, block
 
 
-def comments(source: str) -> Iterator[tuple[str, str]]:
-    """The comment beside a constant."""
-    for line in source.splitlines():
-        if (pair := _constant(line)) and "  # " in line:
-            yield pair[0], line.rpartition("  # ")[2]
-
-
-def _constant(line: str) -> tuple[str, str] | None:
-    try:
-        match ast.parse(line).body:
-            case [ast.AnnAssign(target=ast.Name(id=constant), value=ast.Constant(value=str(name)))]:
-                return constant, name
-    except SyntaxError:
-        pass
-    return None
+def _constants(source: str) -> Iterator[tuple[int, Constant]]:
+    """With the line that each begins on."""
+    tokens = tokenize.generate_tokens(StringIO(source).readline)
+    comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    for node in ast.parse(source).body:
+        match node:
+            case ast.AnnAssign(
+                target=ast.Name(id=constant),
+                value=ast.Constant(value=str(name)),
+                end_lineno=int(end),
+            ):
+                beside = [
+                    comments[line] for line in range(node.lineno, end + 1) if line in comments
+                ]
+                yield node.lineno, Constant(constant, name, " ".join(beside))
 
 
 def users(constant: str, sources: dict[Path, str]) -> list[str]:
@@ -65,19 +79,31 @@ def users(constant: str, sources: dict[Path, str]) -> list[str]:
     return [str(path) for path, text in sources.items() if used.search(text)]
 
 
+_KINDS: Final = {"total": "counter", "_gauge": "gauge"}  # others are called as they are
+
+
 def meanings(source: str) -> Iterator[tuple[str, str]]:
-    """What instruments are made with: `counter(names.X, "help", ...)`, or a tuple of the same for a list of gauges."""
+    """What instruments are made with: `counter(names.X, "help", ...)`, or a tuple of the same for a
+    list of gauges."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Call(
                 func=ast.Attribute(attr=kind),
                 args=[ast.Attribute(attr=constant), ast.Constant(value=str(help_text)), *_],
             ):
-                yield constant, f"{help_text} ({kind})"
+                yield constant, f"{help_text} ({_KINDS.get(kind, kind)})"
             case ast.Tuple(
                 elts=[ast.Attribute(attr=constant), ast.Constant(value=str(help_text)), *_]
             ):
                 yield constant, f"{help_text} (gauge)"
+
+
+def meaning_of(constant: Constant, helps: Collection[str]) -> str:
+    """The help of its instruments, or the comment beside it. Raises ValueError if it has two texts."""
+    texts = [*helps, *([constant.comment] if constant.comment else [])]
+    if len(texts) > 1:
+        raise ValueError(f"{constant.constant} is explained more than once: {texts}")
+    return texts[0] if texts else ""
 
 
 def document() -> str:
@@ -87,15 +113,17 @@ def document() -> str:
         for path in sorted(Path(root).rglob("*.py"))
         if path != _NAMES
     }
-    known: dict[str, dict[str, None]] = defaultdict(dict)
-    for text in (_NAMES.read_text(), *sources.values()):
-        for constant, meaning in (*comments(text), *meanings(text)):
-            known[constant][meaning] = None
+    helps: dict[str, set[str]] = defaultdict(set)
+    for text in sources.values():
+        for constant, meaning in meanings(text):
+            helps[constant].add(meaning)
     parts = [_INTRO]
-    for title, pairs in sections(_NAMES.read_text()):
+    for title, block in sections(_NAMES.read_text()):
         rows = [
-            f"| `{name}` | {'; '.join(known[c])} | {', '.join(users(c, sources))} |"
-            for c, name in pairs
+            f"| `{c.name}` | {meaning_of(c, helps[c.constant])} | "
+            f"{', '.join(users(c.constant, sources))} |"
+            for c in block
+            if c.constant not in _VALUES
         ]
         heads = ["| name | what | in |", "| --- | --- | --- |"]
         parts.append("\n".join([f"\n## {title}\n", *heads, *rows]) + "\n")

@@ -43,7 +43,9 @@ from services.gateway.spec import CallSpec
 _scenarios = metrics.counter(
     names.SCENARIO_CHOSEN, "Calls by what chose their scenario: its label, a rule, or nothing"
 )
-_ttft_slo = metrics.counter(names.TTFT_SLO, "Calls by whether their first token came in time")
+_ttft_slo = metrics.counter(
+    names.TTFT_SLO, "Calls by scenario, and by whether their first token came in time: met, missed"
+)
 _UNBOUNDED: Final = 1 << 31
 _BY_LABEL: Final = MappingProxyType({"by": "label"})  # clients may send any: not told apart
 _BY_DEFAULT: Final = MappingProxyType({"by": "default"})

@@ -164,16 +164,18 @@ class Gateway:
             yield self._planner.num_planned, {"source": "master"}
             yield self._planner.num_fallbacks, {"source": "fallback"}
 
-        metrics.gauge(names.WAITING_REQUESTS, "Choices waiting for a slot", self._room.depths)
+        metrics.gauge(
+            names.WAITING_REQUESTS, "Choices waiting for a slot, by priority", self._room.depths
+        )
         metrics.gauge(
             names.GATEWAY_POISON, "Prompts that instances died of", lambda: len(self._poison)
         )
         metrics.gauge(
             names.GATEWAY_CONNECTIONS, "Open HTTP connections", lambda: self._bounds.num_open
         )
-        metrics.gauge(
+        metrics.total(
             names.GATEWAY_CONNECTIONS_REFUSED,
-            "HTTP connections refused so far, one address having too many or all together",
+            "HTTP connections refused: one address had too many, or all together",
             lambda: self._bounds.num_refused,
         )
         metrics.gauge(
@@ -190,7 +192,7 @@ class Gateway:
         metrics.gauge(names.REQUESTS_IN_FLIGHT, "Open calls", lambda: self.frontend.num_calls)
         metrics.gauge(names.GATEWAY_SESSIONS, "Sessions with instances", sessions)
         metrics.gauge(names.GATEWAY_LEGS, "Open legs over all sessions", legs)
-        metrics.gauge(names.GATEWAY_PLANS, "Plans so far, by source", plans)
+        metrics.total(names.GATEWAY_PLANS, "Plans, by source: master, fallback", plans)
 
 
 def _http_app(

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 import structlog
 from opentelemetry import trace
-from opentelemetry.trace import Span, StatusCode
+from opentelemetry.trace import Span, SpanKind, StatusCode
 
 from pdmesh.core.request import Request
 from pdmesh.events.v1.events_pb2 import RequestFinished
@@ -37,7 +37,15 @@ _rejections = metrics.histogram(
 _migrations = metrics.counter(names.REQUEST_MIGRATIONS, "Choices planned again after a lost leg")
 _duration = metrics.histogram(names.REQUEST_DURATION, "From acceptance to the last token")
 _ttft = metrics.histogram(names.TIME_TO_FIRST_TOKEN, "From acceptance to the first token")
-_tpot = metrics.histogram(names.TIME_PER_OUTPUT_TOKEN, "Mean time between output tokens")
+_tpot = metrics.histogram(
+    names.TIME_PER_OUTPUT_TOKEN,
+    "Mean time between output tokens",
+    # Those of the semantic conventions, and as many again where fast models are: 1 to 10 ms.
+    buckets=(
+        0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04,
+        0.05, 0.06, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    ),
+)  # fmt: skip
 _tokens = metrics.counter(names.GATEWAY_TOKENS, "Tokens by direction")
 _dropped = metrics.counter(names.GATEWAY_EVENTS_DROPPED, "RequestFinished events not published")
 
@@ -90,7 +98,7 @@ class Observer:
                 await self._publisher.publish(self._subject, event)
 
     def start_span(self, spec: CallSpec, traceparent: str) -> Span:
-        name = names.SPAN_CHAT if spec.operation == "chat" else names.SPAN_COMPLETION
+        name = names.SPAN_CALL.format(operation=spec.operation, model=spec.model)
         return traces.start_root(name, traceparent)
 
     def on_accepted(self, spec: CallSpec) -> None:
@@ -108,13 +116,18 @@ class Observer:
         report.span.end()
 
     def _count(self, report: CallReport, times: _Times) -> None:
-        model = {names.ATTR_REQUEST_MODEL: report.spec.model}
+        kind = {
+            names.ATTR_OPERATION: report.spec.operation,
+            names.ATTR_PROVIDER: names.PROVIDER,
+            names.ATTR_REQUEST_MODEL: report.spec.model,
+        }
+        failure = {names.ATTR_ERROR_TYPE: report.reason} if report.outcome == "failed" else {}
         _requests.add(1, {names.ATTR_OUTCOME: report.outcome, names.ATTR_REASON: report.reason})
-        _duration.record(times.e2e_s, model)
+        _duration.record(times.e2e_s, kind | failure)
         if times.ttft_s:
-            _ttft.record(times.ttft_s, model)
+            _ttft.record(times.ttft_s, kind)
         if report.num_completion_tokens > len(report.cores):
-            _tpot.record(times.per_token_s, model)
+            _tpot.record(times.per_token_s, kind)
         _tokens.add(report.num_prompt_tokens, {"direction": "input"})
         _tokens.add(report.num_completion_tokens, {"direction": "output"})
         _rejections.record(times.num_rejections)
@@ -216,6 +229,7 @@ def _finish_spans(report: CallReport) -> None:
     """Attributes of the root, and a child for each choice's planning: instances make the spans of their legs."""
     span = report.span
     span.set_attribute(names.ATTR_OPERATION, report.spec.operation)
+    span.set_attribute(names.ATTR_PROVIDER, names.PROVIDER)
     span.set_attribute(names.ATTR_REQUEST_MODEL, report.spec.model)
     span.set_attribute(names.ATTR_INPUT_TOKENS, report.num_prompt_tokens)
     span.set_attribute(names.ATTR_OUTPUT_TOKENS, report.num_completion_tokens)
@@ -230,7 +244,7 @@ def _finish_spans(report: CallReport) -> None:
     for timings in report.timings:
         if 0 < timings.submitted <= timings.planned:
             plan = traces.tracer().start_span(
-                names.SPAN_PLAN, context=context, start_time=to_unix_ns(timings.submitted)
+                names.SPAN_PLAN, context, SpanKind.CLIENT, start_time=to_unix_ns(timings.submitted)
             )
             plan.end(end_time=to_unix_ns(timings.planned))
 

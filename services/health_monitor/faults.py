@@ -268,4 +268,8 @@ class FaultWatch:
 
 
 def observe(watch: FaultWatch) -> None:
-    metrics.gauge(names.HEALTH_FAULTS, "Instances that are not well, by level", watch.counts)
+    metrics.gauge(
+        names.HEALTH_FAULTS,
+        "Instances that are not well, by level, and why held back",
+        watch.counts,
+    )

@@ -124,11 +124,14 @@ def _observe(parts: KvCacheIndex) -> None:
     metrics.gauge(
         names.INDEX_BLOCKS, "Blocks indexed, over all instances", lambda: index.num_blocks
     )
-    metrics.gauge(
+    metrics.total(
         names.INDEX_EVICTED, "Entries forgotten for lack of room", lambda: index.num_evicted
     )
     metrics.gauge(
-        names.INDEX_AGE, "For how long known deltas have been missing", parts.feed.age_s, "s"
+        names.INDEX_AGE,
+        "For how long known deltas have been missing, at the worst instance; 0: none are",
+        parts.feed.age_s,
+        "s",
     )
     metrics.gauge(
         names.INDEX_STORE_PENDING, "Instances not yet written", lambda: parts.mirror.num_pending

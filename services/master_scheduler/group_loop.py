@@ -322,7 +322,9 @@ class GroupLoop:
                 for role in group.counts
             ]
 
-        metrics.gauge(names.GROUP_WANTED, "Instances that a group shall have, by role", counts)
+        metrics.gauge(
+            names.GROUP_WANTED, "Instances that a group shall have, by group and role", counts
+        )
         metrics.gauge(
             names.GROUP_STATE,
             "1 for the state that a group is in",

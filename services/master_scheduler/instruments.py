@@ -71,8 +71,15 @@ def observe_backpressure(backpressure: Backpressure) -> None:
 
 
 def observe_index(index: PrefixIndex, feed: IndexFeed) -> None:
-    metrics.gauge(names.INDEX_BLOCKS, "Blocks indexed", lambda: index.num_blocks)
     metrics.gauge(
+        names.INDEX_BLOCKS, "Blocks indexed, over all instances", lambda: index.num_blocks
+    )
+    metrics.total(
         names.INDEX_EVICTED, "Entries forgotten for lack of room", lambda: index.num_evicted
     )
-    metrics.gauge(names.INDEX_AGE, "For how long known deltas have been missing", feed.age_s, "s")
+    metrics.gauge(
+        names.INDEX_AGE,
+        "For how long known deltas have been missing, at the worst instance; 0: none are",
+        feed.age_s,
+        "s",
+    )

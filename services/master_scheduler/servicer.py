@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import grpc
 import structlog
+from opentelemetry.trace import SpanKind
 
 from pdmesh.core.backpressure import Backpressure
 from pdmesh.core.fleet import Fleet, Instance
@@ -86,12 +87,12 @@ class SchedulerServicer:
         return epoch
 
     def _plan(self, query: pb.PlanQuery, region: str = "") -> pb.PlanResult:
-        if not query.traceparent.endswith(
-            "1"
-        ):  # a span that nobody records costs as much as the plan
+        parent = traces.sampled_context(query.traceparent)
+        if parent is None:  # a span that nobody records costs as much as the plan
             return self._plan_untraced(query, region)
-        parent = traces.context_from(query.traceparent)
-        with traces.tracer().start_as_current_span(names.SPAN_PLAN, context=parent) as span:
+        with traces.tracer().start_as_current_span(
+            names.SPAN_PLAN, parent, SpanKind.SERVER
+        ) as span:
             span.set_attribute(names.ATTR_REQUEST_ID, query.request_id)
             result = self._plan_untraced(query, region)
             span.set_attribute(names.ATTR_GROUP_ID, result.group_id)

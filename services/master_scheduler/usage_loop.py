@@ -124,8 +124,11 @@ class UsageLoop:
                 for each in used
             ]
 
-        metrics.gauge(
-            names.USAGE, "Seconds that instances were there for, over all leaders", seconds, "s"
+        metrics.total(
+            names.USAGE,
+            "Seconds that instances were there for, by service, scenario, group and pool",
+            seconds,
+            "s",
         )
 
 

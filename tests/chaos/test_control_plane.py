@@ -282,7 +282,7 @@ def planned_by_master(world: World) -> float:
     return sum(
         value
         for name, labels, value in fleet.samples(world.mesh, "gateway-0")
-        if name.startswith("pdmesh_gateway_plans") and labels.get("source") == "master"
+        if name.startswith("pdmesh_gateway_plans_total") and labels.get("source") == "master"
     )
 
 

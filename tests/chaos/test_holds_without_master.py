@@ -31,7 +31,7 @@ def num_ranked_here(mesh: Mesh) -> float:
     return sum(
         value
         for name, labels, value in found
-        if name == "pdmesh_gateway_plans" and labels.get("source") == "fallback"
+        if name == "pdmesh_gateway_plans_total" and labels.get("source") == "fallback"
     )
 
 

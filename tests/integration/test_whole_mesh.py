@@ -20,7 +20,7 @@ from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
 from pdmesh.net.nats_bus import NatsBus
 from tests.support import fleet
-from tests.support.otlp import OtlpCollector
+from tests.support.otlp import OtlpCollector, SeenSpan
 from tests.support.streams import stream_completion
 from tests.support.waiting import until
 
@@ -51,7 +51,11 @@ def collector() -> Iterator[OtlpCollector]:
 async def mesh(
     tmp_path_factory: pytest.TempPathFactory, collector: OtlpCollector
 ) -> AsyncIterator[Mesh]:
-    spec = fleet.two_by_two(PDMESH_OTLP_ENDPOINT=collector.endpoint, OTEL_BSP_SCHEDULE_DELAY="200")
+    spec = fleet.two_by_two(
+        PDMESH_OTLP_ENDPOINT=collector.endpoint,
+        OTEL_BSP_SCHEDULE_DELAY="200",
+        OTEL_METRIC_EXPORT_INTERVAL="500",
+    )
     async with Mesh(spec, tmp_path_factory.mktemp("mesh")) as running:
         yield running
 
@@ -156,6 +160,74 @@ async def test_one_trace_spans_all_services_of_a_request(
     assert [s.service for s in roots] == ["gateway"], "the client's span is the parent of ours"
     ids = {s.span_id for s in mine} | {"00f067aa0ba902b7"}
     assert all(s.parent_id in ids for s in mine), "no span hangs in the air"
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_a_client_without_a_traceparent_gets_one_trace_over_all_services(
+    mesh: Mesh, client: httpx.AsyncClient, collector: OtlpCollector, path: str
+) -> None:
+    asked = (
+        {"messages": [{"role": "user", "content": "hi " * 40}]}
+        if "chat" in path
+        else {"prompt": prompt_of(210)}
+    )
+    answer = await client.post(
+        f"{mesh.http_url}/v1/{path}",
+        json={"model": "default", **asked, "max_tokens": 4, "ignore_eos": True},
+    )
+    assert answer.status_code == 200
+    operation = "chat" if "chat" in path else "text_completion"
+    expected = {
+        ("gateway", f"{operation} {answer.json()['model']}", "SERVER"),
+        ("gateway", "plan", "CLIENT"),
+        ("master-scheduler", "plan", "SERVER"),
+        ("prefill", "prefill", "SERVER"),
+        ("decode", "kv.transfer", "CLIENT"),
+        ("decode", "decode", "SERVER"),
+    }
+
+    def mine() -> list[SeenSpan]:
+        request_id = answer.headers["x-request-id"]
+        traces = {s.trace_id for s in collector.spans if request_id in str(s.attributes)}
+        assert len(traces) <= 1
+        return [s for s in collector.spans if s.trace_id in traces]
+
+    await until(lambda: expected <= {(s.service, s.name, s.kind) for s in mine()})
+    roots = [s for s in mine() if not s.parent_id]
+    assert [s.service for s in roots] == ["gateway"]
+    assert "pdmesh" in roots[0].attributes["gen_ai.provider.name"]
+
+
+async def test_every_service_sends_its_metrics_to_the_collector(
+    mesh: Mesh, client: httpx.AsyncClient, collector: OtlpCollector
+) -> None:
+    services = (
+        "gateway",
+        "master-scheduler",
+        "prefill",
+        "decode",
+        "kv-cache-index",
+        "health-monitor",
+    )
+
+    def is_ready(service: str) -> bool:
+        seen = collector.metrics.get((service, "pdmesh.process.ready"))
+        return seen is not None and list(seen.points.values()) == [1]
+
+    await until(lambda: all(map(is_ready, services)))
+    await stream_completion(client, mesh.http_url, prompt_of(64), 4, ignore_eos=True)
+    await until(lambda: ("gateway", "gen_ai.server.time_per_output_token") in collector.metrics)
+    seen = collector.metrics["gateway", "gen_ai.server.time_per_output_token"]
+    labels = {key for key, _ in next(iter(seen.points))}
+    assert labels == {"gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model"}
+    assert collector.metrics["gateway", "pdmesh.gateway.plans"].kind == "sum"
+
+
+async def test_a_decode_has_as_many_slots_in_its_record_as_in_its_load(mesh: Mesh) -> None:
+    for name, address in (await fleet.addresses(mesh)).items():
+        answer = await fleet.status(address)
+        assert answer is not None, name
+        assert answer.record.num_slots == answer.load.num_slots, name
 
 
 async def test_operators_see_a_finished_request_as_readable_json(

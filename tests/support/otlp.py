@@ -1,4 +1,4 @@
-"""A collector that takes OTLP traces over HTTP and keeps the spans."""
+"""A collector that takes OTLP over HTTP, and keeps the spans and the values of the metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import threading
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+)
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +21,22 @@ class SeenSpan:
     span_id: str
     parent_id: str
     duration_s: float
+    kind: str  # SERVER, CLIENT, INTERNAL
     attributes: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class SeenMetric:
+    """The last that a service sent of it. `points`: values by labels; of a histogram, counts."""
+
+    kind: str  # gauge, sum, histogram
+    points: dict[frozenset[tuple[str, str]], float]
 
 
 class OtlpCollector:
     def __init__(self) -> None:
         self.spans: list[SeenSpan] = []
+        self.metrics: dict[tuple[str, str], SeenMetric] = {}  # by service and name
         self.bodies: list[bytes] = []
         collector = self
 
@@ -31,6 +45,8 @@ class OtlpCollector:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 if self.path == "/v1/traces":
                     collector.take(body)
+                elif self.path == "/v1/metrics":
+                    collector.take_metrics(body)
                 self.send_response(200)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
@@ -55,11 +71,28 @@ class OtlpCollector:
                         trace_id=span.trace_id.hex(),
                         span_id=span.span_id.hex(),
                         parent_id=span.parent_span_id.hex(),
+                        kind=Span.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_"),
                         duration_s=(span.end_time_unix_nano - span.start_time_unix_nano) / 1e9,
                         attributes={a.key: str(a.value) for a in span.attributes},
                     )
                     for span in scope.spans
                 ]
+
+    def take_metrics(self, body: bytes) -> None:
+        for resource_metrics in ExportMetricsServiceRequest.FromString(body).resource_metrics:
+            names = {a.key: a.value.string_value for a in resource_metrics.resource.attributes}
+            for scope in resource_metrics.scope_metrics:
+                for metric in scope.metrics:
+                    kind = str(metric.WhichOneof("data"))
+                    points = {
+                        frozenset((a.key, a.value.string_value) for a in point.attributes): float(
+                            point.count
+                            if kind == "histogram"
+                            else getattr(point, point.WhichOneof("value"))
+                        )
+                        for point in getattr(metric, kind).data_points
+                    }
+                    self.metrics[names["service.name"], metric.name] = SeenMetric(kind, points)
 
     def close(self) -> None:
         self._server.shutdown()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools import coverage_doc, kill_matrix_doc, telemetry_doc
+from tools.telemetry_doc import Constant
 
 
 def test_marks_of_the_module_the_class_and_the_test_all_count() -> None:
@@ -42,11 +43,22 @@ def test_a_tests_name_is_shown_whole() -> None:
 
 
 def test_names_are_grouped_by_the_comment_above_them() -> None:
-    source = '# First.\nA: Final = "a.b"\nB: Final = "c"  # why\n\n# Second.\nC: Final = "d"\n'
+    source = (
+        '# First.\nA: Final = "a.b"\nB: Final = "c"  # why\n\n'
+        '# Second.\nC: Final = (\n    "d"  # on lines\n)\n'
+    )
     assert list(telemetry_doc.sections(source)) == [
-        ("First", [("A", "a.b"), ("B", "c")]),
-        ("Second", [("C", "d")]),
+        ("First", [Constant("A", "a.b"), Constant("B", "c", "why")]),
+        ("Second", [Constant("C", "d", "on lines")]),
     ]
+
+
+def test_a_metric_is_explained_once_and_a_name_that_takes_lines_is_not_lost() -> None:
+    page = telemetry_doc.document()
+    assert "| `pdmesh.scenario.chosen` | Calls by what chose their scenario" in page
+    assert "| `pdmesh.outcome` |" in page
+    with pytest.raises(ValueError, match="A is explained more than once"):
+        telemetry_doc.meaning_of(Constant("A", "a", "why"), ["What (gauge)"])
 
 
 def test_make_help_lists_every_target() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.support.otlp import OtlpCollector
+
 _PROGRAM = """
 from opentelemetry.sdk.resources import Resource
 from pdmesh.telemetry import metrics
@@ -32,6 +34,43 @@ def test_a_counter_sums_by_its_labels_in_any_order_and_goes_on_after_a_scrape() 
     assert any(
         line.startswith("pdmesh_test_early_total") and line.endswith(" 2.0") for line in lines
     )
+
+
+_EXPORT = """
+import sys
+from opentelemetry.sdk.resources import Resource
+from pdmesh.telemetry import metrics
+
+metrics.gauge("pdmesh.test.ready", "A yes", lambda: True)
+metrics.gauge("pdmesh.test.share", "A part", lambda: [(0.5, {"role": "decode"})])
+metrics.total("pdmesh.test.total", "A count", lambda: 7)
+metrics.counter("pdmesh.test.counter", "Another").add(2)
+metrics.histogram("pdmesh.test.times", "Times").record(0.1)
+meters = metrics.configure(Resource.create({"service.name": "tested"}), sys.argv[1])
+print(metrics.render().decode())
+meters.shutdown()
+"""
+
+
+def test_every_kind_of_metric_reaches_a_collector() -> None:
+    """One yes or no among them was enough for the exporter to send nothing at all."""
+    collector = OtlpCollector()
+    try:
+        command = [sys.executable, "-W", "error", "-c", _EXPORT, collector.endpoint]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    finally:
+        collector.close()
+    arrived = {name: metric for (_, name), metric in collector.metrics.items()}
+    none = frozenset[tuple[str, str]]()
+    assert arrived["pdmesh.test.ready"].points == {none: 1}
+    assert arrived["pdmesh.test.share"].points == {frozenset({("role", "decode")}): 0.5}
+    assert arrived["pdmesh.test.counter"].points == {none: 2}
+    assert arrived["pdmesh.test.times"].points == {none: 1}
+    assert (arrived["pdmesh.test.total"].kind, arrived["pdmesh.test.total"].points) == (
+        "sum",
+        {none: 7},
+    )
+    assert "# TYPE pdmesh_test_total counter" in shown
 
 
 _DISTRIBUTION = """

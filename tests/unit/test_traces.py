@@ -24,6 +24,21 @@ def test_what_is_not_a_traceparent_starts_a_new_trace(text: str) -> None:
     assert traces.context_from(text) is None
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_recorded"), [("01", True), ("03", True), ("00", False), ("02", False)]
+)
+def test_a_trace_is_recorded_if_its_sampled_flag_is_set_whatever_the_others_say(
+    flags: str, is_recorded: bool
+) -> None:
+    """A root span of the SDK sets the random flag too: its children were lost."""
+    assert (traces.sampled_context(PARENT[:-2] + flags) is not None) == is_recorded
+
+
+def test_what_is_not_a_traceparent_is_not_recorded() -> None:
+    assert traces.sampled_context("") is None
+    assert traces.sampled_context(PARENT[:-1]) is None
+
+
 def test_outside_a_trace_there_is_nothing_to_pass_on() -> None:
     assert traces.current_traceparent() == ""
 

@@ -85,7 +85,7 @@ for _name, _help, _read, _unit in (
     (names.KV_BLOCKS_FREE, "KV blocks not reserved", lambda h: h.admission.num_blocks_free, "1"),
     (
         names.KV_ENGINE_BLOCKS_FREE,
-        "KV blocks that no sequence of the engine holds",
+        "KV blocks that no sequence of the engine holds, evictable ones included",
         lambda h: h.num_engine_blocks_free,
         "1",
     ),

@@ -67,7 +67,7 @@ def _describe(record: InstanceRecord, serving: Serving) -> None:
     record.kv_addresses.extend(info.kv_addresses)
     record.model, record.model_fingerprint = info.model, info.model_fingerprint
     record.block_size, record.num_kv_blocks = info.block_size, info.num_kv_blocks
-    record.num_slots = loaded.settings.num_slots
+    record.num_slots = serving.host.admission.num_places  # as in its load
     record.kv_bytes_per_token = info.kv_bytes_per_token
     record.max_model_len, record.supports_logprobs = info.max_model_len, info.supports_logprobs
     record.fetches_from_peers = tiers_of(loaded.settings).fetches_from_peers

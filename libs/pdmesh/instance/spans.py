@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from opentelemetry.trace import Span, Status, StatusCode
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from pdmesh.telemetry import names, traces
 
 
 def start(name: str, traceparent: str, request_id: str, attempt: int) -> Span | None:
     """None unless `traceparent` is valid and sampled."""
-    if not traceparent.endswith("1") or (context := traces.context_from(traceparent)) is None:
+    context = traces.sampled_context(traceparent)
+    if context is None:
         return None
     attributes: dict[str, str | int] = {
         names.ATTR_REQUEST_ID: request_id,
         names.ATTR_ATTEMPT: attempt,
     }
-    return traces.tracer().start_span(name, context, attributes=attributes)
+    kind = SpanKind.CLIENT if name == names.SPAN_KV_TRANSFER else SpanKind.SERVER
+    return traces.tracer().start_span(name, context, kind, attributes=attributes)
 
 
 def end(span: Span | None, failure: str = "", **attributes: int) -> None:

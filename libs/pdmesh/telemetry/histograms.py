@@ -94,10 +94,23 @@ class _WithOurs:
 
     # Any: whatever the SDK passes on.
     def _receive_metrics(self, metrics_data: MetricsData | None, *args: Any, **kwargs: Any) -> None:
-        metrics = [m for h in _all if (m := h.to_metric()).data.data_points]
-        ours = ResourceMetrics(self.resource, [ScopeMetrics(_SCOPE, metrics, "")], "")
+        ours = [m for h in _all if (m := h.to_metric()).data.data_points]
         theirs = metrics_data.resource_metrics if metrics_data is not None else ()
-        super()._receive_metrics(MetricsData([*theirs, ours]), *args, **kwargs)  # type: ignore[misc]  # the reader's
+        data = MetricsData(_merged(theirs, self.resource, ours))
+        super()._receive_metrics(data, *args, **kwargs)  # type: ignore[misc]  # the reader's
+
+
+def _merged(
+    theirs: Sequence[ResourceMetrics], resource: Resource, ours: Sequence[Metric]
+) -> list[ResourceMetrics]:
+    """Ours under the resource and scope of the SDK's. A second entry of an equal resource, or of an
+    equal scope, replaces the first in OTLP's encoder: all that the SDK counts was lost."""
+    others = [each for each in theirs if each.resource != resource]
+    same = [scope for each in theirs if each.resource == resource for scope in each.scope_metrics]
+    metrics = [m for scope in same if scope.scope.name == _SCOPE.name for m in scope.metrics]
+    scopes = [scope for scope in same if scope.scope.name != _SCOPE.name]
+    scopes.append(ScopeMetrics(_SCOPE, [*metrics, *ours], ""))
+    return [*others, ResourceMetrics(resource, scopes, "")]
 
 
 class PrometheusReader(_WithOurs, PrometheusMetricReader):
@@ -107,6 +120,9 @@ class PrometheusReader(_WithOurs, PrometheusMetricReader):
 
 
 class PeriodicReader(_WithOurs, PeriodicExportingMetricReader):
-    def __init__(self, resource: Resource, exporter: MetricExporter, every_ms: float) -> None:
+    def __init__(
+        self, resource: Resource, exporter: MetricExporter, every_ms: float | None
+    ) -> None:
+        """`every_ms` None: as OpenTelemetry's environment says."""
         self.resource = resource
         super().__init__(exporter, every_ms)

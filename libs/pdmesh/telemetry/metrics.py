@@ -6,6 +6,7 @@ objects count. Labels are bounded sets; a request id is never a label.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
@@ -26,6 +27,10 @@ SECONDS: Final = (
 )  # fmt: skip
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _EXPORT_EVERY_MS: Final = 15_000
+_EXPORT_INTERVAL: Final = "OTEL_METRIC_EXPORT_INTERVAL"  # OpenTelemetry's own setting, in ms
+
+# What a gauge or a total shows: one number, or numbers with labels.
+Read = Callable[[], float | Iterable[tuple[float, Labels]]]
 
 _NO_LABELS: Final[Labels] = MappingProxyType({})
 _NO_KEY: Final[frozenset[tuple[str, str]]] = frozenset()
@@ -42,7 +47,8 @@ def configure(resource: Resource, otlp_endpoint: str | None) -> MeterProvider:
         )
 
         exporter = OTLPMetricExporter(endpoint=f"{otlp_endpoint.rstrip('/')}/v1/metrics")
-        readers.append(PeriodicReader(resource, exporter, _EXPORT_EVERY_MS))
+        every_ms = None if os.environ.get(_EXPORT_INTERVAL) else _EXPORT_EVERY_MS
+        readers.append(PeriodicReader(resource, exporter, every_ms))
     provider = MeterProvider(
         metric_readers=readers,
         resource=resource,
@@ -83,24 +89,33 @@ def histogram(
     return Histogram(name, unit, help, buckets)
 
 
-def gauge(
-    name: str,
-    help: str,
-    read: Callable[[], float | Iterable[tuple[float, Labels]]],
-    unit: str = "1",
-) -> None:
-    """A value read when somebody looks: `read()` gives one number, or numbers with labels.
+def gauge(name: str, help: str, read: Read, unit: str = "1") -> None:
+    """A value that goes up and down, read when somebody looks: one number, or numbers with labels.
 
-    It runs on the event loop for /metrics and on the exporter's thread for OTLP, so it only reads.
+    `read` runs on the event loop for /metrics and on the exporter's thread for OTLP, so it only
+    reads.
     """
+    _meter.create_observable_gauge(name, [_observer(read)], unit, help)
 
+
+def total(name: str, help: str, read: Read, unit: str = "1") -> None:
+    """A count that its owner keeps and that only grows, read as a gauge is."""
+    _meter.create_observable_counter(name, [_observer(read)], unit, help)
+
+
+def _observer(read: Read) -> Callable[[CallbackOptions], Iterable[Observation]]:
     def observe(_: CallbackOptions) -> Iterable[Observation]:
         value = read()
         if isinstance(value, int | float):
-            return [Observation(value)]
-        return [Observation(number, dict(labels)) for number, labels in value]
+            return [Observation(_number(value))]
+        return [Observation(_number(each), dict(labels)) for each, labels in value]
 
-    _meter.create_observable_gauge(name, [observe], unit, help)
+    return observe
+
+
+def _number(value: float) -> float:
+    """OTLP has no booleans: its exporter drops every metric of the process when it meets one."""
+    return int(value) if isinstance(value, bool) else value
 
 
 def render() -> bytes:

@@ -85,6 +85,16 @@ def current_traceparent() -> str:
     return traceparent(trace.get_current_span())
 
 
+def sampled_context(parent: str) -> Context | None:
+    """A context to start spans in. None unless `parent` is a valid traceparent whose trace is recorded.
+
+    The other flags say nothing about that: a trace that began here also has the random flag (03).
+    """
+    found = _TRACEPARENT.fullmatch(parent)
+    is_sampled = found is not None and int(found[3], 16) & TraceFlags.SAMPLED
+    return context_from(parent) if is_sampled else None
+
+
 def context_from(parent: str) -> Context | None:
     """A context to start spans in. None (start a new trace) if `parent` is not a valid traceparent."""
     found = _TRACEPARENT.fullmatch(parent)

@@ -369,7 +369,7 @@ class InstanceRecord(_message.Message):
     """tokens per KV block"""
     num_kv_blocks: _builtins.int
     num_slots: _builtins.int
-    """b_p or b_d"""
+    """requests it takes at once: b_p, or b_d and those that wait for a place"""
     kv_bytes_per_token: _builtins.int
     """all ranks together"""
     max_model_len: _builtins.int
