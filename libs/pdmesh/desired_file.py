@@ -1,17 +1,17 @@
 """Reads the desired state from YAML. Whatever is wrong is said with its line and field, the first one first.
 
-Only plain mappings, lists and scalars: no anchors, tags or second documents, so that a small file stays small.
+Only plain mappings, lists and scalars: no anchors, tags or second documents, so that a small file stays small. libyaml parses it:
+the parser in Python takes fifteen times as long, and a longest file would keep a master from renewing its lease.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import yaml
-from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from pdmesh.core.cron import Cron
 from pdmesh.core.desired import (
@@ -33,6 +33,7 @@ from pdmesh.errors import InvalidRequest
 MAX_BYTES: Final = 1 << 20
 MAX_COUNT: Final = 4096  # instances of a role in a group, and copies of a group
 MAX_GROUPS: Final = 4096
+MAX_EVENTS: Final = 1 << 17  # of the parser: names, values, and both ends of mappings and lists
 _MAX_DEPTH: Final = 8
 _DAY_S: Final = 86_400.0
 _MAX_DEFAULT_TEXT: Final = 4096  # characters
@@ -226,28 +227,56 @@ def _number(parts: Mapping[str, _Reader], name: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class _Scalar:
+    line: int
+    value: str
+    is_plain: bool  # not quoted
+
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    line: int
+    values: list[_Node]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    """`parts`: each name and its value, one after the other."""
+
+    line: int
+    parts: list[_Node]
+
+    def pairs(self) -> Iterator[tuple[_Node, _Node]]:
+        parts = iter(self.parts)
+        return zip(parts, parts, strict=True)
+
+
+_Node = _Scalar | _List | _Mapping
+
+
+@dataclass(frozen=True, slots=True)
 class _Reader:
     """A node and where it stands. Every method raises InvalidRequest for what is not of its kind."""
 
-    node: Node
+    node: _Node
     path: str
 
     def wrong(self, message: str) -> InvalidRequest:
-        return _wrong(self.path, self.node.start_mark.line + 1, message)
+        return _wrong(self.path, self.node.line, message)
 
     def children(self, pattern: re.Pattern[str] = _NAME) -> list[tuple[str, _Reader]]:
         if _is_nothing(self.node):
             return []
-        if not isinstance(self.node, MappingNode):
+        if not isinstance(self.node, _Mapping):
             raise self.wrong("must be a mapping of names")
         found: dict[str, _Reader] = {}
-        for key, value in self.node.value:
-            name = str(key.value) if isinstance(key, ScalarNode) else ""
+        for key, value in self.node.pairs():
+            name = key.value if isinstance(key, _Scalar) else ""
             child = _Reader(value, f"{self.path}.{name}" if self.path else name)
             if not pattern.fullmatch(name):
-                raise _wrong(child.path, _line(key), f"a name must match {pattern.pattern}")
+                raise _wrong(child.path, key.line, f"a name must match {pattern.pattern}")
             if name in found:
-                raise _wrong(child.path, _line(key), "is there twice")
+                raise _wrong(child.path, key.line, "is there twice")
             found[name] = child
         return list(found.items())
 
@@ -261,14 +290,14 @@ class _Reader:
     def items(self) -> list[_Reader]:
         if _is_nothing(self.node):
             return []
-        if not isinstance(self.node, SequenceNode):
+        if not isinstance(self.node, _List):
             raise self.wrong("must be a list")
-        return [_Reader(each, f"{self.path}[{i}]") for i, each in enumerate(self.node.value)]
+        return [_Reader(each, f"{self.path}[{i}]") for i, each in enumerate(self.node.values)]
 
     def text(self) -> str:
-        if not isinstance(self.node, ScalarNode):
+        if not isinstance(self.node, _Scalar):
             raise self.wrong("must be a plain value")
-        return str(self.node.value)
+        return self.node.value
 
     def name(self) -> str:
         text = self.text()
@@ -295,32 +324,50 @@ class _Reader:
         return float(text)
 
 
-def _compose(text: str) -> Node | None:
-    if len(text.encode()) > MAX_BYTES:
+def _compose(text: str) -> _Node | None:
+    """Of one document; None if there is nothing in it."""
+    if len(text) > MAX_BYTES or len(text.encode(errors="replace")) > MAX_BYTES:
         raise InvalidRequest(f"the desired state is longer than {MAX_BYTES} bytes", field="text")
     try:
-        _refuse_what_grows(text)
-        root: Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+        return _built(text)
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
-        line = mark.line + 1 if mark else 1
-        raise _wrong("", line, exc.problem or "is not YAML") from exc
+        line = mark.line + 1 if mark else 1  # beyond the last one, for what ends too early
+        raise _wrong("", min(line, len(text.splitlines())), exc.problem or "is not YAML") from exc
     except (yaml.YAMLError, ValueError) as exc:
         raise _wrong("", 1, "is not YAML text") from exc
-    return root
 
 
-def _refuse_what_grows(text: str) -> None:
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+def _built(text: str) -> _Node | None:
+    """From the parser's events, none of which is read beyond the bounds.
+
+    PyYAML's own nodes have two marks each: the garbage collector stops all threads for seconds to look at those of a longest file.
+    """
+    tops: list[_Node] = []  # of documents
+    open_ones: list[list[_Node]] = [tops]
+    for number, event in enumerate(yaml.parse(text, Loader=yaml.CSafeLoader)):
+        line = event.start_mark.line + 1
+        if number >= MAX_EVENTS:
+            raise _wrong("", line, f"more than {MAX_EVENTS} names and values")
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise _wrong("", event.start_mark.line + 1, "anchors and aliases are not read")
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        if depth > _MAX_DEPTH:
-            raise _wrong("", event.start_mark.line + 1, "is nested too deeply")
+            raise _wrong("", line, "anchors and aliases are not read")
+        if getattr(event, "tag", None):
+            raise _wrong("", line, "tags are not read")
+        match event:
+            case yaml.DocumentStartEvent() if tops:
+                raise _wrong("", line, "a second document is not read")
+            case yaml.ScalarEvent():
+                open_ones[-1].append(_Scalar(line, event.value, not event.style))
+            case yaml.CollectionStartEvent():
+                if len(open_ones) > _MAX_DEPTH:
+                    raise _wrong("", line, "is nested too deeply")
+                inner: list[_Node] = []
+                is_mapping = isinstance(event, yaml.MappingStartEvent)
+                open_ones[-1].append(_Mapping(line, inner) if is_mapping else _List(line, inner))
+                open_ones.append(inner)
+            case yaml.CollectionEndEvent():
+                open_ones.pop()
+    return tops[0] if tops else None
 
 
 def _wrong(path: str, line: int, message: str) -> InvalidRequest:
@@ -329,11 +376,7 @@ def _wrong(path: str, line: int, message: str) -> InvalidRequest:
     )
 
 
-def _line(node: Node) -> int:
-    return int(node.start_mark.line) + 1
-
-
-def _line_of(root: Node, path: str) -> int:
+def _line_of(root: _Node, path: str) -> int:
     """The line of the deepest part of `path` that the file has; a copy of a group stands where its pattern does."""
     node, line = root, 1
     for name in re.split(r"[.\[\]]+", path.rstrip("]")):
@@ -344,13 +387,14 @@ def _line_of(root: Node, path: str) -> int:
     return line
 
 
-def _child(node: Node, name: str) -> tuple[int, Node] | None:
-    if isinstance(node, MappingNode):
-        return next(((_line(k), v) for k, v in node.value if k.value == name), None)
-    if isinstance(node, SequenceNode) and name.isdigit() and int(name) < len(node.value):
-        return _line(node.value[int(name)]), node.value[int(name)]
+def _child(node: _Node, name: str) -> tuple[int, _Node] | None:
+    if isinstance(node, _Mapping):
+        named = ((k, v) for k, v in node.pairs() if isinstance(k, _Scalar) and k.value == name)
+        return next(((k.line, v) for k, v in named), None)
+    if isinstance(node, _List) and name.isdecimal() and int(name) < len(node.values):
+        return node.values[int(name)].line, node.values[int(name)]
     return None
 
 
-def _is_nothing(node: Node) -> bool:
-    return bool(isinstance(node, ScalarNode) and node.value == "" and not node.style)
+def _is_nothing(node: _Node) -> bool:
+    return isinstance(node, _Scalar) and node.value == "" and node.is_plain

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -20,6 +22,7 @@ from pdmesh.net.registry import RegistryView
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_BLANK
 from services.master_scheduler.admin_access import AdminAccess
+from services.master_scheduler.desired_reader import TextWorker
 from services.master_scheduler.group_loop import GroupLoop
 from services.master_scheduler.group_state import group_state
 from services.master_scheduler.holds import Holds
@@ -55,6 +58,7 @@ class AdminServicer:
         self._access, self._loop, self._store, self._holds = access, loop, store, holds
         self._upgrades, self._plans, self._pins, self._view = upgrades, plans, pins, view
         self._leadership, self._usage, self._page_url = leadership, usage, page_url
+        self._texts = TextWorker()
 
     async def GetDesired(  # noqa: N802
         self, request: pb.GetDesiredRequest, context: Context
@@ -69,10 +73,11 @@ class AdminServicer:
         self, request: pb.DiffDesiredRequest, context: Context
     ) -> pb.DiffDesiredResponse:
         self._enter(context)
-        after = read(request.text)
+        after = await self._texts.run(partial(read, request.text))
         current = await self._store.version()
+        compared = await self._texts.run(partial(_compared, current, after))
         return pb.DiffDesiredResponse(
-            version=current.version if current else 0, changes=_changes(current, after)
+            version=current.version if current else 0, changes=compared.changes
         )
 
     async def ApplyDesired(  # noqa: N802
@@ -274,13 +279,14 @@ class AdminServicer:
         allow_empty: bool,
         canary_share: float = 0.0,
     ) -> tuple[int, list[pb.DesiredChange]]:
-        after = read(text)
         author, reason = _words(author, "author"), _words(reason, "reason")
+        after = await self._texts.run(partial(read, text))
         current = await self._store.version()
-        changes = _changes(current, after)
         if current is not None and current.text == text and expected in (None, current.version):
             return current.version, []
-        is_emptied = not after.groups and _has_groups(current or self._loop.desired)
+        compared = await self._texts.run(partial(_compared, current or self._loop.desired, after))
+        changes = compared.changes
+        is_emptied = not after.groups and compared.had_groups
         if is_emptied and not allow_empty:
             raise InvalidRequest(
                 "it has no groups, so every instance would be let go; say --allow-empty (allow_empty)"
@@ -307,24 +313,23 @@ def _runs(desired: Desired) -> dict[str, Service]:
     return {g.scenario: desired.service_of(g) for g in desired.groups.values()}
 
 
-def _has_groups(current: pb.DesiredVersion | None) -> bool:
-    """One that cannot be read may have some."""
-    if current is None:
-        return False
-    try:
-        return bool(read(current.text).groups)
-    except InvalidRequest:
-        return True
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    changes: list[pb.DesiredChange]
+    had_groups: bool
 
 
-def _changes(current: pb.DesiredVersion | None, after: Desired) -> list[pb.DesiredChange]:
-    before = Desired()
+def _compared(current: pb.DesiredVersion | None, after: Desired) -> _Compared:
+    """One that cannot be read, as an earlier release took it, may have had groups; all of the new one is a change then."""
+    before, had_groups = Desired(), False
     if current is not None:
         try:
             before = read(current.text)
-        except InvalidRequest:  # an earlier release took it: all of the new one is a change
+            had_groups = bool(before.groups)
+        except InvalidRequest:
+            had_groups = True
             log.warning("admin.unreadable", version=current.version)
-    return [_change_to(change) for change in diff(before, after)]
+    return _Compared([_change_to(change) for change in diff(before, after)], had_groups)
 
 
 def _change_to(change: Change) -> pb.DesiredChange:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -73,6 +73,7 @@ class GroupLoop:
         self._leadership, self._clock = leadership, clock
         self.controller = GroupController()
         self.observed: Observed | None = None  # of the last round
+        self._looked: Round | None = None  # at that
         self.paused = ""  # why the leader decides nothing now
         self.on_step: Callable[[Step], None] = lambda step: None
         self._epoch = 0
@@ -125,7 +126,7 @@ class GroupLoop:
         """What the operator asks for and what plans have made of it; None while this leader can act on nothing."""
         if self.paused or self.desired is None or self._desired is None:
             return None
-        desired = self._reader.read(self.desired)
+        desired = self._reader.known(self.desired)
         if desired is None:
             return None
         return desired, adjustments_from(self._desired.adjustments)
@@ -144,10 +145,13 @@ class GroupLoop:
         """For which time each schedule fired last, as the registry knows it."""
         return dict(self.adjustments.fired)
 
-    def blanks(self, racks: Collection[str] = ()) -> Counter[str]:
+    def blanks(self, racks: tuple[str, ...] = ()) -> Counter[str]:
         """Instances that may be given a role, by region; of these racks if any are named."""
-        found = Round(self.observed).blanks(racks) if self.observed is not None else []
-        return Counter(seen.region for seen in found)
+        if self.observed is None:
+            return Counter()
+        if self._looked is None or self._looked.observed is not self.observed:
+            self._looked = Round(self.observed)
+        return self._looked.num_blanks(racks)
 
     def revision_of(self, key: str) -> int:
         """Of what `adjustments` or `upgrades` say now, to compare a write with (`net.desired_store`)."""
@@ -193,6 +197,8 @@ class GroupLoop:
             return
         assert self._book is not None
         assert self._desired is not None
+        if self._desired.current is not None:
+            await self._reader.read(self._desired.current)
         if stale := self._stale(self._book, self._desired):
             self._pause("stale", f"the view of {stale} is not current")
             return
@@ -211,7 +217,9 @@ class GroupLoop:
 
     async def _act(self, version: DesiredVersion, epoch: int) -> None:
         assert self._book is not None
-        desired = self._reader.read(version)
+        if not self._reader.has_read(version):
+            return  # it has just come: the next round reads it
+        desired = self._reader.known(version)
         if desired is None:
             self._pause("unreadable", self._reader.problem)
             return

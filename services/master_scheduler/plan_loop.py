@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -28,6 +28,7 @@ from pdmesh.core.moves import (
     applied,
     refusal,
     serving,
+    serving_by_scenario,
 )
 from pdmesh.core.plan_runner import (
     Event,
@@ -193,7 +194,7 @@ class PlanLoop:
             )
         )
 
-    def _in_its_place(self, group: GroupShape, racks: Collection[str]) -> GroupShape:
+    def _in_its_place(self, group: GroupShape, racks: tuple[str, ...]) -> GroupShape:
         """With the region that it is in, and how many could join it there."""
         region, blanks = (
             self._groups.controller.regions.get(group.group_id),
@@ -222,8 +223,8 @@ class PlanLoop:
 
     def _steer(self, desired: Desired, states: Groups, num_blank: int) -> None:
         """The ratio of scenarios that want it so, once in a window; one with a set-up or a loss in it says nothing of the ratio."""
-        scenarios = sorted({group.scenario for group in states.values()})
-        self._disturbed.update(s for s in scenarios if not self._is_steady(s, states))
+        scenarios = dict(sorted(serving_by_scenario(states).items()))
+        self._disturbed.update(s for s, own in scenarios.items() if not self._is_steady(s, own))
         self._disturbed |= self._being_upgraded(is_out=False)
         window_s = self._clock() - self._closed_at
         if window_s < self._window_s:
@@ -231,8 +232,8 @@ class PlanLoop:
         self._closed_at = self._clock()
         self._loads.close()
         disturbed, self._disturbed = self._disturbed, set()
-        for scenario in scenarios:
-            ids = [g.group_id for g in serving(states, scenario)]
+        for scenario, own in scenarios.items():
+            ids = [g.group_id for g in own]
             window = self._windows.close(
                 scenario,
                 self._loads.busy(ids, Role.PREFILL),
@@ -246,9 +247,9 @@ class PlanLoop:
                 seen = WindowSeen(scenario, window, states, num_blank, rate)
                 self._decide(self._ratio.handle(seen, self._clock()))
 
-    def _is_steady(self, scenario: str, states: Groups) -> bool:
+    def _is_steady(self, scenario: str, own: Sequence[GroupShape]) -> bool:
         reports = self._groups.controller.reports
-        ids = [g.group_id for g in serving(states, scenario)]
+        ids = [g.group_id for g in own]
         is_serving = all(i in reports and reports[i].state is GroupState.SERVING for i in ids)
         return is_serving and not self._runner.is_busy(scenario)
 

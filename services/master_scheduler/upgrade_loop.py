@@ -196,7 +196,7 @@ class UpgradeLoop:
     async def _restore(self, effect: RestoreVersion) -> None:
         """Level-triggered: what fails here is asked for again at the next look, but for a version that is not there any more."""
         before = await self._store.version(effect.version)
-        if before is None or not _can_read(before.text):
+        if before is None or not await asyncio.to_thread(_can_read, before.text):
             log.warning("upgrade.version_lost", version=effect.version)
             self._lost_versions.add(effect.version)
             return

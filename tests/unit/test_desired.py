@@ -20,7 +20,7 @@ from pdmesh.core.desired import (
 )
 from pdmesh.core.fleet import Role
 from pdmesh.core.slo import ScenarioSlo
-from pdmesh.desired_file import read
+from pdmesh.desired_file import MAX_BYTES, MAX_EVENTS, read
 from pdmesh.errors import InvalidRequest
 
 SMALLEST = """\
@@ -115,6 +115,10 @@ def test_everything_a_file_can_say() -> None:
         ("regions: [eu, {}]", "regions[1]", "line 1: regions[1]: must be a plain value"),
         ("groups: {a: [", "text", "line 1"),
         ("a: &x {}\nb: *x", "text", "line 1: anchors and aliases are not read"),
+        ("groups:\n  a: {fusion: !!int 2}", "text", "line 2: tags are not read"),
+        ("- a\n" * MAX_EVENTS, "text", f"line {MAX_EVENTS - 2}: more than {MAX_EVENTS} names and values"),
+        ("- a\n" * (MAX_BYTES // 4 + 1), "text", "the desired state is longer than"),
+        ("\ud800", "text", "line 1"),
         ("[" * 20 + "]" * 20, "text", "line 1: is nested too deeply"),
         ("one: 1\n---\ntwo: 2", "text", "line 2"),
         ("\0", "text", "line 1"),

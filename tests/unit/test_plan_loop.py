@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -101,9 +100,9 @@ class Site:
     def controller(self) -> GroupController:
         return self.world.controller
 
-    def blanks(self, racks: Collection[str] = ()) -> Counter[str]:
+    def blanks(self, racks: tuple[str, ...] = ()) -> Counter[str]:
         """As the group loop counts them."""
-        return Counter(seen.region for seen in Round(self.world.observe()).blanks(racks))
+        return Round(self.world.observe()).num_blanks(racks)
 
     def settle(self) -> None:
         """The groups' controller does what shall be; loads are heard."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Final
 
@@ -123,9 +123,11 @@ class Desired:
     def allows_single(self, scenario: str) -> bool:
         return self.scenarios.get(scenario, Scenario()).allow_single
 
-    def num_wanted(self, scenario: str, role: Role) -> int:
-        """Instances of a role in all groups of a scenario."""
-        return sum(g.num(role) for g in self.groups.values() if g.scenario == scenario)
+    def groups_by_scenario(self) -> dict[str, dict[str, Group]]:
+        found: dict[str, dict[str, Group]] = {}
+        for group_id, group in self.groups.items():
+            found.setdefault(group.scenario, {})[group_id] = group
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,23 +150,28 @@ def problems(desired: Desired) -> Iterator[Problem]:
     for name, scenario in desired.scenarios.items():
         if scenario.service != DEFAULT_NAME and scenario.service not in desired.services:
             yield Problem(f"scenarios.{name}.service", f"there is no service {scenario.service}")
+    regions = frozenset(desired.regions)
     for name, group in desired.groups.items():
-        yield from _problems_of_group(f"groups.{name}", group, desired)
-    for scenario_name in sorted({group.scenario for group in desired.groups.values()}):
-        yield from _single_points(scenario_name, desired)
-        yield from _single_region(scenario_name, desired)
+        yield from _problems_of_group(f"groups.{name}", group, desired, regions)
+    by_scenario = desired.groups_by_scenario()
+    for scenario_name, own in sorted(by_scenario.items()):
+        if not desired.allows_single(scenario_name):
+            yield from _single_points(scenario_name, own)
+            yield from _single_region(scenario_name, own, regions)
     for i, schedule in enumerate(desired.schedules):
-        if not any(g.scenario == schedule.scenario for g in desired.groups.values()):
+        if schedule.scenario not in by_scenario:
             message = f"no group serves scenario {schedule.scenario}"
             yield Problem(f"schedules[{i}].scenario", message)
 
 
-def _problems_of_group(path: str, group: Group, desired: Desired) -> Iterator[Problem]:
+def _problems_of_group(
+    path: str, group: Group, desired: Desired, regions: Collection[str]
+) -> Iterator[Problem]:
     if path.startswith(f"groups.{CANARY_PREFIX}"):
         yield Problem(path, f"names that begin with {CANARY_PREFIX} are the canaries' own")
     if group.scenario != DEFAULT_NAME and group.scenario not in desired.scenarios:
         yield Problem(f"{path}.scenario", f"there is no scenario {group.scenario}")
-    yield from _problems_of_place(path, group, desired)
+    yield from _problems_of_place(path, group, regions)
     if (group.prefill > 0) != (group.decode > 0):
         lacking = "decode" if group.prefill else "prefill"
         yield Problem(
@@ -174,45 +181,45 @@ def _problems_of_group(path: str, group: Group, desired: Desired) -> Iterator[Pr
         yield Problem(path, "the group has no instances: give prefill and decode, or fusion")
 
 
-def _problems_of_place(path: str, group: Group, desired: Desired) -> Iterator[Problem]:
-    if group.region and group.region not in desired.regions:
+def _problems_of_place(path: str, group: Group, regions: Collection[str]) -> Iterator[Problem]:
+    if group.region and group.region not in regions:
         yield Problem(f"{path}.region", f"there is no region {group.region}")
+    named = {group.region}
     for i, name in enumerate(group.failover):
-        if name not in desired.regions:
+        if name not in regions:
             yield Problem(f"{path}.failover[{i}]", f"there is no region {name}")
-        elif name in (group.region, *group.failover[:i]):
+        elif name in named:
             yield Problem(f"{path}.failover[{i}]", f"{name} is named twice")
+        named.add(name)
     if group.failover and not group.region:
         yield Problem(f"{path}.failover", "says where the group goes from its region: name that")
     if group.spans_regions and group.region:
         yield Problem(f"{path}.spans_regions", f"contradicts region {group.region}")
 
 
-def _single_region(scenario: str, desired: Desired) -> Iterator[Problem]:
+def _single_region(
+    scenario: str, own: Mapping[str, Group], regions: Collection[str]
+) -> Iterator[Problem]:
     """S58: the loss of one region must not be the loss of the scenario."""
-    if len(desired.regions) < 2 or desired.allows_single(scenario):
+    if len(regions) < 2 or any(not group.regions for group in own.values()):
         return
-    own = {i: g for i, g in desired.groups.items() if g.scenario == scenario}
-    regions = {r for group in own.values() for r in group.regions or desired.regions}
-    if len(regions) < 2:
+    used = {region for group in own.values() for region in group.regions}
+    if len(used) < 2:
         yield Problem(
             f"groups.{next(iter(own))}",
-            f"scenario {scenario} would be lost with region {regions.pop()}; give a group of it a failover or"
+            f"scenario {scenario} would be lost with region {used.pop()}; give a group of it a failover or"
             f" another region, or set scenarios.{scenario}.allow_single: true",
         )
 
 
-def _single_points(scenario: str, desired: Desired) -> Iterator[Problem]:
+def _single_points(scenario: str, own: Mapping[str, Group]) -> Iterator[Problem]:
     """S31: the loss of one instance must not be the loss of the scenario."""
-    if desired.allows_single(scenario):
-        return
-    group_id = next(n for n, g in desired.groups.items() if g.scenario == scenario)
-    fusion = desired.num_wanted(scenario, Role.FUSION)
+    fusion = sum(group.fusion for group in own.values())
     for role in (Role.PREFILL, Role.DECODE):
-        wanted = desired.num_wanted(scenario, role) + fusion
+        wanted = sum(group.num(role) for group in own.values()) + fusion
         if wanted < MIN_PER_SCENARIO:
             yield Problem(
-                f"groups.{group_id}",
+                f"groups.{next(iter(own))}",
                 f"scenario {scenario} would depend on a single {role.value}; ask for {MIN_PER_SCENARIO}, "
                 f"or set scenarios.{scenario}.allow_single: true",
             )

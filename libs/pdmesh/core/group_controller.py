@@ -257,10 +257,12 @@ class GroupController:
         self, turn: Round, group: WantedGroup, missing: dict[Role, int], *, has_served: bool
     ) -> int:
         """Give blank instances a role; how many are still missing. A new group takes all it needs, or none."""
-        candidates = [s for s in turn.blanks(group.racks) if group.region in (None, s.region)]
-        short = max(0, sum(missing.values()) - len(candidates))
-        if short and not has_served:
+        num_blank = turn.num_blanks(group.racks)
+        num = num_blank.total() if group.region is None else num_blank[group.region]
+        short = max(0, sum(missing.values()) - num)
+        if not num or (short and not has_served):
             return short
+        candidates = [s for s in turn.blanks(group.racks) if group.region in (None, s.region)]
         racks = [m.seen.rack for m in turn.members(group.group_id)]
         for role, num in missing.items():
             for _ in range(num):

@@ -61,9 +61,12 @@ def wanted_of(
     groups: dict[str, WantedGroup] = {}
     with_all = with_canaries(desired, upgrades)
     running = services(with_all, upgrades)
+    revisions: dict[int, str] = {}  # by the service's id: many groups run the same one
     for group_id, group in with_all.groups.items():
         service = running[group_id]
-        revision = revision_of(service, kv_transport)
+        revision = revisions.get(id(service))
+        if revision is None:
+            revision = revisions[id(service)] = revision_of(service, kv_transport)
         duties = {
             role: Duty(
                 role=role,
@@ -89,10 +92,10 @@ def wanted_of(
             racks=group.racks,
         )
     floors: dict[tuple[str, Role], int] = {}
-    for scenario in {group.scenario for group in desired.groups.values()}:
-        fusion = desired.num_wanted(scenario, Role.FUSION)
+    for scenario, own in desired.groups_by_scenario().items():
+        fusion = sum(group.fusion for group in own.values())
         for role in (Role.PREFILL, Role.DECODE):
-            wanted = desired.num_wanted(scenario, role) + fusion
+            wanted = sum(group.num(role) for group in own.values()) + fusion
             least = 1 if desired.allows_single(scenario) else MIN_PER_SCENARIO
             floors[scenario, role] = min(least, wanted)
     return Wanted(groups, floors, num_lent)

@@ -47,7 +47,7 @@ def _region_of(turn: Round, group: WantedGroup) -> str:
     serving = {r for r in own if _serves(m for m in members if m.seen.region == r)}
     if serving and not serving.isdisjoint(group.regions[:1] or serving):
         return group.regions[0] if group.regions else max(sorted(serving), key=own.__getitem__)
-    room = own + Counter(seen.region for seen in turn.blanks(group.racks))
+    room = own + turn.num_blanks(group.racks)
     order = group.regions or sorted(room, key=lambda r: (-own[r], -room[r], r)) or [""]
     with_room = (r for r in order if r in serving or room[r] >= group.size)
     return next(with_room, next((r for r in order if own[r]), order[0]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pdmesh.core.fleet import Role
@@ -62,11 +62,19 @@ class Member:
 
 
 @dataclass(slots=True)
+class _Blanks:
+    num_planned: int  # instances that had an assignment then
+    free: list[Seen]
+    counts: dict[tuple[str, ...], Counter[str]] = field(default_factory=dict)  # by racks
+
+
+@dataclass(slots=True)
 class Round:
     """`plan` starts as what is given to instances that live and ends as what they shall be given."""
 
     observed: Observed
     plan: dict[str, Assignment] = field(default_factory=dict)
+    _blanks: _Blanks | None = None
 
     def __post_init__(self) -> None:
         for instance_id, assignment in sorted(self.observed.given.items()):
@@ -92,8 +100,25 @@ class Round:
             self.plan[member.instance_id], stage=stage, peers=peers
         )
 
-    def blanks(self, racks: Collection[str] = ()) -> list[Seen]:
+    def blanks(self, racks: tuple[str, ...] = ()) -> Sequence[Seen]:
         """Instances that may be given a role, of these racks if any are named: those that are lent may not."""
+        free = self._all_blanks().free
+        return [seen for seen in free if seen.rack in racks] if racks else free
+
+    def num_blanks(self, racks: tuple[str, ...] = ()) -> Counter[str]:
+        """How many there are, by region."""
+        counts = self._all_blanks().counts
+        if racks not in counts:
+            counts[racks] = Counter(seen.region for seen in self.blanks(racks))
+        return counts[racks]
+
+    def _all_blanks(self) -> _Blanks:
+        """Found once, and again when one of them was given a role: thousands of groups may ask in vain."""
+        if self._blanks is None or self._blanks.num_planned != len(self.plan):
+            self._blanks = _Blanks(len(self.plan), self._find_blanks())
+        return self._blanks
+
+    def _find_blanks(self) -> list[Seen]:
         held = self.observed.drained | self.observed.isolated
         found = [
             seen
@@ -106,8 +131,7 @@ class Round:
         for region, num in sorted(self.observed.wanted.num_lent.items(), reverse=True):
             able = [s.instance_id for s in found if region in ("", s.region)]
             kept.update([i for i in able if i not in kept][-num:])
-        free = [seen for seen in found if seen.instance_id not in kept]
-        return [seen for seen in free if not racks or seen.rack in racks]
+        return [seen for seen in found if seen.instance_id not in kept]
 
     # --- who knows whom --------------------------------------------------------------------------
 

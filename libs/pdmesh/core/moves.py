@@ -118,8 +118,18 @@ def other(role: Role) -> Role:
 
 def serving(groups: Groups, scenario: str) -> list[GroupShape]:
     """The scenario's groups that nobody has borrowed, by id."""
-    found = (groups[group_id] for group_id in sorted(groups))
-    return [group for group in found if group.scenario == scenario and not group.pool]
+    found = [g for g in groups.values() if g.scenario == scenario and not g.pool]
+    return sorted(found, key=lambda group: group.group_id)
+
+
+def serving_by_scenario(groups: Groups) -> dict[str, list[GroupShape]]:
+    """Of each scenario that has groups, also if all of them are lent."""
+    found: dict[str, list[GroupShape]] = {}
+    for _, group in sorted(groups.items()):
+        own = found.setdefault(group.scenario, [])
+        if not group.pool:
+            own.append(group)
+    return found
 
 
 def applied(groups: Groups, move: Move) -> dict[str, GroupShape]:

@@ -44,11 +44,14 @@ class RoleLoads:
     _closed_span_s: float = 0.0
     _began: float | None = None
     _now: float = 0.0
+    _by_cell: dict[tuple[str, Role], list[_Meter]] | None = None  # of those that `busy` is of
 
     def sample(self, instances: Iterable[Instance], now: float) -> None:
         """Look at everybody who serves."""
         self._began = now if self._began is None else self._began
         self._now = now
+        if self._closed is None:
+            self._by_cell = None
         for instance in instances:
             identity = instance.identity
             if identity.role not in (Role.PREFILL, Role.DECODE) or not instance.is_usable:
@@ -65,6 +68,7 @@ class RoleLoads:
 
     def close(self) -> None:
         """The window ends with the last sample; `busy` is of it until the next one ends."""
+        self._by_cell = None
         self._closed = {i: meter for i, meter in self._meters.items() if meter.num_samples}
         self._meters = {
             i: _Meter(m.group_id, m.role, m.incarnation, m.computed_s, computed_s=m.computed_s)
@@ -76,12 +80,14 @@ class RoleLoads:
     def busy(self, group_ids: Collection[str], role: Role) -> float | None:
         """Mean over the role's instances in the groups, 0..1; None if there are none, or one's load was never heard."""
         span_s = self._closed_span_s
-        meters = self._closed
-        if meters is None:
-            meters = self._meters
+        if self._closed is None:
             span_s = self._now - self._began if self._began is not None else 0.0
-        seen = [m for m in meters.values() if m.num_samples]
-        own = [m for m in seen if m.role is role and m.group_id in group_ids]
+        if self._by_cell is None:
+            self._by_cell = {}
+            for meter in (self._meters if self._closed is None else self._closed).values():
+                if meter.num_samples:
+                    self._by_cell.setdefault((meter.group_id, meter.role), []).append(meter)
+        own = [m for group_id in group_ids for m in self._by_cell.get((group_id, role), ())]
         shares = [meter.busy(span_s) for meter in own]
         known = [share for share in shares if share is not None]
         return sum(known) / len(known) if known and len(known) == len(shares) else None

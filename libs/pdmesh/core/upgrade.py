@@ -61,18 +61,20 @@ class UpgradeController:
     def _on_looked(self, look: Looked, now: float) -> list[Effect]:
         effects: list[Effect] = []
         known = dict(look.upgrades)
+        taken = {scenario for scenario, each in known.items() if each.current}
         self.reports = {}
         # Those under way first: the others wait for them.
         for scenario in sorted(
             look.targets, key=lambda s: (s not in known or not known[s].current, s)
         ):
-            is_taken = any(each.current for s, each in known.items() if s != scenario)
+            is_taken = bool(taken - {scenario})
             before = known.get(scenario)
             turn = Turn(self.kv_transport, self._watches, look, scenario, before, is_taken, now)
             after, told = turn.decide()
             if after != known.get(scenario):
                 effects.append(Keep(after))
                 known[scenario] = after
+                (taken.add if after.current else taken.discard)(scenario)
             effects += told
             if turn.report is not None:
                 self.reports[scenario] = turn.report

@@ -51,14 +51,21 @@ class Looked:
     floors: Mapping[tuple[str, Role], int] = field(default_factory=dict)
     planning: frozenset[str] = frozenset()
     lost_versions: frozenset[int] = frozenset()  # of the desired state, which cannot be restored
+    _by_scenario: dict[str, list[GroupSeen]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        for _, group in sorted(self.groups.items()):
+            if not is_canary(group.group_id):
+                self._by_scenario.setdefault(group.scenario, []).append(group)
 
     def limits_of(self, scenario: str) -> UpgradeLimits:
         return self.limits.get(scenario, UpgradeLimits())
 
     def serving(self, scenario: str) -> list[GroupSeen]:
         """Without its canary."""
-        found = (self.groups[group_id] for group_id in sorted(self.groups))
-        return [g for g in found if g.scenario == scenario and not is_canary(g.group_id)]
+        return self._by_scenario.get(scenario, [])
 
 
 @dataclass(frozen=True, slots=True)

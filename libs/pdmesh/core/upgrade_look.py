@@ -44,10 +44,7 @@ def look_at(
         for group_id, group in named.items()
         if group_id in observed.wanted.groups and group_id in reports
     }
-    scenarios = {group.scenario for group in asked.groups.values()}
-    each = {
-        name: next(g for g in asked.groups.values() if g.scenario == name) for name in scenarios
-    }
+    each = {name: next(iter(g.values())) for name, g in asked.groups_by_scenario().items()}
     return Looked(
         version=observed.version,
         targets={name: asked.service_of(group) for name, group in each.items()},
@@ -65,8 +62,8 @@ def _seen(
     turn: Round, group_id: str, group: Group, report: GroupReport, around: Surroundings
 ) -> GroupSeen:
     wanted = turn.observed.wanted.groups[group_id]
-    near = turn.blanks(group.racks)
-    blanks = [b for b in near if not group.regions or b.region in group.regions]
+    blanks = turn.num_blanks(group.racks)
+    regions = group.regions or blanks
     has_failed = report.state is GroupState.FAILED
     return GroupSeen(
         group_id,
@@ -76,7 +73,7 @@ def _seen(
         {role: around.busy(group_id, role) for role in wanted.counts},
         is_whole=report.state is GroupState.SERVING,
         serves=any(m.is_ready for m in turn.members(group_id)),
-        num_blank=len(blanks),
+        num_blank=sum(blanks[region] for region in regions),
         failure=(report.detail or "it could not be set up") if has_failed else "",
         detail=report.detail,
         unwell=around.unwell.get((group_id, wanted.revision), {}),

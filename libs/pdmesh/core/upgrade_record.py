@@ -8,7 +8,7 @@ and whoever leads next goes on from there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
@@ -67,25 +67,33 @@ def is_canary(group_id: str) -> bool:
 
 def with_canaries(desired: Desired, upgrades: Upgrades) -> Desired:
     """And the canaries' groups, each with its share of every role's instances, one at least."""
+    tried = [each for _, each in sorted(upgrades.items()) if each.canary_share]
+    if not tried:
+        return desired
+    by_scenario = desired.groups_by_scenario()
     canaries = {
-        canary_of(each.scenario): _canary(desired, each)
-        for _, each in sorted(upgrades.items())
-        if each.canary_share and any(g.scenario == each.scenario for g in desired.groups.values())
+        canary_of(each.scenario): _canary(list(own.values()), each)
+        for each in tried
+        if (own := by_scenario.get(each.scenario))
     }
-    return replace(desired, groups={**desired.groups, **canaries}) if canaries else desired
+    return replace(desired, groups={**desired.groups, **canaries})
 
 
-def _canary(desired: Desired, upgrade: Upgrade) -> Group:
+def _canary(own: Sequence[Group], upgrade: Upgrade) -> Group:
+    """`own`: the scenario's groups. It is in their region, or in any if they differ, and in any of their racks."""
+
     def num(role: Role) -> int:
-        return math.ceil(desired.num_wanted(upgrade.scenario, role) * upgrade.canary_share)
+        return math.ceil(sum(group.num(role) for group in own) * upgrade.canary_share)
 
-    own = [g for g in desired.groups.values() if g.scenario == upgrade.scenario]
     is_alike = len({(g.region, g.failover, g.spans_regions) for g in own}) == 1
+    are_in_racks = all(group.racks for group in own)
+    racks = dict.fromkeys(rack for group in own for rack in group.racks) if are_in_racks else {}
     return replace(
-        own[0] if is_alike else Group(upgrade.scenario),  # where all the others are
+        own[0] if is_alike else Group(upgrade.scenario),
         prefill=num(Role.PREFILL),
         decode=num(Role.DECODE),
         fusion=num(Role.FUSION),
+        racks=tuple(racks),
     )
 
 
