@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pdmesh.core.request_types import Cancelled, Complete, Fail, FinishReason
 from pdmesh.errors import MeshError
 from pdmesh.v1.common_pb2 import TokenLogprob
-from services.gateway.tokenizer import TextStream
+from services.gateway.text_stream import TextStream
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,7 @@ class Generation:
         self._ticket: Ticket | None = None
         self._text = ChoiceText(
             identity.index,
-            shared.tokenizer.text_stream(sampling.stop),
+            shared.tokenizer.text_stream(prompt.tokens, sampling.stop),
             has_logprobs=sampling.num_logprobs is not None,
             default_text=shared.slos.default_text(spec.scenario),
         )

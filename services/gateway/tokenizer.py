@@ -1,7 +1,7 @@
 """Text to token ids and back, from a Hugging Face model directory and the `tokenizers` library alone.
 
 Short text is encoded on the event loop, since a hop to a thread costs more than the work; longer text goes to
-threads, in batches (`encoding_lanes`). Detokenization never shows an incomplete character.
+threads, in batches (`encoding_lanes`). `text_stream` makes text of tokens as they come.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import Tokenizer as HfTokenizer
-from tokenizers.decoders import DecodeStream
 
 from pdmesh.core.block_hash import token_array
-from pdmesh.core.stop_text import StopText
 from pdmesh.errors import MeshError
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.encoding_lanes import EncodingLanes
+from services.gateway.text_stream import Detokenizer, TextStream
 
 _INLINE_CHARS: Final = 2048
-_INCOMPLETE: Final = "\ufffd"
 _SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token")
 
 
@@ -30,66 +28,6 @@ class BadModelDir(MeshError):
     """The model directory has no usable tokenizer."""
 
     default_reason = "BAD_MODEL_DIR"
-
-
-class TextStream:
-    """The text of one choice as its tokens arrive. `num_tokens` were used when a stop string was found."""
-
-    __slots__ = ("_last", "_pending", "_stops", "_stream", "_tokenizer", "num_tokens")
-
-    def __init__(self, tokenizer: HfTokenizer, stops: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._stops = StopText(stops) if stops else None
-        self._pending: list[int] = []  # their text is not whole yet
-        self._last: list[int] = []  # at most one: the token before them
-        self.num_tokens = 0
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._stops is not None and self._stops.is_stopped
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """The text these tokens completed."""
-        if self._stops is None:
-            self.num_tokens += len(token_ids)
-            return self._step(list(token_ids))
-        parts: list[str] = []
-        for token_id in token_ids:
-            if self._stops.is_stopped:
-                break
-            self.num_tokens += 1
-            parts.append(self._stops.feed(self._step([token_id])))
-        return "".join(parts)
-
-    def finish(self) -> str:
-        """What was held back: for a stop string that did not come, or for a character that stays incomplete.
-
-        Of the latter only the whole characters before it are shown.
-        """
-        rest = self._whole_part_of_pending()
-        return rest if self._stops is None else self._stops.feed(rest) + self._stops.flush()
-
-    def _whole_part_of_pending(self) -> str:
-        if not self._pending:
-            return ""
-        known = self._tokenizer.decode(self._last, skip_special_tokens=True)
-        text = self._tokenizer.decode(self._last + self._pending, skip_special_tokens=True)
-        return str(text[len(known) :]).rstrip(_INCOMPLETE)
-
-    def _step(self, token_ids: list[int]) -> str:
-        try:
-            text = self._stream.step(self._tokenizer, token_ids)
-        except Exception:  # noqa: BLE001 - the library raises bare Exception when its prefix no longer decodes alike
-            self._stream = DecodeStream(skip_special_tokens=True)
-            text = self._stream.step(self._tokenizer, token_ids)
-        if text is None:
-            self._pending += token_ids
-            return ""
-        self._last = token_ids[-1:]
-        if self._pending:
-            self._pending.clear()
-        return str(text)
 
 
 class Tokenizer:
@@ -106,6 +44,7 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.vocab_size = vocab_size
         self._inner = inner
+        self._decoder = Detokenizer(inner)
         self._template = template
         self.max_token_chars = max(map(len, inner.get_vocab()), default=1)
         self._lanes = EncodingLanes(self._encode_all, num_threads)
@@ -157,8 +96,9 @@ class Tokenizer:
         found = self._inner.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [token_array(encoding.ids) for encoding in found]
 
-    def text_stream(self, stops: Sequence[str]) -> TextStream:
-        return TextStream(self._inner, stops)
+    def text_stream(self, prompt_ids: Sequence[int], stops: Sequence[str] = ()) -> TextStream:
+        """The text of an answer to `prompt_ids`."""
+        return TextStream(self._decoder, prompt_ids, stops)
 
     def token_text(self, token_id: int) -> str:
         """One token on its own, special ones included; incomplete characters show as U+FFFD."""

@@ -46,7 +46,7 @@ class GatewayMesh:
 
     def expected_text(self, prompt: str, num_tokens: int) -> str:
         ids = list(self.tokenizer._encode(prompt, add_special_tokens=True))
-        return self.tokenizer.text_stream(()).feed(reference(ids, num_tokens))
+        return self.tokenizer.text_stream(ids).feed(reference(ids, num_tokens))
 
     def chat_prompt(self, content: str) -> str:
         return self.tokenizer.render_chat([{"role": "user", "content": content}])

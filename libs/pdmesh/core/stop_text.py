@@ -2,6 +2,8 @@
 
 The tail that may be the beginning of a stop string is held back until it is known. Where the pieces are cut
 never changes the result: the stop that is complete first wins, and the text before it is kept.
+
+Each character is looked at once for each stop string (Knuth, Morris and Pratt), however much the strings repeat themselves.
 """
 
 from __future__ import annotations
@@ -9,13 +11,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+class _Matcher:
+    """How much of `stop` the text so far ends with."""
+
+    __slots__ = ("_borders", "_stop", "num_matched")
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._borders = _borders(stop)
+        self.num_matched = 0
+
+    def feed(self, piece: str) -> int | None:
+        """Where in `piece` the stop string is complete: the index after it."""
+        stop, borders, num = self._stop, self._borders, self.num_matched
+        at, size = 0, len(piece)
+        while at < size:
+            if not num:  # most of the text: the library's search is much faster
+                at = piece.find(stop[0], at)
+                if at < 0:
+                    break
+            while num and piece[at] != stop[num]:
+                num = borders[num - 1]
+            at += 1
+            if piece[at - 1] == stop[num]:
+                num += 1
+                if num == len(stop):
+                    return at
+        self.num_matched = num
+        return None
+
+
 class StopText:
-    __slots__ = ("_held", "_max_held", "_stops", "is_stopped")
+    __slots__ = ("_held", "_matchers", "_stops", "is_stopped")
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string matches everywhere"
         self._stops = tuple(stops)
-        self._max_held = max((len(s) for s in self._stops), default=1) - 1
+        self._matchers = [_Matcher(stop) for stop in stops]
         self._held = ""
         self.is_stopped = False
 
@@ -24,26 +56,30 @@ class StopText:
         if self.is_stopped:
             return ""
         text = self._held + piece
-        start = self._first_match(text)
-        if start is not None:
+        ends = [
+            (len(self._held) + end, len(self._held) + end - len(stop))
+            for stop, matcher in zip(self._stops, self._matchers, strict=True)
+            if (end := matcher.feed(piece)) is not None
+        ]
+        if ends:
             self.is_stopped, self._held = True, ""
-            return text[:start]
-        num_held = self._num_held(text)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
+            return text[: min(ends)[1]]
+        shown = len(text) - max(matcher.num_matched for matcher in self._matchers)
+        self._held = text[shown:]
+        return text[:shown]
 
     def flush(self) -> str:
         """The held tail, once nothing can complete it."""
         tail, self._held = self._held, ""
         return tail
 
-    def _first_match(self, text: str) -> int | None:
-        ends = [(at + len(s), at) for s in self._stops if (at := text.find(s)) >= 0]
-        return min(ends)[1] if ends else None
 
-    def _num_held(self, text: str) -> int:
-        for num in range(min(self._max_held, len(text)), 0, -1):
-            tail = text[-num:]
-            if any(s.startswith(tail) for s in self._stops):
-                return num
-        return 0
+def _borders(stop: str) -> list[int]:
+    """For each beginning of `stop`: how long its longest other beginning is that it also ends with."""
+    borders, num = [0], 0
+    for char in stop[1:]:
+        while num and char != stop[num]:
+            num = borders[num - 1]
+        num += char == stop[num]
+        borders.append(num)
+    return borders

@@ -50,7 +50,7 @@ async def test_a_stop_string_over_several_tokens_is_cut_and_its_tokens_counted(
     tokenizer: Tokenizer,
 ) -> None:
     ids = list(await tokenizer.encode("one END two", add_special_tokens=False))
-    stream = tokenizer.text_stream(("END", "two"))
+    stream = tokenizer.text_stream((), ("END", "two"))
     assert stream.feed(ids[:5]) == "one "
     assert not stream.is_stopped
     assert stream.feed(ids[5:]) == ""
