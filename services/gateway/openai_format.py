@@ -11,9 +11,9 @@ from typing import Any, Final
 import msgspec
 
 from pdmesh.errors import MeshError
-from pdmesh.v1.common_pb2 import TokenLogprob
 from services.gateway.choice_text import Delta
 from services.gateway.frontend import Call
+from services.gateway.logprobs import LogprobWriter
 from services.gateway.tokenizer import Tokenizer
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -69,10 +69,11 @@ class ChunkWriter:
         self, call: Call, tokenizer: Tokenizer, *, include_usage: bool, has_logprobs: bool
     ) -> None:
         self._call = call
-        self._tokenizer = tokenizer
         self._is_chat = call.spec.operation == "chat"
         self._include_usage = include_usage
-        self._has_logprobs = has_logprobs
+        self._logprobs = [
+            LogprobWriter(tokenizer, g.prompt.tokens) for g in call.generations if has_logprobs
+        ]
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         head = _encode(
             {
@@ -95,7 +96,6 @@ class ChunkWriter:
             reason: close + tail % (_encode(reason), self._usage)
             for reason in (None, "stop", "length")
         }
-        self._offsets = [0] * len(call.generations)
 
     def opening(self) -> bytes:
         """The role of each choice, as OpenAI sends it before any content."""
@@ -108,7 +108,7 @@ class ChunkWriter:
         )
 
     def chunk(self, delta: Delta) -> bytes:
-        if self._has_logprobs:
+        if self._logprobs:
             return self._logprob_chunk(delta)
         if not delta.is_last:
             if not delta.text:
@@ -127,15 +127,14 @@ class ChunkWriter:
         )
 
     def _logprob_chunk(self, delta: Delta) -> bytes:
+        writer = self._logprobs[delta.index]
         choice: Json = {"index": delta.index, "finish_reason": delta.finish_reason}
         if self._is_chat:
             choice["delta"] = {"content": delta.text} if delta.text else {}
-            choice["logprobs"] = chat_logprobs(delta.logprobs, self._tokenizer)
+            choice["logprobs"] = writer.chat(delta.logprobs)
         else:
             choice["text"] = delta.text
-            offset = self._offsets[delta.index]
-            choice["logprobs"] = completion_logprobs(delta.logprobs, self._tokenizer, offset)
-            self._offsets[delta.index] = offset + len(delta.text)
+            choice["logprobs"] = writer.completion(delta.logprobs)
         return b'%b,"choices":[%b]%b}\n\n' % (self._head, _encode(choice), self._usage)
 
     def closing(self) -> bytes:
@@ -150,15 +149,16 @@ def whole_body(call: Call, deltas: Sequence[Delta], tokenizer: Tokenizer) -> byt
     is_chat = call.spec.operation == "chat"
     has_logprobs = call.spec.sampling.num_logprobs is not None
     choices: list[Json] = []
-    for delta in deltas:
-        choice: Json = {"index": delta.index}
+    for delta, generation in zip(deltas, call.generations, strict=True):
+        choice: Json = {"index": delta.index, "logprobs": None}
         if is_chat:
             choice["message"] = {"role": "assistant", "content": delta.text, "refusal": None}
-            logprobs = chat_logprobs(delta.logprobs, tokenizer) if has_logprobs else None
         else:
             choice["text"] = delta.text
-            logprobs = completion_logprobs(delta.logprobs, tokenizer, 0) if has_logprobs else None
-        choice["logprobs"] = logprobs
+        if has_logprobs:
+            writer = LogprobWriter(tokenizer, generation.prompt.tokens)
+            write = writer.chat if is_chat else writer.completion
+            choice["logprobs"] = write(delta.logprobs)
         choice["finish_reason"] = delta.finish_reason
         choices.append(choice)
     return _encode(
@@ -176,48 +176,3 @@ def whole_body(call: Call, deltas: Sequence[Delta], tokenizer: Tokenizer) -> byt
 def _id(call: Call) -> str:
     prefix = "chatcmpl-" if call.spec.operation == "chat" else "cmpl-"
     return prefix + call.request_id.removeprefix("req-")
-
-
-def chat_logprobs(logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer) -> Json:
-    """The form of /v1/chat/completions."""
-
-    def entry(token_id: int, logprob: float) -> Json:
-        text = tokenizer.token_text(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-    return {
-        "content": [
-            {
-                **entry(lp.token_id, lp.logprob),
-                "top_logprobs": [
-                    entry(token_id, logprob)
-                    for token_id, logprob in zip(lp.top_token_ids, lp.top_logprobs, strict=False)
-                ],
-            }
-            for lp in logprobs
-        ],
-        "refusal": None,
-    }
-
-
-def completion_logprobs(
-    logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer, offset: int
-) -> Json:
-    """The form of /v1/completions: parallel arrays."""
-    tokens = [tokenizer.token_text(lp.token_id) for lp in logprobs]
-    offsets: list[int] = []
-    for text in tokens:
-        offsets.append(offset)
-        offset += len(text)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [lp.logprob for lp in logprobs],
-        "top_logprobs": [
-            {
-                tokenizer.token_text(token_id): logprob
-                for token_id, logprob in zip(lp.top_token_ids, lp.top_logprobs, strict=False)
-            }
-            for lp in logprobs
-        ],
-        "text_offset": offsets,
-    }

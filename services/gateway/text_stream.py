@@ -7,9 +7,9 @@ ones, and shows the difference. An incomplete character is never shown. How the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Sequence
 from functools import lru_cache
-from os.path import commonprefix
 from typing import Final
 
 from tokenizers import Tokenizer as HfTokenizer
@@ -21,6 +21,13 @@ _AT_ONCE: Final = 64  # tokens that are decoded together
 _MAX_CONTEXT: Final = 8  # a character has at most four bytes
 # Tokens whose text is not whole: more of them are shown as they are, as decoding them again and again is quadratic.
 _MAX_PENDING: Final = 64
+# The names of bytes in vocabularies: of SentencePiece, and of GPT-2's byte-level tokens.
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PLAIN: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS: Final = tuple(byte for byte in range(256) if byte not in _PLAIN)
+_BYTE_LEVEL: Final = {chr(byte): byte for byte in _PLAIN} | {
+    chr(256 + place): byte for place, byte in enumerate(_OTHERS)
+}
 
 
 class Detokenizer:
@@ -31,6 +38,11 @@ class Detokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.lone_text = lru_cache(maxsize=16_384)(self._decode_lone)
+        self.own_bytes = lru_cache(maxsize=16_384)(self._own_bytes)
+        self._tokenizer = tokenizer
+        # What stands before a token that is decoded on its own, so that it keeps its space: any piece of plain text.
+        any_ids = range(tokenizer.get_vocab_size())
+        self._before = next((i for i in any_ids if self._decode_lone(i).isalpha()), None)
 
     def decode(self, ids: list[int]) -> str:
         return str(self._decode(ids))
@@ -39,6 +51,20 @@ class Detokenizer:
         """Empty unless it is whole characters."""
         text = self.decode([token_id])
         return "" if _INCOMPLETE in text else text
+
+    def _own_bytes(self, token_id: int) -> bytes:
+        """Of the token itself, special or not, as it stands within a text. They need not make whole characters."""
+        before = [] if self._before is None else [self._before]
+        known = self._decode(before, skip_special_tokens=False)
+        text = str(self._decode([*before, token_id], skip_special_tokens=False))[len(known) :]
+        if _INCOMPLETE not in text:
+            return text.encode()
+        token = self._tokenizer.id_to_token(token_id) or ""
+        if found := _BYTE_TOKEN.fullmatch(token):
+            return bytes((int(found[1], 16),))
+        if all(char in _BYTE_LEVEL for char in token):
+            return bytes(_BYTE_LEVEL[char] for char in token)
+        return text.encode()
 
 
 class TextStream:
@@ -57,7 +83,9 @@ class TextStream:
         self._context: list[int] = []  # the last tokens whose text is out, or is the prompt's
         self._shown = ""  # their text
         self._pending: list[int] = []  # their text is not whole yet
-        self._known = ""  # where the prompt ends in half a character: `_shown` and what that looks like
+        self._known = (
+            ""  # where the prompt ends in half a character: `_shown` and what that looks like
+        )
         self.num_tokens = 0
 
     @property
@@ -153,8 +181,11 @@ class TextStream:
             return text[len(self._shown) :]
         # Bytes that make no character have changed how the text before them decodes: only what came after them counts.
         broken = self._decoder.decode(self._context + self._pending[:-1])
-        known = broken if text.startswith(broken) else commonprefix((self._shown, text))
-        return text[len(known) :]
+        if text.startswith(broken):
+            return text[len(broken) :]
+        pairs = enumerate(zip(text, self._shown, strict=False))
+        num_alike = next((at for at, (new, old) in pairs if new != old), len(self._shown))
+        return text[num_alike:]
 
     def _set_context(self, ids: list[int]) -> None:
         """The fewest of the last tokens that have a text of their own, of whole characters."""

@@ -100,9 +100,21 @@ class Tokenizer:
         """The text of an answer to `prompt_ids`."""
         return TextStream(self._decoder, prompt_ids, stops)
 
-    def token_text(self, token_id: int) -> str:
-        """One token on its own, special ones included; incomplete characters show as U+FFFD."""
-        return str(self._inner.decode([token_id], skip_special_tokens=False))
+    def token_bytes(self, token_id: int) -> bytes:
+        """The token's own, special or not; they need not make whole characters."""
+        return self._decoder.own_bytes(token_id)
+
+    def shown_bytes(self, token_id: int, *, is_first_of_text: bool) -> bytes:
+        """What a token that is not special adds to a text: the first one no space, where the model's decoder takes it away."""
+        own = self._decoder.own_bytes(token_id)
+        if is_first_of_text and own[:1] == b" ":
+            return own if self._decoder.decode([token_id])[:1] == " " else own[1:]
+        return own
+
+    def has_text(self, token_ids: Sequence[int]) -> bool:
+        """One of them is not special."""
+        special_ids = self._decoder.special_ids
+        return any(token_id not in special_ids for token_id in token_ids)
 
     def close(self) -> None:
         self._lanes.close()

@@ -86,6 +86,13 @@ async def test_logprobs_come_in_both_forms_or_are_refused(tmp_path: Path) -> Non
         assert logprobs is not None
         assert "".join(logprobs.tokens or []) == completion.choices[0].text
         assert logprobs.token_logprobs == [-0.5] * 5
+        streamed: list[int] = []
+        async for piece in await client.completions.create(
+            model="tiny", prompt="abc", max_tokens=5, logprobs=2, stop="never", stream=True
+        ):
+            found = piece.choices[0].logprobs
+            streamed += (found.text_offset or []) if found else []
+        assert streamed == logprobs.text_offset == [0, 1, 2, 3, 4], "though text is held back"
         chat = await client.chat.completions.create(
             model="tiny",
             messages=[{"role": "user", "content": "x"}],

@@ -8,44 +8,12 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models
 from tokenizers.decoders import DecodeStream
 
-from pdmesh.engine.sim_tokenizer import build_tokenizer
 from services.gateway.text_stream import Detokenizer, TextStream
+from tests.fakes.tokenizers import BYTE_LEVEL, END, PIECES, TOKENIZERS
 
-BYTE_LEVEL = build_tokenizer()
-PIECES = ("▁", "▁a", "▁the", "b", "ing", "▁▁", ",", "é", "▁日本")
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 CHARACTERS = ("é", "€", "日", "🚀", "a", " ")
-
-
-def sentencepiece(decoder: decoders.Decoder) -> Tokenizer:
-    """Pieces, then bytes, then special tokens, as in a SentencePiece vocabulary."""
-    vocab = {piece: i for i, piece in enumerate((*PIECES, *BYTES))}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=PIECES[0]))
-    tokenizer.decoder = decoder
-    tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
-    return tokenizer
-
-
-TOKENIZERS: dict[str, Tokenizer] = {
-    "llama": sentencepiece(
-        decoders.Sequence(
-            [
-                decoders.Replace("▁", " "),
-                decoders.ByteFallback(),
-                decoders.Fuse(),
-                decoders.Strip(content=" ", left=1),
-            ]
-        )
-    ),
-    "metaspace": sentencepiece(
-        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")])
-    ),
-    "wordpiece": sentencepiece(decoders.WordPiece(prefix="##")),
-    "byte level": BYTE_LEVEL,
-}
 NAMES = sorted(TOKENIZERS)
 
 
@@ -139,8 +107,7 @@ def test_a_space_stays_after_a_prompt_and_after_broken_bytes(name: str) -> None:
     first, second = (len(PIECES) + byte for byte in "é".encode())
     assert stream_after(name, [the]).feed([the]) == " the"
     assert stream_after(name, []).feed([the, the]) == "the the"
-    end_of_turn = TOKENIZERS[name].token_to_id("</s>")
-    assert stream_after(name, [b, *[end_of_turn] * 50]).feed([the]) == " the"
+    assert stream_after(name, [b, *[END] * 50]).feed([the]) == " the"
     shown = streamed(name, [the], [b, first, second, half, the], [1] * 5)
     assert shown.startswith("bé")
     assert shown.endswith(" the")
@@ -170,7 +137,7 @@ def test_tokens_without_a_text_are_not_decoded_again_with_each_that_follows() ->
             lengths.append(len(ids))
             return super().decode(ids)
 
-    for token in (tokenizer.token_to_id("</s>"), len(PIECES) + 0x82):
+    for token in (END, len(PIECES) + 0x82):
         stream = TextStream(Counting(tokenizer), [1], ("stop",))
         for _ in range(1000):
             stream.feed([token])

@@ -62,7 +62,7 @@ async def test_a_stop_string_over_several_tokens_is_cut_and_its_tokens_counted(
 def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.eos_token_ids == {EOS}
     assert tokenizer.text_stream(()).feed([EOS]) == ""
-    assert tokenizer.token_text(EOS) == "<eos>"
+    assert tokenizer.token_bytes(EOS) == b"<eos>"
 
 
 async def test_long_text_is_encoded_alike_off_the_loop(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,41 @@
+"""Small tokenizers, one for each way in which decoders make text of tokens."""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from pdmesh.engine.sim_tokenizer import build_tokenizer
+
+BYTE_LEVEL = build_tokenizer()
+PIECES = ("▁", "▁a", "▁the", "b", "ing", "▁▁", ",", "é", "▁日本")
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def sentencepiece(decoder: decoders.Decoder) -> Tokenizer:
+    """Pieces, then bytes, then special tokens, as in a SentencePiece vocabulary."""
+    vocab = {piece: i for i, piece in enumerate((*PIECES, *BYTES))}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=PIECES[0]))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
+    return tokenizer
+
+
+TOKENIZERS: dict[str, Tokenizer] = {
+    "llama": sentencepiece(
+        decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(content=" ", left=1),
+            ]
+        )
+    ),
+    "metaspace": sentencepiece(
+        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")])
+    ),
+    "wordpiece": sentencepiece(decoders.WordPiece(prefix="##")),
+    "byte level": BYTE_LEVEL,
+}
+
+END = TOKENIZERS["llama"].get_vocab_size() - 1  # "</s>", of all that are like SentencePiece's
