@@ -175,7 +175,7 @@ async def test_some_heads_of_every_layer_can_be_pulled_by_each_of_their_takers(
     async with kv_pair(transport) as pair:
         data = pair.stage(HEADS)
         by_head = data.reshape(8, 4, -1)
-        other = await another_receiver(transport)
+        other = await another_rank(transport)
         ticket = ticket_for(pair.address, HEADS)
         for agent, heads in ((pair.receiver, (0, 1)), (other, (1, 3))):
             assert pair.sender.num_tickets == 1
@@ -188,10 +188,11 @@ async def test_some_heads_of_every_layer_can_be_pulled_by_each_of_their_takers(
         await other.close()
 
 
-async def another_receiver(transport: MakeTransport) -> KvAgent:
+async def another_rank(transport: MakeTransport) -> KvAgent:
+    """Of the pair's receiver."""
     agent = KvAgent(
         transport(),
-        AgentIdentity("decode-1", 9, FINGERPRINT),
+        AgentIdentity("decode-0", INCARNATION + 1, FINGERPRINT),
         staging_bytes=0,
         landing_bytes=HEADS.total_bytes,
         on_event=lambda _: None,

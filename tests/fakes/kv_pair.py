@@ -10,6 +10,7 @@ import numpy as np
 
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import KvLayout
+from pdmesh.core.quarantine import Quarantine
 from pdmesh.core.ticket import Ticket
 from pdmesh.kv.agent import KvAgent
 from pdmesh.kv.agent_types import AgentEvent, AgentHooks, AgentIdentity, BlockSource
@@ -71,6 +72,7 @@ async def kv_pair(
     hooks: AgentHooks | None = None,
     receiver_fingerprint: str = FINGERPRINT,
     blocks: BlockSource | None = None,
+    quarantine: Quarantine[str] | None = None,
 ) -> AsyncIterator[KvPair]:
     """At the end nothing may be left on either side."""
     sender_events: list[AgentEvent] = []
@@ -91,6 +93,7 @@ async def kv_pair(
         landing_bytes=ARENA_BYTES,
         on_event=receiver_events.append,
         hooks=hooks,
+        quarantine=quarantine,
     )
     address = await sender.start()
     await receiver.start()

@@ -33,7 +33,7 @@ class MemoryConnection:
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         if self.is_closed or self.other is None:
             return
-        message = b"".join(parts)
+        message = self.transport.tamper(b"".join(parts))
         assert 0 < len(message) <= MAX_MESSAGE
         self.other.messages.append(message)
         self.other.transport.wake()
@@ -83,6 +83,7 @@ class MemoryConnection:
 class MemoryTransport:
     def __init__(self) -> None:
         self.is_frozen = False
+        self.tamper: Callable[[bytes], bytes] = bytes  # what a bad link does to each message
         self.address = ""
         self._handler: ConnectionHandler | None = None
         self._connections: list[MemoryConnection] = []

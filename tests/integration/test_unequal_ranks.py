@@ -122,6 +122,7 @@ class Rank:
             self.agent,
             ticket,
             wanted,
+            leg=1,
             deadline_s=60,
             stall_s=60,
             first_block=first_block,

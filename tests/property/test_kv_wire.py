@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdmesh.core.ticket import Refusal
@@ -26,11 +26,11 @@ def metas(draw: st.DrawFn) -> wire.Meta:
         end += length
     inline = memoryview(bytes(end - start)) if draw(st.booleans()) else None
     more = draw(st.integers(0, 2**40)) if lengths else 0
-    return wire.Meta(draw(u64), end + more, tuple(ranges), inline)
+    return wire.Meta(draw(u64), end + more, tuple(ranges), inline, draw(u64))
 
 
 messages = st.one_of(
-    st.builds(wire.Pull, u64, ids, u32, u64, u64, u32, u32, u32, st.integers(1, 255)),
+    st.builds(wire.Pull, u64, ids, u32, u64, u64, u32, u32, u32, st.integers(1, 255), u64),
     metas(),
     st.builds(wire.Refused, u64, st.sampled_from(Refusal)),
     st.builds(wire.Ack, u64, st.booleans()),
@@ -77,6 +77,21 @@ def test_a_damaged_message_is_a_message_or_the_typed_error(
         if isinstance(parsed, wire.Meta):
             assert parsed.offset + parsed.length <= parsed.num_bytes
             assert parsed.inline is None or len(parsed.inline) == parsed.length
+
+
+@pytest.mark.fault("F34")
+@settings(deadline=None, max_examples=40)
+@given(messages)
+def test_no_message_with_one_bit_changed_is_believed(message: wire.Message) -> None:
+    """But for inline bytes: each range of them has a checksum in META, and the source is to blame for them."""
+    raw = bytearray(encoded(message))
+    inline = message.inline if isinstance(message, wire.Meta) else None
+    for bit in range(8 * (len(raw) - len(inline or b""))):
+        raw[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(wire.WireError):
+            wire.parse(memoryview(raw))
+        raw[bit // 8] ^= 1 << bit % 8
+    assert wire.parse(memoryview(raw)) == message
 
 
 @pytest.mark.fault("F25")

@@ -19,6 +19,7 @@ from pdmesh.core import pull_events as rx
 from pdmesh.core import ticket_events as tx
 from pdmesh.core.kv_layout import KvLayout, KvPart
 from pdmesh.core.pull_book import STOP_S, PullBook
+from pdmesh.core.ticket import CloseReason
 from pdmesh.core.ticket_book import MAX_LEASES, TicketBook
 from pdmesh.kv import wire
 
@@ -28,6 +29,7 @@ LEASE_S, DEADLINE_S = 10.0, 2.0
 MAX_INLINE = 10  # bytes
 NAMES = st.sampled_from("aaab")
 RARELY = st.sampled_from([False] * 7 + [True])  # what ends everything must not always be first
+DECODES = st.sampled_from([1, 1, 1, 2])
 CHUNKS = st.sampled_from([10, 20, 40, 1000])
 
 
@@ -52,6 +54,7 @@ class Pull:
     incarnation: int
     first_block: int
     num_takers: int
+    decode: int = 0
     is_fetch: bool = False
     has_left: bool = False
     outcome: str = ""
@@ -125,6 +128,7 @@ class TransferMachine(RuleBasedStateMachine):
         other_link=st.booleans(),
         first_block=st.sampled_from([0, 0, 1, 2, 3]),
         num_takers=st.sampled_from([1, 1, 2]),
+        decode=DECODES,
     )
     def pull(
         self,
@@ -134,11 +138,14 @@ class TransferMachine(RuleBasedStateMachine):
         other_link: bool,
         first_block: int,
         num_takers: int,
+        decode: int,
     ) -> None:
         ticket = self.tickets.get(name)
         attempt = 3 if is_stale or ticket is None else ticket.attempt
         incarnation = self.incarnation - is_of_an_old_life
-        pull = Pull(self.link(other_link), name, attempt, incarnation, first_block, num_takers)
+        pull = Pull(
+            self.link(other_link), name, attempt, incarnation, first_block, num_takers, decode
+        )
         self.ask(pull, 0 if first_block else LAYOUT.total_bytes)
 
     @rule(other_link=st.booleans(), is_stale=st.sampled_from([False] * 4 + [True]))
@@ -229,6 +236,8 @@ class TransferMachine(RuleBasedStateMachine):
         first_block=st.sampled_from([0, 0, 1, 2]),
         num_takers=st.sampled_from([1, 1, 2]),
         num_steps=st.integers(0, 16),
+        decode=DECODES,
+        other_link=st.booleans(),
     )
     def a_request_comes(
         self,
@@ -238,13 +247,15 @@ class TransferMachine(RuleBasedStateMachine):
         first_block: int,
         num_takers: int,
         num_steps: int,
+        decode: int,
+        other_link: bool,
     ) -> None:
         """A prefill that gets as far as `num_layers`, and the decode that pulls meanwhile."""
         if name not in self.tickets:
             self.open(name, 1, chunk, False)
         attempt = self.tickets[name].attempt
-        link = self.link(False)
-        pull = Pull(link, name, attempt, self.incarnation, first_block, num_takers)
+        link = self.link(other_link)
+        pull = Pull(link, name, attempt, self.incarnation, first_block, num_takers, decode)
         self.ask(pull, 0 if first_block else LAYOUT.total_bytes)
         if num_layers:
             self.ready(name, num_layers)
@@ -289,6 +300,7 @@ class TransferMachine(RuleBasedStateMachine):
                         message.first_block,
                         None,
                         message.num_takers,
+                        message.decode,
                     )
                 )
             case wire.Fetch(pull_id, incarnation):
@@ -391,8 +403,8 @@ class TransferMachine(RuleBasedStateMachine):
                         self.links[peer - 1].to_receiver.append(wire.Refused(pull_id, refusal))
                     case tx.AbortPeer(peer):
                         self.aborts.append((self.links[peer - 1], "sender"))
-                    case tx.CloseTicket(ticket_id):
-                        self.close_ticket(ticket_id)
+                    case tx.CloseTicket(ticket_id, reason):
+                        self.close_ticket(ticket_id, reason)
         self.settle()
 
     def send(self, effect: tx.SendPart) -> bool:
@@ -415,11 +427,20 @@ class TransferMachine(RuleBasedStateMachine):
         )
         return is_inline
 
-    def close_ticket(self, ticket_id: str) -> None:
+    def close_ticket(self, ticket_id: str, reason: CloseReason) -> None:
         readers = [name for link in self.links for _, name in link.sends]
         assert ticket_id not in readers, "freed while a send reads it"
         ticket = self.tickets.pop(ticket_id)  # KeyError if closed twice
         assert ticket.is_written, "freed while its engine writes it"
+        if reason is CloseReason.TAKEN and not ticket_id.startswith("fetch"):
+            takers: dict[int, set[int]] = {1: set(), 2: set()}
+            pulls = [p for p in self.pulls.values() if p.ticket_id == ticket_id]
+            for pull in pulls:
+                if pull.outcome == "complete":
+                    takers[pull.decode].add(pull.link.key)
+            assert any(
+                len(takers[p.decode]) >= p.num_takers for p in pulls if p.outcome == "complete"
+            ), "closed before all of one decode took it"
 
     # -- the receiver's effects -------------------------------------------------------------------
 
@@ -518,6 +539,7 @@ def message_of(pull: Pull, pull_id: int) -> wire.Message:
         FINGERPRINT,
         pull.first_block,
         num_takers=pull.num_takers,
+        decode=pull.decode,
     )
 
 

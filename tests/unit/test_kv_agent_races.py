@@ -353,3 +353,56 @@ def test_layers_that_complete_no_part_do_not_wake_the_agents_thread() -> None:
         assert told == [16, 24, 28, 29, 30, 31, 32, 0]
     finally:
         thread.close()
+
+
+class SlowToConnect(MemoryTransport):
+    """Connections open when `may_connect` is set."""
+
+    may_connect: asyncio.Event
+
+    async def connect(self, address: str, timeout_s: float) -> KvConnection:
+        self.is_connecting.set()
+        await self.may_connect.wait()
+        return await super().connect(address, timeout_s)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_connect, self.is_connecting = asyncio.Event(), asyncio.Event()
+
+
+@pytest.mark.req("S41")
+@pytest.mark.parametrize("opens", [False, True])
+async def test_that_prefill_is_done_counts_for_an_early_pull_that_still_connects(
+    opens: bool,
+) -> None:
+    """From then on silence is a fault, wherever the pull is: here the peer is cut off as it is connected to."""
+    async with kv_pair(SlowToConnect) as pair:
+        transport = pair.receiver_transport
+        assert isinstance(transport, SlowToConnect)
+        ticket = ticket_for(pair.address, LAYOUT)
+        pull = asyncio.create_task(pair.receiver.pull(ticket, LANDING, deadline_s=600))
+        await transport.is_connecting.wait()
+        pair.receiver.expect("t", 0.05)
+        if opens:
+            pair.sender.open("t", 1, ArenaRange(4096, LAYOUT.total_bytes), LAYOUT, 30.0)
+            transport.may_connect.set()  # and nothing comes of it
+        with pytest.raises(KvTransferFailed) as caught:
+            await asyncio.wait_for(pull, 60)
+        assert caught.value.reason == PullFailure.TIMEOUT
+        transport.may_connect.set()
+        pair.sender.release("t")
+        await until(lambda: pair.receiver_events == [LandingFreed(LANDING.offset)])
+
+
+async def test_that_prefill_is_done_counts_for_a_pull_that_begins_after_it() -> None:
+    """Both were posted to the agent's loop, the pull as a task whose first step comes after the news."""
+    async with kv_pair(MemoryTransport) as pair:
+        pair.sender.open("t", 1, ArenaRange(4096, LAYOUT.total_bytes), LAYOUT, 30.0)
+        ticket = ticket_for(pair.address, LAYOUT)
+        pull = asyncio.create_task(pair.receiver.pull(ticket, LANDING, deadline_s=600))
+        pair.receiver.expect("t", 0.05)
+        with pytest.raises(KvTransferFailed) as caught:
+            await asyncio.wait_for(pull, 60)
+        assert caught.value.reason == PullFailure.TIMEOUT
+        pair.sender.release("t")
+        await until(lambda: pair.receiver_events == [LandingFreed(LANDING.offset)])

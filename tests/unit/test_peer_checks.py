@@ -124,7 +124,14 @@ async def test_connections_grow_with_the_ranks_and_not_with_their_square() -> No
                 landing = ArenaRange(0, layout.total_bytes)
                 wanted = Share(4, 2, rank).pieces(ticket, landing, layout.total_bytes)
                 pull = pull_pieces(
-                    agent, ticket, wanted, deadline_s=20, stall_s=20, first_block=0, num_blocks=4
+                    agent,
+                    ticket,
+                    wanted,
+                    leg=1,
+                    deadline_s=20,
+                    stall_s=20,
+                    first_block=0,
+                    num_blocks=4,
                 )
                 over = asyncio.Event()
                 loop = asyncio.get_running_loop()

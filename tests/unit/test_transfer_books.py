@@ -11,7 +11,13 @@ from pdmesh.core.lease_keeper import LeaseKeeper
 from pdmesh.core.pull_book import LET_GO_S, STOP_S, PullBook
 from pdmesh.core.quarantine import Quarantine
 from pdmesh.core.ticket import CloseReason, PullFailure, Refusal
-from pdmesh.core.ticket_book import MAX_LEASES, MAX_PULLS_PER_TICKET, WINDOW, TicketBook
+from pdmesh.core.ticket_book import (
+    MAX_DECODES,
+    MAX_LEASES,
+    MAX_PULLS_PER_TICKET,
+    WINDOW,
+    TicketBook,
+)
 
 LAYOUT = KvLayout(num_layers=4, num_blocks=4, block_bytes=10)
 WHOLE = KvPart(0, 160, (KvSpan(0, 160),), 0, 4)
@@ -38,6 +44,7 @@ def ask(
     first_block: int = 0,
     heads: tuple[int, int] | None = None,
     num_takers: int = 1,
+    decode: int = 0,
 ) -> tx.PullAsked:
     return tx.PullAsked(
         peer,
@@ -49,6 +56,7 @@ def ask(
         first_block,
         heads,
         num_takers,
+        decode,
     )
 
 
@@ -249,6 +257,30 @@ def test_a_ticket_for_two_takers_waits_for_both() -> None:
     assert book.handle(tx.PullAcked(2, 1, True), now=1.2) == [
         tx.CloseTicket("t", CloseReason.TAKEN)
     ]
+
+
+@pytest.mark.req("S57")
+def test_what_a_rank_of_a_failed_decode_took_does_not_count_for_the_next_decode() -> None:
+    """A decode of two ranks fails when one of them has its part. The next one's ranks must both get theirs."""
+    book = book_with_ticket()
+    for peer, decode in ((1, 5), (3, 6), (4, 6)):
+        book.handle(ask(peer=peer, num_takers=2, decode=decode), now=1.0)
+        if peer != 4:  # whose bytes are still on their way
+            book.handle(tx.PartSent(peer, 1), now=1.0)
+            assert book.handle(tx.PullAcked(peer, 1, True), now=1.1) == []
+    book.handle(tx.PartSent(4, 1), now=1.2)
+    assert book.handle(tx.PullAcked(4, 1, True), now=1.3) == [
+        tx.CloseTicket("t", CloseReason.TAKEN)
+    ]
+
+
+def test_takers_of_no_more_than_so_many_decodes_are_remembered() -> None:
+    book = book_with_ticket()
+    for decode in range(3 * MAX_DECODES):
+        book.handle(ask(decode, num_takers=2, decode=decode), now=1.0)
+        book.handle(tx.PartSent(1, decode), now=1.0)
+        assert book.handle(tx.PullAcked(1, decode, True), now=1.0) == []
+        book.check_invariants()
 
 
 @pytest.mark.parametrize("end", [tx.PullAcked(1, 1, False), tx.PeerLost(1)])

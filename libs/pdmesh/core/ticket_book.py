@@ -34,6 +34,7 @@ from pdmesh.core.ticket_events import (
 )
 
 MAX_PULLS_PER_TICKET = 16
+MAX_DECODES = 16  # of a ticket whose takers are remembered
 MAX_LEASES = 30  # a ticket is renewed to at most this many leases after its last layer
 WINDOW = 2  # parts of one pull on their way at once: the next follows without a pause, and other pulls have their turn
 
@@ -46,6 +47,9 @@ class _Pull:
 
     parts: tuple[KvPart, ...]
     num_bytes: int
+    num_takers: int
+    decode: int
+    question: int
     num_announced: int = 0
     num_in_flight: int = 0
     is_stopped: bool = False  # no further part is announced
@@ -67,8 +71,7 @@ class _Ticket:
     has_writer: bool = True  # until the last layer, or the release
     lease_ends: float = math.inf  # while there is a writer
     last_lease_ends: float = math.inf
-    num_takers: int = 1
-    takers: set[int] = field(default_factory=set)  # peers
+    takers: dict[int, set[int]] = field(default_factory=dict)  # peers that took it, by decode
     pulls: dict[_Key, _Pull] = field(default_factory=dict)
     closing: CloseReason | None = None
 
@@ -134,6 +137,7 @@ class TicketBook:
             for key, pull in ticket.pulls.items():
                 assert self._tickets_by_pull[key] == ticket_id
                 assert 0 <= pull.num_in_flight <= min(WINDOW, pull.num_announced)
+                assert len(ticket.takers) <= MAX_DECODES
                 assert not pull.is_stopped or pull.num_in_flight, "stopped and still there"
                 for part in pull.parts[: pull.num_announced]:
                     assert part.end_layer <= ticket.num_ready, "sent before it was written"
@@ -188,8 +192,13 @@ class TicketBook:
             )
         except IndexError:
             return [Refuse(event.peer, event.pull_id, Refusal.BAD_RANGE)]
-        ticket.pulls[key] = _Pull(parts, parts[-1].offset + parts[-1].length)
-        ticket.num_takers = max(ticket.num_takers, event.num_takers)
+        ticket.pulls[key] = _Pull(
+            parts,
+            parts[-1].offset + parts[-1].length,
+            event.num_takers,
+            event.decode,
+            event.question,
+        )
         ticket.renew(now)
         self._tickets_by_pull[key] = event.ticket_id
         return self._serve(event.ticket_id, ticket, key)
@@ -221,7 +230,7 @@ class TicketBook:
                 break
             pull.num_announced += 1
             pull.num_in_flight += 1
-            effects.append(SendPart(*key, ticket_id, part, pull.num_bytes))
+            effects.append(SendPart(*key, ticket_id, part, pull.num_bytes, pull.question))
         return effects
 
     def _on_sent(self, key: _Key, now: float) -> list[SenderEffect]:
@@ -247,9 +256,13 @@ class TicketBook:
         pull = ticket.pulls[key]
         if not event.is_taken or not pull.is_announced:
             return self._stop(ticket_id, key, Refusal.STOPPED)
-        ticket.takers.add(event.peer)
-        if len(ticket.takers) >= ticket.num_takers:
+        # What ranks of a decode took that failed as a whole is of no use to the next one.
+        takers = ticket.takers.setdefault(pull.decode, set())
+        takers.add(event.peer)
+        if len(takers) >= pull.num_takers:
             return self._close(ticket_id, CloseReason.TAKEN)
+        if len(ticket.takers) > MAX_DECODES:
+            del ticket.takers[next(iter(ticket.takers))]
         pull.is_stopped = True
         return self._drop_stopped(ticket_id, key)
 

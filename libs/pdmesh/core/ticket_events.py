@@ -37,7 +37,7 @@ class LayersReady:
 class PullAsked:
     """A peer wants a ticket's blocks from `first_block` on, of the heads (first, number). `peer` is the connection.
 
-    `num_takers`: how many peers take this ticket before it is closed.
+    `num_takers`: how many peers of its `decode` take this ticket before it is closed. `question`: goes back with each part.
     """
 
     peer: int
@@ -49,6 +49,8 @@ class PullAsked:
     first_block: int = 0
     heads: tuple[int, int] | None = None
     num_takers: int = 1
+    decode: int = 0
+    question: int = 0
 
 
 @dataclass(slots=True)
@@ -126,6 +128,7 @@ class SendPart:
     ticket_id: str
     part: KvPart
     num_bytes: int
+    question: int = 0
 
 
 @dataclass(slots=True)

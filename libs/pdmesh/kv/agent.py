@@ -36,7 +36,7 @@ from pdmesh.kv.agent_types import (
     PullResult,
 )
 from pdmesh.kv.arena_memory import ArenaMemory, HostArena
-from pdmesh.kv.checksums import fingerprint_hash
+from pdmesh.kv.checksums import decode_hash, fingerprint_hash
 from pdmesh.kv.connections import ConnectionPool, Peers
 from pdmesh.kv.probes import Probe
 from pdmesh.kv.pull_order import PullOrder, bad_ticket, check_ticket, order_blocks, order_ticket
@@ -77,7 +77,8 @@ class KvAgent:
         self._pool = ConnectionPool(transport, max_peers, self._peers_in_use)
         self._peers = Peers(self._pool, on_peers)
         self._sender = SenderHalf(identity, self._staging, self._peers, on_event, hooks, blocks)
-        self._receiver = ReceiverHalf(self._peers, on_event, hooks, quarantine or Quarantine())
+        quarantine = Quarantine() if quarantine is None else quarantine  # an empty one is false
+        self._receiver = ReceiverHalf(self._peers, on_event, hooks, quarantine)
         self._ticker = Ticker(_TICK_S, self._has_work, self._on_tick)
         self._handler = AgentHandler(
             self._peers, self._sender, self._receiver, self._do_posted, self._ticker.keep_going
@@ -205,16 +206,17 @@ class KvAgent:
         source_rank: int | None = None,
         heads: tuple[int, int] | None = None,
         num_takers: int = 1,
+        leg: int = 0,
         stall_s: float = math.inf,
     ) -> PullResult:
         """Pull a ticket's blocks from `first_block` on into the start of `landing`, and verify them.
 
         The bytes lie there as in the sender's buffer, each layer without its first blocks; `heads` = (first, number) picks
-        some of a layout that tells heads apart. `on_range` is told of verified bytes while others are on their way. Afterwards the landing range is the caller's
+        some of a layout that tells heads apart. `num_takers` ranks of this instance pull the ticket from there for the same `leg`. `on_range` is told of verified bytes while others are on their way. Afterwards the landing range is the caller's
         again. The sender may be silent for `stall_s`, if it has all of the bytes. Raises KvTransferFailed; then, and when cancelled, the range is the
         agent's until it says LandingFreed.
         """
-        started = time.monotonic()
+        started, identity = time.monotonic(), self._identity
         try:
             order = order_ticket(
                 ticket,
@@ -223,6 +225,7 @@ class KvAgent:
                 first_block=first_block,
                 heads=heads,
                 num_takers=num_takers,
+                decode=decode_hash(identity.instance_id, identity.incarnation, leg),
                 on_range=on_range,
                 on_freed=lambda: self.give_back(landing),
             )
@@ -296,8 +299,11 @@ class KvAgent:
     ) -> PullResult:
         try:
             self._receiver.check_askable(order.source)
-            connect_s = min(deadline_s, stall_s)
-            connection = self._pool.find(address) or await self.connect(address, connect_s)
+            connection = self._pool.find(address)
+            if connection is None:
+                connection = await self._receiver.opening(
+                    order, lambda: self.connect(address, deadline_s), stall_s
+                )
             self._peers.add(connection)  # who opened it may not have run again yet
         except BaseException:
             order.on_freed()  # nothing was asked for yet

@@ -7,8 +7,10 @@ verified parts on, renews leases, and asks nothing of a source in quarantine.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +41,7 @@ from pdmesh.net.tasks import watched
 log = structlog.get_logger(__name__)
 
 MAX_PULLS = 1024
+MAX_EXPECTED = 4096  # tickets whose senders are known to have all bytes
 
 
 @dataclass(slots=True)
@@ -54,6 +57,8 @@ class _Part:
 @dataclass(slots=True, eq=False)
 class _Pull:
     order: PullOrder
+    message: wire.Question
+    question: int
     connection: KvConnection
     done: asyncio.Future[None]
     started: float
@@ -61,6 +66,14 @@ class _Pull:
     num_bytes: int = 0  # verified
     num_ranges: int = 0
     first_range_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Opening:
+    """A pull whose connection is being opened, within `limit`."""
+
+    ticket_id: str
+    limit: asyncio.Timeout
 
 
 class ReceiverHalf:
@@ -76,6 +89,8 @@ class ReceiverHalf:
         self._hooks = hooks
         self._book = PullBook()
         self._pulls: dict[int, _Pull] = {}
+        self._openings: set[_Opening] = set()
+        self._stalls: OrderedDict[str, float] = OrderedDict()  # by ticket, as `expect` said
         self._leases = LeaseKeeper()
         self._kept: dict[str, tuple[Ticket, KvConnection]] = {}  # waiting for their turn
         self._quarantine = quarantine
@@ -138,11 +153,14 @@ class ReceiverHalf:
         self._num_asked += 1
         pull_id = self._num_asked
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        pull = self._pulls[pull_id] = _Pull(order, connection, done, started)
+        message = order.make_message(pull_id)
+        question = wire.question(message)
+        pull = self._pulls[pull_id] = _Pull(order, message, question, connection, done, started)
         lease_s = 0.0
         if order.ticket is not None:
             self.let_go(order.ticket.ticket_id)
             lease_s = order.ticket.lease_ms / 1000
+            stall_s = self._stall_s(order, stall_s)
         key, least, most = connection.key, order.min_bytes, order.max_bytes
         self.handle(rx.PullRequested(pull_id, key, least, most, deadline, lease_s, stall_s))
         try:
@@ -159,7 +177,42 @@ class ReceiverHalf:
             pull.num_bytes, took, pull.first_range_s, pull.num_ranges, len(pull.parts), checksums
         )
 
+    async def opening(
+        self,
+        order: PullOrder,
+        connect: Callable[[], Coroutine[None, None, KvConnection]],
+        stall_s: float,
+    ) -> KvConnection:
+        """Open the connection for a pull: silence of the sender that has all bytes counts here too. Raises KvTransferFailed."""
+        ticket_id = order.ticket.ticket_id if order.ticket else ""
+        stall_s = self._stall_s(order, stall_s)
+        try:
+            async with asyncio.timeout(None if math.isinf(stall_s) else stall_s) as limit:
+                opening = _Opening(ticket_id, limit)
+                self._openings.add(opening)
+                try:
+                    return await connect()
+                finally:
+                    self._openings.discard(opening)
+        except TimeoutError as exc:
+            what = f"no KV connection to {order.source} in time"
+            raise KvTransferFailed(what, reason=PullFailure.TIMEOUT) from exc
+
+    def _stall_s(self, order: PullOrder, stall_s: float) -> float:
+        if order.ticket is None:
+            return stall_s
+        return min(stall_s, self._stalls.get(order.ticket.ticket_id, math.inf))
+
     def expect(self, ticket_id: str, stall_s: float) -> None:
+        """Of pulls that are under way, that wait for their connection, and that begin later."""
+        self._stalls[ticket_id] = stall_s
+        if len(self._stalls) > MAX_EXPECTED:
+            self._stalls.popitem(last=False)
+        ends = asyncio.get_running_loop().time() + stall_s
+        for opening in self._openings:
+            if opening.ticket_id == ticket_id:
+                limits = (opening.limit.when(), ends)
+                opening.limit.reschedule(min(at for at in limits if at is not None))
         for pull_id, pull in self._pulls.items():
             if pull.order.ticket is not None and pull.order.ticket.ticket_id == ticket_id:
                 self.handle(rx.SourceComplete(pull_id, stall_s))
@@ -207,7 +260,8 @@ class ReceiverHalf:
             return  # as a link does that loses what comes back
         part: _Part | None = None
         if pull is not None and pull.connection.key == peer:
-            buffers = pull.order.place(meta.ranges)
+            is_ours = meta.question == pull.question  # and not an answer to another pull
+            buffers = pull.order.place(meta.ranges) if is_ours else None
             if buffers is None:
                 length = -1  # the book takes it for the nonsense that it is
             else:
@@ -234,7 +288,7 @@ class ReceiverHalf:
         pull = self._pulls[effect.pull_id]
         if failpoints.hit("decode.asking", pull.order.source) == "drop":
             return  # as a link does that loses everything
-        self._peers.tell(pull.connection.key, pull.order.make_message(effect.pull_id))
+        self._peers.tell(pull.connection.key, pull.message)
 
     def _ack(self, effect: rx.SendAck) -> None:
         key = self._pulls[effect.pull_id].connection.key

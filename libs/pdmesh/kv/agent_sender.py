@@ -179,6 +179,8 @@ class SenderHalf:
                 message.first_block,
                 heads,
                 message.num_takers,
+                message.decode,
+                wire.question(message),
             )
         )
 
@@ -194,9 +196,9 @@ class SenderHalf:
             return  # the same message again
         pinned = self._blocks.open(message.names)
         if pinned is None or not pinned.views:
-            self._peers.tell(peer, wire.Meta(message.pull_id, 0, (), memoryview(b"")))
+            self._peers.tell(peer, _nothing_of(message))
             return
-        self._lend(peer, message.pull_id, ticket_id, LentBlocks(pinned, self._blocks.close))
+        self._lend(peer, message, ticket_id, LentBlocks(pinned, self._blocks.close))
 
     def on_probe(self, peer: int, message: wire.Probe) -> None:
         """Answer with bytes that nobody else can make of the nonce, sent as blocks of a pool are."""
@@ -207,9 +209,11 @@ class SenderHalf:
         if ticket_id not in self._staged:
             answer = probe_bytes(message.nonce, message.incarnation, message.fingerprint_hash)
             pinned = LentBlocks(PinnedBlocks([answer]), lambda _: None)
-            self._lend(peer, message.pull_id, ticket_id, pinned)
+            self._lend(peer, message, ticket_id, pinned)
 
-    def _lend(self, peer: int, pull_id: int, ticket_id: str, pinned: LentBlocks) -> None:
+    def _lend(
+        self, peer: int, message: wire.Fetch | wire.Probe, ticket_id: str, pinned: LentBlocks
+    ) -> None:
         """Under a ticket of its own that nobody else knows."""
         views = pinned.blocks.views
         layout = KvLayout(1, len(views), views[0].size)
@@ -219,7 +223,8 @@ class SenderHalf:
         self._num_fetches += 1
         self.handle(tx.LayersReady(ticket_id, 1))
         ours = (self._identity.incarnation, self._fingerprint_hash)
-        self.handle(tx.PullAsked(peer, pull_id, ticket_id, 0, *ours))
+        question = wire.question(message)
+        self.handle(tx.PullAsked(peer, message.pull_id, ticket_id, 0, *ours, question=question))
 
     def _refusal(self, message: wire.Fetch | wire.Probe) -> Refusal | None:
         if message.incarnation != self._identity.incarnation:
@@ -279,15 +284,20 @@ class SenderHalf:
                 if len(pieces) == 1
                 else memoryview(b"".join(data.data for data, _ in pieces))
             )
-            meta = wire.Meta(effect.pull_id, effect.num_bytes, tuple(ranges), inline)
-            self._peers.tell(effect.peer, meta)
+            self._announce(effect, ranges, inline)
             return True  # the transport has copied it
-        self._peers.tell(effect.peer, wire.Meta(effect.pull_id, effect.num_bytes, tuple(ranges)))
+        self._announce(effect, ranges, None)
         if fault == "cut":  # the bytes that were announced never come
             asyncio.get_running_loop().call_soon(self._peers.abort, effect.peer, "a failpoint")
             return False
         self._send_payloads(effect.peer, effect.pull_id, [data for data, _ in pieces])
         return False
+
+    def _announce(
+        self, effect: tx.SendPart, ranges: list[wire.Range], inline: memoryview | None
+    ) -> None:
+        meta = wire.Meta(effect.pull_id, effect.num_bytes, tuple(ranges), inline, effect.question)
+        self._peers.tell(effect.peer, meta)
 
     def _send_late(self, effect: tx.SendPart) -> None:
         """After a test's delay. The part counts as being sent meanwhile, so its ticket is still there with its peer."""
@@ -318,3 +328,7 @@ class SenderHalf:
             failpoints.hit("prefill.acked")
         shown = CloseReason.FAILED if self._is_closing else reason
         self._on_closed(TicketClosed(ticket_id, shown.value))
+
+
+def _nothing_of(message: wire.Fetch) -> wire.Meta:
+    return wire.Meta(message.pull_id, 0, (), memoryview(b""), wire.question(message))

@@ -126,6 +126,7 @@ class AgentThread:
         source_rank: int | None = None,
         heads: tuple[int, int] | None = None,
         num_takers: int = 1,
+        leg: int = 0,
         stall_s: float = math.inf,
     ) -> Future[PullResult]:
         """As `KvAgent.pull`, errors included. Cancelling the future cancels the pull, and LandingFreed follows, however early or late."""
@@ -141,6 +142,7 @@ class AgentThread:
                 source_rank=source_rank,
                 heads=heads,
                 num_takers=num_takers,
+                leg=leg,
                 stall_s=stall_s,
             )
 

@@ -19,6 +19,11 @@ def fingerprint_hash(fingerprint: str) -> int:
     return xxhash.xxh3_64_intdigest(fingerprint.encode())
 
 
+def decode_hash(instance_id: str, incarnation: int, leg: int) -> int:
+    """All ranks of a decode say the same of a leg, and nobody else does."""
+    return xxhash.xxh3_64_intdigest(f"{instance_id}/{incarnation}/{leg}".encode())
+
+
 def are_intact(buffers: Sequence[ByteArray], checksums: Iterable[bytes]) -> bool:
     """Whether each buffer has its checksum."""
     pairs = zip(buffers, checksums, strict=True)

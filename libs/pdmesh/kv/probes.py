@@ -42,5 +42,5 @@ class Probe:
         if not np.array_equal(self._answer, probe_bytes(self._nonce, *self._asked)):
             raise KvTransferFailed("a probe came back changed", reason=PullFailure.CORRUPT)
 
-    def _message(self, pull_id: int) -> wire.Message:
+    def _message(self, pull_id: int) -> wire.Question:
         return wire.Probe(pull_id, *self._asked, self._nonce)

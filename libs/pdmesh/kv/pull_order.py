@@ -16,7 +16,7 @@ from pdmesh.kv.transport import ByteArray
 class PullOrder:
     """`on_freed`: after a failure, or when cancelled, no late write can reach the targets."""
 
-    make_message: Callable[[int], wire.Message]  # from the pull's id
+    make_message: Callable[[int], wire.Question]  # from the pull's id
     targets: Sequence[ByteArray]  # one range for all bytes, or one per block, all of one length
     min_bytes: int
     max_bytes: int
@@ -58,6 +58,7 @@ def order_ticket(
     first_block: int,
     heads: tuple[int, int] | None,
     num_takers: int,
+    decode: int,
     on_range: OnRange | None,
     on_freed: Callable[[], None],
 ) -> PullOrder:
@@ -68,7 +69,7 @@ def order_ticket(
         raise bad_ticket(f"kv_bytes: {ticket.kv_bytes} do not fit {landing.size}")
     first_head, num_heads = heads or (0, 0)
 
-    def make_message(pull_id: int) -> wire.Message:
+    def make_message(pull_id: int) -> wire.Question:
         # The fingerprint is ours: the sender compares it with its own.
         return wire.Pull(
             pull_id,
@@ -80,6 +81,7 @@ def order_ticket(
             first_head,
             num_heads,
             num_takers,
+            decode,
         )
 
     # How many bytes a part of it has follows from the sender's layout, which the ticket does not tell.
@@ -106,7 +108,7 @@ def order_blocks(
     if any(t.size != size for t in targets) or any(len(n) != wire.NAME_BYTES for n in names):
         raise ValueError("blocks of different sizes, or a name that is none")
 
-    def make_message(pull_id: int) -> wire.Message:
+    def make_message(pull_id: int) -> wire.Question:
         return wire.Fetch(pull_id, incarnation, fingerprint_hash, tuple(names))
 
     wanted = list(targets[: len(names)])

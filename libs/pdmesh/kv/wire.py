@@ -2,7 +2,14 @@
 
 One message asks for a pull, one META announces each part of it as contiguous ranges, never blocks (S49), and one ack ends
 it. Small parts ride behind META in the same message. `parse` takes any bytes: the result is a message or WireError,
-nothing else. Messages, and the events of the two books, are not `frozen`: a small pull makes 25 of them, and that would add a
+nothing else.
+
+Each message is sealed by a checksum over all of it but an inline payload, which has checksums of its own in META: a changed bit in a
+ticket id, a pull id or a flag would ask for, answer, end or renew another request's. META also says what it answers
+(`question`), so that a sound answer to another pull is none. The seal has no key: it is against faults, not
+against forgers, whom the handshake of the transport and unguessable ticket ids keep out.
+
+Messages, and the events of the two books, are not `frozen`: a small pull makes 25 of them, and that would add a
 tenth to its cost.
 """
 
@@ -13,12 +20,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
+import xxhash
+
 from pdmesh.core.kv_layout import INLINE_BYTES, MAX_SPANS
 from pdmesh.core.ticket import MAX_TICKET_ID, Refusal
 from pdmesh.errors import KvTransferFailed
 
 MAGIC = b"PDKV"
-VERSION = 2
+VERSION = 3
 
 MAX_INLINE = INLINE_BYTES  # of payload that ride behind META
 MAX_RANGES = MAX_SPANS
@@ -28,12 +37,15 @@ MAX_PULL_BYTES = 1 << 44
 CHECKSUM_BYTES = 16  # xxh3_128
 
 _HEAD = struct.Struct("<4sBBHIQ")  # magic, version, kind, reserved, message bytes, pull id
-# attempt, incarnation, fingerprint, first block, first head, heads, takers, ticket id bytes
-_PULL = struct.Struct("<IQQIIIBH")
+_SEAL = struct.Struct("<Q")  # behind the head: xxh3_64 of the head and of what follows the seal
+BODY_AT = _HEAD.size + _SEAL.size
+_KIND_AT = 5
+# attempt, incarnation, fingerprint, first block, first head, heads, takers, decode, ticket id bytes
+_PULL = struct.Struct("<IQQIIIBQH")
 _FETCH = struct.Struct("<QQH")  # incarnation, fingerprint, names
 _PROBE = struct.Struct(f"<QQ{NAME_BYTES}s")  # incarnation, fingerprint, nonce
 _RENEW = struct.Struct("<IQH")  # attempt, incarnation, ticket id bytes
-_META = struct.Struct("<QHB")  # bytes of the whole pull, ranges, is inline
+_META = struct.Struct("<QQHB")  # question, bytes of the whole pull, ranges, is inline
 _RANGE = struct.Struct(f"<QQ{CHECKSUM_BYTES}s")  # offset in the landing range, bytes, checksum
 _BYTE = struct.Struct("<B")
 
@@ -67,6 +79,7 @@ class Pull:
     first_head: int = 0
     num_heads: int = 0
     num_takers: int = 1
+    decode: int = 0  # tells the takers of one decode from those of another
 
 
 @dataclass(slots=True)
@@ -109,6 +122,7 @@ class Meta:
     num_bytes: int  # of all parts together
     ranges: tuple[Range, ...]
     inline: memoryview | None = None
+    question: int = 0  # `question` of the message that asked for the pull
 
     @property
     def offset(self) -> int:
@@ -145,19 +159,34 @@ class Renew:
 
 
 Message = Pull | Meta | Refused | Ack | Renew | Fetch | Probe
+Question = Pull | Fetch | Probe
+
+
+def question(message: Question) -> int:
+    """Both ends make it of what they hold, not of the bytes that went over the wire."""
+    return xxhash.xxh3_64_intdigest(_plain(message))
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
     """The message in parts, to be sent one behind the other."""
+    plain = _plain(message)
+    seal = _SEAL.pack(xxhash.xxh3_64_intdigest(plain))
+    sealed = plain[: _HEAD.size] + seal + plain[_HEAD.size :]
+    if isinstance(message, Meta) and message.inline is not None:
+        return [sealed, message.inline]
+    return [sealed]
+
+
+def _plain(message: Message) -> bytes:
+    """Head and body, without the seal and without inline bytes."""
     match message:
-        case Meta(pull_id, num_bytes, ranges, inline):
+        case Meta(pull_id, num_bytes, ranges, inline, question):
             is_inline = inline is not None
-            body = _META.pack(num_bytes, len(ranges), is_inline) + b"".join(
+            body = _META.pack(question, num_bytes, len(ranges), is_inline) + b"".join(
                 _RANGE.pack(r.offset, r.length, r.checksum) for r in ranges
             )
             size = len(inline) if inline is not None else 0
-            head = _head(Kind.META, pull_id, len(body) + size)
-            return [head + body] if inline is None else [head + body, inline]
+            return _head(Kind.META, pull_id, len(body) + size) + body
         case Pull():
             name = _name(message.ticket_id)
             body = _PULL.pack(
@@ -168,28 +197,29 @@ def encode(message: Message) -> list[bytes | memoryview]:
                 message.first_head,
                 message.num_heads,
                 message.num_takers,
+                message.decode,
                 len(name),
             )
-            return [_head(Kind.PULL, message.pull_id, len(body) + len(name)) + body + name]
+            return _head(Kind.PULL, message.pull_id, len(body) + len(name)) + body + name
         case Ack(pull_id, is_taken):
-            return [_head(Kind.ACK, pull_id, 1) + _BYTE.pack(is_taken)]
+            return _head(Kind.ACK, pull_id, 1) + _BYTE.pack(is_taken)
         case Refused(pull_id, refusal):
-            return [_head(Kind.REFUSED, pull_id, 1) + _BYTE.pack(refusal)]
+            return _head(Kind.REFUSED, pull_id, 1) + _BYTE.pack(refusal)
         case Renew(ticket_id, attempt, incarnation):
             name = _name(ticket_id)
             body = _RENEW.pack(attempt, incarnation, len(name)) + name
-            return [_head(Kind.RENEW, 0, len(body)) + body]
+            return _head(Kind.RENEW, 0, len(body)) + body
         case Fetch(pull_id, incarnation, fingerprint, names):
             body = _FETCH.pack(incarnation, fingerprint, len(names)) + b"".join(names)
-            return [_head(Kind.FETCH, pull_id, len(body)) + body]
+            return _head(Kind.FETCH, pull_id, len(body)) + body
         case Probe(pull_id, incarnation, fingerprint, nonce):
             body = _PROBE.pack(incarnation, fingerprint, nonce)
-            return [_head(Kind.PROBE, pull_id, len(body)) + body]
+            return _head(Kind.PROBE, pull_id, len(body)) + body
 
 
 def parse(data: memoryview) -> Message:
     """One whole message. Views into `data` are kept by `Meta.inline`. Raises WireError."""
-    if len(data) < _HEAD.size:
+    if len(data) < BODY_AT:
         raise WireError(f"a message of {len(data)} bytes is too short")
     magic, version, kind, reserved, size, pull_id = _HEAD.unpack_from(data)
     if magic != MAGIC or version != VERSION:
@@ -199,11 +229,22 @@ def parse(data: memoryview) -> Message:
     reader = _READERS.get(kind)
     if reader is None:
         raise WireError(f"unknown kind {kind}")
-    return reader(pull_id, data[_HEAD.size :])
+    if seal_of(data) != _SEAL.unpack_from(data, _HEAD.size)[0]:
+        raise WireError("a message that does not match its seal")
+    return reader(pull_id, data[BODY_AT:])
+
+
+def seal_of(data: memoryview) -> int:
+    """What the seal of these bytes must be, which are at least BODY_AT many."""
+    body = data[BODY_AT:]
+    if data[_KIND_AT] == Kind.META and len(body) >= _META.size:
+        num_ranges: int = _META.unpack_from(body)[2]  # believed once the seal fits
+        body = body[: _META.size + num_ranges * _RANGE.size]
+    return xxhash.xxh3_64_intdigest(bytes(data[: _HEAD.size]) + body)
 
 
 def _head(kind: Kind, pull_id: int, body_bytes: int) -> bytes:
-    return _HEAD.pack(MAGIC, VERSION, kind, 0, _HEAD.size + body_bytes, pull_id)
+    return _HEAD.pack(MAGIC, VERSION, kind, 0, BODY_AT + body_bytes, pull_id)
 
 
 def _name(ticket_id: str) -> bytes:
@@ -230,7 +271,8 @@ def _need(data: memoryview, size: int) -> None:
 def _parse_pull(pull_id: int, data: memoryview) -> Pull:
     _need(data, _PULL.size)
     fields = _PULL.unpack_from(data)
-    attempt, incarnation, fingerprint, first_block, first_head, num_heads, num_takers, size = fields
+    attempt, incarnation, fingerprint, first_block, first_head, num_heads = fields[:6]
+    num_takers, decode, size = fields[6:]
     if not num_takers:
         raise WireError("a pull for nobody")
     return Pull(
@@ -243,6 +285,7 @@ def _parse_pull(pull_id: int, data: memoryview) -> Pull:
         first_head,
         num_heads,
         num_takers,
+        decode,
     )
 
 
@@ -272,7 +315,7 @@ def _parse_renew(pull_id: int, data: memoryview) -> Renew:
 
 def _parse_meta(pull_id: int, data: memoryview) -> Meta:
     _need(data, _META.size)
-    num_bytes, num_ranges, is_inline = _META.unpack_from(data)
+    question, num_bytes, num_ranges, is_inline = _META.unpack_from(data)
     if num_ranges > MAX_RANGES or num_bytes > MAX_PULL_BYTES or is_inline > 1:
         raise WireError(f"{num_bytes} bytes in {num_ranges} ranges")
     end = _META.size + num_ranges * _RANGE.size
@@ -283,7 +326,7 @@ def _parse_meta(pull_id: int, data: memoryview) -> Meta:
     length = _tiled_bytes(ranges, num_bytes)
     if len(data) - end != (length if is_inline else 0):
         raise WireError(f"{len(data) - end} bytes behind the ranges")
-    return Meta(pull_id, num_bytes, ranges, data[end:] if is_inline else None)
+    return Meta(pull_id, num_bytes, ranges, data[end:] if is_inline else None, question)
 
 
 def _tiled_bytes(ranges: tuple[Range, ...], num_bytes: int) -> int:

@@ -192,6 +192,7 @@ class Incoming:
             self._agent,
             load.ticket,
             wanted,
+            leg=load.leg,
             deadline_s=max(0.0, load.deadline - time.monotonic()),
             stall_s=math.inf if self._is_unmade(load) else load.stall_s,
             first_block=load.num_local_blocks,

@@ -89,6 +89,7 @@ def pull_pieces(
     ticket: Ticket,
     wanted: Sequence[PiecePull],
     *,
+    leg: int,
     deadline_s: float,
     stall_s: float,
     first_block: int,
@@ -109,6 +110,7 @@ def pull_pieces(
             source_rank=piece.source_rank,
             heads=piece.heads,
             num_takers=piece.num_takers,
+            leg=leg,
         )
 
     return TogetherPull([(piece, pull(piece)) for piece in wanted])
