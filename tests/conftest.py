@@ -1,4 +1,6 @@
-"""Property tests search at random on a developer's machine; CI runs the same examples every time.
+"""Every mesh and every server of a test asks for one mesh token, and every call from a test shows it.
+
+Property tests search at random on a developer's machine; CI runs the same examples every time.
 
 No example has a deadline, and none is drawn too slowly: on a busy machine that would measure the neighbours.
 """
@@ -11,6 +13,7 @@ import structlog
 from hypothesis import HealthCheck, settings
 
 import pdmesh  # noqa: F401  before a test module imports grpc: see pdmesh.grpc_environment
+from pdmesh.net import rpc
 
 # structlog's own default draws every local variable of every frame: a second of an event loop's time per traceback.
 structlog.configure(
@@ -21,6 +24,9 @@ structlog.configure(
         ),
     ]
 )
+os.environ["PDMESH_MESH_TOKEN"] = MESH_TOKEN = "of-the-tests-and-no-other-mesh"
+rpc.use_mesh_token(MESH_TOKEN)
+
 _BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", _BUSY, derandomize=True, print_blob=True)
 settings.register_profile("local", _BUSY)

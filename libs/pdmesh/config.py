@@ -28,6 +28,7 @@ from pydantic_settings import (
 )
 
 SHARED_PREFIX: Final = "PDMESH_"
+MIN_SECRET_CHARS: Final = 16
 _SHARED_MARK: Final = "is_shared"
 _REQUIRED: Final = ...
 
@@ -81,13 +82,23 @@ class ServiceSettings(BaseSettings):
         description="Name of this process in the mesh; default: the service and four random hex digits",
         pattern=r"^[a-z0-9-]+$",
     )
-    host: str = shared("127.0.0.1", description="Address to listen on")
+    inner_host: str = shared(
+        "127.0.0.1",
+        description="Address of the ports between the mesh's processes (gRPC, KV, OPS_PORT); others than this machine's own need mesh_token",
+    )
     advertise_host: str | None = shared(
-        None, description="Host name that other processes reach this one by; default: host"
+        None, description="Host name that other processes reach this one by; default: inner_host"
     )
     grpc_port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 picks a free one")
     ops_port: int = Field(
         0, ge=0, le=65535, description="Port of /metrics and /health; 0 picks a free one"
+    )
+    mesh_token: SecretStr = shared(
+        SecretStr(""),
+        description="What the mesh's processes show each other with every call, equal on all; none: on this machine alone",
+    )
+    mesh_token_file: Path | None = shared(
+        None, description="File that holds the mesh token, instead of mesh_token"
     )
     nats_url: str = shared("nats://127.0.0.1:4222", description="NATS server")
     node_id: str = shared(
@@ -122,7 +133,13 @@ class ServiceSettings(BaseSettings):
     @property
     def reachable_host(self) -> str:
         """The host that goes into the addresses this process publishes."""
-        return self.advertise_host or self.host
+        return self.advertise_host or self.inner_host
+
+    def read_mesh_token(self) -> str:
+        """Empty: there is none. Raises BadSetting."""
+        return read_secret(
+            "MESH_TOKEN", self.mesh_token.get_secret_value(), self.mesh_token_file, "a mesh token"
+        )
 
     @classmethod
     def service(cls) -> str:
@@ -157,6 +174,23 @@ class ServiceSettings(BaseSettings):
             raise BadSetting(_one_line(cls, exc)) from None
         except SettingsError as exc:
             raise BadSetting(_not_json(cls, str(exc))) from None
+
+
+def read_secret(name: str, value: str, file: Path | None, what: str) -> str:
+    """A shared secret from its setting, or from its file. Raises BadSetting."""
+    variable = f"{SHARED_PREFIX}{name}"
+    if file is not None and not value:
+        try:
+            value = file.read_text().strip()
+        except OSError as exc:
+            raise BadSetting(f"{variable}_FILE: {file}: {exc.strerror}") from exc
+        except UnicodeDecodeError as exc:
+            raise BadSetting(f"{variable}_FILE: {file} is not text") from exc
+        if not value:
+            raise BadSetting(f"{variable}_FILE: {file} is empty")
+    if value and not (len(value) >= MIN_SECRET_CHARS and value.isascii() and value.isprintable()):
+        raise BadSetting(f"{variable}: {what} has at least {MIN_SECRET_CHARS} characters of ASCII")
+    return value
 
 
 def node_status_file(state_dir: Path) -> Path:

@@ -122,6 +122,12 @@ class NotAllowed(MeshError):
     grpc_code, http_status, default_reason = "PERMISSION_DENIED", 403, "NOT_ALLOWED"
 
 
+class WrongMeshToken(MeshError):
+    """The caller has not shown that it is a process of this mesh."""
+
+    grpc_code, http_status, default_reason = "PERMISSION_DENIED", 403, "WRONG_MESH_TOKEN"
+
+
 class DeadlineExceeded(MeshError):
     grpc_code, http_status, default_reason = "DEADLINE_EXCEEDED", 504, "DEADLINE_EXCEEDED"
 

@@ -27,6 +27,8 @@ from pdmesh import __version__
 from pdmesh.atomic_file import write_atomically
 from pdmesh.config import BadSetting, ServiceSettings, SettingLine, describe, unknown_variables
 from pdmesh.errors import MeshError
+from pdmesh.net import rpc
+from pdmesh.net.loopback import is_loopback, join
 from pdmesh.net.tasks import end
 from pdmesh.telemetry import logs, metrics, names, traces
 from pdmesh.telemetry.loop_watch import LoopWatch
@@ -135,6 +137,7 @@ async def _serve(service: str, settings: S, main: Callable[[S, App], Awaitable[N
     app = App(service, settings.instance_id, new_incarnation(), asyncio.Event())
     _stop_on_signals(app.stopping)
     try:
+        _join_mesh(settings)
         async with _observed(settings, app):
             await main(settings, app)
     except StoppedEarly:
@@ -152,6 +155,17 @@ async def _serve(service: str, settings: S, main: Callable[[S, App], Awaitable[N
     return 0
 
 
+def _join_mesh(settings: ServiceSettings) -> None:
+    """Whoever reaches an inner port is believed: on an address that others reach, they must show that they belong here."""
+    token = settings.read_mesh_token()
+    if not token and not is_loopback(settings.inner_host):
+        raise StartupError(
+            f"refusing to listen on {settings.inner_host} without a mesh token: set PDMESH_MESH_TOKEN or "
+            "PDMESH_MESH_TOKEN_FILE, the same for all processes of the mesh"
+        )
+    rpc.use_mesh_token(token)
+
+
 @contextlib.asynccontextmanager
 async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
     """Telemetry and the ops endpoint, for as long as `main` runs."""
@@ -167,7 +181,7 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
     ops = _open_ops(settings, app)
     ops.start()
     app.add_routes = ops.add_routes
-    app.ops_address = f"{settings.reachable_host}:{ops.port}"
+    app.ops_address = join(settings.reachable_host, ops.port)
     if settings.ops_file is not None:
         write_atomically(settings.ops_file, app.ops_address)
     log.info("service.started", version=__version__, pid=os.getpid(), ops_address=app.ops_address)
@@ -196,11 +210,11 @@ def calm_the_collector() -> None:
 
 def _open_ops(settings: ServiceSettings, app: App) -> OpsServer:
     try:
-        return OpsServer(settings.host, settings.ops_port, app.not_ready, app.pages)
+        return OpsServer(settings.inner_host, settings.ops_port, app.not_ready, app.pages)
     except OSError as exc:
         variable = f"{type(settings).model_config.get('env_prefix', '')}OPS_PORT"
         raise StartupError(
-            f"cannot listen on {settings.host}:{settings.ops_port} ({exc.strerror}); set {variable}"
+            f"cannot listen on {settings.inner_host}:{settings.ops_port} ({exc.strerror}); set {variable}"
         ) from exc
 
 

@@ -13,6 +13,7 @@ from pdmesh.net.board import fault_board, hold_board
 from pdmesh.net.desired_store import desired_store
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
+from pdmesh.net.loopback import join
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.net.tasks import end
@@ -84,14 +85,14 @@ async def _load_tokenizer(settings: Settings) -> Tokenizer:
 
 
 def _record(settings: Settings, app: App, gateway: Gateway) -> InstanceRecord:
-    host = settings.reachable_host
+    host = settings.advertise_host or settings.host
     return InstanceRecord(
         instance_id=settings.instance_id,
         incarnation=app.incarnation,
         service="gateway",
         region=settings.region,
-        grpc_address=f"{host}:{gateway.grpc.port}",
-        http_address=f"{host}:{gateway.http.port}",
+        grpc_address=join(host, gateway.grpc.port),
+        http_address=join(host, gateway.http.port),
         ops_address=app.ops_address,
         is_draining=gateway.frontend.is_draining,
         version=pdmesh.__version__,

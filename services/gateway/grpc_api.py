@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pdmesh.lifecycle import StartupError
 from pdmesh.net import rpc
+from pdmesh.net.loopback import join
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, Usage
 from services.gateway.choice_text import Delta
@@ -223,7 +224,7 @@ class GrpcServer:
             ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         )
-        self._server = rpc.server(max_bytes, reuse_port=reuse_port, options=bounds)
+        self._server = rpc.server(max_bytes, is_public=True, reuse_port=reuse_port, options=bounds)
         service = pb.DESCRIPTOR.services_by_name["InferenceService"]
         self._servicer = InferenceServicer(frontend, door, write_timeout_s)
         rpc.add_service(self._server, service, self._servicer, _MAX_FIELDS)
@@ -234,7 +235,7 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
         self._is_serving: bool | None = None
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{port}")
+            self.port = self._server.add_insecure_port(join(host, port))
         except RuntimeError as exc:
             message = f"cannot listen on {host}:{port}; set PDMESH_GATEWAY_GRPC_PORT"
             raise StartupError(message) from exc

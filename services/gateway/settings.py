@@ -45,6 +45,9 @@ class ScenarioRuleSettings(BaseModel):
 class Settings(ServiceSettings):
     model_config = settings_config("PDMESH_GATEWAY_")
 
+    host: str = shared(
+        "127.0.0.1", description="Address that clients' ports listen on, HTTP and gRPC"
+    )
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port for clients; 0 picks one")
     http_port: int = Field(8000, ge=0, le=65535, description="HTTP port for clients; 0 picks one")
     region: str = shared(

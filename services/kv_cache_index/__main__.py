@@ -22,6 +22,7 @@ from pdmesh.net import rpc
 from pdmesh.net.board import pin_board
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
+from pdmesh.net.loopback import join
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.net.registry import RegistryView
@@ -98,7 +99,7 @@ async def serve(settings: Settings, app: App) -> None:
             instance_id=app.instance_id,
             incarnation=app.incarnation,
             service=app.service,
-            grpc_address=f"{settings.reachable_host}:{port}",
+            grpc_address=join(settings.reachable_host, port),
             ops_address=app.ops_address,
             version=pdmesh.__version__,
             pid=os.getpid(),
@@ -114,7 +115,7 @@ async def _listen(settings: Settings, index: PrefixIndex) -> tuple[grpc.aio.Serv
     server = rpc.server()
     service = kv_index_service_pb2.DESCRIPTOR.services_by_name["KvIndexService"]
     rpc.add_service(server, service, KvIndexServicer(index))
-    port = server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
+    port = server.add_insecure_port(join(settings.inner_host, settings.grpc_port))
     await server.start()
     return server, port
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 
+from pdmesh.config import read_secret
 from pdmesh.lifecycle import App, run
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsRegistry
-from services.master_scheduler.admin_access import token_of
 from services.master_scheduler.master import SERVICE, Master
 from services.master_scheduler.settings import Settings
 
 
 async def serve(settings: Settings, app: App) -> None:
-    admin_token = token_of(settings.admin_token.get_secret_value(), settings.admin_token_file)
+    admin_token = read_secret(
+        "ADMIN_TOKEN",
+        settings.admin_token.get_secret_value(),
+        settings.admin_token_file,
+        "an admin token",
+    )
     bus = await app.unless_stopping(NatsBus.connect(settings.nats_url, settings.instance_id))
     registry = NatsRegistry(bus, settings.lease_s)
     view = await app.unless_stopping(registry.watch())

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Final
 
-from pdmesh.config import BadSetting
 from pdmesh.errors import NotAllowed
 from pdmesh.net.loopback import is_loopback_number
 
 _SCHEME: Final = "bearer "
-MIN_TOKEN_CHARS: Final = 16
 
 
 class AdminAccess:
@@ -31,22 +28,6 @@ class AdminAccess:
                 )
         elif not is_local(peer):
             raise NotAllowed("without an admin token only calls from this machine are served")
-
-
-def token_of(token: str, file: Path | None) -> str:
-    """The token from its setting, or from its file; raises BadSetting."""
-    if file is not None and not token:
-        try:
-            token = file.read_text().strip()
-        except OSError as exc:
-            raise BadSetting(f"PDMESH_ADMIN_TOKEN_FILE: {file}: {exc.strerror}") from exc
-        if not token:
-            raise BadSetting(f"PDMESH_ADMIN_TOKEN_FILE: {file} is empty")
-    if token and len(token) < MIN_TOKEN_CHARS:
-        raise BadSetting(
-            f"PDMESH_ADMIN_TOKEN: an admin token has at least {MIN_TOKEN_CHARS} characters"
-        )
-    return token
 
 
 def is_local(peer: str) -> bool:

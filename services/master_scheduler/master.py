@@ -28,6 +28,7 @@ from pdmesh.net import rpc, subjects
 from pdmesh.net.board import fault_board, health_board
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
+from pdmesh.net.loopback import join
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_leader import LeaderElection
 from pdmesh.net.nats_registry import NatsRegistry
@@ -166,7 +167,7 @@ class Master:
         admin = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
         rpc.add_service(self._server, admin, self._control.servicer)
         settings = self._settings
-        self.port = self._server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
+        self.port = self._server.add_insecure_port(join(settings.inner_host, settings.grpc_port))
         await self._server.start()
         self._observe()
         self._tasks.add(self.election.start())
@@ -194,7 +195,7 @@ class Master:
             incarnation=self._app.incarnation,
             service=SERVICE,
             region=self._settings.region,
-            grpc_address=f"{self._settings.reachable_host}:{self.port}",
+            grpc_address=join(self._settings.reachable_host, self.port),
             ops_address=self._app.ops_address,
             is_leader=self.election.is_leader,
             epoch=self.election.epoch,

@@ -24,6 +24,7 @@ from redis.asyncio import Redis
 from pdmesh.errors import MeshError, NotLeader
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.net import rpc
+from pdmesh.net.mesh_token import TokenChannel
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.net.registry import RegistryView
@@ -239,7 +240,10 @@ async def test_a_master_that_wakes_up_after_its_lease_plans_nothing(world: World
     old, new = world.address(leader), world.address(other(leader))
     epoch = await ask(old)
     # Without keepalive: the question stays in the socket of the frozen process.
-    async with grpc.aio.insecure_channel(old) as channel, Traffic(world) as traffic:
+    async with (
+        TokenChannel(grpc.aio.insecure_channel(old), world.mesh.token) as channel,
+        Traffic(world) as traffic,
+    ):
         assert await ask_over(channel) == epoch
         world.mesh.kill(leader, signal.SIGSTOP)
         asked = asyncio.create_task(ask_over(channel))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from pdmesh.config import BadSetting
 from pdmesh.errors import NotAllowed
-from services.master_scheduler.admin_access import AdminAccess, is_local, token_of
+from services.master_scheduler.admin_access import AdminAccess, is_local
 
 TOKEN = "0123456789abcdef0123"
 HERE, ELSEWHERE = "ipv4:127.0.0.1:4711", "ipv4:10.0.0.7:4711"
@@ -43,19 +40,3 @@ def test_with_a_token_everybody_must_know_it() -> None:
 )  # fmt: skip
 def test_what_is_this_machine(peer: str, expected: bool) -> None:
     assert is_local(peer) is expected
-
-
-def test_a_token_comes_from_its_setting_or_its_file_and_is_no_short_one(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text(f"{TOKEN}\n")
-    assert token_of("", file) == TOKEN
-    assert token_of(TOKEN, None) == TOKEN
-    assert token_of("", None) == ""
-    with pytest.raises(BadSetting, match="no-such-file"):
-        token_of("", tmp_path / "no-such-file")
-    file.write_text("short")
-    with pytest.raises(BadSetting, match="at least 16"):
-        token_of("", file)
-    file.write_text("\n")
-    with pytest.raises(BadSetting, match="empty"):
-        token_of("", file)

@@ -58,7 +58,7 @@ def test_a_mesh_has_the_regions_that_its_file_names(tmp_path: Path) -> None:
     spec = up._spec(app.build_parser().parse_args(asked))
     assert spec.regions == ("eu", "us")
     ports = {"eu": Ports(8000, 8001), "us": Ports(8010, 8011)}
-    wiring = Wiring("nats://x", "redis://x", ports, "secret", tmp_path, tmp_path / "model")
+    wiring = Wiring("nats://x", "redis://x", ports, "secret", "token", tmp_path, tmp_path / "model")
     found = {process.name: process for process in services(spec, wiring)}
     own = {f"{r}-{name}" for r in ports for name in ("instance-0", "instance-1", "gateway-0")}
     masters = {f"{region}-master-scheduler" for region in ports}

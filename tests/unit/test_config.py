@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from pydantic import Field, SecretStr, ValidationError
@@ -11,6 +12,7 @@ from pdmesh.config import (
     BadSetting,
     ServiceSettings,
     describe,
+    read_secret,
     settings_config,
     shared,
     unknown_variables,
@@ -120,10 +122,25 @@ def test_a_settings_type_is_told_as_an_operator_writes_it() -> None:
 
 def test_the_reachable_host_is_the_advertised_one() -> None:
     assert Settings(advertise_host="node-7").reachable_host == "node-7"
-    assert Settings(host="0.0.0.0").reachable_host == "0.0.0.0"
+    assert Settings(inner_host="0.0.0.0").reachable_host == "0.0.0.0"
 
 
 def test_a_variable_that_no_field_reads_is_named() -> None:
     prefix = Settings.model_config["env_prefix"]
-    environ = {f"{prefix}HSOT": "::", f"{prefix}HOST": "::", "PDMESH_OTHER": "1", "PATH": ""}
+    environ = {f"{prefix}HSOT": "::", f"{prefix}INNER_HOST": "::", "PDMESH_OTHER": "1", "PATH": ""}
     assert unknown_variables(Settings, environ) == [f"{prefix}HSOT"]
+
+
+def test_a_secret_comes_from_its_setting_or_its_file_and_is_no_short_one(tmp_path: Path) -> None:
+    def read(value: str, file: Path | None) -> str:
+        return read_secret("MESH_TOKEN", value, file, "a mesh token")
+
+    secret, file = "0123456789abcdef0123", tmp_path / "token"
+    file.write_text(f"{secret}\n")
+    assert (read("", file), read(secret, None), read("", None)) == (secret, secret, "")
+    for content, problem in (("short", "at least 16"), ("\n", "is empty"), ("ü" * 20, "ASCII")):
+        file.write_text(content)
+        with pytest.raises(BadSetting, match=f"PDMESH_MESH_TOKEN.*{problem}"):
+            read("", file)
+    with pytest.raises(BadSetting, match="no-such-file: No such file"):
+        read("", tmp_path / "no-such-file")

@@ -107,7 +107,17 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         metavar="L",
         help="masters; all but one stand by",
     )
-    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address that clients reach the gateways by (default: %(default)s)",
+    )
+    add(
+        "--inner-host",
+        default=os.environ.get("PDMESH_INNER_HOST", "127.0.0.1"),
+        metavar="HOST",
+        help="address that the mesh's processes reach each other by (default: %(default)s)",
+    )
     for port, default in (("http", "8000"), ("grpc", "8001")):
         add(
             f"--{port}-port",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -12,8 +13,9 @@ from typing import Final
 import structlog
 
 from pdmesh.cli.errors import CommandFailed, no_mesh
-from pdmesh.config import without_password
+from pdmesh.config import BadSetting, without_password
 from pdmesh.launcher import state
+from pdmesh.net import rpc
 from pdmesh.net.nats_bus import NatsBus
 
 _CONNECT_S: Final = 3.0
@@ -26,8 +28,9 @@ def be_quiet() -> None:
 
 @asynccontextmanager
 async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
-    """The bus of the mesh started here, or of the one at --nats-url."""
+    """The bus of the mesh started here, or of the one at --nats-url; from now on calls show that mesh's token."""
     url = options.nats_url
+    _use_mesh_token(options)
     if url is None:
         mesh = state.read(options.state_dir)
         if mesh is None:
@@ -43,3 +46,12 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
         yield bus
     finally:
         await bus.close()
+
+
+def _use_mesh_token(options: argparse.Namespace) -> None:
+    """As the environment says, else that of the mesh started here."""
+    try:
+        token = state.known_mesh_token(options.state_dir, os.environ)
+    except BadSetting as exc:
+        raise CommandFailed(str(exc)) from exc
+    rpc.use_mesh_token(token)

@@ -74,6 +74,7 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         num_masters=options.masters,
         node_agent=options.node_agent,
         host=options.host,
+        inner_host=options.inner_host,
         http_port=options.http_port,
         grpc_port=options.grpc_port,
         model_dir=_model_dir(options),

@@ -99,7 +99,7 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
         ticket_lease_s=settings.ticket_lease_s,
         sends_kv=Work.PREFILL in works,
         receives_kv=Work.DECODE in works,
-        kv_host=settings.host,
+        kv_host=settings.inner_host,
         kv_advertise_host=settings.advertise_host,
         dtype=settings.dtype,
         kv_cache_dtype=settings.kv_cache_dtype,

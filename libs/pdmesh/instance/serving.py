@@ -20,6 +20,7 @@ from pdmesh.instance.settings import InstanceSettings
 from pdmesh.lifecycle import StartupError
 from pdmesh.net import rpc
 from pdmesh.net.events import EventPublisher
+from pdmesh.net.loopback import join
 from pdmesh.net.registry import Registry
 from pdmesh.net.tasks import end
 from pdmesh.v1 import instance_service_pb2
@@ -72,7 +73,7 @@ class Serving:
             instance_service_pb2.DESCRIPTOR.services_by_name["InstanceService"],
             InstanceServicer(self.host, self._record, self._blocks),
         )
-        self.address = f"{self._settings.reachable_host}:{_listen(self._server, self._settings)}"
+        self.address = join(self._settings.reachable_host, _listen(self._server, self._settings))
         await rpc.start(self._server)  # an assignment may be taken back while it loads
         instruments.show(self.host)
         works = {
@@ -117,9 +118,9 @@ class Serving:
 
 def _listen(server: grpc.aio.Server, settings: InstanceSettings) -> int:
     try:
-        return server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
+        return server.add_insecure_port(join(settings.inner_host, settings.grpc_port))
     except RuntimeError as exc:
         variable = f"{type(settings).model_config.get('env_prefix', '')}GRPC_PORT"
         raise StartupError(
-            f"cannot listen on {settings.host}:{settings.grpc_port}; set {variable}"
+            f"cannot listen on {settings.inner_host}:{settings.grpc_port}; set {variable}"
         ) from exc

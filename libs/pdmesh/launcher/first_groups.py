@@ -13,7 +13,7 @@ from pdmesh.v1.admin_service_pb2 import ApplyDesiredRequest
 _LEADER_S: Final = 20.0
 
 
-async def apply(file: Path, nats_url: str, environment: Mapping[str, str]) -> None:
+async def apply(file: Path, nats_url: str, environment: Mapping[str, str], mesh_token: str) -> None:
     """Waits for a leader. Raises MeshError. `environment` is the masters', whose admin token it has."""
     request = _request(file)
     bus = await NatsBus.connect(nats_url, "pdmesh-up")
@@ -23,6 +23,7 @@ async def apply(file: Path, nats_url: str, environment: Mapping[str, str]) -> No
             _admin_token(environment),
             lambda stub, metadata, s: stub.ApplyDesired(request, metadata=metadata, timeout=s),
             within_s=_LEADER_S,
+            mesh_token=mesh_token,
         )
     finally:
         await bus.close()

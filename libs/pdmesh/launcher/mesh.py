@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, Self
 
+from pdmesh.config import BadSetting
 from pdmesh.core.supervision import GiveUp, Phase, RestartPolicy, RestartScheduled
 from pdmesh.embedded.binaries import ServerNotFound
 from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer
@@ -28,6 +29,7 @@ from pdmesh.launcher.gateway_ports import reserve_ports
 from pdmesh.launcher.process_health import ProcessHealth
 from pdmesh.launcher.spec import MeshSpec, ProcessSpec, Tier, Wiring, services
 from pdmesh.launcher.supervisor import Notice, Supervisor
+from pdmesh.net.loopback import join
 
 Report = Callable[[str], None]  # one line of progress for a person
 _PROBE_EVERY_S: Final = 0.1
@@ -87,10 +89,10 @@ class Mesh:
 
     @property
     def grpc_address(self) -> str:
-        return f"{self.spec.host}:{self.wiring.ports[self._first_region].grpc}"
+        return join(self.spec.host, self.wiring.ports[self._first_region].grpc)
 
     def http_url_in(self, region: str) -> str:
-        return f"http://{self.spec.host}:{self.wiring.ports[region].http}"
+        return f"http://{join(self.spec.host, self.wiring.ports[region].http)}"
 
     @property
     def _first_region(self) -> str:
@@ -103,6 +105,11 @@ class Mesh:
     @property
     def redis_url(self) -> str:
         return self.wiring.redis_url
+
+    @property
+    def token(self) -> str:
+        """That its processes show each other."""
+        return self.wiring.mesh_token
 
     @property
     def wiring(self) -> Wiring:
@@ -220,7 +227,9 @@ class Mesh:
             return
         await self.wait_ready(n for n, s in self.supervisor.specs.items() if s.tier is Tier.CONTROL)
         try:
-            await first_groups.apply(file, self.nats_url, {**os.environ, **self.spec.env})
+            await first_groups.apply(
+                file, self.nats_url, {**os.environ, **self.spec.env}, self.wiring.mesh_token
+            )
         except MeshError as exc:
             raise MeshFailed(f"{file}: {exc.message}") from exc
 
@@ -243,9 +252,18 @@ class Mesh:
             redis_url=spec.redis_url or self._servers["valkey"].url,
             ports=ports,
             hash_secret=state.hash_secret(self.state_dir),
+            mesh_token=self._mesh_token(),
             state_dir=self.state_dir,
             model_dir=self._model_dir(),
         )
+
+    def _mesh_token(self) -> str:
+        """The one that the services are given, if any is; else one of this mesh's own. Raises MeshFailed."""
+        given = {**os.environ, **self.spec.env}
+        try:
+            return state.mesh_token(self.state_dir, given)
+        except BadSetting as exc:
+            raise MeshFailed(str(exc)) from exc
 
     def _model_dir(self) -> Path:
         if self.spec.model_dir is not None:

@@ -45,7 +45,8 @@ class MeshSpec:
     node_agent: bool = False  # watch this machine's devices
     num_masters: int = 1  # one leads, the others stand by
     regions: tuple[str, ...] = ()  # instances, gateways and masters are as many in each of them
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # that clients reach the gateways by
+    inner_host: str = "127.0.0.1"  # that the processes reach each other by
     http_port: int = 8000
     grpc_port: int = 8001
     model_dir: Path | None = None  # a Hugging Face directory; the sim engine brings its own
@@ -89,6 +90,7 @@ class Wiring:
     redis_url: str
     ports: Mapping[str, Ports]  # by region
     hash_secret: str
+    mesh_token: str
     state_dir: Path
     model_dir: Path
 
@@ -169,10 +171,11 @@ def _service(kind: str, service: str, region: str, spec: MeshSpec, wiring: Wirin
 
 def _common_settings(spec: MeshSpec, wiring: Wiring) -> dict[str, str]:
     return {
-        "PDMESH_HOST": spec.host,
+        "PDMESH_INNER_HOST": spec.inner_host,
         "PDMESH_NATS_URL": wiring.nats_url,
         "PDMESH_REDIS_URL": wiring.redis_url,
         "PDMESH_HASH_SECRET": wiring.hash_secret,
+        "PDMESH_MESH_TOKEN": wiring.mesh_token,
         "PDMESH_STATE_DIR": str(wiring.state_dir),
         "PDMESH_LOG_FORMAT": "json",
         "PYTHONUNBUFFERED": "1",
@@ -189,6 +192,7 @@ def _gateway_settings(region: str, spec: MeshSpec, wiring: Wiring) -> dict[str, 
     return {
         **keys,
         **({"ALLOW_ANONYMOUS": "true"} if spec.allow_anonymous else {}),
+        "HOST": spec.host,
         "HTTP_PORT": str(ports.http),
         "GRPC_PORT": str(ports.grpc),
         "REUSE_PORT": str(spec.num_gateways > 1).lower(),

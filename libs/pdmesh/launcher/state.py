@@ -11,11 +11,13 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
 from pdmesh.atomic_file import write_atomically
+from pdmesh.config import read_secret
 
 _CLAIMS: Final = 5
 _CLAIM_EVERY_S: Final = 0.02
@@ -118,8 +120,37 @@ def locker_pid(state_dir: Path) -> int | None:
 
 
 def hash_secret(state_dir: Path) -> str:
-    """The key of block names: made once for a state directory, then the same after each restart."""
-    path = state_dir / "hash-secret"
+    """The key of block names."""
+    return _secret(state_dir / "hash-secret")
+
+
+def mesh_token(state_dir: Path, given: Mapping[str, str]) -> str:
+    """The one that an environment names, as where a mesh spans machines; else one of this directory's own. Raises BadSetting."""
+    return _named_mesh_token(given) or _secret(_mesh_token_file(state_dir))
+
+
+def known_mesh_token(state_dir: Path, given: Mapping[str, str]) -> str:
+    """The same for who only asks: none is made, and empty is none. Raises BadSetting."""
+    if named := _named_mesh_token(given):
+        return named
+    try:
+        return (_mesh_token_file(state_dir)).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _mesh_token_file(state_dir: Path) -> Path:
+    return state_dir / "mesh-token"
+
+
+def _named_mesh_token(given: Mapping[str, str]) -> str:
+    file = given.get("PDMESH_MESH_TOKEN_FILE")
+    value = given.get("PDMESH_MESH_TOKEN", "")
+    return read_secret("MESH_TOKEN", value, Path(file) if file else None, "a mesh token")
+
+
+def _secret(path: Path) -> str:
+    """Made once for a state directory, then the same after each restart."""
     try:
         return path.read_text().strip()
     except FileNotFoundError:

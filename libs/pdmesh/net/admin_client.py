@@ -29,7 +29,12 @@ Invoke = Callable[["AdminServiceAsyncStub", Metadata, float], Awaitable[T]]
 
 
 async def call_leader(
-    bus: NatsBus, token: str, invoke: Invoke[T], *, within_s: float = _CALL_S
+    bus: NatsBus,
+    token: str,
+    invoke: Invoke[T],
+    *,
+    within_s: float = _CALL_S,
+    mesh_token: str | None = None,
 ) -> T:
     """Ask whoever leads until he answers, and nobody else: the token is for no other eyes. Raises his refusal; Unavailable if none leads in time."""
     deadline = asyncio.get_running_loop().time() + within_s
@@ -37,7 +42,7 @@ async def call_leader(
     why: MeshError = Unavailable("no master says that it leads")
     while asyncio.get_running_loop().time() < deadline:
         if leader := await _leader(bus):
-            async with rpc.channel(leader) as channel:
+            async with rpc.channel(leader, mesh_token) as channel:
                 try:
                     return await invoke(AdminServiceStub(channel), metadata, _CALL_S)
                 except grpc.aio.AioRpcError as exc:

@@ -22,6 +22,7 @@ from google.rpc.status_pb2 import Status
 
 from pdmesh import errors
 from pdmesh.errors import InvalidRequest, MeshError
+from pdmesh.net.mesh_token import TokenChannel, TokenCheck
 from pdmesh.net.proto_bounds import check_num_fields
 
 log = structlog.get_logger(__name__)
@@ -50,8 +51,33 @@ _ERRORS_BY_CODE: Final[dict[str, type[MeshError]]] = {
 }
 
 
-def channel(address: str) -> grpc.aio.Channel:
-    """A channel that reports a dead or frozen peer within 3 s, and reconnects fast."""
+class _Credential:
+    """Of this process, which belongs to one mesh. Empty: the mesh has none."""
+
+    token = ""
+
+
+def use_mesh_token(token: str) -> None:
+    """What `channel` and `server` show and ask for from now on; said once, before the first of them is made."""
+    _Credential.token = token
+
+
+def mesh_token() -> str:
+    return _Credential.token
+
+
+def channel(address: str, mesh_token: str | None = None) -> grpc.aio.Channel:
+    """A channel that reports a dead or frozen peer within 3 s, and reconnects fast.
+
+    It shows the mesh's token: by default the one that this process uses, "" none. It goes straight to its peer, whatever the
+    environment says of proxies: those are for the way out of a mesh.
+    """
+    token = _Credential.token if mesh_token is None else mesh_token
+    made = _channel(address)
+    return TokenChannel(made, token) if token else made
+
+
+def _channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(
         address,
         options=(
@@ -63,6 +89,7 @@ def channel(address: str) -> grpc.aio.Channel:
             ("grpc.min_reconnect_backoff_ms", 1000),
             ("grpc.max_reconnect_backoff_ms", 1000),
             ("grpc.enable_retries", 0),
+            ("grpc.enable_http_proxy", 0),
         ),
     )
 
@@ -70,11 +97,17 @@ def channel(address: str) -> grpc.aio.Channel:
 def server(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     *,
+    is_public: bool = False,
     reuse_port: bool = False,
     options: Sequence[tuple[str, int]] = (),
 ) -> grpc.aio.Server:
-    """A server that cancels the handlers of a dead or frozen client within 3 s. `options`: gRPC's own."""
+    """A server that cancels the handlers of a dead or frozen client within 3 s. `options`: gRPC's own.
+
+    It asks every caller for the mesh's token, where this process uses one, unless it `is_public`.
+    """
+    token = "" if is_public else _Credential.token
     return grpc.aio.server(
+        interceptors=[TokenCheck(token, _fail)] if token else [],
         options=(
             *_KEEPALIVE,
             ("grpc.http2.min_ping_interval_without_data_ms", 500),
@@ -84,7 +117,7 @@ def server(
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.so_reuseport", int(reuse_port)),
             *options,
-        )
+        ),
     )
 
 

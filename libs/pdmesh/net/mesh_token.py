@@ -1,0 +1,98 @@
+"""The credential that a mesh's own processes show each other with every gRPC call, until they have certificates.
+
+A server refuses a call without it before any of the call's messages is read. It opens inner ports alone: the gateways' public
+ports neither ask for it nor take it for a key.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final, Self
+
+import grpc
+
+from pdmesh.errors import WrongMeshToken
+
+METADATA_KEY: Final = "pdmesh-mesh-token"
+_REFUSAL: Final = (
+    "this port is for the mesh's own processes: the mesh token is missing or wrong "
+    "(PDMESH_MESH_TOKEN or PDMESH_MESH_TOKEN_FILE)"
+)
+
+# What grpc-stubs cannot say of a handler's parts.
+Details = Any
+Handler = Any
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TokenChannel(grpc.aio.Channel):
+    """A channel whose every call carries the token."""
+
+    def __init__(self, inner: grpc.aio.Channel, token: str) -> None:
+        self._inner = inner
+        self._metadata = ((METADATA_KEY, token),)
+
+    # Any: a stub hands over its serializers and gets back what makes a call; grpc-stubs types neither for asyncio.
+    def unary_unary(self, *args: Any, **options: Any) -> Any:
+        return self._with_token(self._inner.unary_unary(*args, **options))
+
+    def unary_stream(self, *args: Any, **options: Any) -> Any:
+        return self._with_token(self._inner.unary_stream(*args, **options))
+
+    def stream_unary(self, *args: Any, **options: Any) -> Any:
+        return self._with_token(self._inner.stream_unary(*args, **options))
+
+    def stream_stream(self, *args: Any, **options: Any) -> Any:
+        return self._with_token(self._inner.stream_stream(*args, **options))
+
+    def _with_token(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def invoke(*args: Any, metadata: Iterable[Any] | None = None, **options: Any) -> Any:
+            return call(*args, metadata=(*(metadata or ()), *self._metadata), **options)
+
+        return invoke
+
+    async def __aenter__(self) -> Self:
+        await self._inner.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._inner.close(None)
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._inner.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._inner.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._inner.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._inner.channel_ready()
+
+
+class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in grpc-stubs alone
+    """Asked before a call's first message is taken from the connection, also for methods that do not exist."""
+
+    def __init__(self, token: str, refuse: Callable[[Context, Exception], Awaitable[None]]) -> None:
+        self._token = token.encode()
+        self._refuse = refuse
+
+    async def intercept_service(
+        self, continuation: Callable[[Details], Awaitable[Handler]], handler_call_details: Details
+    ) -> Handler:
+        if self._is_shown(handler_call_details.invocation_metadata):
+            return await continuation(handler_call_details)
+        # A stream's handler reads when it likes, and this one never does.
+        return grpc.stream_stream_rpc_method_handler(self._answer)
+
+    def _is_shown(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+        shown = [v for key, v in metadata or () if key == METADATA_KEY]
+        found = shown[0] if len(shown) == 1 else ""
+        return hmac.compare_digest(
+            found if isinstance(found, bytes) else found.encode(), self._token
+        )
+
+    async def _answer(self, _: object, context: Context) -> None:
+        await self._refuse(context, WrongMeshToken(_REFUSAL))
