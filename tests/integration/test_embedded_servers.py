@@ -10,7 +10,9 @@ import sys
 import textwrap
 from pathlib import Path
 
+import nats
 import pytest
+from nats.errors import Error as NatsError
 
 from pdmesh.embedded import binaries, child
 from pdmesh.embedded.ports import PortReservation, PortTaken
@@ -29,10 +31,30 @@ async def test_a_server_starts_in_its_private_directory_and_stops(
 ) -> None:
     server = make_server(kind, tmp_path / kind)
     async with running(server, tmp_path / "log") as url:
-        assert url.startswith(("nats://127.0.0.1:", "unix:///"))
+        assert url.startswith(("nats://pdmesh:", "unix:///"))
         assert await server.is_ready()
     assert not await server.is_ready()
     assert (tmp_path / kind).stat().st_mode & 0o777 == 0o700
+
+
+async def test_nats_lets_nobody_in_who_cannot_read_its_file(tmp_path: Path) -> None:
+    """Found by a stranger on the machine: whoever writes to its buckets is an admin of the mesh."""
+    server = NatsServer(tmp_path / "nats")
+    command = server.command()
+    async with running(server, tmp_path / "log") as url:
+        password = url.partition("://pdmesh:")[2].partition("@")[0]
+        address = url.rpartition("@")[2]
+        for stranger in (address, f"pdmesh:{password[:-1]}@{address}", f"pdmesh@{address}"):
+            client = nats.NATS()
+            with pytest.raises(NatsError, match="Authorization Violation"):
+                await client.connect(f"nats://{stranger}", allow_reconnect=False)
+            await client.close()
+        client = await nats.connect(url, allow_reconnect=False)
+        await client.close()
+    config = Path(command[-1])
+    assert password in config.read_text()
+    assert config.stat().st_mode & 0o777 == 0o600
+    assert password not in " ".join(command)
 
 
 @pytest.mark.parametrize("kind", ["nats", "valkey"])

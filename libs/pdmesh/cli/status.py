@@ -20,6 +20,7 @@ from pdmesh.cli.connect import connected
 from pdmesh.cli.counts import counts, ready_counts
 from pdmesh.cli.errors import CommandFailed, no_mesh
 from pdmesh.cli.table import table
+from pdmesh.config import without_password
 from pdmesh.errors import MeshError
 from pdmesh.launcher import state
 from pdmesh.net import rpc
@@ -104,7 +105,7 @@ async def collect(options: argparse.Namespace) -> Status:
     except (CommandFailed, MeshError) as exc:
         if mesh is None:
             raise
-        return Status(asdict(mesh), problem=str(exc))
+        return Status(_shown(mesh), problem=str(exc))
 
 
 async def _collect(options: argparse.Namespace, mesh: state.MeshState | None) -> Status:
@@ -119,7 +120,13 @@ async def _collect(options: argparse.Namespace, mesh: state.MeshState | None) ->
     states = _states(groups)
     rows = [_row(r, states.get(r.instance_id), answers) for _, r in sorted(records.items())]
     epoch = groups.epoch if groups else None
-    return Status(asdict(mesh) if mesh else None, "", epoch, rows, shown)
+    return Status(_shown(mesh) if mesh else None, "", epoch, rows, shown)
+
+
+def _shown(mesh: state.MeshState) -> dict[str, Any]:
+    """What goes into terminals and tickets holds no passwords."""
+    urls = {"nats_url": mesh.nats_url, "redis_url": mesh.redis_url}
+    return {**asdict(mesh), **{name: without_password(url) for name, url in urls.items()}}
 
 
 async def _ask_for_groups(bus: NatsBus) -> list[GroupRow]:

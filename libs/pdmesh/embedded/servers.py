@@ -1,7 +1,8 @@
 """How to run NATS and Valkey for one mesh, and how to know that they serve.
 
 Each keeps its address over restarts: NATS on a reserved port of 127.0.0.1, Valkey on a unix socket that only this user can
-open (no TCP port, so no password is needed).
+open (no TCP port, so no password is needed). Every user of the machine reaches the port, and whoever writes to NATS is an admin of
+the mesh: it asks for a password that its URL holds, and a file that only this user can read.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import secrets
 import tempfile
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Final, Protocol
 
+from pdmesh.atomic_file import write_atomically
 from pdmesh.embedded import child
 from pdmesh.embedded.binaries import NATS, VALKEY, find
 from pdmesh.embedded.ports import PortReservation
@@ -22,10 +25,12 @@ from pdmesh.embedded.ports import PortReservation
 _SOCKET_PATH_MAX: Final = 100  # sun_path holds 108 bytes on Linux, 104 on macOS
 _PROBE_S: Final = 0.5
 _STOP_S: Final = 5.0
+_NATS_USER: Final = "pdmesh"
 
 _NATS_CONFIG: Final = """\
 listen: "{address}"
 server_name: pdmesh
+authorization {{ user: "{user}", password: "{password}" }}
 max_payload: 8MB
 write_deadline: "2s"
 jetstream {{
@@ -61,17 +66,21 @@ class NatsServer:
     def __init__(self, directory: Path, port: int = 0) -> None:
         self._directory = directory
         self._port = PortReservation("127.0.0.1", port, "PDMESH_NATS_PORT")
+        self._password = secrets.token_hex(16)
 
     @property
     def url(self) -> str:
-        return f"nats://{self._port.address}"
+        return f"nats://{_NATS_USER}:{self._password}@{self._port.address}"
 
     def command(self) -> list[str]:
         binary = find(NATS)
         _private(self._directory)
         config = self._directory / "nats.conf"
         store = (self._directory / "jetstream").absolute()
-        config.write_text(_NATS_CONFIG.format(address=self._port.address, store=store))
+        text = _NATS_CONFIG.format(
+            address=self._port.address, store=store, user=_NATS_USER, password=self._password
+        )
+        write_atomically(config, text)  # readable by this user alone
         return [str(binary), "-c", str(config.absolute())]
 
     async def is_ready(self) -> bool:

@@ -96,7 +96,9 @@ class NatsBus:
         version = bus._client.connected_server_version
         if (version.major, version.minor) < MIN_SERVER:
             await bus._client.close()
-            raise Unavailable(f"NATS at {url} is {version}; at least 2.11 is needed")
+            raise Unavailable(
+                f"NATS at {without_password(url)} is {version}; at least 2.11 is needed"
+            )
         await bus._start_echo()
         log.info("bus.connected", url=without_password(url))
         return bus
