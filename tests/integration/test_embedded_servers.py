@@ -12,6 +12,7 @@ from pathlib import Path
 
 import nats
 import pytest
+from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
 from pdmesh.embedded import binaries, child
@@ -45,7 +46,7 @@ async def test_nats_lets_nobody_in_who_cannot_read_its_file(tmp_path: Path) -> N
         password = url.partition("://pdmesh:")[2].partition("@")[0]
         address = url.rpartition("@")[2]
         for stranger in (address, f"pdmesh:{password[:-1]}@{address}", f"pdmesh@{address}"):
-            client = nats.NATS()
+            client = Client()
             with pytest.raises(NatsError, match="Authorization Violation"):
                 await client.connect(f"nats://{stranger}", allow_reconnect=False)
             await client.close()
