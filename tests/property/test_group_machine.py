@@ -26,6 +26,7 @@ from tests.fakes.group_world import World
 
 NUM = 9
 SINGLE = {"default": Scenario(allow_single=True)}
+OTHER = {"other": Scenario(allow_single=True)}
 
 
 def _service(release: str) -> dict[str, Service]:
@@ -36,6 +37,8 @@ STATES = (
     Desired(services=_service("1"), groups={"a": Group("default", 2, 2)}),
     Desired(services=_service("2"), groups={"a": Group("default", 2, 2)}),
     Desired(services=_service("1"), scenarios=SINGLE, groups={"a": Group("default", 3, 1)}),
+    Desired(services=_service("1"), scenarios=OTHER, groups={"a": Group("other", 2, 2)}),
+    Desired(services=_service("1"), scenarios=OTHER, groups={"a": Group("other", 1, 1), "b": Group("default", 2, 2)}),
     Desired(services=_service("1"), groups={"a": Group("default", 2, 1), "b": Group("default", 1, 2)}),
     Desired(services=_service("2"), groups={"b": Group("default", 1, 1), "c": Group("default", 1, 1)}),
     Desired(services=_service("2"), groups={"c": Group("default", 0, 0, fusion=2)}),
@@ -176,15 +179,16 @@ class GroupMachine(RuleBasedStateMachine):
         """What is left of a role without those that we drain is no less than its floor, if it was no less before."""
         left = Round(turn.observed)
         left.plan = {i: given for i, given in turn.plan.items() if i not in drained}
-        before, after = turn.capacity("default"), left.capacity("default")
-        for role in (Role.PREFILL, Role.DECODE):
-            floor = turn.observed.wanted.floor("default", role)
-            assert after[role] >= min(floor, before[role])
+        for scenario in ("default", "other"):
+            before, after = turn.capacity(scenario), left.capacity(scenario)
+            for role in (Role.PREFILL, Role.DECODE):
+                floor = turn.observed.wanted.floor(scenario, role)
+                assert after[role] >= min(floor, before[role])
 
     def _check_counts(self, before: dict[str, Assignment], after: dict[str, Assignment]) -> None:
         """Nobody is recruited beyond what is wanted."""
         groups = self.world.observe().wanted.groups
-        counts: Counter[tuple[str, str, str, str, Role]] = Counter()
+        counts: Counter[tuple[str, str, str, str, str, Role]] = Counter()
         for instance_id, given in after.items():
             if given.stage <= Stage.SERVE and instance_id not in self.world.drained:
                 counts[self._place_of(instance_id, given)] += 1
@@ -194,13 +198,15 @@ class GroupMachine(RuleBasedStateMachine):
                 duty, place = given.duty, self._place_of(instance_id, given)
                 assert counts[place] <= groups[duty.group_id].counts[duty.role]
 
-    def _place_of(self, instance_id: str, given: Assignment) -> tuple[str, str, str, str, Role]:
+    def _place_of(
+        self, instance_id: str, given: Assignment
+    ) -> tuple[str, str, str, str, str, Role]:
         record, duty = self.world.records.get(instance_id), given.duty
         region = record.region if record is not None else ""
         kept_in = "" if duty.spans_regions else region
         if record is not None and record.phase is not Phase.BLANK:
             kept_in = record.kv_region
-        return duty.group_id, duty.revision, region, kept_in, duty.role
+        return duty.group_id, duty.scenario, duty.revision, region, kept_in, duty.role
 
     def _check_peers(self, after: dict[str, Assignment]) -> None:
         for given in after.values():
@@ -239,6 +245,8 @@ class GroupMachine(RuleBasedStateMachine):
         assert len(world.given) == sum(map(sum, wanted.values())), world.describe()
         revisions = {g.duty.revision for g in world.given.values()}
         assert len(revisions) == bool(wanted)
+        scenarios = {g.duty.group_id: g.duty.scenario for g in world.given.values()}
+        assert scenarios == {g: group.scenario for g, group in world.desired.groups.items()}
 
 
 def _with_recovered(turn: Round, writes: list[Give | Forget]) -> Round:

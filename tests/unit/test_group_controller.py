@@ -319,6 +319,44 @@ def test_another_revision_is_served_whole_before_any_of_the_old_one_leaves() -> 
     assert told[: told.index("draining")].count("ready") == 8
 
 
+def of_scenario(name: str, prefill: int = 2, decode: int = 2) -> Desired:
+    scenarios = {name: Scenario(service="model")}
+    groups = {"a": Group(name, prefill, decode)}
+    return Desired({"model": Service(release="1")}, scenarios, groups)
+
+
+def scenarios_of(world: World) -> set[str]:
+    return {p.life.duty.scenario for p in world.processes.values() if p.life.duty}
+
+
+@pytest.mark.req("S4")
+@pytest.mark.parametrize("num", [4, 8])
+def test_a_group_that_is_to_serve_another_scenario_serves_it_with_other_instances(num: int) -> None:
+    """An instance keeps its scenario for life; it used to be taken for a member of the group as it is now."""
+    world = World(of_scenario("chat"), num=num)
+    world.settle()
+    assert scenarios_of(world) == {"chat"}
+    world.steps.clear()
+    world.apply(of_scenario("summaries"))
+    world.settle()
+    assert world.counts() == {"a": (2, 2, 0)}
+    assert scenarios_of(world) == {"summaries"}
+    told = [s.step for s in world.steps]
+    if num == 8:  # those that come are there before the others leave
+        assert told[: told.index("draining")].count("ready") == 4
+
+
+@pytest.mark.req("F21")
+def test_a_member_of_another_scenario_is_known_as_one_when_assignments_are_lost() -> None:
+    world = World(of_scenario("chat"), num=8)
+    world.settle()
+    world.given.clear()
+    world.apply(of_scenario("summaries"))
+    world.settle()
+    assert scenarios_of(world) == {"summaries"}
+    assert {a.duty.scenario for a in world.given.values()} == {"summaries"}
+
+
 @pytest.mark.req("S24")
 def test_without_spare_instances_one_group_of_a_scenario_at_a_time_makes_room() -> None:
     """Three groups, and not one blank instance: the first one's leave, and the others carry its traffic until its place is taken."""

@@ -7,7 +7,7 @@ a stage has lasted, how often a group failed) and which steps were told. The rul
 - A group that serves nothing yet takes instances only when there are enough for all of it, and serves only when all pairs of those
   that stay are verified; its prefills last. If that does not come about, all of it becomes blank again (S15, S19).
 - An instance that is lost, failed or isolated is replaced by one blank instance; the others go on (S35).
-- What is too many or of another revision leaves when those that come are ready, and never below what the scenario must keep.
+- What is too many or of another revision or scenario leaves when those that come are ready, and never below what the scenario must keep.
   Without room for them it leaves first: `group_leaving`.
 """
 
@@ -168,7 +168,7 @@ class GroupController:
         group = turn.observed.wanted.groups.get(seen.group_id)
         if group is not None and seen.role in group.duties:
             duty = group.duties[seen.role]
-            if duty.revision == seen.revision:
+            if (duty.revision, duty.scenario) == (seen.revision, seen.scenario):
                 return duty
         return Duty(seen.role, seen.group_id, seen.scenario, seen.revision)
 

@@ -12,7 +12,7 @@ from pdmesh.core.instance_events import Phase, Stage
 
 
 def sorted_out(turn: Round, group: WantedGroup) -> tuple[list[Member], list[Member]]:
-    """Those to keep, and those that are too many, of another revision or region, or drained by the operator."""
+    """Those to keep, and those that are too many, of another scenario, revision or region, or drained by the operator."""
     keep: list[Member] = []
     others: list[Member] = []
     room = dict(group.counts)
@@ -21,7 +21,7 @@ def sorted_out(turn: Round, group: WantedGroup) -> tuple[list[Member], list[Memb
     members.sort(key=lambda m: (-m.stage, not m.is_ready, -m.seen.num_slots_used, m.instance_id))
     for member in members:
         is_held = member.instance_id in turn.observed.drained
-        is_fitting = member.revision == group.revision and not is_misplaced(member, group)
+        is_fitting = not (member.is_stale(group) or is_misplaced(member, group))
         if is_held or not is_fitting or not room.get(member.role):
             others.append(member)
         else:

@@ -1,7 +1,7 @@
 """Which instances of a group leave, and when: what a round of the group controller does about those that are not to stay (S26, S28, S31).
 
 Those that serve leave when those that come are ready. Where there are too few blank instances for that, they make room first: one
-at a time if they are too many, and as many as are needed if they are of an old revision. Which group gets another revision when is not
+at a time if they are too many, and as many as are needed if they are of an old revision or scenario. Which group gets another revision when is not
 decided here (`core.upgrade`).
 """
 
@@ -88,7 +88,7 @@ def let_others_go(
     misplaced = [m for m in others if is_misplaced(m, group)]
     if misplaced and num_short:  # what would leave makes no room in the other region
         return ""
-    stale = [m for m in others if m.revision != group.revision]
+    stale = [m for m in others if m.is_stale(group)]
     if stale and num_short:
         return _make_room(turn, group, stale, num_short)
     if stale or misplaced:
@@ -104,7 +104,7 @@ def let_others_go(
 
 
 def _make_room(turn: Round, group: WantedGroup, stale: list[Member], num_short: int) -> str:
-    """As many of the old revision as are needed, or none if not all of these may go: half the room would serve nobody."""
+    """As many of the old revision or scenario as are needed, or none if not all of these may go: half the room would serve nobody."""
     num_leaving = sum(
         given.stage >= Stage.DRAIN
         for instance_id, given in turn.plan.items()

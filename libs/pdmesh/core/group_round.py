@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from pdmesh.core.fleet import Role
-from pdmesh.core.group_facts import Observed, Seen
+from pdmesh.core.group_facts import Observed, Seen, WantedGroup
 from pdmesh.core.instance_events import Assignment, Peer, Phase, Stage
 from pdmesh.core.upgrade_record import is_canary
 
@@ -35,6 +35,11 @@ class Member:
     def revision(self) -> str:
         return self.assignment.duty.revision
 
+    def is_stale(self, group: WantedGroup) -> bool:
+        """It serves a scenario or a revision that its group is not to serve any more: neither changes in an instance's life."""
+        duty = self.assignment.duty
+        return (duty.scenario, duty.revision) != (group.scenario, group.revision)
+
     @property
     def is_ready(self) -> bool:
         return self.stage is Stage.SERVE and self.seen.phase is Phase.READY
@@ -57,8 +62,9 @@ class Member:
     def is_elsewhere(self) -> bool:
         """It had taken another duty before this one was written, and an incarnation takes only one."""
         seen, duty = self.seen, self.assignment.duty
-        told = (seen.role, seen.group_id, seen.revision)
-        return seen.assignment_id != 0 and told != (duty.role, duty.group_id, duty.revision)
+        told = (seen.role, seen.group_id, seen.scenario, seen.revision)
+        given = (duty.role, duty.group_id, duty.scenario, duty.revision)
+        return seen.assignment_id != 0 and told != given
 
 
 @dataclass(slots=True)
