@@ -116,12 +116,13 @@ class PlanLoop:
             return
         if self._groups.observed.epoch != epoch:
             return  # it has not looked yet
-        desired, known = current
+        desired, known = current[0], adjustments.valid(*current)  # the others are erased below
         is_new = epoch != self._epoch
         if is_new:  # plans of ratios are gone: what they rest on is measured anew
             self._epoch, self._runner = epoch, PlanRunner()
             self._ratio, self._loads = RatioController(_limits(self._window_s)), RoleLoads()
             self._closed_at = self._clock()
+            self._windows.serve(())
             self._schedule = Schedule((), fired=dict(self._groups.fired))
             self.decisions.clear()
         self._loads.sample(list(self._fleet.instances.values()), self._clock())
@@ -224,6 +225,7 @@ class PlanLoop:
     def _steer(self, desired: Desired, states: Groups, num_blank: int) -> None:
         """The ratio of scenarios that want it so, once in a window; one with a set-up or a loss in it says nothing of the ratio."""
         scenarios = dict(sorted(serving_by_scenario(states).items()))
+        self._windows.serve(scenarios)
         self._disturbed.update(s for s, own in scenarios.items() if not self._is_steady(s, own))
         self._disturbed |= self._being_upgraded(is_out=False)
         window_s = self._clock() - self._closed_at

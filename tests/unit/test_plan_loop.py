@@ -169,6 +169,56 @@ async def test_a_group_that_took_long_to_set_up_is_taken_back_earlier_the_next_m
     assert not site.stored.groups
 
 
+@pytest.mark.req("S28")
+async def test_an_adjustment_that_a_file_has_overruled_does_not_come_back_with_the_file_before() -> (
+    None
+):
+    site = Site(DESIRED, num=8)
+    site.settle()
+    await site.loop.round()
+    site.wall = NIGHT + 1
+    await site.loop.round()
+    site.settle()
+    await site.loop.round()
+    assert [g.group_id for g in site.stored.groups] == ["b"]
+    site.desired = replace(DESIRED, groups={"a": Group("chat", 2, 2), "b": Group("chat", 3, 1)})
+    await site.loop.round()
+    site.settle()
+    site.desired = DESIRED  # rolled back in the middle of the night
+    site.settle()
+    await site.loop.round()
+    assert not site.stored.groups
+    assert sorted(site.world.counts()) == ["a", "b"]
+
+
+@pytest.mark.req("S29")
+async def test_requests_for_scenarios_that_nobody_serves_switch_no_ratio_off() -> None:
+    desired = Desired(
+        scenarios={"chat": Scenario(has_auto_ratio=True)}, groups={"a": Group("chat", 2, 4)}
+    )
+    site = Site(desired, num=6)
+    site.settle()
+    await site.loop.round()
+    for i in range(10_000):
+        site.windows.failed(f"no-such-{i}")
+    site.windows.finished(Finished("chat", 1000, 0, 100, 0.0, 0.2, 1.0, 0.01))
+    assert site.windows.close("no-such-0", None, None, 1.0) is None
+    window = site.windows.close("chat", None, None, 1.0)
+    assert window is not None
+    assert window.num_requests == 1
+
+
+async def test_what_was_answered_before_a_master_led_is_in_no_window_of_its_own() -> None:
+    site = Site(DESIRED, num=8)
+    site.settle()
+    await site.loop.round()
+    site.windows.finished(Finished("chat", 1000, 0, 100, 0.0, 0.2, 1.0, 0.01))
+    site.elect()
+    site.settle()
+    await site.loop.round()
+    assert site.windows.close("chat", None, None, 1.0) is None
+
+
 async def test_a_move_that_could_not_be_written_is_not_taken_for_made() -> None:
     site = Site(DESIRED, num=8)
     site.settle()

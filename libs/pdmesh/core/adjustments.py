@@ -1,7 +1,7 @@
 """What plans have changed of the desired state since it was applied: the counts of a group, or that it is lent (S11, S28).
 
 An adjustment holds as long as the desired state asks for what it asked for when the adjustment was made: an operator who changes a
-group's counts has the last word.
+group's counts has the last word. One that holds no more is erased, so that it does not come back with those counts.
 """
 
 from __future__ import annotations

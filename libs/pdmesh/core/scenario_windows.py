@@ -1,11 +1,15 @@
-"""Windows of each scenario's requests: means over those that ended since the last window was closed, for the ratio to be steered by (S29)."""
+"""Windows of each scenario's requests: means over those that ended since the last window was closed, for the ratio to be steered by (S29).
+
+Only scenarios that groups serve have one: what a client calls its scenario makes none.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pdmesh.core.ratio_detector import Window
-from pdmesh.core.scenario_stats import MAX_SCENARIOS, Finished
+from pdmesh.core.scenario_stats import Finished
 
 
 @dataclass(slots=True)
@@ -19,19 +23,24 @@ class _Sums:
 
 @dataclass(slots=True)
 class ScenarioWindows:
-    """Scenarios beyond the bound are not counted until others are closed."""
+    """Nothing is counted before `serve` has named the scenarios."""
 
     _sums: dict[str, _Sums] = field(default_factory=dict)
 
+    def serve(self, scenarios: Iterable[str]) -> None:
+        """Those that have groups now; what is known of others is forgotten."""
+        known = self._sums
+        self._sums = {scenario: known.get(scenario) or _Sums() for scenario in scenarios}
+
     def finished(self, request: Finished) -> None:
-        if (sums := self._of(request.scenario)) is not None:
+        if (sums := self._sums.get(request.scenario)) is not None:
             sums.num += 1
             sums.queue_s += request.queue_s
             sums.t_p_s += max(0.0, request.ttft_s - request.queue_s)
             sums.t_d_s += max(0.0, request.e2e_s - request.ttft_s)
 
     def failed(self, scenario: str) -> None:
-        if (sums := self._of(scenario)) is not None:
+        if (sums := self._sums.get(scenario)) is not None:
             sums.num_failed += 1
 
     def close(
@@ -42,8 +51,11 @@ class ScenarioWindows:
         span_s: float,
     ) -> Window | None:
         """`span_s`: how long it was. None if nothing of the scenario was answered: its times are not known then."""
-        sums = self._sums.pop(scenario, None)
-        if sums is None or not sums.num:
+        sums = self._sums.get(scenario)
+        if sums is None:
+            return None
+        self._sums[scenario] = _Sums()
+        if not sums.num:
             return None
         num = sums.num
         return Window(
@@ -56,8 +68,3 @@ class ScenarioWindows:
             decode_busy,
             num / span_s,
         )
-
-    def _of(self, scenario: str) -> _Sums | None:
-        if scenario not in self._sums and len(self._sums) >= MAX_SCENARIOS:
-            return None
-        return self._sums.setdefault(scenario, _Sums())
