@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from pdmesh.core.adjustments import Adjustment, Adjustments
@@ -92,9 +93,16 @@ def move_from(each: pb.PendingMove) -> Move:
     return Move(each.group_id, MoveKind(each.kind), role, each.to_group or None, each.reason)
 
 
-def entry_from(number: int, line: ScheduleLine) -> Entry:
-    """Of the schedule at that place in the file."""
-    name = f"{number}: {line.at} {line.action} {line.num_groups} of {line.scenario}"
-    return Entry(
-        name, line.scenario, Cron.parse(line.at), What(line.action), line.num_groups, line.pool
-    )
+def entries_from(lines: Iterable[ScheduleLine]) -> list[Entry]:
+    """Named by what they say, so that a line keeps its name wherever it stands; of equal ones the second is another."""
+    entries: list[Entry] = []
+    seen: Counter[str] = Counter()
+    for line in lines:
+        at = " ".join(line.at.split())
+        name = f"{at} {line.action} {line.num_groups} of {line.scenario}, {line.pool}"
+        seen[name] += 1
+        if seen[name] > 1:
+            name = f"{name} ({seen[name]})"
+        what = What(line.action)
+        entries.append(Entry(name, line.scenario, Cron.parse(at), what, line.num_groups, line.pool))
+    return entries

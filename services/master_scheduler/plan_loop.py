@@ -16,7 +16,7 @@ import structlog
 
 from pdmesh.core import adjustments
 from pdmesh.core.adjustments import CannotMove
-from pdmesh.core.desired import Desired, Scenario
+from pdmesh.core.desired import Desired, Scenario, ScheduleLine
 from pdmesh.core.fleet import Fleet, Role
 from pdmesh.core.group_controller import GroupState
 from pdmesh.core.moves import (
@@ -58,7 +58,7 @@ from pdmesh.core.schedule import Schedule
 from pdmesh.errors import NotLeader, Unavailable, VersionConflict
 from pdmesh.net.desired_store import ADJUSTED, DesiredStore
 from pdmesh.v1 import admin_service_pb2 as pb
-from services.master_scheduler.desired_convert import adjustments_to, entry_from, pending_from
+from services.master_scheduler.desired_convert import adjustments_to, entries_from, pending_from
 from services.master_scheduler.group_loop import GroupLoop
 from services.master_scheduler.ratio_convert import decision_to, move_text, shape_fields
 
@@ -94,6 +94,7 @@ class PlanLoop:
         self._epoch = 0
         self._runner = PlanRunner()
         self._schedule = Schedule(())
+        self._lines: tuple[ScheduleLine, ...] | None = None  # that it is of
         self._disturbed: set[str] = set()  # scenarios, since the window began
         self._states: Groups = {}  # as of the last round
         self.decisions: deque[pb.RatioDecision] = deque(maxlen=_NUM_SHOWN)  # of this leadership
@@ -123,7 +124,7 @@ class PlanLoop:
             self._ratio, self._loads = RatioController(_limits(self._window_s)), RoleLoads()
             self._closed_at = self._clock()
             self._windows.serve(())
-            self._schedule = Schedule((), fired=dict(self._groups.fired))
+            self._schedule, self._lines = Schedule((), fired=dict(self._groups.fired)), None
             self.decisions.clear()
         self._loads.sample(list(self._fleet.instances.values()), self._clock())
         loads = self._loads
@@ -214,9 +215,9 @@ class PlanLoop:
             self._feed(PlanResumed(replace(left, plan=plan), states))
 
     def _ask(self, desired: Desired, states: Groups) -> None:
-        entries = [entry_from(i, line) for i, line in enumerate(desired.schedules)]
-        if entries != list(self._schedule.entries):
-            self._schedule.replace_entries(entries)
+        if desired.schedules is not self._lines:
+            self._lines = desired.schedules
+            self._schedule.replace_entries(entries_from(self._lines))
         for due in self._schedule.tick(self._runner.expected(states), self._wall()):
             log.info("plan.due", schedule=due.entry.name, late_s=due.late_s, reason=due.reason)
             if due.plan is not None:

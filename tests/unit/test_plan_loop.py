@@ -219,6 +219,20 @@ async def test_what_was_answered_before_a_master_led_is_in_no_window_of_its_own(
     assert site.windows.close("chat", None, None, 1.0) is None
 
 
+@pytest.mark.req("S21")
+async def test_a_line_above_a_schedule_makes_it_neither_fire_again_nor_miss_its_time() -> None:
+    site = Site(DESIRED, num=8)
+    site.settle()
+    await site.loop.round()
+    above = ScheduleLine("0 3 * * *", "chat", "lend")
+    site.desired = replace(DESIRED, schedules=(above, *DESIRED.schedules))
+    site.wall = (
+        NIGHT + 60
+    )  # nobody looked for a minute, in which it was due and the file was changed
+    await site.loop.round()
+    assert [g.group_id for g in site.stored.groups] == ["b"]
+
+
 async def test_a_move_that_could_not_be_written_is_not_taken_for_made() -> None:
     site = Site(DESIRED, num=8)
     site.settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, tzinfo
 from zoneinfo import ZoneInfo
 
@@ -10,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.core.cron import Cron
+from pdmesh.core.desired import ScheduleLine
 from pdmesh.core.moves import TRAINING_POOL, GroupShape, Move, MoveKind, Plan, Trigger, applied
 from pdmesh.core.plan_runner import GroupsSeen, MoveEnded, PlanAsked, PlanRunner, StartMove
 from pdmesh.core.schedule import Entry, Schedule, What
+from services.master_scheduler.desired_convert import entries_from
 
 DAY = 86_400.0
 MIDNIGHT = datetime(2026, 11, 21, tzinfo=UTC).timestamp()  # a Saturday
@@ -208,6 +211,39 @@ def test_an_entry_that_came_with_a_change_of_the_file_does_not_fire_for_the_past
     assert schedule.tick(GROUPS, MIDNIGHT + 9 * 3600 + 60) == []
     with pytest.raises(ValueError, match="twice"):
         schedule.replace_entries([entry(What.LEND, "0 8 * * *")] * 2)
+
+
+@pytest.mark.req("S21")
+def test_a_reclaim_that_comes_within_its_lead_time_begins_at_once_and_once() -> None:
+    """It is 06:56, and the groups are to be back at 7: the lead is five minutes, and there are four."""
+    lent = {i: replace(group, pool=TRAINING_POOL) for i, group in GROUPS.items()}
+    schedule = Schedule([entry(What.LEND, "0 8 * * *")])
+    schedule.tick(lent, MIDNIGHT)
+    now = MIDNIGHT + 7 * 3600 - 240
+    schedule.replace_entries([entry(What.LEND, "0 8 * * *"), entry(What.RECLAIM, "0 7 * * *")])
+    (due,) = schedule.tick(lent, now)
+    assert due.plan is not None
+    assert due.at == MIDNIGHT + 7 * 3600
+    assert not any(schedule.tick(lent, now + second) for second in range(1, 600))
+
+
+def test_a_reclaim_with_a_long_lead_is_not_missed_before_its_time() -> None:
+    lent = {i: replace(group, pool=TRAINING_POOL) for i, group in GROUPS.items()}
+    schedule = Schedule([entry(What.RECLAIM, "0 7 * * *")], fired={"reclaim": MIDNIGHT})
+    schedule.set_up_took("chat", 1200.0)  # it is to begin half an hour before
+    (due,) = schedule.tick(lent, MIDNIGHT + 7 * 3600 - 60)
+    assert due.plan is not None
+    assert due.late_s == 1740
+
+
+def test_a_line_keeps_its_name_wherever_it_stands_and_however_it_is_spaced() -> None:
+    lend = ScheduleLine("0 22 * * *", "chat", "lend")
+    spaced = ScheduleLine(" 0  22 * * * ", "chat", "lend")
+    other = ScheduleLine("0 21 * * *", "chat", "lend")
+    more = ScheduleLine("0 22 * * *", "chat", "lend", pool="lab")
+    (name,) = (e.name for e in entries_from([lend]))
+    assert [e.name for e in entries_from([other, spaced])][1] == name
+    assert len({e.name for e in entries_from([lend, lend, more, other])}) == 4
 
 
 def test_there_may_be_nothing_to_do() -> None:

@@ -2,7 +2,7 @@
 
 An entry fires once for each time it names. What it makes is a plan like any other, so it waits for what an operator has under way
 and is refused what an operator would be refused. A master that was away at that time makes up for it if it is back within the
-entry's grace, and says that it did not if it comes later.
+entry's grace, and says that it did not if it comes later. A RECLAIM begins early, and at once if it is new by then.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """An entry's time has come. `late_s`: by how much it was missed; empty `plan`: there is nothing to do, for `reason`."""
+    """An entry's time has come. `late_s`: how long ago it was to begin; empty `plan`: there is nothing to do, for `reason`."""
 
     entry: Entry
     at: float  # unix seconds of the time it fired for
@@ -123,11 +123,11 @@ class Schedule:
 
     def _note_start(self, entry: Entry, now: float) -> None:
         """It fires for times from now on, if it is new, or fired for one that lies far ahead: by a wall clock that was wrong."""
-        start = now + self.lead_of(entry)
-        fired = self.fired.setdefault(entry.name, start)
-        following = entry.cron.next_after(start, entry.zone) if fired > start else None
+        horizon = now + self.lead_of(entry)
+        fired = self.fired.setdefault(entry.name, now)
+        following = entry.cron.next_after(horizon, entry.zone) if fired > horizon else None
         if following is not None and fired - following > _MAX_AHEAD_S:
-            self.fired[entry.name] = start
+            self.fired[entry.name] = now
 
     def _latest(self, entry: Entry, now: float) -> float | None:
         """The last time that has come since the one it fired for: several missed ones fire once."""
@@ -152,8 +152,8 @@ class Schedule:
 
     def _fire(self, entry: Entry, at: float, groups: Groups, taken: set[str], now: float) -> Due:
         late_s = max(0.0, now + self.lead_of(entry) - at)
-        if late_s > entry.grace_s:
-            return Due(entry, at, late_s, None, f"missed by {late_s:.0f} s: nobody was there")
+        if (missed_s := now - at) > entry.grace_s:
+            return Due(entry, at, late_s, None, f"missed by {missed_s:.0f} s: nobody was there")
         reason = f"schedule {entry.name}"
         moves = tuple(_moves(entry, groups, taken, reason))
         taken.update(move.group_id for move in moves)
