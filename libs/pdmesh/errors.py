@@ -10,6 +10,17 @@ from collections.abc import Mapping
 from typing import ClassVar, Final
 
 RETRY_AFTER_MS: Final = 1000  # what a retryable error says unless it knows better
+# What a caller sent may be part of a message: it comes back shortened. gRPC sends a message three times in a head of 8 KiB.
+MAX_MESSAGE_BYTES: Final = 1024
+MAX_FIELD_BYTES: Final = 256
+
+
+def shortened(text: str, most: int = 64) -> str:
+    """At most `most` bytes of it, in whole characters."""
+    if 4 * len(text) <= most:
+        return text
+    data = text[: most + 1].encode(errors="replace")
+    return text if len(data) <= most else data[: most - 3].decode(errors="ignore") + "\u2026"
 
 
 class MeshError(Exception):
@@ -28,10 +39,10 @@ class MeshError(Exception):
         field: str | None = None,
         retry_after_ms: int | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = shortened(message, MAX_MESSAGE_BYTES)
+        super().__init__(self.message)
         self.reason = reason or self.default_reason
-        self.field = field
+        self.field = None if field is None else shortened(field, MAX_FIELD_BYTES)
         if retry_after_ms is None and self.is_retryable:
             retry_after_ms = RETRY_AFTER_MS
         self.retry_after_ms = retry_after_ms

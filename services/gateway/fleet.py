@@ -12,7 +12,7 @@ from typing import Final
 from pdmesh.core.kv_sources import NO_QUARRELS, Exchange
 from pdmesh.core.placement import DEFAULT_MODEL, DEFAULT_SCENARIO
 from pdmesh.core.request_types import Candidate
-from pdmesh.errors import ModelNotFound
+from pdmesh.errors import ModelNotFound, shortened
 from pdmesh.net.held_sources import held_from
 from pdmesh.net.registry import RecordChanged, RegistryView, takes_requests
 from pdmesh.v1.common_pb2 import (
@@ -123,7 +123,7 @@ class Fleet:
             return asked
         if asked in {"", DEFAULT_MODEL}:
             return next(iter(self._known_models), DEFAULT_MODEL)
-        raise ModelNotFound(f"the model {asked!r} does not exist", field="model")
+        raise ModelNotFound(f"the model {shortened(asked)!r} does not exist", field="model")
 
     def reference(self, model: str) -> InstanceRecord | None:
         """An instance that speaks for the model: its context length, block size and fingerprint. The last one, if all are gone."""

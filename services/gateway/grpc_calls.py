@@ -18,7 +18,9 @@ from services.gateway.request_bounds import (
     check_choices,
     check_names,
     check_sampling,
+    check_text,
     context_exceeded,
+    nul_refused,
     stops_of,
 )
 from services.gateway.spec import CallSpec, SamplingSpec
@@ -35,6 +37,7 @@ async def generate_spec(
     sampling = _sampling(request.params, model, frontend)
     match request.WhichOneof("prompt"):
         case "text":
+            check_text(text=request.text)
             tokens = await text_tokens(request.text, model, frontend)
         case "token_ids":
             tokens = _checked_ids(request.token_ids.ids, model, frontend)
@@ -64,6 +67,8 @@ async def chat_spec(request: pb.ChatRequest, frontend: Frontend, tenant: Tenant)
         if message.role not in _ROLES:
             field = f"messages[{index}].role"
             raise InvalidRequest("a role is system, user or assistant", field=field)
+        if "\0" in message.content:
+            raise nul_refused(f"messages[{index}].content")
     messages = [{"role": m.role, "content": m.content} for m in request.messages]
     return CallSpec(
         operation="chat",
@@ -109,6 +114,9 @@ def _sampling(params: pb.GenerationParams, model: str, frontend: Frontend) -> Sa
     temperature = params.temperature if params.HasField("temperature") else None
     top_p = params.top_p if params.HasField("top_p") else None
     num_logprobs = params.num_logprobs if params.HasField("num_logprobs") else None
+    stops = stops_of(list(params.stop))
+    for stop in stops:
+        check_text(stop=stop)
     check_sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     if num_logprobs is not None and num_logprobs > 20:
         raise InvalidRequest("num_logprobs is at most 20", field="num_logprobs")
@@ -118,7 +126,7 @@ def _sampling(params: pb.GenerationParams, model: str, frontend: Frontend) -> Sa
         temperature=1.0 if temperature is None else temperature,
         top_p=1.0 if top_p is None else top_p,
         seed=params.seed if params.HasField("seed") else None,
-        stop=stops_of(list(params.stop)),
+        stop=stops,
         ignore_eos=params.ignore_eos,
         num_logprobs=num_logprobs,
     )

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from pdmesh.core.tenants import Tenant
-from pdmesh.errors import InvalidRequest, MeshError
+from pdmesh.errors import InvalidRequest, MeshError, shortened
 from pdmesh.telemetry import metrics
 from services.gateway.choice_text import Delta
 from services.gateway.door import Door, Visit, check_model
@@ -90,9 +90,9 @@ class HttpApp:
         except ClientGone:
             pass
         except MeshError as exc:
-            await self._fail(exchange, exc)
+            await self._fail(exchange, exc.with_traceback(None))  # whose frames hold the body
         except Exception:
-            log.exception("http.bug", path=scope["path"], request_id=exchange.request_id)
+            log.exception("http.bug", path=shortened(scope["path"]), request_id=exchange.request_id)
             await self._fail(exchange, MeshError("internal error; the server's log has the cause"))
         finally:
             del self._writing[exchange]
@@ -250,6 +250,8 @@ class HttpApp:
         try:
             request = parse_tokenize(await exchange.body(self._max_body_bytes, self.body_room))
             tokens, context = await tokenized(request, self._frontend, visit.tenant)
+            visit.charge(len(tokens))
+            visit.settle(len(tokens))
         finally:
             visit.leave()
         found = {"count": len(tokens), "max_model_len": context, "tokens": tokens.tolist()}

@@ -2,7 +2,8 @@
 
 A parser makes an object of each value, at a tenth of a microsecond and more, and the event loop stands still meanwhile: 8 MiB of `{},`
 cost it 1.5 s. Text, however long, costs next to nothing, and so do token ids, so it is all other values that are counted: over the whole
-body, a field given twice included.
+body, a field given twice included. What is neither text nor token ids has a length of its own, as white space and digits are read one by one.
+What is looked for here is looked for in whole pieces of the body, by the library's searches, never byte by byte.
 """
 
 from __future__ import annotations
@@ -12,40 +13,81 @@ from typing import Final
 
 import msgspec
 
-from pdmesh.errors import InvalidRequest
+from pdmesh.errors import InvalidRequest, shortened
 
 MAX_VALUES: Final = 32_768
-MAX_IDS: Final = 1 << 20  # token ids in one list
-_SMALL_BYTES: Final = 65_536  # cannot hold more than what costs a few milliseconds
+MAX_IDS: Final = 1 << 20  # token ids, in all lists of them
+MAX_OUTSIDE_BYTES: Final = 1 << 20  # of a large body: neither in strings nor in lists of token ids
+MAX_NAME_BYTES: Final = 256  # of a field in a large body
+SMALL_BYTES: Final = 65_536  # cannot hold more than what costs a few milliseconds
 _LONG: Final = 256
-_LIST: Final = ord("[")
-# Where no quote is escaped a string ends at the next one. A list of nothing but digits is one value here.
-_VALUE: Final = re.compile(rb'"[^"]*+"|\[[0-9, \n\r\t]*+\]|[,\[{]')
-_ID_LIST: Final = re.compile(rb"\[[0-9, \n\r\t]{256,}+\]")
+_ID_LIST: Final = re.compile(rb"\[[0-9, \n\r\t]*+\]")
+_LONG_ID_LIST: Final = re.compile(rb"\[[0-9, \n\r\t]{256,}+\]")
+# Stand for escaped ones, so that every quote that is left begins or ends a string; names that differ by them stay apart.
+_BACKSLASH: Final = "\x80".encode()
+_QUOTE: Final = "\x81".encode()
 _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def outline(body: bytes) -> bytes:
-    """What is to be looked at for the names in it: the body with long lists of token ids emptied; of a large one long strings too, and escaped quotes
-    are gone. Raises InvalidRequest if there are too many values, with the field that holds most of the body."""
-    if len(body) <= _SMALL_BYTES:
-        return _ID_LIST.sub(b"[]", body)
-    plain, shown = body, 0
-    parts: list[bytes] = []
+    """What is to be looked at for the names in it: the body with long lists of token ids emptied; of a large one all such lists, and long strings.
+
+    Raises InvalidRequest if there is too much in it, with the field that holds most of the body.
+    """
+    if len(body) <= SMALL_BYTES:
+        return _LONG_ID_LIST.sub(b"[]", body)
+    plain = body
     if b"\\" in body:
-        plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    for number, found in enumerate(_VALUE.finditer(plain)):
-        if number >= MAX_VALUES:
-            raise _refusal(f"holds more than {MAX_VALUES} values", body)
-        start, end = found.span()
-        if end - start <= _LONG:
-            continue
-        is_list = plain[start] == _LIST
-        if is_list and end - start > MAX_IDS and plain.count(b",", start, end) >= MAX_IDS:
-            raise _refusal(f"holds more than {MAX_IDS} token ids", body)
-        parts += (plain[shown:start], b"[]" if is_list else b'""')
-        shown = end
-    return b"".join((*parts, plain[shown:]))
+        plain = body.replace(b"\\\\", _BACKSLASH).replace(b'\\"', _QUOTE)
+    if plain.count(b'"') > 2 * MAX_VALUES:
+        raise _too_many_values(body)
+    pieces = plain.split(b'"')
+    if len(pieces) % 2 == 0:
+        raise InvalidRequest("a string in the body has no end", reason="INVALID_JSON")
+    pieces[::2] = _without_ids(b'"'.join(pieces[::2]), len(pieces) // 2, body).split(b'"')
+    for at in range(1, len(pieces), 2):
+        if len(pieces[at]) > _LONG:
+            _check_is_no_name(pieces[at], pieces[at + 1])
+            pieces[at] = b""
+    return b'"'.join(pieces)
+
+
+def _without_ids(outside: bytes, num_strings: int, body: bytes) -> bytes:
+    """What stands between strings, with empty lists of token ids. Raises InvalidRequest if it is too much."""
+    if len(outside) > MAX_OUTSIDE_BYTES and b"[" not in outside:
+        raise _too_much_outside()
+    if _num_lists(outside) > MAX_VALUES:
+        raise _too_many_values(body)
+    bare = _ID_LIST.sub(b"[]", outside)
+    num_commas = bare.count(b",")
+    if num_strings + _num_lists(bare) + num_commas > MAX_VALUES:
+        raise _too_many_values(body)
+    if len(outside) - len(bare) > MAX_IDS and outside.count(b",") - num_commas >= MAX_IDS:
+        raise _refusal(f"holds more than {MAX_IDS} token ids", body)
+    if len(bare) > MAX_OUTSIDE_BYTES:
+        raise _too_much_outside()
+    return bare
+
+
+def _num_lists(text: bytes) -> int:
+    return text.count(b"[") + text.count(b"{")
+
+
+def _check_is_no_name(text: bytes, after: bytes) -> None:
+    if after.lstrip(b" \n\r\t")[:1] == b":":
+        field = shortened(text[:256].decode(errors="replace"))
+        message = f"the name of a field has more than {MAX_NAME_BYTES} bytes: {field}"
+        raise InvalidRequest(message, reason="UNKNOWN_FIELD", field=field)
+
+
+def _too_much_outside() -> InvalidRequest:
+    return InvalidRequest(
+        f"the body holds more than {MAX_OUTSIDE_BYTES} bytes beside text and token ids"
+    )
+
+
+def _too_many_values(body: bytes) -> InvalidRequest:
+    return _refusal(f"holds more than {MAX_VALUES} values", body)
 
 
 def _refusal(what: str, body: bytes) -> InvalidRequest:
@@ -58,4 +100,5 @@ def _largest_field(body: bytes) -> str | None:
         fields = _fields.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    return max(fields, key=lambda name: len(memoryview(fields[name])), default="")[:64] or None
+    largest = max(fields, key=lambda name: len(memoryview(fields[name])), default="")
+    return shortened(largest) or None

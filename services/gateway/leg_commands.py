@@ -54,7 +54,7 @@ class LegCommands:
             block_hashes=prompt.hashes(reference, emitted) if reference else (),
             num_prompt_tokens=len(prompt.tokens) + len(emitted),
             max_tokens=num_remaining,
-            chat_id=spec.chat_id,
+            chat_id=prompt.chat_key(spec.chat_id),
             excluded_instance_ids=effect.excluded,
             traceparent=self._identity.traceparent,
         )

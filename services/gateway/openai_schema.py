@@ -7,13 +7,12 @@ value is refused, so that no client believes a setting had an effect. Every numb
 from __future__ import annotations
 
 import json
-import re
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
-from pdmesh.errors import InvalidRequest
-from services.gateway.json_bounds import outline
+from pdmesh.errors import InvalidRequest, shortened
+from services.gateway.json_bounds import SMALL_BYTES, outline
 from services.gateway.request_bounds import (
     MAX_MESSAGES,
     check_choices,
@@ -21,6 +20,7 @@ from services.gateway.request_bounds import (
     check_sampling,
     context_exceeded,
     in_range,
+    nul_refused,
     stops_of,
 )
 
@@ -154,9 +154,12 @@ _NEUTRAL_COMPLETION: Final = tuple(f for f in _NEUTRAL if f in CompletionRequest
 _chat_decoder: Final = msgspec.json.Decoder(ChatCompletionRequest)
 _completion_decoder: Final = msgspec.json.Decoder(CompletionRequest)
 _tokenize_decoder: Final = msgspec.json.Decoder(TokenizeRequest)
-_UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`(?: - at `\$\.?([^`]*)`)?")
-_MISSING: Final = re.compile(r"missing required field `([^`]*)`(?: - at `\$\.?([^`]*)`)?")
-_AT: Final = re.compile(r"(.*) - at `\$\.?([^`]*)`")
+# How msgspec's messages begin that name a field.
+_NAMES_A_FIELD: Final = {
+    "Object contains unknown field `": "UNKNOWN_FIELD",
+    "Object missing required field `": "MISSING_FIELD",
+}
+_MAX_EXPLAINED: Final = 256
 
 T = TypeVar("T")
 
@@ -247,23 +250,29 @@ def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     try:
         request = decoder.decode(body)
         _check_duplicates(outlined, body)
-        return request
     except msgspec.ValidationError as exc:
-        raise _explain(str(exc)) from exc
-    except (msgspec.DecodeError, ValueError) as exc:
-        raise InvalidRequest("the body is not valid JSON", reason="INVALID_JSON") from exc
-    except RecursionError as exc:
-        raise InvalidRequest("the body is nested too deeply", reason="INVALID_JSON") from exc
+        refusal = _explain(str(exc))
+    except (msgspec.DecodeError, ValueError):
+        refusal = InvalidRequest("the body is not valid JSON", reason="INVALID_JSON")
+    except RecursionError:
+        refusal = InvalidRequest("the body is nested too deeply", reason="INVALID_JSON")
+    else:
+        if b"\\u0000" in body:
+            _check_no_nul(request)
+        return request
+    raise refusal  # without the parser's error, which may hold all of the body
 
 
 def _refuse_duplicates(pairs: list[tuple[str, object]]) -> None:
     """Two parsers may take different ones of two values: what a filter before us saw must be what we do."""
-    if len({key for key, _ in pairs}) != len(pairs):
-        keys = [key for key, _ in pairs]
-        field = next(key for key in keys if keys.count(key) > 1)
-        raise InvalidRequest(
-            f"{field[:64]} is given twice", reason="DUPLICATE_FIELD", field=field[:64]
-        )
+    if len(dict(pairs)) == len(pairs):
+        return
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            field = shortened(key)
+            raise InvalidRequest(f"{field} is given twice", reason="DUPLICATE_FIELD", field=field)
+        seen.add(key)
 
 
 _find_duplicates: Final = json.JSONDecoder(object_pairs_hook=_refuse_duplicates).decode
@@ -274,22 +283,48 @@ def _check_duplicates(outlined: bytes, body: bytes) -> None:
     try:
         _find_duplicates(outlined.decode())
     except InvalidRequest:
-        _find_duplicates(
-            body.decode()
-        )  # names that differ by an escaped quote look alike in the outline
+        if len(body) > SMALL_BYTES:
+            raise
+        _find_duplicates(body.decode())  # a name that looks like a list of token ids
 
 
 def _explain(text: str) -> InvalidRequest:
-    """msgspec's message as ours, with the path of the field."""
-    if found := _UNKNOWN.search(text):
-        field = ".".join(p for p in (found[2], found[1]) if p)
-        return InvalidRequest(f"unknown field: {field}", reason="UNKNOWN_FIELD", field=field)
-    if found := _MISSING.search(text):
-        field = ".".join(p for p in (found[2], found[1]) if p)
-        return InvalidRequest(f"missing field: {field}", reason="MISSING_FIELD", field=field)
-    if found := _AT.search(text):
-        return InvalidRequest(f"{found[2]}: {found[1].lower()}", field=found[2])
-    return InvalidRequest(text.lower())
+    """msgspec's message as ours, with the path of the field. What the client sent is in the middle of it, at any length."""
+    if len(text) > _MAX_EXPLAINED:
+        text = f"{text[:_MAX_EXPLAINED]}\u2026{text[-_MAX_EXPLAINED:]}"
+    what, _, where = text.rpartition(" - at `$")
+    if not what:
+        what, where = text, ""
+    where = where.removesuffix("`").removeprefix(".")
+    for kind, reason in _NAMES_A_FIELD.items():
+        if what.startswith(kind):
+            name = shortened(what.removeprefix(kind).removesuffix("`"))
+            field = f"{where}.{name}" if where else name
+            return InvalidRequest(
+                f"{reason.lower().replace('_', ' ')}: {field}", reason=reason, field=field
+            )
+    what = what[:1].lower() + what[1:]
+    return InvalidRequest(f"{where}: {what}" if where else what, field=where or None)
+
+
+def _check_no_nul(request: object) -> None:
+    """Raises InvalidRequest with the first field that holds a NUL, which C libraries behind us take for an end."""
+    left: list[tuple[str, object]] = [("", msgspec.to_builtins(request))]
+    while left:
+        where, value = left.pop()
+        if isinstance(value, str) and "\0" in value:
+            raise nul_refused(where)
+        if isinstance(value, dict):
+            for name, each in reversed(value.items()):
+                if "\0" in name:
+                    raise nul_refused(where)
+                left.append((f"{where}.{name}" if where else name, each))
+        elif isinstance(value, list):
+            left += [
+                (f"{where}[{at}]", each)
+                for at, each in enumerate(value)
+                if isinstance(each, str | dict | list)
+            ][::-1]
 
 
 def _check_common(request: _Common, neutral: tuple[str, ...]) -> None:

@@ -33,6 +33,15 @@ class Prompt:
         key = hmac.digest(self._secret, self._tenant.encode(), "sha256")
         return hashlib.blake2b(self.data, digest_size=16, key=key).digest()
 
+    def chat_key(self, chat_id: str) -> str:
+        """Names a conversation of this tenant; tenants with equal ids have nothing in common. Empty: none."""
+        if not chat_id:
+            return ""
+        key = hmac.digest(self._secret, self._tenant.encode(), "sha256")
+        return hashlib.blake2b(
+            chat_id.encode(), digest_size=16, key=key, person=b"chat"
+        ).hexdigest()
+
     def root(self, fingerprint: str) -> bytes:
         """What the chain of hashes begins with: prefixes are shared only under an equal one."""
         found = self._roots.get(fingerprint)

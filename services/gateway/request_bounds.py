@@ -34,6 +34,17 @@ def check_names(**names: str) -> None:
         if len(name) > _MAX_NAME_CHARS:
             message = f"{field} has at most {_MAX_NAME_CHARS} characters"
             raise InvalidRequest(message, field=field)
+    check_text(**names)
+
+
+def check_text(**texts: str) -> None:
+    for field, text in texts.items():
+        if "\0" in text:
+            raise nul_refused(field)
+
+
+def nul_refused(field: str) -> InvalidRequest:
+    return InvalidRequest(f"{field} holds the character U+0000", field=field)
 
 
 def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:

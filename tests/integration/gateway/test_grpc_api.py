@@ -149,6 +149,32 @@ async def test_names_have_bounds(channel: grpc.aio.Channel, field: str) -> None:
         assert rpc.from_rpc_error(caught.value).field == field
 
 
+@pytest.mark.fault("F32")
+async def test_no_string_holds_a_nul(channel: grpc.aio.Channel) -> None:
+    stub = InferenceServiceStub(channel)
+    fine, nul = pb.ChatMessage(role="user", content="x"), "a\0b"
+    wrong: dict[str, pb.GenerateRequest | pb.ChatRequest] = {
+        "text": pb.GenerateRequest(text=nul),
+        "model": pb.GenerateRequest(text="x", model=nul),
+        "scenario": pb.GenerateRequest(text="x", scenario=nul),
+        "chat_id": pb.ChatRequest(messages=[fine], chat_id=nul),
+        "cache_salt": pb.ChatRequest(messages=[fine], cache_salt=nul),
+        "stop": pb.ChatRequest(messages=[fine], params=pb.GenerationParams(stop=["x", nul])),
+        "messages[1].content": pb.ChatRequest(
+            messages=[fine, pb.ChatMessage(role="user", content=nul)]
+        ),
+        "messages[0].role": pb.ChatRequest(messages=[pb.ChatMessage(role="user\0")]),
+    }
+    for field, request in wrong.items():
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            if isinstance(request, pb.GenerateRequest):
+                await stub.Generate(request)
+            else:
+                await stub.Chat(request)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert rpc.from_rpc_error(caught.value).field == field
+
+
 @pytest.mark.fault("F30")
 async def test_too_many_choices_tokens_or_bytes_are_refused(channel: grpc.aio.Channel) -> None:
     stub = InferenceServiceStub(channel)

@@ -141,6 +141,19 @@ async def test_tokens_are_paid_in_advance_and_what_was_not_used_comes_back(tmp_p
         assert again._tenants.used_today() == {"acme": tuple(used["acme"])}
 
 
+async def test_tokenizing_counts_as_tokens(tmp_path: Path) -> None:
+    async with keyed(tmp_path, acme=TenantEntry(tokens_per_day=100)) as k:
+
+        async def ask(num_tokens: int) -> httpx.Response:
+            body = {"model": "tiny", "prompt": "x" * num_tokens}
+            return await k.client.post("/tokenize", json=body, headers=k.headers("acme"))
+
+        assert (await ask(60)).json()["count"] == 60
+        assert (await ask(60)).json()["error"]["code"] == "insufficient_quota"
+        assert (await ask(40)).status_code == 200
+        assert (await k.ask("acme")).status_code == 429, "they are the same tokens"
+
+
 @pytest.mark.fault("F39")
 async def test_a_key_is_good_for_its_models_only(tmp_path: Path) -> None:
     async with keyed(tmp_path, acme=TenantEntry(models=["other"]), off=TenantEntry(is_disabled=True)) as k:  # fmt: skip

@@ -12,6 +12,7 @@ from services.gateway.openai_schema import (
     messages_of,
     parse_chat,
     parse_completion,
+    parse_tokenize,
     prompts_of,
 )
 
@@ -128,6 +129,47 @@ def test_the_extensions_are_taken() -> None:
 )
 def test_what_is_not_a_json_request_is_refused(body: bytes) -> None:
     assert refused(parse_chat, body).http_status == 400
+
+
+NUL = "a\0b"
+
+
+@pytest.mark.fault("F32")
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"model": NUL}, "model"),
+        ({"messages": [{"role": "user", "content": NUL}]}, "messages[0].content"),
+        ({"messages": [*USER, {"role": "user", "content": [{"type": "text", "text": NUL}]}]}, "messages[1].content[0].text"),
+        ({"messages": [{"role": "user", "content": "x", "name": NUL}]}, "messages[0].name"),
+        ({"stop": NUL}, "stop"),
+        ({"stop": ["a", NUL]}, "stop[1]"),
+        ({"user": NUL}, "user"),
+        ({"cache_salt": NUL}, "cache_salt"),
+        ({"chat_id": NUL}, "chat_id"),
+        ({"scenario": NUL}, "scenario"),
+        ({"safety_identifier": NUL}, "safety_identifier"),
+        ({"prompt_cache_key": NUL}, "prompt_cache_key"),
+        ({"metadata": {"k": NUL}}, "metadata.k"),
+        ({"metadata": {NUL: "k"}}, "metadata"),
+        ({"metadata": {"k": [1, {"x": NUL}]}}, "metadata.k[1].x"),
+    ],
+)  # fmt: skip
+def test_no_string_of_a_chat_holds_a_nul(fields: dict[str, Any], field: str) -> None:
+    error = refused(parse_chat, chat(**fields))
+    assert (error.field, error.http_status) == (field, 400)
+    assert "U+0000" in error.message
+
+
+@pytest.mark.fault("F32")
+def test_no_string_of_a_completion_holds_a_nul() -> None:
+    for prompt, field in ((NUL, "prompt"), (["x", NUL], "prompt[1]")):
+        body = json.dumps({"model": "m", "prompt": prompt}).encode()
+        assert refused(parse_completion, body).field == field
+        assert refused(parse_tokenize, json.dumps({"model": "m", "prompt": NUL}).encode()).field == "prompt"  # fmt: skip
+    spelt = "a backslash and \\u0000"
+    body = json.dumps({"model": "m", "prompt": spelt}).encode()
+    assert parse_completion(body).prompt == spelt, "the name of it is not it"
 
 
 def test_parts_are_joined_and_developer_means_system() -> None:

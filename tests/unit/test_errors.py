@@ -1,0 +1,33 @@
+"""What a caller sent may be in an error's text, never at any length: it goes out over HTTP, gRPC, logs and events."""
+
+from __future__ import annotations
+
+import pytest
+from google.rpc.error_details_pb2 import BadRequest
+
+from pdmesh.errors import MAX_FIELD_BYTES, MAX_MESSAGE_BYTES, InvalidRequest, MeshError, shortened
+from pdmesh.net import rpc
+from services.gateway.openai_format import error_body
+
+
+@pytest.mark.parametrize("text", ["a", "é", "🚀", "\ud800", "\x7f", '"'])
+def test_no_error_is_longer_than_its_bounds_wherever_it_goes(text: str) -> None:
+    kinds: list[type[MeshError]] = [MeshError, *MeshError.__subclasses__()]
+    for kind in kinds:
+        error = kind(text * 1_000_000, field=text * 1_000_000)
+        assert len(error.message.encode()) <= MAX_MESSAGE_BYTES
+        assert len((error.field or "").encode()) <= MAX_FIELD_BYTES
+        assert str(error) == error.message
+        assert len(error_body(error)) < 8000
+        status = rpc.to_status(error)
+        assert status.ByteSize() < 4096, "with its message beside it within a head of 8 KiB"
+        bad = BadRequest()
+        assert status.details[1].Unpack(bad)
+
+
+def test_what_fits_is_left_as_it_is() -> None:
+    assert shortened("x" * 64) == "x" * 64
+    assert shortened("x" * 65) == "x" * 61 + "…"
+    assert shortened("é" * 40) == "é" * 30 + "…"
+    error = InvalidRequest("é" * 512, field="f")
+    assert (error.message, error.field) == ("é" * 512, "f")
