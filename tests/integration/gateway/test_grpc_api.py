@@ -153,7 +153,8 @@ async def test_names_have_bounds(channel: grpc.aio.Channel, field: str) -> None:
 async def test_no_string_holds_a_nul(channel: grpc.aio.Channel) -> None:
     stub = InferenceServiceStub(channel)
     fine, nul = pb.ChatMessage(role="user", content="x"), "a\0b"
-    wrong: dict[str, pb.GenerateRequest | pb.ChatRequest] = {
+    # Any: requests of both methods.
+    wrong: dict[str, Any] = {
         "text": pb.GenerateRequest(text=nul),
         "model": pb.GenerateRequest(text="x", model=nul),
         "scenario": pb.GenerateRequest(text="x", scenario=nul),
@@ -166,11 +167,9 @@ async def test_no_string_holds_a_nul(channel: grpc.aio.Channel) -> None:
         "messages[0].role": pb.ChatRequest(messages=[pb.ChatMessage(role="user\0")]),
     }
     for field, request in wrong.items():
+        is_chat = isinstance(request, pb.ChatRequest)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            if isinstance(request, pb.GenerateRequest):
-                await stub.Generate(request)
-            else:
-                await stub.Chat(request)
+            await (stub.Chat(request) if is_chat else stub.Generate(request))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert rpc.from_rpc_error(caught.value).field == field
 
