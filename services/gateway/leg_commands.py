@@ -81,7 +81,7 @@ class LegCommands:
                 attempt=effect.attempt,
                 prompt_token_ids=prompt.with_replayed(replayed),
                 block_hashes=prompt.hashes(record, replayed),
-                sampling=self._sampling(effect.max_tokens),
+                sampling=self._sampling(effect.max_tokens, len(replayed)),
                 remaining_ms=self._remaining_ms(),
                 is_local=effect.to.is_local,
                 traceparent=self._identity.traceparent,
@@ -100,6 +100,7 @@ class LegCommands:
     ) -> Command:
         """Token 1 is the last of those replayed, unless decode is to wait for it."""
         prompt, replayed = self._prompt, list(emitted[: effect.num_replayed])
+        num_drawn = len(replayed) + effect.is_early
         first_token = 0 if effect.is_early else replayed.pop()
         return Command(
             start=Start(
@@ -112,14 +113,14 @@ class LegCommands:
                 awaits_first_token=effect.is_early,
                 prompt_compute_ms=round(prompt_compute_s * 1000),
                 ticket=ticket,
-                sampling=self._sampling(effect.max_tokens),
+                sampling=self._sampling(effect.max_tokens, num_drawn),
                 remaining_ms=self._remaining_ms(),
                 traceparent=self._identity.traceparent,
                 cache_salt=prompt.root(record.model_fingerprint).hex(),
             )
         )
 
-    def _sampling(self, max_tokens: int) -> SamplingParams:
+    def _sampling(self, max_tokens: int, num_drawn: int) -> SamplingParams:
         asked = self._spec.sampling
         return SamplingParams(
             max_tokens=max_tokens,
@@ -129,6 +130,7 @@ class LegCommands:
             stop_token_ids=self._stop_token_ids,
             ignore_eos=asked.ignore_eos,
             num_logprobs=asked.num_logprobs,
+            num_drawn=num_drawn,
         )
 
     def _remaining_ms(self) -> int:

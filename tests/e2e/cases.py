@@ -22,9 +22,13 @@ NUM_CASES = 208
 class Case:
     prompt: tuple[int, ...]
     max_tokens: int
+    temperature: float = 0.0
+    seed: int | None = None
 
     def sampling(self, stop_token_ids: frozenset[int] = frozenset()) -> Sampling:
-        return Sampling(max_tokens=self.max_tokens, stop_token_ids=stop_token_ids)
+        return Sampling(
+            self.max_tokens, self.temperature, seed=self.seed, stop_token_ids=stop_token_ids
+        )
 
 
 def cases(block_size: int, seed: int = 7) -> list[Case]:

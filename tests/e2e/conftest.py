@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def plain_vllm(
 ) -> Iterator[Plain]:
     """Plain vLLM with these engine arguments, drawing what is asked in a process of its own."""
     cases_file, tokens_file = folder / "cases.json", folder / "tokens.json"
-    cases_file.write_text(json.dumps([(case.prompt, case.max_tokens) for case in asked]))
+    cases_file.write_text(json.dumps([asdict(case) for case in asked]))
     arguments = [model_dir, dtype, block_size, cases_file, tokens_file, json.dumps(engine)]
     command = [sys.executable, "-m", "tests.e2e.plain_vllm", *map(str, arguments)]
     with (folder / "log").open("w") as log:

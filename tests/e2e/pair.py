@@ -11,7 +11,7 @@ import itertools
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdmesh.core.arena import ArenaAllocator
 from pdmesh.core.block_hash import block_hashes, tenant_root
@@ -273,13 +273,11 @@ class Pair:
         landing = await _reserve(host, host.landing, ticket.kv_bytes)
         leg = self.next_leg(host)
         host.landings[leg] = landing
-        rest = Sampling(
-            sampling.max_tokens - 1,
-            sampling.temperature,
-            sampling.top_p,
-            sampling.seed,
-            sampling.stop_token_ids,
-            sampling.ignore_eos,
+        rest = replace(
+            sampling,
+            max_tokens=sampling.max_tokens - 1,
+            num_logprobs=None,
+            num_drawn=sampling.num_drawn + 1,
         )
         host.engine.decode(
             DecodeJob(

@@ -47,12 +47,17 @@ def main() -> None:
     )
     cases = json.loads(Path(cases_file).read_text())
     outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt, _ in cases],
+        [{"prompt_token_ids": case["prompt"]} for case in cases],
         [
             SamplingParams(
-                max_tokens=n, temperature=0.0, detokenize=False, ignore_eos=True, logprobs=2
+                max_tokens=case["max_tokens"],
+                temperature=case["temperature"],
+                seed=case["seed"],
+                detokenize=False,
+                ignore_eos=True,
+                logprobs=2,
             )
-            for _, n in cases
+            for case in cases
         ],
         use_tqdm=False,
     )

@@ -32,19 +32,28 @@ Outbox = asyncio.Queue[pb.SessionResponse | None]  # None breaks the stream
 _LETTERS = range(90)  # printable in the tiny tokenizer
 
 
-def next_token(tokens: Sequence[int]) -> int:
-    total = 7
+def next_token(tokens: Sequence[int], noise: int = 0) -> int:
+    total = 7 + noise
     for token in tokens[-8:]:
         total = (total * 31 + token) % 1_000_003
     return _LETTERS[(total + len(tokens)) % len(_LETTERS)]
 
 
-def reference(prompt: Sequence[int], num_tokens: int) -> list[int]:
+def noise_of(seed: int | None, position: int) -> int:
+    """What a draw with a seed adds. `position` is that of the token in the answer."""
+    return 0 if seed is None else 1 + (seed * 7919 + position * 104_729) % 1_000_003
+
+
+def reference(prompt: Sequence[int], num_tokens: int, seed: int | None = None) -> list[int]:
     """What an unbroken run produces."""
     tokens = list(prompt)
-    for _ in range(num_tokens):
-        tokens.append(next_token(tokens))
+    for position in range(num_tokens):
+        tokens.append(next_token(tokens, noise_of(seed, position)))
     return tokens[len(prompt) :]
+
+
+def seed_of(sampling: SamplingParams) -> int | None:
+    return sampling.seed if sampling.HasField("seed") else None
 
 
 @dataclass(eq=False)
@@ -58,6 +67,12 @@ class FakeLeg:
     awaits_first: bool = False  # started before prefill had its token
     ticket_id: str = ""
     prefill: pb.Prefill | None = None  # held back, per layer
+    num_drawn: int = 0  # here
+
+    def draw(self) -> int:
+        position = self.sampling.num_drawn + self.num_drawn
+        self.num_drawn += 1
+        return next_token(self.tokens, noise_of(seed_of(self.sampling), position))
 
 
 @dataclass(eq=False)
@@ -284,11 +299,11 @@ class FakeInstance:
         outbox: Outbox,
     ) -> None:
         tokens = list(tokens_from_bytes(prefill.prompt_token_ids))
-        token = next_token(tokens)
         leg = FakeLeg(
-            prefill.key, prefill.request_id, [*tokens, token], prefill.sampling.max_tokens - 1,
+            prefill.key, prefill.request_id, tokens, prefill.sampling.max_tokens - 1,
             prefill.sampling, outbox,
         )  # fmt: skip
+        tokens.append(leg.draw())
         if self._early_ticket(prefill) is not None:
             self.tickets.add(f"{self.instance_id}-{prefill.key}")
         if self.is_holding or self.prefill_s:
@@ -376,7 +391,7 @@ class FakeInstance:
             logprobs: list[TokenLogprob] = []
             has_logprobs = leg.sampling.HasField("num_logprobs")
             for _ in range(min(self.tokens_per_step, leg.num_left)):
-                token = next_token(leg.tokens)
+                token = leg.draw()
                 leg.tokens.append(token)
                 leg.num_left -= 1
                 message.tokens.keys.append(leg.key)

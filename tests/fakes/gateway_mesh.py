@@ -44,9 +44,9 @@ class GatewayMesh:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.gateway.http.port}"
 
-    def expected_text(self, prompt: str, num_tokens: int) -> str:
+    def expected_text(self, prompt: str, num_tokens: int, seed: int | None = None) -> str:
         ids = list(self.tokenizer._encode(prompt, add_special_tokens=True))
-        return self.tokenizer.text_stream(ids).feed(reference(ids, num_tokens))
+        return self.tokenizer.text_stream(ids).feed(reference(ids, num_tokens, seed))
 
     def chat_prompt(self, content: str) -> str:
         return self.tokenizer.render_chat([{"role": "user", "content": content}])

@@ -284,7 +284,9 @@ class TestSession:
     ) -> LegLog:
         """`sampling` is the client's; decode may still produce one token less."""
         leg = self._new_leg()
-        rest = replace(sampling, max_tokens=sampling.max_tokens - 1)
+        rest = replace(
+            sampling, max_tokens=sampling.max_tokens - 1, num_drawn=sampling.num_drawn + 1
+        )
         message = pb.Start(
             key=leg.key,
             request_id=ticket.request_id,
@@ -310,6 +312,7 @@ class TestSession:
             seed=sampling.seed,
             stop_token_ids=sampling.stop_token_ids,
             ignore_eos=sampling.ignore_eos,
+            num_drawn=sampling.num_drawn,
         )
         return {
             "prompt_token_ids": tokens_to_bytes(prompt),

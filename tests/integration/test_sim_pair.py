@@ -53,6 +53,22 @@ async def test_output_over_a_pair_is_that_of_one_process(make_transport: MakeTra
             tasks.create_task(check(p, to_p, to_d, prompt_of(length, n), sampling))
 
 
+@pytest.mark.req("S37")
+async def test_a_seeded_answer_goes_on_the_same_after_a_death_at_any_token() -> None:
+    """As a gateway does it: what was emitted is part of the prompt of the next attempt."""
+    async with pair() as (p, _, to_p, to_d):
+        for seed in (3, -1):
+            prompt = prompt_of(150, seed & 7)
+            sampling = Sampling(max_tokens=24, temperature=2.0, seed=seed, ignore_eos=True)
+            whole, _ = sim_reference(prompt, sampling, sim_params(p.settings))
+            other, _ = sim_reference(prompt, replace(sampling, seed=4), sim_params(p.settings))
+            assert whole != other
+            for num_drawn in range(1, 24):
+                rest = replace(sampling, max_tokens=24 - num_drawn, num_drawn=num_drawn)
+                got, _ = await generate(to_p, to_d, [*prompt, *whole[:num_drawn]], rest)
+                assert got == whole[num_drawn:], num_drawn
+
+
 @pytest.mark.req("S1")
 async def test_one_token_answers_never_reach_decode() -> None:
     async with pair() as (p, d, to_p, to_d):
@@ -301,6 +317,10 @@ async def test_a_broken_command_fails_alone_and_a_reused_key_ends_the_session() 
             )
             failed = await bad.until("failed")
             assert (failed.reason, failed.is_retryable) == ("INVALID_REQUEST", False)
+            bad = await to_p.prefill(prompt_of(9), Sampling(max_tokens=5, num_drawn=10))
+            failed = await bad.until("failed")
+            assert (failed.reason, failed.is_retryable) == ("INVALID_REQUEST", False)
+            assert "drawn" in failed.message
             leg, command = to_p.prefill_command(
                 prompt_of(80), Sampling(max_tokens=5, ignore_eos=True)
             )

@@ -32,7 +32,11 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. `temperature` 0 is greedy; `num_logprobs` None means none."""
+    """How tokens are drawn. `temperature` 0 is greedy; `num_logprobs` None means none.
+
+    A draw with a seed depends on the seed and on the token's position in the answer, not on the engine that
+    draws it: `num_drawn` tokens of the answer were drawn before this job, wherever that was.
+    """
 
     max_tokens: int
     temperature: float = 0.0
@@ -41,6 +45,7 @@ class Sampling:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     num_logprobs: int | None = None
+    num_drawn: int = 0
 
 
 @dataclass(frozen=True, slots=True)

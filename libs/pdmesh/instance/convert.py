@@ -39,6 +39,7 @@ def sampling_from_proto(m: common_pb2.SamplingParams) -> Sampling:
         stop_token_ids=frozenset(m.stop_token_ids),
         ignore_eos=m.ignore_eos,
         num_logprobs=m.num_logprobs if m.HasField("num_logprobs") else None,
+        num_drawn=m.num_drawn,
     )
 
 
@@ -68,6 +69,9 @@ def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
         raise InvalidRequest(f"a hash has {HASH_BYTES} bytes", field="block_hashes")
     if isinstance(m, Start):
         _check_ticket(m.ticket, len(prompt), capacity)
+    if m.sampling.num_drawn > len(prompt):
+        text = "more tokens than the prompt holds, and what was drawn is part of it"
+        raise InvalidRequest(text, field="sampling.num_drawn")
     return Parsed(prompt, sampling_from_proto(m.sampling), hashes)
 
 

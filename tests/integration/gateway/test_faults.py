@@ -57,6 +57,43 @@ async def test_a_lost_decode_is_replaced_and_the_text_is_unbroken(
 
 
 @pytest.mark.fault("F7")
+@pytest.mark.parametrize("is_per_layer", [False, True])
+async def test_a_seeded_answer_is_the_same_with_a_death_at_any_token(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI, is_per_layer: bool
+) -> None:
+    """Each draw has the noise of its own position, wherever it is drawn."""
+    for instance in mesh.instances.values():
+        instance.step_s = 0.002
+        instance.is_per_layer = is_per_layer
+    expected = mesh.expected_text("abc", 40, seed=11)
+    assert expected != mesh.expected_text("abc", 40)
+    for num_tokens in (1, 2, 3, 17, 38):
+        stream = await client.completions.create(
+            model="tiny", prompt="abc", max_tokens=40, seed=11, stream=True
+        )
+        text, is_broken = "", False
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            if len(text) >= num_tokens and not is_broken:
+                await until(lambda: any(i.legs for i in of_role(mesh, ROLE_DECODE)))
+                decode_at_work(mesh).break_sessions()
+                is_broken = True
+        assert is_broken
+        assert text == expected, num_tokens
+
+
+@pytest.mark.req("S37")
+async def test_each_choice_has_a_seed_of_its_own(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    answer = await client.completions.create(
+        model="tiny", prompt="abc", max_tokens=20, seed=-2, n=3
+    )
+    expected = [mesh.expected_text("abc", 20, seed=seed) for seed in (-2, -1, 0)]
+    assert [choice.text for choice in answer.choices] == expected
+
+
+@pytest.mark.fault("F7")
 async def test_after_the_last_migration_there_is_one_error_event_and_no_done(
     tmp_path: Path,
 ) -> None:

@@ -21,6 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from pdmesh.engine.vllm.first_tokens import EarlyRequests, FirstTokens
 from pdmesh.engine.vllm.handoff import LOAD, HandoffPlanner, StepPlan
 from pdmesh.engine.vllm.kv_facts import kv_facts
+from pdmesh.engine.vllm.seeded_draws import draw_by_position
 from pdmesh.engine.vllm.tier_plan import TierPlan, TierPlanner
 from pdmesh.engine.vllm.worker import HandoffWorker
 
@@ -61,6 +62,7 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
                 self._tiers = TierPlanner(vllm_config.cache_config.block_size)
             self._early = EarlyRequests(vllm_config.cache_config.block_size)
         else:
+            draw_by_position()
             parallel = vllm_config.parallel_config
             self._worker = HandoffWorker(
                 self._kv_transfer_config.kv_connector_extra_config,

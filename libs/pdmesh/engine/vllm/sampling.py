@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from pdmesh.engine.base import FinishReason, Sampling, TokenLogprob
 from pdmesh.engine.vllm.job_facts import Drawn
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.logprobs import Logprob
 
+# In `extra_args`: tokens of the answer that were drawn before the request.
+NUM_DRAWN: Final = "pdmesh_num_drawn"
+_LARGEST_SEED: Final = (1 << 63) - 1
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
@@ -23,18 +26,28 @@ def sampling_params(
     from vllm.sampling_params import RequestOutputKind
 
     stops = () if sampling.ignore_eos else sorted(sampling.stop_token_ids)
+    extra: dict[str, Any] = (
+        {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else {}
+    )
+    if sampling.num_drawn:
+        extra[NUM_DRAWN] = sampling.num_drawn
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p if sampling.temperature > 0 else 1.0,
-        seed=sampling.seed,
+        seed=honoured(sampling.seed),
         stop_token_ids=list(stops),
         ignore_eos=True,  # the job's stop tokens hold the EOS tokens
         logprobs=sampling.num_logprobs,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else None,
+        extra_args=extra or None,
     )
+
+
+def honoured(seed: int | None) -> int | None:
+    """vLLM takes -1 for no seed. The largest one stands in for it, which no choice of a request has (`check_choices`)."""
+    return _LARGEST_SEED if seed == -1 else seed
 
 
 def drawn(leg: int, output: RequestOutput, num_logprobs: int | None) -> Drawn:

@@ -1,0 +1,137 @@
+"""A seeded draw depends on the seed and on the token's position, not on the engine that draws it.
+
+At temperature 2 nearly every draw is another token than the likeliest, so an answer shows which noise each of its
+tokens was drawn with. Plain vLLM's answers, whose generators run on from the first token to the last, are the measure.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from pdmesh.engine.base import Finished, Prefilled, PrefillJob, Sampling, Tokens
+from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
+from tests.e2e.conftest import plain_vllm, prefill_config
+from tests.e2e.pair import Host, Pair, running
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+    pytest.mark.asyncio(loop_scope="session"),
+]
+NUM_TOKENS = 24
+CHUNK = 128  # tokens of a step of the engine that computes prompts in pieces
+SEEDS = (0, 1, 7, 42, -2, -3, 1 << 40, (1 << 62) + 5)
+
+
+def seeded_cases() -> list[Case]:
+    """Short prompts, and some that need several steps of `CHUNK` tokens."""
+    rng = random.Random(29)
+    lengths = (5, 40, 64, 90, 130, 200, 400, 600)
+    return [
+        Case(tuple(rng.choices(VOCABULARY, k=length)), NUM_TOKENS, 2.0, seed)
+        for length, seed in zip(lengths, SEEDS, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    with plain_vllm(model_dir, seeded_cases(), tmp_path_factory.mktemp("seeded")) as plain:
+        tokens = plain.tokens()
+    assert len({tuple(answer) for answer in tokens}) == len(tokens)
+    return tokens
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def fusion(model_dir: Path) -> AsyncIterator[Host]:
+    """One whose prompts come in chunks, beside the decodes of others."""
+    config = replace(
+        prefill_config(model_dir),
+        instance_id="fusion-0",
+        staging_bytes=0,
+        max_num_batched_tokens=CHUNK,
+    )
+    async with running(config) as host:
+        yield host
+
+
+async def locally(host: Host, prompt: Sequence[int], sampling: Sampling) -> list[int]:
+    leg = Pair(host, host).next_leg(host)
+    host.engine.prefill(PrefillJob(leg, "r", 0, array("I", prompt), sampling))
+    first = await host.next_output(leg)
+    assert isinstance(first, Prefilled), first
+    tokens, is_over = [first.token], first.finish_reason is not None
+    while not is_over:
+        output = await host.next_output(leg)
+        is_over = isinstance(output, Finished)
+        if isinstance(output, Tokens):
+            tokens += output.token_ids
+    return tokens
+
+
+@pytest.mark.req("S1", "S49")
+async def test_a_pair_draws_what_one_engine_draws(pair: Pair, expected: list[list[int]]) -> None:
+    got = await generate_all(pair.generate, seeded_cases(), num_concurrent=3)
+    assert differences(expected, got) == []
+
+
+@pytest.mark.req("S48")
+async def test_so_it_does_when_kv_is_handed_over_per_layer(
+    pair: Pair, expected: list[list[int]]
+) -> None:
+    got = await generate_all(pair.generate_per_layer, seeded_cases(), num_concurrent=3)
+    assert differences(expected, got) == []
+
+
+@pytest.mark.req("S72")
+async def test_so_does_fusion_with_prompts_in_chunks_beside_decodes(
+    fusion: Host, expected: list[list[int]]
+) -> None:
+    got = await generate_all(
+        lambda prompt, sampling: locally(fusion, prompt, sampling), seeded_cases(), 8
+    )
+    assert differences(expected, got) == []
+
+
+@pytest.mark.req("S37")
+@pytest.mark.parametrize("num_drawn", [1, 2, 11, NUM_TOKENS - 2])
+async def test_an_answer_goes_on_as_it_would_have_after_a_death_at_any_token(
+    pair: Pair, fusion: Host, expected: list[list[int]], num_drawn: int
+) -> None:
+    """As the gateway does it: what was emitted is part of the prompt now."""
+    replayed = [
+        replace(
+            case,
+            prompt=(*case.prompt, *tokens[:num_drawn]),
+            max_tokens=NUM_TOKENS - num_drawn,
+        )
+        for case, tokens in zip(seeded_cases(), expected, strict=True)
+    ]
+    rest = [tokens[num_drawn:] for tokens in expected]
+
+    def goes_on(sampling: Sampling) -> Sampling:
+        return replace(sampling, num_drawn=num_drawn)
+
+    got = await generate_all(
+        lambda prompt, sampling: pair.generate(prompt, goes_on(sampling)), replayed, 3
+    )
+    assert differences(rest, got) == []
+    got = await generate_all(
+        lambda prompt, sampling: locally(fusion, prompt, goes_on(sampling)), replayed, 8
+    )
+    assert differences(rest, got) == []
+
+
+async def test_a_seed_that_vllm_takes_for_none_is_a_seed_all_the_same(fusion: Host) -> None:
+    """`seed: -1`, which `seed: -2` gives its second choice too."""
+    prompt = seeded_cases()[0].prompt
+    sampling = Sampling(NUM_TOKENS, 2.0, seed=-1)
+    once, again = [await locally(fusion, prompt, sampling) for _ in range(2)]
+    assert once == again
