@@ -5,6 +5,7 @@ The comparison is shown to see wrong KV: with the KV zeroed on its way from the 
 
 from __future__ import annotations
 
+import asyncio
 import random
 from array import array
 from collections.abc import AsyncIterator, Sequence
@@ -118,6 +119,49 @@ async def test_a_new_engine_is_served_by_the_file_store(
         assert differences(expected, await generate_all(run.generate, todo, 1)) == []
         await host.until(lambda: host.tier_counts.get(SERVED_BY_FILES, 0) > 0)
         await host.until_idle()
+
+
+@pytest.mark.req("S68", "S80")
+async def test_a_file_store_answers_nothing_for_another_models_weights(tmp_path: Path) -> None:
+    """A fine-tune of the model that filled it: one layout, other projections of K and V."""
+    prompt = tuple(random.Random(31).choices(VOCABULARY, k=250))
+    tiers = TierConfig(64 << 20, str(tmp_path / "files"), 1 << 30, timeout_s=20.0)
+    original = VllmConfig(
+        "original",
+        1,
+        write_tiny_llama(tmp_path / "original"),
+        "tiny",
+        dtype="float32",
+        block_size=32,
+        kv_cache_bytes=LLAMA_BLOCK_BYTES * 2 * 20,
+        staging_bytes=0,
+        landing_bytes=0,
+        max_model_len=512,
+        tiers=tiers,
+    )
+    tuned = replace(original, model_dir=write_tiny_llama(tmp_path / "tuned", kv_seed=1))
+    async with running(original) as host:
+        first = await locally(Pair(host, host, salt="tiers"), prompt, 12)
+        await until_stored(tmp_path / "files", len(prompt) // 32)
+        original_name = host.info.model_fingerprint
+    async with running(replace(tuned, instance_id="tuned")) as host:
+        assert host.info.model_fingerprint != original_name
+        run = Pair(host, host, salt="tiers")
+        leg = run.next_leg(host)
+        job = PrefillJob(leg, "r", 0, array("I", prompt), Sampling(max_tokens=1))
+        host.engine.prefill(replace(job, cache_salt=run.root(), block_hashes=run.names(prompt)))
+        prefilled = await host.next_output(leg)
+        assert isinstance(prefilled, Prefilled)
+        assert prefilled.num_cached_tokens == 0
+        own = await locally(Pair(host, host, salt="that nobody used"), prompt, 12)
+        assert await locally(run, prompt, 12) == own
+        assert own != first
+
+
+async def until_stored(files: Path, num_blocks: int) -> None:
+    async with asyncio.timeout(60):
+        while len(list(files.rglob("*.kv"))) < num_blocks:
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.nightly

@@ -11,8 +11,11 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 8, 4, 64, 4
 VOCABULARY_SIZE = 40_960  # the prompts of tests/e2e/cases.py are within it
 
 
-def write_tiny_llama(directory: Path, seed: int = 0) -> Path:
-    """About 50 MB. The same weights for the same seed, whatever the machine."""
+def write_tiny_llama(directory: Path, seed: int = 0, kv_seed: int | None = None) -> Path:
+    """About 50 MB. The same weights for the same seed, whatever the machine.
+
+    `kv_seed`: with other projections of K and V, all else equal, as a fine-tune or a merged adapter has them.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -31,5 +34,11 @@ def write_tiny_llama(directory: Path, seed: int = 0) -> Path:
         bos_token_id=1,
         eos_token_id=2,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    if kv_seed is not None:
+        torch.manual_seed(kv_seed)
+        for layer in model.model.layers:
+            for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+                torch.nn.init.normal_(projection.weight, std=config.initializer_range)
+    model.save_pretrained(directory)
     return directory

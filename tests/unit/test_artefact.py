@@ -155,8 +155,9 @@ async def test_a_damaged_copy_in_the_cache_is_fetched_once_more(
     copy = artefact.fetch(artefact.read(path), tmp_path / "cache")
     damage(copy.folder)
     duty = Duty(Role.PREFILL, "g", "s", manifest=str(path))
-    found = await with_artefact(cached_settings(tmp_path / "cache"), duty, Timings())
+    found, verified = await with_artefact(cached_settings(tmp_path / "cache"), duty, Timings())
     assert found.model_dir == copy.folder
+    assert verified == copy
     artefact.verify(copy)
     folders = [x.name for x in (tmp_path / "cache").iterdir() if x.is_dir()]
     assert folders == [copy.folder.name], "the damaged copy takes no room"

@@ -20,6 +20,7 @@ from pdmesh.engine.base import (
 )
 from pdmesh.engine.vllm.config import (
     VllmConfig,
+    engine_seed,
     environment,
     speculative_config,
     thread_binding,
@@ -30,7 +31,6 @@ from pdmesh.engine.vllm.fingerprint import (
     computation_digest,
     cpu_kernels,
     digest,
-    model_digest,
 )
 from pdmesh.engine.vllm.outputs import OutputQueue
 from pdmesh.engine.vllm.preflight import (
@@ -70,29 +70,8 @@ def test_vllm_is_told_how_many_tokens_to_propose_by_the_size_of_the_batch() -> N
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text('{"hidden_size": 64, "model_type": "llama"}')
     (tmp_path / "model.safetensors").write_bytes(b"weights" * 100)
     return tmp_path
-
-
-def test_a_model_is_known_by_its_config_and_weights(model_dir: Path) -> None:
-    before = model_digest(model_dir)
-    (model_dir / "config.json").write_text('{"model_type": "llama",  "hidden_size": 64}')
-    assert model_digest(model_dir) == before
-    (model_dir / "model.safetensors").write_bytes(b"weightz" * 100)
-    assert model_digest(model_dir) != before
-
-
-def test_a_folder_without_a_model_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(EngineFailed, match="--model") as caught:
-        model_digest(tmp_path)
-    assert caught.value.reason == "MODEL_MISSING"
-
-
-def test_a_folder_without_weights_is_refused(model_dir: Path) -> None:
-    (model_dir / "model.safetensors").unlink()
-    with pytest.raises(EngineFailed, match="no weights"):
-        model_digest(model_dir)
 
 
 def test_everything_that_changes_what_is_computed_changes_its_digest() -> None:
@@ -100,6 +79,13 @@ def test_everything_that_changes_what_is_computed_changes_its_digest() -> None:
     variants = [base, ("other", *base[1:]), ("model", "bfloat16", "0.32.0"), (*base[:2], "0.33.0")]
     assert len({computation_digest(*v) for v in variants}) == len(variants)
     assert digest(["ab", "c"]) != digest(["a", "bc"])
+
+
+def test_engines_draw_without_a_seed_each_its_own_way() -> None:
+    """From one beginning, a decode would draw token 2 with the noise of token 1."""
+    lives = [CPU, replace(CPU, instance_id="decode-0"), replace(CPU, incarnation=2)]
+    assert len({engine_seed(life) for life in lives}) == len(lives)
+    assert engine_seed(CPU) == engine_seed(replace(CPU)), "all ranks of one have the same"
 
 
 @pytest.mark.req("S57")

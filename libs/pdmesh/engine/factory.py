@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,6 +51,8 @@ class EngineSettings:
     tensor_parallel_size: int = 1
     kv_cache_bytes: int = 0  # vLLM
     speculation: Speculation = NO_SPECULATION  # vLLM
+    # vLLM: SHA-256 of files of the model's folder, by name, that were verified already.
+    file_digests: Mapping[str, str] = field(default_factory=dict)
     tiers: TierConfig = field(default_factory=TierConfig)
     max_pulls: int = 64  # of KV, at once
     sim_law: str = "demo"
@@ -190,5 +192,6 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         max_num_seqs=settings.num_slots,
         tiers=settings.tiers,
         speculation=settings.speculation,
+        file_digests=settings.file_digests,
     )
     return BuiltEngine(VllmEngine(config, find_holders), staging_bytes, landing_bytes)

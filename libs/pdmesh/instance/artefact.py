@@ -60,6 +60,11 @@ class Artefact:
         """Of its files alone: two artefacts with the same ones share a copy."""
         return _digest(self.manifest.files, {})
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of its files, by path, as they are once `verify` has passed."""
+        return {entry.path: entry.sha256 for entry in self.manifest.files}
+
 
 def read(path: Path) -> Artefact:
     """Raises DutyRefused: BAD_MANIFEST."""

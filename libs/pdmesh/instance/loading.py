@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import structlog
@@ -76,8 +76,10 @@ class LoadedEngine:
 async def load(settings: InstanceSettings, duty: Duty, incarnation: int) -> LoadedEngine:
     """Raises EngineFailed (DutyRefused among them). Cancelled, it takes apart what it has built so far."""
     timings = Timings()
-    settings = await with_artefact(settings, duty, timings)
+    settings, verified = await with_artefact(settings, duty, timings)
     wanted = duties.engine_settings(settings, duty.role, incarnation)
+    if verified is not None and settings.model_dir == verified.folder:
+        wanted = replace(wanted, file_digests=verified.digests)
     tiers = wanted.tiers
     holders = HolderDirectory(wanted.instance_id) if tiers.is_on and tiers.uses_peers else None
     built = build_engine(wanted, holders.find if holders is not None else None)
@@ -94,10 +96,10 @@ async def load(settings: InstanceSettings, duty: Duty, incarnation: int) -> Load
 
 async def with_artefact(
     settings: InstanceSettings, duty: Duty, timings: Timings
-) -> InstanceSettings:
+) -> tuple[InstanceSettings, Artefact | None]:
     """As the duty and its artefact say, which is there and whole. Raises DutyRefused."""
     if not duty.manifest:
-        return duties.settings_for(settings, duty, {})
+        return duties.settings_for(settings, duty, {}), None
     found = await asyncio.to_thread(artefact.read, Path(duty.manifest))
     artefact.check_role(found, duty.role)
     if settings.model_cache_dir is not None:
@@ -107,7 +109,7 @@ async def with_artefact(
             await asyncio.to_thread(artefact.verify, found)
     manifest = found.manifest
     changed = settings.model_copy(update={"model": manifest.model, "model_dir": found.folder})
-    return duties.settings_for(changed, duty, manifest.config)
+    return duties.settings_for(changed, duty, manifest.config), found
 
 
 async def _from_cache(source: Artefact, cache_dir: Path, timings: Timings) -> Artefact:

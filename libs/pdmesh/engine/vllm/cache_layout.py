@@ -27,13 +27,18 @@ class CacheLayout:
 
 
 def read_layout(
-    kv_caches: Mapping[str, torch.Tensor], num_blocks: int, num_heads: int, *, is_opaque: bool
+    kv_caches: Mapping[str, torch.Tensor],
+    num_blocks: int,
+    num_heads: int,
+    *,
+    is_opaque: bool,
+    kernels: str = "",
 ) -> CacheLayout:
-    """`num_heads` are this rank's. Raises ValueError for layers that differ, or whose blocks do not lie together."""
+    """`num_heads` are this rank's; `kernels` names who knows an opaque block's inside. Raises ValueError for layers that differ, or whose blocks do not lie together."""
     caches = list(kv_caches.values())
     axes = None if is_opaque else known_axes(tuple(caches[0].shape), num_blocks, num_heads)
     if axes is None:
-        return _opaque(kv_caches, num_blocks)
+        return _opaque(kv_caches, num_blocks, kernels)
     item = caches[0].element_size()
     layouts = {head_blocks(axes, c.shape, c.stride(), item) for c in caches}
     if len(layouts) != 1:
@@ -70,7 +75,7 @@ def block_rows(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return dense.view(num_blocks, -1).view(torch.uint8)
 
 
-def _opaque(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> CacheLayout:
+def _opaque(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, kernels: str) -> CacheLayout:
     sizes = {block_rows(cache, num_blocks).shape[1] for cache in kv_caches.values()}
     if len(sizes) != 1:
         raise ValueError("the layers' blocks differ in size")
@@ -82,7 +87,7 @@ def _opaque(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> CacheLayo
         parts.append(f"{name} {cache.dtype} {shape} {order}")
     device = next(iter(kv_caches.values())).device
     kind = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    block = _digest(machine_kernels(kind), *parts)
+    block = _digest(machine_kernels(kind), kernels, *parts)
     return CacheLayout(opaque_blocks(num_blocks, sizes.pop()), block, is_opaque=True)
 
 

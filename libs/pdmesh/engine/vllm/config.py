@@ -6,6 +6,7 @@ does not know where it runs.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pdmesh.core.speculation import NO_SPECULATION, Speculation
+from pdmesh.engine.vllm.file_digests import default_cache_dir
 from pdmesh.kv.tiers.config import TierConfig
 
 CONNECTOR_MODULE = "pdmesh.engine.vllm.connector"
@@ -62,6 +64,9 @@ class VllmConfig:
     start_timeout_s: float = 600.0
     tiers: TierConfig = field(default_factory=TierConfig)
     speculation: Speculation = NO_SPECULATION  # tokens proposed by looking them up
+    # SHA-256 of the model's files, by name, where they were verified before the engine is built.
+    file_digests: Mapping[str, str] = field(default_factory=dict)
+    digest_cache_dir: Path | None = field(default_factory=default_cache_dir)  # None: none is kept
     worker_failpoints: str = ""  # tests only: armed in the worker, see failpoints.py
 
     @property
@@ -137,6 +142,7 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
         "kv_cache_memory_bytes": config.kv_cache_bytes,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
+        "seed": engine_seed(config),
         "tensor_parallel_size": config.tensor_parallel_size,
         "enable_prefix_caching": True,
         "use_tqdm_on_load": False,
@@ -163,6 +169,13 @@ def engine_arguments(config: VllmConfig, private_dir: Path, computation: str) ->
     if config.tensor_parallel_size == 1:
         arguments["distributed_executor_backend"] = "uni"
     return arguments
+
+
+def engine_seed(config: VllmConfig) -> int:
+    """Of the draws that have no seed of their own. vLLM begins each engine with 0, so a decode would draw an
+    answer's second token with the noise of the first, which prefill drew."""
+    name = f"{config.instance_id}/{config.incarnation}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little")
 
 
 def speculative_config(config: VllmConfig) -> dict[str, Any]:

@@ -37,7 +37,8 @@ from pdmesh.engine.vllm.config import (
 )
 from pdmesh.engine.vllm.control import ControlServer, WorkerLost
 from pdmesh.engine.vllm.description import endpoint_of, info_of
-from pdmesh.engine.vllm.fingerprint import computation_digest, model_digest
+from pdmesh.engine.vllm.file_digests import FileDigests
+from pdmesh.engine.vllm.fingerprint import computation_digest
 from pdmesh.engine.vllm.handoff import load_params, store_params
 from pdmesh.engine.vllm.job_facts import CancelRequest, Drawn, Effect, ReleaseTicket
 from pdmesh.engine.vllm.jobs import Endpoint, Jobs
@@ -54,6 +55,7 @@ from pdmesh.engine.vllm.messages import (
     TierNews,
     ToHost,
 )
+from pdmesh.engine.vllm.model_files import read_model
 from pdmesh.engine.vllm.outputs import OutputQueue
 from pdmesh.engine.vllm.peer_checks import PeerChecks
 from pdmesh.engine.vllm.preflight import check_memory
@@ -81,6 +83,7 @@ class VllmEngine:
 
     def __init__(self, config: VllmConfig, find_holders: FindHolders | None = None) -> None:
         self._config, self._find_holders = config, find_holders
+        self._digests = FileDigests(config.digest_cache_dir)
         self._private_dir: Path | None = None
         self._process = LlmProcess()
         self._control: ControlServer | None = None
@@ -112,7 +115,9 @@ class VllmEngine:
 
     async def _start(self, started: float) -> EngineInfo:
         config = self._config
-        model = await asyncio.to_thread(model_digest, config.model_dir)
+        files = await asyncio.to_thread(
+            read_model, config.model_dir, self._digests, config.file_digests
+        )
         check_memory(config)
         os.environ.update(environment(config, os.environ))
         self._private_dir = make_private_dir()
@@ -120,9 +125,10 @@ class VllmEngine:
         await self._control.listen(control_path(self._private_dir))
         version = await with_progress("vllm.importing", asyncio.to_thread(vllm_version))
         log.info("vllm.imported", version=version, seconds=round(time.monotonic() - started, 1))
-        computation = computation_digest(model, config.effective_dtype, version)
+        computation = computation_digest(files.digest, config.effective_dtype, version)
         arguments = engine_arguments(config, self._private_dir, computation)
         llm = await self._process.start(arguments, self._view, config.start_timeout_s)
+        await asyncio.to_thread(files.check_unchanged, self._digests)
         hellos = await asyncio.wait_for(self._control.ready, PROGRESS_EVERY_S)
         endpoint = endpoint_of(config, llm.vllm_config.cache_config.block_size, hellos)
         info = info_of(config, endpoint, hellos)
@@ -160,6 +166,7 @@ class VllmEngine:
         if self._is_stopping:
             return
         self._is_stopping = True
+        self._digests.stop()
         for timer in self._deadlines.values():
             timer.cancel()
         tasks = [*(self._requests.tasks if self._requests else [])]

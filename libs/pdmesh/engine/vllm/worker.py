@@ -14,6 +14,7 @@ from pdmesh.core.kv_format import KvFormat
 from pdmesh.core.reslice import heads_of
 from pdmesh.engine.vllm.cache_layout import read_layout
 from pdmesh.engine.vllm.caches import paged_caches
+from pdmesh.engine.vllm.fingerprint import COMPUTATION_CHARS, digest
 from pdmesh.engine.vllm.handoff import StepPlan
 from pdmesh.engine.vllm.incoming import Incoming
 from pdmesh.engine.vllm.kv_facts import KvFacts
@@ -72,10 +73,12 @@ class HandoffWorker:
         """Open the agent over the allocated cache and greet the host."""
         is_opaque = self._config["device"] == "cpu"
         mine = heads_of(facts.num_heads, self._num_ranks, self._rank)
-        layout = read_layout(kv_caches, self._num_blocks, mine.count, is_opaque=is_opaque)
+        layout = read_layout(
+            kv_caches, self._num_blocks, mine.count, is_opaque=is_opaque, kernels=facts.backends
+        )
         caches = paged_caches(kv_caches, layout, self._num_blocks)
         kind = KvFormat(
-            self._config["computation"],
+            digest((self._config["computation"], facts.computed))[:COMPUTATION_CHARS],
             facts.dtype,
             facts.scales,
             self._block_size,
