@@ -24,6 +24,7 @@ from pdmesh.core.request_types import (
     DecodeTokens,
     Effect,
     EmitTokens,
+    EngineWorked,
     Event,
     Fail,
     FirstToken,
@@ -389,7 +390,20 @@ class Generation:
 
     def _on_timer(self) -> None:
         self._timer = None
+        self._hear_engine()
         self.on_event(Tick())
+
+    def _hear_engine(self) -> None:
+        """A leg that seems silent: what its instance last said of its engine."""
+        key = self.core.computing_key
+        session = self._sessions.get(key) if key is not None else None
+        if key is None or session is None:
+            return
+        if (worked := session.worked) is not None:
+            self.on_event(EngineWorked(key, worked.at, worked.num_tokens, worked.num_open_tokens))
+        elif self.core.phase is Phase.PREFILLING:
+            # An instance of an older release does not say: the request's deadline alone bounds its prefill.
+            self.on_event(EngineWorked(key, time.monotonic(), 0, 0))
 
 
 def unheard() -> None:

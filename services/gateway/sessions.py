@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import grpc
@@ -21,6 +22,7 @@ from pdmesh.v1.instance_service_pb2 import (
     Command,
     Hello,
     Load,
+    Progress,
     RejectReason,
     SessionEvent,
     SessionRequest,
@@ -51,6 +53,16 @@ class LegOwner(Protocol):
 SlotsFreed = Callable[[str, int], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Worked:
+    """When the instance's engine was last heard to work, and how far it was."""
+
+    at: float
+    num_signs: int
+    num_tokens: int
+    num_open_tokens: int
+
+
 class InstanceSession:
     """The stream to one incarnation of one instance, reconnected while the registry shows it."""
 
@@ -58,6 +70,7 @@ class InstanceSession:
         self.instance_id = record.instance_id
         self.incarnation = record.incarnation
         self.load: Load | None = None
+        self.worked: Worked | None = None  # None: it has not said, as one of an older release
         self._address = record.grpc_address
         self._hello = hello
         self._on_slots_freed = on_slots_freed
@@ -172,6 +185,8 @@ class InstanceSession:
             self._dispatch(kind, event)
         if response.HasField("load"):
             self._on_load(response.load)
+        if response.HasField("progress"):
+            self._on_progress(response.progress)
 
     def _dispatch(self, kind: str, event: SessionEvent) -> None:
         owner = self._legs.get(event.key)
@@ -199,8 +214,14 @@ class InstanceSession:
         if num_free > num_free_before:
             self._on_slots_freed(self.instance_id, num_free)
 
+    def _on_progress(self, said: Progress) -> None:
+        before, at = self.worked, time.monotonic()
+        if before is not None and before.num_signs == said.num_signs:
+            at = before.at
+        self.worked = Worked(at, said.num_signs, said.num_tokens, said.num_open_tokens)
+
     def _on_broken(self, reason: str) -> None:
-        self._is_open, self.load = False, None
+        self._is_open, self.load, self.worked = False, None, None
         self._may_open_at = time.monotonic() + self._backoff_s
         self._backoff_s = min(_MAX_BACKOFF_S, self._backoff_s * 2)
         was_reached = not self._is_unreachable()

@@ -160,6 +160,14 @@ class FakeInstance:
         self.num_slots, self.reject_with = num_slots, None
         self._tell_load()
 
+    def tell_progress(self, num_signs: int, num_tokens: int, num_open_tokens: int) -> None:
+        """Unlike one of today, it never does so by itself: as an instance of an older release."""
+        progress = pb.Progress(
+            num_signs=num_signs, num_tokens=num_tokens, num_open_tokens=num_open_tokens
+        )
+        for outbox in self._outboxes:
+            outbox.put_nowait(pb.SessionResponse(progress=progress))
+
     def _tell_load(self) -> None:
         for outbox in self._outboxes:
             outbox.put_nowait(pb.SessionResponse(load=self.load()))

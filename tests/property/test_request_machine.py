@@ -28,6 +28,7 @@ from pdmesh.core.request_types import (
     DecodeTokens,
     Effect,
     EmitTokens,
+    EngineWorked,
     Event,
     Fail,
     FirstToken,
@@ -90,6 +91,7 @@ class RequestMachine(RuleBasedStateMachine):
         self.outcomes: list[Effect] = []
         self.ended_at = 0.0
         self.waits_for: tuple[str, ...] = ()
+        self.num_computed = 0
 
     legs_seen = Bundle("legs_seen")
 
@@ -258,6 +260,14 @@ class RequestMachine(RuleBasedStateMachine):
             "prefilling",
             "decoding",
         }
+
+    @rule(data=st.data(), ago_s=st.sampled_from([0.0, 0.4, 7.0]), num=st.integers(0, 40))
+    def an_engine_works(self, data: st.DataObject, ago_s: float, num: int) -> None:
+        """On this leg or on others; of an abandoned leg's engine, too."""
+        self.num_computed += num
+        if leg := self.pick(data):
+            at = self.now - ago_s
+            self.feed(EngineWorked(leg.key, at, self.num_computed, data.draw(st.integers(0, 20))))
 
     @rule(data=st.data())
     def prefill_ends(self, data: st.DataObject) -> None:

@@ -17,6 +17,7 @@ from pdmesh.core.request_types import (
     DecodeTokens,
     Effect,
     EmitTokens,
+    EngineWorked,
     Event,
     Fail,
     FirstToken,
@@ -45,7 +46,7 @@ P0, P1 = (Candidate(f"p{i}", 1, "g") for i in range(2))
 D0, D1 = (Candidate(f"d{i}", 1, "g") for i in range(2))
 TICKET = TicketHeld("t1", 10.0)
 PREFILL, DECODE, NEXT = 1, 2, 3  # keys, in the order in which they are given
-LIMITS = RequestLimits(ttft_s=10, stall_s=5, answer_s=3, prefill_token_s=0.01)
+LIMITS = RequestLimits(ttft_s=10, stall_s=5, answer_s=3)
 
 
 class Life:
@@ -245,13 +246,13 @@ def test_a_decode_that_does_not_answer_is_given_up_and_prefill_goes_on() -> None
 
 
 @pytest.mark.fault("F4")
-def test_a_prefill_that_hangs_is_left_after_a_time_that_grows_with_the_prompt() -> None:
-    """Its process answers keepalives, so the session stays: only the missing token 1 tells."""
+def test_a_prefill_whose_engine_hangs_is_left_with_its_decode() -> None:
+    """Its process answers keepalives, so the session stays: only the silence of its engine tells."""
     life = Life()
     life.say(LegAccepted(DECODE))
-    bound_s = 10 + 5 + 100 * 0.01
-    assert life.request.wake_at == bound_s
-    life.now = bound_s
+    life.say(EngineWorked(PREFILL, 4.0, 512, 100))
+    assert life.request.wake_at == 4.0 + LIMITS.stall_s
+    life.now = life.request.wake_at
     assert life.say(Tick()) == [AbortLeg(PREFILL), AbortLeg(DECODE), AskPlan(2, 1, ("p0",))]
 
 

@@ -12,6 +12,7 @@ from pdmesh.core.engine_watch import (
     GiveUp,
     SendPing,
     Tick,
+    Worked,
 )
 
 pytestmark = pytest.mark.req("S33")
@@ -42,6 +43,24 @@ def test_silence_is_a_suspicion_then_a_proof_and_the_end() -> None:
     assert silent is not None
     assert (slow.reason, slow.is_proof) == (ENGINE_SLOW, False)
     assert (silent.reason, silent.is_proof) == (ENGINE_SILENT, True)
+
+
+def test_a_step_of_any_length_is_no_silence_while_its_layers_are_computed() -> None:
+    """A ping is answered between two steps: one of 100 s leaves it out for 100 s."""
+    engine = watch()
+    for now in range(101):
+        engine.handle(Worked(), float(now))
+        assert not [e for e in engine.handle(Tick(), float(now)) if isinstance(e, GiveUp)]
+        assert engine.signal(float(now)) is None
+    effects = [(now, e) for now in range(101, 121) for e in engine.handle(Tick(), float(now))]
+    assert effects == [(120, GiveUp(20.0))], "it stopped within that step"
+
+
+def test_what_an_engine_did_before_the_ping_is_no_answer_to_it() -> None:
+    engine = watch()
+    engine.handle(Worked(), 0.0)
+    assert engine.handle(Tick(), 0.0) == [SendPing()]
+    assert engine.silent_s(7.0) == 7.0
 
 
 def test_a_long_step_ends_and_nothing_is_held_against_the_engine() -> None:

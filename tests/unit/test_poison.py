@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from pdmesh.core.poison import PoisonBook
-from pdmesh.core.request import Request
 from pdmesh.core.request_types import (
-    AskPlan,
-    Candidate,
-    Complete,
-    DecodeTokens,
-    Effect,
-    Fail,
-    FirstToken,
-    LegAccepted,
     LegFailed,
     LegLost,
-    PlanReceived,
     RequestLimits,
-    SendPrefill,
-    Submitted,
     Tick,
 )
 from pdmesh.core.retry_budget import RetryBudget
 from pdmesh.core.slo import ScenarioSlo, Slos
 from pdmesh.errors import EngineFailed, Overloaded, PoisonRequest
-
-FUSIONS = [Candidate(f"f{i}", 1, "g", is_local=True) for i in range(4)]
+from tests.support.driven_request import Driven
 
 
 @pytest.mark.fault("F38")
@@ -52,47 +37,6 @@ def test_an_answer_clears_it_and_the_oldest_is_forgotten() -> None:
     book.clear(b"b")
     assert not book.is_poison(b"b", 1.0)
     book.clear(b"never seen")
-
-
-class Driven:
-    """A request on fusion instances, led to its decoding on one of them."""
-
-    def __init__(self, budget: RetryBudget | None = None, **limits: float) -> None:
-        keys = itertools.count(1)
-        self.now = 0.0
-        self.key = 0
-        self.plan = 0
-        self.request = Request(
-            1000,
-            limits=RequestLimits(**limits),  # type: ignore[arg-type]  # ints are floats here
-            budget=budget or RetryBudget(),
-            next_key=lambda: next(keys),
-        )
-        self.feed(Submitted())
-
-    def feed(self, event: object) -> list[Effect]:
-        effects = self.request.handle(event, self.now)  # type: ignore[arg-type]  # any of them
-        for effect in effects:
-            if isinstance(effect, AskPlan):
-                self.plan = effect.plan
-            elif isinstance(effect, SendPrefill):
-                self.key = effect.key
-        self.request.check_invariants()
-        return effects
-
-    def offer(self) -> None:
-        self.feed(PlanReceived(self.plan, FUSIONS, []))
-
-    def decode(self, num_tokens: int) -> None:
-        self.offer()
-        self.feed(LegAccepted(self.key))
-        self.feed(FirstToken(self.key, 7))
-        self.feed(DecodeTokens(self.key, [7] * num_tokens))
-
-    @property
-    def error(self) -> object:
-        outcome = self.request.outcome
-        return type(outcome.error) if isinstance(outcome, Fail) else None
 
 
 @pytest.mark.fault("F38")
@@ -156,17 +100,6 @@ def test_an_instance_that_does_not_answer_does_not_hold_a_request_beyond_its_dea
     driven.now = 0.5
     driven.feed(Tick())
     assert driven.error is Overloaded
-
-
-@pytest.mark.req("S9")
-def test_an_accepted_prefill_is_never_ended_for_being_late() -> None:
-    driven = Driven(ttft_s=0.5)
-    driven.offer()
-    driven.feed(LegAccepted(driven.key))
-    driven.now = 5.0
-    assert driven.feed(Tick()) == []
-    driven.feed(FirstToken(driven.key, 7, finish_reason="stop"))
-    assert isinstance(driven.request.outcome, Complete)
 
 
 @pytest.mark.req("S9")

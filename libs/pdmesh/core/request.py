@@ -22,6 +22,7 @@ from pdmesh.core.request_types import (
     DecodeTokens,
     Effect,
     EmitTokens,
+    EngineWorked,
     Event,
     Fail,
     FirstToken,
@@ -154,8 +155,7 @@ class Request(RequestState):
         assert self._leg is not None
         self.phase = Phase.PREFILLING
         self._retry_s = self._limits.retry_s
-        num_tokens = self._num_prompt_tokens + len(self.emitted)
-        self._prefill_by = now + self._limits.prefill_s(num_tokens)
+        self._progress_at = now
         if event.ticket is None or self._leg.to.is_local or self.num_remaining == 1:
             return []
         decodes = self._leg.to.takers(self._decodes)
@@ -347,6 +347,22 @@ class Request(RequestState):
     def _on_wait_refused(self, event: Event, now: float) -> list[Effect]:
         return self._end(Fail(self._overloaded()))
 
+    # --- the engine's own progress ---------------------------------------------------------------
+
+    def _on_engine_worked(self, event: Event, now: float) -> list[Effect]:
+        """A leg that says nothing waits for its turn while its engine works; how fast is no matter (S33).
+
+        But its turn must come: when the engine has computed more than all it had open could take, it has forgotten this leg.
+        """
+        assert isinstance(event, EngineWorked)
+        if self._turn_of != self._progress_at:  # the first news since its own last progress
+            self._turn_of = self._progress_at
+            allowed = self._limits.max_overtaking * event.num_open_tokens
+            self._turn_by = event.num_tokens + allowed
+        if event.num_tokens <= self._turn_by:
+            self._worked_at = event.at
+        return []
+
     # --- losing and ending -----------------------------------------------------------------------
 
     def _on_leg_lost(self, event: Event, now: float) -> list[Effect]:
@@ -432,7 +448,7 @@ class Request(RequestState):
             case Phase.PREFILL_OFFERED | Phase.DECODE_OFFERED | Phase.DECODING:
                 return self._on_silence(now)
             case Phase.PREFILLING:
-                is_late = now >= self._prefill_by or self._early is None
+                is_late = now >= self._silent_at or self._early is None
                 return self._on_silence(now) if is_late else self._early_tick(now)
             case Phase.WAITING_PREFILL | Phase.WAITING_PLAN:
                 return self._on_waited(now)
@@ -483,6 +499,7 @@ _LEG_EVENTS: Final = (
     LegFinished,
     LegFailed,
     LegLost,
+    EngineWorked,
 )
 
 _Action = Callable[[Request, Event, float], list[Effect]]
@@ -497,6 +514,8 @@ _LOSSES: Final[dict[type, _Action]] = {
     LegFailed: Request._on_leg_failed,
     LegLost: Request._on_leg_lost,
 }
+
+_WORK: Final[dict[type, _Action]] = {EngineWorked: Request._on_engine_worked}
 
 _DECODE: Final[dict[type, _Action]] = {
     KvReceived: Request._on_kv_received,
@@ -521,13 +540,13 @@ _TABLE: Final[dict[Phase, dict[type, _Action]]] = {
         **_LOSSES,
     },
     Phase.WAITING_PREFILL: _WAIT,
-    Phase.PREFILLING: {FirstToken: Request._on_first_token, **_LOSSES},
+    Phase.PREFILLING: {FirstToken: Request._on_first_token, **_WORK, **_LOSSES},
     Phase.DECODE_OFFERED: {
         LegAccepted: Request._on_decode_accepted,
         LegRejected: Request._on_decode_rejected,
         **_DECODE,
     },
     Phase.WAITING_DECODE: _WAIT,
-    Phase.DECODING: _DECODE,
+    Phase.DECODING: {**_DECODE, **_WORK},
     Phase.ENDED: {},
 }

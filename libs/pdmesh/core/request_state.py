@@ -90,7 +90,6 @@ class RequestState:
         "_num_prompt_tokens",
         "_out_of_reach",
         "_plan",
-        "_prefill_by",
         "_progress_at",
         "_retry_at",
         "_retry_s",
@@ -98,6 +97,9 @@ class RequestState:
         "_ticket",
         "_tried",
         "_ttft_by",
+        "_turn_by",
+        "_turn_of",
+        "_worked_at",
         "attempt",
         "decode_id",
         "emitted",
@@ -152,11 +154,13 @@ class RequestState:
         self._decoding_key = 0
         self._last_error: MeshError | None = None
         self._deadline = self._ttft_by = self._answer_by = self._retry_at = math.inf
-        self._prefill_by = math.inf
         # The ticket's holder is lost: a decode says until then if it has the KV.
         self._kv_by = math.inf
         self._retry_s = limits.retry_s
-        self._progress_at = 0.0
+        self._progress_at = 0.0  # of the active leg
+        self._worked_at = -math.inf  # of the engine that has it
+        self._turn_of = -math.inf  # the progress since which `_turn_by` holds
+        self._turn_by = 0  # tokens that the engine has computed when it has forgotten the leg
 
     @property
     def wake_at(self) -> float:
@@ -176,13 +180,24 @@ class RequestState:
                 assert self._ticket is not None
                 due = min(self._retry_at, self._ticket.until)
             case Phase.DECODING:
-                due = min(self._progress_at + self._limits.stall_s, self._kv_by)
+                due = min(self._silent_at, self._kv_by)
             case Phase.PREFILLING:
                 answer_by = self._early.answer_by if self._early is not None else math.inf
-                due = min(self._prefill_by, answer_by)
+                due = min(self._silent_at, answer_by)
             case _:
                 due = math.inf
         return min(due, self._deadline)
+
+    @property
+    def _silent_at(self) -> float:
+        """When the accepted leg is held for dead: neither it nor its engine has said anything for so long."""
+        return max(self._progress_at, self._worked_at) + self._limits.stall_s
+
+    @property
+    def computing_key(self) -> int | None:
+        """Of the accepted leg; its engine's progress is worth telling (`EngineWorked`)."""
+        is_accepted = self.phase in {Phase.PREFILLING, Phase.DECODING}
+        return self._leg.key if is_accepted and self._leg is not None else None
 
     @property
     def num_remaining(self) -> int:

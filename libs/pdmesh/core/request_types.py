@@ -46,9 +46,10 @@ class RequestLimits:
 
     deadline_s: float = 600.0
     ttft_s: float = 10.0  # until a prefill must have accepted; renewed by a migration
-    prefill_token_s: float = 0.005  # the slowest pace, per prompt token, that is still progress
     answer_s: float = 3.0  # an instance accepts or rejects within it
-    stall_s: float = 5.0  # between two tokens of an accepted decode
+    stall_s: float = (
+        5.0  # of an accepted leg: no token of its own, and no sign of work from its engine
+    )
     had_kv_s: float = (
         0.5  # a decode says within it that it had all KV of an instance that is lost (F3)
     )
@@ -56,11 +57,8 @@ class RequestLimits:
     max_migrations: int = 3
     max_deaths: int = 2  # of instances while they had it; then it is the request's own doing (F38)
     num_innocent_tokens: int = 16  # after so many tokens on an instance its death is not counted
+    max_overtaking: int = 2  # times all that was open: a leg that so much is computed past is lost
     max_candidates: int = 8
-
-    def prefill_s(self, num_tokens: int) -> float:
-        """From Accepted to token 1: longer, and the engine hangs though its process answers."""
-        return self.ttft_s + self.stall_s + num_tokens * self.prefill_token_s
 
 
 # --- events: facts, in the past tense -------------------------------------------------------------
@@ -149,6 +147,19 @@ class LegLost:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineWorked:
+    """The engine that has the active leg computed something; heard at `at`.
+
+    It has computed `num_tokens` by then; all its open legs, this one too, may take `num_open_tokens` more.
+    """
+
+    key: int
+    at: float
+    num_tokens: int
+    num_open_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SlotFreed:
     instance_id: str
 
@@ -185,6 +196,7 @@ Event = (
     | LegFinished
     | LegFailed
     | LegLost
+    | EngineWorked
     | SlotFreed
     | WaitRefused
     | StopMatched

@@ -266,8 +266,12 @@ class KvPeer:
 
 @dataclass(slots=True)
 class EngineStats:
+    """`num_signs` grows while the engine computes, within a long step too, and stands still while it is idle or hangs."""
+
     num_running: int = 0
     num_kv_blocks_free: int = 0
+    num_signs: int = 0
+    num_tokens: int = 0  # computed since the start
     extra: dict[str, float] = field(default_factory=dict)
 
 

@@ -22,7 +22,7 @@ from pdmesh.instance.load_book import LoadBook
 from pdmesh.instance.outbox import Outbox
 from pdmesh.instance.outputs import Outputs
 from pdmesh.instance.source_watch import OnError, SourceWatch
-from pdmesh.v1.instance_service_pb2 import Command, Load
+from pdmesh.v1.instance_service_pb2 import Command, Load, Progress
 
 ENGINE_DIED: Final = "ENGINE_DIED"
 
@@ -33,6 +33,9 @@ class HostConfig:
     transfer_stall_s: float = 2.0  # without any of it, once prefill is done
     stall_s: float = 10.0  # a gateway that does not read for so long is cut off
     message_gap_s: float = 0.002  # tokens alone wait so long after a message
+    progress_every_s: float = (
+        0.5  # gateways hear how far the engine is; much shorter than their STALL_S
+    )
 
 
 class InstanceHost:
@@ -73,6 +76,7 @@ class InstanceHost:
         self._idle.set()
         self._outboxes: dict[Outbox, None] = {}
         self._published_version = -1
+        self._num_signs_told = 0
 
     # -- what it shows ----------------------------------------------------------------------------
 
@@ -118,6 +122,14 @@ class InstanceHost:
             is_draining=admission.is_draining,
         )
 
+    def progress(self) -> Progress:
+        stats = self._engine.stats()
+        return Progress(
+            num_signs=stats.num_signs,
+            num_tokens=stats.num_tokens,
+            num_open_tokens=self._life.table.num_open_tokens,
+        )
+
     def held_sources(self) -> list[HeldSource]:
         """See `SourceWatch.held`."""
         return self._sources.held()
@@ -140,6 +152,7 @@ class InstanceHost:
         outbox = Outbox(gateway_id, config.stall_s, self._clock, config.message_gap_s)
         self._outboxes[outbox] = None
         outbox.set_load(self.load(), self.admission.version)
+        outbox.set_progress(self.progress())
         return outbox
 
     def close(self, outbox: Outbox) -> None:
@@ -197,6 +210,19 @@ class InstanceHost:
         except Exception:
             self.fail_all(ENGINE_DIED, "the engine died")
             raise
+
+    async def tell_progress(self) -> None:
+        """For ever: tell sessions with legs that the engine works. It may do so for long before it puts out anything."""
+        while True:
+            await asyncio.sleep(self._config.progress_every_s)
+            progress = self.progress()
+            if progress.num_signs == self._num_signs_told:
+                continue
+            self._num_signs_told = progress.num_signs
+            for outbox in list(self._outboxes):
+                if self._life.table.has_any(outbox):
+                    outbox.set_progress(progress)
+                    outbox.flush()
 
     def fail_all(self, reason: str, message: str) -> None:
         """The engine is gone or given up, and with it everything it held: every leg fails, nothing is taken any more."""

@@ -92,8 +92,9 @@ class LegLife:
         self.book.admitted(ask.leg, m.request_id, num_computed_here, self._clock())
         instruments.admissions.add(1, instruments.ACCEPTED)
         self.vitals.num_accepted += 1
+        num_tokens = ask.num_prompt_tokens + ask.max_tokens
         trace_id = m.traceparent[3:35]
-        leg = Leg(ask.leg, outbox, m.key, work, m.request_id, trace_id, source=source)
+        leg = Leg(ask.leg, outbox, m.key, work, m.request_id, num_tokens, trace_id, source=source)
         if isinstance(m, Start):
             self._start_decode(leg, m, parsed, decision.range)
         else:

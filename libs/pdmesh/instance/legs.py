@@ -24,6 +24,7 @@ class Leg:
     key: int
     work: Work
     request_id: str
+    num_tokens: int = 0  # that it may take the engine at most: its prompt and what it may draw
     trace_id: str = ""
     ticket_id: str = ""  # of a prefill, once admitted
     source: KvSource | None = None  # of a decode: whom its KV comes from
@@ -49,6 +50,7 @@ class LegTable:
     _by_number: dict[int, Leg] = field(default_factory=dict)
     _by_key: dict[Outbox, dict[int, Leg]] = field(default_factory=dict)
     _by_ticket: dict[str, Leg] = field(default_factory=dict)
+    num_open_tokens: int = 0  # that all of them may take the engine at most
     _routed: Sequence[int] = ()
     _routes: list[Route] = field(default_factory=list)
 
@@ -62,6 +64,7 @@ class LegTable:
 
     def add(self, leg: Leg) -> None:
         self._by_number[leg.number] = leg
+        self.num_open_tokens += leg.num_tokens
         self._by_key.setdefault(leg.outbox, {})[leg.key] = leg
         if leg.ticket_id:
             self._by_ticket[leg.ticket_id] = leg
@@ -70,6 +73,7 @@ class LegTable:
         """Gateways hear no more of it; idempotent. Its ticket stays known until `close_ticket`."""
         if self._by_number.pop(leg.number, None) is None:
             return
+        self.num_open_tokens -= leg.num_tokens
         keys = self._by_key[leg.outbox]
         del keys[leg.key]
         if not keys:
@@ -89,6 +93,9 @@ class LegTable:
 
     def get(self, number: int) -> Leg | None:
         return self._by_number.get(number)
+
+    def has_any(self, outbox: Outbox) -> bool:
+        return outbox in self._by_key
 
     def find(self, outbox: Outbox, key: int) -> Leg | None:
         return self._by_key.get(outbox, _NO_LEGS).get(key)

@@ -14,7 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdmesh.v1.instance_service_pb2 import Accepted, Load, SessionEvent, SessionResponse
+from pdmesh.v1.instance_service_pb2 import (
+    Accepted,
+    Load,
+    Progress,
+    SessionEvent,
+    SessionResponse,
+)
 
 MAX_PENDING: Final = 200_000  # tokens and events together: some MB
 _ACCEPTED: Final = Accepted()
@@ -28,6 +34,7 @@ class _Pile:
     accepted: dict[int, float] = field(default_factory=dict)  # by key, from when on to be said
     events: list[SessionEvent] = field(default_factory=list)
     load: Load | None = None
+    progress: Progress | None = None
     due_at: float = math.inf
 
     @property
@@ -54,6 +61,8 @@ class _Pile:
             response.events.extend(self.events)
         if self.load is not None:
             response.load.CopyFrom(self.load)
+        if self.progress is not None:
+            response.progress.CopyFrom(self.progress)
         return response
 
 
@@ -96,6 +105,11 @@ class Outbox:
     def set_load(self, load: Load, version: int, *, is_urgent: bool = True) -> None:
         self._pile.load, self.load_version = load, version
         self._send_by(-math.inf if is_urgent else self._clock() + self._gap_s)
+
+    def set_progress(self, progress: Progress) -> None:
+        """It rides along with what comes within `gap_s`."""
+        self._pile.progress = progress
+        self._send_by(self._clock() + self._gap_s)
 
     def _send_by(self, due_at: float) -> None:
         self._pile.due_at = min(self._pile.due_at, due_at)
@@ -142,7 +156,7 @@ class Outbox:
         return pile.to_response()
 
     def _is_due(self) -> bool:
-        if not (self.has_something or self._pile.load):
+        if not (self.has_something or self._pile.load or self._pile.progress):
             self._waiting_since = None
             return False
         due_at = self._pile.due_at

@@ -15,7 +15,7 @@ from typing import Final
 
 import structlog
 
-from pdmesh.core.engine_watch import Answered, EngineWatch, GiveUp, SendPing, Tick
+from pdmesh.core.engine_watch import Answered, EngineWatch, GiveUp, SendPing, Tick, Worked
 from pdmesh.core.fault_judge import Signal
 from pdmesh.core.fault_levels import RESPONSES, Action, level_of
 from pdmesh.core.node_status import signals_from_file
@@ -82,8 +82,12 @@ class SelfCheck:
 
     async def _mind_the_engine(self) -> None:
         ping: asyncio.Task[None] | None = None
+        num_signs = 0
         try:
             while True:
+                before, num_signs = num_signs, self._engine.stats().num_signs
+                if num_signs != before:
+                    self._watch.handle(Worked(), self._clock())
                 if ping is not None and ping.done():
                     ping.result()
                     self._watch.handle(Answered(), self._clock())

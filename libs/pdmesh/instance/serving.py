@@ -78,6 +78,7 @@ class Serving:
         instruments.show(self.host)
         works = {
             "outputs": self.host.run(),
+            "progress": self.host.tell_progress(),
             "blocks": self._blocks.run(),
             "load": self._load.run(),
             "failures": self._failures.run(),

@@ -126,7 +126,7 @@ class InstanceSettings(ServiceSettings):
         description="The node's status for its instances; default: STATE_DIR/run/node-status.json",
     )
     drain_s: float = shared(10.0, ge=0, description="Time running requests get when asked to stop")
-    sim_law: Literal["zero", "demo", "smollm2-cpu", "smollm2-padded"] = shared(
+    sim_law: Literal["zero", "demo", "smollm2-cpu", "smollm2-padded", "slow-cpu"] = shared(
         "demo", description="Sim: law of the time it takes"
     )
     sim_eos_period: int = shared(300, ge=0, description="Sim: one token in so many ends the text")

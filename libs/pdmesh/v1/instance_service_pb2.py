@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from pdmesh.v1 import common_pb2 as pdmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pdmesh/v1/instance_service.proto\x12\tpdmesh.v1\x1a\x16pdmesh/v1/common.proto\"6\n\x0eSessionRequest\x12$\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x12.pdmesh.v1.Command\"\xec\x01\n\x07\x43ommand\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.pdmesh.v1.HelloH\x00\x12%\n\x07prefill\x18\x02 \x01(\x0b\x32\x12.pdmesh.v1.PrefillH\x00\x12!\n\x05start\x18\x03 \x01(\x0b\x32\x10.pdmesh.v1.StartH\x00\x12!\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x10.pdmesh.v1.AbortH\x00\x12%\n\x07release\x18\x05 \x01(\x0b\x32\x12.pdmesh.v1.ReleaseH\x00\x12\x1f\n\x04join\x18\x06 \x01(\x0b\x32\x0f.pdmesh.v1.JoinH\x00\x42\t\n\x07\x63ommand\"E\n\x05Hello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\"\x95\x02\n\x07Prefill\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x03(\x0c\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.pdmesh.v1.SamplingParams\x12\x14\n\x0cremaining_ms\x18\x07 \x01(\r\x12\x10\n\x08is_local\x18\x08 \x01(\x08\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x12\n\ncache_salt\x18\n \x01(\t\x12*\n\x0bkv_transfer\x18\x0b \x01(\x0e\x32\x15.pdmesh.v1.KvTransfer\"\xc7\x02\n\x05Start\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x03(\x0c\x12\x16\n\x0e\x66irst_token_id\x18\x06 \x01(\r\x12!\n\x06ticket\x18\x07 \x01(\x0b\x32\x11.pdmesh.v1.Ticket\x12+\n\x08sampling\x18\x08 \x01(\x0b\x32\x19.pdmesh.v1.SamplingParams\x12\x14\n\x0cremaining_ms\x18\t \x01(\r\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x1a\n\x12\x61waits_first_token\x18\x0c \x01(\x08\x12\x19\n\x11prompt_compute_ms\x18\r \x01(\r\"+\n\x04Join\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x16\n\x0e\x66irst_token_id\x18\x02 \x01(\r\"\x14\n\x05\x41\x62ort\x12\x0b\n\x03key\x18\x01 \x01(\x04\")\n\x07Release\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x11\n\tticket_id\x18\x02 \x01(\t\"\x80\x01\n\x0fSessionResponse\x12%\n\x06tokens\x18\x01 \x01(\x0b\x32\x15.pdmesh.v1.StepTokens\x12\'\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x17.pdmesh.v1.SessionEvent\x12\x1d\n\x04load\x18\x03 \x01(\x0b\x32\x0f.pdmesh.v1.Load\"-\n\nStepTokens\x12\x0c\n\x04keys\x18\x01 \x03(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"b\n\x04Load\x12\x11\n\tnum_slots\x18\x01 \x01(\r\x12\x16\n\x0enum_slots_used\x18\x02 \x01(\r\x12\x1a\n\x12num_kv_blocks_free\x18\x03 \x01(\x04\x12\x13\n\x0bis_draining\x18\x04 \x01(\x08\"\xd4\x02\n\x0cSessionEvent\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\'\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x13.pdmesh.v1.AcceptedH\x00\x12\'\n\x08rejected\x18\x03 \x01(\x0b\x32\x13.pdmesh.v1.RejectedH\x00\x12,\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x15.pdmesh.v1.FirstTokenH\x00\x12,\n\x0bkv_received\x18\x05 \x01(\x0b\x32\x15.pdmesh.v1.KvReceivedH\x00\x12\x32\n\x0elogprobs_drawn\x18\x06 \x01(\x0b\x32\x18.pdmesh.v1.LogprobsDrawnH\x00\x12\'\n\x08\x66inished\x18\x07 \x01(\x0b\x32\x13.pdmesh.v1.FinishedH\x00\x12#\n\x06\x66\x61iled\x18\x08 \x01(\x0b\x32\x11.pdmesh.v1.FailedH\x00\x42\x07\n\x05\x65vent\"-\n\x08\x41\x63\x63\x65pted\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.pdmesh.v1.Ticket\"[\n\x08Rejected\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.pdmesh.v1.RejectReason\x12\x16\n\x0eretry_after_ms\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\xb6\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\x12!\n\x06ticket\x18\x03 \x01(\x0b\x32\x11.pdmesh.v1.Ticket\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12(\n\x07logprob\x18\x05 \x01(\x0b\x32\x17.pdmesh.v1.TokenLogprob\"P\n\nKvReceived\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x13\n\x0b\x64uration_us\x18\x02 \x01(\x04\x12\x1b\n\x13num_computed_tokens\x18\x03 \x01(\r\":\n\rLogprobsDrawn\x12)\n\x08logprobs\x18\x01 \x03(\x0b\x32\x17.pdmesh.v1.TokenLogprob\":\n\x08\x46inished\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\"?\n\x06\x46\x61iled\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x14\n\x0cis_retryable\x18\x03 \x01(\x08\"\x12\n\x10GetStatusRequest\"\xd1\x01\n\x11GetStatusResponse\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x19.pdmesh.v1.InstanceRecord\x12\x1d\n\x04load\x18\x02 \x01(\x0b\x32\x0f.pdmesh.v1.Load\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_tickets\x18\x04 \x01(\r\x12\x1a\n\x12staging_bytes_used\x18\x05 \x01(\x04\x12\x14\n\x0cnum_sessions\x18\x06 \x01(\r\x12\x16\n\x0enum_retrieving\x18\x07 \x01(\r\"\x16\n\x14GetKvSnapshotRequest\"b\n\x15GetKvSnapshotResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x0c\x12\x0c\n\x04tier\x18\x04 \x01(\t*[\n\nKvTransfer\x12\x1b\n\x17KV_TRANSFER_UNSPECIFIED\x10\x00\x12\x15\n\x11KV_TRANSFER_WHOLE\x10\x01\x12\x19\n\x15KV_TRANSFER_PER_LAYER\x10\x02*\xb2\x02\n\x0cRejectReason\x12\x1d\n\x19REJECT_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12REJECT_REASON_BUSY\x10\x01\x12\x1c\n\x18REJECT_REASON_NO_STAGING\x10\x02\x12\x17\n\x13REJECT_REASON_NO_KV\x10\x03\x12\x1a\n\x16REJECT_REASON_DRAINING\x10\x04\x12\x1c\n\x18REJECT_REASON_WRONG_ROLE\x10\x05\x12\x1a\n\x16REJECT_REASON_TOO_LONG\x10\x06\x12\x1d\n\x19REJECT_REASON_WRONG_MODEL\x10\x07\x12\x19\n\x15REJECT_REASON_EXPIRED\x10\x08\x12$\n REJECT_REASON_SOURCE_QUARANTINED\x10\t2\xf5\x01\n\x0fInstanceService\x12\x44\n\x07Session\x12\x19.pdmesh.v1.SessionRequest\x1a\x1a.pdmesh.v1.SessionResponse(\x01\x30\x01\x12\x46\n\tGetStatus\x12\x1b.pdmesh.v1.GetStatusRequest\x1a\x1c.pdmesh.v1.GetStatusResponse\x12T\n\rGetKvSnapshot\x12\x1f.pdmesh.v1.GetKvSnapshotRequest\x1a .pdmesh.v1.GetKvSnapshotResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pdmesh/v1/instance_service.proto\x12\tpdmesh.v1\x1a\x16pdmesh/v1/common.proto\"6\n\x0eSessionRequest\x12$\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x12.pdmesh.v1.Command\"\xec\x01\n\x07\x43ommand\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.pdmesh.v1.HelloH\x00\x12%\n\x07prefill\x18\x02 \x01(\x0b\x32\x12.pdmesh.v1.PrefillH\x00\x12!\n\x05start\x18\x03 \x01(\x0b\x32\x10.pdmesh.v1.StartH\x00\x12!\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x10.pdmesh.v1.AbortH\x00\x12%\n\x07release\x18\x05 \x01(\x0b\x32\x12.pdmesh.v1.ReleaseH\x00\x12\x1f\n\x04join\x18\x06 \x01(\x0b\x32\x0f.pdmesh.v1.JoinH\x00\x42\t\n\x07\x63ommand\"E\n\x05Hello\x12\x12\n\ngateway_id\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\"\x95\x02\n\x07Prefill\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x03(\x0c\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.pdmesh.v1.SamplingParams\x12\x14\n\x0cremaining_ms\x18\x07 \x01(\r\x12\x10\n\x08is_local\x18\x08 \x01(\x08\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x12\n\ncache_salt\x18\n \x01(\t\x12*\n\x0bkv_transfer\x18\x0b \x01(\x0e\x32\x15.pdmesh.v1.KvTransfer\"\xc7\x02\n\x05Start\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x03(\x0c\x12\x16\n\x0e\x66irst_token_id\x18\x06 \x01(\r\x12!\n\x06ticket\x18\x07 \x01(\x0b\x32\x11.pdmesh.v1.Ticket\x12+\n\x08sampling\x18\x08 \x01(\x0b\x32\x19.pdmesh.v1.SamplingParams\x12\x14\n\x0cremaining_ms\x18\t \x01(\r\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x1a\n\x12\x61waits_first_token\x18\x0c \x01(\x08\x12\x19\n\x11prompt_compute_ms\x18\r \x01(\r\"+\n\x04Join\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x16\n\x0e\x66irst_token_id\x18\x02 \x01(\r\"\x14\n\x05\x41\x62ort\x12\x0b\n\x03key\x18\x01 \x01(\x04\")\n\x07Release\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\x11\n\tticket_id\x18\x02 \x01(\t\"\xa7\x01\n\x0fSessionResponse\x12%\n\x06tokens\x18\x01 \x01(\x0b\x32\x15.pdmesh.v1.StepTokens\x12\'\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x17.pdmesh.v1.SessionEvent\x12\x1d\n\x04load\x18\x03 \x01(\x0b\x32\x0f.pdmesh.v1.Load\x12%\n\x08progress\x18\x04 \x01(\x0b\x32\x13.pdmesh.v1.Progress\"J\n\x08Progress\x12\x11\n\tnum_signs\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x17\n\x0fnum_open_tokens\x18\x03 \x01(\x04\"-\n\nStepTokens\x12\x0c\n\x04keys\x18\x01 \x03(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"b\n\x04Load\x12\x11\n\tnum_slots\x18\x01 \x01(\r\x12\x16\n\x0enum_slots_used\x18\x02 \x01(\r\x12\x1a\n\x12num_kv_blocks_free\x18\x03 \x01(\x04\x12\x13\n\x0bis_draining\x18\x04 \x01(\x08\"\xd4\x02\n\x0cSessionEvent\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\'\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x13.pdmesh.v1.AcceptedH\x00\x12\'\n\x08rejected\x18\x03 \x01(\x0b\x32\x13.pdmesh.v1.RejectedH\x00\x12,\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x15.pdmesh.v1.FirstTokenH\x00\x12,\n\x0bkv_received\x18\x05 \x01(\x0b\x32\x15.pdmesh.v1.KvReceivedH\x00\x12\x32\n\x0elogprobs_drawn\x18\x06 \x01(\x0b\x32\x18.pdmesh.v1.LogprobsDrawnH\x00\x12\'\n\x08\x66inished\x18\x07 \x01(\x0b\x32\x13.pdmesh.v1.FinishedH\x00\x12#\n\x06\x66\x61iled\x18\x08 \x01(\x0b\x32\x11.pdmesh.v1.FailedH\x00\x42\x07\n\x05\x65vent\"-\n\x08\x41\x63\x63\x65pted\x12!\n\x06ticket\x18\x01 \x01(\x0b\x32\x11.pdmesh.v1.Ticket\"[\n\x08Rejected\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.pdmesh.v1.RejectReason\x12\x16\n\x0eretry_after_ms\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\xb6\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\x12!\n\x06ticket\x18\x03 \x01(\x0b\x32\x11.pdmesh.v1.Ticket\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12(\n\x07logprob\x18\x05 \x01(\x0b\x32\x17.pdmesh.v1.TokenLogprob\"P\n\nKvReceived\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x13\n\x0b\x64uration_us\x18\x02 \x01(\x04\x12\x1b\n\x13num_computed_tokens\x18\x03 \x01(\r\":\n\rLogprobsDrawn\x12)\n\x08logprobs\x18\x01 \x03(\x0b\x32\x17.pdmesh.v1.TokenLogprob\":\n\x08\x46inished\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.pdmesh.v1.FinishReason\"?\n\x06\x46\x61iled\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x14\n\x0cis_retryable\x18\x03 \x01(\x08\"\x12\n\x10GetStatusRequest\"\xd1\x01\n\x11GetStatusResponse\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x19.pdmesh.v1.InstanceRecord\x12\x1d\n\x04load\x18\x02 \x01(\x0b\x32\x0f.pdmesh.v1.Load\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_tickets\x18\x04 \x01(\r\x12\x1a\n\x12staging_bytes_used\x18\x05 \x01(\x04\x12\x14\n\x0cnum_sessions\x18\x06 \x01(\r\x12\x16\n\x0enum_retrieving\x18\x07 \x01(\r\"\x16\n\x14GetKvSnapshotRequest\"b\n\x15GetKvSnapshotResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x0c\x12\x0c\n\x04tier\x18\x04 \x01(\t*[\n\nKvTransfer\x12\x1b\n\x17KV_TRANSFER_UNSPECIFIED\x10\x00\x12\x15\n\x11KV_TRANSFER_WHOLE\x10\x01\x12\x19\n\x15KV_TRANSFER_PER_LAYER\x10\x02*\xb2\x02\n\x0cRejectReason\x12\x1d\n\x19REJECT_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12REJECT_REASON_BUSY\x10\x01\x12\x1c\n\x18REJECT_REASON_NO_STAGING\x10\x02\x12\x17\n\x13REJECT_REASON_NO_KV\x10\x03\x12\x1a\n\x16REJECT_REASON_DRAINING\x10\x04\x12\x1c\n\x18REJECT_REASON_WRONG_ROLE\x10\x05\x12\x1a\n\x16REJECT_REASON_TOO_LONG\x10\x06\x12\x1d\n\x19REJECT_REASON_WRONG_MODEL\x10\x07\x12\x19\n\x15REJECT_REASON_EXPIRED\x10\x08\x12$\n REJECT_REASON_SOURCE_QUARANTINED\x10\t2\xf5\x01\n\x0fInstanceService\x12\x44\n\x07Session\x12\x19.pdmesh.v1.SessionRequest\x1a\x1a.pdmesh.v1.SessionResponse(\x01\x30\x01\x12\x46\n\tGetStatus\x12\x1b.pdmesh.v1.GetStatusRequest\x1a\x1c.pdmesh.v1.GetStatusResponse\x12T\n\rGetKvSnapshot\x12\x1f.pdmesh.v1.GetKvSnapshotRequest\x1a .pdmesh.v1.GetKvSnapshotResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdmesh.v1.instance_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVTRANSFER']._serialized_start=2726
-  _globals['_KVTRANSFER']._serialized_end=2817
-  _globals['_REJECTREASON']._serialized_start=2820
-  _globals['_REJECTREASON']._serialized_end=3126
+  _globals['_KVTRANSFER']._serialized_start=2841
+  _globals['_KVTRANSFER']._serialized_end=2932
+  _globals['_REJECTREASON']._serialized_start=2935
+  _globals['_REJECTREASON']._serialized_end=3241
   _globals['_SESSIONREQUEST']._serialized_start=71
   _globals['_SESSIONREQUEST']._serialized_end=125
   _globals['_COMMAND']._serialized_start=128
@@ -53,35 +53,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RELEASE']._serialized_start=1114
   _globals['_RELEASE']._serialized_end=1155
   _globals['_SESSIONRESPONSE']._serialized_start=1158
-  _globals['_SESSIONRESPONSE']._serialized_end=1286
-  _globals['_STEPTOKENS']._serialized_start=1288
-  _globals['_STEPTOKENS']._serialized_end=1333
-  _globals['_LOAD']._serialized_start=1335
-  _globals['_LOAD']._serialized_end=1433
-  _globals['_SESSIONEVENT']._serialized_start=1436
-  _globals['_SESSIONEVENT']._serialized_end=1776
-  _globals['_ACCEPTED']._serialized_start=1778
-  _globals['_ACCEPTED']._serialized_end=1823
-  _globals['_REJECTED']._serialized_start=1825
-  _globals['_REJECTED']._serialized_end=1916
-  _globals['_FIRSTTOKEN']._serialized_start=1919
-  _globals['_FIRSTTOKEN']._serialized_end=2101
-  _globals['_KVRECEIVED']._serialized_start=2103
-  _globals['_KVRECEIVED']._serialized_end=2183
-  _globals['_LOGPROBSDRAWN']._serialized_start=2185
-  _globals['_LOGPROBSDRAWN']._serialized_end=2243
-  _globals['_FINISHED']._serialized_start=2245
-  _globals['_FINISHED']._serialized_end=2303
-  _globals['_FAILED']._serialized_start=2305
-  _globals['_FAILED']._serialized_end=2368
-  _globals['_GETSTATUSREQUEST']._serialized_start=2370
-  _globals['_GETSTATUSREQUEST']._serialized_end=2388
-  _globals['_GETSTATUSRESPONSE']._serialized_start=2391
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2600
-  _globals['_GETKVSNAPSHOTREQUEST']._serialized_start=2602
-  _globals['_GETKVSNAPSHOTREQUEST']._serialized_end=2624
-  _globals['_GETKVSNAPSHOTRESPONSE']._serialized_start=2626
-  _globals['_GETKVSNAPSHOTRESPONSE']._serialized_end=2724
-  _globals['_INSTANCESERVICE']._serialized_start=3129
-  _globals['_INSTANCESERVICE']._serialized_end=3374
+  _globals['_SESSIONRESPONSE']._serialized_end=1325
+  _globals['_PROGRESS']._serialized_start=1327
+  _globals['_PROGRESS']._serialized_end=1401
+  _globals['_STEPTOKENS']._serialized_start=1403
+  _globals['_STEPTOKENS']._serialized_end=1448
+  _globals['_LOAD']._serialized_start=1450
+  _globals['_LOAD']._serialized_end=1548
+  _globals['_SESSIONEVENT']._serialized_start=1551
+  _globals['_SESSIONEVENT']._serialized_end=1891
+  _globals['_ACCEPTED']._serialized_start=1893
+  _globals['_ACCEPTED']._serialized_end=1938
+  _globals['_REJECTED']._serialized_start=1940
+  _globals['_REJECTED']._serialized_end=2031
+  _globals['_FIRSTTOKEN']._serialized_start=2034
+  _globals['_FIRSTTOKEN']._serialized_end=2216
+  _globals['_KVRECEIVED']._serialized_start=2218
+  _globals['_KVRECEIVED']._serialized_end=2298
+  _globals['_LOGPROBSDRAWN']._serialized_start=2300
+  _globals['_LOGPROBSDRAWN']._serialized_end=2358
+  _globals['_FINISHED']._serialized_start=2360
+  _globals['_FINISHED']._serialized_end=2418
+  _globals['_FAILED']._serialized_start=2420
+  _globals['_FAILED']._serialized_end=2483
+  _globals['_GETSTATUSREQUEST']._serialized_start=2485
+  _globals['_GETSTATUSREQUEST']._serialized_end=2503
+  _globals['_GETSTATUSRESPONSE']._serialized_start=2506
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2715
+  _globals['_GETKVSNAPSHOTREQUEST']._serialized_start=2717
+  _globals['_GETKVSNAPSHOTREQUEST']._serialized_end=2739
+  _globals['_GETKVSNAPSHOTRESPONSE']._serialized_start=2741
+  _globals['_GETKVSNAPSHOTRESPONSE']._serialized_end=2839
+  _globals['_INSTANCESERVICE']._serialized_start=3244
+  _globals['_INSTANCESERVICE']._serialized_end=3489
 # @@protoc_insertion_point(module_scope)

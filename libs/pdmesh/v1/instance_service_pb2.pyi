@@ -397,6 +397,7 @@ class SessionResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> Global___StepTokens: ...
     @_builtins.property
@@ -405,20 +406,55 @@ class SessionResponse(_message.Message):
     def load(self) -> Global___Load:
         """present when it changed"""
 
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """at the beginning of a session; then while it has legs here, at most twice a second, when it changed"""
+
     def __init__(
         self,
         *,
         tokens: Global___StepTokens | None = ...,
         events: _abc.Iterable[Global___SessionEvent] | None = ...,
         load: Global___Load | None = ...,
+        progress: Global___Progress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "load", b"load", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "load", b"load", "progress", b"progress", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionResponse: _TypeAlias = SessionResponse  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    """How far the instance's engine has come. A leg that says nothing waits for its turn while this moves."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_SIGNS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_OPEN_TOKENS_FIELD_NUMBER: _builtins.int
+    num_signs: _builtins.int
+    """of work, since the engine began: at least one with each layer or step; none while it is idle or hangs"""
+    num_tokens: _builtins.int
+    """computed since the engine began, prompts' and answers'"""
+    num_open_tokens: _builtins.int
+    """at most left to compute for all legs that are open here, whichever session they are of"""
+    def __init__(
+        self,
+        *,
+        num_signs: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        num_open_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_open_tokens", b"num_open_tokens", "num_signs", b"num_signs", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class StepTokens(_message.Message):

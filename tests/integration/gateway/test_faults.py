@@ -232,6 +232,52 @@ async def test_a_decode_that_falls_silent_is_left_and_what_it_says_later_is_drop
         await until(lambda: mesh.num_legs == 0)
 
 
+@pytest.mark.fault("F4")
+@pytest.mark.parametrize("num_tokens", [0, 10**6], ids=["stands-still", "computes-past-it"])
+async def test_a_prefill_whose_engine_does_not_serve_it_is_left_and_another_answers(
+    tmp_path: Path, num_tokens: int
+) -> None:
+    async with (
+        gateway_mesh(tmp_path, 2, 1, stall_s=0.3, ttft_s=600.0, answer_s=60.0) as mesh,
+        openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none") as client,
+    ):
+        prefills = of_role(mesh, ROLE_PREFILL)
+        for prefill in prefills:
+            prefill.is_holding = True
+        asking = asyncio.create_task(
+            client.completions.create(model="tiny", prompt="abc", max_tokens=5)
+        )
+        await until(lambda: any(p.legs for p in prefills))
+        hung = next(p for p in prefills if p.legs)
+        for prefill in prefills:
+            prefill.is_holding = prefill is hung
+        num_told = 0
+        while not hung.aborted:
+            hung.tell_progress(bool(num_tokens) * num_told, num_tokens * num_told, 100)
+            num_told += 1
+            await asyncio.sleep(0.02)
+        assert (await asking).choices[0].text == mesh.expected_text("abc", 5)
+        await until(lambda: bool(mesh.events))
+        assert mesh.events[-1].num_migrations == 1
+
+
+@pytest.mark.req("S41")
+async def test_a_prefill_of_an_older_release_that_says_nothing_of_its_engine_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    async with (
+        gateway_mesh(tmp_path, 1, 1, stall_s=0.1, ttft_s=0.1) as mesh,
+        openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none") as client,
+    ):
+        prefill = mesh.instances["prefill-0"]
+        prefill.prefill_s = 1.0
+        answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=5)
+        assert answer.choices[0].text == mesh.expected_text("abc", 5)
+        assert not prefill.aborted
+        await until(lambda: bool(mesh.events))
+        assert mesh.events[-1].num_migrations == 0
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def left_mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[GatewayMesh]:
     """One prefill and one decode, which every client leaves."""

@@ -8,9 +8,11 @@ beside the loop and join at the next step (S52). At the zero law steps follow ea
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -51,6 +53,8 @@ from pdmesh.kv.agent_types import AgentEvent
 from pdmesh.kv.tiers.peers import AgentPeers, FindHolders
 from pdmesh.kv.tiers.stack import TierStack
 from pdmesh.net.tasks import watched
+
+_SIGN_S: Final = 0.1  # a long step shows that it goes on this often, as a worker does after a layer
 
 AgentFactory = Callable[[Callable[[AgentEvent], None]], KvAgent]
 
@@ -112,6 +116,7 @@ class SimEngine:
         self._joining: dict[int, Running] = {}
         self._random = random.Random()
         self._num_prompts = 0
+        self._num_signs = self._num_tokens = 0
         self._work, self._has_output = asyncio.Event(), asyncio.Event()
         self._outputs: list[Output] = []
         self._pings: list[asyncio.Future[None]] = []
@@ -225,6 +230,8 @@ class SimEngine:
         return EngineStats(
             num_running=running + self._retriever.num_retrieving,
             num_kv_blocks_free=self._pool.num_free,
+            num_signs=self._num_signs,
+            num_tokens=self._num_tokens,
             extra={
                 "num_retrieving": self._retriever.num_retrieving,
                 "num_pulls_queued": self._retriever.num_queued,
@@ -259,6 +266,7 @@ class SimEngine:
             batch = len(self._batch)
             duration = law.prefill_s(chunk.num_tokens, chunk.num_before, chunk.batch, chunk.longest)
             duration += law.step_s(batch, self._batch.num_context if batch else 0)
+            self._num_tokens += chunk.num_tokens + batch
             await self._wait_out(duration)
             if chunk.num_tokens:
                 failpoints.hit("prefill.computing")
@@ -278,14 +286,20 @@ class SimEngine:
         """A step's time. Prompts that are handed on per layer have a share of it per layer, and go on as they get it."""
         prompts = [p for p in self._lane.in_chunk() if self._stager.is_per_layer(p.job)]
         if not prompts:
-            await asyncio.sleep(duration)
+            await self._compute(duration)
             return
         num_layers = self._config.params.num_layers
         for layer in range(num_layers):
-            await asyncio.sleep(duration / num_layers)
+            await self._compute(duration / num_layers)
             for prompt in prompts:
                 if prompt in self._lane:  # else it was aborted, and its blocks may be another's
                     self._stager.put(prompt, layer)
+
+    async def _compute(self, duration: float) -> None:
+        num_parts = max(1, math.ceil(duration / _SIGN_S))
+        for _ in range(num_parts):
+            await asyncio.sleep(duration / num_parts)
+            self._num_signs += 1
 
     def _take_arrivals(self) -> None:
         for job in self._arrivals.values():

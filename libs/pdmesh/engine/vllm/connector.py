@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 class PlanMetadata(KVConnectorMetadata):
     """Carries one step's plan from the scheduler to the workers, over vLLM's own channel."""
 
-    def __init__(self, plan: StepPlan, tiers: TierPlan | None) -> None:
+    def __init__(self, plan: StepPlan, tiers: TierPlan | None, num_tokens: int) -> None:
         self.plan = plan
         self.tiers = tiers
+        self.num_tokens = num_tokens  # that the step computes
 
 
 class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
@@ -129,7 +130,9 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
             if self._tiers is not None:
                 self._tiers.scheduled(key, computed[key], count, block_ids)
         tiers = self._tiers.take_plan() if self._tiers is not None else None
-        return PlanMetadata(self.planner.take_plan(), tiers)
+        proposed = scheduler_output.scheduled_spec_decode_tokens.values()
+        num_tokens = scheduler_output.total_num_scheduled_tokens - sum(map(len, proposed))
+        return PlanMetadata(self.planner.take_plan(), tiers, num_tokens)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -163,7 +166,8 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """The step begins: vLLM calls `start_load_kv` after its forward unless it waits for a load."""
         super().bind_connector_metadata(connector_metadata)
-        self.worker.begin(self._plan())
+        metadata = self._metadata()
+        self.worker.begin(metadata.plan, metadata.num_tokens)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.worker.tiers is not None:
@@ -198,13 +202,15 @@ class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.close()
 
-    def _plan(self) -> StepPlan:
+    def _metadata(self) -> PlanMetadata:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PlanMetadata)
-        return metadata.plan
+        return metadata
+
+    def _plan(self) -> StepPlan:
+        return self._metadata().plan
 
     def _tier_plan(self) -> TierPlan:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, PlanMetadata)
-        assert metadata.tiers is not None, "scheduler and workers read the same settings"
-        return metadata.tiers
+        tiers = self._metadata().tiers
+        assert tiers is not None, "scheduler and workers read the same settings"
+        return tiers

@@ -54,6 +54,7 @@ from pdmesh.engine.vllm.messages import (
     Release,
     TierNews,
     ToHost,
+    Working,
 )
 from pdmesh.engine.vllm.model_files import read_model
 from pdmesh.engine.vllm.outputs import OutputQueue
@@ -99,6 +100,7 @@ class VllmEngine:
         self._num_blocks = 0
         self._worker_pids: tuple[int, ...] = ()
         self._num_connections: dict[int, int] = {}  # of KV, by rank
+        self._working: dict[int, Working] = {}  # last word, by rank
         self._is_stopping = False
 
     # -- life -------------------------------------------------------------------------------------
@@ -290,6 +292,8 @@ class VllmEngine:
         return EngineStats(
             num_running=jobs.num_open if jobs else 0,
             num_kv_blocks_free=round(self._num_blocks * (1.0 - self._view.kv_cache_usage)),
+            num_signs=sum(w.num_signs for w in self._working.values()),
+            num_tokens=max((w.num_tokens for w in self._working.values()), default=0),
             extra=self._view.numbers()
             | {"num_kv_connections": sum(self._num_connections.values())},
         )
@@ -372,6 +376,9 @@ class VllmEngine:
                 return
             case Connections():
                 self._num_connections[message.rank] = message.num_open
+                return
+            case Working():
+                self._working[message.rank] = message
                 return
         if self._jobs is not None:
             self._apply(self._jobs.handle(message))

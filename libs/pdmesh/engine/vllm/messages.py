@@ -205,6 +205,14 @@ class Connections(Message):
     num_open: int
 
 
+class Working(Message):
+    """Worker: it computes. Sent within a step and at its beginning, a few times a second at most."""
+
+    rank: int
+    num_signs: int  # layers and steps begun, since the start
+    num_tokens: int  # of the steps that began, since the start
+
+
 class Disconnect(Message):
     """Host: the peer with these addresses left."""
 
@@ -224,6 +232,7 @@ ToHost = (
     | TierNews
     | Probed
     | Connections
+    | Working
 )
 ToWorker = Release | Open | Join | Fetch | Holders | Forget | Pin | Probe | Disconnect
 

@@ -34,6 +34,7 @@ from pdmesh.engine.vllm.outgoing import Outgoing
 from pdmesh.engine.vllm.peer_checks import PeerProber
 from pdmesh.engine.vllm.piece_pulls import Share
 from pdmesh.engine.vllm.tier_worker import TierWorker
+from pdmesh.engine.vllm.work_signs import WorkSigns
 from pdmesh.kv.agent import KvAgent
 from pdmesh.kv.agent_thread import AgentThread
 from pdmesh.kv.agent_types import AgentEvent, AgentIdentity, LandingFreed, TicketClosed
@@ -68,6 +69,7 @@ class HandoffWorker:
         self.tiers: TierWorker | None = None
         self._prober: PeerProber | None = None
         self._control = WorkerControl(config["control_path"], self._on_message, _exit)
+        self.signs = WorkSigns(rank, self._control.send)
 
     def start(self, kv_caches: Mapping[str, torch.Tensor], facts: KvFacts) -> None:
         """Open the agent over the allocated cache and greet the host."""
@@ -155,8 +157,9 @@ class HandoffWorker:
 
     # -- a step, on vLLM's thread -------------------------------------------------------------------
 
-    def begin(self, plan: StepPlan) -> None:
-        """Before the forward: drops, pulls and entries of the step's plan."""
+    def begin(self, plan: StepPlan, num_tokens: int) -> None:
+        """Before the forward of so many tokens: drops, pulls and entries of the step's plan."""
+        self.signs.step(num_tokens)
         if self.tiers is not None:
             self.tiers.begin()
         if (outgoing := self.outgoing) is not None:
@@ -176,6 +179,7 @@ class HandoffWorker:
 
     def put_layer(self, plan: StepPlan, layer_name: str) -> None:
         """Within the forward: a layer's part of the prompts that are handed on per layer."""
+        self.signs.layer()
         if plan.parts and self.outgoing is not None:
             self.outgoing.put_layer(plan.parts, self._layers[layer_name])
 

@@ -1,0 +1,84 @@
+"""An instance that watches its own engine: a step of any length is work, and standing still is not (S33)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from pdmesh import failpoints
+from pdmesh.engine.base import Sampling
+from pdmesh.errors import EngineFailed
+from pdmesh.events.v1.events_pb2 import FaultReport, InstanceHealth
+from pdmesh.instance.self_check import SelfCheck
+from pdmesh.net.board import Board
+from tests.fakes.memory_transport import MemoryTransport
+from tests.fakes.sim_instances import FUSION, SimInstance, TestSession, sim_instance
+from tests.support.sim_pair import prompt_of
+
+pytestmark = [pytest.mark.req("S33"), pytest.mark.fault("F4")]
+
+HUNG_S = 2.0
+
+
+class EmptyBoard:
+    """Nobody judges."""
+
+    def watch(self, on_change: object) -> EmptyBoard:
+        return self
+
+    async def close(self) -> None: ...
+
+
+def self_check(instance: SimInstance) -> SelfCheck:
+    return SelfCheck(
+        instance.engine,
+        instance.host,
+        cast(Board[FaultReport], EmptyBoard()),
+        (instance.settings.instance_id, instance.settings.incarnation),
+        slow_s=HUNG_S / 2,
+        hung_s=HUNG_S,
+        say_now=lambda: None,
+    )
+
+
+async def test_a_step_longer_than_the_bound_is_not_given_up() -> None:
+    """200 tokens at 39 tokens/s: for over twice the bound no ping is answered."""
+    sampling = Sampling(max_tokens=1)
+    async with sim_instance("f", FUSION, MemoryTransport, sim_law="slow-cpu") as f:
+        check = self_check(f)
+        watching = asyncio.create_task(check.run())
+        async with TestSession(f) as to_f:
+            leg = await to_f.prefill(prompt_of(200), sampling, is_local=True)
+            await leg.until("accepted")
+            while not leg.has("first_token", "failed"):
+                health = InstanceHealth()
+                check.describe(health)
+                assert not health.signals, "it is not even suspect"
+                assert not watching.done(), watching.exception()
+                await asyncio.sleep(0.05)
+        assert leg.has("first_token")
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+
+
+@pytest.fixture
+def hang() -> Iterator[Any]:
+    yield failpoints.arm
+    failpoints.arm("")
+
+
+async def test_an_engine_that_hangs_is_given_up_and_its_legs_fail(hang: Any) -> None:
+    async with sim_instance("f", FUSION, MemoryTransport, sim_law="demo") as f:
+        watching = asyncio.create_task(self_check(f).run())
+        async with TestSession(f) as to_f:
+            hang("engine.step=hang@1+")
+            leg = await to_f.prefill(prompt_of(20), Sampling(max_tokens=9), is_local=True)
+            failed = await leg.until("failed")
+        assert failed.reason == "ENGINE_DIED"
+        with pytest.raises(EngineFailed):
+            await watching

@@ -1,0 +1,70 @@
+"""An engine that is slow works: its queue is waited for, whatever the first token's target (S9), and nothing is declared dead."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.launcher.spec import MeshSpec
+from tests.support import fleet
+from tests.support.streams import StreamOutcome, stream_completion
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.alone
+
+NUM_TOKENS = 4
+LENGTHS = (3900, 3900, 3300, 20)
+
+
+@pytest.mark.req("S9", "S33")
+@pytest.mark.fault("F4")
+async def test_a_short_prompt_behind_long_ones_waits_for_them_and_nothing_is_declared_dead(
+    tmp_path: Path,
+) -> None:
+    """One prefill computes 11,120 tokens in order of arrival, for longer than target and stall together. Whoever guesses
+    how long twenty tokens may take calls it silent, and sends the same work to the next instance."""
+    spec = MeshSpec(
+        engine="sim",
+        num_prefill=1,
+        num_decode=1,
+        http_port=0,
+        grpc_port=0,
+        start_timeout_s=120,
+        env={
+            "PDMESH_SIM_LAW": "smollm2-cpu",
+            "PDMESH_GATEWAY_TTFT_S": "0.5",
+            "PDMESH_GATEWAY_STALL_S": "1.5",
+            "PDMESH_LOG_FORMAT": "json",
+        },
+    )
+    async with Mesh(spec, tmp_path / "mesh") as mesh, httpx.AsyncClient(timeout=120) as client:
+        reference = fleet.Reference.load(mesh.state_dir / "reference")
+        prefill = (await fleet.addresses(mesh))["prefill-0"]
+        prompts = [[40 + (n * 13 + i * i) % 80 for i in range(n)] for n in LENGTHS]
+
+        async def ask(prompt: list[int]) -> StreamOutcome:
+            return await stream_completion(
+                client, mesh.http_url, prompt, NUM_TOKENS, ignore_eos=True
+            )
+
+        async def are_accepted() -> bool:
+            answer = await fleet.status(prefill)
+            return answer is not None and answer.load.num_slots_used >= len(LENGTHS) - 1
+
+        asked = [asyncio.create_task(ask(prompt)) for prompt in prompts[:-1]]
+        await until(are_accepted)
+        asked.append(asyncio.create_task(ask(prompts[-1])))
+        outcomes = await asyncio.wait_for(asyncio.gather(*asked), 120)
+        log = (mesh.state_dir / "logs" / "gateway-0.log").read_text()
+    for prompt, outcome in zip(prompts, outcomes, strict=True):
+        assert outcome.is_complete, (outcome.status, outcome.error)
+        assert outcome.text == reference.text(prompt, NUM_TOKENS)
+    ends = [json.loads(line) for line in log.splitlines() if '"request.finished"' in line]
+    moves = Counter(end["num_migrations"] for end in ends if end["num_prompt_tokens"] in LENGTHS)
+    assert moves == {0: len(LENGTHS)}

@@ -1,0 +1,65 @@
+"""A request core led by hand: what a unit test says happens to it, and what it last asked for."""
+
+from __future__ import annotations
+
+import itertools
+
+from pdmesh.core.request import Request
+from pdmesh.core.request_types import (
+    AskPlan,
+    Candidate,
+    DecodeTokens,
+    Effect,
+    Event,
+    Fail,
+    FirstToken,
+    LegAccepted,
+    PlanReceived,
+    RequestLimits,
+    SendPrefill,
+    Submitted,
+)
+from pdmesh.core.retry_budget import RetryBudget
+
+FUSIONS = [Candidate(f"f{i}", 1, "g", is_local=True) for i in range(4)]
+
+
+class Driven:
+    """A request on fusion instances, led to its decoding on one of them."""
+
+    def __init__(self, budget: RetryBudget | None = None, **limits: float) -> None:
+        keys = itertools.count(1)
+        self.now = 0.0
+        self.key = 0
+        self.plan = 0
+        self.request = Request(
+            1000,
+            limits=RequestLimits(**limits),  # type: ignore[arg-type]  # ints are floats here
+            budget=budget or RetryBudget(),
+            next_key=lambda: next(keys),
+        )
+        self.feed(Submitted())
+
+    def feed(self, event: Event) -> list[Effect]:
+        effects = self.request.handle(event, self.now)
+        for effect in effects:
+            if isinstance(effect, AskPlan):
+                self.plan = effect.plan
+            elif isinstance(effect, SendPrefill):
+                self.key = effect.key
+        self.request.check_invariants()
+        return effects
+
+    def offer(self) -> None:
+        self.feed(PlanReceived(self.plan, FUSIONS, []))
+
+    def decode(self, num_tokens: int) -> None:
+        self.offer()
+        self.feed(LegAccepted(self.key))
+        self.feed(FirstToken(self.key, 7))
+        self.feed(DecodeTokens(self.key, [7] * num_tokens))
+
+    @property
+    def error(self) -> object:
+        outcome = self.request.outcome
+        return type(outcome.error) if isinstance(outcome, Fail) else None
