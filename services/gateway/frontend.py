@@ -254,15 +254,15 @@ class Frontend:
             raise PoisonRequest("instances died of this prompt a while ago")
 
     def _judge(self, call: Call) -> None:
-        """Remember a prompt that instances died of, unless somebody answered it after all."""
+        """Remember a prompt that instances died of, unless one answered it after all, another choice of it included."""
         poison = self.shared.poison
         for generation in call.generations:
-            if num_deaths := generation.core.num_deaths:
-                digest = generation.prompt.digest
+            if victims := generation.core.deaths_witnessed:
+                poison.add(generation.prompt.digest, victims, time.monotonic())
+        if poison:
+            for generation in call.generations:
                 if isinstance(generation.core.outcome, Complete):
-                    poison.clear(digest)
-                else:
-                    poison.add(digest, num_deaths, time.monotonic())
+                    poison.clear(generation.prompt.digest)
         _count_slo(call, self.shared.slos)
 
     async def drain(self, drain_s: float) -> None:

@@ -32,6 +32,7 @@ class Driven:
         self.now = 0.0
         self.key = 0
         self.plan = 0
+        self.excluded: tuple[str, ...] = ()
         self.request = Request(
             1000,
             limits=RequestLimits(**limits),  # type: ignore[arg-type]  # ints are floats here
@@ -44,14 +45,16 @@ class Driven:
         effects = self.request.handle(event, self.now)
         for effect in effects:
             if isinstance(effect, AskPlan):
-                self.plan = effect.plan
+                self.plan, self.excluded = effect.plan, effect.excluded
             elif isinstance(effect, SendPrefill):
                 self.key = effect.key
         self.request.check_invariants()
         return effects
 
     def offer(self) -> None:
-        self.feed(PlanReceived(self.plan, FUSIONS, []))
+        """Of the next instance that was not tried."""
+        left = [c for c in FUSIONS if c.instance_id not in self.excluded]
+        self.feed(PlanReceived(self.plan, left, []))
 
     def decode(self, num_tokens: int) -> None:
         self.offer()

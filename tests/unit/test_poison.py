@@ -20,19 +20,30 @@ from tests.support.driven_request import Driven
 @pytest.mark.fault("F38")
 def test_two_deaths_make_a_poison_for_ten_minutes() -> None:
     book = PoisonBook(remember_s=600)
-    book.add(b"x", 1, now=0.0)
+    book.add(b"x", [("d0", 1)], now=0.0)
     assert not book.is_poison(b"x", 1.0)
-    book.add(b"x", 1, now=10.0)
+    book.add(b"x", [("d1", 1)], now=10.0)
     assert book.is_poison(b"x", 609.9)
     assert not book.is_poison(b"x", 610.0)
     assert len(book) == 0
 
 
 @pytest.mark.fault("F38")
+def test_one_death_that_many_saw_is_one() -> None:
+    """Two choices of a call, or two clients with one prompt, on the decode that died; a restart of it is another death."""
+    book = PoisonBook()
+    for now in range(5):
+        book.add(b"x", [("d0", 1)], float(now))
+    assert not book.is_poison(b"x", 5.0)
+    book.add(b"x", [("d0", 2)], 5.0)
+    assert book.is_poison(b"x", 5.0)
+
+
+@pytest.mark.fault("F38")
 def test_an_answer_clears_it_and_the_oldest_is_forgotten() -> None:
     book = PoisonBook(max_entries=2)
     for digest in (b"a", b"b", b"c"):
-        book.add(digest, 2, now=0.0)
+        book.add(digest, [("d0", 1), ("d1", 1)], now=0.0)
     assert [book.is_poison(d, 1.0) for d in (b"a", b"b", b"c")] == [False, True, True]
     book.clear(b"b")
     assert not book.is_poison(b"b", 1.0)

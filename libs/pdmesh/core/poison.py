@@ -1,11 +1,15 @@
 """Prompts that instances die of, by digest (F38): one that two of them died with is refused for a while.
 
-Without it the client's own retries carry what migration gave up on to the next two instances. Bounded: the oldest is forgotten.
+Without it the client's own retries carry what migration gave up on to the next two instances. What counts are instances, not
+calls: one that dies ends many at once, perhaps several of one prompt. Bounded: the oldest is forgotten.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+Victim = tuple[str, int]  # an instance that died, and its incarnation
 
 
 @dataclass(slots=True)
@@ -13,32 +17,33 @@ class PoisonBook:
     max_deaths: int = 2
     remember_s: float = 600.0
     max_entries: int = 1024
-    _deaths: dict[bytes, tuple[int, float]] = field(default_factory=dict)  # oldest first
+    _victims: dict[bytes, tuple[frozenset[Victim], float]] = field(
+        default_factory=dict
+    )  # oldest first
 
     def __len__(self) -> int:
-        return len(self._deaths)
+        return len(self._victims)
 
-    def add(self, digest: bytes, num_deaths: int, now: float) -> None:
-        """A request with this prompt ended without an answer after so many deaths."""
-        before, _ = self._get(digest, now)
-        self._deaths.pop(digest, None)
-        self._deaths[digest] = (before + num_deaths, now + self.remember_s)
-        while len(self._deaths) > self.max_entries:
-            del self._deaths[next(iter(self._deaths))]
+    def add(self, digest: bytes, victims: Iterable[Victim], now: float) -> None:
+        """These died while they had a request with this prompt, which got nothing elsewhere after that."""
+        known = self._get(digest, now)
+        self._victims.pop(digest, None)
+        self._victims[digest] = (known.union(victims), now + self.remember_s)
+        while len(self._victims) > self.max_entries:
+            del self._victims[next(iter(self._victims))]
 
     def clear(self, digest: bytes) -> None:
         """It was answered: whatever died before, died of something else."""
-        self._deaths.pop(digest, None)
+        self._victims.pop(digest, None)
 
     def is_poison(self, digest: bytes, now: float) -> bool:
-        num_deaths, _ = self._get(digest, now)
-        return num_deaths >= self.max_deaths
+        return len(self._get(digest, now)) >= self.max_deaths
 
-    def _get(self, digest: bytes, now: float) -> tuple[int, float]:
-        found = self._deaths.get(digest)
+    def _get(self, digest: bytes, now: float) -> frozenset[Victim]:
+        found = self._victims.get(digest)
         if found is None:
-            return (0, 0.0)
+            return frozenset()
         if now >= found[1]:
-            del self._deaths[digest]
-            return (0, 0.0)
-        return found
+            del self._victims[digest]
+            return frozenset()
+        return found[0]

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Final
 
 from pdmesh.core.early_decode import EarlyDecode, Leg
+from pdmesh.core.poison import Victim
 from pdmesh.core.request_types import (
     AbortLeg,
     Cancelled,
@@ -87,6 +88,7 @@ class RequestState:
         "_limits",
         "_max_tokens",
         "_next_key",
+        "_num_at_death",
         "_num_prompt_tokens",
         "_out_of_reach",
         "_plan",
@@ -99,12 +101,12 @@ class RequestState:
         "_ttft_by",
         "_turn_by",
         "_turn_of",
+        "_victims",
         "_worked_at",
         "attempt",
         "decode_id",
         "emitted",
         "num_cached_tokens",
-        "num_deaths",
         "num_migrations",
         "num_rejections",
         "outcome",
@@ -130,7 +132,6 @@ class RequestState:
         self.num_rejections = 0
         self.num_migrations = 0
         self.num_cached_tokens = 0
-        self.num_deaths = 0
         self.prefill_id = ""
         self.prompt_compute_s = 0.0  # as the last plan predicts
         self.decode_id = ""
@@ -149,6 +150,8 @@ class RequestState:
         self._tried = 0
         self._leg: Leg | None = None
         self._leg_began_at = 0  # tokens emitted by then
+        self._victims: dict[Victim, None] = {}  # instances that died of it, it seems
+        self._num_at_death = 0  # tokens emitted when the last of them died
         self._ticket: OpenTicket | None = None
         self._early: EarlyDecode | None = None
         self._decoding_key = 0
@@ -274,10 +277,23 @@ class RequestState:
         return taken
 
     def _count_death(self) -> None:
-        """The active leg's instance died. What kills instances does so at once, not after a page of text; and one that
-        only says nothing may be slow, which is no reason to call a prompt poison."""
-        if len(self.emitted) - self._leg_began_at < self._limits.num_innocent_tokens:
-            self.num_deaths += 1
+        """The active leg's instance died. What kills instances does so at once, not after a page of text, which clears
+        the deaths before it, too; and one that only says nothing is no reason to call a prompt poison."""
+        assert self._leg is not None
+        if len(self.emitted) - self._leg_began_at >= self._limits.num_innocent_tokens:
+            self._victims.clear()
+        else:
+            self._victims[self._leg.to.instance_id, self._leg.to.incarnation] = None
+            self._num_at_death = len(self.emitted)
+
+    @property
+    def num_deaths(self) -> int:
+        return len(self._victims)
+
+    @property
+    def deaths_witnessed(self) -> Sequence[Victim]:
+        """Instances that died while they had it; none if it got a token elsewhere after that."""
+        return () if len(self.emitted) > self._num_at_death else tuple(self._victims)
 
     def _reason_if_complete(self) -> FinishReason | None:
         """A leg lost between its last token and the news that it was the last has lost nothing."""

@@ -246,6 +246,30 @@ async def test_a_poisonous_prompt_kills_two_instances_and_no_more(tmp_path: Path
         await until(is_served)
 
 
+@pytest.mark.fault("F38")
+async def test_one_death_is_one_for_all_choices_and_clients_that_saw_it(tmp_path: Path) -> None:
+    async with (
+        gateway_mesh(tmp_path, 0, 0, num_fusions=1, max_migrations=0) as mesh,
+        httpx.AsyncClient(base_url=mesh.url) as client,
+    ):
+        fusion = mesh.instances["fusion-0"]
+        fusion.is_holding = True
+        asking = [asyncio.create_task(ask(client, n=2)), asyncio.create_task(ask(client))]
+        await until(lambda: len(fusion.legs) == 3)
+        fusion.break_sessions()
+        assert [(await asked).status_code for asked in asking] == [503, 503]
+        assert len(mesh.gateway.frontend.shared.poison) == 1
+        fusion.is_holding = False
+
+        async def is_served() -> bool:
+            answer = await ask(client)
+            assert answer.status_code in {200, 503}, answer.text
+            return answer.status_code == 200
+
+        await until(is_served)
+        assert not mesh.gateway.frontend.shared.poison, "it was answered"
+
+
 async def test_an_idle_mesh_makes_nobody_wait(
     mesh: GatewayMesh, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
