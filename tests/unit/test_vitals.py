@@ -45,9 +45,12 @@ def test_an_instance_that_is_full_forever_is_suspect_and_a_busy_one_is_not() -> 
         book.heard("busy", 1, "g", busy, float(i))
         idle = Vitals(num_accepted=8, num_refused=8 + i, num_ended=8, num_slots_used=0)
         book.heard("drained", 1, "g", idle, float(i))
+        slow = Vitals(num_accepted=8, num_refused=8 + i, num_slots_used=8, num_tokens=40 * i)
+        book.heard("slow", 1, "g", slow, float(i))
     assert reasons(book.signals("stuck", 40.0)) == [REFUSES_FOREVER]
     assert book.signals("busy", 40.0) == ()
     assert book.signals("drained", 40.0) == ()
+    assert book.signals("slow", 40.0) == (), "eight long prompts take it longer than a window"
 
 
 def test_slow_pulls_are_slow_beside_those_of_peers_only() -> None:

@@ -50,6 +50,13 @@ def test_a_laptop_computes_in_fp32_and_eagerly_a_gpu_as_the_model_says() -> None
     assert (CUDA.effective_dtype, CUDA.is_eager) == ("auto", False)
 
 
+@pytest.mark.req("S33")
+def test_steps_are_bounded_on_a_cpu_and_as_vllm_chooses_on_a_gpu() -> None:
+    assert (CPU.step_tokens, CUDA.step_tokens) == (512, 0)
+    assert [replace(c, max_num_batched_tokens=64).step_tokens for c in (CPU, CUDA)] == [64, 64]
+    assert replace(CPU, max_num_batched_tokens=4, max_num_seqs=16).step_tokens == 16
+
+
 def test_what_the_user_set_in_the_environment_is_kept() -> None:
     assert "OMP_NUM_THREADS" in environment(CPU, {})
     assert "OMP_NUM_THREADS" not in environment(CPU, {"OMP_NUM_THREADS": "7"})

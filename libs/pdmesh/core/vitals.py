@@ -28,6 +28,7 @@ class Vitals:
     pull_s: float = 0.0
     pull_bytes: int = 0
     num_slots_used: int = 0
+    num_tokens: int = 0  # computed by the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +97,19 @@ class VitalsBook:
         )
 
     def _refusals(self, course: _Course) -> Signal | None:
-        """Full for a whole window, and nothing ends: its slots are held by what is no longer there."""
+        """Full for a whole window, and nothing ends or is computed: its slots are held by what is no longer there."""
         (began, first), (at, last) = course.points[0], course.points[-1]
         num_refused = last.num_refused - first.num_refused
-        is_moving = last.num_accepted > first.num_accepted or last.num_ended > first.num_ended
+        is_moving = (
+            last.num_accepted > first.num_accepted
+            or last.num_ended > first.num_ended
+            or last.num_tokens > first.num_tokens
+        )
         is_idle = any(not vitals.num_slots_used for _, vitals in course.points)
         is_short = at - began < self.policy.window_s
         if is_short or is_moving or is_idle or num_refused < self.policy.min_refused:
             return None
-        detail = f"{num_refused} refused, none taken or ended, for {at - began:.0f} s"
+        detail = f"{num_refused} refused, none taken, ended or computed, for {at - began:.0f} s"
         return Signal("refusals", REFUSES_FOREVER, Level.PROCESS, detail=detail)
 
     def _pulls(self, instance_id: str, course: _Course) -> Signal | None:

@@ -50,6 +50,7 @@ class EngineSettings:
     kv_cache_dtype: str = "auto"  # vLLM
     tensor_parallel_size: int = 1
     kv_cache_bytes: int = 0  # vLLM
+    max_num_batched_tokens: int = 0  # vLLM
     speculation: Speculation = NO_SPECULATION  # vLLM
     # vLLM: SHA-256 of files of the model's folder, by name, that were verified already.
     file_digests: Mapping[str, str] = field(default_factory=dict)
@@ -190,6 +191,7 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         max_pulls=settings.max_pulls,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.num_slots,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
         tiers=settings.tiers,
         speculation=settings.speculation,
         file_digests=settings.file_digests,

@@ -35,7 +35,7 @@ OPTIONS: Final = frozenset(
         "dtype", "kv_cache_dtype", "tensor_parallel_size", "kv_cache_bytes", "num_slots", "block_size", "max_model_len",
         "num_kv_blocks", "staging_bytes", "landing_bytes", "max_retrievals", "max_pulls", "max_waiting",
         "max_reserved_output", "kv_host_pool_bytes", "sim_law", "sim_eos_period", "sim_num_layers", "sim_token_bytes",
-        "sim_fail_every", "speculative_tokens", "speculative_acceptance", "speculative_token_cost",
+        "sim_fail_every", "max_num_batched_tokens", "speculative_tokens", "speculative_acceptance", "speculative_token_cost",
     }
 )  # fmt: skip
 
@@ -105,6 +105,7 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
         kv_cache_dtype=settings.kv_cache_dtype,
         tensor_parallel_size=settings.tensor_parallel_size,
         kv_cache_bytes=settings.kv_cache_bytes,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
         speculation=Speculation(
             settings.speculative_tokens if Work.DECODE in works else 0,
             settings.speculative_acceptance,

@@ -64,6 +64,7 @@ class SelfCheck:
         health.signals.extend(map(signal_to, signals))
         vitals = self._host.vitals
         vitals.num_slots_used = self._host.admission.num_slots_used
+        vitals.num_tokens = self._engine.stats().num_tokens
         health.vitals.CopyFrom(vitals_to(vitals))
 
     async def run(self) -> None:

@@ -27,6 +27,11 @@ class InstanceSettings(ServiceSettings):
     )
     tensor_parallel_size: int = Field(1, ge=1, description="vLLM: ranks one model is split over")
     kv_cache_bytes: int = Field(0, ge=0, description="vLLM: memory for KV; 0: 512 MiB")
+    max_num_batched_tokens: int = Field(
+        0,
+        ge=0,
+        description="vLLM: tokens computed per step at most; 0: 512 on a CPU, so that no step takes long, vLLM's own on a GPU",
+    )
     speculative_tokens: int = Field(
         0,
         ge=0,

@@ -33,6 +33,7 @@ def vitals_from(message: InstanceHealth.Vitals) -> Vitals:
         message.pull_s,
         message.pull_bytes,
         message.num_slots_used,
+        message.num_tokens,
     )
 
 
@@ -46,4 +47,5 @@ def vitals_to(vitals: Vitals) -> InstanceHealth.Vitals:
         pull_s=vitals.pull_s,
         pull_bytes=vitals.pull_bytes,
         num_slots_used=vitals.num_slots_used,
+        num_tokens=vitals.num_tokens,
     )

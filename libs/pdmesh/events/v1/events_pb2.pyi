@@ -76,6 +76,7 @@ class InstanceHealth(_message.Message):
         PULL_S_FIELD_NUMBER: _builtins.int
         PULL_BYTES_FIELD_NUMBER: _builtins.int
         NUM_SLOTS_USED_FIELD_NUMBER: _builtins.int
+        NUM_TOKENS_FIELD_NUMBER: _builtins.int
         num_accepted: _builtins.int
         """legs"""
         num_refused: _builtins.int
@@ -90,6 +91,8 @@ class InstanceHealth(_message.Message):
         pull_bytes: _builtins.int
         num_slots_used: _builtins.int
         """now"""
+        num_tokens: _builtins.int
+        """that the engine computed"""
         def __init__(
             self,
             *,
@@ -101,10 +104,11 @@ class InstanceHealth(_message.Message):
             pull_s: _builtins.float = ...,
             pull_bytes: _builtins.int = ...,
             num_slots_used: _builtins.int = ...,
+            num_tokens: _builtins.int = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted", b"num_accepted", "num_ended", b"num_ended", "num_failed", b"num_failed", "num_pulls", b"num_pulls", "num_refused", b"num_refused", "num_slots_used", b"num_slots_used", "pull_bytes", b"pull_bytes", "pull_s", b"pull_s"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted", b"num_accepted", "num_ended", b"num_ended", "num_failed", b"num_failed", "num_pulls", b"num_pulls", "num_refused", b"num_refused", "num_slots_used", b"num_slots_used", "num_tokens", b"num_tokens", "pull_bytes", b"pull_bytes", "pull_s", b"pull_s"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
