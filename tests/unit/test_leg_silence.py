@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.req("S9", "S33"), pytest.mark.fault("F4", "F8")]
 SLOW = 40  # tokens/s: a CPU that lacks what bf16 needs
 
 
-def accepted(**limits: float) -> Driven:
-    driven = Driven(**limits)
+def accepted(stall_s: float, ttft_s: float = 10.0) -> Driven:
+    driven = Driven(stall_s=stall_s, ttft_s=ttft_s)
     driven.offer()
     driven.feed(LegAccepted(driven.key))
     assert driven.request.phase is Phase.PREFILLING
