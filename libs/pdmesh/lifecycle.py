@@ -116,6 +116,7 @@ def run(
     _parse_arguments(service, settings_type, help_note)
     settings = _load(service, settings_type)
     logs.configure(service, settings.instance_id, settings.log_format, settings.log_level)
+    logs.take_over_stderr()
     if unknown := unknown_variables(settings_type, os.environ):
         log.warning(
             "service.settings_unknown", variables=unknown

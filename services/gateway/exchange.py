@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
 from pdmesh.errors import InvalidRequest, MeshError, Overloaded
+from pdmesh.httpd.guard import CONNECTION
 from services.gateway.frontend import new_request_id
-from services.gateway.http_guard import CONNECTION
 from services.gateway.openai_format import error_body
 
 # Any: ASGI's messages and scopes are plain dicts.
@@ -38,6 +38,14 @@ class Connection(Protocol):
 
 class BodyTooLarge(InvalidRequest):
     grpc_code, http_status, default_reason = "RESOURCE_EXHAUSTED", 413, "BODY_TOO_LARGE"
+
+
+class WrongMethod(InvalidRequest):
+    grpc_code, http_status, default_reason = "UNIMPLEMENTED", 405, "METHOD_NOT_ALLOWED"
+
+    def __init__(self, allowed: str) -> None:
+        super().__init__(f"use {allowed} here")
+        self.allowed = allowed
 
 
 class ClientGone(Exception):
@@ -127,6 +135,8 @@ class Exchange:
             headers.append((b"retry-after", str(seconds).encode()))
         if error.http_status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
+        if isinstance(error, WrongMethod):
+            headers.append((b"allow", error.allowed.encode()))
         with contextlib.suppress(OSError):
             await self.json(error_body(error), error.http_status, headers)
 

@@ -13,6 +13,9 @@ import structlog
 
 from pdmesh.core.poison import PoisonBook
 from pdmesh.core.retry_budget import RetryBudget
+from pdmesh.httpd.bounds import Bounds
+from pdmesh.httpd.server import HttpServer, listen
+from pdmesh.lifecycle import StartupError
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.telemetry import metrics, names
 from services.gateway.canary_shares import CanaryShares
@@ -22,8 +25,6 @@ from services.gateway.frontend import Frontend
 from services.gateway.generation import Collaborators
 from services.gateway.grpc_api import GrpcServer
 from services.gateway.http import HttpApp
-from services.gateway.http_guard import Bounds
-from services.gateway.http_server import HttpServer
 from services.gateway.kept_out import KeptOut
 from services.gateway.observer import Observer, Publisher
 from services.gateway.planner import Planner
@@ -218,15 +219,15 @@ def _bounds(settings: Settings) -> Bounds:
 
 
 def _http_server(settings: Settings, app: HttpApp, bounds: Bounds) -> HttpServer:
-    return HttpServer(
-        app,
-        settings.host,
-        settings.http_port,
-        reuse_port=settings.reuse_port,
-        bounds=bounds,
-        write_timeout_s=settings.write_timeout_s,
-        shutdown_s=settings.drain_s + 2,
-    )
+    host, port = settings.host, settings.http_port
+    try:
+        listener = listen(
+            host, port, write_timeout_s=settings.write_timeout_s, reuse_port=settings.reuse_port
+        )
+    except OSError as exc:
+        message = f"cannot listen on {host}:{port} ({exc.strerror}); set PDMESH_GATEWAY_HTTP_PORT"
+        raise StartupError(message) from exc
+    return HttpServer(app, listener, bounds, shutdown_s=settings.drain_s + 2)
 
 
 def _grpc_server(settings: Settings, frontend: Frontend, door: Door) -> GrpcServer:

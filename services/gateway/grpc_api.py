@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from pdmesh.lifecycle import StartupError
 from pdmesh.net import rpc
@@ -231,8 +231,8 @@ class GrpcServer:
         # Any: the health package has no types.
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined,unused-ignore]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        described = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+        rpc.add_service(self._server, described, _Reflection(door), _MAX_FIELDS)
         self._is_serving: bool | None = None
         try:
             self.port = self._server.add_insecure_port(join(host, port))
@@ -258,6 +258,22 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
+
+
+class _Reflection:
+    """What this door has, for those who may come in."""
+
+    def __init__(self, door: Door) -> None:
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        self._door = door
+        self._answers: Any = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined,unused-ignore]
+
+    async def ServerReflectionInfo(  # noqa: N802
+        self, requests: AsyncIterator[Any], context: Context
+    ) -> AsyncIterator[Any]:
+        self._door.enter(_metadata(context, "authorization")).leave()
+        async for answer in self._answers.ServerReflectionInfo(requests, context):
+            yield answer
 
 
 class _Writer:

@@ -9,16 +9,24 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Final
+from urllib.parse import unquote
 
 import msgspec
 import structlog
 
 from pdmesh.core.tenants import Tenant
 from pdmesh.errors import InvalidRequest, MeshError, shortened
-from pdmesh.telemetry import metrics
 from services.gateway.choice_text import Delta
 from services.gateway.door import Door, Visit, check_model
-from services.gateway.exchange import BodyRoom, ClientGone, Exchange, Receive, Scope, Send
+from services.gateway.exchange import (
+    BodyRoom,
+    ClientGone,
+    Exchange,
+    Receive,
+    Scope,
+    Send,
+    WrongMethod,
+)
 from services.gateway.frontend import Call, Frontend
 from services.gateway.openai_calls import chat_spec, completion_spec, tokenized
 from services.gateway.openai_format import ChunkWriter, error_chunk, whole_body
@@ -34,6 +42,7 @@ from services.gateway.spec import CallSpec
 log = structlog.get_logger(__name__)
 
 _SWEEP_S: Final = 0.5
+_MODEL_PATH: Final = "/v1/models/"
 # Each is up to 21 tokens to spell: more of them are made beside the loop, which others need.
 _MAX_LOGPROBS_HERE: Final = 256
 _EVENT_STREAM: Final = (
@@ -46,10 +55,6 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 class NoRoute(InvalidRequest):
     grpc_code, http_status, default_reason = "UNIMPLEMENTED", 404, "NOT_FOUND"
-
-
-class WrongMethod(InvalidRequest):
-    grpc_code, http_status, default_reason = "UNIMPLEMENTED", 405, "METHOD_NOT_ALLOWED"
 
 
 class HttpApp:
@@ -77,7 +82,6 @@ class HttpApp:
             "/tokenize": ("POST", self._tokenize),
             "/health/live": ("GET", self._live),
             "/health/ready": ("GET", self._ready),
-            "/metrics": ("GET", self._metrics),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,13 +118,15 @@ class HttpApp:
                 exchange.cut()
 
     def _route(self, path: str, method: str) -> Handler:
+        """`path` as it was sent: what is percent-encoded is no other path, but may be a model's name."""
         found = self._routes.get(path)
-        if found is None and path.startswith("/v1/models/") and method == "GET":
-            return lambda exchange: self._model(exchange, path.removeprefix("/v1/models/"))
+        if found is None and path.startswith(_MODEL_PATH):
+            name = unquote(path.removeprefix(_MODEL_PATH))
+            found = ("GET", lambda exchange: self._model(exchange, name))
         if found is None:
             raise NoRoute("no such path")
         if found[0] != method:
-            raise WrongMethod(f"use {found[0]} here")
+            raise WrongMethod(found[0])
         return found[1]
 
     # --- generation ------------------------------------------------------------------------------
@@ -270,11 +276,6 @@ class HttpApp:
         missing = self._not_ready()
         body = {"status": "not ready" if missing else "ready", "waiting_for": missing}
         await exchange.json(msgspec.json.encode(body), 503 if missing else 200)
-
-    async def _metrics(self, exchange: Exchange) -> None:
-        self._known(exchange)
-        await exchange.start(200, [(b"content-type", metrics.CONTENT_TYPE.encode())])
-        await exchange.write(metrics.render(), is_last=True)
 
 
 def _raise_if_ended_badly(delta: Delta) -> None:

@@ -216,10 +216,14 @@ class AdminServicer:
         await self._pins.remove(request.pin_id, self._enter(context))
         return pb.RemovePinResponse()
 
-    def _enter(self, context: Context) -> int:
-        """The epoch of the own leadership; raises NotAllowed before anything else is told."""
+    def check_access(self, context: Context) -> None:
+        """Raises NotAllowed."""
         metadata: Any = context.invocation_metadata() or ()  # pairs; its stubs say otherwise
         self._access.check(metadata, context.peer())
+
+    def _enter(self, context: Context) -> int:
+        """The epoch of the own leadership; raises NotAllowed before anything else is told."""
+        self.check_access(context)
         is_leader, epoch = self._leadership()
         if not is_leader:
             leader = next((r for r in self._view.records.values() if r.is_leader), None)

@@ -28,6 +28,7 @@ log = structlog.get_logger(__name__)
 _FILES: Final = Path(__file__).with_name("page")
 _TYPES: Final = {"page.html": "text/html", "page.js": "text/javascript"}
 _MAX_BODY: Final = 2 * MAX_BYTES  # a text with all of it escaped
+_MAX_READING: Final = 8  # bodies on their way in; the next ones wait
 _SERVICE: Final = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'unsafe-inline';"
@@ -56,16 +57,21 @@ class _Caller:
 
 
 def page_routes(servicer: AdminServicer, *, has_token: bool) -> list[Route]:
+    reading = asyncio.Semaphore(_MAX_READING)
+
     async def call(request: Request) -> Response:
         try:
             _check_origin(request, has_token=has_token)
             method = _SERVICE.methods_by_name.get(request.path_params["method"])
             if method is None:
                 return _error(InvalidRequest("there is no such method"), 404)
+            caller: Any = _Caller(request)
+            servicer.check_access(caller)  # before anything is read
             empty = GetMessageClass(method.input_type)()
-            # Off the loop, both ways: protobuf's JSON takes seconds for a longest one.
-            message = await asyncio.to_thread(Parse, await _body(request), empty)
-            answer = await getattr(servicer, method.name)(message, _Caller(request))
+            async with reading:
+                # Off the loop, both ways: protobuf's JSON takes seconds for a longest one.
+                message = await asyncio.to_thread(Parse, await _body(request), empty)
+            answer = await getattr(servicer, method.name)(message, caller)
             return await asyncio.to_thread(_answer, answer)
         except ParseError as exc:
             return _error(InvalidRequest(f"not a valid request: {exc}"))

@@ -40,6 +40,22 @@ async def serve(settings, app):
     secret_prompt = "my secret prompt"
     if settings.behaviour == "crash":
         raise ValueError("broken")
+    if settings.behaviour == "chatter":
+        import gc, threading, warnings
+        from pdmesh.net import rpc
+        class Bad:
+            def __del__(self):
+                raise ValueError("nobody catches this")
+        Bad()
+        thread = threading.Thread(target=lambda: 1 / 0)
+        thread.start()
+        thread.join()
+        warnings.warn("look out")
+        try:
+            rpc.server().add_insecure_port(app.ops_address)  # taken
+        except RuntimeError:
+            pass
+        return
     if settings.behaviour == "refuse":
         raise StartupError("no model in /nowhere; set PDMESH_MODEL_DIR")
     await app.stopping.wait()
@@ -124,6 +140,18 @@ def test_log_lines_are_json_with_the_ids_of_the_request(
     assert line["request_id"] == "request-1"
     assert len(line["trace_id"]) == 32
     assert (line["service"], line["instance"]) == ("kv-cache-index", "index-0")
+
+
+def test_every_line_is_json_whoever_had_something_to_say(
+    tmp_path: Path, processes: list[Process]
+) -> None:
+    """gRPC's library, the warnings module, a thread and a finalizer all wrote text of their own."""
+    settings = {"PDMESH_KV_CACHE_INDEX_BEHAVIOUR": "chatter"}
+    processes.append(process := Process(tmp_path, **settings))
+    assert process.process.wait(30) == 0
+    told = [json.dumps(line) for line in process.lines()]
+    for word in ("nobody catches this", "ZeroDivisionError", "look out"):
+        assert any(word in line for line in told), word
 
 
 @pytest.mark.parametrize("log_format", ["json", "pretty"])

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import MutableMapping
+from types import TracebackType
 from typing import Any, Final, Literal
 
 import orjson
@@ -34,6 +36,26 @@ def configure(service: str, instance_id: str, log_format: LogFormat, level: str)
         cache_logger_on_first_use=True,
     )
     _configure_stdlib(shared, is_pretty, threshold)
+
+
+def take_over_stderr() -> None:
+    """What the interpreter would print as text itself is logged: warnings, and exceptions that nobody catches."""
+    logging.captureWarnings(True)
+    log = structlog.get_logger(__name__)
+
+    def uncaught(
+        kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            log.error("python.uncaught", exc_info=(kind, error, trace))
+
+    sys.excepthook = uncaught
+    sys.unraisablehook = lambda found: uncaught(
+        found.exc_type, found.exc_value, found.exc_traceback
+    )
+    threading.excepthook = lambda found: uncaught(
+        found.exc_type, found.exc_value, found.exc_traceback
+    )
 
 
 def _shared_processors(service: str, instance_id: str) -> list[structlog.types.Processor]:

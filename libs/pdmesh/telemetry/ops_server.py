@@ -1,29 +1,33 @@
 """The operators' HTTP endpoint of a process: /metrics, /health/live, /health/ready, /status/<page>.
 
-Live: the event loop answers. Ready: everything the process needs holds; the reply names what does not. The routes
-may also be mounted in a service's own HTTP server.
+Live: the event loop answers. Ready: everything the process needs holds; the reply names what does not.
+The same bounds guard it as the port for clients. It makes room when it is full: a supervisor asks here whether the
+process lives, and kills a process that does not answer.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from pdmesh.httpd.bounds import Bounds
+from pdmesh.httpd.server import HttpServer, listen
 from pdmesh.telemetry import metrics
 
 NotReady = Callable[[], Sequence[str]]  # names of what does not hold yet
 Pages = Mapping[str, Callable[[], object]]  # what a service shows as JSON, by name
 _GRACE_S: Final = 1
+_WRITE_TIMEOUT_S: Final = 10.0
+_MAX_HEADER_BYTES: Final = 16_384
+_RECEIVE_TIMEOUT_S: Final = 10.0
+_MAX_CONNECTIONS: Final = 256
+_MAX_CONNECTIONS_PER_IP: Final = 128
 
 
 def ops_routes(not_ready: NotReady, pages: Pages = MappingProxyType({})) -> list[Route]:
@@ -53,45 +57,30 @@ def ops_routes(not_ready: NotReady, pages: Pages = MappingProxyType({})) -> list
     ]
 
 
-class _Server(uvicorn.Server):
-    """Signals belong to the process, not to its HTTP server."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class OpsServer:
     """Serves until `close`. The port is taken in the constructor, so that a conflict is an OSError at once."""
 
     def __init__(
         self, host: str, port: int, not_ready: NotReady, pages: Pages = MappingProxyType({})
     ) -> None:
-        self._socket = socket.create_server((host, port), backlog=128)
-        self.port: int = self._socket.getsockname()[1]
         self._app = Starlette(routes=ops_routes(not_ready, pages))
-        self._server = _Server(
-            uvicorn.Config(
-                self._app,
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=_GRACE_S,
-            )
+        bounds = Bounds(
+            max_header_bytes=_MAX_HEADER_BYTES,
+            receive_timeout_s=_RECEIVE_TIMEOUT_S,
+            max_connections=_MAX_CONNECTIONS,
+            max_connections_per_ip=_MAX_CONNECTIONS_PER_IP,
+            makes_room=True,
         )
-        self._task: asyncio.Task[None] | None = None
+        listener = listen(host, port, write_timeout_s=_WRITE_TIMEOUT_S)
+        self._server = HttpServer(self._app, listener, bounds, shutdown_s=_GRACE_S)
+        self.port: int = self._server.port
 
     def add_routes(self, routes: Sequence[Route]) -> None:
         """What a service serves to its operators besides."""
         self._app.router.routes.extend(routes)
 
     def start(self) -> None:
-        self._task = asyncio.create_task(
-            self._server.serve(sockets=[self._socket]), name="ops-server"
-        )
+        self._server.start()
 
     async def close(self) -> None:
-        self._server.should_exit = True
-        if self._task is not None:
-            await self._task
-        self._socket.close()
+        await self._server.stop()

@@ -171,6 +171,21 @@ async def test_paths_methods_and_sizes_are_checked(tmp_path: Path) -> None:
         for case, (response, status) in answers.items():
             assert response.status_code == status, case
             assert set(response.json()["error"]) == {"message", "type", "param", "code"}, case
+        assert answers["wrong method"][0].headers["allow"] == "POST"
+        removed = await client.delete(f"{mesh.url}/v1/models/tiny")
+        assert (removed.status_code, removed.headers["allow"]) == (405, "GET")
+
+
+@pytest.mark.fault("F31")
+async def test_a_percent_encoded_path_is_another_path_but_may_name_a_model(
+    mesh: GatewayMesh,
+) -> None:
+    async with httpx.AsyncClient(base_url=mesh.url) as client:
+        for path, status in (
+            ("/v1/models", 200), ("/v1%2fmodels", 404), ("/v1/%6dodels", 404),
+            ("/v1/models/tiny", 200), ("/v1/models/%74iny", 200), ("/metrics", 404),
+        ):  # fmt: skip
+            assert (await client.get(path)).status_code == status, path
 
 
 @pytest.mark.fault("F29")
@@ -206,9 +221,6 @@ async def test_metrics_and_the_finished_event_tell_what_happened(
     assert event.ttft_ms > 0
     assert event.e2e_ms >= event.ttft_ms
     assert "canary" not in str(event)
-    async with httpx.AsyncClient() as plain:
-        response = await plain.get(f"{mesh.url}/metrics")
-    assert response.status_code == 200
 
 
 async def test_no_stream_chunk_is_anything_but_valid_json(

@@ -14,6 +14,8 @@ import grpc
 import httpx
 import openai
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile, TenantEntry
@@ -68,7 +70,7 @@ async def test_without_a_valid_key_nothing_is_read_or_told(
         headers = {} if header is None else {"authorization": header}
         for method, path in (
             ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models"),
-            ("GET", "/v1/models/tiny"), ("GET", "/metrics"), ("POST", "/tokenize"),
+            ("GET", "/v1/models/tiny"), ("POST", "/tokenize"),
         ):  # fmt: skip
             response = await k.client.request(method, path, headers=headers, content=b"{")
             assert response.status_code == 401, path
@@ -76,6 +78,28 @@ async def test_without_a_valid_key_nothing_is_read_or_told(
             assert response.json()["error"]["type"] == "authentication_error"
             assert response.headers["www-authenticate"] == "Bearer"
         assert (await k.client.get("/health/live")).status_code == 200
+
+
+@pytest.mark.fault("F39")
+async def test_over_grpc_nothing_but_health_answers_without_a_key(tmp_path: Path) -> None:
+    async with (
+        keyed(tmp_path, acme=TenantEntry()) as k,
+        rpc.channel(f"127.0.0.1:{k.mesh.gateway.grpc.port}") as channel,
+    ):
+
+        async def described(metadata: tuple[tuple[str, str], ...] = ()) -> list[Any]:
+            asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+            stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+            return [r async for r in stub.ServerReflectionInfo(asked, metadata=metadata)]
+
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await described()
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        token = k.tokens["acme"]
+        (found,) = await described((("authorization", f"Bearer {token}"),))
+        assert len(found.list_services_response.service) == 3
+        health = health_pb2_grpc.HealthStub(channel)
+        await health.Check(health_pb2.HealthCheckRequest())
 
 
 async def test_the_openai_client_works_with_its_key_and_says_so_without(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""uvicorn around the application: our socket, our bounds, and a stop that ends."""
+"""uvicorn around an application: our socket, our bounds, and a stop that ends."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any, Final
 
 import uvicorn
 
-from pdmesh.lifecycle import StartupError
-from services.gateway.http_guard import Bounds, guarded
+from pdmesh.httpd.bounds import Bounds
+from pdmesh.httpd.guard import guarded
 
 _SEND_BUFFER_BYTES: Final = 262_144
+_BACKLOG: Final = 2048
 
 
 class _Server(uvicorn.Server):
@@ -24,20 +25,20 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
+    """Serves from `start` until `stop`, from a listener that `listen` made."""
+
     # Any: uvicorn types applications as a union that a plain callable object does not match.
     def __init__(
         self,
         app: Any,
-        host: str,
-        port: int,
-        *,
-        reuse_port: bool,
+        listener: socket.socket,
         bounds: Bounds,
-        write_timeout_s: float,
+        *,
         shutdown_s: float,
+        keep_alive_s: int = 75,
     ) -> None:
-        self._socket = _listen(host, port, reuse_port, write_timeout_s)
-        self.port: int = self._socket.getsockname()[1]
+        self._socket = listener
+        self.port: int = listener.getsockname()[1]
         protocol: Any = guarded(bounds)
         config = uvicorn.Config(
             app,
@@ -48,9 +49,9 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=75,
+            timeout_keep_alive=keep_alive_s,
             timeout_graceful_shutdown=max(1, round(shutdown_s)),
-            backlog=2048,
+            backlog=_BACKLOG,
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
@@ -74,9 +75,11 @@ class HttpServer:
         self._socket.close()
 
 
-def _listen(host: str, port: int, reuse_port: bool, write_timeout_s: float) -> socket.socket:
+def listen(
+    host: str, port: int, *, write_timeout_s: float, reuse_port: bool = False
+) -> socket.socket:
     """A socket whose connections keep little in the kernel, and not for ever, of what a client does not read (F28): they
-    inherit both. Without, each may hold 4 MB, also after its response has ended."""
+    inherit both. Without, each may hold 4 MB, also after its response has ended. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -88,9 +91,9 @@ def _listen(host: str, port: int, reuse_port: bool, write_timeout_s: float) -> s
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
-    except OSError as exc:
+        listener.listen(_BACKLOG)  # until then a second process may take the same port
+    except OSError:
         listener.close()
-        message = f"cannot listen on {host}:{port} ({exc.strerror}); set PDMESH_GATEWAY_HTTP_PORT"
-        raise StartupError(message) from exc
+        raise
     listener.set_inheritable(False)
     return listener

@@ -1,0 +1,59 @@
+"""One listener's bounds, and the connections that it has now."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+# A chunked body may be framed by one byte for so many of its own: chunks of 64 bytes fit, chunks of one do not.
+_BODY_BYTES_A_FRAMING_BYTE: Final = 8
+
+CutOff = Callable[[], None]  # ends the connection
+
+
+@dataclass(slots=True)
+class Bounds:
+    max_header_bytes: int
+    receive_timeout_s: float
+    max_connections: int
+    max_connections_per_ip: int
+    makes_room: bool = False  # a full listener drops the connection that has waited longest
+    num_by_ip: Counter[str] = field(default_factory=Counter)
+    num_open: int = 0
+    num_refused: int = 0
+    waiting: dict[CutOff, None] = field(default_factory=dict)  # without a request now; oldest first
+
+    def enter(self, ip: str) -> bool:
+        if not self._has_room(ip):
+            self.num_refused += 1
+            if not self._make_room(ip):
+                return False
+        self.num_open += 1
+        self.num_by_ip[ip] += 1
+        return True
+
+    def leave(self, ip: str) -> None:
+        self.num_open -= 1
+        self.num_by_ip[ip] -= 1
+        if not self.num_by_ip[ip]:
+            del self.num_by_ip[ip]
+
+    def max_framing_bytes(self, num_body_bytes: int) -> int:
+        """How much of a request may be no body: its head, its trailers and what frames its chunks."""
+        return self.max_header_bytes + num_body_bytes // _BODY_BYTES_A_FRAMING_BYTE
+
+    def _has_room(self, ip: str) -> bool:
+        return (
+            self.num_open < self.max_connections
+            and self.num_by_ip[ip] < self.max_connections_per_ip
+        )
+
+    def _make_room(self, ip: str) -> bool:
+        if self.makes_room:
+            for cut_off in list(self.waiting):
+                cut_off()
+                if self._has_room(ip):
+                    return True
+        return False

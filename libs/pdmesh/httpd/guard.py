@@ -1,0 +1,269 @@
+"""uvicorn's protocol with the bounds it lacks: connections, time, and every byte that is not body (F29).
+
+Without them an idle or trickling connection stays for ever, a head or trailers of any size are kept, and one address
+takes every file descriptor. Streams of any length are not affected: the clock stops when the request has arrived whole.
+
+A connection that is refused gets its answer and an end of what it may read; nothing more is read from it, and it is
+dropped a moment later. Closed at once, the kernel would take the answer back because of what is unread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Final, cast
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from pdmesh.httpd.bounds import Bounds
+from pdmesh.httpd.message_rules import refusal
+
+CONNECTION: Final = "pdmesh.connection"  # in the scope: tells when the client goes, without a task that waits for it
+# Requests sent before their predecessors were answered. Nobody needs them, and a buffer full holds thousands.
+_MAX_PIPELINED: Final = 16
+_LINGER_S: Final = 1.0
+
+
+class Refused(Exception):
+    """Not for anyone to catch but the parser: it ends there."""
+
+
+def guarded(within: Bounds) -> Callable[..., HttpToolsProtocol]:
+    """The protocol class with these bounds, as uvicorn's `http` setting takes it."""
+
+    class Guarded(_Guarded):
+        bounds = within
+
+    return Guarded
+
+
+class _Guarded(HttpToolsProtocol):
+    bounds: Bounds
+    is_gone = False
+    _ip = ""
+    _is_admitted = False
+    _is_counted = False
+    _num_framing = 0  # bytes of the present request that are not its body
+    _num_field_bytes = 0  # those of them that the parser gave out
+    _num_body = 0
+    _is_in_head = False
+    _is_whole = True  # no request is on its way in
+    _is_ending = False
+    _is_stopping = False
+    _status = HTTPStatus.BAD_REQUEST  # what a request gets that the parser stops at
+    _keeps_alive = False  # what the client asked for
+    _deadline: asyncio.TimerHandle | None = None
+    _on_gone: Callable[[], None] | None = None  # for the answer being written now
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._ip = str((transport.get_extra_info("peername") or ("",))[0])
+        if not self.bounds.enter(self._ip):
+            cast("asyncio.Transport", transport).abort()
+            return
+        self._is_admitted = self._is_counted = True
+        super().connection_made(cast("asyncio.Transport", transport))
+        self.bounds.waiting[self.abort] = None
+        self._start_clock()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._is_admitted:
+            return
+        self._leave()
+        self._stop_clock()
+        self._go()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_admitted:
+            return
+        rest = memoryview(data)
+        while rest and not self._is_ending:
+            # In pieces: what is too much is refused before the rest of it is looked at.
+            size = min(len(rest), self.bounds.max_header_bytes)
+            rest = rest[self._feed(rest[:size]) :]
+        if not self._is_whole and not self._is_ending:
+            self._unset_keepalive_if_required()
+            if self._deadline is None:
+                self._start_clock()
+
+    def _feed(self, piece: memoryview) -> int:
+        """How many bytes were taken."""
+        num_taken = len(piece)
+        self._num_framing += num_taken
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as exc:
+            num_taken = max(1, exc.args[0])  # not taken up: what follows is HTTP as before
+            self._num_framing = 0
+        except httptools.HttpParserError:
+            self._refuse(self._status)
+            return num_taken
+        # A request may have ended within the piece, and what came after that is the next one's.
+        self._num_framing = max(0, self._num_framing)
+        if self._num_framing > self.bounds.max_framing_bytes(self._num_body):
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        return num_taken
+
+    def watch(self, on_gone: Callable[[], None]) -> None:
+        """Call `on_gone` once the client has gone (closing its sending half counts), until `unwatch`."""
+        if self.is_gone:
+            on_gone()
+        else:
+            self.flow.resume_reading()  # a large body stops it, and then nobody would notice
+            self._on_gone = on_gone
+
+    def unwatch(self) -> None:
+        self._on_gone = None
+
+    def abort(self) -> None:
+        """Drop it with what the client has not read; an orderly close would wait for the client to read that."""
+        self._leave()
+        self.transport.abort()
+
+    def shutdown(self) -> None:
+        self._is_stopping = True
+        if self._is_ending:
+            self.transport.abort()
+        else:
+            super().shutdown()
+
+    def on_response_complete(self) -> None:
+        if self._is_ending:
+            return
+        super().on_response_complete()
+        if self.cycle.response_complete and self._is_whole:
+            self.bounds.waiting[self.abort] = None
+
+    # Called by httptools, hence not typed upstream.
+    def on_message_begin(self) -> Any:
+        self._is_in_head, self._is_whole = True, False
+        self._num_field_bytes = 0
+        return super().on_message_begin()
+
+    def on_url(self, url: bytes) -> Any:
+        self._count(len(url))
+        return super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> Any:
+        self._count(len(name) + len(value) + len(": \r\n"))
+        if not self._is_in_head:
+            return None  # a trailer: it goes nowhere, least of all among the headers
+        return super().on_header(name, value)
+
+    def on_headers_complete(self) -> Any:
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            raise Refused
+        if status := refusal(self.parser.get_http_version(), self.headers):
+            self._status = HTTPStatus(status)
+            raise Refused
+        scope = cast("dict[str, Any]", self.scope)  # ASGI allows keys of our own
+        scope[CONNECTION] = self
+        self.bounds.waiting.pop(self.abort, None)
+        super().on_headers_complete()
+        self._is_in_head = False
+        scope["path"] = scope["raw_path"].decode("ascii")  # %2f is no slash to any route
+        # Until the request is whole, its answer ends the connection: what is left of it is not read.
+        self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
+        self.cycle.transport = cast("asyncio.Transport", _EarlyTransport(self))
+        return None
+
+    def on_body(self, body: bytes) -> Any:
+        self._num_framing -= len(body)
+        self._num_body += len(body)
+        return super().on_body(body)
+
+    def on_message_complete(self) -> Any:
+        self._stop_clock()
+        self._is_whole = True
+        self._num_framing = self._num_field_bytes = self._num_body = 0
+        self.cycle.transport = self.transport
+        if not self.cycle.response_started and not self._is_stopping:
+            self.cycle.keep_alive = self._keeps_alive
+        return super().on_message_complete()
+
+    def _should_upgrade(self) -> bool:
+        """Never. Upstream looks through all headers for every piece of a body."""
+        return False
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_field_bytes += num_bytes
+        if self._num_field_bytes > self.bounds.max_header_bytes:
+            self._status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            raise Refused
+
+    def _start_clock(self) -> None:
+        self._deadline = self.loop.call_later(
+            self.bounds.receive_timeout_s, self._refuse, HTTPStatus.REQUEST_TIMEOUT
+        )
+
+    def _stop_clock(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _refuse(self, status: HTTPStatus) -> None:
+        self._stop_clock()
+        if self.transport.is_closing() or self._is_ending:
+            return
+        if self._may_answer():
+            head = f"HTTP/1.1 {status} {status.phrase}\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+            self.transport.write(head.encode())
+        self.end()
+
+    def _may_answer(self) -> bool:
+        """Nothing that is under way would be taken for the answer, or get it in its midst."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)  # none before the first request
+        if cycle is None or cycle.response_complete:
+            return True
+        is_of_this = not self._is_whole and not self._is_in_head
+        return is_of_this and not cycle.response_started and not self.pipeline
+
+    def end(self) -> None:
+        """Send what was written, read no more, and drop it soon."""
+        if self._is_ending or self.transport.is_closing():
+            return
+        self._is_ending = True
+        self._stop_clock()
+        self._unset_keepalive_if_required()
+        self.flow.pause_reading()
+        with contextlib.suppress(OSError):  # it is gone
+            self.transport.write_eof()
+        self._deadline = self.loop.call_later(_LINGER_S, self.abort)
+        for cycle in (self.cycle, *(waiting for waiting, _ in self.pipeline)):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.flow.resume_writing()
+        self._go()
+
+    def _go(self) -> None:
+        self.is_gone = True
+        on_gone, self._on_gone = self._on_gone, None
+        if on_gone is not None:
+            on_gone()
+
+    def _leave(self) -> None:
+        """No longer counted."""
+        self.bounds.waiting.pop(self.abort, None)
+        if self._is_counted:
+            self._is_counted = False
+            self.bounds.leave(self._ip)
+
+
+class _EarlyTransport:
+    """What an answer is written to while its request is still on its way in: an end of it ends the connection."""
+
+    def __init__(self, guard: _Guarded) -> None:
+        self._guard = guard
+
+    def write(self, data: bytes) -> None:
+        self._guard.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._guard.transport.is_closing()
+
+    def close(self) -> None:
+        self._guard.end()

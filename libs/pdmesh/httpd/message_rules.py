@@ -1,0 +1,31 @@
+"""What RFC 9112 wants refused and the parser lets pass: decided from a request's head alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+Headers = Sequence[tuple[bytes, bytes]]  # names in lower case
+
+# uri-host [":" port] of RFC 3986, empty included: a name, a number, or an address in brackets.
+_HOST: Final = re.compile(
+    rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Za-z:._~!$&'()*+,;=-]+\])(?::[0-9]*)?"
+)
+
+
+def refusal(version: str, headers: Headers) -> int:
+    """The status that this head gets; 0: it may pass."""
+    if version not in {"1.0", "1.1"}:
+        return 505
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (version == "1.1" and not hosts):
+        return 400  # 3.2: exactly one, or a cache in front and this server may see different hosts
+    if hosts and not _HOST.fullmatch(hosts[0]):
+        return 400
+    codings = [value for name, value in headers if name == b"transfer-encoding"]
+    if codings and version == "1.0":
+        return 400  # 6.1: the framing is faulty
+    if codings and [value.lower().strip() for value in codings] != [b"chunked"]:
+        return 501
+    return 0
