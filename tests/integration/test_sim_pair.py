@@ -397,3 +397,48 @@ async def test_kv_events_tell_what_the_cache_holds_without_gaps() -> None:
         parts = [part async for part in stub(pb.GetKvSnapshotRequest())]
         assert {h for part in parts for h in part.block_hashes} == known
         assert {part.sequence for part in parts} == {len(sequences)}
+
+
+@pytest.mark.fault("F23", "F24")
+async def test_a_frozen_sender_holds_up_no_pull_from_a_healthy_one() -> None:
+    """Its pull has the only turn there is, and more of its own wait before those from the healthy one come."""
+    made: list[MemoryTransport] = []
+
+    def make() -> MemoryTransport:
+        made.append(MemoryTransport())
+        return made[-1]
+
+    patient = HostConfig(transfer_timeout_s=600.0, transfer_stall_s=300.0)
+    async with (
+        sim_instance("prefill-0", PREFILL, make, ticket_lease_s=600.0) as frozen,
+        sim_instance("prefill-1", PREFILL, make) as healthy,
+        sim_instance(
+            "decode-0", DECODE, make, max_pulls=1, max_retrievals=8, host_config=patient
+        ) as d,
+        TestSession(frozen) as to_frozen,
+        TestSession(healthy) as to_healthy,
+        TestSession(d) as to_d,
+    ):
+        sampling = Sampling(max_tokens=4)
+        await check(frozen, to_frozen, to_d, prompt_of(100), sampling)  # connects
+        handed = []
+        for seed in range(1, 6):
+            prefill = await to_frozen.prefill(prompt_of(300, seed), sampling)
+            handed.append((prefill, prompt_of(300, seed), await prefill.until("first_token")))
+        made[0].freeze()
+        stuck = [
+            await to_d.start(prompt, sampling, first.token_id, first.ticket)
+            for _, prompt, first in handed
+        ]
+        for leg in stuck:
+            await leg.until("accepted")
+        for seed in range(3):
+            await check(healthy, to_healthy, to_d, prompt_of(300, 10 + seed), sampling)
+        assert not any(leg.has("finished", "failed", "lost") for leg in stuck)
+        assert d.host.held_sources() == []
+        made[0].is_frozen = False
+        made[0].wake()
+        for leg in stuck:
+            await leg.until("finished")
+        for instance in (frozen, healthy, d):
+            await instance.until_idle()

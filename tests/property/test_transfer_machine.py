@@ -18,14 +18,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pdmesh.core import pull_events as rx
 from pdmesh.core import ticket_events as tx
 from pdmesh.core.kv_layout import KvLayout, KvPart
-from pdmesh.core.pull_book import STOP_S, PullBook
+from pdmesh.core.pull_book import SILENT_S, STOP_S, PullBook
 from pdmesh.core.ticket import CloseReason
 from pdmesh.core.ticket_book import MAX_LEASES, TicketBook
 from pdmesh.kv import wire
 
 FINGERPRINT = 11
 LAYOUT = KvLayout(num_layers=3, num_blocks=2, block_bytes=10)
-LEASE_S, DEADLINE_S = 10.0, 2.0
+LEASE_S, DEADLINE_S, STALL_S = 10.0, 2.0, 1.5
 MAX_INLINE = 10  # bytes
 NAMES = st.sampled_from("aaab")
 RARELY = st.sampled_from([False] * 7 + [True])  # what ends everything must not always be first
@@ -62,6 +62,8 @@ class Pull:
     num_bytes: int = 0
     metas: list[wire.Meta] = field(default_factory=list)
     is_landing_free: bool = False
+    is_silent: bool = False
+    asked_at: float = 0.0
 
 
 @dataclass
@@ -157,9 +159,12 @@ class TransferMachine(RuleBasedStateMachine):
     def ask(self, pull: Pull, least: int) -> None:
         pull_id = len(self.pulls) + 1
         self.pulls[pull_id] = pull
+        pull.asked_at = self.now
         deadline = self.now + DEADLINE_S
         self.at_receiver(
-            rx.PullRequested(pull_id, pull.link.key, least, LAYOUT.total_bytes, deadline, LEASE_S)
+            rx.PullRequested(
+                pull_id, pull.link.key, least, LAYOUT.total_bytes, deadline, LEASE_S, STALL_S
+            )
         )
 
     def link(self, other: bool) -> Link:
@@ -471,6 +476,11 @@ class TransferMachine(RuleBasedStateMachine):
                 pull.num_delivered += 1
             case rx.SendAck(_, is_taken):
                 pull.link.to_sender.append(wire.Ack(pull_id, is_taken))
+            case rx.TellSilent():
+                assert not pull.is_silent, "told twice"
+                assert not pull.outcome, "told of one that is over"
+                assert self.now >= pull.asked_at + SILENT_S
+                pull.is_silent = True
             case rx.RenewLease():
                 renewal = wire.Renew(pull.ticket_id, pull.attempt, pull.incarnation)
                 if not pull.is_fetch:

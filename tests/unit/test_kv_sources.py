@@ -13,6 +13,7 @@ from pdmesh.core.kv_sources import (
     SourceFault,
 )
 from pdmesh.core.request_types import Candidate
+from pdmesh.core.ticket import PullFailure
 
 P0, P0_AGAIN, P1 = KvSource("p0", 1), KvSource("p0", 2), KvSource("p1", 1)
 CORRUPT, UNREACHABLE, SLOW = SourceFault.CORRUPT, SourceFault.UNREACHABLE, SourceFault.SLOW
@@ -156,3 +157,11 @@ def test_the_takers_of_a_prefill_leave_out_who_refuses_it_and_end_with_who_avoid
         p: [c.instance_id for c in Candidate(p, 1, "g/f").takers(decodes)] for p in ("p0", "p1")
     }
     assert taker_ids == {"p0": ["d2", "d0"], "p1": ["d0", "d1", "d2"]}
+
+
+@pytest.mark.fault("F23", "F24")
+def test_a_pull_that_was_overdue_at_this_end_says_nothing_of_its_source() -> None:
+    record = sources()
+    for n in range(9):
+        assert record.failed(P0, PullFailure.OVERDUE, float(n)) is None
+    assert record.held() == []

@@ -8,7 +8,7 @@ from pdmesh.core import pull_events as rx
 from pdmesh.core import ticket_events as tx
 from pdmesh.core.kv_layout import KvLayout, KvPart, KvSpan
 from pdmesh.core.lease_keeper import LeaseKeeper
-from pdmesh.core.pull_book import LET_GO_S, STOP_S, PullBook
+from pdmesh.core.pull_book import LET_GO_S, SILENT_S, STOP_S, PullBook
 from pdmesh.core.quarantine import Quarantine
 from pdmesh.core.ticket import CloseReason, PullFailure, Refusal
 from pdmesh.core.ticket_book import (
@@ -291,6 +291,19 @@ def test_a_ticket_for_one_pull_ends_with_it(end: tx.SenderEvent) -> None:
     assert book.handle(end, now=1.1) == [tx.CloseTicket("t", CloseReason.RELEASED)]
 
 
+@pytest.mark.fault("F23")
+def test_a_pull_that_nothing_comes_of_is_told_once_and_goes_on() -> None:
+    book = PullBook()
+    book.handle(rx.PullRequested(1, 5, 100, 100, deadline=20.0, stall_s=19.0), now=0.0)
+    assert book.handle(rx.Tick(), now=SILENT_S - 0.01) == []
+    assert book.handle(rx.MetaArrived(5, 1, 100, 0, 60, False), now=0.2) == [rx.ReceivePart(1, 0)]
+    assert book.handle(rx.Tick(), now=SILENT_S) == []
+    assert book.handle(rx.Tick(), now=0.2 + SILENT_S) == [rx.TellSilent(1)]
+    assert book.handle(rx.Tick(), now=0.3 + SILENT_S) == []
+    assert book.handle(rx.PartArrived(1, 0), now=9.0) == [rx.CheckPart(1, 0)]
+    assert book.handle(rx.Tick(), now=19.0) == []
+
+
 def requested(deadline: float = 2.0) -> PullBook:
     book = PullBook()
     assert book.handle(rx.PullRequested(1, 5, 100, 100, deadline), now=0.0) == [rx.SendPull(1)]
@@ -498,7 +511,7 @@ def test_the_third_corruption_within_the_window_quarantines_a_source_for_a_while
 def test_silence_ends_a_pull_long_before_its_deadline_and_progress_does_not() -> None:
     book = PullBook()
     book.handle(rx.PullRequested(1, 7, 100, 100, deadline=60.0, stall_s=2.0), now=0.0)
-    assert book.handle(rx.Tick(), now=1.9) == []
+    assert book.handle(rx.Tick(), now=1.9) == [rx.TellSilent(1)]
     for number in range(5):  # a slow link, and each part comes in time
         now = 1.9 * (number + 1)
         book.handle(rx.MetaArrived(7, 1, 100, 20 * number, 20, is_inline=False), now=now)
@@ -513,5 +526,5 @@ def test_a_pull_that_waits_for_prefill_may_be_silent_until_that_is_done() -> Non
     book.handle(rx.PullRequested(1, 7, 100, 100, deadline=60.0), now=0.0)
     assert book.handle(rx.Tick(), now=30.0) == []
     book.handle(rx.SourceComplete(1, 2.0), now=30.0)
-    assert book.handle(rx.Tick(), now=31.9) == []
+    assert book.handle(rx.Tick(), now=31.9) == [rx.TellSilent(1)]
     assert rx.Fail(1, PullFailure.TIMEOUT) in book.handle(rx.Tick(), now=32.0)

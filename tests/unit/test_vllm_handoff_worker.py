@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pdmesh.core.arena import ArenaRange
-from pdmesh.core.ticket import Ticket
+from pdmesh.core.kv_sources import KvSource, KvSources
+from pdmesh.core.ticket import PullFailure, Ticket
 from pdmesh.engine.vllm.handoff import Entered, Load, Store, StorePart
 from pdmesh.engine.vllm.messages import (
     LandingClear,
@@ -72,6 +75,7 @@ class Agent:
         self.said: list[tuple[Any, ...]] = []
         self.pulls: dict[str, Future[Any]] = {}
         self.on_range: dict[str, Any] = {}
+        self.options: dict[str, dict[str, Any]] = {}
 
     def staging(self, r: ArenaRange) -> Any:
         return self.arena[r.offset : r.offset + r.length]
@@ -101,7 +105,8 @@ class Agent:
     def expect(self, ticket_id: str, stall_s: float) -> None:
         self.said.append(("expect", ticket_id, stall_s))
 
-    def pull(self, ticket: Ticket, *_: object, on_range: Any = None, **__: object) -> Future[Any]:
+    def pull(self, ticket: Ticket, *_: object, on_range: Any = None, **more: Any) -> Future[Any]:
+        self.options[ticket.ticket_id] = more
         self.on_range[ticket.ticket_id] = on_range
         pull: Future[Any] = Future()
         self.pulls[ticket.ticket_id] = pull
@@ -176,6 +181,39 @@ def test_pulls_take_turns_and_one_that_ends_lets_the_next_begin() -> None:
     assert rank.agent.said[-1] == ("let_go", "t3")
     rank.agent.pulls["t2"].set_result(ALL_CAME)
     assert rank.incoming.take_results() == ({"k2"}, set())
+
+
+@pytest.mark.fault("F23", "F24")
+def test_one_whose_turn_does_not_come_fails_without_a_word_against_its_source() -> None:
+    rank = Rank(max_pulls=1)
+    rank.incoming.pull(load(1))
+    rank.incoming.pull(replace(load(2), deadline=0.0))
+    assert rank.incoming.take_results() == (set(), {"k2"})
+    cleared, failed = rank.heard()
+    assert cleared == LandingClear(0, 2)
+    assert isinstance(failed, PullFailed)
+    assert failed.cause == PullFailure.OVERDUE
+    assert rank.agent.said[-1] == ("let_go", "t2")
+    assert KvSources().failed(KvSource("prefill-0", 7), failed.cause, 0.0) is None
+    rank.agent.pulls["t1"].set_result(ALL_CAME)
+    assert rank.incoming.take_results() == ({"k1"}, set())
+
+
+@pytest.mark.fault("F23")
+def test_a_pull_counts_its_time_from_its_turn_and_gives_the_turn_up_when_it_falls_silent() -> None:
+    rank = Rank(max_pulls=1)
+    for n in (1, 2, 3):
+        rank.incoming.pull(replace(load(n), deadline=time.monotonic() + 600, timeout_s=4.5))
+    assert list(rank.agent.pulls) == ["t1"]
+    assert rank.agent.options["t1"]["deadline_s"] == 4.5
+    rank.agent.options["t1"]["on_silent"]()
+    assert list(rank.agent.pulls) == ["t1", "t2"]
+    assert rank.agent.options["t2"]["deadline_s"] == 4.5
+    rank.agent.pulls["t1"].set_result(ALL_CAME)
+    assert list(rank.agent.pulls) == ["t1", "t2"], "one at a time but for silent ones"
+    rank.agent.pulls["t2"].set_result(ALL_CAME)
+    rank.agent.pulls["t3"].set_result(ALL_CAME)
+    assert rank.incoming.take_results() == ({"k1", "k2", "k3"}, set())
 
 
 @pytest.mark.req("S48")

@@ -200,7 +200,7 @@ def test_a_pull_without_end_fails_at_its_deadline() -> None:
     failed, cancel = core.overdue(2)
     assert isinstance(failed, Failed)
     assert failed.reason == "KV_TRANSFER_FAILED", "as every other failure of a pull"
-    assert failed.message.startswith("KV_TRANSFER_TIMEOUT")
+    assert failed.message.startswith("KV_PULL_OVERDUE"), "no word against its source"
     assert cancel == CancelRequest(2)
     assert core.overdue(2) == []
     assert core.handle(LandingClear(0, 2)) == [LandingFreed(2)]

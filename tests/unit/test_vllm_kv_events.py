@@ -75,10 +75,14 @@ def test_clearing_starts_the_view_again() -> None:
     )
 
 
-def test_a_gap_clears_and_tells_what_is_known() -> None:
+def test_after_a_gap_nothing_is_believed_but_what_comes() -> None:
+    """The lost batch removed block 0: nobody would ever say so again. It is still known as a parent."""
     view = names()
     view.handle(0, [stored(0, 1)])
-    assert view.handle(2, [stored(1, 2)]) == BlocksChanged(tuple(NAMES[:2]), (), is_cleared=True)
+    assert view.handle(2, [stored(1, 2)]) == BlocksChanged((NAMES[1],), (), is_cleared=True)
+    assert view.num_held(NAMES) == 0
+    assert view.handle(3, [stored(0, 1)]) == BlocksChanged((NAMES[0],))
+    assert view.num_held(NAMES) == 2
 
 
 def test_blocks_without_a_salt_have_no_name() -> None:

@@ -37,6 +37,7 @@ from pdmesh.core.pull_events import (
     SendAck,
     SendPull,
     SourceComplete,
+    TellSilent,
     Tick,
 )
 from pdmesh.core.ticket import PullFailure
@@ -44,6 +45,7 @@ from pdmesh.core.ticket import PullFailure
 STOP_S = (
     0.5  # from the deadline: for a live sender to answer, and for the bytes on their way to arrive
 )
+SILENT_S = 0.25  # without any bytes: long for a link that works, short beside every stall
 LET_GO_S = 5.0  # from when it was given up, to be drained
 
 
@@ -64,6 +66,7 @@ class _Pull:
     posted: set[int] = field(default_factory=set)  # parts a write may still land for
     checking: set[int] = field(default_factory=set)
     verified: set[int] = field(default_factory=set)  # and not delivered
+    is_silent: bool = False
     has_caller: bool = True
     is_stopped: bool = False  # failed or given up: drain it
     is_refused: bool = False  # the sender announces no more
@@ -253,9 +256,18 @@ class PullBook:
             given_up_at = min(pull.deadline, pull.heard_at + pull.stall_s)
             if now >= given_up_at:
                 effects += self._fail(pull_id, PullFailure.TIMEOUT)
+            elif self._is_newly_silent(pull, now):
+                pull.is_silent = True
+                effects.append(TellSilent(pull_id))
             if now >= given_up_at + STOP_S:
                 effects.append(AbortPeer(pull.peer))
         return effects
+
+    @staticmethod
+    def _is_newly_silent(pull: _Pull, now: float) -> bool:
+        """One that waits for prefill is not: its silence means nothing."""
+        is_known = pull.is_silent or pull.is_stopped or math.isinf(pull.stall_s)
+        return not is_known and now >= pull.heard_at + SILENT_S
 
     def _fail(self, pull_id: int, reason: str) -> list[ReceiverEffect]:
         """Tell the caller once, and the sender."""

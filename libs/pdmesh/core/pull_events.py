@@ -151,6 +151,13 @@ class RenewLease:
 
 
 @dataclass(slots=True)
+class TellSilent:
+    """Nothing of it came for SILENT_S, though the sender has it: the link is free for others. Once per pull; it goes on."""
+
+    pull_id: int
+
+
+@dataclass(slots=True)
 class Complete:
     """The verified bytes are the caller's, and the landing range with them."""
 
@@ -179,6 +186,7 @@ ReceiverEffect = (
     | DeliverPart
     | SendAck
     | RenewLease
+    | TellSilent
     | Complete
     | Fail
     | FreeLanding

@@ -64,4 +64,6 @@ class PullFailure(StrEnum):
     PROTOCOL = "KV_PROTOCOL_ERROR"
     CLOSING = "KV_AGENT_CLOSING"
     BUSY = "KV_TOO_MANY_PULLS"
+    # This end was too late: no turn came in time, or the engine did not say what became of the pull. No word about the source.
+    OVERDUE = "KV_PULL_OVERDUE"
     QUARANTINED = "KV_SOURCE_QUARANTINED"

@@ -83,9 +83,9 @@ class PrefillJob:
 class DecodeJob:
     """Pull the KV named by `ticket` into `landing`, scatter it into blocks, and go on from `first_token`.
 
-    `sampling.max_tokens` counts the tokens after `first_token`. `deadline_s` bounds the pull, from now, and `stall_s` the
-    sender's silence within it once prefill is done. `first_token` is None while prefill computes still: `join` will say it, and the
-    job begins to draw when it and the KV are there.
+    `sampling.max_tokens` counts the tokens after `first_token`. `deadline_s` bounds the wait for the pull's turn, and
+    the pull from its turn on; `stall_s` the sender's silence within it once prefill is done. `first_token` is None while prefill computes still: `join` will say it, no
+    turn is waited for, and the job begins to draw when it and the KV are there.
     """
 
     leg: int

@@ -68,7 +68,9 @@ class InstanceSettings(ServiceSettings):
         16, ge=1, description="Requests at a decode whose KV has not come yet; more are refused"
     )
     max_pulls: int = Field(
-        64, ge=1, description="KV pulls at once at a decode, 64 MiB together; others wait"
+        64,
+        ge=1,
+        description="KV pulls at once at a decode, 64 MiB together of each sender; others wait",
     )
     max_waiting: int = Field(
         2, ge=0, description="Requests a decode takes beyond its slots: their KV comes meanwhile"
@@ -106,7 +108,7 @@ class InstanceSettings(ServiceSettings):
     transfer_timeout_s: float = shared(
         4.5,
         gt=0,
-        description="Longest time one pull of KV may take; shorter than the gateways' STALL_S, so that the decode says why",
+        description="Longest time one pull of KV may take from its turn, or wait for its turn; shorter than the gateways' STALL_S, so that the decode says why",
     )
     transfer_stall_s: float = shared(
         2.0, gt=0, description="Of that, longest time without any KV: the link may be cut"

@@ -208,12 +208,14 @@ class KvAgent:
         num_takers: int = 1,
         leg: int = 0,
         stall_s: float = math.inf,
+        on_silent: Callable[[], None] = lambda: None,
     ) -> PullResult:
         """Pull a ticket's blocks from `first_block` on into the start of `landing`, and verify them.
 
         The bytes lie there as in the sender's buffer, each layer without its first blocks; `heads` = (first, number) picks
         some of a layout that tells heads apart. `num_takers` ranks of this instance pull the ticket from there for the same `leg`. `on_range` is told of verified bytes while others are on their way. Afterwards the landing range is the caller's
-        again. The sender may be silent for `stall_s`, if it has all of the bytes. Raises KvTransferFailed; then, and when cancelled, the range is the
+        again. The sender may be silent for `stall_s`, if it has all of the bytes; `on_silent` is called when it has been for a
+        while, and the link is free for others. Raises KvTransferFailed; then, and when cancelled, the range is the
         agent's until it says LandingFreed.
         """
         started, identity = time.monotonic(), self._identity
@@ -227,6 +229,7 @@ class KvAgent:
                 num_takers=num_takers,
                 decode=decode_hash(identity.instance_id, identity.incarnation, leg),
                 on_range=on_range,
+                on_silent=on_silent,
                 on_freed=lambda: self.give_back(landing),
             )
             address = self._address(ticket, source_rank)

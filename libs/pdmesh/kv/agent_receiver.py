@@ -20,7 +20,7 @@ import structlog
 from pdmesh import failpoints
 from pdmesh.core import pull_events as rx
 from pdmesh.core.lease_keeper import LeaseKeeper
-from pdmesh.core.pull_book import PullBook
+from pdmesh.core.pull_book import SILENT_S, PullBook
 from pdmesh.core.quarantine import Quarantine
 from pdmesh.core.ticket import PullFailure, Ticket
 from pdmesh.errors import KvTransferFailed
@@ -105,6 +105,7 @@ class ReceiverHalf:
             rx.DeliverPart: self._deliver,
             rx.SendAck: self._ack,
             rx.RenewLease: self._renew,
+            rx.TellSilent: self._tell_silent,
             rx.Complete: self._complete,
             rx.Fail: self._fail,
             rx.FreeLanding: self._free,
@@ -186,6 +187,7 @@ class ReceiverHalf:
         """Open the connection for a pull: silence of the sender that has all bytes counts here too. Raises KvTransferFailed."""
         ticket_id = order.ticket.ticket_id if order.ticket else ""
         stall_s = self._stall_s(order, stall_s)
+        silent = asyncio.get_running_loop().call_later(SILENT_S, order.on_silent)
         try:
             async with asyncio.timeout(None if math.isinf(stall_s) else stall_s) as limit:
                 opening = _Opening(ticket_id, limit)
@@ -197,6 +199,8 @@ class ReceiverHalf:
         except TimeoutError as exc:
             what = f"no KV connection to {order.source} in time"
             raise KvTransferFailed(what, reason=PullFailure.TIMEOUT) from exc
+        finally:
+            silent.cancel()
 
     def _stall_s(self, order: PullOrder, stall_s: float) -> float:
         if order.ticket is None:
@@ -298,6 +302,9 @@ class ReceiverHalf:
         pull = self._pulls[effect.pull_id]
         if pull.order.ticket is not None:
             self._tell_renewal(pull.order.ticket, pull.connection)
+
+    def _tell_silent(self, effect: rx.TellSilent) -> None:
+        self._pulls[effect.pull_id].order.on_silent()
 
     def _complete(self, effect: rx.Complete) -> None:
         pull = self._pulls.pop(effect.pull_id)

@@ -128,6 +128,7 @@ class AgentThread:
         num_takers: int = 1,
         leg: int = 0,
         stall_s: float = math.inf,
+        on_silent: Callable[[], None] = lambda: None,
     ) -> Future[PullResult]:
         """As `KvAgent.pull`, errors included. Cancelling the future cancels the pull, and LandingFreed follows, however early or late."""
         agent = self._made()
@@ -144,6 +145,7 @@ class AgentThread:
                 num_takers=num_takers,
                 leg=leg,
                 stall_s=stall_s,
+                on_silent=on_silent,
             )
 
         return self._hand_over(pull, lambda: agent.give_back(landing))

@@ -22,6 +22,7 @@ class PullOrder:
     max_bytes: int
     on_freed: Callable[[], None]
     on_range: OnRange | None = None
+    on_silent: Callable[[], None] = lambda: None  # nothing comes of it, for a while at least
     ticket: Ticket | None = None
     source: str = ""  # instance, for the quarantine
 
@@ -60,6 +61,7 @@ def order_ticket(
     num_takers: int,
     decode: int,
     on_range: OnRange | None,
+    on_silent: Callable[[], None],
     on_freed: Callable[[], None],
 ) -> PullOrder:
     """Raises KvTransferFailed (KV_BAD_TICKET) if the bytes do not fit, or the ticket cannot be named."""
@@ -88,7 +90,15 @@ def order_ticket(
     most = min(ticket.kv_bytes, landing.size)
     least = most if is_whole else 0
     return PullOrder(
-        make_message, (landing,), least, most, on_freed, on_range, ticket, ticket.instance_id
+        make_message,
+        (landing,),
+        least,
+        most,
+        on_freed,
+        on_range,
+        on_silent,
+        ticket,
+        ticket.instance_id,
     )
 
 

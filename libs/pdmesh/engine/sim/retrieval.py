@@ -20,6 +20,7 @@ import numpy as np
 
 from pdmesh import failpoints
 from pdmesh.core.pull_queue import PullQueue
+from pdmesh.core.ticket import PullFailure
 from pdmesh.engine.base import DecodeJob, Failed, KvReceived, LandingFreed, Output
 from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.memory import PagedMemory
@@ -29,6 +30,7 @@ from pdmesh.kv.agent import KvAgent
 from pdmesh.kv.transport import ByteArray
 from pdmesh.net.tasks import watched
 
+_TICK_S: Final = 0.01  # more than a loop's timers may be early
 _QUICK_BYTES: Final = 1 << 20  # of KV: read within the loop's turn, a thread would cost more
 
 
@@ -101,8 +103,11 @@ class Retriever:
         if job.first_token is None:
             self._start(job.leg)
             return
-        self._start_all(self._queue.add(job.leg, job.ticket.kv_bytes))
+        source = (job.ticket.instance_id, job.ticket.incarnation)
+        until = retrieval.deadline
+        self._start_all(self._queue.add(job.leg, job.ticket.kv_bytes, source, until))
         if self._queue.is_waiting(job.leg):
+            asyncio.get_running_loop().call_later(job.deadline_s + _TICK_S, self._look_for_overdue)
             self._spawn(self._keep(job), f"keep-{job.leg}")
 
     def join(self, leg: int, first_token: int) -> None:
@@ -118,9 +123,7 @@ class Retriever:
         if (retrieval := self._retrievals.pop(leg, None)) is None:
             return
         if retrieval.task is None:
-            # let_go
-            self.free_landing(retrieval.job.landing.offset)
-            self._start_all(self._queue.end(leg))
+            self._leave_queue(retrieval.job)
         elif retrieval.has_kv:
             self._pool.release(retrieval.blocks)
         else:
@@ -149,6 +152,20 @@ class Retriever:
         """Its lease is renewed while it waits its turn; should that not work, its pull will say why."""
         with contextlib.suppress(KvTransferFailed):
             await self._agent.keep(job.ticket, job.deadline_s)
+
+    def _look_for_overdue(self) -> None:
+        for leg in self._queue.overdue(time.monotonic()):
+            retrieval = self._retrievals.pop(leg)
+            self._leave_queue(retrieval.job)
+            reason = PullFailure.OVERDUE
+            why = f"{reason}: its turn did not come in time"
+            self._emit(Failed(leg, KvTransferFailed.default_reason, why, cause=reason))
+
+    def _leave_queue(self, job: DecodeJob) -> None:
+        """Its turn has not come."""
+        self._agent.let_go(job.ticket.ticket_id)
+        self.free_landing(job.landing.offset)
+        self._start_all(self._queue.end(job.leg))
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         task = watched(work, name, self._die)
@@ -182,12 +199,15 @@ class _Pull:
             retrieval.waits_since = time.monotonic()
         used = self._allocate()
         try:
-            deadline_s = max(0.0, retrieval.deadline - time.monotonic())
+            # Counted from its turn; one that waits for prefill takes none.
+            left_s = max(0.0, retrieval.deadline - time.monotonic())
+            deadline_s = job.deadline_s if job.first_token is not None else left_s
             await owner._agent.pull(
                 job.ticket,
                 job.landing,
                 deadline_s=deadline_s,
                 stall_s=math.inf if retrieval.first_token is None else job.stall_s,
+                on_silent=lambda: owner._start_all(owner._queue.fell_silent(job.leg)),
                 on_range=lambda offset, data: self._land(offset, data, used),
             )
         except KvTransferFailed as exc:

@@ -226,12 +226,20 @@ class VllmEngine:
             return
         loop = asyncio.get_running_loop()
         deadline = time.monotonic() + job.deadline_s
-        self._deadlines[job.leg] = loop.call_later(
-            job.deadline_s + PULL_GRACE_S, self._on_deadline, job.leg
-        )
         is_early = job.first_token is None
+        most_s = job.deadline_s if is_early else 2 * job.deadline_s  # for its turn, and from it on
+        self._deadlines[job.leg] = loop.call_later(
+            most_s + PULL_GRACE_S, self._on_deadline, job.leg
+        )
         params = load_params(
-            job.leg, job.ticket, job.landing, deadline, len(job.prompt), is_early, job.stall_s
+            job.leg,
+            job.ticket,
+            job.landing,
+            deadline,
+            len(job.prompt),
+            is_early,
+            job.deadline_s,
+            job.stall_s,
         )
         prompt = [*job.prompt, STAND_IN if job.first_token is None else job.first_token]
         assert self._requests is not None

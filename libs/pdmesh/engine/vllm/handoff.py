@@ -46,7 +46,8 @@ class StorePart:
 class Load:
     """Pull a ticket's KV into blocks. The first `num_local_blocks` are in the prefix cache already.
 
-    `deadline` is of the host's monotonic clock, which processes of one machine share.
+    `deadline` is of the host's monotonic clock, which processes of one machine share: a pull that takes turns must have had its turn
+    by then, and may take `timeout_s` from it; one that takes none must be over.
     """
 
     key: str  # the engine's own name of the request
@@ -58,6 +59,7 @@ class Load:
     is_early: bool = False  # token 1 is not known yet: the request's last token stands in for it
     num_local_blocks: int = 0
     block_ids: tuple[int, ...] = ()
+    timeout_s: float = math.inf
     stall_s: float = math.inf  # of the sender's silence, once it has all of the bytes
 
 
@@ -112,6 +114,7 @@ def load_params(
     deadline: float,
     num_tokens: int,
     is_early: bool = False,
+    timeout_s: float = math.inf,
     stall_s: float = math.inf,
 ) -> dict[str, Any]:
     """The `kv_transfer_params` of a decode whose prompt of `num_tokens` tokens is pulled."""
@@ -123,6 +126,7 @@ def load_params(
         "deadline": deadline,
         "num_tokens": num_tokens,
         "is_early": is_early,
+        "timeout_s": timeout_s,
         "stall_s": stall_s,
     }
 
@@ -150,6 +154,7 @@ def _load(key: str, params: Mapping[str, Any]) -> Load:
         params["deadline"],
         params["num_tokens"],
         params["is_early"],
+        timeout_s=params["timeout_s"],
         stall_s=params["stall_s"],
     )
 

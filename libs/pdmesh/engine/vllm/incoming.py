@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from pdmesh import failpoints
 from pdmesh.core.pull_queue import PullQueue
+from pdmesh.core.ticket import PullFailure
 from pdmesh.engine.vllm.caches import PagedCaches
 from pdmesh.engine.vllm.handoff import Entered, Load
 from pdmesh.engine.vllm.messages import LandingClear, Message, PullFailed, Received
@@ -33,6 +34,8 @@ class _Pulling:
     load: Load
     started: float
     pull: TogetherPull | None = None  # from its turn on
+    has_turn: bool = False  # the deadline is that of its turn, not of the pull
+    is_overdue: bool = False  # its turn did not come in time
     waits_since: float = math.inf  # for bytes alone: its turn has come, and prefill is done
     came_at: float = 0.0
     is_cancelled: bool = False
@@ -81,8 +84,11 @@ class Incoming:
         if load.is_early or not self._share.is_like(load.ticket):
             self._begin(pulling)
             return
+        pulling.has_turn = True
+        source = (load.ticket.instance_id, load.ticket.incarnation)
         with self._lock:
-            self._begin_all(self._queue.add(load.key, load.ticket.kv_bytes))
+            begun = self._queue.add(load.key, load.ticket.kv_bytes, source, load.deadline)
+            self._begin_all(begun)
             if self._queue.is_waiting(load.key):
                 self._agent.keep(load.ticket, max(0.0, load.deadline - pulling.started))
 
@@ -98,10 +104,7 @@ class Incoming:
             if pulling.pull is not None:
                 pulling.pull.cancel()
                 return
-            self._begin_all(self._queue.end(load.key))
-        self._agent.let_go(load.ticket.ticket_id)
-        self._landings.clear(load.landing.offset)
-        self._ended.append(pulling)
+            self._leave_queue(pulling)
 
     def forget(self, leg: int) -> None:
         """Its request ended before its load began."""
@@ -111,6 +114,7 @@ class Incoming:
         """The keys of loads that are complete, and of those that failed, since the last call."""
         received: set[str] = set()
         failed: set[str] = set()
+        self._drop_overdue()
         while self._ended:
             pulling = self._ended.popleft()
             if self._is_complete(pulling):
@@ -163,8 +167,26 @@ class Incoming:
 
     def _acknowledge(self, load: Load) -> None:
         """All blocks are cached here: nothing lands, nobody waits, and there may be no further step."""
-        pull = self._pull(load)
+        pull = self._pull(load, load.timeout_s)
         pull.start(lambda: self._clear(pull))
+
+    def _drop_overdue(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            return  # the next step will do; this one must not wait for a range that is scattered
+        try:
+            for key in self._queue.overdue(time.monotonic()):
+                self._pulling[key].is_overdue = True
+                self._leave_queue(self._pulling[key])
+        finally:
+            self._lock.release()
+
+    def _leave_queue(self, pulling: _Pulling) -> None:
+        """Its turn has not come."""
+        load = pulling.load
+        self._begin_all(self._queue.end(load.key))
+        self._agent.let_go(load.ticket.ticket_id)
+        self._landings.clear(load.landing.offset)
+        self._ended.append(pulling)
 
     def _begin_all(self, keys: list[str]) -> None:
         for key in keys:
@@ -182,10 +204,21 @@ class Incoming:
 
         if not self._is_unmade(load):
             pulling.waits_since = time.monotonic()
-        pulling.pull = self._pull(load, land)
+        timeout_s = load.timeout_s if pulling.has_turn else load.deadline - time.monotonic()
+        pulling.pull = self._pull(load, timeout_s, land, lambda: self._fell_silent(load.key))
         pulling.pull.start(lambda: self._end(pulling))
 
-    def _pull(self, load: Load, on_range: OnPieceRange | None = None) -> TogetherPull:
+    def _fell_silent(self, key: str) -> None:
+        with self._lock:
+            self._begin_all(self._queue.fell_silent(key))
+
+    def _pull(
+        self,
+        load: Load,
+        timeout_s: float,
+        on_range: OnPieceRange | None = None,
+        on_silent: Callable[[], None] = lambda: None,
+    ) -> TogetherPull:
         wanted = self._share.pieces(load.ticket, load.landing, self._num_bytes(load))
         self._landings.take(load.leg, [piece.landing.offset for piece in wanted])
         return pull_pieces(
@@ -193,11 +226,12 @@ class Incoming:
             load.ticket,
             wanted,
             leg=load.leg,
-            deadline_s=max(0.0, load.deadline - time.monotonic()),
+            deadline_s=max(0.0, timeout_s),
             stall_s=math.inf if self._is_unmade(load) else load.stall_s,
             first_block=load.num_local_blocks,
             num_blocks=load.num_local_blocks + len(load.block_ids),
             on_range=on_range,
+            on_silent=on_silent,
         )
 
     def _is_unmade(self, load: Load) -> bool:
@@ -217,8 +251,13 @@ class Incoming:
 
     def _is_complete(self, pulling: _Pulling) -> bool:
         load = pulling.load
-        if pulling.pull is None:
-            return False  # cancelled before its turn
+        if pulling.pull is None:  # before its turn
+            if pulling.is_overdue:
+                reason = PullFailure.OVERDUE
+                why = f"{reason}: its turn did not come in time"
+                general = KvTransferFailed.default_reason
+                self._send(PullFailed(self._rank, load.leg, general, why, reason))
+            return False
         error = pulling.pull.error()
         if error is None and failpoints.hit("decode.pulled") == "zero-kv":
             landed = self._agent.landing(load.landing)[: self._num_bytes(load)]

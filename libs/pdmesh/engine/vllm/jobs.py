@@ -176,8 +176,8 @@ class Jobs:
         if taking is None or taking.is_over or len(taking.received) == self._num_ranks:
             return []
         self._end_taking(leg, taking)
-        message = f"{PullFailure.TIMEOUT}: the KV did not arrive before its deadline"
-        failed = Failed(leg, KvTransferFailed.default_reason, message, cause=PullFailure.TIMEOUT)
+        message = f"{PullFailure.OVERDUE}: the engine did not say in time what became of the KV"
+        failed = Failed(leg, KvTransferFailed.default_reason, message, cause=PullFailure.OVERDUE)
         return [failed, CancelRequest(leg)]
 
     def handle(self, fact: Fact) -> list[Effect]:

@@ -2,7 +2,8 @@
 
 vLLM names blocks by its own hashes and publishes their tokens and parent; the mesh's hash is computed
 from the same tokens under the root that came as the job's cache salt. Blocks without a salt have no
-name in the mesh. Events are hints: a gap makes the view start again with what is still known.
+name in the mesh. Events are hints: after a gap any block may have been removed, so the view starts again with
+nothing; names stay known, as parents of what comes.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class BlockNames:
     def handle(self, sequence: int, events: Sequence[CacheEvent]) -> BlocksChanged | None:
         """What one published batch changes, None if nothing that has a name in the mesh."""
         is_cleared = self._next_sequence is not None and sequence != self._next_sequence
+        if is_cleared:
+            self._held.clear()
         self._next_sequence = sequence + 1
         self._stored.clear()
         self._removed.clear()

@@ -94,6 +94,7 @@ def pull_pieces(
     stall_s: float,
     first_block: int,
     num_blocks: int,
+    on_silent: Callable[[], None] = lambda: None,
     on_range: Callable[[PiecePull, int, ByteArray], None] | None = None,
 ) -> TogetherPull:
     """All at once, the prompt's blocks from `first_block` on. `on_range` as in `KvAgent.pull`, offsets within the piece."""
@@ -111,6 +112,7 @@ def pull_pieces(
             heads=piece.heads,
             num_takers=piece.num_takers,
             leg=leg,
+            on_silent=on_silent,
         )
 
     return TogetherPull([(piece, pull(piece)) for piece in wanted])
