@@ -23,6 +23,7 @@ from services.gateway.desired_slos import DesiredSlos
 from services.gateway.door import open_door
 from services.gateway.gateway import Gateway
 from services.gateway.kept_out import KeptOut
+from services.gateway.path_proof import PathProof
 from services.gateway.settings import Settings
 from services.gateway.tokenizer import BadModelDir, Tokenizer
 
@@ -55,14 +56,17 @@ async def serve(settings: Settings, app: App) -> None:
         is_ready=lambda: not app.not_ready(),
         on_replaced=app.stopping.set,
     )
+    proof = PathProof(gateway.fleet.paths, settings.instance_id)
     app.add_readiness("instances", gateway.fleet.can_serve)
+    app.add_readiness("path", lambda: proof.is_given or not gateway.fleet.can_serve())
     await gateway.start()
     log.info("gateway.serving", http_port=gateway.http.port, grpc_port=gateway.grpc.port)
     registering = asyncio.create_task(presence.start(lambda: _record(settings, app, gateway)))
+    proving = asyncio.create_task(proof.run(), name="path-proof")
     try:
-        await app.until_stopping(registering, *gateway.loops)
+        await app.until_stopping(registering, proving, *gateway.loops)
     finally:
-        await end([registering])
+        await end([registering, proving])
         await presence.stop()
         await gateway.stop()
         await kept_out.close()

@@ -141,6 +141,22 @@ class Fleet:
         """At least one instance: without the other role, one does both phases."""
         return bool(self._fusions or self._prefills or self._decodes)
 
+    def paths(self) -> list[tuple[InstanceRecord, InstanceRecord | None]]:
+        """The ways of a request through prefill and decode, or through one that does both; neighbours in the list share the least."""
+        prefills, decodes, fusions = (
+            [r for r in records if not r.is_draining]
+            for records in (self._prefills, self._decodes, self._fusions)
+        )
+        partners = [(p, [d for d in decodes if pair_of(d) == pair_of(p)]) for p in prefills]
+        pairs = [
+            (prefill, able[(number + turn) % len(able)])
+            for turn in range(len(decodes))
+            for number, (prefill, able) in enumerate(partners)
+            if turn < len(able)
+        ]
+        alone = fusions or ([] if pairs else [*prefills, *decodes])
+        return [*pairs, *((record, None) for record in alone)]
+
     # --- candidates ------------------------------------------------------------------------------
 
     def candidate(

@@ -151,9 +151,10 @@ async def test_where_the_only_link_is_dead_a_decode_computes_the_prompt_itself(
 ) -> None:
     """One prefill, one decode, and nothing that the decode asks for arrives. The first requests find out; the next ones do not try."""
     reference = fleet.Reference.load(tmp_path / "model", PARAMS)
-    drop = {"decode-0": {"PDMESH_DECODE_FAILPOINT": "decode.asking=drop"}}
-    spec = one_pair(drop, PDMESH_KV_TRANSFER=mode)
+    spec = one_pair({}, PDMESH_KV_TRANSFER=mode)
     async with Mesh(spec, tmp_path / "mesh") as mesh, Watch(mesh).on() as watch:
+        # A mesh that begins with a dead link is never ready.
+        await fleet.arm(mesh, "decode-0", "decode.asking=drop", stays=True)
         outcomes = await stream_all(mesh, reference, seed=23)
         await until(lambda: watch.held() == {("decode-0", "prefill-0", "KV_UNREACHABLE")})
         failures = counted(mesh, "pdmesh_kv_transfer_failures_total")

@@ -1,0 +1,66 @@
+"""Readiness by evidence: a gateway is ready once a request of its own has gone through a prefill, KV and a decode.
+
+Addresses in the registry say that instances are there, not that this process reaches them, nor that KV gets across. What was shown once
+stands: later faults are the requests' own business, which go on elsewhere, and a busy mesh does not turn its gateways away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import structlog
+
+from pdmesh.net.canary_call import Canary, CanaryFailed, CanaryRefused
+from pdmesh.v1.common_pb2 import InstanceRecord
+
+log = structlog.get_logger(__name__)
+
+Path = tuple[InstanceRecord, InstanceRecord | None]  # the second is None if the first does both
+_LOOK_S: Final = 0.1
+_AGAIN_S: Final = 0.5
+_TIMEOUT_S: Final = 10.0
+_MAX_REFUSALS: Final = (
+    20  # one after the other; then the mesh is full of others' requests, and so it works
+)
+
+
+class PathProof:
+    """`paths` are the ways a request may go now, the most different ones first."""
+
+    def __init__(self, paths: Callable[[], Sequence[Path]], gateway_id: str) -> None:
+        self._paths, self._gateway_id = paths, gateway_id
+        self.is_given = False
+
+    async def run(self) -> None:
+        """Until it is given."""
+        num_tries = num_refusals = 0
+        while not self.is_given:
+            paths = self._paths()
+            if not paths:
+                await asyncio.sleep(_LOOK_S)
+                continue
+            prefill, decode = paths[num_tries % len(paths)]
+            num_tries += 1
+            try:
+                await Canary(prefill, decode, self._gateway_id, _TIMEOUT_S).send()
+                self.is_given = True
+            except CanaryRefused:
+                num_refusals += 1
+                self.is_given = num_refusals >= _MAX_REFUSALS
+                await asyncio.sleep(_LOOK_S)
+            except CanaryFailed as exc:
+                num_refusals = 0
+                _complain(prefill, decode, exc)
+                await asyncio.sleep(_AGAIN_S)
+        log.info("path.proven", num_tries=num_tries, num_refusals=num_refusals)
+
+
+def _complain(prefill: InstanceRecord, decode: InstanceRecord | None, why: CanaryFailed) -> None:
+    log.warning(
+        "path.failed",
+        prefill_id=prefill.instance_id,
+        decode_id=decode.instance_id if decode else "",
+        reason=str(why),
+    )

@@ -1,0 +1,107 @@
+"""Which ways a gateway tries before it says that it is ready, and what proves one."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdmesh.net.canary_call import CanaryFailed, CanaryRefused
+from pdmesh.v1.common_pb2 import (
+    INSTANCE_PHASE_READY,
+    ROLE_DECODE,
+    ROLE_FUSION,
+    ROLE_PREFILL,
+    InstanceRecord,
+    Role,
+)
+from services.gateway import path_proof
+from services.gateway.fleet import Fleet
+from services.gateway.path_proof import PathProof
+from tests.fakes.memory_registry import MemoryStore, MemoryView
+
+
+def record(
+    name: str, role: Role.ValueType, group_id: str = "g", *, is_draining: bool = False
+) -> InstanceRecord:
+    return InstanceRecord(
+        instance_id=name,
+        incarnation=1,
+        role=role,
+        group_id=group_id,
+        phase=INSTANCE_PHASE_READY,
+        grpc_address="127.0.0.1:1",
+        model="m",
+        is_draining=is_draining,
+    )
+
+
+def paths(*records: InstanceRecord) -> list[tuple[str, str]]:
+    store = MemoryStore()
+    store.records = {r.instance_id: r for r in records}
+    fleet = Fleet(MemoryView(store), "", lambda: 0.0)
+    return [(p.instance_id, d.instance_id if d else "") for p, d in fleet.paths()]
+
+
+P0, P1 = (record(f"p{i}", ROLE_PREFILL) for i in (0, 1))
+D0, D1 = (record(f"d{i}", ROLE_DECODE) for i in (0, 1))
+
+
+def test_the_ways_are_all_pairs_that_may_exchange_kv_and_one_after_the_other_shares_nothing() -> (
+    None
+):
+    assert paths(P0, P1, D0, D1) == [("p0", "d0"), ("p1", "d1"), ("p0", "d1"), ("p1", "d0")]
+    assert paths(P0, record("x", ROLE_DECODE, "other"), D1) == [("p0", "d1")]
+
+
+def test_where_no_pair_is_each_does_both() -> None:
+    assert paths(P0, P1) == [("p0", ""), ("p1", "")]
+    assert paths(D0) == [("d0", "")]
+    assert paths(record("f", ROLE_FUSION)) == [("f", "")]
+    assert paths(record("f", ROLE_FUSION), P0, D0) == [("p0", "d0"), ("f", "")]
+    assert paths(P0, record("x", ROLE_DECODE, is_draining=True)) == [("p0", "")]
+    assert paths() == []
+
+
+class Ways:
+    """What comes of each try, in turn."""
+
+    def __init__(self, *outcomes: Exception | None) -> None:
+        self.outcomes, self.tried = list(outcomes), list[tuple[str, str]]()
+
+    def canary(self, prefill: InstanceRecord, decode: InstanceRecord, *_: object) -> Ways:
+        self.tried.append((prefill.instance_id, decode.instance_id))
+        return self
+
+    async def send(self) -> None:
+        if (outcome := self.outcomes.pop(0)) is not None:
+            raise outcome
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path_proof, "_LOOK_S", 0.0)
+    monkeypatch.setattr(path_proof, "_AGAIN_S", 0.0)
+
+
+async def proof_of(monkeypatch: pytest.MonkeyPatch, ways: Ways) -> PathProof:
+    monkeypatch.setattr(path_proof, "Canary", ways.canary)
+    proof = PathProof(lambda: [(P0, D0), (P1, D1)], "gateway-0")
+    await proof.run()
+    return proof
+
+
+async def test_one_way_is_enough_and_a_failure_changes_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ways = Ways(CanaryFailed("KV_TRANSFER_FAILED"), CanaryRefused(), None)
+    assert (await proof_of(monkeypatch, ways)).is_given
+    assert ways.tried == [("p0", "d0"), ("p1", "d1"), ("p0", "d0")]
+
+
+async def test_a_mesh_that_is_full_of_others_requests_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a gateway that is started anew under overload would never get ready."""
+    few, many = path_proof._MAX_REFUSALS - 1, path_proof._MAX_REFUSALS
+    ways = Ways(*[CanaryRefused()] * few, CanaryFailed("UNAVAILABLE"), *[CanaryRefused()] * many)
+    assert (await proof_of(monkeypatch, ways)).is_given
+    assert not ways.outcomes
