@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,14 +45,18 @@ class Pdmesh:
             check=False,
         )
 
-    def up(self, *arguments: str) -> subprocess.Popen[bytes]:
+    def up(self, *arguments: str, stdout: int | None = None) -> subprocess.Popen[bytes]:
         command = self._command(
             "up", "--engine", "sim", "--prefill", "1", "--decode", "1",
             "--http-port", "0", "--grpc-port", "0", *arguments,
         )  # fmt: skip
         with self.output.open("wb") as output:
             return subprocess.Popen(
-                command, env=self.environment, stdout=output, stderr=output, start_new_session=True
+                command,
+                env=self.environment,
+                stdout=output if stdout is None else stdout,
+                stderr=output,
+                start_new_session=True,
             )
 
     def mesh(self) -> state.MeshState:
@@ -80,6 +85,10 @@ def pdmesh(tmp_path: Path) -> Iterator[Pdmesh]:
 
 def pids(mesh: state.MeshState) -> dict[str, int]:
     return {name: process.pid for name, process in mesh.processes.items()}
+
+
+def lives_again(pdmesh: Pdmesh, name: str, killed: int) -> bool:
+    return pids(pdmesh.mesh())[name] not in (0, killed)
 
 
 @pytest.mark.req("S74")
@@ -130,6 +139,27 @@ def test_a_killed_launcher_takes_the_whole_mesh_with_it(pdmesh: Pdmesh) -> None:
     assert pdmesh.run("status").stderr == (
         "pdmesh: no mesh is running here; start one with: pdmesh up\n"
     )
+
+
+@pytest.mark.req("S74")
+def test_a_launcher_whose_reader_has_gone_goes_on_keeping_its_mesh(pdmesh: Pdmesh) -> None:
+    """`pdmesh up | head`, or a terminal that was closed: nothing can be printed any more, and a decode dies."""
+    launcher = pdmesh.up(stdout=subprocess.PIPE)
+    mesh = pdmesh.until_ready(launcher)
+    assert launcher.stdout is not None
+    launcher.stdout.close()
+    before = pids(mesh)
+    for _ in range(2):  # of the second death a reader would be told more than of the first
+        killed = pids(pdmesh.mesh())["decode-0"]
+        os.kill(killed, signal.SIGKILL)
+        wait_until(partial(lives_again, pdmesh, "decode-0", killed))
+    assert pdmesh.run("chat", "hello", "--max-tokens", "4").returncode == 0
+    assert {n for n, pid in pids(pdmesh.mesh()).items() if before[n] != pid} == {"decode-0"}
+    said = (pdmesh.directory / "state" / "logs" / "launcher.log").read_text()
+    assert "decode-0 was killed by signal 9 (1 in a row); restarting it now" in said
+    os.kill(launcher.pid, signal.SIGTERM)
+    assert launcher.wait(60) == 0
+    assert state.locker_pid(pdmesh.directory / "state") is None
 
 
 def test_a_detached_mesh_returns_when_it_is_ready_and_down_stops_it(pdmesh: Pdmesh) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.core.supervision import GiveUp, Phase, RestartPolicy, RestartScheduled
+from pdmesh.embedded import child
 from pdmesh.launcher.spec import ProcessSpec, Tier
 from pdmesh.launcher.supervisor import Notice, Supervisor
 from tests.support.processes import is_alive
@@ -50,6 +52,44 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Supervised]:
     supervised.supervisor.kill_all()
     for name in list(supervised.supervisor.specs):
         await supervised.supervisor.stop(name)
+
+
+async def test_whoever_cannot_be_told_keeps_nothing_from_being_restarted(tmp_path: Path) -> None:
+    """Found with a launcher whose terminal had gone: a killed decode stayed dead, and stopping it was a KeyError."""
+    problems: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+
+    def tell(_: Notice) -> None:
+        raise BrokenPipeError
+
+    supervised = Supervised(tmp_path)
+    supervisor = Supervisor(tmp_path / "logs", tell)
+    supervised.supervisor = supervisor
+    supervisor.start(program("a", OBEDIENT))
+    first = await supervised.until_up("a")
+    supervisor.signal("a", signal.SIGKILL)
+    assert await supervised.until_up("a", times=2) != first
+    async with asyncio.timeout(30):
+        await supervisor.stop("a")
+    assert supervisor.pid("a") is None
+    assert [type(p["exception"]) for p in problems] == [BrokenPipeError] * len(problems)
+    assert problems
+
+
+async def test_what_could_not_be_started_can_be_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_process_left(*_: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(child, "start", no_process_left)
+    supervised = Supervised(tmp_path)
+    supervised.supervisor.start(program("a", OBEDIENT))
+    await supervised.supervisor.stop("a")  # before its end has been told
+    assert supervised.supervisor.phase("a") is Phase.STOPPED
+    assert "cannot start: Resource temporarily unavailable" in (
+        supervised.supervisor.log_file("a").read_text()
+    )
 
 
 @pytest.mark.req("S74")

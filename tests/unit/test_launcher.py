@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 from pathlib import Path
 
 import pytest
 
 from pdmesh.launcher import log_files, state
+from pdmesh.launcher import mesh as mesh_module
+from pdmesh.launcher.spec import MeshSpec
+from tests.support.waiting import until
 
 
 def test_a_state_directory_carries_one_mesh_and_no_stale_claim(tmp_path: Path) -> None:
@@ -44,6 +49,57 @@ def test_a_log_over_its_bound_is_set_aside_and_goes_on_empty(tmp_path: Path) -> 
     assert (tmp_path / "a.log.1").read_bytes() == b"x" * 100
     assert log.read_bytes() == b"after\n"
     assert log_files.last_lines(log) == ["after"]
+
+
+def test_on_a_full_disk_a_log_over_its_bound_is_cut_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: Path, target: Path) -> None:
+        target.write_bytes(b"a part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    log = tmp_path / "a.log"
+    log.write_bytes(b"x" * 100)
+    log_files.bound([log], max_bytes=99)
+    assert [(p.name, p.stat().st_size) for p in tmp_path.iterdir()] == [("a.log", 0)]
+
+
+async def test_one_duty_of_the_launcher_that_fails_keeps_it_from_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    said: list[str] = []
+
+    class Health:
+        async def kill_silent(self) -> None:
+            done.append("kill_silent")
+            raise OSError("no descriptors left")
+
+        async def note_ready(self) -> None:
+            done.append("note_ready")
+
+    def say(line: str) -> None:
+        said.append(line)
+        raise BrokenPipeError
+
+    monkeypatch.setattr(mesh_module, "_HOUSEKEEPING_S", 0.0)
+    mesh = mesh_module.Mesh(MeshSpec(engine="sim"), tmp_path, report=say)
+    mesh._health = Health()  # type: ignore[assignment]
+    monkeypatch.setattr(mesh, "_bound_logs", lambda: _fail())
+    monkeypatch.setattr(mesh, "_write_state", lambda: done.append("write_state"))
+    keeping = asyncio.create_task(mesh._keep_house())
+    await until(lambda: done.count("write_state") >= 2)
+    keeping.cancel()
+    assert done[:6] == ["kill_silent", "note_ready", "write_state"] * 2
+    assert said == [
+        "housekeeping failed: OSError('disk')",
+        "housekeeping failed: OSError('no descriptors left')",
+    ]
+
+
+async def _fail() -> None:
+    raise OSError("disk")
 
 
 @pytest.mark.parametrize(

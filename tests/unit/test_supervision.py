@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.core.supervision import (
+    BecameReady,
     Exited,
     GiveUp,
     Phase,
@@ -54,13 +55,49 @@ def test_a_waiting_process_starts_when_its_time_has_come_and_not_before() -> Non
     assert supervision.next_start_at() is None
 
 
-def test_a_process_that_stayed_up_starts_over_with_an_immediate_restart() -> None:
+def test_a_process_that_was_ready_for_a_while_starts_over_with_an_immediate_restart() -> None:
     supervision = started()
     supervision.handle(Exited("decode-0", 1), now=1.0)
     supervision.handle(Exited("decode-0", 1), now=1.1)
     supervision.handle(Tick(), now=2.0)
-    effects = supervision.handle(Exited("decode-0", 1), now=12.0)
+    supervision.handle(BecameReady("decode-0"), now=3.0)
+    supervision.handle(BecameReady("decode-0"), now=12.0)  # it says so again and again
+    effects = supervision.handle(Exited("decode-0", 1), now=13.0)
     assert effects[0] == RestartScheduled("decode-0", 1, deaths=1, delay_s=0.0)
+
+
+def test_a_process_that_takes_long_to_die_before_it_is_ready_is_in_a_crash_loop() -> None:
+    """Found with a model that fails 12 s into its loading: 200 deaths, 201 starts, and no delay between them."""
+    supervision, policy, now = started(), RestartPolicy(), 0.0
+    for deaths in range(1, policy.max_deaths):
+        now += 12.0
+        (scheduled, *_) = supervision.handle(Exited("decode-0", 1), now)
+        delay_s = policy.delay_s(deaths)
+        assert scheduled == RestartScheduled("decode-0", 1, deaths, delay_s)
+        now += delay_s
+        supervision.handle(Tick(), now)
+        assert supervision.phase("decode-0") is Phase.RUNNING
+    assert supervision.handle(Exited("decode-0", 1), now + 12.0) == [
+        GiveUp("decode-0", 1, policy.max_deaths)
+    ]
+
+
+def test_readiness_is_that_of_the_process_that_runs_now() -> None:
+    supervision = started()
+    supervision.handle(BecameReady("decode-0"), now=1.0)
+    supervision.handle(Exited("decode-0", 1), now=2.0)
+    assert not supervision.is_ready("decode-0")
+    effects = supervision.handle(Exited("decode-0", 1), now=20.0)
+    assert effects == [RestartScheduled("decode-0", 1, deaths=2, delay_s=0.25)]
+    supervision.handle(BecameReady("decode-0"), now=20.1)  # too late: it is gone
+    assert not supervision.is_ready("decode-0")
+
+
+def test_one_that_waits_for_others_for_long_is_in_no_crash_loop() -> None:
+    supervision = started()
+    supervision.handle(Exited("decode-0", KILLED), now=1.0)
+    effects = supervision.handle(Exited("decode-0", KILLED), now=700.0)
+    assert effects[0] == RestartScheduled("decode-0", KILLED, deaths=1, delay_s=0.0)
 
 
 def test_a_crash_loop_is_given_up_once_and_stays_so() -> None:

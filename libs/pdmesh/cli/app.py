@@ -23,8 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     module = getattr(options, "module", options.command)
     try:
         run: Command = import_module(f"pdmesh.cli.{module}").run  # long enough for a Ctrl-C
-        code = run(options)
-        sys.stdout.flush()
+        code = _flushed(run(options))
     except CommandFailed as exc:
         print(f"pdmesh: {exc}", file=sys.stderr)
         code = exc.code
@@ -34,9 +33,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # `pdmesh events | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _mute()
         code = 0
     sys.exit(code)
+
+
+def _flushed(code: int) -> int:
+    """Raises BrokenPipeError."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as exc:
+        print(f"pdmesh: cannot write to stdout: {exc.strerror}", file=sys.stderr)
+        _mute()
+        return code or 1
+    return code
+
+
+def _mute() -> None:
+    """What stdout still holds cannot be written: Python would try it again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib.util
 import os
 import re
@@ -163,7 +164,7 @@ def _require_vllm() -> None:
 async def _serve(spec: MeshSpec, state_dir: Path) -> int:
     be_quiet()
     stopping = asyncio.Event()
-    mesh = Mesh(spec, state_dir, report=_say)
+    mesh = Mesh(spec, state_dir, report=_print_line)
     starting = asyncio.create_task(mesh.__aenter__(), name="mesh-start")
     _on_signals(mesh, starting, stopping)
     began = time.monotonic()
@@ -177,7 +178,8 @@ async def _serve(spec: MeshSpec, state_dir: Path) -> int:
         _say(f"the mesh is ready after {time.monotonic() - began:.1f} s")
         for region in spec.regions[1:]:
             _say(f"region {region} answers at {mesh.http_url_in(region)}/v1")
-        print(_what_next(mesh.http_url, mesh.grpc_address), flush=True)
+        with contextlib.suppress(OSError):
+            print(_what_next(mesh.http_url, mesh.grpc_address), flush=True)
         await stopping.wait()
         _say("stopping")
     finally:
@@ -238,6 +240,13 @@ def _follow(launcher: subprocess.Popen[bytes], lines: IO[str], options: argparse
 
 
 def _say(line: str) -> None:
+    """To whom still listens: a mesh does not end with the reader of its progress."""
+    with contextlib.suppress(OSError):
+        _print_line(line)
+
+
+def _print_line(line: str) -> None:
+    """Raises OSError."""
     print(f"pdmesh: {line}", flush=True)
 
 

@@ -1,7 +1,7 @@
 """When to start a process again after it died.
 
-The first restart is immediate, later ones wait longer each time up to a limit; a process that stayed up for a while starts
-over. One that keeps dying is given up, with its last exit code; one that exits with a bad setting (code 2) at
+The first restart is immediate, later ones wait longer each time up to a limit; a process that was ready for a while starts
+over. Time before it is ready does not count: loading a model takes minutes, and may fail at their end each time. One that keeps dying is given up, with its last exit code; one that exits with a bad setting (code 2) at
 once, since another start cannot help.
 """
 
@@ -21,7 +21,10 @@ class RestartPolicy:
 
     base_delay_s: float = 0.25
     max_delay_s: float = 5.0
-    stable_after_s: float = 10.0  # up this long: the next death counts as the first
+    stable_after_s: float = 10.0  # ready this long: the next death counts as the first
+    stable_unready_after_s: float = (
+        600.0  # the same for one that waits for others, as a gateway of blank instances
+    )
     max_deaths: int = 10  # in a row, then it is given up
 
     def delay_s(self, deaths: int) -> float:
@@ -58,11 +61,18 @@ class Exited:
 
 
 @dataclass(frozen=True, slots=True)
+class BecameReady:
+    """The process that runs now says so of itself."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     pass
 
 
-Event = StartAsked | StopAsked | Exited | Tick
+Event = StartAsked | StopAsked | Exited | BecameReady | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +110,7 @@ class _Child:
     phase: Phase = Phase.STOPPED
     deaths: int = 0
     started_at: float = 0.0
+    ready_at: float | None = None  # of the process that runs now
     start_at: float = 0.0
 
 
@@ -118,6 +129,8 @@ class Supervision:
                 return self._on_stop_asked(name)
             case Exited(name, code):
                 return self._on_exited(name, code, now)
+            case BecameReady(name):
+                return self._on_ready(name, now)
             case Tick():
                 return self._on_tick(now)
 
@@ -129,6 +142,11 @@ class Supervision:
         """In a row, up to now."""
         child = self._children.get(name)
         return child.deaths if child else 0
+
+    def is_ready(self, name: str) -> bool:
+        """Whether the process that runs now ever was."""
+        child = self._children.get(name)
+        return child is not None and child.ready_at is not None
 
     def next_start_at(self) -> float | None:
         """When the next `Tick` has something to do; None if nothing waits."""
@@ -159,8 +177,7 @@ class Supervision:
         if child.phase is Phase.STOPPING:
             child.phase = Phase.STOPPED
             return []
-        was_stable = now - child.started_at >= self.policy.stable_after_s
-        child.deaths = 1 if was_stable else child.deaths + 1
+        child.deaths = 1 if self._was_stable(child, now) else child.deaths + 1
         if code == BAD_SETTING or child.deaths >= self.policy.max_deaths:
             child.phase = Phase.FAILED
             return [GiveUp(name, code, child.deaths)]
@@ -168,6 +185,17 @@ class Supervision:
         child.phase, child.start_at = Phase.WAITING, now + delay_s
         scheduled = RestartScheduled(name, code, child.deaths, delay_s)
         return [scheduled] if delay_s else [scheduled, self._start(name, child, now)]
+
+    def _on_ready(self, name: str, now: float) -> list[Effect]:
+        child = self._children.get(name)
+        if child is not None and child.phase is Phase.RUNNING and child.ready_at is None:
+            child.ready_at = now
+        return []
+
+    def _was_stable(self, child: _Child, now: float) -> bool:
+        if child.ready_at is None:
+            return now - child.started_at >= self.policy.stable_unready_after_s
+        return now - child.ready_at >= self.policy.stable_after_s
 
     def _on_tick(self, now: float) -> list[Effect]:
         due = [
@@ -178,5 +206,5 @@ class Supervision:
         return [self._start(name, child, now) for name, child in due]
 
     def _start(self, name: str, child: _Child, now: float) -> StartProcess:
-        child.phase, child.started_at = Phase.RUNNING, now
+        child.phase, child.started_at, child.ready_at = Phase.RUNNING, now, None
         return StartProcess(name)

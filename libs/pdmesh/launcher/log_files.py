@@ -6,6 +6,7 @@ and cut to nothing; appending goes on at its start.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,8 +22,23 @@ _MAX_CHARS: Final = 300
 def bound(paths: Iterable[Path], max_bytes: int = MAX_BYTES) -> None:
     for path in paths:
         if path.exists() and path.stat().st_size > max_bytes:
-            shutil.copyfile(path, path.with_suffix(".log.1"))
+            _set_aside(path)
             os.truncate(path, 0)
+
+
+def _set_aside(path: Path) -> None:
+    """On a full disk nothing is kept: the log itself is what fills it."""
+    aside = path.with_suffix(".log.1")
+    try:
+        shutil.copyfile(path, aside)
+    except OSError:
+        aside.unlink(missing_ok=True)
+
+
+def append(path: Path, line: str) -> None:
+    """As far as the disk allows."""
+    with contextlib.suppress(OSError), path.open("a") as file:
+        file.write(f"{line}\n")
 
 
 def last_word(path: Path) -> str:

@@ -35,6 +35,7 @@ Report = Callable[[str], None]  # one line of progress for a person
 _PROBE_EVERY_S: Final = 0.1
 _HOUSEKEEPING_S: Final = 1.0
 _DEATHS_WHILE_STARTING: Final = 3
+_MAX_PROBLEMS: Final = 64  # told
 
 
 class MeshFailed(Exception):
@@ -55,7 +56,7 @@ class Mesh:
         liveness_timeout_s: float | None = 20.0,
     ) -> None:
         self.spec, self.state_dir = spec, state_dir.absolute()
-        self._report, self._policy = report, policy
+        self._given_report, self._policy = report, policy
         self._liveness_timeout_s = liveness_timeout_s
         self._cleanup = contextlib.AsyncExitStack()
         self._servers: dict[str, Server] = {}
@@ -65,6 +66,7 @@ class Mesh:
         self._phase, self._message = "starting", ""
         self._ready: set[str] = set()
         self._last_state: state.MeshState | None = None
+        self._told_problems: set[str] = set()
         self._started_at = time.monotonic()
 
     async def __aenter__(self) -> Self:
@@ -306,6 +308,7 @@ class Mesh:
         if name not in self._ready and self._phase == "starting":
             self._report(f"{name} is ready ({time.monotonic() - self._started_at:.1f} s)")
         self._ready.add(name)
+        self.supervisor.ready(name)
         self._write_state()
 
     def _on_notice(self, notice: Notice) -> None:
@@ -334,12 +337,31 @@ class Mesh:
         return f"not ready in time: {rest} (logs: {self.state_dir / 'logs'})"
 
     async def _keep_house(self) -> None:
-        """Bound the logs, and restart what runs but does not answer."""
+        """Bound the logs, and restart what runs but does not answer. One duty that fails keeps it from no other."""
         while True:
-            log_files.bound(self.log_file(name) for name in self.names)
-            await self.health.kill_silent()
+            for duty in (self._bound_logs, self.health.kill_silent, self.health.note_ready):
+                try:
+                    await duty()
+                except Exception as exc:  # noqa: BLE001  # the mesh goes on, and this does
+                    self._report_problem(f"housekeeping failed: {exc!r}")
             self._write_state()
             await asyncio.sleep(_HOUSEKEEPING_S)
+
+    async def _bound_logs(self) -> None:
+        log_files.bound(self.log_file(name) for name in self.names)
+
+    def _report(self, line: str) -> None:
+        """Never raises: the mesh outlives the pipe or the disk that its reports go to. What cannot be told stands in its log."""
+        try:
+            self._given_report(line)
+        except Exception:  # noqa: BLE001
+            log_files.append(self.state_dir / "logs" / "launcher.log", line)
+
+    def _report_problem(self, line: str) -> None:
+        """Once, though it comes back every second."""
+        if line not in self._told_problems and len(self._told_problems) < _MAX_PROBLEMS:
+            self._told_problems.add(line)
+            self._report(line)
 
     def _write_state(self) -> None:
         processes = {
@@ -364,8 +386,13 @@ class Mesh:
             processes=processes,
             regions={region: self.http_url_in(region) for region in self.spec.regions},
         )
-        if described != self._last_state:
+        if described == self._last_state:
+            return
+        try:
             state.write(self.state_dir, described)
+        except OSError as exc:  # a full disk ends no mesh
+            self._report_problem(f"cannot write {state.mesh_file(self.state_dir)}: {exc.strerror}")
+        else:
             self._last_state = described
 
 

@@ -44,6 +44,15 @@ class ProcessHealth:
         missing = await probe.not_ready(address)
         return "no answer" if missing is None else ", ".join(missing)
 
+    async def note_ready(self) -> None:
+        """Tell the supervisor of each process that has become ready since it was started."""
+        for name in list(self._supervisor.specs):
+            pid = self._supervisor.pid(name)
+            if pid is None or self._supervisor.is_ready(name):
+                continue
+            if not await self.missing(name) and self._supervisor.pid(name) == pid:
+                self._supervisor.ready(name)
+
     async def kill_silent(self) -> None:
         if self._silence_s is None:
             return

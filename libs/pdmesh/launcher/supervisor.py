@@ -1,12 +1,14 @@
 """Keeps child processes running: the shell around `core.supervision`.
 
 It starts and signals processes and tells the core when one ended; the core says what to do. Whatever a process started
-itself dies with it (its whole session is killed), so a restart never meets its predecessor's children.
+itself dies with it (its whole session is killed), so a restart never meets its predecessor's children. Nobody who is told what
+happens can keep it from happening.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from pdmesh.core.supervision import (
+    BecameReady,
     Effect,
     Event,
     Exited,
@@ -74,6 +77,10 @@ class Supervisor:
     def deaths(self, name: str) -> int:
         return self._core.deaths(name)
 
+    def is_ready(self, name: str) -> bool:
+        """Whether `ready` was said of the process that runs now."""
+        return self._core.is_ready(name)
+
     def pid(self, name: str) -> int | None:
         """Of the running process; None while there is none."""
         running = self._running.get(name)
@@ -85,6 +92,10 @@ class Supervisor:
     def start(self, spec: ProcessSpec) -> None:
         self._specs[spec.name] = spec
         self._feed(StartAsked(spec.name))
+
+    def ready(self, name: str) -> None:
+        """The process that runs now has said that it is ready."""
+        self._feed(BecameReady(name))
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Signal the process alone, as a fault would; raises KeyError if it does not run."""
@@ -124,25 +135,34 @@ class Supervisor:
     def _apply(self, effect: Effect) -> None:
         match effect:
             case StartProcess(name):
-                self._on_notice(effect)
+                self._tell(effect)
                 self._spawn(name)
             case SignalStop(name):
                 self._ask_to_end(name)
             case RestartScheduled() | GiveUp():
-                self._on_notice(effect)
+                self._tell(effect)
+
+    def _tell(self, notice: Notice) -> None:
+        """Later, in order, and on its own: what it raises goes to the loop's exception handler."""
+        asyncio.get_running_loop().call_soon(self._on_notice, notice)
 
     def _spawn(self, name: str) -> None:
         spec = self._specs[name]
-        if spec.ops_file is not None:
-            spec.ops_file.unlink(missing_ok=True)
         try:
+            if spec.ops_file is not None:
+                spec.ops_file.unlink(missing_ok=True)
             process = child.start(spec.command, spec.env, self.log_file(name))
         except OSError as exc:  # no disk, no memory, no processes left: as if it had died at once
-            self.log_file(name).open("a").write(f"cannot start: {exc.strerror}\n")
-            asyncio.get_running_loop().call_soon(self._feed, Exited(name, _CANNOT_RUN))
+            with contextlib.suppress(OSError), self.log_file(name).open("a") as log:
+                log.write(f"cannot start: {exc.strerror}\n")
+            asyncio.get_running_loop().call_soon(self._not_spawned, name)
             return
         watch = asyncio.create_task(self._watch(name, process), name=f"watch-{name}")
         self._running[name] = _Running(process, watch)
+
+    def _not_spawned(self, name: str) -> None:
+        if name not in self._running:  # stopped and started again meanwhile
+            self._feed(Exited(name, _CANNOT_RUN))
 
     async def _watch(self, name: str, process: subprocess.Popen[bytes]) -> None:
         code = await _exit_code(process)
@@ -154,7 +174,10 @@ class Supervisor:
         self._changed.set()
 
     def _ask_to_end(self, name: str) -> None:
-        running = self._running[name]
+        running = self._running.get(name)
+        if running is None:  # it could not be started, which is yet to be told
+            self._feed(Exited(name, _CANNOT_RUN))
+            return
         running.process.terminate()
         child.signal_group(running.process.pid, signal.SIGCONT)  # a frozen one cannot obey
         grace_s = STOP_GRACE_S[self._specs[name].tier]
