@@ -20,7 +20,7 @@ from pdmesh.v1.common_pb2 import ROLE_DECODE, InstanceRecord
 from services.health_monitor.faults import FaultWatch
 from tests.support.waiting import until
 
-LEASE_S = 0.6
+LEASE_S = 2.0  # a machine that stands still for a second ends no lease
 POLICY = JudgePolicy(confirm_s=0.2, clear_s=0.6, settle_s=0.1)
 HANGS = FaultSignal(source="engine", reason="ENGINE_SILENT", level=2, is_proof=True)
 

@@ -16,9 +16,9 @@ from pdmesh.net.nats_registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged
 from pdmesh.v1.common_pb2 import InstanceRecord
 from tests.support import servers
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
-LEASE_S = 1.0
+LEASE_S = 3.0  # a machine that stands still for a second ends no lease
 
 
 @pytest.fixture
@@ -43,11 +43,11 @@ async def test_a_paused_server_is_noticed_and_kills_nobody(server: servers.TestS
     seen: list[RecordChanged] = []
     view.on_change(seen.append)
     server.pause()
-    assert await until(lambda: not view.is_connected, within_s=3.0) < 3.0
-    await until(lambda: not any(lease.is_held for lease in leases), within_s=3.0)
+    await until(lambda: not view.is_connected)
+    await until(lambda: not any(lease.is_held for lease in leases))
     server.resume()
-    assert await until(lambda: view.is_connected, within_s=5.0) < 3.0
-    await until(lambda: all(lease.is_held for lease in leases), within_s=3.0)
+    await until(lambda: view.is_connected)
+    await until(lambda: all(lease.is_held for lease in leases))
     await asyncio.sleep(2 * LEASE_S)  # long enough to be judged, if anybody were
     assert seen == []
     assert len(view.records) == 5
@@ -66,9 +66,9 @@ async def test_a_wiped_store_is_filled_again_by_the_owners(server: servers.TestS
     server.kill()
     server.wipe()
     await server.start()
-    await until(lambda: view.is_connected, within_s=5.0)
+    await until(lambda: view.is_connected)
     fresh = await NatsRegistry(other, LEASE_S).watch()
-    assert await until(lambda: "p0" in fresh.records, within_s=5.0) < 5.0
+    await until(lambda: "p0" in fresh.records)
     assert "p0" in view.records
     await until(lambda: lease.is_held)
     await lease.release()
@@ -86,7 +86,7 @@ async def test_a_process_that_starts_before_its_server_waits_for_it(
     await asyncio.sleep(0.5)
     assert not connecting.done()
     await server.start()
-    bus = await asyncio.wait_for(connecting, 5.0)
+    bus = await asyncio.wait_for(connecting, PATIENCE_S)
     assert bus.is_connected
     await bus.close()
 
@@ -115,20 +115,26 @@ async def test_a_standby_takes_over_with_a_higher_epoch(server: servers.TestServ
     with pytest.raises(AssertionError):
         await until(lambda: b.election.is_leader, within_s=2 * LEASE_S)
     await a.bus.close()  # as if killed: it can neither renew nor give up
-    assert await until(lambda: b.election.is_leader, within_s=3 * LEASE_S) < 3 * LEASE_S
+    await until(lambda: b.election.is_leader)
     assert not a.election.is_leader
     assert b.election.epoch > a.election.epoch
     await b.stop()
     await a.stop()
 
 
-async def test_a_leader_that_stops_hands_over_at_once(server: servers.TestServer) -> None:
+async def test_a_leader_that_stops_hands_over_before_its_lease_ends(
+    server: servers.TestServer,
+) -> None:
+    """The lease outlasts the test's patience: only the hand-over can make the standby lead within that."""
     await server.start()
-    a, b = [Candidate(await NatsBus.connect(server.url, n), n) for n in ("a", "b")]
+    a, b = [
+        Candidate(await NatsBus.connect(server.url, n), n, lease_s=4 * PATIENCE_S)
+        for n in ("a", "b")
+    ]
     await until(lambda: a.election.is_leader or b.election.is_leader)
     leader, standby = (a, b) if a.election.is_leader else (b, a)
     await leader.stop()
-    assert await until(lambda: standby.election.is_leader) < LEASE_S
+    await until(lambda: standby.election.is_leader)
     await standby.stop()
 
 
@@ -136,13 +142,15 @@ async def test_a_leader_that_stops_hands_over_at_once(server: servers.TestServer
 async def test_a_leader_without_its_store_fences_itself_before_its_lease_ends(
     server: servers.TestServer,
 ) -> None:
+    """`core.leadership` says when, and its test; here, that it does so although nobody answers, and tells its master."""
     await server.start()
     a = Candidate(await NatsBus.connect(server.url, "a"), "a")
     await until(lambda: a.election.is_leader)
     server.kill()
-    await until(lambda: not a.election.is_leader, within_s=LEASE_S)
+    await until(lambda: not a.election.is_leader)
+    await until(lambda: [is_leader for is_leader, _ in a.changes] == [True, False])
     await server.start()
-    await until(lambda: a.election.is_leader, within_s=5.0)
+    await until(lambda: a.election.is_leader)
     epochs = [epoch for is_leader, epoch in a.changes if is_leader]
     assert epochs == sorted(set(epochs))
     assert len(epochs) == 2

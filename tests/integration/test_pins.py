@@ -92,7 +92,7 @@ async def test_a_pinned_system_prompt_is_still_there_when_everything_else_is_gon
         await command(
             mesh, "add", "harbour", "--system", str(prompt), "--url", mesh.http_url, "--ttl", "1h"
         )
-        await until(lambda: pinned_blocks(mesh) == 6, within_s=20.0)
+        await until(lambda: pinned_blocks(mesh) == 6)
 
         await flood(client, seed=1)
         assert await cached(client, SYSTEM, "and what of the tide?") // BLOCK_TOKENS == 6
@@ -105,7 +105,7 @@ async def test_a_pinned_system_prompt_is_still_there_when_everything_else_is_gon
         assert "prefill-0 6/6" in shown
 
         await command(mesh, "remove", "harbour")
-        await until(lambda: pinned_blocks(mesh) == 0, within_s=20.0)
+        await until(lambda: pinned_blocks(mesh) == 0)
         await flood(client, seed=2)
         assert await cached(client, SYSTEM, "and now?") == 0
 
@@ -208,7 +208,7 @@ async def test_pins_are_written_again_when_their_bucket_was_lost(leader: Leader)
     other = leader.make()
     running = asyncio.create_task(other.run())
     try:
-        await until(lambda: "a" in other.known, within_s=20.0)
+        await until(lambda: "a" in other.known)
     finally:
         running.cancel()
         await asyncio.wait([running])

@@ -59,7 +59,7 @@ async def lose(mesh: Mesh, *names: str) -> None:
 async def bring_back(mesh: Mesh, *names: str) -> None:
     for name in names:
         mesh.supervisor.start(mesh.supervisor.specs[name])
-    await mesh.wait_ready(names, 30)
+    await mesh.wait_ready(names, 60)
 
 
 def num_tokens(mesh: Mesh) -> float:
@@ -94,9 +94,8 @@ async def test_when_a_whole_role_is_killed_the_other_serves_alone_until_it_is_ba
 ) -> None:
     async with Mesh(fleet.two_by_two(), tmp_path) as mesh:
         streams = [asyncio.create_task(ask(client, mesh, start=i)) for i in range(8)]
-        await until(
-            lambda: num_tokens(mesh) > 8 * 25, 20
-        )  # past where a death is a prompt's own doing
+        # Past where a death is a prompt's own doing.
+        await until(lambda: num_tokens(mesh) > 8 * 25)
         await lose(mesh, *lost)
         check(await asyncio.gather(*streams), reference)
         check(await asyncio.gather(*(ask(client, mesh, start=i) for i in range(4))), reference)
@@ -106,7 +105,7 @@ async def test_when_a_whole_role_is_killed_the_other_serves_alone_until_it_is_ba
             check([await ask(client, mesh)], reference)
             return any(num_started(mesh, name) for name in lost)
 
-        await until(is_used_again, within_s=30)
+        await until(is_used_again, within_s=60)
 
 
 @pytest.mark.req("S33", "S34", "S74")
@@ -124,10 +123,10 @@ async def test_an_engine_that_hangs_in_a_live_process_is_noticed_and_started_ane
         pid = mesh.pid("decode-0")
         streams = [asyncio.create_task(ask(client, mesh, start=i)) for i in range(8)]
         check(await asyncio.gather(*streams), reference)
-        await until(lambda: mesh.supervisor.pid("decode-0") not in (None, pid), within_s=30)
+        await until(lambda: mesh.supervisor.pid("decode-0") not in (None, pid), within_s=60)
         log = mesh.log_file("decode-0").read_text()
         assert "engine.hung" in log
-        await mesh.wait_ready(["decode-0"], 30)
+        await mesh.wait_ready(["decode-0"], 60)
 
 
 @pytest.mark.req("S37")
@@ -150,7 +149,7 @@ async def test_with_everything_gone_clients_get_the_scenarios_text(
             assert outcome.is_done or outcome.error, outcome
             return outcome.text == "Please come back in a minute."
 
-        await until(has_text, within_s=30)
+        await until(has_text, within_s=60)
 
 
 @pytest.mark.req("S33", "S34", "S74")
@@ -177,7 +176,7 @@ async def test_a_device_fault_reaches_the_instance_by_file_and_bus_and_its_level
             return await page("health-monitor", "faults") == "[]"
 
         set_level("decode-0", 3)
-        await until(lambda: is_reported(3), within_s=20)
+        await until(lambda: is_reported(3), within_s=60)
         assert "DEVICE_RESET_REQUIRED" in await page("node-agent", "node")
         statuses = parse((tmp_path / "run" / "node-status.json").read_text()).devices
         assert [(s.device, int(s.level)) for s in statuses] == [("decode-0", 3)]
@@ -187,16 +186,16 @@ async def test_a_device_fault_reaches_the_instance_by_file_and_bus_and_its_level
             check(await asyncio.gather(*(ask(client, mesh, start=i) for i in range(6))), reference)
             return num_started(mesh, "decode-0") == before
 
-        await until(is_left_out, within_s=30)
+        await until(is_left_out, within_s=60)
         assert {name: mesh.pid(name) for name in pids} == pids
 
         set_level("decode-0", 0)
-        await until(nothing_is_reported, within_s=30)
+        await until(nothing_is_reported, within_s=60)
         set_level("decode-0", 2)
-        await until(lambda: mesh.supervisor.pid("decode-0") not in (None, pids["decode-0"]), 30)
+        await until(lambda: mesh.supervisor.pid("decode-0") not in (None, pids["decode-0"]), 60)
         set_level("decode-0", 0)
-        await until(nothing_is_reported, within_s=40)
-        await mesh.wait_ready(["decode-0"], 30)
+        await until(nothing_is_reported, within_s=60)
+        await mesh.wait_ready(["decode-0"], 60)
         others = [name for name in pids if name != "decode-0"]
         assert [mesh.pid(name) for name in others] == [pids[name] for name in others]
 
@@ -221,7 +220,7 @@ async def test_idle_instances_are_tried_and_one_that_fails_is_suspected_before_a
         async def is_found() -> bool:
             return await reports() == [("decode-0", "CANARY_FAILED")]
 
-        await until(is_found, within_s=40)
+        await until(is_found, within_s=60)
         probes = {
             labels["pdmesh_outcome"]: value
             for name, labels, value in fleet.samples(mesh, "health-monitor")
@@ -230,7 +229,7 @@ async def test_idle_instances_are_tried_and_one_that_fails_is_suspected_before_a
         assert probes["passed"] > 0
         assert not [s for s in fleet.samples(mesh, "gateway-0") if s[0] == "pdmesh_requests_total"]
         await mesh.supervisor.stop("health-monitor")
-        await until(lambda: _nothing_held(mesh), within_s=14)
+        await until(lambda: _nothing_held(mesh), within_s=60)
 
 
 async def _nothing_held(mesh: Mesh) -> bool:

@@ -45,7 +45,7 @@ def test_a_service_that_waits_for_nats_ends_when_asked(tmp_path: Path, service: 
         try:
             wait_until(lambda: "bus.unreachable" in path.read_text())
             process.send_signal(signal.SIGTERM)
-            assert process.wait(5) == 0
+            assert process.wait(60) == 0
             assert "service.stopped" in path.read_text()
         finally:
             process.kill()

@@ -47,7 +47,6 @@ class Asker:
         return took, answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-@pytest.mark.alone
 @pytest.mark.req("S80", "S126")
 @pytest.mark.fault("F40")
 async def test_two_hundred_probes_tell_nothing_of_another_tenants_prompts(tmp_path: Path) -> None:

@@ -107,14 +107,14 @@ async def arm(mesh: Mesh, name: str, failpoint: str, *, stays: bool = False) -> 
     mesh.supervisor.start(replace(process, env=env))
     if not stays:
         del env[setting]  # the process has its copy
-    await mesh.wait_ready(timeout_s=30)
+    await mesh.wait_ready(timeout_s=60)
     return mesh.pid(name)
 
 
 async def status(address: str) -> GetStatusResponse | None:
     async with rpc.channel(address) as channel:
         try:
-            return await InstanceServiceStub(channel).GetStatus(GetStatusRequest(), timeout=10)
+            return await InstanceServiceStub(channel).GetStatus(GetStatusRequest(), timeout=30)
         except grpc.aio.AioRpcError:
             return None
 

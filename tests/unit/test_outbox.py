@@ -7,6 +7,7 @@ from pdmesh.engine.base import FinishReason
 from pdmesh.instance import convert
 from pdmesh.instance.outbox import MAX_PENDING, Outbox
 from pdmesh.v1.instance_service_pb2 import Load, SessionResponse
+from tests.support.waiting import PATIENCE_S
 
 
 class Clock:
@@ -45,35 +46,35 @@ async def taken_within(outbox: Outbox, limit_s: float) -> SessionResponse | None
 
 
 async def test_tokens_go_at_once_unless_a_message_just_went() -> None:
-    outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=1.0)
+    outbox = Outbox("gateway-0", stall_s=60.0, clock=time.monotonic, gap_s=3.0)
     outbox.add_tokens([7], [1])
-    assert await taken_within(outbox, 10.0) is not None
+    assert await taken_within(outbox, PATIENCE_S) is not None
     for token in (2, 3):
         outbox.add_tokens([7], [token])
         outbox.flush()
     assert await taken_within(outbox, 0.05) is None
-    both = await taken_within(outbox, 10.0)
+    both = await taken_within(outbox, PATIENCE_S)
     assert both is not None
     assert list(both.tokens.token_ids) == [2, 3]
 
 
 async def test_what_somebody_waits_for_takes_the_held_back_along_at_once() -> None:
-    outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=60.0)
+    outbox = Outbox("gateway-0", stall_s=60.0, clock=time.monotonic, gap_s=60.0)
     outbox.add_accepted(8)
     outbox.flush()
     assert await taken_within(outbox, 0.05) is None
     outbox.add_event(convert.finished(7, FinishReason.STOP))
     outbox.flush()
-    message = await taken_within(outbox, 10.0)
+    message = await taken_within(outbox, PATIENCE_S)
     assert message is not None
     assert [event.key for event in message.events] == [8, 7]
 
 
 async def test_an_event_nobody_waits_for_goes_by_itself_in_the_end() -> None:
-    outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=0.02)
+    outbox = Outbox("gateway-0", stall_s=60.0, clock=time.monotonic, gap_s=0.02)
     outbox.add_accepted(8)
     outbox.flush()
-    assert await taken_within(outbox, 10.0) is not None
+    assert await taken_within(outbox, PATIENCE_S) is not None
 
 
 async def test_an_acceptance_is_left_out_if_the_message_says_what_came_of_it(
@@ -89,40 +90,40 @@ async def test_an_acceptance_is_left_out_if_the_message_says_what_came_of_it(
 
 
 async def test_an_acceptance_may_be_held_back_from_messages_but_not_for_ever() -> None:
-    outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=0.0)
+    outbox = Outbox("gateway-0", stall_s=60.0, clock=time.monotonic, gap_s=0.0)
     outbox.add_accepted(7, hold_s=60.0)
-    outbox.add_accepted(8, hold_s=0.05)
+    outbox.add_accepted(8, hold_s=2.0)
     outbox.add_tokens([1], [1])
-    first = await taken_within(outbox, 1.0)
+    first = await taken_within(outbox, PATIENCE_S)
     assert first is not None
     assert not first.events
-    later = await taken_within(outbox, 5.0)
+    later = await taken_within(outbox, PATIENCE_S)
     assert later is not None
     assert [event.key for event in later.events] == [8]
     outbox.add_event(convert.finished(7, FinishReason.STOP))
-    last = await taken_within(outbox, 1.0)
+    last = await taken_within(outbox, PATIENCE_S)
     assert last is not None
     assert [event.WhichOneof("event") for event in last.events] == ["finished"]
 
 
 async def test_what_is_due_sooner_does_not_wait_for_what_is_due_later() -> None:
-    outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=0.01)
+    outbox = Outbox("gateway-0", stall_s=60.0, clock=time.monotonic, gap_s=0.02)
     outbox.add_tokens([1], [1])
-    assert await taken_within(outbox, 1.0) is not None
+    assert await taken_within(outbox, PATIENCE_S) is not None
     outbox.add_accepted(7, hold_s=60.0)
     assert await taken_within(outbox, 0.02) is None
     outbox.add_tokens([1], [2])
     outbox.add_accepted(8)
     outbox.flush()
-    assert await taken_within(outbox, 5.0) is not None
+    assert await taken_within(outbox, PATIENCE_S) is not None
 
 
 async def test_a_closing_session_says_what_it_held_back() -> None:
-    outbox = Outbox("gateway-0", stall_s=5.0, clock=time.monotonic, gap_s=60.0)
+    outbox = Outbox("gateway-0", stall_s=60.0, clock=time.monotonic, gap_s=60.0)
     outbox.add_accepted(8)
     outbox.close()
-    assert await taken_within(outbox, 10.0) is not None
-    assert await taken_within(outbox, 10.0) is None
+    assert await taken_within(outbox, PATIENCE_S) is not None
+    assert await taken_within(outbox, PATIENCE_S) is None
 
 
 async def test_a_load_rides_along_and_is_sent_once(outbox: Outbox) -> None:

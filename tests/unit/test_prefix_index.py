@@ -145,7 +145,6 @@ def test_a_prefix_may_lie_in_two_tiers_of_one_instance_but_not_in_two_instances(
     index.check_invariants()
 
 
-@pytest.mark.alone
 @pytest.mark.req("S99")
 def test_matching_does_not_slow_down_with_the_number_of_instances() -> None:
     """All hold all of the prompt: the most there is to walk for whoever walks by instance."""
@@ -169,9 +168,9 @@ def _slowdown(make: Callable[[], Index]) -> float:
     best = dict.fromkeys(indexes, math.inf)
     for _ in range(5):
         for num_instances, index in indexes.items():
-            began = time.perf_counter()
+            began = time.thread_time()
             index.match(prompt)
-            best[num_instances] = min(best[num_instances], time.perf_counter() - began)
+            best[num_instances] = min(best[num_instances], time.thread_time() - began)
     return best[1000] / best[10]
 
 

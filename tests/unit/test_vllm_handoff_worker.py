@@ -313,17 +313,17 @@ def test_a_cancelled_load_keeps_its_blocks_until_the_range_under_way_is_scattere
 
     def scatter_part(*_: object) -> None:
         entered.set()
-        assert may_leave.wait(10)
+        assert may_leave.wait(60)
 
     rank.caches.scatter_part = scatter_part  # type: ignore[method-assign,assignment]
     landing = threading.Thread(target=rank.agent.on_range["t1"], args=(0, np.zeros(16, np.uint8)))
     landing.start()
-    assert entered.wait(10)
+    assert entered.wait(60)
     step = threading.Thread(target=rank.incoming.cancel, args=(load(1),))
     step.start()
     step.join(0.05)
     assert rank.incoming.take_results() == (set(), set())
     may_leave.set()
-    landing.join(10)
-    step.join(10)
+    landing.join(60)
+    step.join(60)
     assert rank.incoming.take_results() == (set(), {"k1"})

@@ -338,9 +338,7 @@ async def test_a_rank_that_has_nothing_or_does_not_answer_means_nothing_is_offer
     client = TierClient(said.append, 2, 0.0)
     assert await answered(client, Fetched(0, 3, 1, 4), Fetched(1, 3, 1, 1)) is None
     assert said[-1] == Forget(3)
-    started = time.monotonic()
-    assert await answered(client, Fetched(0, 3, 1, 4)) is None
-    assert time.monotonic() - started < 20
+    assert await asyncio.wait_for(answered(client, Fetched(0, 3, 1, 4)), 60) is None
     assert said[-1] == Forget(3)
     client.on_fetched(Fetched(1, 3, 1, 4))  # too late, and nobody minds
     assert client.is_idle

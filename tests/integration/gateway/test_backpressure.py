@@ -110,13 +110,10 @@ async def test_who_could_not_be_served_in_time_is_refused_before_the_master_is_a
     ):
         waiting = await fill(mesh, master, client, 10, prompt="x" * 500)
         num_asked = len({q.request_id for q in master.asked})
-        began = time.monotonic()
         refused = await ask(client)
-        took_s = time.monotonic() - began
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "ttft_unreachable"
         assert refused.headers["retry-after"] == "2"
-        assert took_s < 2.0
         assert len({q.request_id for q in master.asked}) == num_asked
         mesh.instances["prefill-0"].free_slots(64)
         assert {r.status_code for r in await asyncio.gather(*waiting)} == {200}

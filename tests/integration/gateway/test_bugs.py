@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import openai
@@ -28,17 +27,15 @@ def break_first_send(mesh: GatewayMesh, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sessions, "session", first_fails)
 
 
-async def test_a_request_that_trips_over_a_bug_fails_alone_and_at_once(
+async def test_a_request_that_trips_over_a_bug_fails_alone(
     mesh: GatewayMesh,
     client: openai.AsyncOpenAI,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The planner's loop hands plans to all requests: one that raises there must not end it for the others."""
     break_first_send(mesh, monkeypatch)
-    started = time.monotonic()
     with pytest.raises(openai.InternalServerError) as caught:
         await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
-    assert time.monotonic() - started < 5
     assert "value out of range" not in str(caught.value)
     answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
     assert answer.choices[0].text == mesh.expected_text("abc", 4)

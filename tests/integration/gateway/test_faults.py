@@ -155,7 +155,7 @@ async def test_a_rejection_sends_the_request_to_the_next_candidate(
 
 @pytest.mark.req("S44")
 async def test_when_all_stay_busy_the_client_gets_429_at_its_deadline(tmp_path: Path) -> None:
-    async with gateway_mesh(tmp_path, ttft_s=0.4) as mesh, httpx.AsyncClient() as client:
+    async with gateway_mesh(tmp_path, ttft_s=0.4) as mesh, httpx.AsyncClient(timeout=60) as client:
         mesh.instances["prefill-0"].reject_with = REJECT_REASON_BUSY
         began = time.monotonic()
         body = {"model": "tiny", "prompt": "abc", "max_tokens": 4, "stream": True}
@@ -164,35 +164,34 @@ async def test_when_all_stay_busy_the_client_gets_429_at_its_deadline(tmp_path: 
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
         assert response.json()["error"]["type"] == "rate_limit_error"
-        assert 0.39 < took_s < 3.0, "when its time is over, not when its client's is"
+        assert took_s > 0.39, "when its time is over; its client's would be an exception"
 
 
 @pytest.mark.req("S43", "S44")
 async def test_a_waiting_request_is_forwarded_the_moment_a_slot_frees(tmp_path: Path) -> None:
     async with (
-        gateway_mesh(tmp_path, ttft_s=30.0, retry_s=20.0) as mesh,
-        httpx.AsyncClient() as client,
+        gateway_mesh(tmp_path, ttft_s=600.0, retry_s=500.0) as mesh,
+        httpx.AsyncClient(timeout=60) as client,
     ):
         prefill = mesh.instances["prefill-0"]
         prefill.reject_with = REJECT_REASON_BUSY
         body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
         asking = asyncio.create_task(client.post(f"{mesh.url}/v1/completions", json=body))
         await until(lambda: len(mesh.gateway.frontend.shared.room) == 1)
-        freed_at = time.monotonic()
-        prefill.free_slots(4)
+        prefill.free_slots(4)  # its client has gone when it would have asked again by itself
         assert (await asking).json()["choices"][0]["text"] == mesh.expected_text("abc", 4)
-        assert time.monotonic() - freed_at < 10.0, "not when it would have asked again"
         assert len(mesh.gateway.frontend.shared.room) == 0
 
 
 async def test_a_full_waiting_room_answers_429_at_once(tmp_path: Path) -> None:
-    async with gateway_mesh(tmp_path, max_waiting=0) as mesh, httpx.AsyncClient() as client:
+    async with (
+        gateway_mesh(tmp_path, max_waiting=0, ttft_s=600.0) as mesh,
+        httpx.AsyncClient(timeout=60) as client,
+    ):
         mesh.instances["prefill-0"].reject_with = REJECT_REASON_BUSY
-        began = time.monotonic()
         body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
         response = await client.post(f"{mesh.url}/v1/completions", json=body)
-        assert response.status_code == 429
-        assert time.monotonic() - began < 5.0, "not at the end of its time to wait"
+        assert response.status_code == 429, "and not at the end of its time to wait"
 
 
 async def test_a_prompt_that_fits_no_instance_is_the_clients_error(
@@ -212,7 +211,7 @@ async def test_a_decode_that_falls_silent_is_left_and_what_it_says_later_is_drop
     tmp_path: Path,
 ) -> None:
     async with (
-        gateway_mesh(tmp_path, 1, 2, stall_s=0.3) as mesh,
+        gateway_mesh(tmp_path, 1, 2, stall_s=2.0) as mesh,
         openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none") as client,
     ):
         for instance in of_role(mesh, ROLE_DECODE):
@@ -225,7 +224,7 @@ async def test_a_decode_that_falls_silent_is_left_and_what_it_says_later_is_drop
             text += chunk.choices[0].text
             if frozen is None and len(text) > 20:
                 frozen = decode_at_work(mesh)
-                frozen.step_s = 0.6
+                frozen.step_s = 4.0
         assert text == mesh.expected_text("abc", 60)
         assert frozen is not None
         await until(lambda: bool(frozen.aborted))
@@ -368,7 +367,7 @@ async def test_a_request_with_nobody_to_serve_it_fails_at_once(tmp_path: Path) -
 
 @pytest.mark.fault("F10")
 async def test_stopping_lets_a_stream_finish_and_refuses_new_requests(tmp_path: Path) -> None:
-    async with gateway_mesh(tmp_path, drain_s=5.0) as mesh, httpx.AsyncClient() as client:
+    async with gateway_mesh(tmp_path, drain_s=60.0) as mesh, httpx.AsyncClient() as client:
         mesh.instances["decode-0"].step_s = 0.005
         body = {"model": "tiny", "prompt": "abc", "max_tokens": 100, "stream": True}
         async with client.stream("POST", f"{mesh.url}/v1/completions", json=body) as response:
