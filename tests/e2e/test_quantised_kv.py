@@ -19,9 +19,11 @@ from pdmesh.engine.vllm.config import VllmConfig
 from tests.e2e.cases import VOCABULARY, Case, differences, generate_all
 from tests.e2e.conftest import Plain, plain_vllm
 from tests.e2e.pair import Host, LegFailed, Pair, running
+from tests.e2e.processor import needs_fp8
 from tests.fakes.tiny_llama import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, write_tiny_llama
 
 pytestmark = [
+    needs_fp8,
     pytest.mark.vllm,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("default"),  # vLLM's own

@@ -291,6 +291,7 @@ async def test_a_frozen_redis_costs_one_wait_of_its_bound_and_no_retries(
         return False
 
     await until(is_back)
+    await store.close()
 
 
 async def test_a_restarted_index_starts_from_redis_and_forgets_who_died_meanwhile(

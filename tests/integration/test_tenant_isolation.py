@@ -16,8 +16,10 @@ from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 
 NUM_PROBES = 200
-NUM_TOKENS = 256  # four blocks: 20 ms of the sim's prefill
-NUM_CACHED = 192  # the last block is computed, since the first draw needs its last token
+NUM_TOKENS = (
+    768  # twelve blocks: 60 ms of the sim's prefill, so that a busy machine does not hide them
+)
+NUM_CACHED = 704  # the last block is computed, since the first draw needs its last token
 NUM_OWN = 50
 MAX_AUC = 0.6
 MIN_AUC = 0.7  # 4 sigma from a guess with so many of each
@@ -64,7 +66,7 @@ async def test_two_hundred_probes_tell_nothing_of_another_tenants_prompts(tmp_pa
     )  # fmt: skip
     async with (
         Mesh(spec, tmp_path / "mesh") as mesh,
-        httpx.AsyncClient(base_url=mesh.http_url, timeout=30) as client,
+        httpx.AsyncClient(base_url=mesh.http_url, timeout=60) as client,
     ):
         acme, mallory = Asker(client, secrets["acme"]), Asker(client, secrets["mallory"])
         for prompt in known:

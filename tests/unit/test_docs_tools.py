@@ -82,3 +82,19 @@ def test_each_table_of_the_kill_matrix_is_replaced_by_its_own_results_and_the_de
     assert page.startswith("# Processes\n\n| nats | 1 |\n\n## Faults of KV")
     assert page.endswith("|\n| F2 | it dies | 0.5 | 2.1 | 3.0 | 4.5 |\n")
     assert kill_matrix_doc.page(page, tmp_path) == page
+
+
+def test_coverage_says_what_a_machine_must_have_for_a_test_to_run() -> None:
+    source = (
+        "@needs_link\nasync def test_a(): ...\ndef test_b(): ...\n"
+        '@pytest.mark.req("S1")\n@needs_fp8\ndef test_c(): ...\n'
+    )
+    assert coverage_doc.needs_in(source) == {
+        "test_a": "network namespaces",
+        "test_c": "AVX-512 or AMX",
+    }
+    whole = "pytestmark = [needs_fp8, pytest.mark.vllm]\ndef test_d(): ...\n"
+    assert coverage_doc.needs_in(whole) == {"test_d": "AVX-512 or AMX"}
+    assert coverage_doc.needs_in("pytestmark = needs_fp8\ndef test_d(): ...\n") == {
+        "test_d": "AVX-512 or AMX"
+    }

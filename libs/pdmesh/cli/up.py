@@ -19,8 +19,11 @@ from typing import IO, Final
 from pdmesh import api_keys
 from pdmesh.cli.connect import be_quiet
 from pdmesh.cli.errors import CommandFailed
+from pdmesh.core.desired import Desired
 from pdmesh.desired_file import read
 from pdmesh.embedded.ports import PortTaken
+from pdmesh.engine.vllm import cpu_features
+from pdmesh.engine.vllm.config import installed_device
 from pdmesh.errors import InvalidRequest
 from pdmesh.launcher import state
 from pdmesh.launcher.mesh import Mesh, MeshFailed
@@ -32,6 +35,13 @@ _POLL_S: Final = 0.1
 _REGION: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 # Set for the detached launcher, which must not detach again.
 _DETACHED: Final = "PDMESH_DETACHED"
+# How instances keep KV: a setting of all of them, and of each service.
+_KV_DTYPE_VARIABLES: Final = (
+    "PDMESH_KV_CACHE_DTYPE",
+    "PDMESH_PREFILL_KV_CACHE_DTYPE",
+    "PDMESH_DECODE_KV_CACHE_DTYPE",
+    "PDMESH_INSTANCE_KV_CACHE_DTYPE",
+)
 # What the gateways read besides the flags about keys.
 _DOOR_VARIABLES: Final = ("PDMESH_GATEWAY_KEYS_FILE", "PDMESH_GATEWAY_ALLOW_ANONYMOUS")
 
@@ -60,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _spec(options: argparse.Namespace) -> MeshSpec:
     per_role = 2 if options.engine == "sim" else 1
-    groups_file, regions = _groups_file(options)
+    groups_file, desired = _groups_file(options)
+    _check_processor(options, desired)
     is_assigned = options.groups is not None
     default = 0 if options.fusion or is_assigned else per_role
     return MeshSpec(
@@ -70,7 +81,7 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
         num_fusion=1 if options.fusion else 0,
         num_blank=options.blank,
         groups_file=groups_file,
-        regions=_regions(options, regions),
+        regions=_regions(options, desired.regions),
         num_gateways=options.gateways,
         num_masters=options.masters,
         node_agent=options.node_agent,
@@ -88,10 +99,10 @@ def _spec(options: argparse.Namespace) -> MeshSpec:
     )
 
 
-def _groups_file(options: argparse.Namespace) -> tuple[Path | None, tuple[str, ...]]:
-    """With the regions it names. Read before anything starts: what is wrong with it is said at once."""
+def _groups_file(options: argparse.Namespace) -> tuple[Path | None, Desired]:
+    """With what it says. Read before anything starts: what is wrong with it is said at once."""
     if options.groups is None:
-        return None, ()
+        return None, Desired()
     file: Path = options.groups.absolute()
     try:
         desired = read(file.read_text())
@@ -99,7 +110,27 @@ def _groups_file(options: argparse.Namespace) -> tuple[Path | None, tuple[str, .
         raise CommandFailed(f"{options.groups}: {exc.message}") from None
     except (OSError, UnicodeDecodeError) as exc:
         raise CommandFailed(f"{options.groups}: {getattr(exc, 'strerror', 'not text')}") from None
-    return file, desired.regions
+    return file, desired
+
+
+def _check_processor(options: argparse.Namespace, desired: Desired) -> None:
+    """What no instance could start with here; each would say so only after it was started."""
+    if options.engine != "vllm" or installed_device() != "cpu":
+        return
+    flags = cpu_features.own_flags()
+    asked = [(name, os.environ[name]) for name in _KV_DTYPE_VARIABLES if name in os.environ]
+    for name, service in desired.services.items():
+        for each in (service.options, *service.role_options.values()):
+            asked += [
+                (f"{options.groups}: services.{name}", value)
+                for option, value in each.items()
+                if option == "kv_cache_dtype"
+            ]
+    for where, value in asked:
+        if missing := cpu_features.missing_for(value, flags):
+            raise CommandFailed(f"{where}: {missing}")
+    if options.dtype and (slow := cpu_features.slow_for(options.dtype, flags)):
+        _say(slow)
 
 
 def _keys_file(options: argparse.Namespace) -> Path | None:

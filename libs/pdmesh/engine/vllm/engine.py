@@ -59,7 +59,7 @@ from pdmesh.engine.vllm.messages import (
 from pdmesh.engine.vllm.model_files import read_model
 from pdmesh.engine.vllm.outputs import OutputQueue
 from pdmesh.engine.vllm.peer_checks import PeerChecks
-from pdmesh.engine.vllm.preflight import check_memory
+from pdmesh.engine.vllm.preflight import check_memory, check_processor
 from pdmesh.engine.vllm.private_dir import make_private_dir
 from pdmesh.engine.vllm.requests import RequestEvents, Requests
 from pdmesh.engine.vllm.startup import PROGRESS_EVERY_S, vllm_version, with_progress
@@ -117,6 +117,7 @@ class VllmEngine:
 
     async def _start(self, started: float) -> EngineInfo:
         config = self._config
+        check_processor(config)
         files = await asyncio.to_thread(
             read_model, config.model_dir, self._digests, config.file_digests
         )

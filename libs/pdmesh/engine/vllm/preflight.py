@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import structlog
+
+from pdmesh.engine.vllm import cpu_features
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.errors import EngineFailed
+
+log = structlog.get_logger(__name__)
 
 RUNTIME_BYTES = 900 << 20  # torch, vLLM and activations, in the worker alone
 _DTYPE_BYTES = {"float32": 4}  # others: as stored
@@ -45,3 +50,14 @@ def check_memory(config: VllmConfig) -> None:
             f"{available >> 20} MiB are free; lower kv_cache_bytes, use dtype bfloat16, or start fewer",
             reason="OUT_OF_MEMORY",
         )
+
+
+def check_processor(config: VllmConfig) -> None:
+    """Raises EngineFailed for what this processor cannot do, and logs what it does slowly; a GPU is vLLM's to judge."""
+    if config.device != "cpu":
+        return
+    flags = cpu_features.own_flags()
+    if missing := cpu_features.missing_for(config.kv_cache_dtype, flags):
+        raise EngineFailed(missing, reason="CPU_FEATURE_MISSING")
+    if slow := cpu_features.slow_for(config.effective_dtype, flags):
+        log.warning("vllm.slow_dtype", dtype=config.effective_dtype, reason=slow)

@@ -1,0 +1,51 @@
+"""What a processor cannot do, or only slowly, read from its flags before vLLM's child finds it out and dies of it.
+
+Everything here is text in and text out. A machine whose flags cannot be read is not refused anything: vLLM will say.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+CPUINFO: Final = Path("/proc/cpuinfo")
+# What torch means by AVX-512, and so vLLM.
+_AVX512: Final = frozenset({"avx512f", "avx512vl", "avx512bw", "avx512dq"})
+_AMX: Final = "amx_tile"
+_BF16: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last one is Arm's
+
+
+def flags_of(cpuinfo: str) -> frozenset[str]:
+    """The flags of the first processor in the text of /proc/cpuinfo (`Features` on Arm)."""
+    for line in cpuinfo.splitlines():
+        if line.startswith(("flags", "Features")):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()
+
+
+def own_flags() -> frozenset[str]:
+    """This machine's; none where they cannot be read."""
+    try:
+        return flags_of(CPUINFO.read_text())
+    except OSError:
+        return frozenset()
+
+
+def missing_for(kv_cache_dtype: str, flags: frozenset[str]) -> str:
+    """Why this processor cannot keep KV so, in one line; empty where it can, or where nothing is known of it."""
+    if not flags or not kv_cache_dtype.startswith("fp8") or _AMX in flags or flags >= _AVX512:
+        return ""
+    return (
+        f"kv_cache_dtype {kv_cache_dtype} needs AVX-512 or AMX, and this processor has neither; "
+        "use kv_cache_dtype auto"
+    )
+
+
+def slow_for(dtype: str, flags: frozenset[str]) -> str:
+    """Why this processor computes slowly in `dtype`, in one line; empty where it does not."""
+    if not flags or dtype not in ("bfloat16", "auto") or flags & _BF16:
+        return ""
+    return (
+        f"dtype {dtype} is slow here: this processor has no bf16 instructions (AVX-512 BF16 or AMX), so that each "
+        "number is converted; float32 is several times as fast"
+    )

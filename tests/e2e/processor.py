@@ -1,0 +1,12 @@
+"""Which tests need more of the processor than every machine has: they skip with what it lacks."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdmesh.engine.vllm.config import installed_device
+from pdmesh.engine.vllm.cpu_features import missing_for, own_flags
+
+_MISSING = missing_for("fp8", own_flags()) if installed_device() == "cpu" else ""
+
+needs_fp8 = pytest.mark.skipif(bool(_MISSING), reason=_MISSING)
