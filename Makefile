@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest
 
 .PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit e2e chaos faults kill-matrix kv-faults compose-test check format fuzz \
         load load-until-failure load-users load-chats bench-tiers bench-overhead bench-retrieval bench-handover bench-plan bench-staleness bench-kv bench-index bench-ratio bench-recovery demo-day simulate-day leak-test compare \
-        compare-mesh proto proto-check docs docs-check lock clean
+        compare-mesh proto proto-check docs docs-check lock lock-images clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -61,7 +61,7 @@ $(DONE)/dev: $(DONE)/base requirements/dev.txt
 	@requirements/install.sh $(VENV) dev
 	@touch $@
 
-$(DONE)/vllm: $(DONE)/base requirements/vllm.txt requirements/model.txt
+$(DONE)/vllm: $(DONE)/base requirements/vllm.txt requirements/torch.txt requirements/model.txt
 	@requirements/install.sh $(VENV) vllm
 	@touch $@
 
@@ -115,12 +115,20 @@ format: $(DONE)/dev ## format and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-fuzz: $(DONE)/dev ## the KV wire against atheris, in an environment of its own; FUZZ_S=600 for ten minutes
-	@test -x .cache/fuzz/bin/atheris-is-here || { $(PYTHON) -m venv .cache/fuzz && .cache/fuzz/bin/pip install -q atheris==3.0.0 && \
-	  touch .cache/fuzz/bin/atheris-is-here && chmod +x .cache/fuzz/bin/atheris-is-here; }
-	@mkdir -p .cache/fuzz-corpus
-	@PYTHONPATH=libs:.:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') .cache/fuzz/bin/python -m tests.fuzz \
-	  -max_total_time=$(or $(FUZZ_S),60) -max_len=512 -artifact_prefix=.cache/ .cache/fuzz-corpus tests/fuzz/corpus/kv_wire
+FUZZ_TARGETS ?= kv_wire http json grpc yaml
+
+fuzz: $(FUZZ_TARGETS:%=fuzz-%) ## all that a stranger may send, against atheris: FUZZ_S=600 seconds for each of FUZZ_TARGETS="kv_wire http json grpc yaml"
+
+$(FUZZ_TARGETS:%=fuzz-%): fuzz-%: .cache/fuzz/.done
+	@mkdir -p .cache/fuzz-corpus/$*
+	@echo "fuzz: $* for $(or $(FUZZ_S),60) s"
+	@PYTHONPATH=libs:.:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') .cache/fuzz/bin/python -m tests.fuzz $* \
+	  -max_total_time=$(or $(FUZZ_S),60) $(if $(FUZZ_SEED),-seed=$(FUZZ_SEED)) -artifact_prefix=.cache/fuzz-$*- .cache/fuzz-corpus/$* tests/fuzz/corpus/$*
+
+.cache/fuzz/.done: $(DONE)/dev requirements/fuzz.txt
+	@$(PYTHON) -m venv .cache/fuzz
+	@.cache/fuzz/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/fuzz.txt
+	@touch $@
 
 bench-tiers: $(DONE)/vllm model ## what a KV tier is worth: time to first token by where a prompt's blocks are
 	@$(BIN)/python -m loadtests.tiers $(ARGS)
@@ -200,6 +208,9 @@ docs-check: docs ## fail if the generated pages are not what the code says
 
 lock: $(DONE)/dev ## pin all packages anew (slow)
 	@requirements/lock.sh $(abspath $(BIN))/pip-compile
+
+lock-images: ## pin the container images by digest in deploy/docker/images.env (needs a container engine and a network)
+	@deploy/docker/lock-images deploy/docker/images.env
 
 clean: ## remove everything that was made here, the model and .venv too
 	@$(MAKE) down

@@ -1,4 +1,4 @@
-"""`make fuzz`: atheris drives `kv_wire`'s targets. It is not among the development packages; arguments are libFuzzer's."""
+"""`make fuzz`: atheris drives one of `targets`. It is not among the development packages; arguments after the target's name are libFuzzer's."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["pdmesh"]):
-    from tests.fuzz.kv_wire import LENGTH, feed_agent, feed_parser
+with atheris.instrument_imports(include=["pdmesh", "services"]):
+    from tests.fuzz import targets
 
+    target = targets.load(sys.argv.pop(1))
 
-def test_one(data: bytes) -> None:
-    feed_parser(data[LENGTH:])
-    feed_agent(data)
-
-
-atheris.Setup(sys.argv, test_one)
+# Recursion and memory are libFuzzer's to find; 60 s without an end is a hang.
+sys.argv += [
+    f"-max_len={target.max_len}",
+    "-timeout=60",
+    "-rss_limit_mb=2048",
+    "-print_final_stats=1",
+]
+atheris.Setup(sys.argv, target.feed)
 atheris.Fuzz()

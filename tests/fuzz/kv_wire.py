@@ -2,7 +2,7 @@
 
 `feed_parser` and `feed_agent` raise only if a promise is broken. Hypothesis calls them in `make test`; with coverage as the guide:
 
-    make fuzz                         # atheris, from tests/fuzz/corpus/kv_wire; FUZZ_S=600 for ten minutes
+    make fuzz-kv_wire                 # atheris, from tests/fuzz/corpus/kv_wire; FUZZ_S=600 for ten minutes
     python -m tests.fuzz.kv_wire      # write the corpus anew: one of each message
 """
 
@@ -27,6 +27,7 @@ from tests.fakes.kv_pair import ticket_for
 CORPUS = Path(__file__).parent / "corpus" / "kv_wire"
 LAYOUT = KvLayout(2, 2, 16, "f")
 HASH = fingerprint_hash("f")
+MAX_LEN = 512
 LENGTH = 2  # bytes that say how long the next message of a sequence is
 
 
@@ -141,6 +142,17 @@ def feed_agent(data: bytes) -> None:
         messages.append(data[LENGTH : LENGTH + size])
         data = data[LENGTH + size :]
     asyncio.run(_feed(messages))
+
+
+def feed(data: bytes) -> None:
+    """Both of them, the parser with the first message alone."""
+    feed_parser(data[LENGTH:])
+    feed_agent(data)
+
+
+def honest() -> bytes:
+    """As many messages as fit."""
+    return (sequence(examples()) * MAX_LEN)[:MAX_LEN]
 
 
 def sequence(messages: Sequence[bytes]) -> bytes:
