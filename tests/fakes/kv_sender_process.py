@@ -11,6 +11,8 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 
+import structlog
+
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import CHUNK_BYTES, KvLayout
 from pdmesh.kv.agent import KvAgent
@@ -19,6 +21,8 @@ from pdmesh.kv.ucx import UcxTransport
 from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, pattern
 
 NUM_LAYERS = 4
+# Standard output is for what the test reads.
+structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
 def say(line: str) -> None:
