@@ -15,7 +15,8 @@ from typing import Any, Final
 import uvicorn
 from uvicorn.server import ServerState
 
-from services.gateway.http_guard import Bounds, guarded
+from pdmesh.httpd.bounds import Bounds
+from pdmesh.httpd.guard import guarded
 
 MAX_LEN: Final = 16_384
 _MAX_HEADER_BYTES: Final = 1024
