@@ -36,6 +36,7 @@ from pdmesh.core.plan_runner import (
     MoveEnded,
     MoveMade,
     MoveNotBegun,
+    MoveSeen,
     PlanAsked,
     PlanEnded,
     PlanResumed,
@@ -120,7 +121,8 @@ class PlanLoop:
         desired, known = current[0], adjustments.valid(*current)  # the others are erased below
         is_new = epoch != self._epoch
         if is_new:  # plans of ratios are gone: what they rest on is measured anew
-            self._epoch, self._runner = epoch, PlanRunner()
+            self._epoch = epoch
+            self._runner = PlanRunner(gather_s=self._groups.controller.clock.limits.gather_s)
             self._ratio, self._loads = RatioController(_limits(self._window_s)), RoleLoads()
             self._closed_at = self._clock()
             self._windows.serve(())
@@ -181,6 +183,10 @@ class PlanLoop:
         current = self._groups.current
         scenarios = {g.scenario for g in current[0].groups.values()} if current else set()
         return frozenset(s for s in scenarios if self._runner.is_busy(s))
+
+    def gathering(self) -> frozenset[str]:
+        """Of these, scenarios whose plan waits for instances alone."""
+        return self._runner.gathering
 
     def _being_upgraded(self, *, is_out: bool) -> frozenset[str]:
         """Scenarios with a group that gets another revision now; `is_out`: and does not serve whole."""
@@ -286,6 +292,14 @@ class PlanLoop:
                 self._feed(MoveEnded(scenario, is_done=False, detail=why))
             elif all(state is GroupState.SERVING for state in states):
                 self._feed(MoveEnded(scenario, is_done=True))
+            else:
+                waiting = [
+                    g for g, s in zip(touched, states, strict=True) if s is not GroupState.SERVING
+                ]
+                reports = [self._groups.controller.reports.get(group_id) for group_id in waiting]
+                lacks = [report.lacks if report else "" for report in reports]
+                is_known = None not in states
+                self._feed(MoveSeen(scenario, "; ".join(lacks) if is_known and all(lacks) else ""))
 
     def _state_of(
         self, group_id: str, known: adjustments.Adjustments, desired: Desired

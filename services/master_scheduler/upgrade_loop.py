@@ -52,6 +52,7 @@ class Plans(Protocol):
 
     def busy(self, group_id: str, role: Role) -> float | None: ...
     def planning(self) -> frozenset[str]: ...
+    def gathering(self) -> frozenset[str]: ...
 
 
 class UpgradeLoop:
@@ -121,6 +122,7 @@ class UpgradeLoop:
                 self._plans.busy,
                 self._unwell(),
                 self._plans.planning(),
+                self._plans.gathering(),
                 version.canary_share,
                 frozenset(self._lost_versions),
             ),

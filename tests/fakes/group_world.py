@@ -87,6 +87,8 @@ class World:
     lost_versions: frozenset[int] = frozenset()  # that the registry has not kept
     canary_share: float = 0.0  # that the next version is applied with
     busy: float | None = 0.1
+    planning: frozenset[str] = frozenset()
+    gathering: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.versions[self.version] = self.desired
@@ -200,6 +202,8 @@ class World:
             return
         around = Surroundings(
             lambda group_id, role: self.busy,
+            planning=self.planning,
+            gathering=self.gathering,
             canary_share=self.canary_share,
             lost_versions=self.lost_versions,
         )

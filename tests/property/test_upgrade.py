@@ -149,6 +149,21 @@ def test_a_revision_that_answers_errors_in_the_second_group_leaves_none_of_it_in
     ]  # fmt: skip
 
 
+@pytest.mark.req("S24", "S28")
+def test_a_way_back_waits_for_a_plan_that_moves_something_and_for_none_that_only_gathers() -> None:
+    world = settled()
+    world.apply(released("2"))
+    while "changing b" not in told(world):
+        play(world, 1)
+    world.planning = frozenset({"chat"})
+    play(world, 120, sick=NEW)
+    assert "back b" in told(world)
+    assert world.upgrading.reports["chat"].detail.startswith("a: a plan is under way")
+    world.gathering = frozenset({"chat"})
+    play(world, 120)
+    assert is_at(world, OLD), (world.describe(), world.upgrading.reports)
+
+
 @pytest.mark.req("S24")
 def test_groups_that_the_bad_revision_has_broken_go_back_too() -> None:
     """It proved itself in two groups, and then nothing of it can be loaded again: what they lost stays lost until they go back."""

@@ -17,6 +17,7 @@ from pdmesh.core.fleet import Fleet, Identity, LoadReported, PrefillComputed, Re
 from pdmesh.core.group_controller import GroupController
 from pdmesh.core.group_facts import Observed
 from pdmesh.core.group_round import Round
+from pdmesh.core.moves import Move, MoveKind, Plan, Trigger
 from pdmesh.core.scenario_stats import Finished
 from pdmesh.core.scenario_windows import ScenarioWindows
 from pdmesh.core.upgrade_record import Upgrade
@@ -26,7 +27,7 @@ from pdmesh.v1.admin_service_pb2 import Adjustments
 from services.master_scheduler import plan_loop
 from services.master_scheduler.desired_convert import adjustments_from
 from services.master_scheduler.plan_loop import RESUME_WITHIN_S, PlanLoop
-from tests.fakes.group_world import World
+from tests.fakes.group_world import LIMITS, World
 
 NIGHT = datetime(2026, 11, 20, 22, 0, tzinfo=UTC).timestamp()
 MORNING = datetime(2026, 11, 21, 7, 0, tzinfo=UTC).timestamp()
@@ -217,6 +218,54 @@ async def test_what_was_answered_before_a_master_led_is_in_no_window_of_its_own(
     site.settle()
     await site.loop.round()
     assert site.windows.close("chat", None, None, 1.0) is None
+
+
+@pytest.mark.req("S21", "S28")
+async def test_a_reclaim_that_finds_no_instances_ends_its_plan_and_serves_when_they_come() -> None:
+    site = Site(DESIRED, num=8)
+    site.settle()
+    await site.loop.round()
+    site.wall = NIGHT + 1
+    await site.loop.round()
+    site.settle()
+    await site.loop.round()
+    for name in [i for i in site.world.processes if i not in site.world.given][:2]:
+        site.world.kill(name)
+    site.wall = MORNING - 200
+    await site.loop.round()
+    site.settle()
+    await site.loop.round()
+    assert (site.loop.planning(), site.loop.gathering()) == ({"chat"}, {"chat"})
+    site.world.now += LIMITS.gather_s
+    await site.loop.round()
+    assert (site.loop.planning(), site.loop.gathering()) == (set(), set())
+    assert site.loop.decisions[-1].reason.endswith("; 2 more blank instances needed")
+    for name in ("late-0", "late-1"):
+        site.world.start(name)
+    site.settle()
+    assert sorted(site.world.counts()) == ["a", "b"]
+
+
+@pytest.mark.req("S28")
+async def test_a_role_that_changes_in_place_is_not_taken_for_one_that_finds_no_instance() -> None:
+    """It lacks one until the instance that leaves is blank."""
+    site = Site(Desired(groups={"a": Group("chat", 2, 4)}), num=6)
+    site.settle()
+    await site.loop.round()
+    move = Move("a", MoveKind.CHANGE_ROLE, Role.PREFILL)
+    plan = Plan("chat", Trigger.OPERATOR, (move,), "by hand", is_forced=True)
+    site.loop.ask(plan, site.world.epoch)
+    await site.loop.round()
+    known = adjustments_from(site.stored)
+    site.world.desired = adjusted(site.desired, known)
+    for _ in range(4):
+        site.world.round()
+        await site.loop.round()
+        assert not site.loop.gathering()
+    site.settle()
+    await site.loop.round()
+    assert not site.loop.planning()
+    assert site.world.counts() == {"a": (3, 3, 0)}
 
 
 @pytest.mark.req("S21")

@@ -42,9 +42,12 @@ class GroupState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
+    """`lacks`: the blank instances that it waits for, while none of its own leaves that could make room."""
+
     group_id: str
     state: GroupState
     detail: str = ""
+    lacks: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +220,9 @@ class GroupController:
         if is_whole or short:
             busy = [m for m in others if m.is_ready]
             detail = let_others_go(turn, group, record, busy, num_short)
-        return self._report(record, group, has_served, is_whole and not others, detail or short)
+        is_leaving = others or any(m.stage >= Stage.DRAIN for m in turn.members(group_id))
+        report = self._report(record, group, has_served, is_whole and not others, detail or short)
+        return report if is_leaving else replace(report, lacks=short)
 
     # --- those that leave ------------------------------------------------------------------------
 

@@ -61,6 +61,14 @@ class MoveEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveSeen:
+    """The move is under way still. `lacks`: the instances that its groups wait for, empty: for none that is not there."""
+
+    scenario: str
+    lacks: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class GroupsSeen:
     """Everything that serves or is lent now; `num_blank` instances could be given a role.
 
@@ -97,7 +105,7 @@ class PlanEnded:
     detail: str = ""
 
 
-Event = PlanAsked | PlanResumed | MoveNotBegun | MoveEnded | GroupsSeen
+Event = PlanAsked | PlanResumed | MoveNotBegun | MoveSeen | MoveEnded | GroupsSeen
 Effect = StartMove | MoveMade | PlanEnded
 
 
@@ -106,20 +114,28 @@ class _Running:
     plan: Plan
     num_done: int = 0
     started_at: float | None = None  # of the move under way
+    gathers_since: float | None = None  # that one, for want of instances
     touched: frozenset[str] = frozenset()  # scenarios
 
 
 @dataclass(slots=True)
 class PlanRunner:
-    """`move_timeout_s`: for when the word of a move's end was lost. The groups' controller ends every move itself, long before."""
+    """`move_timeout_s`: for when the word of a move's end was lost. The groups' controller ends every move itself, long before,
+    but for one that waits for instances: that ends after `gather_s`, and its groups get what comes later."""
 
     max_busy: float = 0.85
+    gather_s: float = 60.0
     move_timeout_s: float = 3600.0
     _running: dict[str, _Running] = field(default_factory=dict)
     _waiting: dict[str, deque[Plan]] = field(default_factory=dict)
 
     def is_busy(self, scenario: str) -> bool:
         return scenario in self._running or bool(self._waiting.get(scenario))
+
+    @property
+    def gathering(self) -> frozenset[str]:
+        """Scenarios whose move waits for instances, and touches nothing that serves meanwhile."""
+        return frozenset(s for s, r in self._running.items() if r.gathers_since is not None)
 
     @property
     def moving(self) -> Mapping[str, Move]:
@@ -158,6 +174,8 @@ class PlanRunner:
                 return self._on_resumed(left, groups, now)
             case MoveNotBegun(scenario):
                 return self._on_not_begun(scenario)
+            case MoveSeen():
+                return self._on_move_seen(event, now)
             case MoveEnded():
                 return self._on_ended(event, now)
             case GroupsSeen():
@@ -190,7 +208,19 @@ class PlanRunner:
 
     def _on_not_begun(self, scenario: str) -> list[Effect]:
         if (running := self._running.get(scenario)) is not None:
-            running.started_at = None
+            running.started_at = running.gathers_since = None
+        return []
+
+    def _on_move_seen(self, event: MoveSeen, now: float) -> list[Effect]:
+        running = self._running.get(event.scenario)
+        if running is None or running.started_at is None:
+            return []
+        if not event.lacks:
+            running.gathers_since = None
+        elif running.gathers_since is None:
+            running.gathers_since = now
+        elif now - running.gathers_since >= self.gather_s:
+            return self._end(running, Outcome.FAILED, event.lacks)
         return []
 
     def _on_ended(self, event: MoveEnded, now: float) -> list[Effect]:
@@ -201,7 +231,7 @@ class PlanRunner:
             return self._end(running, Outcome.FAILED, event.detail)
         move = running.plan.moves[running.num_done]
         made = MoveMade(running.plan, move, now - running.started_at)
-        running.started_at = None
+        running.started_at = running.gathers_since = None
         running.num_done += 1
         if running.num_done == len(running.plan.moves):
             return [made, *self._end(running, Outcome.DONE, event.detail)]

@@ -40,7 +40,8 @@ class GroupSeen:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What is asked for, and what is there. `targets`: each scenario's service; `planning`: scenarios in which plans move something."""
+    """What is asked for, and what is there. `targets`: each scenario's service; `planning`: scenarios in which plans move something,
+    of these `gathering`: those whose plan waits for instances alone."""
 
     version: int
     targets: Mapping[str, Service]
@@ -50,6 +51,7 @@ class Looked:
     limits: Mapping[str, UpgradeLimits] = field(default_factory=dict)
     floors: Mapping[tuple[str, Role], int] = field(default_factory=dict)
     planning: frozenset[str] = frozenset()
+    gathering: frozenset[str] = frozenset()
     lost_versions: frozenset[int] = frozenset()  # of the desired state, which cannot be restored
     _by_scenario: dict[str, list[GroupSeen]] = field(
         default_factory=dict, init=False, compare=False, repr=False

@@ -24,6 +24,7 @@ class Surroundings:
     busy: Busy
     unwell: Mapping[Cell, Mapping[str, str]] = field(default_factory=dict)
     planning: frozenset[str] = frozenset()
+    gathering: frozenset[str] = frozenset()
     canary_share: float = 0.0  # that the version was applied with
     lost_versions: frozenset[int] = frozenset()  # of the desired state, which cannot be restored
 
@@ -54,6 +55,7 @@ def look_at(
         limits={name: asked.scenario_of(group).upgrade for name, group in each.items()},
         floors=observed.wanted.floors,
         planning=around.planning,
+        gathering=around.gathering,
         lost_versions=around.lost_versions,
     )
 

@@ -116,7 +116,7 @@ class Turn:
             return self._done(upgrade)
         group = serving[0]  # one whose instances cannot be set up again: what they run may be why
         hopeless = {g.group_id for g in serving if g.failure}
-        if why := self._why_not_now(hopeless) or self._why_no_room(group):
+        if why := self._why_not_now(hopeless, self.look.planning) or self._why_no_room(group):
             self._say(upgrade, "waiting", f"{group.group_id}: {why}")
             return upgrade
         return self._change(upgrade, group)
@@ -220,7 +220,7 @@ class Turn:
             # No reason to wait: those of the bad revision may never be whole again, nor those that there are no instances for.
             bad = {g.group_id for g in left} | {g.group_id for g in self._groups() if g.is_lacking}
             group_id = serving[0].group_id
-            why = self._why_not_now(bad)
+            why = self._why_not_now(bad, self.look.planning - self.look.gathering)
             if not why and (no_room := self._why_no_room(serving[0])):
                 why = (
                     f"{no_room}, or, if an outage is better, a file without {group_id} for a moment"
@@ -264,11 +264,11 @@ class Turn:
         self._say(after, "going back" if upgrade.back else "changing", group.group_id)
         return after
 
-    def _why_not_now(self, may_be_broken: Collection[str]) -> str:
+    def _why_not_now(self, may_be_broken: Collection[str], planning: Collection[str]) -> str:
         """Why no group must be changed now; empty if one may be. Those of `may_be_broken` need not be whole for it."""
         if self.is_taken:
             return "a group of another scenario is being changed"
-        if self.scenario in self.look.planning:
+        if self.scenario in planning:
             return "a plan is under way"
         broken = (g for g in self._groups() if g.serves and not g.is_whole)
         found = next((g for g in broken if g.group_id not in may_be_broken), None)
