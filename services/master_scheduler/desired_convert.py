@@ -23,6 +23,7 @@ def adjustments_from(message: pb.Adjustments) -> dict[str, Adjustment]:
             (each.base_num_prefill, each.base_num_decode),
             each.pool,
             each.reason,
+            each.base_num_fusion,
         )
         for each in message.groups
     }
@@ -46,6 +47,7 @@ def adjustments_to(
                 pool=each.pool,
                 base_num_prefill=each.base[0],
                 base_num_decode=each.base[1],
+                base_num_fusion=each.base_fusion,
                 reason=each.reason,
             )
             for group_id, each in sorted(adjustments.items())

@@ -97,7 +97,7 @@ class PlanLoop:
         self._schedule = Schedule(())
         self._lines: tuple[ScheduleLine, ...] | None = None  # that it is of
         self._disturbed: set[str] = set()  # scenarios, since the window began
-        self._states: Groups = {}  # as of the last round
+        self._states: Groups = {}  # those with a ratio, as of the last round
         self.decisions: deque[pb.RatioDecision] = deque(maxlen=_NUM_SHOWN)  # of this leadership
 
     async def run(self) -> None:
@@ -135,11 +135,11 @@ class PlanLoop:
         states = {
             i: self._in_its_place(shape, desired.groups[i].racks) for i, shape in shapes.items()
         }
-        self._states = states
+        self._states = {i: shape for i, shape in states.items() if shape.has_ratio}
         if is_new:
             self._resume(states)
         self._ask(desired, states)
-        self._steer(desired, states, blanks.total())
+        self._steer(desired, self._states, blanks.total())
         self._notice_ends(known, desired)
         seen = GroupsSeen(states, blanks.total(), self._being_upgraded(is_out=True))
         await self._make(self._feed(seen), desired, known)

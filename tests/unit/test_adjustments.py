@@ -17,6 +17,7 @@ from pdmesh.core.adjustments import (
 from pdmesh.core.desired import Desired, Group
 from pdmesh.core.fleet import Role
 from pdmesh.core.moves import Move, MoveKind, inverse
+from services.master_scheduler.desired_convert import adjustments_from, adjustments_to
 
 DESIRED = Desired(
     groups={
@@ -46,9 +47,20 @@ def test_a_lent_group_is_not_there_and_its_instances_are_kept() -> None:
     assert num_lent(DESIRED, known) == {"": 4}
     states = group_shapes(DESIRED, known, lambda group_id, role: 0.5)
     assert [states[g].pool for g in ("a", "b")] == ["", "training"]
-    assert "f" not in states
+    assert not states["f"].has_ratio
     back = after(Move("b", MoveKind.RECLAIM, None, None, "morning"), DESIRED, known)
     assert back == {}
+
+
+@pytest.mark.req("S11")
+def test_a_group_of_fusion_instances_is_lent_until_an_operator_changes_its_count() -> None:
+    lend = Move("f", MoveKind.LEND, None, "training", "night")
+    known = adjustments_from(adjustments_to(after(lend, DESIRED, {}), {}, [], 1))
+    assert sorted(adjusted(DESIRED, known).groups) == ["a", "b"]
+    assert num_lent(DESIRED, known) == {"": 2}
+    changed = replace(DESIRED, groups={**DESIRED.groups, "f": Group("other", 0, 0, fusion=3)})
+    assert adjusted(changed, known).groups["f"].fusion == 3
+    assert after(Move("f", MoveKind.RECLAIM, None), DESIRED, known) == {}
 
 
 def test_an_instance_moves_between_groups() -> None:
@@ -71,7 +83,8 @@ def test_an_operator_who_changes_the_counts_has_the_last_word() -> None:
     [
         Move("gone", MoveKind.ADD, Role.PREFILL),
         Move("a", MoveKind.MOVE, Role.DECODE, "gone"),
-        Move("f", MoveKind.LEND, None, "training"),
+        Move("f", MoveKind.ADD, Role.PREFILL),
+        Move("a", MoveKind.MOVE, Role.DECODE, "f"),
     ],
 )
 def test_a_move_without_room_in_the_desired_state_is_refused(move: Move) -> None:

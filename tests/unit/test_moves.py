@@ -107,6 +107,35 @@ def test_a_group_is_lent_only_if_the_others_carry_its_traffic() -> None:
     assert applied(lent, inverse(lend, "morning")) == GROUPS
 
 
+@pytest.mark.req("S11", "S31")
+def test_of_two_groups_of_one_pair_one_is_lent_where_the_scenario_allows_a_single_one() -> None:
+    pair = GroupShape("a", "chat", 1, 1, 0.0, 0.0)
+    lend = Move("a", MoveKind.LEND, None, TRAINING_POOL)
+    groups = {"a": pair, "b": replace(pair, group_id="b")}
+    assert "depend on a single prefill" in (refusal(lend, groups, MAX_BUSY) or "")
+    allowed = {i: replace(group, allows_single=True) for i, group in groups.items()}
+    assert refusal(lend, allowed, MAX_BUSY) is None
+    last = refusal(Move("b", MoveKind.LEND, None), applied(allowed, lend), MAX_BUSY)
+    assert last == "b is the last group of scenario chat"
+    two = {"a": replace(pair, num_decode=2, allows_single=True)}
+    assert refusal(Move("a", MoveKind.REMOVE, D), two, MAX_BUSY) is None
+
+
+@pytest.mark.req("S11", "S32")
+def test_fusion_instances_carry_both_roles_and_are_counted_with_their_load() -> None:
+    fusion = GroupShape("f", "chat", 0, 0, num_fusion=2, fusion_busy=0.5)
+    groups = {"f": fusion, "g": replace(fusion, group_id="g")}
+    lend = Move("f", MoveKind.LEND, None, TRAINING_POOL)
+    assert "would be 100% busy" in (refusal(lend, groups, MAX_BUSY) or "")
+    idle = {i: replace(group, fusion_busy=0.2) for i, group in groups.items()}
+    assert refusal(lend, idle, MAX_BUSY) is None
+    unknown = {**idle, "g": replace(fusion, group_id="g", fusion_busy=None)}
+    assert refusal(lend, unknown, MAX_BUSY) == "the load of g's fusions is unknown"
+    beside = {"f": replace(fusion, fusion_busy=0.1), "p": replace(CHAT, group_id="p")}
+    assert refusal(lend, beside, MAX_BUSY) is None
+    assert refusal(Move("f", MoveKind.ADD, P), beside, MAX_BUSY, num_blank=1) is not None
+
+
 @pytest.mark.req("S28", "S31")
 @given(
     counts=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=3),

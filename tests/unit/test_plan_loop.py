@@ -12,7 +12,7 @@ import structlog
 from structlog.testing import LogCapture
 
 from pdmesh.core.adjustments import Adjustment, adjusted, num_lent
-from pdmesh.core.desired import Desired, Group, Scenario, ScheduleLine
+from pdmesh.core.desired import SERVING_ROLES, Desired, Group, Scenario, ScheduleLine
 from pdmesh.core.fleet import Fleet, Identity, LoadReported, PrefillComputed, RecordSeen, Role
 from pdmesh.core.group_controller import GroupController
 from pdmesh.core.group_facts import Observed
@@ -112,14 +112,14 @@ class Site:
         self.world.num_lent = num_lent(self.desired, known)
         self.world.settle()
         for group_id in self.world.counts():
-            for role in (Role.PREFILL, Role.DECODE):
+            for role in SERVING_ROLES:
                 for name in self.world.ready(group_id, role):
                     self._hear(name, group_id, role)
 
     def _hear(self, name: str, group_id: str, role: Role) -> None:
         identity = Identity(name, 1, role, group_id, "chat", "m", "f", 64, 8, 1000, 4096)
         self.fleet.handle(RecordSeen(identity), 0.0)
-        used = self.used[role]
+        used = self.used.get(role, 1)
         self.fleet.handle(LoadReported(name, 1, 8, used, 1000, is_draining=False), 0.0)
 
 
@@ -218,6 +218,36 @@ async def test_what_was_answered_before_a_master_led_is_in_no_window_of_its_own(
     site.settle()
     await site.loop.round()
     assert site.windows.close("chat", None, None, 1.0) is None
+
+
+@pytest.mark.req("S11", "S21")
+async def test_groups_of_fusion_instances_are_lent_by_the_clock_too() -> None:
+    groups = {"a": Group("chat", 0, 0, fusion=2), "b": Group("chat", 0, 0, fusion=2)}
+    site = Site(Desired(groups=groups, schedules=DESIRED.schedules), num=4)
+    site.settle()
+    await site.loop.round()
+    site.wall = NIGHT + 1
+    await site.loop.round()
+    site.settle()
+    assert sorted(site.world.counts()) == ["a"]
+    await site.loop.round()
+    site.wall = MORNING - 200
+    await site.loop.round()
+    site.settle()
+    assert sorted(site.world.counts()) == ["a", "b"]
+
+
+@pytest.mark.req("S11", "S21", "S31")
+async def test_a_pair_is_lent_where_its_scenario_allows_a_single_one() -> None:
+    groups = {"a": Group("chat", 1, 1), "b": Group("chat", 1, 1)}
+    scenarios = {"chat": Scenario(allow_single=True)}
+    site = Site(Desired({}, scenarios, groups, DESIRED.schedules), num=4)
+    site.settle()
+    await site.loop.round()
+    site.wall = NIGHT + 1
+    await site.loop.round()
+    site.settle()
+    assert sorted(site.world.counts()) == ["a"]
 
 
 @pytest.mark.req("S21", "S28")

@@ -17,13 +17,15 @@ from pdmesh.core.moves import OFF_POOL, GroupShape, Move, applied
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """`pool`: who has borrowed the group, or OFF_POOL; empty while it serves. `base`: prefills and decodes that were asked for."""
+    """`pool`: who has borrowed the group, or OFF_POOL; empty while it serves. `base`: prefills and decodes that were asked for,
+    `base_fusion`: and instances that do both."""
 
     prefill: int
     decode: int
     base: tuple[int, int]
     pool: str = ""
     reason: str = ""
+    base_fusion: int = 0
 
 
 Adjustments = Mapping[str, Adjustment]  # by group
@@ -41,6 +43,7 @@ def valid(desired: Desired, adjustments: Adjustments) -> dict[str, Adjustment]:
         for group_id, adjustment in sorted(adjustments.items())
         if (group := desired.groups.get(group_id)) is not None
         and adjustment.base == (group.prefill, group.decode)
+        and adjustment.base_fusion == group.fusion
     }
 
 
@@ -68,12 +71,10 @@ def num_lent(desired: Desired, adjustments: Adjustments) -> Counter[str]:
 
 
 def group_shapes(desired: Desired, adjustments: Adjustments, busy: Busy) -> dict[str, GroupShape]:
-    """The groups as plans see them. Groups of fusion instances have no ratio."""
+    """The groups as plans see them."""
     known = valid(desired, adjustments)
     states: dict[str, GroupShape] = {}
     for group_id, group in sorted(desired.groups.items()):
-        if not group.prefill:
-            continue
         adjustment = known.get(group_id)
         states[group_id] = GroupShape(
             group_id,
@@ -84,6 +85,9 @@ def group_shapes(desired: Desired, adjustments: Adjustments, busy: Busy) -> dict
             busy(group_id, Role.DECODE),
             adjustment.pool if adjustment else "",
             desired.service_of(group).model,
+            num_fusion=group.fusion,
+            fusion_busy=busy(group_id, Role.FUSION) if group.fusion else None,
+            allows_single=desired.allows_single(group.scenario),
         )
     return states
 
@@ -93,13 +97,17 @@ def after(move: Move, desired: Desired, adjustments: Adjustments) -> dict[str, A
     before = group_shapes(desired, adjustments, lambda group_id, role: None)
     if move.group_id not in before or (move.to_group and move.role and move.to_group not in before):
         raise CannotMove(f"group {move.group_id} is not there")
+    if move.role and not all(before[g].has_ratio for g in (move.group_id, move.to_group) if g):
+        raise CannotMove(f"group {move.group_id} has no prefills and decodes")
     result = valid(desired, adjustments)
     for group_id, state in applied(before, move).items():
         if state == before[group_id]:
             continue
         group = desired.groups[group_id]
         base = (group.prefill, group.decode)
-        changed = Adjustment(state.num_prefill, state.num_decode, base, state.pool, move.reason)
+        changed = Adjustment(
+            state.num_prefill, state.num_decode, base, state.pool, move.reason, group.fusion
+        )
         if (changed.prefill, changed.decode) == base and not changed.pool:
             result.pop(group_id, None)
         else:

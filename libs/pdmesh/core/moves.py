@@ -1,8 +1,9 @@
 """Changes of groups as plans of single moves: what a move is, what groups look like after it, and why one must not be made.
 
 Profiling, an operator, the monitor, a schedule: whoever wants a change says so with the same `Plan` (S27). A plan never leads
-below one instance of a role in a group or two in a scenario (S31), and never takes an instance away from others that could not
-carry its load: N - 1 survivors carry N/(N - 1) of what each carries now. What is not known is not zero: it refuses.
+below one instance of a role in a group or two in a scenario (S31; one, where the scenario allows a single one), and never takes
+an instance away from others that could not carry its load: N - 1 survivors carry N/(N - 1) of what each carries now. What is not
+known is not zero: it refuses. Fusion instances count for both roles; a group of them alone has no ratio, and is lent as a whole.
 """
 
 from __future__ import annotations
@@ -88,16 +89,41 @@ class GroupShape:
     model: str = ""  # instances move only between groups of one model
     region: str | None = None  # and of one region; None: it may be in several
     num_blank: int | None = None  # instances that could join it; None: any blank one
+    num_fusion: int = 0
+    fusion_busy: float | None = None
+    allows_single: bool = False  # its scenario may depend on one instance of a role
 
     @property
     def size(self) -> int:
+        """Instances that its ratio is of."""
         return self.num_prefill + self.num_decode
 
+    @property
+    def has_ratio(self) -> bool:
+        return self.num_prefill > 0
+
+    @property
+    def least_in_scenario(self) -> int:
+        """Instances of each role that its scenario must keep."""
+        return MIN_PER_GROUP if self.allows_single else MIN_PER_SCENARIO
+
     def num(self, role: Role) -> int:
-        return self.num_prefill if role is Role.PREFILL else self.num_decode
+        match role:
+            case Role.PREFILL:
+                return self.num_prefill
+            case Role.DECODE:
+                return self.num_decode
+            case _:
+                return self.num_fusion
 
     def busy(self, role: Role) -> float | None:
-        return self.prefill_busy if role is Role.PREFILL else self.decode_busy
+        match role:
+            case Role.PREFILL:
+                return self.prefill_busy
+            case Role.DECODE:
+                return self.decode_busy
+            case _:
+                return self.fusion_busy
 
     def changed(self, role: Role, by: int) -> GroupShape:
         """With `by` more instances of a role, over which the same load spreads."""
@@ -182,6 +208,8 @@ def refusal(
         changed = groups.get(group_id)
         if changed is None or changed.pool:
             return f"group {group_id} does not serve"
+        if not changed.has_ratio:
+            return f"group {group_id} has no prefills and decodes"
         if by < 0 and (why := _survivors_refusal(changed, role, groups, max_busy, is_forced)):
             return why
     return None
@@ -218,8 +246,9 @@ def _survivors_refusal(
         return f"group {group.group_id} would have no {role.value}"
     if is_forced:
         return None
-    left_in_scenario = sum(g.num(role) for g in serving(groups, group.scenario)) - 1
-    if left_in_scenario < MIN_PER_SCENARIO:
+    own = serving(groups, group.scenario)
+    left_in_scenario = sum(g.num(role) + g.num_fusion for g in own) - 1
+    if left_in_scenario < group.least_in_scenario:
         return f"scenario {group.scenario} would depend on a single {role.value}"
     busy = group.busy(role)
     if busy is None:
@@ -245,14 +274,15 @@ def _group_refusal(
 
 def _others_refusal(group: GroupShape, others: Iterable[GroupShape], max_busy: float) -> str | None:
     for role in (Role.PREFILL, Role.DECODE):
-        left = sum(g.num(role) for g in others)
-        if left < MIN_PER_SCENARIO:
+        left = sum(g.num(role) + g.num_fusion for g in others)
+        if left < group.least_in_scenario:
             return f"scenario {group.scenario} would depend on a single {role.value}"
         taken = 0.0
         for each in (group, *others):
-            if (busy := each.busy(role)) is None:
-                return f"the load of {each.group_id}'s {role.value}s is unknown"
-            taken += busy * each.num(role)
+            for able in (r for r in (role, Role.FUSION) if each.num(r)):
+                if (busy := each.busy(able)) is None:
+                    return f"the load of {each.group_id}'s {able.value}s is unknown"
+                taken += busy * each.num(able)
         if taken / left > max_busy:
             return f"the other groups' {role.value}s would be {taken / left:.0%} busy"
     return None

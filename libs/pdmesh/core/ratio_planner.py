@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from pdmesh.core.fleet import Role
 from pdmesh.core.moves import (
-    MIN_PER_SCENARIO,
+    MIN_PER_GROUP,
     Groups,
     GroupShape,
     Move,
@@ -39,7 +39,7 @@ class Choice:
 
 def towards(profile: Profile, groups: Sequence[GroupShape], reason: str) -> tuple[Move, ...]:
     """Role changes, group after group, that give each the profile's best split of what it has (1)."""
-    least = 1 if len(groups) > 1 else MIN_PER_SCENARIO
+    least = groups[0].least_in_scenario if len(groups) == 1 else MIN_PER_GROUP
     moves: list[Move] = []
     for group in groups:
         if group.size >= 2 * least:

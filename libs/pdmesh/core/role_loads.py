@@ -1,8 +1,8 @@
 """How busy the roles of groups are, over a window rather than at one moment: what moves are planned and checked by (S28, S29).
 
 A prefill is as busy as its engine computes; its slots say more than that, since prompts keep them until a decode has the KV
-(S41), and would refuse the very move that helps where decodes are short. A decode is as busy as its slots or its KV are taken,
-whichever is more. An instance that never reported makes its role's load unknown.
+(S41), and would refuse the very move that helps where decodes are short. A decode, or one that does both, is as busy as its slots
+or its KV are taken, whichever is more. An instance that never reported makes its role's load unknown.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RoleLoads:
             self._by_cell = None
         for instance in instances:
             identity = instance.identity
-            if identity.role not in (Role.PREFILL, Role.DECODE) or not instance.is_usable:
+            if identity.role is Role.NONE or not instance.is_usable:
                 continue
             meter = self._meters.get(instance.id)
             as_known = (identity.group_id, identity.role, identity.incarnation)
@@ -94,9 +94,9 @@ class RoleLoads:
 
 
 def _taken(instance: Instance) -> float:
-    """The larger share of slots and, for a decode, of KV blocks."""
+    """The larger share of slots and, but for a prefill, of KV blocks."""
     slots = instance.used_slots() / instance.num_slots if instance.num_slots else 0.0
     num_blocks = instance.identity.num_kv_blocks
-    if instance.identity.role is not Role.DECODE or not num_blocks:
+    if instance.identity.role is Role.PREFILL or not num_blocks:
         return min(1.0, slots)
     return min(1.0, max(slots, 1 - instance.num_kv_blocks_free / num_blocks))

@@ -14,6 +14,7 @@ from datetime import UTC, tzinfo
 from typing import Final
 
 from pdmesh.core.cron import Cron
+from pdmesh.core.fleet import Role
 from pdmesh.core.moves import (
     TRAINING_POOL,
     Groups,
@@ -184,8 +185,9 @@ def _least_busy(groups: Sequence[GroupShape], count: int) -> list[GroupShape]:
     """Of equally busy ones the newest: what was set up last goes first. Unknown counts as busy."""
 
     def load(group: GroupShape) -> float:
-        known = (group.prefill_busy, group.decode_busy)
-        return max(1.0 if busy is None else busy for busy in known)
+        roles = (r for r in (Role.PREFILL, Role.DECODE, Role.FUSION) if group.num(r))
+        known = (group.busy(role) for role in roles)
+        return max((1.0 if busy is None else busy for busy in known), default=1.0)
 
     by_age = sorted(groups, key=lambda g: g.group_id, reverse=True)
     return sorted(by_age, key=load)[:count]

@@ -228,6 +228,7 @@ class GroupAdjustment(_message.Message):
     BASE_NUM_PREFILL_FIELD_NUMBER: _builtins.int
     BASE_NUM_DECODE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    BASE_NUM_FUSION_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     num_prefill: _builtins.int
     num_decode: _builtins.int
@@ -236,6 +237,7 @@ class GroupAdjustment(_message.Message):
     base_num_prefill: _builtins.int
     base_num_decode: _builtins.int
     reason: _builtins.str
+    base_num_fusion: _builtins.int
     def __init__(
         self,
         *,
@@ -246,10 +248,11 @@ class GroupAdjustment(_message.Message):
         base_num_prefill: _builtins.int = ...,
         base_num_decode: _builtins.int = ...,
         reason: _builtins.str = ...,
+        base_num_fusion: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_num_decode", b"base_num_decode", "base_num_prefill", b"base_num_prefill", "group_id", b"group_id", "num_decode", b"num_decode", "num_prefill", b"num_prefill", "pool", b"pool", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_num_decode", b"base_num_decode", "base_num_fusion", b"base_num_fusion", "base_num_prefill", b"base_num_prefill", "group_id", b"group_id", "num_decode", b"num_decode", "num_prefill", b"num_prefill", "pool", b"pool", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
