@@ -12,7 +12,7 @@ from typing import Final
 import pdmesh
 from pdmesh.core.health import Health
 from pdmesh.lifecycle import App, run
-from pdmesh.net.board import fault_board, health_board
+from pdmesh.net.board import fault_board, health_board, hold_board
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
 from pdmesh.net.nats_bus import NatsBus
@@ -43,7 +43,9 @@ async def serve(settings: Settings, app: App) -> None:
         lease_s=settings.lease_s,
         forget_s=settings.forget_s,
     )
-    faults = FaultWatch(bus, view, publisher, fault_board(bus), lease_s=settings.lease_s)
+    faults = FaultWatch(
+        bus, view, publisher, fault_board(bus), hold_board(bus), lease_s=settings.lease_s
+    )
     canary = CanaryRunner(faults, view, app.instance_id, period_s=settings.canary_period_s)
     _observe(monitor)
     observe(faults)

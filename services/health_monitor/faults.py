@@ -18,6 +18,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from pdmesh.core.fault_judge import (
     Event,
     FaultJudge,
+    Healed,
     HearsAgain,
     InstanceGone,
     InstanceSeen,
@@ -40,6 +41,7 @@ from pdmesh.net.fault_signals import signal_from, signal_to, vitals_from
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.telemetry import metrics, names
+from pdmesh.v1.admin_service_pb2 import Hold
 from pdmesh.v1.common_pb2 import (
     ROLE_DECODE,
     ROLE_FUSION,
@@ -65,6 +67,7 @@ class FaultWatch:
         view: RegistryView,
         publisher: EventPublisher,
         board: Board[FaultReport],
+        holds: Board[Hold],
         *,
         lease_s: float,
         policy: JudgePolicy | None = None,
@@ -73,6 +76,7 @@ class FaultWatch:
         self.judge = FaultJudge(policy or JudgePolicy())
         self._vitals = VitalsBook()
         self._bus, self._view, self._publisher, self._board = bus, view, publisher, board
+        self._holds = holds
         self._lease_s, self._clock = lease_s, clock
         self._wall_offset_s = time.time() - clock()
         self._unwritten: dict[str, FaultReport | None] = {}  # None: to be forgotten
@@ -91,6 +95,7 @@ class FaultWatch:
             self._bus.on_restored(self._on_restored),
         )
         known = self._board.watch(lambda _: None)
+        holds = self._holds.watch(lambda _: None, self._on_hold_lifted)
         self._view.on_change(self._on_record)
         try:
             for record in tuple(self._view.records.values()):
@@ -103,6 +108,7 @@ class FaultWatch:
             for each in undo:
                 each()
             await known.close()
+            await holds.close()
             for subscription in subscriptions:
                 await subscription.unsubscribe()
 
@@ -148,6 +154,10 @@ class FaultWatch:
                     record.instance_id, record.incarnation, record.group_id, role, record.node_id
                 )
             )
+
+    def _on_hold_lifted(self, instance_id: str) -> None:
+        """Else the restarts that led to it would lead to the next one."""
+        self._feed(Healed(instance_id))
 
     async def _on_heartbeat(self, message: Message) -> None:
         try:

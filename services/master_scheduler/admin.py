@@ -192,9 +192,9 @@ class AdminServicer:
     ) -> pb.ReleaseInstanceResponse:
         epoch = self._enter(context)
         _check_kind(request.kind)
-        await self._holds.release(request.instance_id, request.kind, epoch)
-        log.info("admin.released", instance_id=request.instance_id)
-        return pb.ReleaseInstanceResponse()
+        fault = await self._holds.release(request.instance_id, request.kind, epoch)
+        log.info("admin.released", instance_id=request.instance_id, fault=fault)
+        return pb.ReleaseInstanceResponse(fault=fault)
 
     async def AddPin(  # noqa: N802
         self, request: pb.AddPinRequest, context: Context

@@ -115,6 +115,7 @@ class FleetFeed:
             level_of(report.level),
             tuple(s.reason for s in report.signals),
             report.held_back,
+            report.since.ToMicroseconds() / 1e6,
         )
         self._fleet.handle(judged, self._clock())
         self._has_changed.set()

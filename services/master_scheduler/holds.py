@@ -1,7 +1,8 @@
 """The instances kept out of service, as the leading master reads and writes them: by an operator's word, or for a fault.
 
 Each write is compared with what was last seen, so that of two who change a hold one is told. Faults may take no more than a share
-of the fleet out over all time: a fault signal that is wrong everywhere must not empty it bit by bit.
+of the fleet out over all time: a fault signal that is wrong everywhere must not empty it bit by bit. Whoever lifts a hold has the last
+word on the fault that it was for: the health-monitor hears of it and judges anew, and what it finds then may hold the instance again.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Final
 
 import structlog
 
-from pdmesh.core.fault_levels import RESPONSES, Level
-from pdmesh.core.fleet import Fleet, Instance
+from pdmesh.core.fault_levels import EJECTS_FROM, RESPONSES, Level
+from pdmesh.core.fleet import FaultJudged, Fleet, Instance
 from pdmesh.errors import InvalidRequest, NotLeader
 from pdmesh.net.board import Board, BoardView
 from pdmesh.v1.admin_service_pb2 import HOLD_KIND_DRAIN, HOLD_KIND_ISOLATE, Hold, HoldKind
@@ -31,6 +32,7 @@ class Holds:
         self._board, self._fleet, self._leadership = board, fleet, leadership
         self._view: BoardView[Hold] | None = None
         self._refused: set[str] = set()  # faulty instances that were too many to hold, told once
+        self._healed: dict[str, FaultJudged] = {}  # faults whose holds were lifted
 
     async def watch(self, on_change: Callable[[], None]) -> None:
         """Returns when all of them are known."""
@@ -67,16 +69,21 @@ class Holds:
         hold.since.GetCurrentTime()
         await self._write(hold, epoch)
 
-    async def release(self, instance_id: str, kind: HoldKind.ValueType, epoch: int) -> None:
-        """Raises InvalidRequest if no such hold stands; else as `hold`."""
+    async def release(self, instance_id: str, kind: HoldKind.ValueType, epoch: int) -> str:
+        """The fault that is held against it now, empty: none. Raises InvalidRequest if no such hold stands; else as `hold`."""
         hold = self.of(instance_id)
         if hold is None or hold.kind != kind:
             what = "drained" if kind == HOLD_KIND_DRAIN else "isolated"
             raise InvalidRequest(f"{instance_id} is not {what}", field="instance_id")
         view = self._opened()
         self._check_leadership(epoch)
+        instance = self._fleet.instances.get(instance_id)
+        fault = instance.fault if instance is not None else None
+        if fault is not None:
+            self._healed[instance_id] = fault
         revision = await self._board.forget(instance_id, last=view.revision(instance_id))
         view.wrote(instance_id, None, revision)
+        return _told(fault) if fault is not None and fault.level >= EJECTS_FROM else ""
 
     async def restore(self, epoch: int) -> None:
         """Write again what was wiped from the bucket (F21). Raises as `hold`."""
@@ -87,7 +94,17 @@ class Holds:
 
     async def hold_faulty(self, epoch: int) -> None:
         """An instance that is to be replaced for a fault stays out until somebody heals it: its word is worth nothing."""
-        faulty = {i: each for i, each in sorted(self._fleet.instances.items()) if _is_faulty(each)}
+        instances = self._fleet.instances
+        self._healed = {
+            i: fault
+            for i, fault in self._healed.items()
+            if i in instances and instances[i].fault == fault
+        }
+        faulty = {
+            i: each
+            for i, each in sorted(instances.items())
+            if _is_faulty(each) and i not in self._healed
+        }
         self._refused &= faulty.keys()
         for instance_id, instance in faulty.items():
             before, hold = self.of(instance_id), _hold_of(instance)
@@ -141,6 +158,10 @@ def _hold_of(instance: Instance) -> Hold:
     return Hold(
         instance_id=instance.id,
         kind=HOLD_KIND_DRAIN if finishes else HOLD_KIND_ISOLATE,
-        reason=f"fault level {fault.level:d}: {', '.join(fault.reasons)}",
+        reason=_told(fault),
         is_automatic=True,
     )
+
+
+def _told(fault: FaultJudged) -> str:
+    return f"fault level {fault.level:d}: {', '.join(fault.reasons)}"

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pdmesh.core.fault_judge import JudgePolicy
+from pdmesh.core.fault_judge import RESTARTED_IN_VAIN, JudgePolicy
 from pdmesh.events.v1.events_pb2 import FaultReport, FaultSignal, InstanceHealth, NodeReported
 from pdmesh.net import subjects
-from pdmesh.net.board import BoardView, fault_board
+from pdmesh.net.board import BoardView, fault_board, hold_board
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_registry import NatsLease, NatsRegistry
 from pdmesh.net.tasks import end
+from pdmesh.v1.admin_service_pb2 import Hold
 from pdmesh.v1.common_pb2 import ROLE_DECODE, InstanceRecord
 from services.health_monitor.faults import FaultWatch
 from tests.support.waiting import until
@@ -75,7 +76,7 @@ async def site(bus: NatsBus) -> AsyncIterator[Site]:
     view = await registry.watch()
     board = fault_board(bus)
     publisher = EventPublisher(bus, "hm", 1)
-    watch = FaultWatch(bus, view, publisher, board, lease_s=LEASE_S, policy=POLICY)
+    watch = FaultWatch(bus, view, publisher, board, hold_board(bus), lease_s=LEASE_S, policy=POLICY)
     task = asyncio.create_task(watch.run())
     site = Site(bus, registry, board.watch(lambda _: None), task)
     for instance_id in ("decode-0", "decode-1", "decode-2"):
@@ -87,6 +88,22 @@ async def site(bus: NatsBus) -> AsyncIterator[Site]:
         await lease.release()
     await site.board.close()
     await view.close()
+
+
+@pytest.mark.req("S36", "S74")
+async def test_a_hold_that_is_lifted_lets_the_restarts_before_it_be_forgotten(site: Site) -> None:
+    """The fault used to stand for ten minutes, and the leader to hold the instance again at once."""
+    for n in range(1, 4):
+        await site.until_level("decode-0", 2, HANGS)
+        await site.leases["decode-0"].release()
+        await until(lambda: "decode-0" not in site.board.known)
+        await site.add("decode-0", incarnation=5 + n)
+    report = await site.until_level("decode-0", 3)
+    assert report.signals[0].reason == RESTARTED_IN_VAIN
+    holds = hold_board(site.bus)
+    await holds.write("decode-0", Hold(instance_id="decode-0", is_automatic=True))
+    await holds.forget("decode-0")
+    await site.until_level("decode-0", 0)
 
 
 @pytest.mark.req("S33", "S34")
@@ -151,7 +168,7 @@ async def test_reports_outlive_the_monitor_and_the_next_one_clears_what_nobody_s
     view = await site.registry.watch()
     second = FaultWatch(
         site.bus, view, EventPublisher(site.bus, "hm-2", 2), fault_board(site.bus),
-        lease_s=LEASE_S, policy=POLICY,
+        hold_board(site.bus), lease_s=LEASE_S, policy=POLICY,
     )  # fmt: skip
     site.task = asyncio.create_task(second.run())
     await until(lambda: "decode-0" not in site.board.known)

@@ -127,8 +127,8 @@ class Site:
         if identity := identity_from(record):
             self.fleet.handle(RecordSeen(identity), 0.0)
 
-    def break_(self, name: str, level: Level) -> None:
-        self.fleet.handle(FaultJudged(name, 7, level, ("ECC",), held_back=""), 0.0)
+    def break_(self, name: str, level: Level, since: float = 0.0) -> None:
+        self.fleet.handle(FaultJudged(name, 7, level, ("ECC",), held_back="", since=since), 0.0)
 
     def stages(self) -> dict[str, int]:
         return {k: a.stage for k, (_, a) in sorted(self.given.values.items()) if a is not None}

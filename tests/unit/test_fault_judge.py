@@ -11,6 +11,7 @@ from pdmesh.core.fault_judge import (
     CRASH_LOOP,
     RESTARTED_IN_VAIN,
     FaultJudge,
+    Healed,
     HearsAgain,
     InstanceGone,
     InstanceSeen,
@@ -222,6 +223,46 @@ def test_if_most_look_sick_nothing_is_done(judge: FaultJudge) -> None:
         "d1": (Level.LOST, ""),
         "d2": (Level.WELL, ""),
     }
+
+
+def test_those_that_were_out_before_most_looked_sick_stay_out(judge: FaultJudge) -> None:
+    """They were given requests back, which fail for certain: their fault was proven while the others were well."""
+    for group in range(5):
+        judge.handle(InstanceSeen(f"d{group}", 1, f"g{group}", "decode"), 0.0)
+    tell(judge, "d0", LOST)
+    assert levels(tick(judge, 0.0)) == {"d0": (Level.LOST, "")}
+    for group in (1, 2, 3):
+        tell(judge, f"d{group}", LOST, at=1.0)
+    assert levels(tick(judge, 1.0)) == {f"d{group}": (Level.LOST, PANIC) for group in (1, 2, 3)}
+    assert ("d0", "") in [(j.instance_id, j.held_back) for j in judge.current()]
+    tell(judge, "d0", at=2.0)
+    tick(judge, 2.0)
+    for at in (13.0, 80.0):
+        tick(judge, at)
+    tell(judge, "d0", LOST, at=100.0)  # it was well, and falls sick with the others
+    assert levels(tick(judge, 100.0)) == {"d0": (Level.LOST, PANIC)}
+
+
+@pytest.mark.req("S36", "S74")
+def test_what_an_operator_says_is_well_is_judged_by_what_is_told_from_now_on(
+    judge: FaultJudge,
+) -> None:
+    seen(judge, "d1")
+    for n in range(1, 4):
+        seen(judge, "d0", n=n, at=n * 70.0)
+        tell(judge, "d0", HANGS, incarnation=n, at=n * 70.0)
+        tick(judge, n * 70.0)
+        judge.handle(InstanceGone("d0", is_crash=False), n * 70.0 + 1)
+    seen(judge, "d0", n=4, at=281.0)
+    assert levels(tick(judge, 281.0)) == {"d0": (Level.INSTANCE, "")}
+    judge.handle(Healed("d0"), 282.0)
+    assert levels(tick(judge, 282.0)) == {"d0": (Level.WELL, "")}
+    assert tick(judge, 400.0) == []
+    tell(judge, "d0", LOST, incarnation=4, at=401.0)
+    tick(judge, 401.0)
+    judge.handle(Healed("d0"), 402.0)
+    (again,) = tick(judge, 402.0)  # its device says so still
+    assert (again.level, again.since) == (Level.LOST, 402.0)
 
 
 @pytest.mark.req("S74")

@@ -221,6 +221,24 @@ async def test_faults_hold_at_most_a_fifth_of_the_instances_over_time(site: Site
     assert site.holds.held(HOLD_KIND_ISOLATE) == {"p-0", "p-2", "p-9"}
 
 
+async def test_one_whose_hold_was_lifted_is_held_again_for_what_is_judged_since_alone(
+    site: Site,
+) -> None:
+    site.add("p-0", ROLE_PREFILL, "chat")
+    await site.apply(CHAT)
+    await site.start()
+    site.break_("p-0", Level.LOST, since=1.0)
+    await site.loop.round()
+    release = pb.ReleaseInstanceRequest(instance_id="p-0", kind=HOLD_KIND_ISOLATE)
+    answer = await site.ask("ReleaseInstance", release)
+    assert answer.fault == "fault level 5: ECC"
+    await site.loop.round()
+    assert site.holds.held(HOLD_KIND_ISOLATE) == set()  # the judge has not heard of it yet
+    site.break_("p-0", Level.LOST, since=2.0)
+    await site.loop.round()
+    assert site.holds.held(HOLD_KIND_ISOLATE) == {"p-0"}
+
+
 async def test_a_drain_that_nobody_would_carry_out_is_refused(site: Site) -> None:
     site.add("p-0", ROLE_PREFILL, "own")
     site.add("i-0")

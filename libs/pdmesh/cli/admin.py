@@ -149,11 +149,13 @@ def _hold(kind: pb.HoldKind.ValueType) -> Command:
 def _release(kind: pb.HoldKind.ValueType) -> Command:
     async def release(options: argparse.Namespace) -> int:
         request = pb.ReleaseInstanceRequest(instance_id=options.instance, kind=kind)
-        await ask_leader(
+        response = await ask_leader(
             options,
             lambda stub, metadata, s: stub.ReleaseInstance(request, metadata=metadata, timeout=s),
         )
         print(f"{options.instance} may get a role again")
+        if response.fault:
+            print(f"it is judged anew: it is held again if this is found again: {response.fault}")
         return 0
 
     return release

@@ -1,7 +1,8 @@
 """Protects the fleet from its judge: who of those that are judged sick is really ejected (S34).
 
 Of one group and role only a share is ejected at a time, and the last one by a proof alone. If much of the fleet looks sick the fault
-is in our eyes, and nothing is done at all (panic).
+is in our eyes, and nobody else is ejected (panic), by a proof either: a bad driver proves everybody sick. Those that were out before
+stay out: they were judged while most others were well, and what they fail would be failed for certain.
 """
 
 from __future__ import annotations
@@ -56,16 +57,18 @@ class EjectionCap:
     _out: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)  # since when
 
     def rule(self, patients: Collection[Patient], now: float) -> Ruling:
-        """Of the whole fleet, each time it was judged. Who is out already stays out."""
+        """Of the whole fleet, each time it was judged. Those that are out already stay out."""
         sick = [each for each in patients if each.is_ejectable]
         is_many = len(sick) > self.limits.panic_share * len(patients)
-        if len(patients) >= self.limits.min_for_panic and is_many:
-            return Ruling({each.instance_id: PANIC for each in sick})
+        is_panic = len(patients) >= self.limits.min_for_panic and is_many
+        by_peers: dict[tuple[str, str], list[Patient]] = {}
+        for patient in patients:
+            by_peers.setdefault(patient.peers, []).append(patient)
         held: dict[str, str] = {}
         ejected: list[str] = []
         for key in sorted({each.peers for each in sick} | self._out.keys()):
-            over, new = self._over_cap(key, [p for p in patients if p.peers == key], now)
-            held |= dict.fromkeys(over, CAP)
+            over, new = self._over_cap(key, by_peers.get(key, []), now, is_panic=is_panic)
+            held |= dict.fromkeys(over, PANIC if is_panic else CAP)
             ejected += new
         return Ruling(held, tuple(ejected))
 
@@ -73,7 +76,7 @@ class EjectionCap:
         return self._out.get(peers, {}).keys()
 
     def _over_cap(
-        self, key: tuple[str, str], peers: Collection[Patient], now: float
+        self, key: tuple[str, str], peers: Collection[Patient], now: float, *, is_panic: bool
     ) -> tuple[list[str], list[str]]:
         """Ids of the sick ones beyond what this group and role can do without, and of those that are ejected now."""
         sick = {each.instance_id: each for each in peers if each.is_ejectable}
@@ -83,7 +86,7 @@ class EjectionCap:
             if instance_id in sick or now - at < self.limits.settle_s
         }
         num_peers = len({each.instance_id for each in peers} | out.keys())
-        may_be_out = max(1, int(self.limits.max_ejected_share * num_peers))
+        may_be_out = 0 if is_panic else max(1, int(self.limits.max_ejected_share * num_peers))
         over, ejected = [], []
         for each in _worst_first(sick.values()):
             is_last = num_peers == 1 and not each.has_proof

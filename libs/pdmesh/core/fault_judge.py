@@ -57,6 +57,13 @@ class SignalsHeard:
 
 
 @dataclass(frozen=True, slots=True)
+class Healed:
+    """An operator says that it is well: what it did before counts no more. What is told of it now does."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class WentDeaf:
     """Nothing can be heard now: no silence means anything until `HearsAgain`."""
 
@@ -71,7 +78,7 @@ class Tick:
     """Time passed. Judgement is passed here, several times a lease."""
 
 
-Event = InstanceSeen | InstanceGone | SignalsHeard | WentDeaf | HearsAgain | Tick
+Event = InstanceSeen | InstanceGone | Healed | SignalsHeard | WentDeaf | HearsAgain | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +176,8 @@ class FaultJudge:
                 self._on_seen(event, now)
             case InstanceGone():
                 self._on_gone(event, now)
+            case Healed(instance_id):
+                self._on_healed(instance_id, now)
             case WentDeaf():
                 self._is_deaf = True
             case HearsAgain():
@@ -213,6 +222,12 @@ class FaultJudge:
         was_short = now - instance.seen_at < self.policy.stable_s
         if event.is_crash and not instance.is_ejectable:
             past.num_crashes = past.num_crashes + 1 if was_short else 1
+
+    def _on_healed(self, instance_id: str, now: float) -> None:
+        self._pasts.pop(instance_id, None)
+        if (instance := self._instances.get(instance_id)) is not None:
+            instance.seen_at = now
+            self._set_level(instance, Level.WELL, (), now)
 
     def _on_signals(self, event: SignalsHeard, now: float) -> None:
         instance = self._instances.get(event.instance_id)

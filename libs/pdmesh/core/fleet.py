@@ -82,6 +82,7 @@ class FaultJudged:
     level: Level
     reasons: tuple[str, ...] = ()
     held_back: str = ""
+    since: float = 0.0  # unix seconds, by the health-monitor's clock
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,7 +203,7 @@ class PlanRunner:
         if not left.is_moving or plan.scenario in self._running:
             return self._on_asked(plan)
         touched = frozenset({plan.scenario, *_scenarios(plan.moves[0], groups)})
-        self._running[plan.scenario] = _Running(plan, 0, now, touched)
+        self._running[plan.scenario] = _Running(plan, 0, now, touched=touched)
         return []
 
     def _on_not_begun(self, scenario: str) -> list[Effect]:

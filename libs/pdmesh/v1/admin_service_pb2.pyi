@@ -1444,12 +1444,17 @@ class ReleaseInstanceResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    FAULT_FIELD_NUMBER: _builtins.int
+    fault: _builtins.str
+    """that was held against it until now; it is judged anew, and found again it holds the instance again"""
     def __init__(
         self,
+        *,
+        fault: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
