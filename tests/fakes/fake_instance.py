@@ -69,10 +69,15 @@ class FakeLeg:
     prefill: pb.Prefill | None = None  # held back, per layer
     num_drawn: int = 0  # here
 
+    @property
+    def position(self) -> int:
+        """In the answer, of the token that is drawn next."""
+        return self.sampling.num_drawn + self.num_drawn
+
     def draw(self) -> int:
-        position = self.sampling.num_drawn + self.num_drawn
+        token = next_token(self.tokens, noise_of(seed_of(self.sampling), self.position))
         self.num_drawn += 1
-        return next_token(self.tokens, noise_of(seed_of(self.sampling), position))
+        return token
 
 
 @dataclass(eq=False)
@@ -95,6 +100,7 @@ class FakeInstance:
     fail_starts_with: str | None = None
     is_per_layer: bool = True  # opens the ticket with Accepted, where it is asked to
     tokens_per_step: int = 1
+    breaks_at: int | None = None  # once a leg is at this token of its answer
 
     prefills: list[pb.Prefill] = field(default_factory=list)
     starts: list[pb.Start] = field(default_factory=list)
@@ -416,6 +422,9 @@ class FakeInstance:
         for outbox, message in messages.values():
             message.load.CopyFrom(self.load())
             outbox.put_nowait(message)
+        if any(leg.position == self.breaks_at for leg in self.legs.values()):
+            self.breaks_at = None
+            self.break_sessions()
 
 
 def _received(leg: FakeLeg) -> pb.SessionEvent:

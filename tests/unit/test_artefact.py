@@ -11,7 +11,9 @@ import pytest
 from pdmesh.cli.app import main
 from pdmesh.core.fleet import Role
 from pdmesh.core.instance_events import Duty
-from pdmesh.instance import artefact
+from pdmesh.engine.factory import EngineSettings
+from pdmesh.errors import EngineFailed
+from pdmesh.instance import artefact, loading
 from pdmesh.instance.duties import DutyRefused, settings_for
 from pdmesh.instance.loading import Timings, with_artefact
 from services.instance.settings import Settings
@@ -161,6 +163,27 @@ async def test_a_damaged_copy_in_the_cache_is_fetched_once_more(
     artefact.verify(copy)
     folders = [x.name for x in (tmp_path / "cache").iterdir() if x.is_dir()]
     assert folders == [copy.folder.name], "the damaged copy takes no room"
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+async def test_the_engine_gets_the_digests_of_the_files_that_were_verified(
+    is_elsewhere: bool, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of the artefact if the duty names another folder."""
+    path = artefact.build(model_dir, "prefill", tmp_path / "p")
+    asked: list[EngineSettings] = []
+
+    def build(wanted: EngineSettings, _: object) -> None:
+        asked.append(wanted)
+        raise EngineFailed("not here")
+
+    monkeypatch.setattr(loading, "build_engine", build)
+    duty = Duty(Role.PREFILL, "g", "s", manifest=str(path), model_dir=str(model_dir) * is_elsewhere)
+    with pytest.raises(EngineFailed, match="not here"):
+        await loading.load(cached_settings(tmp_path / "cache"), duty, 1)
+    files = artefact.read(path).manifest.files
+    expected = {} if is_elsewhere else {entry.path: entry.sha256 for entry in files}
+    assert asked[0].file_digests == expected
 
 
 async def test_a_damaged_source_is_refused_also_where_copies_are_kept(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -228,6 +229,23 @@ def test_a_file_that_was_changed_just_now_is_not_remembered(
     now = (model_dir / WEIGHTS).stat().st_ctime_ns / 1e9
     FileDigests(cache_dir, clock=lambda: now).of(model_dir, [WEIGHTS])
     assert json.loads(stored(cache_dir).read_text())["files"] == {}
+
+
+def test_the_cache_has_a_bound(
+    model_dir: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdmesh.engine.vllm.file_digests._MAX_FOLDERS", 3)
+    for n in range(5):
+        folder = model_dir.parent / f"model-{n}"
+        shutil.copytree(model_dir, folder)
+        name_of(folder, cache_dir)
+        os.utime(newest(cache_dir), ns=(n, n))
+    assert len(list(cache_dir.glob("*.json"))) == 3
+    assert len(list(cache_dir.iterdir())) == 6, "and their locks"
+
+
+def newest(cache_dir: Path) -> Path:
+    return max(cache_dir.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def test_a_cache_that_cannot_be_made_is_done_without(model_dir: Path, tmp_path: Path) -> None:

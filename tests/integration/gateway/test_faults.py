@@ -57,29 +57,29 @@ async def test_a_lost_decode_is_replaced_and_the_text_is_unbroken(
 
 
 @pytest.mark.fault("F7")
-@pytest.mark.parametrize("is_per_layer", [False, True])
+@pytest.mark.parametrize("kv_transfer", ["whole", "per_layer"])
 async def test_a_seeded_answer_is_the_same_with_a_death_at_any_token(
-    mesh: GatewayMesh, client: openai.AsyncOpenAI, is_per_layer: bool
+    tmp_path: Path, kv_transfer: str
 ) -> None:
     """Each draw has the noise of its own position, wherever it is drawn."""
-    for instance in mesh.instances.values():
-        instance.step_s = 0.002
-        instance.is_per_layer = is_per_layer
-    expected = mesh.expected_text("abc", 40, seed=11)
-    assert expected != mesh.expected_text("abc", 40)
-    for num_tokens in (1, 2, 3, 17, 38):
-        stream = await client.completions.create(
-            model="tiny", prompt="abc", max_tokens=40, seed=11, stream=True
-        )
-        text, is_broken = "", False
-        async for chunk in stream:
-            text += chunk.choices[0].text
-            if len(text) >= num_tokens and not is_broken:
-                await until(lambda: any(i.legs for i in of_role(mesh, ROLE_DECODE)))
-                decode_at_work(mesh).break_sessions()
-                is_broken = True
-        assert is_broken
-        assert text == expected, num_tokens
+    async with (
+        gateway_mesh(tmp_path, 2, 2, kv_transfer=kv_transfer) as mesh,
+        openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        expected = mesh.expected_text("abc", 20, seed=11)
+        assert expected != mesh.expected_text("abc", 20)
+        decodes = of_role(mesh, ROLE_DECODE)
+        for position in range(2, 20):
+            for decode in decodes:
+                decode.breaks_at = position
+            answer = await client.completions.create(
+                model="tiny", prompt="abc", max_tokens=20, seed=11
+            )
+            assert answer.choices[0].text == expected, position
+            assert any(decode.breaks_at is None for decode in decodes)
+        starts = [start for i in mesh.instances.values() for start in i.starts]
+        assert len(starts) > 18
+        assert all(s.awaits_first_token == (kv_transfer == "per_layer") for s in starts)
 
 
 @pytest.mark.req("S37")

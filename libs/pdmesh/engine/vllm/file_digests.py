@@ -34,6 +34,7 @@ PROGRESS_EVERY_S: Final = 5.0
 _MAX_THREADS: Final = 8
 _CHUNK: Final = 4 << 20
 _MAX_CACHE_BYTES: Final = 4 << 20
+_MAX_FOLDERS: Final = 256
 _VERSION: Final = 1
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -221,8 +222,23 @@ class _Cache:
             with os.fdopen(os.open(making, flags, 0o600, dir_fd=self._directory), "w") as file:
                 file.write(text)
             os.replace(making, self._name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+            self._prune()
         except OSError as error:
             log.warning("digests.not_kept", error=error.strerror)
+
+    def _prune(self) -> None:
+        """Forget the folders that were hashed longest ago. Whoever has one's lock just now may hash it beside another."""
+        names = [e.name for e in os.scandir(self._directory) if e.name.endswith(".json")]
+        if len(names) <= _MAX_FOLDERS:
+            return
+
+        def hashed_at(name: str) -> int:
+            return os.stat(name, dir_fd=self._directory).st_mtime_ns
+
+        for name in sorted(names, key=hashed_at)[:-_MAX_FOLDERS]:
+            os.unlink(name, dir_fd=self._directory)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{name.removesuffix('.json')}.lock", dir_fd=self._directory)
 
 
 def _check_private(descriptor: int) -> None:
