@@ -17,7 +17,7 @@ from pdmesh.core.instance_events import Phase, Stage
 from pdmesh.core.upgrade import UpgradeController
 from pdmesh.core.upgrade_facts import Keep, Looked, MemberLost, Promoted
 from pdmesh.core.upgrade_health import Answered, Answers, LegFailed, Tally, verdict
-from pdmesh.core.upgrade_record import Upgrade, canary_of, shares
+from pdmesh.core.upgrade_record import Upgrade, canary_of, shares, with_canaries
 from tests.fakes.group_world import KV, UPGRADE, World
 
 ROLES = (Role.PREFILL, Role.DECODE)
@@ -260,6 +260,25 @@ def test_a_group_is_not_taken_out_where_the_others_could_not_do_without(
     play(world, 30)
     assert set.union(*running(world).values()) == {OLD}
     assert why in world.upgrading.reports["chat"].detail
+
+
+@pytest.mark.req("S24")
+@pytest.mark.parametrize(
+    ("racks", "expected"),
+    [
+        ((("r1",), ("r2",)), ("r1", "r2")),
+        ((("r1", "r2"), ("r2", "r3")), ("r1", "r2", "r3")),
+        ((("r1",), ()), ()),
+    ],
+)
+def test_a_canary_may_be_in_any_of_its_scenarios_racks(
+    racks: tuple[tuple[str, ...], ...], expected: tuple[str, ...]
+) -> None:
+    groups = {f"g{i}": Group("chat", 2, 2, racks=each) for i, each in enumerate(racks)}
+    desired = Desired({"model": Service(release="1")}, {"chat": Scenario("model")}, groups)
+    upgrade = Upgrade("chat", Service(), 1, Service(release="1"), 2, canary_share=0.1)
+    canary = with_canaries(desired, {"chat": upgrade}).groups[canary_of("chat")]
+    assert canary.racks == expected
 
 
 @pytest.mark.req("S24")

@@ -25,7 +25,7 @@ from pdmesh.v1.common_pb2 import (
 )
 from services.gateway.fleet import Fleet as GatewayFleet
 from services.gateway.fleet import pair_of
-from tests.fakes.group_world import World
+from tests.fakes.group_world import LIMITS, World
 from tests.fakes.memory_registry import MemoryStore, MemoryView
 
 HOME_AND_FAILOVER = """
@@ -124,6 +124,19 @@ def test_a_lost_region_takes_no_failed_set_ups_with_it() -> None:
     while regions(world) != {"us"}:
         world.work_round()
         assert world.now - began < 10, world.describe()
+
+
+def test_one_crash_in_a_region_of_two_is_no_lost_region() -> None:
+    """What it was given kills each that takes it: a set-up that fails, not a region that is gone."""
+    text = "scenarios: {default: {allow_single: true}}\ngroups:\n  chat: {prefill: 1, decode: 1, region: eu}\nregions: [eu]\n"
+    world = world_of(text, eu=2)
+    world.round()
+    for _ in range(LIMITS.max_tries):
+        world.kill("eu-0")
+        world.round()
+        start(world, "eu-0")
+        world.round()
+    assert "setup_failed" in [step.step for step in world.steps], world.describe()
 
 
 @pytest.mark.req("S25")

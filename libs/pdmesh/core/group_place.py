@@ -19,6 +19,7 @@ from pdmesh.core.group_round import Member, Round
 from pdmesh.core.instance_events import Phase, Stage
 
 _LOSS_S: Final = 10.0  # in which the leases of a region that is gone end
+_MIN_LOST: Final = 2  # instances: one is a crash, also if it is half of its region
 
 
 def placed(turn: Round, group: WantedGroup) -> WantedGroup:
@@ -75,4 +76,5 @@ class RegionWatch:
         """It went while at least half of its region did, so it is not what it was doing that ended it."""
         region = self._lost.get(instance_id, ("", 0.0))[0]
         num_lost = sum(each[0] == region for each in self._lost.values())
-        return bool(region) and num_lost >= list(self._seen.values()).count(region)
+        num_left = list(self._seen.values()).count(region)
+        return bool(region) and num_lost >= max(_MIN_LOST, num_left)

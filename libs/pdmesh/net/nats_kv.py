@@ -30,6 +30,7 @@ _REQUEST_S: Final = 1.0
 _HEARTBEAT_S: Final = 0.5
 _SILENCE_S: Final = 1.5  # without message or heartbeat: open again
 _BACKOFF_S: Final = (0.1, 1.0)
+_TRIES: Final = 3  # of handing out an entry to a callback that raises
 _WRONG_SEQUENCE: Final = (10071, 10164)
 _NAME_IN_USE: Final = 10058
 _OPERATION: Final = "KV-Operation"  # put there by a client that deletes
@@ -165,7 +166,11 @@ class KvBucket:
 
 
 class KvWatch:
-    """A consumer that is opened again until it is closed. Callbacks run on the event loop, in the bucket's order."""
+    """A consumer that is opened again until it is closed. Callbacks run on the event loop, in the bucket's order.
+
+    An entry whose callback raises is handed out again with all others, a few times; then it is left out, so that one that
+    is always too much for somebody does not keep the view from being live for ever.
+    """
 
     def __init__(
         self,
@@ -182,6 +187,7 @@ class KvWatch:
         self._broken = asyncio.Event()
         self._next_delivery = 1
         self._is_loaded = False
+        self._failed: dict[str, tuple[int, int]] = {}  # by key: its revision, how often it failed
         self._forget = bus.on_restored(self._broken.set)
         self._task = asyncio.create_task(self._run(), name=f"kv-watch-{bucket.name}")
 
@@ -253,9 +259,26 @@ class KvWatch:
             return
         self._next_delivery += 1
         key = self._bucket.key_of(msg.subject)
-        self._on_entry(_entry(key, msg.data, headers, at.sequence.stream))
-        if at.num_pending == 0:
-            self._loaded()
+        try:
+            self._hand_out(_entry(key, msg.data, headers, at.sequence.stream))
+            if at.num_pending == 0:
+                self._loaded()
+        except Exception:  # a bug of whom it tells: the next opening tells everything again
+            log.exception("kv.watch_bug", bucket=self._bucket.name, key=key)
+            self._broken.set()
+
+    def _hand_out(self, entry: KvEntry) -> None:
+        try:
+            self._on_entry(entry)
+        except Exception:
+            revision, num = self._failed.get(entry.key, (0, 0))
+            num = num + 1 if revision == entry.revision else 1
+            self._failed[entry.key] = (entry.revision, num)
+            if num < _TRIES:
+                raise
+            log.exception("kv.entry_left_out", bucket=self._bucket.name, key=entry.key)
+        else:
+            self._failed.pop(entry.key, None)
 
     def _loaded(self) -> None:
         if not self._is_loaded:
