@@ -9,6 +9,8 @@ import asyncio
 import random
 import sys
 
+import structlog
+
 from pdmesh.kv.transport import KvConnection
 from pdmesh.kv.ucx import UcxTransport
 
@@ -34,4 +36,5 @@ async def main(num_lives: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     asyncio.run(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -21,7 +21,7 @@ from pdmesh.kv.agent_types import AgentEvent, AgentIdentity, LandingFreed
 from pdmesh.kv.transport import ByteArray
 from pdmesh.kv.ucx import UcxTransport
 from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, pattern, ticket_for
-from tests.fakes.kv_sender_process import NUM_LAYERS, lines_of_stdin, say
+from tests.fakes.kv_sender_process import NUM_LAYERS, lines_of_stdin, log_to_stderr, say
 
 
 def on_event(event: AgentEvent) -> None:
@@ -74,5 +74,6 @@ async def main(num_blocks: int, block_bytes: int, lease_s: float, host: str) -> 
 
 
 if __name__ == "__main__":
+    log_to_stderr()
     host = sys.argv[4] if len(sys.argv) > 4 else "127.0.0.1"
     asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), host))

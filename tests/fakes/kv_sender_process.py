@@ -21,8 +21,11 @@ from pdmesh.kv.ucx import UcxTransport
 from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, pattern
 
 NUM_LAYERS = 4
-# Standard output is for what the test reads.
-structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+
+
+def log_to_stderr() -> None:
+    """Standard output is for what the test reads."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
 def say(line: str) -> None:
@@ -68,6 +71,7 @@ async def main(
 
 
 if __name__ == "__main__":
+    log_to_stderr()
     more = sys.argv[4:]
     host = more[0] if more else "127.0.0.1"
     chunk_bytes = int(more[1]) if len(more) > 1 else CHUNK_BYTES

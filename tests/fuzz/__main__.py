@@ -6,10 +6,11 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["pdmesh", "services"]):
+with atheris.instrument_imports(include=["pdmesh", "services", "uvicorn.protocols"]):
     from tests.fuzz import targets
 
-    target = targets.load(sys.argv.pop(1))
+    name = sys.argv.pop(1)
+    target = targets.load(name)
 
 # Recursion and memory are libFuzzer's to find; 60 s without an end is a hang.
 sys.argv += [

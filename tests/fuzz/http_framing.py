@@ -63,13 +63,14 @@ class _Transport(asyncio.Transport):
         self._loop = loop
         self.protocol: Any
         self.written = b""
-        self.is_lost = self._is_closing = False
+        self.is_lost = self._is_closing = self.has_ended = False
 
     def write(self, data: Any) -> None:
         assert not self.is_lost, "written to after its end"
         self.written += bytes(data)
 
-    def write_eof(self) -> None: ...
+    def write_eof(self) -> None:
+        self.has_ended = True
 
     def can_write_eof(self) -> bool:
         return True
@@ -120,6 +121,10 @@ async def _feed(pieces: list[bytes]) -> None:
             await asyncio.sleep(0)
     for _ in range(20):
         await asyncio.sleep(0)
+    if not (transport.has_ended or transport.is_closing()):
+        num_framing = sum(map(len, pieces)) - app.num_body
+        allowed = len(app.scopes) * bounds.max_header_bytes + bounds.max_framing_bytes(app.num_body)
+        assert num_framing <= allowed + max(map(len, pieces)), "what is no body has a bound"
     transport.lose()
     if state.tasks:
         await asyncio.wait(state.tasks, timeout=60)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -96,10 +95,9 @@ async def test_between_two_lives_peers_are_turned_away_at_once() -> None:
         async with life() as (_, address):
             pass
         for _ in range(5):
-            began = time.monotonic()
             with pytest.raises(KvTransferFailed):
-                await peer.connect(address, 60.0)
-            assert time.monotonic() - began < 30.0, "not by the deadline"
+                async with asyncio.timeout(60):  # far from its own deadline
+                    await peer.connect(address, 600.0)
 
 
 @pytest.mark.fault("F5")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -281,9 +280,7 @@ async def test_an_idle_mesh_makes_nobody_wait(
         raise AssertionError("joined the waiting room")
 
     monkeypatch.setattr(mesh.gateway.frontend.shared.room, "join", forbidden)
-    began = time.monotonic()
     for _ in range(20):
         answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
         assert answer.choices[0].finish_reason == "length"
-    assert time.monotonic() - began < 30
     assert any(i.starts for i in mesh.instances.values() if i.role == ROLE_DECODE)
