@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -59,10 +60,18 @@ async def test_a_short_prompt_behind_long_ones_waits_for_them_and_nothing_is_dec
         await until(are_accepted)
         asked.append(asyncio.create_task(ask(prompts[-1])))
         outcomes = await asyncio.wait_for(asyncio.gather(*asked), 120)
-        log = (mesh.state_dir / "logs" / "gateway-0.log").read_text()
+        ends: list[dict[str, Any]] = []
+
+        def are_logged() -> bool:
+            """A request's line follows its answer."""
+            log = (mesh.state_dir / "logs" / "gateway-0.log").read_text()
+            lines = [json.loads(x) for x in log.splitlines() if '"request.finished"' in x]
+            ends[:] = [line for line in lines if line["num_prompt_tokens"] in LENGTHS]
+            return len(ends) >= len(LENGTHS)
+
+        await until(are_logged)
     for prompt, outcome in zip(prompts, outcomes, strict=True):
         assert outcome.is_complete, (outcome.status, outcome.error)
         assert outcome.text == reference.text(prompt, NUM_TOKENS)
-    ends = [json.loads(line) for line in log.splitlines() if '"request.finished"' in line]
-    moves = Counter(end["num_migrations"] for end in ends if end["num_prompt_tokens"] in LENGTHS)
+    moves = Counter(end["num_migrations"] for end in ends)
     assert moves == {0: len(LENGTHS)}
