@@ -74,7 +74,13 @@ def feed(data: bytes) -> None:
 
 
 def _parsed(message: Any, data: bytes) -> Any:
-    return rpc._parser(message.DESCRIPTOR, _MAX_FIELDS)(data)
+    try:
+        return rpc._parser(message.DESCRIPTOR, _MAX_FIELDS)(data)
+    except InvalidRequest as exc:
+        text = f"not a valid {message.DESCRIPTOR.full_name}"
+        is_short = exc.message == text or exc.message.endswith(f"more than {_MAX_FIELDS} fields")
+        assert is_short, "nobody is told how a parser puts it"
+        raise
 
 
 def _generate(data: bytes) -> None:

@@ -308,7 +308,7 @@ BAD_BODIES: dict[str, tuple[bytes, int]] = {
     "many prompts": (b'{"model":"default","prompt":[' + b'"a",' * 100_000 + b'"a"]}', 400),
     "too large": (b'{"model":"default","prompt":"' + b"a" * (9 * MIB) + b'"}', 413),
     "unknown model": (b'{"model":"' + b"m" * 200 + b'","prompt":"x"}', 404),
-    "NUL in the model": (b'{"model":"a\\u0000b","prompt":"x"}', 404),
+    "NUL in the model": (b'{"model":"a\\u0000b","prompt":"x"}', 400),
 }  # fmt: skip
 GOOD_BODIES: dict[str, bytes] = {
     "escaped NUL": b'{"model":"default","prompt":"a\\u0000b","max_tokens":3}',
