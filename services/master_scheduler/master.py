@@ -225,6 +225,11 @@ class Master:
 
     def _observe(self) -> None:
         metrics.gauge(names.LEADER, "1 if this master leads", lambda: self.election.is_leader)
+        metrics.total(
+            names.LEADER_ELECTIONS,
+            "Elections that this master has won since it started",
+            lambda: self.election.num_won,
+        )
         observe_registry(self._view)
         observe_fleet(self.fleet)
         observe_backpressure(self.backpressure)

@@ -28,7 +28,10 @@ _TICKS_PER_LEASE: Final = 12
 
 
 class LeaderElection:
-    """`on_change(is_leader, epoch)` is called at each change of the own leadership, its epoch's among them."""
+    """`on_change(is_leader, epoch)` is called at each change of the own leadership, its epoch's among them.
+
+    `num_won`: elections. The epoch does not count them: it is the revision of the lease, which grows with each renewal.
+    """
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class LeaderElection:
         self._on_change = on_change
         self._state = Leadership(lease_s)
         self._revision = 0
+        self.num_won = 0
         self._is_vacant = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -125,6 +129,7 @@ class LeaderElection:
             last = found.revision if found else 0
             self._revision = await self._bucket.put(self._role, self._name, last=last)
             epoch = self._state.won(self._revision, asked_at)
+            self.num_won += 1
             log.info("leader.won", epoch=epoch)
             self._on_change(True, epoch)
 
