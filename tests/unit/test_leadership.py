@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from pdmesh.core.leadership import FORGET_EPOCH_S, EpochFence, Leadership
+from pdmesh.net.nats_leader import LeaderElection
+from tests.fakes.memory_kv import MemoryBucket
+from tests.support.waiting import until
 
 
 @pytest.mark.fault("F12", "F13")
@@ -88,3 +95,30 @@ def test_a_store_that_counts_from_one_again_does_not_shut_its_masters_out_for_ev
     assert not fence.admit(1, now=3.0)
     assert fence.admit(1, now=FORGET_EPOCH_S)
     assert fence.admit(2, now=FORGET_EPOCH_S)
+
+
+class SlowBucket(MemoryBucket):
+    """What is written arrives; from the second write on its answer does not come."""
+
+    async def put(self, key: str, value: bytes, last: int | None = None) -> int:
+        revision = await super().put(key, value, last)
+        if revision > 1:
+            await asyncio.Event().wait()
+        return revision
+
+
+@pytest.mark.fault("F11")
+async def test_a_leader_that_stops_in_the_middle_of_a_renewal_gives_its_lease_up() -> None:
+    """Its own renewal made the revision that it knew an old one: the standby waited for all of the lease."""
+    server: Any = SimpleNamespace(client=SimpleNamespace(jetstream=lambda **_: None))
+    election = LeaderElection(server, "master", "a", 1, 30.0, lambda *_: None)
+    bucket = SlowBucket()
+    bucket.come_back()
+    election._bucket = bucket  # type: ignore[assignment]  # a fake
+    election.start()
+    await until(lambda: election.is_leader)
+    bucket.watches[0].open()  # which asks for a renewal at once
+    await until(lambda: bucket.revision == 2)
+    await election.stop()
+    assert bucket.entries["master"].value is None
+    assert election.num_won == 1

@@ -81,7 +81,15 @@ class LeaderElection:
         if self.is_leader:
             self._ended("stopped")
             with contextlib.suppress(Unavailable, WrongRevision):
-                await self._bucket.delete(self._role, last=self._revision)
+                await self._give_up()
+
+    async def _give_up(self) -> None:
+        try:
+            await self._bucket.delete(self._role, last=self._revision)
+        except WrongRevision:  # a renewal that was ended before its answer came may have arrived
+            found = await self._get()
+            if found is not None and found.value == self._name:
+                await self._bucket.delete(self._role, last=found.revision)
 
     async def _run(self) -> None:
         watch = self._bucket.watch(self._on_entry, self._is_vacant.set, lambda: None)
