@@ -233,6 +233,7 @@ class PlanLoop:
         """The ratio of scenarios that want it so, once in a window; one with a set-up or a loss in it says nothing of the ratio."""
         scenarios = dict(sorted(serving_by_scenario(states).items()))
         self._windows.serve(scenarios)
+        self._ratio.keep_only(scenarios)
         self._disturbed.update(s for s, own in scenarios.items() if not self._is_steady(s, own))
         self._disturbed |= self._being_upgraded(is_out=False)
         window_s = self._clock() - self._closed_at

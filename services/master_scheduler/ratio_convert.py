@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Final
 
 from pdmesh.core.moves import GroupShape, Move, MoveKind
 from pdmesh.core.ratio import Decided
@@ -12,9 +13,13 @@ from pdmesh.errors import InvalidRequest
 from pdmesh.v1 import admin_service_pb2 as pb
 from services.master_scheduler.desired_convert import move_from, move_to
 
+MAX_MOVES: Final = 256  # of an operator's plan
+
 
 def moves_from(request: pb.PlanMovesRequest, reason: str) -> tuple[Move, ...]:
-    """Raises InvalidRequest."""
+    """Raises InvalidRequest. Each move is checked against all groups, so there are not many of them."""
+    if len(request.moves) > MAX_MOVES:
+        raise InvalidRequest(f"more than {MAX_MOVES} moves", field="moves")
     moves: list[Move] = []
     for number, each in enumerate(request.moves):
         field = f"moves[{number}]"

@@ -94,6 +94,28 @@ class Loop:
         return [d.action for d in self.decisions]
 
 
+@pytest.mark.req("S29")
+def test_each_of_hundreds_of_scenarios_is_remembered_until_it_has_no_groups() -> None:
+    """Beyond 256 each one was forgotten before its next window, and nothing was ever found."""
+    controller, names = RatioController(), [f"s{i}" for i in range(300)]
+    planned = set()
+    for window in [CALM] * 10 + [LONGER] * 3:
+        for name in names:
+            group = replace(
+                GROUP,
+                scenario=name,
+                prefill_busy=window.prefill_busy,
+                decode_busy=window.decode_busy,
+            )
+            seen = WindowSeen(name, window, {"g0": group}, 0, 10.0)
+            effects = controller.handle(seen, 0.0)
+            planned |= {e.plan.scenario for e in effects if isinstance(e, AskPlan)}
+        controller.keep_only(names)
+    assert planned == set(names)
+    controller.keep_only(["s0"])
+    assert len(controller._scenarios) == 1
+
+
 @pytest.mark.req("S27", "S28", "S29")
 def test_longer_outputs_move_one_instance_to_decode_and_no_second_one() -> None:
     loop = Loop()

@@ -83,6 +83,7 @@ async def test_a_profile_plans_every_group_towards_its_best_split() -> None:
     [
         (pb.PlanMovesRequest(), "moves"),
         (pb.PlanMovesRequest(profile=pb.ScenarioProfile(t_p_s=1.0)), "profile.num_prefill_slots"),
+        (pb.PlanMovesRequest(moves=[pb.PendingMove(kind="add", role="decode")] * 257), "moves"),
         (pb.PlanMovesRequest(moves=[pb.PendingMove(kind="fly")]), "moves[0]"),
         (pb.PlanMovesRequest(moves=[pb.PendingMove(kind="add")]), "moves[0]"),
         (pb.PlanMovesRequest(moves=[pb.PendingMove(kind="lend")]), "moves[0]"),

@@ -11,9 +11,8 @@ import enum
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Final
 
 from pdmesh.core.fleet import Role
 from pdmesh.core.moves import Groups, GroupShape, Move, Plan, Trigger, inverse, other, serving
@@ -21,8 +20,6 @@ from pdmesh.core.plan_runner import Outcome, PlanEnded
 from pdmesh.core.ratio_detector import BottleneckDetector, DetectorLimits, Finding, Window
 from pdmesh.core.ratio_model import Profile
 from pdmesh.core.ratio_planner import PlannerLimits, one_step, towards
-
-MAX_SCENARIOS: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +161,13 @@ class RatioController:
             case PlanEnded():
                 return self._on_ended(event, now)
 
-    def forget(self, scenario: str) -> None:
-        self._scenarios.pop(scenario, None)
+    def keep_only(self, scenarios: Collection[str]) -> None:
+        """Those that have groups now: they bound what is remembered."""
+        self._scenarios = {s: state for s, state in self._scenarios.items() if s in scenarios}
 
     def _state(self, scenario: str) -> _Scenario:
         state = self._scenarios.get(scenario)
         if state is None:
-            while len(self._scenarios) >= MAX_SCENARIOS:
-                del self._scenarios[next(iter(self._scenarios))]
             detector = BottleneckDetector(self.limits.detector)
             state = self._scenarios[scenario] = _Scenario(detector, hold_s=self.limits.hold_s)
         return state
