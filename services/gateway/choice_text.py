@@ -59,6 +59,11 @@ class ChoiceText:
         """Those that count: none after a stop string."""
         return self._text.num_tokens if self._text.is_stopped else num_emitted
 
+    @property
+    def num_taken(self) -> int:
+        """Those that count and were given out as deltas."""
+        return self.num_tokens(self._num_taken)
+
     def add_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
         if self._logprobs is not None:
             self._logprobs.extend(logprobs)

@@ -71,6 +71,7 @@ class Call:
         self.created = int(time.time())  # shown to clients; nothing decides on it
         self.started_at = time.monotonic()
         self.generations: list[Generation] = []
+        self.is_void = False  # an error is all that its client got
         self._pacer = pacer
         self._woken_at = -math.inf
         self._is_paced = False  # to be woken by the pacer
@@ -129,9 +130,12 @@ class Call:
 
     @property
     def num_used_tokens(self) -> int:
-        """Nothing, if no instance took it."""
-        if not any(g.timings.accepted for g in self.generations):
+        """What its tenant is charged: nothing if no instance took it, or if its client got an error and no token; of one that
+        fails on the way, the tokens that its client got."""
+        if self.is_void or not any(g.timings.accepted for g in self.generations):
             return 0
+        if any(g.is_failed for g in self.generations):
+            return self.num_prompt_tokens + sum(g.num_taken_tokens for g in self.generations)
         return self.num_prompt_tokens + self.num_completion_tokens
 
     @property

@@ -166,6 +166,15 @@ class Generation:
     def num_completion_tokens(self) -> int:
         return self._text.num_tokens(len(self.core.emitted))
 
+    @property
+    def num_taken_tokens(self) -> int:
+        """Of those, what its client was given, or will be by whoever took it."""
+        return self._text.num_taken
+
+    @property
+    def is_failed(self) -> bool:
+        return self.error is not None or isinstance(self.core.outcome, Fail)
+
     def take(self) -> Delta | None:
         """Everything since the last call, as text; None if there is nothing new."""
         taken = self._text.take(self.core.emitted)
@@ -308,6 +317,7 @@ class Generation:
             self._start_decode(effect)
 
     def _start_decode(self, effect: SendStart) -> None:
+        self.timings.decode_offered(effect.key)
         record = self._shared.fleet.record(effect.to.instance_id, effect.to.incarnation)
         if record is None or self._ticket is None:
             self._refuse(effect.key)

@@ -10,12 +10,14 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from pdmesh.errors import MeshError
 from pdmesh.lifecycle import StartupError
 from pdmesh.net import rpc
 from pdmesh.net.loopback import join
@@ -156,7 +158,7 @@ class InferenceServicer:
         choices = [pb.Choice(index=i) for i in range(num_choices)]
         texts: list[list[str]] = [[] for _ in range(num_choices)]
         request_id, usage = "", Usage()
-        async for call, delta, is_end in self._deltas(spec, visit, context):
+        async for call, delta, is_end in self._deltas(spec, visit, context, is_streamed=False):
             texts[delta.index].append(delta.text)
             choice = choices[delta.index]
             choice.token_ids.extend(delta.token_ids)
@@ -176,7 +178,7 @@ class InferenceServicer:
         writer = _Writer(asyncio.current_task())
         self._writing[writer] = None
         try:
-            async for call, delta, is_end in self._deltas(spec, visit, context):
+            async for call, delta, is_end in self._deltas(spec, visit, context, is_streamed=True):
                 writer.request_id = call.request_id
                 writer.blocked_since = time.monotonic()
                 yield call, delta, is_end
@@ -185,20 +187,27 @@ class InferenceServicer:
             del self._writing[writer]
 
     async def _deltas(
-        self, spec: CallSpec, visit: Visit, context: Context
+        self, spec: CallSpec, visit: Visit, context: Context, *, is_streamed: bool
     ) -> AsyncIterator[tuple[Call, Delta, bool]]:
         """The call's deltas; with its last one, True. A client that goes away cancels us, and that frees the call."""
         traceparent = _metadata(context, "traceparent")
         call = self._frontend.open(spec, new_request_id(), visit, traceparent)
-        num_open = len(call.generations)
+        num_open, has_begun = len(call.generations), False
         try:
             while num_open:
                 await call.changed()
-                for delta in call.take():
-                    if delta.error is not None:
-                        raise delta.error
+                failed: MeshError | None = None
+                for taken in call.take():
+                    delta, failed = taken, failed or taken.error
+                    if taken.error is not None:  # its client gets what came before that
+                        delta = replace(taken, is_last=False, error=None)
                     num_open -= delta.is_last
-                    yield call, delta, not num_open
+                    if delta.is_last or delta.text or delta.token_ids:
+                        has_begun = True
+                        yield call, delta, not num_open
+                if failed is not None:
+                    call.is_void = not (is_streamed and has_begun)
+                    raise failed
         finally:
             self._frontend.close(call)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Final
 from urllib.parse import unquote
 
@@ -191,6 +192,8 @@ class HttpApp:
             for delta in call.take():
                 parts[delta.index].append(delta)
                 num_open -= delta.is_last
+                if delta.error is not None:
+                    call.is_void = True
                 _raise_if_ended_badly(delta)
         deltas = [_joined(pieces) for pieces in parts]
         tokenizer = self._frontend.shared.tokenizer
@@ -211,14 +214,15 @@ class HttpApp:
         pending: list[bytes] = [chunks.opening()]
         while num_open:
             await call.changed()
-            for delta in call.take():
-                if delta.is_last:
-                    num_open -= 1
-                    await self._end_if_badly(exchange, delta, pending)
+            deltas = call.take()
+            for delta in map(_without_a_bad_end, deltas):
+                num_open -= delta.is_last
                 if len(delta.logprobs) <= _MAX_LOGPROBS_HERE:
                     pending.append(chunks.chunk(delta))
                 else:
                     pending.append(await asyncio.to_thread(chunks.chunk, delta))
+            for delta in deltas:
+                await self._end_if_badly(exchange, call, delta, pending)
             if num_open == 0:
                 pending.append(chunks.closing())
             data = b"".join(pending)
@@ -229,12 +233,15 @@ class HttpApp:
             pending.clear()
             await exchange.write(data, is_last=num_open == 0)
 
-    async def _end_if_badly(self, exchange: Exchange, delta: Delta, pending: list[bytes]) -> None:
-        """Send what came before an error, then raise it: as a status if nothing was sent yet."""
-        if delta.finish_reason is not None:
+    async def _end_if_badly(
+        self, exchange: Exchange, call: Call, delta: Delta, pending: list[bytes]
+    ) -> None:
+        """Send what came before an error, of all choices, then raise it: as a status if nothing was sent yet."""
+        if not delta.is_last or delta.finish_reason is not None:
             return
-        if exchange.has_started and pending:
-            await exchange.write(b"".join(pending))
+        if exchange.has_started and (data := b"".join(pending)):
+            await exchange.write(data)
+        call.is_void = delta.error is not None and not exchange.has_started
         _raise_if_ended_badly(delta)
 
     # --- the rest --------------------------------------------------------------------------------
@@ -281,6 +288,12 @@ class HttpApp:
 def _raise_if_ended_badly(delta: Delta) -> None:
     if delta.is_last and delta.finish_reason is None:
         raise delta.error if delta.error is not None else ClientGone
+
+
+def _without_a_bad_end(delta: Delta) -> Delta:
+    """What the client gets of one that ends in an error: its tokens, before the error. Chunks end in a reason."""
+    is_bad = delta.is_last and delta.finish_reason is None
+    return replace(delta, is_last=False, error=None) if is_bad else delta
 
 
 def _joined(pieces: list[Delta]) -> Delta:

@@ -247,13 +247,13 @@ class RequestMachine(RuleBasedStateMachine):
             (leg for leg in self.legs.values() if not leg.is_decode), key=lambda leg: leg.key
         )
 
-    @rule(data=st.data(), is_final=st.booleans())
-    def a_leg_is_rejected(self, data: st.DataObject, is_final: bool) -> None:
+    @rule(data=st.data(), is_final=st.booleans(), is_too_long=st.booleans())
+    def a_leg_is_rejected(self, data: st.DataObject, is_final: bool, is_too_long: bool) -> None:
         leg = self.pick(data)
         is_asked = leg and leg.is_open and not leg.has_first and not leg.is_accepted
         if leg and is_asked and not self.is_running(leg):
             leg.is_open = False
-            self.feed(LegRejected(leg.key, is_final=is_final))
+            self.feed(LegRejected(leg.key, is_final=is_final, is_too_long=is_too_long))
 
     def is_running(self, leg: Leg) -> bool:
         return self.request.is_current(leg.key) and self.request.phase.value in {

@@ -49,7 +49,6 @@ from pdmesh.errors import (
     DeadlineExceeded,
     EngineFailed,
     InstanceLost,
-    InvalidRequest,
     KvTransferFailed,
     MeshError,
     NoInstance,
@@ -127,11 +126,14 @@ class Request(RequestState):
         """Nothing to ask now. A request that has been under way waits for something to come back."""
         if self._last_error is None or not error.is_retryable:
             return self._end(Fail(error))
-        if self._out_of_reach and self._excluded.keys() != self._out_of_reach.keys():
+        lasting = self._out_of_reach | self._too_small
+        if lasting and self._excluded.keys() != lasting.keys():
             # No other pair is there: without the prefills whose KV could not be had, a decode computes the prompt itself.
-            self._excluded = dict(self._out_of_reach)
+            self._excluded = lasting
             return self._ask_plan()
-        self._excluded.clear()
+        if self._too_small and not (self._out_of_reach or self.num_migrations):
+            return self._end(Fail(self._last_error))  # nobody else is there, or was when it began
+        self._excluded = dict(self._too_small)
         self.phase = Phase.WAITING_PLAN
         return self._schedule_retry(now, 0.0)
 
@@ -189,10 +191,10 @@ class Request(RequestState):
         assert isinstance(event, LegRejected)
         effects, to = self._close_leg()
         self.num_rejections += 1
-        if event.is_too_long:
-            return effects + self._end(Fail(_too_long(event.detail)))
         self._last_error = self._after_rejection(event)
-        if event.is_final:
+        if event.is_too_long:
+            self._too_small[to.instance_id] = None
+        if event.is_final or event.is_too_long:
             self._excluded[to.instance_id] = None
             self._candidates = [c for c in self._candidates if c is not to]
             if not self._candidates:
@@ -208,7 +210,7 @@ class Request(RequestState):
         assert leg is not None
         self.prefill_id = leg.to.instance_id
         self._retry_s = self._limits.retry_s
-        if not self.attempt:
+        if not self.emitted:  # else the prompt that it had cached is not the client's alone
             self.num_cached_tokens = event.num_cached_tokens
         effects: list[Effect] = [EmitTokens(self._append((event.token_id,)))]
         if leg.to.is_local and event.finish_reason is None:
@@ -284,6 +286,8 @@ class Request(RequestState):
         effects, to = self._close_leg()
         self.num_rejections += 1
         self._last_error = self._after_rejection(event)
+        if event.is_too_long:
+            self._too_small[to.instance_id] = None
         if event.is_final or event.is_too_long:
             self._excluded[to.instance_id] = None
             self._decodes = [c for c in self._decodes if c is not to]
@@ -479,15 +483,6 @@ class Request(RequestState):
             return self._lose(self._overloaded(), (), now)
         self._tried, self._retry_at = 0, math.inf
         return self._offer_decode(now)
-
-
-def _too_long(detail: str) -> InvalidRequest:
-    message = "prompt and max_tokens fit no instance"
-    return InvalidRequest(
-        f"{message}: {detail}" if detail else message,
-        reason="CONTEXT_LENGTH_EXCEEDED",
-        field="max_tokens",
-    )
 
 
 _LEG_EVENTS: Final = (

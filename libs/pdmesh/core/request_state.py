@@ -30,6 +30,7 @@ from pdmesh.core.request_types import (
 )
 from pdmesh.core.retry_budget import RetryBudget
 from pdmesh.errors import (
+    InvalidRequest,
     MeshError,
     NoInstance,
     Overloaded,
@@ -97,6 +98,7 @@ class RequestState:
         "_retry_s",
         "_stop_token_ids",
         "_ticket",
+        "_too_small",
         "_tried",
         "_ttft_by",
         "_turn_by",
@@ -145,6 +147,7 @@ class RequestState:
         self._plan = 0
         self._excluded: dict[str, None] = {}
         self._out_of_reach: dict[str, None] = {}  # prefills whose KV a decode could not have
+        self._too_small: dict[str, None] = {}  # that could not take it if they were empty
         self._candidates: list[Candidate] = []
         self._decodes: list[Candidate] = []
         self._tried = 0
@@ -309,6 +312,8 @@ class RequestState:
         return []
 
     def _after_rejection(self, event: LegRejected) -> MeshError:
+        if event.is_too_long:
+            return _too_long(event.detail)
         if event.is_final:
             return NoInstance("no instance takes new work")
         return self._overloaded(event.retry_after_s)
@@ -316,3 +321,12 @@ class RequestState:
     def _overloaded(self, retry_after_s: float = 0.0) -> Overloaded:
         retry_after_ms = max(1000, math.ceil(retry_after_s * 1000))
         return Overloaded("all instances are busy", retry_after_ms=retry_after_ms)
+
+
+def _too_long(detail: str) -> InvalidRequest:
+    message = "prompt and max_tokens fit no instance"
+    return InvalidRequest(
+        f"{message}: {detail}" if detail else message,
+        reason="CONTEXT_LENGTH_EXCEEDED",
+        field="max_tokens",
+    )

@@ -1,0 +1,149 @@
+"""What a tenant is charged for a call that fails: the tokens that its client got, and nothing where it got an error alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from pdmesh.net import rpc
+from pdmesh.v1 import inference_service_pb2 as pb
+from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
+from services.gateway.door import ANYONE
+from tests.fakes.fake_instance import FakeInstance
+from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.req("S44"), pytest.mark.fault("F7")]
+
+BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4000}
+NUM_DRAWN = 30  # before the only instance dies
+
+
+class Ledger:
+    """A door that lets everybody in and writes down what is charged in the end."""
+
+    def __init__(self) -> None:
+        self.settled: list[int] = []
+        self.tenant = ANYONE
+
+    def enter(self, authorization: str) -> Ledger:
+        return self
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    def share(self, num_gateways: int) -> None: ...
+
+    def charge(self, num_tokens: int) -> None: ...
+
+    def settle(self, num_used: int) -> None:
+        self.settled.append(num_used)
+
+    def leave(self) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def one_fusion(
+    directory: Path, ledger: Ledger
+) -> AsyncIterator[tuple[GatewayMesh, FakeInstance]]:
+    """Nothing is retried, and after its first chunk a stream is not written to for long: the rest is in its last delta."""
+    async with gateway_mesh(
+        directory, 0, 0, num_fusions=1, door=ledger, max_migrations=0, chunk_interval_ms=600_000.0
+    ) as mesh:
+        fusion = mesh.instances["fusion-0"]
+        fusion.step_s = 0.001
+        yield mesh, fusion
+
+
+async def die_in_the_middle(fusion: FakeInstance, num_choices: int = 1) -> None:
+    def have_drawn() -> bool:
+        legs = list(fusion.legs.values())
+        return len(legs) == num_choices and all(len(leg.tokens) > NUM_DRAWN + 3 for leg in legs)
+
+    await until(have_drawn)
+    fusion.break_sessions()
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_a_stream_that_fails_gives_every_token_that_is_charged(
+    tmp_path: Path, num_choices: int
+) -> None:
+    ledger = Ledger()
+    async with (
+        one_fusion(tmp_path, ledger) as (mesh, fusion),
+        httpx.AsyncClient() as client,
+        client.stream(
+            "POST", f"{mesh.url}/v1/completions", json={**BODY, "stream": True, "n": num_choices}
+        ) as response,
+    ):
+        dying = asyncio.create_task(die_in_the_middle(fusion, num_choices))
+        events = [
+            json.loads(line.removeprefix("data: "))
+            async for line in response.aiter_lines()
+            if line.startswith("data: {")
+        ]
+        await dying
+        assert events[-1]["error"]["code"] == "upstream_failed"
+        texts = [""] * num_choices
+        for event in events[:-1]:
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+        await until(lambda: bool(ledger.settled))
+        num_prompt_tokens = len(mesh.tokenizer._encode("abc", add_special_tokens=True))
+        assert ledger.settled == [num_prompt_tokens + sum(map(len, texts))], "one letter a token"
+        assert all(len(text) >= NUM_DRAWN for text in texts)
+        assert {mesh.expected_text("abc", len(text)) == text for text in texts} == {True}
+
+
+async def test_an_answer_that_fails_whole_is_charged_nothing(tmp_path: Path) -> None:
+    ledger = Ledger()
+    async with one_fusion(tmp_path, ledger) as (mesh, fusion), httpx.AsyncClient() as client:
+        asking = asyncio.create_task(client.post(f"{mesh.url}/v1/completions", json=BODY))
+        await die_in_the_middle(fusion)
+        assert (await asking).status_code == 503
+        await until(lambda: bool(ledger.settled))
+        assert ledger.settled == [0]
+
+
+async def test_grpc_streams_give_what_is_charged_and_whole_answers_are_charged_nothing(
+    tmp_path: Path,
+) -> None:
+    ledger = Ledger()
+    async with (
+        one_fusion(tmp_path, ledger) as (mesh, fusion),
+        rpc.channel(f"127.0.0.1:{mesh.gateway.grpc.port}") as channel,
+    ):
+        stub = InferenceServiceStub(channel)
+        params = pb.GenerationParams(max_tokens=4000)
+        request = pb.GenerateRequest(model="tiny", text="abc", params=params)
+        text = ""
+
+        async def read() -> None:
+            nonlocal text
+            async for response in stub.GenerateStream(pb.GenerateStreamRequest(request=request)):
+                text += response.text
+
+        dying = asyncio.create_task(die_in_the_middle(fusion))
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await read()
+        await dying
+        assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+        await until(lambda: bool(ledger.settled))
+        num_prompt_tokens = len(mesh.tokenizer._encode("abc", add_special_tokens=True))
+        assert ledger.settled == [num_prompt_tokens + len(text)]
+        assert text == mesh.expected_text("abc", len(text))
+        assert len(text) >= NUM_DRAWN
+        ledger.settled.clear()
+        dying = asyncio.create_task(die_in_the_middle(fusion))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Generate(request)
+        await dying
+        await until(lambda: bool(ledger.settled))
+        assert ledger.settled == [0]
