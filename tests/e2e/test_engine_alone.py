@@ -10,7 +10,8 @@ from array import array
 import pytest
 
 from pdmesh.engine.base import Finished, Prefilled, PrefillJob, Sampling, Tokens
-from tests.e2e.cases import differences
+from pdmesh.engine.vllm.config import CPU_STEP_TOKENS
+from tests.e2e.cases import differences, longest
 from tests.e2e.conftest import Reference
 from tests.e2e.pair import Host, Pair
 
@@ -74,3 +75,33 @@ async def test_an_engine_process_that_hangs_answers_no_ping_and_one_that_works_d
             os.kill(pid, signal.SIGCONT)
     await asyncio.wait_for(ping, 60)
     assert await pair.generate(case.prompt, case.sampling()) == reference.tokens[0]
+
+
+@pytest.mark.req("S33")
+@pytest.mark.fault("F4")
+async def test_a_worker_shows_each_layer_that_it_computes_and_nothing_while_it_is_frozen(
+    pair: Pair, reference: Reference
+) -> None:
+    """A ping is not answered within a step, which may take long; the layers of it are what tells it from a hang."""
+    engine = pair.prefill.engine
+    prompt = longest(reference.cases)[:1000]
+    before = engine.stats()
+    await pair.prefilled((17, *prompt[1:]), Sampling(max_tokens=1))
+    after = engine.stats()
+    num_steps = -(-len(prompt) // CPU_STEP_TOKENS) + 1
+    assert after.num_signs - before.num_signs > num_steps, "steps alone would be fewer"
+    assert before.num_tokens < after.num_tokens <= before.num_tokens + len(prompt)
+    (pid,) = engine.worker_pids
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        leg = await pair.start_prefill((19, *prompt[1:]), Sampling(max_tokens=1))
+        await asyncio.sleep(1.0)  # what was on its way is read
+        frozen = engine.stats().num_signs
+        await asyncio.sleep(1.0)
+        assert engine.stats().num_signs == frozen
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert isinstance(await pair.prefill.next_output(leg), Prefilled)
+    del pair.prefill.legs[leg]
+    assert engine.stats().num_signs > frozen
+    await pair.prefill.until_idle()
