@@ -126,7 +126,11 @@ async def sim_instance(
     )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    tasks = [asyncio.create_task(host.run()), asyncio.create_task(blocks.run())]
+    tasks = [
+        asyncio.create_task(host.run()),
+        asyncio.create_task(blocks.run()),
+        asyncio.create_task(host.tell_progress()),
+    ]
     try:
         yield SimInstance(settings, engine, host, f"127.0.0.1:{port}", bus, tasks[0])
     finally:

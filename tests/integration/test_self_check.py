@@ -15,6 +15,8 @@ from pdmesh.errors import EngineFailed
 from pdmesh.events.v1.events_pb2 import FaultReport, InstanceHealth
 from pdmesh.instance.self_check import SelfCheck
 from pdmesh.net.board import Board
+from pdmesh.net.canary_call import Canary, CanaryFailed, CanaryRefused
+from pdmesh.v1.common_pb2 import InstanceRecord
 from tests.fakes.memory_transport import MemoryTransport
 from tests.fakes.sim_instances import FUSION, SimInstance, TestSession, sim_instance
 from tests.support.sim_pair import prompt_of
@@ -82,3 +84,36 @@ async def test_an_engine_that_hangs_is_given_up_and_its_legs_fail(hang: Any) -> 
         assert failed.reason == "ENGINE_DIED"
         with pytest.raises(EngineFailed):
             await watching
+
+
+def canary_to(instance: SimInstance, timeout_s: float) -> Canary:
+    record = InstanceRecord(
+        instance_id=instance.settings.instance_id,
+        incarnation=instance.settings.incarnation,
+        grpc_address=instance.address,
+    )
+    return Canary(record, None, "monitor-0", timeout_s)
+
+
+async def test_a_canary_that_waits_behind_real_work_holds_nothing_against_the_instance() -> None:
+    """It was idle when it was chosen. Eight tokens behind two hundred on a slow engine are late, not lost."""
+    async with sim_instance("f", FUSION, MemoryTransport, sim_law="slow-cpu") as f:
+        async with TestSession(f) as to_f:
+            leg = await to_f.prefill(prompt_of(200), Sampling(max_tokens=1), is_local=True)
+            await leg.until("accepted")
+            with pytest.raises(CanaryRefused):
+                await canary_to(f, timeout_s=2.5).send()
+            assert not leg.has("first_token"), "it was before it all the time"
+            await leg.until("first_token")
+        await f.until_idle()
+
+
+async def test_a_canary_of_an_engine_that_hangs_fails_though_others_wait_there(hang: Any) -> None:
+    async with (
+        sim_instance("f", FUSION, MemoryTransport, sim_law="demo") as f,
+        TestSession(f) as to_f,
+    ):
+        hang("engine.step=hang@1+")
+        await to_f.prefill(prompt_of(200), Sampling(max_tokens=9), is_local=True)
+        with pytest.raises(CanaryFailed):
+            await canary_to(f, timeout_s=2.5).send()

@@ -23,6 +23,7 @@ from pdmesh.v1.instance_service_pb2 import (
     FirstToken,
     Hello,
     Prefill,
+    Progress,
     SessionEvent,
     SessionRequest,
     Start,
@@ -55,15 +56,18 @@ class Canary:
         self._prefill, self._decode = prefill, decode
         self._sender_id, self._timeout_s = sender_id, timeout_s
         self.asked: list[InstanceRecord] = []
+        self._legs: list[_Leg] = []  # of those
 
     async def send(self) -> None:
-        """Raises CanaryRefused or CanaryFailed."""
+        """Raises CanaryRefused or CanaryFailed. One that waits behind the work of others in an engine is refused, not failed."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._send()
         except grpc.aio.AioRpcError as exc:
             raise CanaryFailed(exc.code().name) from exc
         except TimeoutError as exc:
+            if any(leg.is_behind_others for leg in self._legs):
+                raise CanaryRefused from exc
             raise CanaryFailed(f"no answer in {self._timeout_s:g} s") from exc
 
     async def _send(self) -> None:
@@ -114,7 +118,8 @@ class Canary:
             call = stub.Session()
             try:
                 await call.write(SessionRequest(commands=[Command(hello=hello), command]))
-                yield _Leg(call)
+                self._legs.append(leg := _Leg(call))
+                yield leg
             except asyncio.InvalidStateError as exc:
                 raise CanaryFailed("the session ended") from exc
             finally:
@@ -124,6 +129,13 @@ class Canary:
 class _Leg:
     def __init__(self, call: Any) -> None:  # grpc-stubs cannot type it
         self._call, self._events = call, deque[SessionEvent]()
+        self._num_open_tokens, self._has_worked = 0, False
+        self._num_signs: int | None = None
+
+    @property
+    def is_behind_others(self) -> bool:
+        """The engine has worked while this leg waited, and has more to compute than this leg alone."""
+        return self._has_worked and self._num_open_tokens > len(_PROMPT) // 4 + _NUM_TOKENS
 
     async def until(self, kind: str) -> SessionEvent:
         while True:
@@ -140,6 +152,12 @@ class _Leg:
             if response is _EOF:
                 raise CanaryFailed("the session ended")
             self._events.extend(response.events)
+            if response.HasField("progress"):
+                self._note(response.progress)
+
+    def _note(self, progress: Progress) -> None:
+        self._has_worked = self._has_worked or self._num_signs not in (None, progress.num_signs)
+        self._num_signs, self._num_open_tokens = progress.num_signs, progress.num_open_tokens
 
 
 def _sampling(max_tokens: int) -> SamplingParams:
