@@ -176,6 +176,25 @@ def test_a_failure_that_can_be_mended_is_one_line_without_a_traceback(
     assert last["reason"] == "no model in /nowhere; set PDMESH_MODEL_DIR"
 
 
+def test_an_inner_port_that_others_reach_needs_the_mesh_token(
+    tmp_path: Path, processes: list[Process]
+) -> None:
+    address = {"PDMESH_INNER_HOST": "0.0.0.0"}
+    processes.append(process := Process(tmp_path, **address))
+    assert process.process.wait(20) == 1
+    (line,) = process.lines()
+    assert line["event"] == "service.failed"
+    assert line["reason"] == (
+        "refusing to listen on 0.0.0.0 without a mesh token: set PDMESH_MESH_TOKEN or "
+        "PDMESH_MESH_TOKEN_FILE, the same for all processes of the mesh"
+    )
+    (tmp_path / "token").write_text("of-a-mesh-over-many-machines")
+    address["PDMESH_MESH_TOKEN_FILE"] = str(tmp_path / "token")
+    processes.append(process := Process(tmp_path, **address))
+    wait_until(process.ops_file.exists)
+    assert process.get("/health/live")[0] == 200
+
+
 def test_a_bad_setting_exits_2_with_one_line(tmp_path: Path, processes: list[Process]) -> None:
     processes.append(process := Process(tmp_path, PDMESH_LEASE_S="soon"))
     assert process.process.wait(60) == 2
