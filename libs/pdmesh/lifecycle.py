@@ -114,6 +114,7 @@ def run(
 ) -> None:
     """Run `main` until it returns, then exit the process. It should return soon after `app.stopping`."""
     _parse_arguments(service, settings_type, help_note)
+    os.umask(0o077)  # state, usage, tokens, KV on disk: for this user alone
     settings = _load(service, settings_type)
     logs.configure(service, settings.instance_id, settings.log_format, settings.log_level)
     logs.take_over_stderr()

@@ -87,6 +87,12 @@ def pids(mesh: state.MeshState) -> dict[str, int]:
     return {name: process.pid for name, process in mesh.processes.items()}
 
 
+def open_to_others(state_dir: Path) -> list[str]:
+    """What in it somebody else may read, or only see."""
+    found = [state_dir, *state_dir.rglob("*")]
+    return [str(path) for path in found if path.lstat().st_mode & 0o077 and not path.is_symlink()]
+
+
 def lives_again(pdmesh: Pdmesh, name: str, killed: int) -> bool:
     return pids(pdmesh.mesh())[name] not in (0, killed)
 
@@ -109,9 +115,14 @@ def test_a_mesh_comes_up_answers_heals_and_goes_down(pdmesh: Pdmesh) -> None:
     assert rows["decode-0"]["slots_used"] == 0
     assert "prefill-0" in pdmesh.run("status").stdout
 
-    again = pdmesh.run("up", "--engine", "sim")
+    same = ("--prefill", "1", "--decode", "1", "--http-port", "0", "--grpc-port", "0")
+    again = pdmesh.run("up", "--engine", "sim", *same)
     assert again.returncode == 0
     assert "up already" in again.stdout
+    other = pdmesh.run("up", "--engine", "sim", *same, "--gateways", "2", "--blank", "1")
+    assert (other.returncode, other.stdout) == (1, "")
+    assert "with other options: --blank 0, not 1; --gateways 1, not 2; stop it" in other.stderr
+    assert open_to_others(pdmesh.directory / "state") == []
 
     os.kill(before["decode-0"], signal.SIGKILL)
     wait_until(lambda: pids(pdmesh.mesh())["decode-0"] not in (0, before["decode-0"]), 20)
@@ -125,6 +136,7 @@ def test_a_mesh_comes_up_answers_heals_and_goes_down(pdmesh: Pdmesh) -> None:
     assert re.search(r"the mesh is ready after \d", said)
     assert "chat/completions" in said
     assert said.rstrip().endswith("pdmesh: stopped")
+    assert not [*(pdmesh.directory / "state" / "run").iterdir()], "what it told while it ran"
 
 
 @pytest.mark.req("S74")
@@ -136,9 +148,18 @@ def test_a_killed_launcher_takes_the_whole_mesh_with_it(pdmesh: Pdmesh) -> None:
     launcher.kill()
     launcher.wait()
     wait_until(lambda: not any(is_alive(pid) for pid in pids(mesh).values()))
+    left = pdmesh.directory / "state"
     assert pdmesh.run("status").stderr == (
-        "pdmesh: no mesh is running here; start one with: pdmesh up\n"
+        f"pdmesh: no mesh is running here; start one with: pdmesh up --state-dir {left}\n"
     )
+    (left / "run" / "node-status.json").write_text("{}")  # as a node agent's that died with it
+    down = pdmesh.run("down")
+    assert (down.returncode, down.stdout) == (
+        0,
+        "no mesh is running here; what the last one left behind is removed\n",
+    )
+    assert not [*(left / "run").iterdir(), *left.glob("mesh.json")]
+    assert pdmesh.run("down").stdout == "no mesh is running here\n"
 
 
 @pytest.mark.req("S74")

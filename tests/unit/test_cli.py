@@ -16,6 +16,7 @@ from google.protobuf import json_format
 
 from pdmesh.cli import admin, app, chat, connect, events, leader
 from pdmesh.cli.errors import CommandFailed
+from pdmesh.cli.hints import default_state_dir
 from pdmesh.cli.table import table
 from pdmesh.events.v1.events_pb2 import Header, HealthChanged, KvBlocks
 from pdmesh.launcher import state
@@ -92,12 +93,82 @@ def test_a_refusal_is_shown_in_the_gateways_own_words() -> None:
 
 @pytest.mark.parametrize("command", [["chat", "hi"], ["status"], ["events"]])
 def test_without_a_mesh_each_command_says_so_in_one_line(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        app.main([*command, "--state-dir", str(tmp_path)])
-    assert exit_info.value.code == 1
-    assert capsys.readouterr().err == "pdmesh: no mesh is running here; start one with: pdmesh up\n"
+    said = "pdmesh: no mesh is running here; start one with: pdmesh up"
+    place = tmp_path / "my mesh"
+    for environment, arguments, how in (
+        (place, [], ""),
+        (tmp_path, ["--state-dir", str(place)], f" --state-dir '{place}'"),
+    ):
+        monkeypatch.setenv("PDMESH_STATE_DIR", str(environment))
+        with pytest.raises(SystemExit) as exit_info:
+            app.main([*command, *arguments])
+        assert exit_info.value.code == 1
+        assert capsys.readouterr().err == f"{said}{how}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["up"], ["down"], ["status"], ["chat", "hi"], ["events"], ["groups"], ["diff", "f"], ["apply", "f"],
+        ["rollback"], ["promote"], ["drain", "i"], ["undrain", "i"], ["isolate", "i"], ["heal", "i"], ["ratio"],
+        ["keys", "list"], ["keys", "add", "acme"], ["keys", "revoke", "id"], ["pins", "list"], ["pins", "remove", "x"],
+        ["pins", "add", "x", "--text", "-"], ["artefact", "verify", "f"],
+        ["artefact", "build", "d", "--role", "prefill", "--out", "o"],
+    ],
+)  # fmt: skip
+def test_every_command_takes_its_state_directory_before_and_after_each_word(
+    words: list[str],
+) -> None:
+    num_places = 3 if words[0] in {"keys", "pins", "artefact"} else 2
+    for place in range(num_places):
+        asked = [*words[:place], "--state-dir", "there", *words[place:]]
+        assert app.build_parser().parse_args(asked).state_dir == Path("there"), asked
+    twice = ["--state-dir", "here", words[0], "--state-dir", "there", *words[1:]]
+    assert app.build_parser().parse_args(twice).state_dir == Path("there")
+    assert app.build_parser().parse_args(words).state_dir == default_state_dir()
+
+
+def test_what_stands_before_the_action_of_pins_counts() -> None:
+    asked = ["pins", "--nats-url", "nats://x", "--admin-token", "t", "list"]
+    options = app.build_parser().parse_args(asked)
+    assert (options.nats_url, options.admin_token, options.module) == ("nats://x", "t", "pins")
+
+
+@pytest.mark.parametrize(
+    "command", [["up", "--engine", "sim"], ["down"], ["status"], ["keys", "list"]]
+)
+@pytest.mark.parametrize("within", ["", "/deeper"])
+def test_a_state_directory_that_is_a_file_is_named(
+    command: list[str], within: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        app.main(["--state-dir", f"{file}{within}", *command])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"pdmesh: --state-dir: {file} is not a directory\n"
+
+
+def test_a_diff_that_cannot_be_made_is_no_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As diff(1) and kubectl: 0 same, 1 differs, more than 1 an error."""
+    (tmp_path / "groups.yaml").write_text("groups: {}")
+    for file, said in (("missing.yaml", "No such file"), ("groups.yaml", "no mesh is running")):
+        with pytest.raises(SystemExit) as ended:
+            app.main(["diff", str(tmp_path / file), "--state-dir", str(tmp_path / "none")])
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("base", ["", "/", "/v1", "/v1/"])
+def test_a_gateway_is_known_by_its_base_url_too(base: str) -> None:
+    with gateway(streamed(piece("Paris"), "[DONE]")) as url:
+        assert ask(f"{url}{base}") == "Paris"
 
 
 @pytest.mark.parametrize(
@@ -283,6 +354,34 @@ def test_that_no_group_shall_be_left_is_said_on_purpose(
         app.main(["apply", str(file), *(["--allow-empty"] if allow_empty else [])])
     assert ended.value.code == 0
     assert asked[0].allow_empty is allow_empty
+
+
+def test_a_file_that_wants_more_instances_than_there_are_says_how_many(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Applying(Leader):
+        async def ApplyDesired(
+            self, request: pb.ApplyDesiredRequest, **_: object
+        ) -> pb.ApplyDesiredResponse:
+            return pb.ApplyDesiredResponse(version=1)
+
+        async def ListGroupStates(
+            self, request: pb.ListGroupStatesRequest, **_: object
+        ) -> pb.ListGroupStatesResponse:
+            group = pb.GroupState(group_id="old", members=[pb.GroupMember(instance_id="i-0")])
+            blank = [f"i-{i}" for i in range(1, 6)]
+            return pb.ListGroupStatesResponse(groups=[group], blank_instance_ids=blank)
+
+    ask_leader(monkeypatch, Applying())
+    file = tmp_path / "groups.yaml"
+    for prefill, decode, is_too_much in ((20, 20, True), (3, 3, False)):
+        file.write_text(f"groups:\n  chat: {{prefill: {prefill}, decode: {decode}}}\n")
+        with pytest.raises(SystemExit) as ended:
+            app.main(["apply", str(file)])
+        assert ended.value.code == 0
+        said = capsys.readouterr().out
+        wanted = "want 40 instances and 6 are there to be given a role: they wait for 34 more"
+        assert (wanted in said, "they wait for" in said) == (is_too_much, is_too_much)
 
 
 def ask_leader(monkeypatch: pytest.MonkeyPatch, asked: Leader) -> None:

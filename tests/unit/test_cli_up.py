@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 from pdmesh.cli import app, up
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.embedded.ports import PortReservation, PortTaken
+from pdmesh.launcher import state
 from pdmesh.launcher.mesh import Mesh, MeshFailed
-from pdmesh.launcher.spec import MeshSpec, Ports, Wiring, services
+from pdmesh.launcher.spec import MeshSpec, Ports, Wiring, asked_of, services
 
 
 async def test_two_doors_on_one_port_are_refused(tmp_path: Path) -> None:
@@ -108,3 +110,43 @@ def test_whether_keys_are_needed_may_be_said_to_the_gateways(
     monkeypatch.setenv("PDMESH_GATEWAY_ALLOW_ANONYMOUS", "true")
     spec = up._spec(app.build_parser().parse_args(["up", "--engine", "sim", "--host", "0.0.0.0"]))
     assert spec.host == "0.0.0.0"
+
+
+def test_the_mesh_of_other_options_is_not_the_one_that_was_asked_for(tmp_path: Path) -> None:
+    def spec(*asked: str) -> MeshSpec:
+        return up._spec(app.build_parser().parse_args(["up", "--engine", "sim", *asked]))
+
+    running = state.MeshState(
+        7, "ready", "sim", "sim", "http://127.0.0.1:8000", "127.0.0.1:8001", "nats://x", "unix:///x",
+        asked=asked_of(spec("--nats-url", "nats://me:quiet@x:1")),
+    )  # fmt: skip
+    assert "quiet" not in str(running.asked)
+    assert up._is_up_already(running, spec("--nats-url", "nats://me:quiet@x:1"), tmp_path) == 0
+    with pytest.raises(CommandFailed) as said:
+        up._is_up_already(running, spec("--nats-url", "nats://y", "--host", "localhost"), tmp_path)
+    assert str(said.value) == (
+        "a mesh is up already (pid 7) with other options: --host 127.0.0.1, not localhost; "
+        f"--nats-url nats://***@x:1, not nats://y; stop it with: pdmesh down --state-dir {tmp_path}"
+    )
+
+
+def test_what_is_shown_to_be_typed_has_all_it_needs(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    spec = MeshSpec(engine="sim", keys_file=keys)
+    shown = up._what_next("http://[::1]:8000", "[::1]:8001", tmp_path, spec)
+    commands = [line.strip() for line in shown.splitlines() if "pdmesh " in line]
+    assert len(commands) == 5
+    assert all(f"--state-dir {tmp_path}" in line for line in commands)
+    assert f"keys add TENANT --file {keys}" in commands[0]
+    assert "Authorization: Bearer $PDMESH_API_KEY" in shown
+    assert "curl -g http://[::1]:8000/v1/chat/completions" in shown
+    assert "PDMESH_API_KEY" not in up._what_next("http://x", "x:1", tmp_path, MeshSpec())
+
+
+def test_a_mesh_may_listen_on_ipv6(tmp_path: Path) -> None:
+    with PortReservation("::1", 0) as first:
+        assert first.address == f"[::1]:{first.port}"
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+            port = taken.getsockname()[1]
+            with pytest.raises(PortTaken, match=f"port {port} on ::1 is taken"):
+                PortReservation("::1", port)

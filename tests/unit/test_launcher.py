@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +34,38 @@ def test_the_state_of_a_dead_launcher_does_not_count(tmp_path: Path) -> None:
         state.write(tmp_path, mesh)
         assert state.read(tmp_path) == mesh
     assert state.read(tmp_path) is None
+
+
+def test_a_state_directory_is_its_owners_and_one_that_was_there_before_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    def mode_after_lock(directory: Path) -> int:
+        with state.lock(directory):
+            return directory.stat().st_mode & 0o777
+
+    assert mode_after_lock(tmp_path / "new" / "one") == 0o700
+    (of_before := tmp_path / "before").mkdir(mode=0o755)
+    (of_before / "lock").touch()
+    assert mode_after_lock(of_before) == 0o700
+    (project := tmp_path / "project").mkdir(mode=0o755)
+    (project / "README.md").touch()
+    assert mode_after_lock(project) == 0o755
+
+
+def test_a_launcher_that_has_not_written_itself_down_is_not_taken_for_its_predecessor(
+    tmp_path: Path,
+) -> None:
+    """`down` would name, or signal, a process that is gone, or whoever has its number now."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    with state.lock(tmp_path) as file:
+        assert state.locker_pid(tmp_path) == os.getpid()
+        file.seek(0)
+        file.truncate()
+        file.write(str(gone.pid))
+        file.flush()
+        assert state.is_locked(tmp_path)
+        assert state.locker_pid(tmp_path) is None
 
 
 def test_the_hash_secret_is_made_once_and_is_private(tmp_path: Path) -> None:

@@ -13,19 +13,28 @@ from google.protobuf.json_format import MessageToDict
 
 from pdmesh.cli.counts import counts, ready_counts
 from pdmesh.cli.errors import CommandFailed
+from pdmesh.cli.hints import hint
 from pdmesh.cli.leader import ask_leader, text_of
 from pdmesh.cli.table import table
 from pdmesh.cli.usage_text import usage_text
 from pdmesh.core.moves import OFF_POOL
+from pdmesh.desired_file import read
+from pdmesh.errors import MeshError
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstancePhase, Role
 from pdmesh.v1.groups_pb2 import Stage
 
+_DIFF_FAILED: Final = 2
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
 
 def run(options: argparse.Namespace) -> int:
-    return asyncio.run(_COMMANDS[options.command](options))
+    try:
+        return asyncio.run(_COMMANDS[options.command](options))
+    except (CommandFailed, MeshError) as exc:
+        if options.command != "diff":
+            raise
+        raise CommandFailed(getattr(exc, "message", str(exc)), _DIFF_FAILED) from exc
 
 
 async def _groups(options: argparse.Namespace) -> int:
@@ -42,7 +51,7 @@ async def _groups(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(MessageToDict(states, preserving_proto_field_name=True), indent=2))
     else:
-        print(groups_text(states))
+        print(groups_text(states, hint(options.state_dir, "apply FILE")))
     return 0
 
 
@@ -54,7 +63,9 @@ async def _file(options: argparse.Namespace) -> int:
         lambda stub, metadata, s: stub.GetDesired(request, metadata=metadata, timeout=s),
     )
     if not response.HasField("desired"):
-        raise CommandFailed("no desired state was ever applied; do it with: pdmesh apply FILE")
+        raise CommandFailed(
+            f"no desired state was ever applied; do it with: {hint(options.state_dir, 'apply FILE')}"
+        )
     print(response.desired.text, end="" if response.desired.text.endswith("\n") else "\n")
     return 0
 
@@ -72,7 +83,7 @@ async def _usage(options: argparse.Namespace) -> int:
 
 
 async def _diff(options: argparse.Namespace) -> int:
-    """Exit code 1 if something differs, as diff(1)."""
+    """Exit code 1 if something differs, and 2 if it cannot be said, as diff(1)."""
     request = pb.DiffDesiredRequest(text=text_of(options.file))
     response = await ask_leader(
         options,
@@ -83,8 +94,9 @@ async def _diff(options: argparse.Namespace) -> int:
 
 
 async def _apply(options: argparse.Namespace) -> int:
+    text = text_of(options.file)
     request = pb.ApplyDesiredRequest(
-        text=text_of(options.file),
+        text=text,
         author=_user(),
         reason=options.reason,
         allow_empty=options.allow_empty,
@@ -97,8 +109,30 @@ async def _apply(options: argparse.Namespace) -> int:
         lambda stub, metadata, s: stub.ApplyDesired(request, metadata=metadata, timeout=s),
     )
     print(_changes_text(response.changes, f"as version {response.version}"))
-    print(f"version {response.version} is the desired state; follow it with: pdmesh groups")
+    follow = hint(options.state_dir, "groups")
+    print(f"version {response.version} is the desired state; follow it with: {follow}")
+    if missing := await _missing_instances(options, text):
+        print(missing)
     return 0
+
+
+async def _missing_instances(options: argparse.Namespace, text: str) -> str:
+    """What the groups wait for that is not there to be given a role; empty if they have enough."""
+    wanted = sum(group.size for group in read(text).groups.values())
+    if not wanted:
+        return ""
+    request = pb.ListGroupStatesRequest()
+    states = await ask_leader(
+        options,
+        lambda stub, metadata, s: stub.ListGroupStates(request, metadata=metadata, timeout=s),
+    )
+    there = len(states.blank_instance_ids) + sum(len(g.members) for g in states.groups)
+    if wanted <= there:
+        return ""
+    return (
+        f"its groups want {wanted} instances and {there} are there to be given a role: "
+        f"they wait for {wanted - there} more"
+    )
 
 
 async def _rollback(options: argparse.Namespace) -> int:
@@ -125,7 +159,8 @@ async def _promote(options: argparse.Namespace) -> int:
     )
     for scenario in response.scenarios:
         print(
-            f"scenario {scenario}: all groups get what the canary runs; follow it with: pdmesh groups"
+            f"scenario {scenario}: all groups get what the canary runs; "
+            f"follow it with: {hint(options.state_dir, 'groups')}"
         )
     return 0
 
@@ -140,7 +175,8 @@ def _hold(kind: pb.HoldKind.ValueType) -> Command:
             lambda stub, metadata, s: stub.HoldInstance(request, metadata=metadata, timeout=s),
         )
         back = "undrain" if kind == pb.HOLD_KIND_DRAIN else "heal"
-        print(f"{options.instance} is to leave; let it back with: pdmesh {back} {options.instance}")
+        how = hint(options.state_dir, f"{back} {options.instance}")
+        print(f"{options.instance} is to leave; let it back with: {how}")
         return 0
 
     return hold
@@ -174,7 +210,7 @@ _COMMANDS: Final[Mapping[str, Command]] = {
 }
 
 
-def groups_text(states: pb.ListGroupStatesResponse) -> str:
+def groups_text(states: pb.ListGroupStatesResponse, how_to_apply: str = "pdmesh apply FILE") -> str:
     """Groups with their members, then what is blank and what is on hold."""
     groups = [
         (
@@ -188,7 +224,7 @@ def groups_text(states: pb.ListGroupStatesResponse) -> str:
     parts = [
         f"desired state: version {states.version}"
         if states.version
-        else "desired state: none; give it one with: pdmesh apply FILE",
+        else f"desired state: none; give it one with: {how_to_apply}",
         table(("GROUP", "SCENARIO", "STATE", "WANTED", "READY", "REVISION", "REGION", "DETAIL"), groups),
         "",
         table(

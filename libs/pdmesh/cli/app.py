@@ -12,6 +12,7 @@ from pathlib import Path
 from pdmesh import __version__
 from pdmesh.cli import values
 from pdmesh.cli.errors import CommandFailed
+from pdmesh.cli.hints import default_state_dir
 from pdmesh.errors import MeshError
 from pdmesh.net import subjects
 
@@ -22,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = build_parser().parse_args(arguments)
     module = getattr(options, "module", options.command)
     try:
+        _check_state_dir(options.state_dir)
         run: Command = import_module(f"pdmesh.cli.{module}").run  # long enough for a Ctrl-C
         code = _flushed(run(options))
     except CommandFailed as exc:
@@ -32,10 +34,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = 1
     except KeyboardInterrupt:
         code = 130
+    except PermissionError as exc:
+        print(f"pdmesh: {exc.filename}: {exc.strerror}", file=sys.stderr)
+        code = 1
     except BrokenPipeError:  # `pdmesh events | head`
         _mute()
         code = 0
     sys.exit(code)
+
+
+def _check_state_dir(state_dir: Path) -> None:
+    for path in (state_dir, *state_dir.parents):
+        if path.exists():
+            if not path.is_dir():
+                raise CommandFailed(f"--state-dir: {path} is not a directory")
+            return
 
 
 def _flushed(code: int) -> int:
@@ -62,13 +75,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    default = default_state_dir()
+    where = f"where the mesh keeps its state and logs (default: {default})"
+    parser.add_argument("--state-dir", type=Path, default=default, help=where)
+    # The same after the command and after its action: what stands there goes before what stood earlier.
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
-        "--state-dir",
-        type=Path,
-        default=Path(os.environ.get("PDMESH_STATE_DIR", ".pdmesh")),
-        help="where the mesh keeps its state and logs (default: %(default)s)",
-    )
+    common.add_argument("--state-dir", type=Path, default=argparse.SUPPRESS, help=where)
     _add_up(commands.add_parser("up", parents=[common], help="start a mesh on this machine"))
     down = commands.add_parser("down", parents=[common], help="stop it")
     down.add_argument(
@@ -76,8 +88,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_status(commands.add_parser("status", parents=[common], help="services, groups, slots"))
     _add_chat(commands.add_parser("chat", parents=[common], help="ask the model something"))
-    _add_keys(commands.add_parser("keys", parents=[common], help="API keys of the gateway"))
-    _add_artefact(commands.add_parser("artefact", help="models made ready for one role"))
+    _add_keys(commands.add_parser("keys", parents=[common], help="API keys of the gateway"), common)
+    _add_artefact(
+        commands.add_parser("artefact", parents=[common], help="models made ready for one role"),
+        common,
+    )
     _add_events(commands.add_parser("events", parents=[common], help="follow the mesh's events"))
     _add_admin(commands, common)
     return parser
@@ -157,15 +172,7 @@ def _add_admin(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], common: argparse.ArgumentParser
 ) -> None:
     """Commands that ask the leading master to show or change groups and instances."""
-    admin = argparse.ArgumentParser(add_help=False, parents=[common])
-    admin.set_defaults(module="admin")
-    admin.add_argument("--nats-url", help="of a mesh that was not started here")
-    admin.add_argument(
-        "--admin-token",
-        default=os.environ.get("PDMESH_ADMIN_TOKEN", ""),
-        help="default: $PDMESH_ADMIN_TOKEN",
-    )
-    admin.add_argument("--admin-token-file", type=Path, metavar="FILE", help="that holds it")
+    admin = _admin_options(common, is_first=True)
 
     def add(name: str, help: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, parents=[admin], help=help)
@@ -212,7 +219,31 @@ def _add_admin(
         parser.add_argument("instance", help="as pdmesh status shows it")
     for parser in (apply, rollback, drain, isolate):
         parser.add_argument("--reason", default="", help="kept with the change")
-    _add_pins(add("pins", "prefixes whose KV is not to be evicted"), admin)
+    pins = add("pins", "prefixes whose KV is not to be evicted")
+    _add_pins(pins, _admin_options(common, is_first=False))
+
+
+def _admin_options(common: argparse.ArgumentParser, *, is_first: bool) -> argparse.ArgumentParser:
+    """What every such command takes; not `is_first`: once more, after its action."""
+
+    def default(value: object) -> object:
+        return value if is_first else argparse.SUPPRESS
+
+    admin = argparse.ArgumentParser(add_help=False, parents=[common])
+    if is_first:
+        admin.set_defaults(module="admin")
+    admin.add_argument(
+        "--nats-url", default=default(None), help="of a mesh that was not started here"
+    )
+    admin.add_argument(
+        "--admin-token",
+        default=default(os.environ.get("PDMESH_ADMIN_TOKEN", "")),
+        help="default: $PDMESH_ADMIN_TOKEN",
+    )
+    admin.add_argument(
+        "--admin-token-file", type=Path, default=default(None), metavar="FILE", help="that holds it"
+    )
+    return admin
 
 
 def _add_ratio(parser: argparse.ArgumentParser) -> None:
@@ -296,9 +327,9 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_keys(parser: argparse.ArgumentParser) -> None:
+def _add_keys(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    common = argparse.ArgumentParser(add_help=False)
+    common = argparse.ArgumentParser(add_help=False, parents=[common])
     common.add_argument(
         "--file", type=Path, help="the key file (default: keys.json in --state-dir)"
     )
@@ -331,9 +362,11 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     revoke.add_argument("key_id", help="as `pdmesh keys list` shows it")
 
 
-def _add_artefact(parser: argparse.ArgumentParser) -> None:
+def _add_artefact(parser: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    build = actions.add_parser("build", help="make one, and print its manifest's path")
+    build = actions.add_parser(
+        "build", parents=[common], help="make one, and print its manifest's path"
+    )
     build.add_argument("model_dir", type=Path, help="a Hugging Face model directory")
     build.add_argument("--role", choices=["prefill", "decode", "fusion"], required=True)
     build.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
@@ -345,7 +378,9 @@ def _add_artefact(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a setting of the engine it is made for, e.g. dtype=float32; may be repeated",
     )
-    verify = actions.add_parser("verify", help="check every file against the manifest")
+    verify = actions.add_parser(
+        "verify", parents=[common], help="check every file against the manifest"
+    )
     verify.add_argument("manifest", type=Path)
 
 

@@ -53,7 +53,7 @@ def ask(
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
     with answers_from(url), closing(connection_to(url)) as connection:
-        path = f"{urlsplit(url).path.rstrip('/')}/v1/chat/completions"
+        path = f"{base_path(url)}/v1/chat/completions"
         connection.request("POST", path, json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != 200:
@@ -89,6 +89,11 @@ def connection_to(url: str) -> http.client.HTTPConnection:
     return kind(parts.netloc, timeout=_TIMEOUT_S)
 
 
+def base_path(url: str) -> str:
+    """Of a gateway's address, which users also know as their client's base URL, with /v1."""
+    return urlsplit(url).path.rstrip("/").removesuffix("/v1")
+
+
 def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
     is_done = False
     for line in response:
@@ -119,7 +124,7 @@ def url_of_mesh(options: argparse.Namespace) -> str:
     """Of a gateway of the mesh started here. Raises CommandFailed."""
     mesh = state.read(options.state_dir)
     if mesh is None:
-        raise no_mesh()
+        raise no_mesh(options.state_dir)
     if mesh.phase != "ready":
         raise CommandFailed(f"the mesh is {mesh.phase}; try again when it is ready")
     return mesh.http_url

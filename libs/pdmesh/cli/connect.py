@@ -34,7 +34,7 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
     if url is None:
         mesh = state.read(options.state_dir)
         if mesh is None:
-            raise no_mesh()
+            raise no_mesh(options.state_dir)
         url = mesh.nats_url
     be_quiet()
     try:

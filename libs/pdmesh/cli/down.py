@@ -18,8 +18,15 @@ _POLL_S: Final = 0.05
 
 def run(options: argparse.Namespace) -> int:
     pid = state.locker_pid(options.state_dir)
+    if pid is None and state.is_locked(options.state_dir):
+        raise CommandFailed(
+            f"a process that does not say its name holds {options.state_dir / 'lock'}"
+        )
     if pid is None:
-        print("no mesh is running here")
+        if state.forget_run(options.state_dir):
+            print("no mesh is running here; what the last one left behind is removed")
+        else:
+            print("no mesh is running here")
         return 0
     began = time.monotonic()
     _signal(pid, signal.SIGTERM)

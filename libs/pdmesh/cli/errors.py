@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from pdmesh.cli.hints import hint
+
 
 class CommandFailed(Exception):
     """The message is what the user sees: what is wrong and what to do about it."""
@@ -11,5 +15,5 @@ class CommandFailed(Exception):
         self.code = code
 
 
-def no_mesh() -> CommandFailed:
-    return CommandFailed("no mesh is running here; start one with: pdmesh up")
+def no_mesh(state_dir: Path) -> CommandFailed:
+    return CommandFailed(f"no mesh is running here; start one with: {hint(state_dir, 'up')}")

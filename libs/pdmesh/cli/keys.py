@@ -13,6 +13,7 @@ from typing import Final
 
 from pdmesh import api_keys
 from pdmesh.cli.errors import CommandFailed
+from pdmesh.cli.hints import hint
 from pdmesh.cli.table import table
 
 _DAY_S: Final = 86400
@@ -55,7 +56,9 @@ def _add(options: argparse.Namespace, path: Path) -> int:
 
 def _list(options: argparse.Namespace, path: Path) -> int:
     if not path.exists():
-        raise CommandFailed(f"no keys yet: {path} is made by pdmesh keys add TENANT")
+        raise CommandFailed(
+            f"no keys yet: {path} is made by {hint(options.state_dir, 'keys add TENANT')}"
+        )
     file = api_keys.load(path)
     rows = []
     for key in file.keys:

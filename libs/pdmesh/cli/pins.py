@@ -13,11 +13,10 @@ from contextlib import closing
 from datetime import UTC, datetime
 from itertools import takewhile
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from google.protobuf.json_format import MessageToDict
 
-from pdmesh.cli.chat import answers_from, connection_to, error_text, url_of_mesh
+from pdmesh.cli.chat import answers_from, base_path, connection_to, error_text, url_of_mesh
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.leader import ask_leader, text_of
 from pdmesh.cli.table import table
@@ -134,7 +133,7 @@ def _tokenized(url: str, options: argparse.Namespace, what: dict[str, object]) -
         headers["Authorization"] = f"Bearer {options.api_key}"
     body = json.dumps({"model": options.model or "default"} | what)
     with answers_from(url), closing(connection_to(url)) as connection:
-        connection.request("POST", f"{urlsplit(url).path.rstrip('/')}/tokenize", body, headers)
+        connection.request("POST", f"{base_path(url)}/tokenize", body, headers)
         response = connection.getresponse()
         answer = response.read(_MAX_BODY_BYTES)
         if response.status != 200:

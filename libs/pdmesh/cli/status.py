@@ -99,7 +99,7 @@ async def collect(options: argparse.Namespace) -> Status:
     """Raises CommandFailed if there is no mesh, or nothing is known of it but a NATS that does not answer."""
     mesh = state.read(options.state_dir)
     if mesh is None and options.nats_url is None:
-        raise no_mesh()
+        raise no_mesh(options.state_dir)
     try:
         return await _collect(options, mesh)
     except (CommandFailed, MeshError) as exc:

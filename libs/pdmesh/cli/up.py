@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from typing import IO, Final
 from pdmesh import api_keys
 from pdmesh.cli.connect import be_quiet
 from pdmesh.cli.errors import CommandFailed
+from pdmesh.cli.hints import hint
 from pdmesh.core.desired import Desired
 from pdmesh.desired_file import read
 from pdmesh.embedded.ports import PortTaken
@@ -27,7 +29,7 @@ from pdmesh.engine.vllm.config import installed_device
 from pdmesh.errors import InvalidRequest
 from pdmesh.launcher import state
 from pdmesh.launcher.mesh import Mesh, MeshFailed
-from pdmesh.launcher.spec import MeshSpec
+from pdmesh.launcher.spec import MeshSpec, asked_of
 from pdmesh.models import smollm2
 from pdmesh.net.loopback import is_loopback
 
@@ -47,14 +49,9 @@ _DOOR_VARIABLES: Final = ("PDMESH_GATEWAY_KEYS_FILE", "PDMESH_GATEWAY_ALLOW_ANON
 
 
 def run(options: argparse.Namespace) -> int:
-    if (running := state.read(options.state_dir)) is not None:
-        is_ready = running.phase == "ready"
-        phase = "up" if is_ready else running.phase
-        print(f"a mesh is {phase} already (pid {running.pid}); stop it with: pdmesh down")
-        if is_ready:
-            print(_what_next(running.http_url, running.grpc_address))
-        return 0 if is_ready else 1
     spec = _spec(options)
+    if (running := state.read(options.state_dir)) is not None:
+        return _is_up_already(running, spec, options.state_dir)
     try:
         if options.detach and _DETACHED not in os.environ:
             return _detach(options)
@@ -66,6 +63,26 @@ def run(options: argparse.Namespace) -> int:
         raise
     except OSError as exc:  # disk full, no permission
         raise CommandFailed(f"{exc.strerror}: {exc.filename or options.state_dir}") from exc
+
+
+def _is_up_already(running: state.MeshState, spec: MeshSpec, state_dir: Path) -> int:
+    """0 if it is the mesh that was asked for. Raises CommandFailed: it is another one, or not up yet."""
+    is_ready = running.phase == "ready"
+    phase = "up" if is_ready else running.phase
+    found = f"a mesh is {phase} already (pid {running.pid})"
+    others = [
+        f"{option} {running.asked[option]}, not {value}"
+        for option, value in asked_of(spec).items()
+        if running.asked.get(option, value) != value
+    ]
+    if others:
+        found += f" with other options: {'; '.join(others)}"
+    how = f"{found}; stop it with: {hint(state_dir, 'down')}"
+    if others or not is_ready:
+        raise CommandFailed(how)
+    print(how)
+    print(_what_next(running.http_url, running.grpc_address, state_dir, spec))
+    return 0
 
 
 def _spec(options: argparse.Namespace) -> MeshSpec:
@@ -140,8 +157,8 @@ def _keys_file(options: argparse.Namespace) -> Path | None:
         try:
             api_keys.load(keys)
         except api_keys.BadKeyFile as exc:
-            hint = f"make one with: pdmesh keys add TENANT --file {keys}"
-            raise CommandFailed(f"--keys: {exc}; {hint}") from None
+            how = f"make one with: pdmesh keys add TENANT --file {keys}"
+            raise CommandFailed(f"--keys: {exc}; {how}") from None
         return keys
     is_decided = options.allow_anonymous or any(name in os.environ for name in _DOOR_VARIABLES)
     if not is_decided and not is_loopback(options.host):
@@ -194,6 +211,7 @@ def _require_vllm() -> None:
 
 async def _serve(spec: MeshSpec, state_dir: Path) -> int:
     be_quiet()
+    os.umask(0o077)  # what it writes, and all that it starts, is for this user alone
     stopping = asyncio.Event()
     mesh = Mesh(spec, state_dir, report=_print_line)
     starting = asyncio.create_task(mesh.__aenter__(), name="mesh-start")
@@ -210,7 +228,7 @@ async def _serve(spec: MeshSpec, state_dir: Path) -> int:
         for region in spec.regions[1:]:
             _say(f"region {region} answers at {mesh.http_url_in(region)}/v1")
         with contextlib.suppress(OSError):
-            print(_what_next(mesh.http_url, mesh.grpc_address), flush=True)
+            print(_what_next(mesh.http_url, mesh.grpc_address, state_dir, spec), flush=True)
         await stopping.wait()
         _say("stopping")
     finally:
@@ -237,7 +255,10 @@ def _on_signals(mesh: Mesh, starting: asyncio.Task[Mesh], stopping: asyncio.Even
 def _detach(options: argparse.Namespace) -> int:
     """Start the launcher in the background, show its progress, return when it is ready."""
     log_file = options.state_dir / "logs" / "launcher.log"
-    log_file.parent.mkdir(parents=True, exist_ok=True)
+    state.make_private(options.state_dir)
+    log_file.parent.mkdir(mode=0o700, exist_ok=True)
+    log_file.unlink(missing_ok=True)
+    log_file.touch(mode=0o600)
     with log_file.open("wb") as output:
         launcher = subprocess.Popen(
             [sys.executable, "-m", "pdmesh.cli.app", *sys.argv[1:]],
@@ -295,19 +316,34 @@ def _summary(spec: MeshSpec) -> str:
     return f"a mesh with {instances}{where} on {spec.engine}"
 
 
-def _what_next(http_url: str, grpc_address: str) -> str:
-    body = '{"model": "default", "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
+def _what_next(http_url: str, grpc_address: str, state_dir: Path, spec: MeshSpec) -> str:
+    """Lines that work as they are printed."""
     pdmesh = _own_command()
+
+    def own(command: str) -> str:
+        return hint(state_dir, command, program=pdmesh)
+
+    has_keys = spec.keys_file is not None or "PDMESH_GATEWAY_KEYS_FILE" in os.environ
+    file = f" --file {shlex.quote(str(spec.keys_file))}" if spec.keys_file else ""
+    get_key = (
+        f"export PDMESH_API_KEY=pdm_...   # as it was shown by: {own(f'keys add TENANT{file}')}\n    "
+        if has_keys
+        else ""
+    )
+    authorization = ' -H "Authorization: Bearer $PDMESH_API_KEY"' if has_keys else ""
+    body = '{"model": "default", "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
+    # curl takes brackets for a pattern.
+    shown_url = f"-g {http_url}" if "[" in http_url else http_url
     return f"""
   OpenAI API   {http_url}/v1      gRPC   {grpc_address}
 
   Try:
-    {pdmesh} chat "What is the capital of France?"
-    curl {http_url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    {get_key}{own('chat "What is the capital of France?"')}
+    curl {shown_url}/v1/chat/completions -H 'Content-Type: application/json'{authorization} \\
       -d '{body}'
-    {pdmesh} status
-    {pdmesh} events
-    {pdmesh} down
+    {own("status")}
+    {own("events")}
+    {own("down")}
 """
 
 

@@ -42,7 +42,9 @@ def start(
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("children must be started from the main thread")
-    with log_file.open("ab") as output:
+    # Logs name requests and tenants: readable by this user alone.
+    handle = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    with os.fdopen(handle, "ab") as output:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *command],
             env=dict(env),

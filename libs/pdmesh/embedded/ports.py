@@ -11,6 +11,8 @@ import socket
 from pathlib import Path
 from typing import Final, Self
 
+from pdmesh.net.loopback import join
+
 _LISTEN: Final = "0A"  # state in /proc/net/tcp
 
 
@@ -25,7 +27,7 @@ class PortReservation:
         self.host = host
         if port:
             _refuse_if_taken(host, port, variable)
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket = socket.socket(_family(host), socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._socket.bind((host, port))
@@ -33,7 +35,7 @@ class PortReservation:
 
     @property
     def address(self) -> str:
-        return f"{self.host}:{self.port}"
+        return join(self.host, self.port)
 
     def close(self) -> None:
         self._socket.close()
@@ -45,9 +47,13 @@ class PortReservation:
         self.close()
 
 
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def _refuse_if_taken(host: str, port: int, variable: str) -> None:
     """Bind once without SO_REUSEPORT: with it, another mesh's port would be shared silently."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -30,6 +30,7 @@ def _set_aside(path: Path) -> None:
     """On a full disk nothing is kept: the log itself is what fills it."""
     aside = path.with_suffix(".log.1")
     try:
+        aside.touch(mode=0o600)
         shutil.copyfile(path, aside)
     except OSError:
         aside.unlink(missing_ok=True)

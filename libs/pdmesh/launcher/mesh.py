@@ -27,7 +27,7 @@ from pdmesh.launcher import first_groups, log_files, state
 from pdmesh.launcher.external import nats_problem, redis_problem
 from pdmesh.launcher.gateway_ports import reserve_ports
 from pdmesh.launcher.process_health import ProcessHealth
-from pdmesh.launcher.spec import MeshSpec, ProcessSpec, Tier, Wiring, services
+from pdmesh.launcher.spec import MeshSpec, ProcessSpec, Tier, Wiring, asked_of, services
 from pdmesh.launcher.supervisor import Notice, Supervisor
 from pdmesh.net.loopback import join
 
@@ -205,6 +205,7 @@ class Mesh:
 
     async def _start(self) -> None:
         self._cleanup.enter_context(state.lock(self.state_dir))
+        state.forget_run(self.state_dir)
         self._wiring = self._wire()
         self._supervisor = Supervisor(self.state_dir / "logs", self._on_notice, self._policy)
         self._health = ProcessHealth(
@@ -300,7 +301,7 @@ class Mesh:
         for tier in sorted(Tier, reverse=True):
             names = [n for n, s in self.supervisor.specs.items() if s.tier is tier]
             await asyncio.gather(*(self.supervisor.stop(name) for name in names))
-        state.mesh_file(self.state_dir).unlink(missing_ok=True)
+        state.forget_run(self.state_dir)
 
     # What goes on.
 
@@ -385,6 +386,7 @@ class Mesh:
             message=self._message,
             processes=processes,
             regions={region: self.http_url_in(region) for region in self.spec.regions},
+            asked=asked_of(self.spec),
         )
         if described == self._last_state:
             return

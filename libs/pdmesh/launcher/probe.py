@@ -33,7 +33,7 @@ async def _get(address: str, path: str) -> tuple[int, bytes] | None:
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(_PROBE_S):
-            reader, writer = await asyncio.open_connection(host, int(port))
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
             try:
                 writer.write(
                     f"GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode()

@@ -14,6 +14,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Final, Literal
 
+from pdmesh.config import without_password
+
 EngineKind = Literal["vllm", "sim"]
 
 
@@ -59,6 +61,42 @@ class MeshSpec:
     start_timeout_s: float = 180.0
     env: Mapping[str, str] = field(default_factory=dict)
     service_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+_OPTIONS: Final = {
+    "--engine": "engine",
+    "--prefill": "num_prefill",
+    "--decode": "num_decode",
+    "--fusion": "num_fusion",
+    "--blank": "num_blank",
+    "--groups": "groups_file",
+    "--gateways": "num_gateways",
+    "--node-agent": "node_agent",
+    "--masters": "num_masters",
+    "--regions": "regions",
+    "--host": "host",
+    "--inner-host": "inner_host",
+    "--http-port": "http_port",
+    "--grpc-port": "grpc_port",
+    "--model": "model_dir",
+    "--dtype": "dtype",
+    "--nats-url": "nats_url",
+    "--redis-url": "redis_url",
+    "--keys": "keys_file",
+    "--allow-anonymous": "allow_anonymous",
+}
+
+
+def asked_of(spec: MeshSpec) -> dict[str, str]:
+    """By option, as text that can be shown and compared: what one mesh is and another is not."""
+
+    def text(value: object) -> str:
+        if isinstance(value, tuple):
+            return ",".join(value)
+        shown = value.absolute() if isinstance(value, Path) else value
+        return "none" if shown is None else without_password(str(shown))
+
+    return {option: text(getattr(spec, name)) for option, name in _OPTIONS.items()}
 
 
 @dataclass(frozen=True)

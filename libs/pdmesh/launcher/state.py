@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import secrets
+import stat
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -50,6 +51,7 @@ class MeshState:
     message: str = ""
     processes: dict[str, ProcessState] = field(default_factory=dict)
     regions: dict[str, str] = field(default_factory=dict)  # the HTTP address of each one's gateways
+    asked: dict[str, str] = field(default_factory=dict)  # the options it was started with
 
 
 def mesh_file(state_dir: Path) -> Path:
@@ -74,7 +76,7 @@ def read(state_dir: Path) -> MeshState | None:
 
 def lock(state_dir: Path) -> IO[str]:
     """Claim the directory until the file is closed; raises `MeshRunning`."""
-    state_dir.mkdir(parents=True, exist_ok=True)
+    make_private(state_dir)
     file = (state_dir / "lock").open("a+")
     if not _claim(file):
         file.seek(0)
@@ -86,6 +88,15 @@ def lock(state_dir: Path) -> IO[str]:
     file.write(str(os.getpid()))
     file.flush()
     return file
+
+
+def make_private(state_dir: Path) -> None:
+    """What lies in it are keys, prompts' digests and logs. A directory that is shared with others, such as /tmp, stays as it is."""
+    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = state_dir.stat()
+    is_ours = (state_dir / "lock").exists() or not any(state_dir.iterdir())
+    if is_ours and found.st_uid == os.getuid() and not found.st_mode & stat.S_ISVTX:
+        state_dir.chmod(0o700)
 
 
 def _claim(file: IO[str]) -> bool:
@@ -106,17 +117,43 @@ def is_locked(state_dir: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except OSError:
+    except BlockingIOError:
         return True
     return False
 
 
 def locker_pid(state_dir: Path) -> int | None:
-    """The launcher that holds the directory; None if none does."""
-    if not is_locked(state_dir):
-        return None
-    text = (state_dir / "lock").read_text().strip()
-    return int(text) if text.isdigit() else None
+    """The launcher that holds the directory; None if none does, or it does not say so.
+
+    One that has just claimed it has not yet written itself down: until then its predecessor's number stands there.
+    """
+    for _ in range(_CLAIMS):
+        if not is_locked(state_dir):
+            return None
+        text = (state_dir / "lock").read_text().strip()
+        if text.isdigit() and _is_alive(int(text)):
+            return int(text)
+        time.sleep(_CLAIM_EVERY_S)
+    return None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def forget_run(state_dir: Path) -> bool:
+    """Remove what a mesh tells while it runs: a later one, or its instances, would believe it. Whether there was any."""
+    left = [mesh_file(state_dir), *(state_dir / "run").glob("*")]
+    found = [path for path in left if path.is_file()]
+    for path in found:
+        path.unlink(missing_ok=True)
+    return bool(found)
 
 
 def hash_secret(state_dir: Path) -> str:

@@ -65,7 +65,7 @@ class Supervisor:
         self._running: dict[str, _Running] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
-        log_dir.mkdir(parents=True, exist_ok=True)
+        log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @property
     def specs(self) -> Mapping[str, ProcessSpec]:

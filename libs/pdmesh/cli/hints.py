@@ -1,0 +1,18 @@
+"""What a command tells the user to type next: it works as it is printed, also with another state directory."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+
+def default_state_dir() -> Path:
+    return Path(os.environ.get("PDMESH_STATE_DIR", ".pdmesh"))
+
+
+def hint(state_dir: Path, command: str, *, program: str = "pdmesh") -> str:
+    """`command`, with --state-dir where it needs it."""
+    if state_dir == default_state_dir():
+        return f"{program} {command}"
+    return f"{program} {command} --state-dir {shlex.quote(str(state_dir))}"
