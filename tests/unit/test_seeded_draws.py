@@ -1,4 +1,4 @@
-"""Where a request's noise is, whoever drew the answer's tokens before."""
+"""Where a request's noise is, whichever engine drew the answer's tokens before."""
 
 from __future__ import annotations
 

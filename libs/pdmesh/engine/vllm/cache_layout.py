@@ -34,7 +34,10 @@ def read_layout(
     is_opaque: bool,
     kernels: str = "",
 ) -> CacheLayout:
-    """`num_heads` are this rank's; `kernels` names who knows an opaque block's inside. Raises ValueError for layers that differ, or whose blocks do not lie together."""
+    """`num_heads` are this rank's; `kernels` names those that lay out an opaque block's inside.
+
+    Raises ValueError for layers that differ, or whose blocks do not lie together.
+    """
     caches = list(kv_caches.values())
     axes = None if is_opaque else known_axes(tuple(caches[0].shape), num_blocks, num_heads)
     if axes is None:

@@ -227,7 +227,7 @@ class _Cache:
             log.warning("digests.not_kept", error=error.strerror)
 
     def _prune(self) -> None:
-        """Forget the folders that were hashed longest ago. Whoever has one's lock just now may hash it beside another."""
+        """Forget the folders that were hashed longest ago. A process that holds such a lock may then not be alone."""
         names = [e.name for e in os.scandir(self._directory) if e.name.endswith(".json")]
         if len(names) <= _MAX_FOLDERS:
             return
