@@ -103,7 +103,11 @@ class Settings(ServiceSettings):
     )
     deadline_s: float = Field(600.0, gt=0, description="Longest life of a request")
     answer_s: float = Field(3.0, gt=0, description="An instance accepts or rejects within this")
-    stall_s: float = Field(5.0, gt=0, description="Longest gap between tokens of one stream")
+    stall_s: float = Field(
+        5.0,
+        gt=0,
+        description="Longest silence of an accepted request: no token of its own and no sign of work from its engine, which come twice a second",
+    )
     retry_s: float = Field(0.25, gt=0, description="First interval of asking again while waiting")
     max_migrations: int = Field(3, ge=0, description="Times a request may move after a lost leg")
     max_candidates: int = Field(8, ge=1, description="Instances asked before a request waits")

@@ -117,7 +117,9 @@ class InstanceSettings(ServiceSettings):
         10.0, gt=0, description="A gateway that reads nothing for so long is cut"
     )
     engine_slow_s: float = shared(
-        5.0, gt=0, description="An engine that answers no ping for so long is suspect"
+        5.0,
+        gt=0,
+        description="An engine that answers no ping and computes no layer for so long is suspect",
     )
     engine_hung_s: float = shared(
         30.0,
