@@ -24,7 +24,7 @@ from pdmesh.v1.common_pb2 import INSTANCE_PHASE_BLANK
 from services.master_scheduler.admin_access import AdminAccess
 from services.master_scheduler.desired_reader import TextWorker
 from services.master_scheduler.group_loop import GroupLoop
-from services.master_scheduler.group_state import group_state
+from services.master_scheduler.group_state import group_states
 from services.master_scheduler.holds import Holds
 from services.master_scheduler.pins import Pins
 from services.master_scheduler.plan_loop import PlanLoop
@@ -160,7 +160,7 @@ class AdminServicer:
         )
         if observed is not None and observed.epoch == epoch:
             reports = self._loop.controller.reports
-            response.groups.extend(group_state(observed, report) for report in reports.values())
+            response.groups.extend(group_states(observed, reports.values()))
         held = {hold.instance_id for hold in self._holds.known}
         response.blank_instance_ids.extend(
             instance_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from pdmesh.core.fleet import Role
@@ -13,14 +14,23 @@ from pdmesh.v1.common_pb2 import InstancePhase
 from pdmesh.v1.groups_pb2 import Stage
 
 
-def group_state(observed: Observed, report: GroupReport) -> pb.GroupState:
+def group_states(observed: Observed, reports: Iterable[GroupReport]) -> list[pb.GroupState]:
+    members: dict[str, list[str]] = {}
+    for instance_id, given in sorted(observed.given.items()):
+        members.setdefault(given.duty.group_id, []).append(instance_id)
+    return [_group_state(observed, r, members.get(r.group_id, ())) for r in reports]
+
+
+def _group_state(
+    observed: Observed, report: GroupReport, instance_ids: Iterable[str]
+) -> pb.GroupState:
     group = observed.wanted.groups.get(report.group_id)
     state = pb.GroupState(
         group_id=report.group_id, state=report.state.value, detail=report.detail, **_wanted(group)
     )
-    for instance_id, given in sorted(observed.given.items()):
-        seen = observed.seen.get(instance_id)
-        if given.duty.group_id != report.group_id or seen is None:
+    for instance_id in instance_ids:
+        given, seen = observed.given[instance_id], observed.seen.get(instance_id)
+        if seen is None:
             continue
         state.scenario = given.duty.scenario
         if seen.incarnation == given.incarnation:

@@ -15,8 +15,10 @@ import yaml
 from starlette.applications import Starlette
 
 from pdmesh.core.desired import Desired, Group, Scenario, problems
-from pdmesh.core.group_facts import Observed, wanted_of
+from pdmesh.core.fleet import Role
+from pdmesh.core.group_facts import Observed, Seen, wanted_of
 from pdmesh.core.group_round import Round
+from pdmesh.core.instance_events import Assignment, Duty, Phase, Stage
 from pdmesh.core.upgrade import UpgradeController
 from pdmesh.core.upgrade_facts import Keep
 from pdmesh.core.upgrade_look import Surroundings, look_at
@@ -162,6 +164,37 @@ def test_each_group_is_looked_at_a_few_times_however_many_scenarios_there_are() 
     tried = {each.scenario: replace(each, canary_share=0.5) for each in upgrades}
     assert len(with_canaries(desired, tried).groups) == 2 * num
     assert groups.num_looks < 30 * num
+
+
+class CountingPlan(dict[str, Assignment]):
+    """Says how many of its instances were looked at by going over it."""
+
+    num_looks = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for key in super().__iter__():
+            self.num_looks += 1
+            yield key
+
+    def items(self) -> Iterator[tuple[str, Assignment]]:  # type: ignore[override]  # as above
+        return ((key, self[key]) for key in self)
+
+
+def test_each_instance_is_looked_at_once_for_the_members_of_all_groups() -> None:
+    num = 200
+    given = {
+        f"i{i}": Assignment(1, 1, i, Stage.SERVE, Duty(Role.DECODE, f"g{i % 50}", "s", ""))
+        for i in range(num)
+    }
+    seen = {i: Seen(i, 1, Phase.READY) for i in [*given, "new"]}
+    turn = Round(Observed(1, 1, wanted_of(Desired(), "ucx/1"), seen, given))
+    turn.plan = plan = CountingPlan(turn.plan)
+    groups = [turn.members(f"g{i}") for i in range(50)]
+    assert sum(map(len, groups)) == num
+    assert all(g == sorted(g, key=lambda m: m.instance_id) for g in groups)
+    turn.plan["new"] = replace(given["i7"], stage=Stage.LOAD)
+    assert [m.instance_id for m in turn.members("g7")] == ["i107", "i157", "i57", "i7", "new"]
+    assert plan.num_looks <= 2 * num + 1
 
 
 def test_blanks_are_found_once_for_all_groups_that_ask_in_vain() -> None:

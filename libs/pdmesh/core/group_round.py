@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from pdmesh.core.fleet import Role
 from pdmesh.core.group_facts import Observed, Seen, WantedGroup
@@ -81,6 +83,8 @@ class Round:
     observed: Observed
     plan: dict[str, Assignment] = field(default_factory=dict)
     _blanks: _Blanks | None = None
+    _ids: dict[str, list[str]] = field(default_factory=dict)  # of instances, by group
+    _num_indexed: int = 0  # of the plan's instances, the first ones
 
     def __post_init__(self) -> None:
         for instance_id, assignment in sorted(self.observed.given.items()):
@@ -89,11 +93,21 @@ class Round:
                 self.plan[instance_id] = assignment
 
     def members(self, group_id: str) -> list[Member]:
-        return [
-            Member(self.observed.seen[instance_id], assignment)
-            for instance_id, assignment in sorted(self.plan.items())
-            if assignment.duty.group_id == group_id
-        ]
+        """By instance id."""
+        self._index()
+        seen, plan = self.observed.seen, self.plan
+        return [Member(seen[i], plan[i]) for i in self._ids.get(group_id, ())]
+
+    def _index(self) -> None:
+        """Instances are added to the plan, at its end; none leaves it or its group within a round."""
+        if len(self.plan) < self._num_indexed:
+            self._ids, self._num_indexed = {}, 0
+        if len(self.plan) == self._num_indexed:
+            return
+        for instance_id in islice(self.plan, self._num_indexed, None):
+            group_id = self.plan[instance_id].duty.group_id
+            insort(self._ids.setdefault(group_id, []), instance_id)
+        self._num_indexed = len(self.plan)
 
     def group_ids(self) -> list[str]:
         """Of all that are wanted or have members."""
