@@ -21,6 +21,8 @@ class Link:
         parts = urlsplit(url)
         self._scheme = "redis" if parts.scheme == "unix" else parts.scheme
         self._socket = parts.path if parts.scheme == "unix" else ""
+        credentials, at, _ = parts.netloc.rpartition("@")
+        self._credentials = credentials + at
         self._target = (parts.hostname or "", parts.port or 0)
         self._passes = asyncio.Event()
         self._passes.set()
@@ -31,7 +33,7 @@ class Link:
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._on_connection, "127.0.0.1", 0)
         port = self._server.sockets[0].getsockname()[1]
-        self.url = f"{self._scheme}://127.0.0.1:{port}"
+        self.url = f"{self._scheme}://{self._credentials}127.0.0.1:{port}"
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -41,7 +41,10 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
         async with asyncio.timeout(_CONNECT_S):
             bus = await NatsBus.connect(url, "pdmesh-cli")
     except TimeoutError:
-        raise CommandFailed(f"NATS does not answer at {without_password(url)}") from None
+        at = without_password(url)
+        raise CommandFailed(
+            f"NATS does not answer at {at}, or does not know this user and password"
+        ) from None
     try:
         yield bus
     finally:

@@ -20,7 +20,10 @@ async def nats_problem(url: str) -> str:
             bus = await NatsBus.connect(url, "pdmesh-up")
     except (TimeoutError, OSError, ValueError):
         at = without_password(url)
-        return f"NATS does not answer at {at}; start it, or leave out --nats-url for one of our own"
+        return (
+            f"NATS does not answer at {at}, or does not know this user and password; "
+            "mend it, or leave out --nats-url for one of our own"
+        )
     except MeshError as exc:
         return exc.message
     await bus.close()
