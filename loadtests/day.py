@@ -180,7 +180,7 @@ async def started(seed: int) -> AsyncIterator[DayOnMesh]:
             bus = await NatsBus.connect(mesh.nats_url, "day")
             watch = Watch()
             await watch.listen(bus)
-            operator = Operator(bus)
+            operator = Operator(bus, mesh_token=mesh.token)
             start = day_plan.next_start(time.time() + 10)
             await operator.apply(day_plan.groups(start, "1"))
             await _until_serving(operator)

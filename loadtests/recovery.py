@@ -214,7 +214,7 @@ async def bench() -> AsyncIterator[Bench]:
         log = await stack.enter_async_context(watching(bus))
         reference = Reference.load(directory / "reference")
         clients = await stack.enter_async_context(Clients(mesh.http_url, seed=1))
-        running = Bench(mesh, log, Operator(bus), clients, reference)
+        running = Bench(mesh, log, Operator(bus, mesh_token=mesh.token), clients, reference)
         await running.until_whole()
         yield running
 

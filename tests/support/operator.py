@@ -16,10 +16,15 @@ CHANGE_S = 60.0  # on a slow and busy machine
 
 
 class Operator:
-    """`within_s`: for so long it looks for a master that leads. Its calls raise what `call_leader` raises."""
+    """`within_s`: for so long it looks for a master that leads. Its calls raise what `call_leader` raises.
 
-    def __init__(self, bus: NatsBus, within_s: float = CHANGE_S) -> None:
-        self._bus, self._within_s = bus, within_s
+    `mesh_token`: of that mesh; None: the one that this process uses.
+    """
+
+    def __init__(
+        self, bus: NatsBus, within_s: float = CHANGE_S, mesh_token: str | None = None
+    ) -> None:
+        self._bus, self._within_s, self._mesh_token = bus, within_s, mesh_token
         self.steps: list[GroupStep] = []
         self.upgrades: list[UpgradeStep] = []
 
@@ -34,7 +39,9 @@ class Operator:
         self.upgrades.append(decode_event(message, UpgradeStep))
 
     async def _call(self, invoke: Invoke[T]) -> T:
-        return await call_leader(self._bus, "", invoke, within_s=self._within_s)
+        return await call_leader(
+            self._bus, "", invoke, within_s=self._within_s, mesh_token=self._mesh_token
+        )
 
     async def groups(self) -> pb.ListGroupStatesResponse:
         request = pb.ListGroupStatesRequest()
