@@ -41,12 +41,24 @@ def seeded_cases() -> list[Case]:
     ]
 
 
+def growing_cases() -> list[Case]:
+    """Each begins within one block of KV and ends in its third."""
+    rng = random.Random(31)
+    return [Case(tuple(rng.choices(VOCABULARY, k=60)), 100, 2.0, 50 + n) for n in range(6)]
+
+
 @pytest.fixture(scope="module")
-def expected(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    with plain_vllm(model_dir, seeded_cases(), tmp_path_factory.mktemp("seeded")) as plain:
+def plain_answers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    asked = [*seeded_cases(), *growing_cases()]
+    with plain_vllm(model_dir, asked, tmp_path_factory.mktemp("seeded")) as plain:
         tokens = plain.tokens()
     assert len({tuple(answer) for answer in tokens}) == len(tokens)
     return tokens
+
+
+@pytest.fixture(scope="module")
+def expected(plain_answers: list[list[int]]) -> list[list[int]]:
+    return plain_answers[: len(SEEDS)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -127,6 +139,26 @@ async def test_an_answer_goes_on_as_it_would_have_after_a_death_at_any_token(
         lambda prompt, sampling: locally(fusion, prompt, goes_on(sampling)), replayed, 8
     )
     assert differences(rest, got) == []
+
+
+async def test_one_that_was_preempted_goes_on_as_it_would_have(
+    model_dir: Path, plain_answers: list[list[int]]
+) -> None:
+    """Six answers need eighteen blocks, and there are fewer."""
+    config = replace(
+        prefill_config(model_dir),
+        instance_id="small-0",
+        staging_bytes=0,
+        kv_cache_bytes=40 << 20,
+        max_model_len=704,
+    )
+    async with running(config) as host:
+        assert host.info.num_kv_blocks < 16
+        got = await generate_all(
+            lambda prompt, sampling: locally(host, prompt, sampling), growing_cases(), 6
+        )
+        assert differences(plain_answers[len(SEEDS) :], got) == []
+        assert host.engine.stats().extra["num_preempted"] > 0
 
 
 async def test_a_seed_that_vllm_takes_for_none_is_a_seed_all_the_same(fusion: Host) -> None:
