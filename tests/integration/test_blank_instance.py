@@ -240,7 +240,7 @@ async def test_only_the_artefact_of_the_role_is_loaded_and_only_if_it_is_whole(
     assert (loaded.model, loaded.num_slots, loaded.failure) == ("model", 5, "")
     await master.stage("p", STAGE_SERVE)
     await master.until("p", INSTANCE_PHASE_READY)
-    with urllib.request.urlopen(f"http://{loaded.ops_address}/metrics", timeout=2) as response:
+    with urllib.request.urlopen(f"http://{loaded.ops_address}/metrics", timeout=60) as response:
         text = str(response.read(), "utf-8")
     for part in ("fetch", "verify", "build"):
         assert f'pdmesh_instance_load_seconds{{part="{part}"}}' in text

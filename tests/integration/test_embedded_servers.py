@@ -65,14 +65,14 @@ async def test_a_killed_server_comes_back_at_the_same_address(kind: str, tmp_pat
     url = server.url
     first = child.start(server.command(), os.environ, tmp_path / "log")
     try:
-        await until(server.is_ready, 10)
+        await until(server.is_ready)
     finally:
         first.kill()
         first.wait()
     assert not await server.is_ready()
     second = child.start(server.command(), os.environ, tmp_path / "log")
     try:
-        await until(server.is_ready, 10)
+        await until(server.is_ready)
         assert server.url == url
     finally:
         second.kill()
@@ -114,11 +114,11 @@ async def test_a_killed_parent_takes_its_child_with_it(tmp_path: Path) -> None:
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     command = Path(f"/proc/{pid}/cmdline")
-    await until(lambda: command.read_bytes().startswith(b"sleep"), 10)
+    await until(lambda: command.read_bytes().startswith(b"sleep"))
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    await until(lambda: not is_alive(pid), 10)
+    await until(lambda: not is_alive(pid))
 
 
 def test_a_taken_port_is_refused_with_the_name_of_who_has_it_and_the_remedy() -> None:

@@ -99,7 +99,7 @@ async def valkey(tmp_path: Path) -> AsyncIterator[servers.TestServer]:
 
 @pytest.fixture
 async def store(valkey: servers.TestServer) -> AsyncIterator[RedisIndex]:
-    store = RedisIndex(valkey.url)
+    store = RedisIndex(valkey.url, timeout_s=20.0)
     yield store
     await store.close()
 

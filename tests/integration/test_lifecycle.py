@@ -89,7 +89,7 @@ class Process:
     def get(self, path: str) -> tuple[int, str]:
         url = f"http://{self.ops_file.read_text()}{path}"
         try:
-            with urllib.request.urlopen(url, timeout=20) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as exc:
             with exc:

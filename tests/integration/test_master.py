@@ -71,7 +71,7 @@ class Running:
 
     async def plan(self, *queries: PlanQuery) -> PlanResponse:
         try:
-            return await self.stub.Plan(PlanRequest(gateway_id="g", queries=queries), timeout=20)
+            return await self.stub.Plan(PlanRequest(gateway_id="g", queries=queries), timeout=60)
         except grpc.aio.AioRpcError as exc:
             raise rpc.from_rpc_error(exc) from exc
 
@@ -303,7 +303,7 @@ async def test_groups_are_announced_and_listed(
     await until(lambda: heard)  # the server knows the subscription
     await leases["decode-1"].release()
     await until(lambda: list(heard[-1].decode_ids) == ["decode-0"])
-    groups = (await leader.stub.ListGroups(ListGroupsRequest(), timeout=20)).groups
+    groups = (await leader.stub.ListGroups(ListGroupsRequest(), timeout=60)).groups
     states = {s.record.instance_id: s.health for g in groups for s in g.instances}
     assert states == dict.fromkeys(("prefill-0", "prefill-1", "decode-0"), HEALTH_HEALTHY)
 

@@ -125,7 +125,7 @@ def test_a_mesh_comes_up_answers_heals_and_goes_down(pdmesh: Pdmesh) -> None:
     assert open_to_others(pdmesh.directory / "state") == []
 
     os.kill(before["decode-0"], signal.SIGKILL)
-    wait_until(lambda: pids(pdmesh.mesh())["decode-0"] not in (0, before["decode-0"]), 20)
+    wait_until(lambda: pids(pdmesh.mesh())["decode-0"] not in (0, before["decode-0"]))
     after = pids(pdmesh.mesh())
     assert {n for n in before if before[n] != after[n]} == {"decode-0"}
 

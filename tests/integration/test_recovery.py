@@ -116,8 +116,8 @@ async def test_an_engine_that_hangs_in_a_live_process_is_noticed_and_started_ane
     """The process beats and answers probes, as vLLM's host does while its engine process is stuck."""
     hung = {
         "PDMESH_DECODE_FAILPOINT": "engine.step=hang@40",
-        "PDMESH_ENGINE_SLOW_S": "0.5",
-        "PDMESH_ENGINE_HUNG_S": "2.0",
+        "PDMESH_ENGINE_SLOW_S": "2.0",
+        "PDMESH_ENGINE_HUNG_S": "6.0",
     }
     async with Mesh(fleet.two_by_two({"decode-0": hung}), tmp_path) as mesh:
         pid = mesh.pid("decode-0")

@@ -46,7 +46,7 @@ def spec() -> MeshSpec:
 
 def page(mesh: Mesh) -> str:
     url = f"http://{mesh.ops_address('master-scheduler')}/metrics"
-    with urllib.request.urlopen(url, timeout=5) as response:
+    with urllib.request.urlopen(url, timeout=60) as response:
         return str(response.read(), "utf-8")
 
 

@@ -38,7 +38,7 @@ from tests.fakes.sim_instances import (
 from tests.support.sim_pair import prompt_of
 from tests.support.sim_reference import sim_reference
 
-POOL = TierConfig(host_pool_bytes=4 << 20, timeout_s=5.0)
+POOL = TierConfig(host_pool_bytes=4 << 20, timeout_s=20.0)
 TINY: dict[str, Any] = {"num_kv_blocks": 12, "max_model_len": 640, "num_slots": 2}
 SAMPLING = Sampling(max_tokens=20)
 PROMPTS = [prompt_of(400, seed) for seed in range(8)]  # 6 full blocks each: two fit the engine
@@ -97,7 +97,7 @@ async def test_evicted_blocks_come_back_from_the_host_pool(tmp_path: Path) -> No
 
 @pytest.mark.req("S76", "S77", "S68", "S105")
 async def test_a_new_instance_starts_with_what_the_file_store_has(tmp_path: Path) -> None:
-    tiers = TierConfig(4 << 20, str(tmp_path), 1 << 30, timeout_s=5.0)
+    tiers = TierConfig(4 << 20, str(tmp_path), 1 << 30, timeout_s=20.0)
     async with (
         tiered("fusion-0", FUSION, MemoryTransport, tiers=tiers) as i,
         TestSession(i) as to,
@@ -175,7 +175,7 @@ async def test_a_peers_host_pool_serves_what_it_computed(make: Callable[[], KvTr
 @pytest.mark.fault("F5")
 async def test_a_peer_that_restarted_or_is_gone_costs_a_bounded_wait(tmp_path: Path) -> None:
     directory = Directory()
-    tiers = replace(POOL, timeout_s=1.0)
+    tiers = replace(POOL, timeout_s=3.0)
     async with tiered(
         "fusion-1", FUSION, UcxTransport, tiers=tiers, find_holders=directory.find
     ) as b:
@@ -198,7 +198,7 @@ async def test_a_peer_that_restarted_or_is_gone_costs_a_bounded_wait(tmp_path: P
 @pytest.mark.fault("F34")
 async def test_answers_stay_right_while_the_tiers_rot(tmp_path: Path) -> None:
     """Every other file and every third block in memory has a flipped bit: counted, recomputed, never used."""
-    tiers = TierConfig(4 << 20, str(tmp_path), 1 << 30, timeout_s=5.0)
+    tiers = TierConfig(4 << 20, str(tmp_path), 1 << 30, timeout_s=20.0)
     async with (
         tiered("fusion-0", FUSION, MemoryTransport, tiers=tiers) as i,
         TestSession(i) as to,
@@ -231,7 +231,7 @@ async def test_answers_stay_right_while_the_tiers_rot(tmp_path: Path) -> None:
 
 @pytest.mark.req("S77")
 async def test_requests_aborted_while_they_wait_for_a_tier_leave_nothing(tmp_path: Path) -> None:
-    tiers = TierConfig(4 << 20, str(tmp_path), 1 << 30, timeout_s=5.0)
+    tiers = TierConfig(4 << 20, str(tmp_path), 1 << 30, timeout_s=20.0)
     async with tiered("prefill-0", PREFILL, MemoryTransport, tiers=tiers) as i:
         async with TestSession(i) as to:
             for prompt in PROMPTS:

@@ -42,7 +42,7 @@ class Supervised:
         return pid
 
     async def until(self, condition: Callable[[], object]) -> None:
-        await until(condition, 10)
+        await until(condition)
 
 
 @pytest.fixture

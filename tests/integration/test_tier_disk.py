@@ -48,7 +48,7 @@ def test_a_disk_that_fills_up_and_one_that_turns_read_only(tmp_path: Path) -> No
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not is_so():
             await asyncio.sleep(0.01)
 

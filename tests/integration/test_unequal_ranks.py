@@ -187,11 +187,11 @@ def test_every_rank_gets_its_heads_and_every_source_its_word(
             pull.start(lambda told=told: told.append("over"))  # type: ignore[misc]
             under_way.append((target, pull, told))
         for target, pull, told in under_way:
-            wait_until(lambda told=told: told, 10)  # type: ignore[misc]
+            wait_until(lambda told=told: told)  # type: ignore[misc]
             assert pull.error() is None
             assert target.holds(wanted, fresh)
         for source in sources:
-            wait_until(lambda source=source: source.events, 5)  # type: ignore[misc]
+            wait_until(lambda source=source: source.events)  # type: ignore[misc]
             assert source.events == [TicketClosed("t", "taken")]
 
 
@@ -250,7 +250,7 @@ def test_int8_is_refused_by_who_would_read_it_otherwise(other: Kind) -> None:
 def outcome(pull: TogetherPull) -> KvTransferFailed | None:
     told: list[str] = []
     pull.start(lambda: told.append("over"))
-    wait_until(lambda: told, 10)
+    wait_until(lambda: told)
     error = pull.error()
     assert error is None or isinstance(error, KvTransferFailed)
     return error
@@ -277,7 +277,7 @@ def test_a_rank_waits_for_all_its_sources_and_fails_with_any(
             source.stage(ids)
         if is_one_lost:
             sources[-1].agent.release("t")
-            wait_until(lambda: sources[-1].events, 5)
+            wait_until(lambda: sources[-1].events)
         said: list[Message] = []
         incoming = Incoming(
             Share(num_heads, 1, 0), target.caches, target.agent, max_pulls=1, send=said.append
@@ -304,8 +304,8 @@ def test_a_rank_waits_for_all_its_sources_and_fails_with_any(
                 all_keys |= keys
             return bool(received or failed)
 
-        wait_until(is_over, 15)
-        wait_until(lambda: LandingClear(0, 3) in said, 5)
+        wait_until(is_over)
+        wait_until(lambda: LandingClear(0, 3) in said)
         assert (received, failed) == ((set(), {"key"}) if is_one_lost else ({"key"}, set()))
         assert said.count(LandingClear(0, 3)) == 1
         lost = [m for m in said if isinstance(m, PullFailed)]

@@ -185,7 +185,7 @@ def counted(mesh: Mesh, processes: Iterable[str], metric: str, **labels: str) ->
 def samples(mesh: Mesh, process: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
     """What `process` shows on /metrics."""
     url = f"http://{mesh.ops_address(process)}/metrics"
-    with urllib.request.urlopen(url, timeout=20) as response:
+    with urllib.request.urlopen(url, timeout=60) as response:
         for line in response.read().decode().splitlines():
             if match := _SAMPLE.match(line):
                 labels = dict(re.findall(r'(\w+)="([^"]*)"', match["labels"] or ""))

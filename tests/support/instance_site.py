@@ -48,7 +48,7 @@ class Process:
     def is_ready(self) -> bool:
         try:
             with urllib.request.urlopen(
-                f"http://{self.record.ops_address}/health/ready", timeout=20
+                f"http://{self.record.ops_address}/health/ready", timeout=60
             ):
                 return True
         except (urllib.error.URLError, OSError):
@@ -56,7 +56,7 @@ class Process:
 
     def metrics(self) -> str:
         url = f"http://{self.record.ops_address}/metrics"
-        with urllib.request.urlopen(url, timeout=20) as response:
+        with urllib.request.urlopen(url, timeout=60) as response:
             return str(response.read(), "utf-8")
 
 

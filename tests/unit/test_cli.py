@@ -42,7 +42,7 @@ def gateway(answer: Answer) -> Iterator[str]:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
-        thread.join(5)
+        thread.join(60)
 
 
 def streamed(*lines: str) -> Answer:
@@ -406,7 +406,7 @@ def test_an_answer_in_another_protocol_is_not_put_on_the_terminal() -> None:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(CommandFailed, match="does not speak HTTP"):
             ask(url)
-        thread.join(5)
+        thread.join(60)
 
 
 def test_columns_are_as_wide_as_their_widest_cell() -> None:

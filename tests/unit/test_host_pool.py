@@ -21,7 +21,7 @@ def test_bringing_pages_in_changes_nothing_in_them() -> None:
     everything[:] = 7
     for thread in threading.enumerate():
         if thread.name == "kv-pool-pages":
-            thread.join(10)
+            thread.join(60)
     assert (everything == 7).all()
     arena.close()
 
@@ -75,7 +75,7 @@ def test_readers_and_writers_of_several_threads_never_see_a_changed_block() -> N
         thread.join(60)
     is_over.set()
     for thread in writers:
-        thread.join(10)
+        thread.join(60)
     assert wrong == []
     pool.check_invariants()
     assert pool.num_pinned == 0

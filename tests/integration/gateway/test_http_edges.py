@@ -196,7 +196,7 @@ async def test_a_slow_or_swollen_request_head_is_cut(tmp_path: Path) -> None:
         async def answer(data: bytes) -> bytes:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(data)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 got = await reader.read(4096)
             writer.close()
             return got

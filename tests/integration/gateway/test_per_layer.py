@@ -32,7 +32,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[GatewayMesh]:
 
 async def ask(mesh: GatewayMesh, num_tokens: int = 6) -> str:
     body = {"model": "tiny", "prompt": "abc", "max_tokens": num_tokens}
-    async with httpx.AsyncClient(timeout=20) as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         answer = await client.post(f"{mesh.url}/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["text"]

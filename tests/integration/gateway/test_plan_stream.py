@@ -115,7 +115,7 @@ async def test_a_plan_of_an_older_epoch_has_no_effect(tmp_path: Path) -> None:
     async with (
         gateway_mesh(tmp_path) as mesh,
         serving(master) as port,
-        httpx.AsyncClient(timeout=20) as client,
+        httpx.AsyncClient(timeout=60) as client,
     ):
         mesh.register(leader_at(port))
         statuses = []
