@@ -43,7 +43,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
         http_port=0,
         grpc_port=0,
         env={"PDMESH_LEASE_S": "3.0"},
-        start_timeout_s=60,
+        start_timeout_s=180,
     )
     async with Mesh(spec, tmp_path / "mesh") as running:
         yield running

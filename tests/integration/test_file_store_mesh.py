@@ -31,7 +31,7 @@ def spec(store: Path) -> MeshSpec:
             "PDMESH_KV_FILE_STORE_DIR": str(store),
             "PDMESH_KV_TIER_TIMEOUT_S": "20",
         },
-        start_timeout_s=60,
+        start_timeout_s=180,
     )
 
 
@@ -84,7 +84,7 @@ async def test_what_was_stored_is_loaded_after_a_kill_and_nothing_of_it_is_compu
         mesh.kill("prefill-0", signal.SIGKILL)  # with writes under way
         for text, _ in await asyncio.gather(*writing):
             assert text, "those in flight end elsewhere or later"
-        await mesh.wait_ready(["prefill-0"], timeout_s=60)
+        await mesh.wait_ready(["prefill-0"], timeout_s=180)
         assert mesh.pid("prefill-0") != before
         assert acknowledged <= set(store.rglob("*.kv")), "every acknowledged block is there"
 

@@ -49,7 +49,7 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
         num_decode=1,
         http_port=0,
         grpc_port=0,
-        start_timeout_s=60,
+        start_timeout_s=180,
         env={
             "PDMESH_PREFILL_NUM_SLOTS": "64",
             "PDMESH_DECODE_NUM_SLOTS": "64",

@@ -49,7 +49,7 @@ async def mesh(
         grpc_port=0,
         host="0.0.0.0",
         keys_file=token[1],
-        start_timeout_s=60,
+        start_timeout_s=180,
         env={"PDMESH_PREFILL_NUM_SLOTS": "48", "PDMESH_DECODE_NUM_SLOTS": "48"},
     )
     async with Mesh(spec, tmp_path_factory.mktemp("mesh")) as running:
@@ -122,7 +122,7 @@ async def test_a_killed_gateway_takes_its_own_streams_with_it_and_no_other(
     """Its clients see their connections end, the other's see nothing; what worked for it is freed, and requests go on."""
     reference = fleet.Reference.load(tmp_path / "sim-model")
     url = mesh.http_url.replace("0.0.0.0", "127.0.0.1")
-    await mesh.wait_ready(timeout_s=30)
+    await mesh.wait_ready(timeout_s=180)
     await until(lambda: all(is_up(mesh, g) for g in GATEWAYS), within_s=60)
     async with many_streams(mesh, url, token[0]) as (client, prompts, streams, victim):
         num_on_victim = num_calls(mesh, victim)

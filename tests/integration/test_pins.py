@@ -44,7 +44,7 @@ OTHER = "Answer as a keeper of the town's archive would: " + "deeds, maps, wills
 
 def spec() -> MeshSpec:
     return MeshSpec(
-        engine="sim", num_prefill=1, num_decode=1, http_port=0, grpc_port=0, env=SMALL, start_timeout_s=60
+        engine="sim", num_prefill=1, num_decode=1, http_port=0, grpc_port=0, env=SMALL, start_timeout_s=180
     )  # fmt: skip
 
 

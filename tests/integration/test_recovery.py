@@ -59,7 +59,7 @@ async def lose(mesh: Mesh, *names: str) -> None:
 async def bring_back(mesh: Mesh, *names: str) -> None:
     for name in names:
         mesh.supervisor.start(mesh.supervisor.specs[name])
-    await mesh.wait_ready(names, 60)
+    await mesh.wait_ready(names, 180)
 
 
 def num_tokens(mesh: Mesh) -> float:
@@ -126,7 +126,7 @@ async def test_an_engine_that_hangs_in_a_live_process_is_noticed_and_started_ane
         await until(lambda: mesh.supervisor.pid("decode-0") not in (None, pid), within_s=60)
         log = mesh.log_file("decode-0").read_text()
         assert "engine.hung" in log
-        await mesh.wait_ready(["decode-0"], 60)
+        await mesh.wait_ready(["decode-0"], 180)
 
 
 @pytest.mark.req("S37")
@@ -195,7 +195,7 @@ async def test_a_device_fault_reaches_the_instance_by_file_and_bus_and_its_level
         await until(lambda: mesh.supervisor.pid("decode-0") not in (None, pids["decode-0"]), 60)
         set_level("decode-0", 0)
         await until(nothing_is_reported, within_s=60)
-        await mesh.wait_ready(["decode-0"], 60)
+        await mesh.wait_ready(["decode-0"], 180)
         others = [name for name in pids if name != "decode-0"]
         assert [mesh.pid(name) for name in others] == [pids[name] for name in others]
 

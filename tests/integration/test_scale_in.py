@@ -61,7 +61,7 @@ def wall(header: Header) -> float:
 async def test_a_group_leaves_in_order_and_is_charged_until_it_is_released(tmp_path: Path) -> None:
     spec = MeshSpec(
         engine="sim", num_prefill=0, num_decode=0, num_blank=4, num_masters=2,
-        http_port=0, grpc_port=0, start_timeout_s=90,
+        http_port=0, grpc_port=0, start_timeout_s=180,
     )  # fmt: skip
     finished: list[RequestFinished] = []
     async with Mesh(spec, tmp_path / "mesh") as mesh:

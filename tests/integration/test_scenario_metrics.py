@@ -33,7 +33,7 @@ def spec() -> MeshSpec:
         num_decode=1,
         http_port=0,
         grpc_port=0,
-        start_timeout_s=60,
+        start_timeout_s=180,
         service_env={
             "prefill": {"PDMESH_PREFILL_NUM_SLOTS": str(PREFILL_SLOTS)},
             "decode": {

@@ -34,7 +34,7 @@ async def test_a_short_prompt_behind_long_ones_waits_for_them_and_nothing_is_dec
         num_decode=1,
         http_port=0,
         grpc_port=0,
-        start_timeout_s=120,
+        start_timeout_s=180,
         env={
             "PDMESH_SIM_LAW": "smollm2-cpu",
             "PDMESH_GATEWAY_TTFT_S": "0.5",

@@ -61,7 +61,7 @@ async def test_two_hundred_probes_tell_nothing_of_another_tenants_prompts(tmp_pa
     path = tmp_path / "keys.json"
     api_keys.save(path, keys)
     spec = MeshSpec(
-        engine="sim", http_port=0, grpc_port=0, keys_file=path, start_timeout_s=60,
+        engine="sim", http_port=0, grpc_port=0, keys_file=path, start_timeout_s=180,
         env={"PDMESH_SIM_LAW": "demo", "PDMESH_PREFILL_NUM_KV_BLOCKS": "8192"},
     )  # fmt: skip
     async with (

@@ -43,7 +43,7 @@ def two_by_two(service_env: Mapping[str, Mapping[str, str]] | None = None, **env
         grpc_port=0,
         env={**_ENV, **env},
         service_env=service_env or {},
-        start_timeout_s=60,
+        start_timeout_s=180,
     )
 
 
@@ -107,7 +107,7 @@ async def arm(mesh: Mesh, name: str, failpoint: str, *, stays: bool = False) -> 
     mesh.supervisor.start(replace(process, env=env))
     if not stays:
         del env[setting]  # the process has its copy
-    await mesh.wait_ready(timeout_s=60)
+    await mesh.wait_ready(timeout_s=180)
     return mesh.pid(name)
 
 

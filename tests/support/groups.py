@@ -24,7 +24,7 @@ def spec(groups_file: Path | None, num_blank: int, num_masters: int = 1) -> Mesh
         groups_file=groups_file,
         http_port=0,
         grpc_port=0,
-        start_timeout_s=90,
+        start_timeout_s=180,
     )
 
 

@@ -22,7 +22,7 @@ from pdmesh.net.registry import RegistryView
 from pdmesh.v1.common_pb2 import ROLE_DECODE, InstanceRecord
 from tests.fakes.sim_instances import DECODE, PREFILL, settings_of
 from tests.support import servers
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 LEASE_S = 4.0  # a machine that stands still for a second or two ends no lease
@@ -41,7 +41,7 @@ class Process:
     def signal(self, number: signal.Signals) -> None:
         self.child.send_signal(number)
 
-    async def exit_code(self, timeout_s: float = 30.0) -> int:
+    async def exit_code(self, timeout_s: float = PATIENCE_S) -> int:
         async with asyncio.timeout(timeout_s):
             return await self.child.wait()
 
@@ -71,7 +71,7 @@ class Site:
     children: list[asyncio.subprocess.Process]
     server: servers.TestServer
 
-    async def until(self, holds: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    async def until(self, holds: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         await until(holds, timeout_s)
 
     async def start(self, service: str, instance_id: str, **env: str) -> Process:

@@ -7,9 +7,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-PATIENCE_S: Final = (
-    30.0  # where how long it takes is not the point: a busy machine stands still for seconds
-)
+# Where how long it takes is not the point: on a busy machine a process takes half a minute to start.
+PATIENCE_S: Final = 120.0
 
 
 async def until(
