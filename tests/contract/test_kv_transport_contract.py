@@ -284,8 +284,10 @@ async def test_a_peer_that_dies_between_greeting_and_answer_is_no_connection(
     """The connecting side was greeted and has not run again when the end comes: nobody would ever tell it."""
     settle = ucx._settle
 
-    def settle_and_die(future: asyncio.Future[None], is_ok: bool) -> None:
-        settle(future, is_ok)
+    def settle_and_die(future: asyncio.Future[None] | None, refusal: str) -> None:
+        settle(future, refusal)
+        if future is None or refusal:
+            return
         for connection in pair.receiver_transport._by_number.values():  # type: ignore[attr-defined]
             connection.lose("the peer is gone")
 

@@ -130,7 +130,7 @@ async def pair(
         agent("receiver", *sizes, hosts[1], link=link) as receiver,
     ):
         await receiver.hear("ready")
-        address = (await sender.hear(hosts[0]))[0]
+        address = (await sender.hear("ucx:"))[0]
         await sender.tell("stage 1")
         await sender.hear("staged")
         yield sender, receiver, address
@@ -238,7 +238,7 @@ async def test_dropping_connections_to_a_frozen_peer_does_not_hold_the_loop() ->
 async def _held_by_drops(is_frozen: bool) -> float:
     """The longest turn of the loop while six connections are dropped."""
     async with agent("sender", 4, 4096, 5.0) as sender:
-        address = (await sender.hear("127.0.0.1"))[0]
+        address = (await sender.hear("ucx:"))[0]
         transport, handler = UcxTransport(), _Silent()
         await transport.start(handler)
         connections = [await transport.connect(address, 60.0) for _ in range(6)]

@@ -44,8 +44,7 @@ class EngineSettings:
     ticket_lease_s: float
     sends_kv: bool
     receives_kv: bool
-    kv_host: str = "127.0.0.1"  # where KV connections are accepted
-    kv_advertise_host: str | None = None  # what peers connect to; None: kv_host
+    kv_host: str = "127.0.0.1"  # a loopback one keeps KV to this machine
     dtype: str = ""
     kv_cache_dtype: str = "auto"  # vLLM
     tensor_parallel_size: int = 1
@@ -161,7 +160,7 @@ def _sim_tiers(settings: EngineSettings, params: SimParams, fingerprint: str) ->
 def _ucx(settings: EngineSettings) -> KvTransport:
     from pdmesh.kv.ucx import UcxTransport  # loads the UCX libraries
 
-    return UcxTransport(settings.kv_host, settings.kv_advertise_host)
+    return UcxTransport(settings.kv_host)
 
 
 def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> BuiltEngine:
@@ -186,7 +185,6 @@ def _build_vllm(settings: EngineSettings, find_holders: FindHolders | None) -> B
         staging_bytes=staging_bytes,
         landing_bytes=landing_bytes,
         kv_host=settings.kv_host,
-        kv_advertise_host=settings.kv_advertise_host or "",
         lease_s=settings.ticket_lease_s,
         max_pulls=settings.max_pulls,
         max_model_len=settings.max_model_len,

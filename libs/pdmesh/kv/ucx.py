@@ -5,28 +5,37 @@ of peers; a frame names the connection by a random number only the two ends know
 peer goes as one frame: a send and its receipt cost more than a small prompt's bytes. Payloads have a tag of their
 own, made of that number and the pull's key, and are received where they belong.
 
-The transports of a process, one after the other, have the same port (`ucx_worker`). What tells them apart is the life that an
-address ends with: who means another one than the present is no connection.
+Nothing listens: peers are reached by their worker's address, and say hello to its door (`ucx_handshake`). The transports of a
+process, one after the other, have the same door (`ucx_worker`). What tells them apart is the life that an address ends with: who
+means another one than the present is no connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import secrets
-import socket
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import structlog
 
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.transport import MAX_MESSAGE, ByteArray, ConnectionHandler, KvConnection
+from pdmesh.kv.transport import MAX_MESSAGE, ConnectionHandler, KvConnection
 from pdmesh.kv.ucx_connection import UcxConnection
+from pdmesh.kv.ucx_handshake import (
+    DOOR,
+    Address,
+    Hello,
+    pack_hello,
+    pack_welcome,
+    parse_address,
+    read_hello,
+    read_welcome,
+)
 from pdmesh.kv.ucx_worker import (
+    FRAME,
     MESSAGE_TAG,
     UcxWorker,
     close_endpoint,
@@ -38,14 +47,9 @@ from pdmesh.kv.ucx_worker import (
 
 log = structlog.get_logger(__name__)
 
-_FRAME = struct.Struct("<QI")  # receiver's number of the connection, bytes that follow; 0: goodbye
 _LENGTH = struct.Struct("<I")  # before each message of a frame
 _MAX_FRAME = _LENGTH.size + MAX_MESSAGE  # without its header
 _AT_ONCE = 32 << 10  # a message so long is not copied to wait for others
-_GREETING = struct.Struct("<8sQQ")  # magic, the accepting side's life, its number of the connection
-_GREETING_MAGIC = b"PDKVUCX3"
-_HELLO = struct.Struct("<8sQ")  # first message of the connecting side: magic, its number
-_HANDSHAKE_S = 5.0
 MAX_CONNECTIONS = 4096  # both directions
 _FLUSH_S = 0.2  # for last words, acks above all
 _DRAIN_S = 2.0
@@ -55,9 +59,9 @@ _WARM_UP_S = 1.0
 class UcxTransport:
     """Starts and connects on the running loop (asyncio's or uvloop's), and lives on it."""
 
-    def __init__(self, host: str = "127.0.0.1", advertise_host: str | None = None) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        """A loopback `host` keeps UCX to the loopback device; else it takes what `UCX_NET_DEVICES` says, or all there are."""
         self._host = host
-        self._advertise_host = advertise_host or host
         self._is_local = is_local(host)
         self._handler: ConnectionHandler | None = None
         self._ucx: UcxWorker | None = None
@@ -75,7 +79,7 @@ class UcxTransport:
 
     async def start(self, handler: ConnectionHandler) -> str:
         try:
-            ucx = self._ucx = take_worker(options_for(self._host), _FRAME.size + _MAX_FRAME)
+            ucx = self._ucx = take_worker(options_for(self._host), FRAME.size + _MAX_FRAME)
         except Exception as exc:  # ucxx has a class per UCX status
             raise KvTransferFailed(f"UCX does not start: {exc}", reason="KV_NO_TRANSPORT") from exc
         self._array, self._tag = ucx.array, ucx.tag
@@ -89,16 +93,16 @@ class UcxTransport:
             log.warning(
                 "kv.no_rdma", hint="this UCX has no verbs; KV goes over tcp or shared memory"
             )
-        return self._address(self._advertise_host)
+        return self._address()
 
-    def _address(self, host: str) -> str:
+    def _address(self) -> str:
         assert self._ucx is not None
-        return f"{host}:{self._ucx.port}/{self._life:x}"
+        return str(Address(self._ucx.address, self._ucx.key, self._life))
 
     async def _warm_up(self, ucx: UcxWorker) -> None:
         """Connect to ourselves: what a worker's first connection costs is no request's to pay."""
         try:
-            connection = await self.connect(self._address(_own_address(self._host)), _WARM_UP_S)
+            connection = await self.connect(self._address(), _WARM_UP_S)
         except KvTransferFailed as error:
             log.info("kv.not_warm", error=error.message)
             return
@@ -110,28 +114,23 @@ class UcxTransport:
 
     async def connect(self, address: str, timeout_s: float) -> KvConnection:
         assert self._ucx is not None, "start() comes first"
-        loop = asyncio.get_running_loop()
         connection: UcxConnection | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                host, port, life = await _resolve(address)
-                connection = self._add(
-                    self._ucx.api.UCXEndpoint.create(self._ucx.worker, host, port, True)
-                )
-                greeted: asyncio.Future[None] = loop.create_future()
-                greeting = np.zeros(_GREETING.size, np.uint8)
-                self.watch(
-                    connection.endpoint.stream_recv(self._array(greeting)),
-                    lambda is_ok: _settle(greeted, is_ok),
-                    greeting,
-                )
-                await greeted
+                there = parse_address(address)
+                connection = self._add(self._ucx.endpoint_to(there.worker))
+                connection.greeted = asyncio.get_running_loop().create_future()
+                connection.key_there = there.key
+                self._say_hello(connection, there)
+                await connection.greeted
                 if connection.close_reason:
                     # It is buried as one that nobody knew: its end would never be told.
                     raise ConnectionError(connection.close_reason)
-                self._greet_back(connection, greeting, life)
+                connection.is_announced = True
         except BaseException as exc:
             if connection is not None:
+                if connection.greeted is not None:
+                    connection.greeted.cancel()  # nobody waits for it any more
                 connection.abort("not connected")
             if not isinstance(exc, (OSError, ValueError, self._ucx_error)):
                 raise  # TimeoutError is an OSError
@@ -198,7 +197,7 @@ class UcxTransport:
         if connection.endpoint is None or not (body or more):
             return
         size = sum(map(len, body)) + sum(map(len, more))
-        frame = b"".join((_FRAME.pack(connection.peer_number, size), *body, *more))
+        frame = b"".join((FRAME.pack(connection.peer_number, size), *body, *more))
         request = self.post(connection.endpoint.tag_send, frame, MESSAGE_TAG)
         if request is None:
             connection.abort("the endpoint refused a message")
@@ -211,6 +210,7 @@ class UcxTransport:
 
     def bury(self, connection: UcxConnection) -> None:
         """Close its endpoint soon: this may be a callback inside UCX, where nothing may be closed."""
+        _settle(connection.greeted, "the peer refused")
         self._dying.append(connection)
         if self._ucx is not None:
             self._ucx.kick()
@@ -220,22 +220,24 @@ class UcxTransport:
     def _on_progressed(self) -> bool:
         assert self._ucx is not None
         has_work = self._ucx.read_inbox(self._on_frame)
-        for endpoint in self._ucx.arrivals():
-            self._accept(endpoint)
-            has_work = True
         has_work = self._bury_dead() or has_work
         return self._send_waiting() or has_work
 
     def _on_frame(self, view: memoryview) -> None:
-        number, size = _FRAME.unpack_from(view)
+        number, size = FRAME.unpack_from(view)
+        if size > _MAX_FRAME:
+            return  # a stranger's
+        at, end = FRAME.size, FRAME.size + size
+        if number == DOOR:
+            self._on_hello(bytes(view[at:end]))
+            return
         connection = self._by_number.get(number)
-        if connection is None or size > _MAX_FRAME:
+        if connection is None:
             return  # late, or a stranger's
         if size == 0:
             if not connection.is_fenced:
                 connection.lose("the peer said goodbye")
             return
-        at, end = _FRAME.size, _FRAME.size + size
         while at + _LENGTH.size <= end and not connection.is_fenced:
             (length,) = _LENGTH.unpack_from(view, at)
             at += _LENGTH.size
@@ -246,11 +248,11 @@ class UcxTransport:
             at += length
 
     def _on_message(self, connection: UcxConnection, message: memoryview) -> None:
-        if connection.is_announced:
+        if connection.peer_number:
             assert self._handler is not None
             self._handler.on_message(connection, message)
         else:
-            self._on_hello(connection, message)
+            self._on_welcome(connection, message)
 
     # -- the handshake ----------------------------------------------------------------------------
 
@@ -261,51 +263,46 @@ class UcxTransport:
         self._by_number[connection.number] = connection
         return connection
 
-    def _accept(self, endpoint: Any) -> None:
-        """Greet who connected: the greeting carries our life and number, its first message will carry its own number."""
-        if self._is_closing:
-            close_endpoint(endpoint)
-            return
-        connection = self._add(endpoint)
-        if len(self._by_number) > MAX_CONNECTIONS:
-            log.warning("kv.connections.full", num_connections=len(self._by_number))
-            connection.abort("too many connections")
-            return
-        greeting = _GREETING.pack(_GREETING_MAGIC, self._life, connection.number)
-        try:
-            request = endpoint.stream_send(self._array(greeting))
-        except self._ucx_error:
-            connection.abort("gone before it was greeted")
-            return
+    def _say_hello(self, connection: UcxConnection, there: Address) -> None:
+        assert self._ucx is not None
+        hello = pack_hello(Hello(there.life, connection.number, self._ucx.address), there.key)
+        frame = FRAME.pack(DOOR, len(hello)) + hello
+        request = self.post(connection.endpoint.tag_send, frame, MESSAGE_TAG)
+        if request is None:
+            raise ConnectionError("the endpoint refused a message")
         connection.num_unsent += 1
-        self.watch(request, connection.on_posted, greeting)
-        asyncio.get_running_loop().call_later(_HANDSHAKE_S, self._expect_hello, connection)
+        self.watch(request, connection.on_posted, frame)
 
-    @staticmethod
-    def _expect_hello(connection: UcxConnection) -> None:
-        if not connection.is_announced:
-            connection.abort("said nothing")
-
-    def _greet_back(self, connection: UcxConnection, greeting: ByteArray, life: int) -> None:
-        magic, its_life, connection.peer_number = _GREETING.unpack(greeting.tobytes())
-        if magic != _GREETING_MAGIC:
-            raise ValueError("the peer does not speak this version")
-        if its_life != life:
-            raise ValueError("who was meant is no more; another has its port")
-        connection.is_announced = True
-        connection.send([_HELLO.pack(_GREETING_MAGIC, connection.number)])
-
-    def _on_hello(self, connection: UcxConnection, message: memoryview) -> None:
-        if len(message) != _HELLO.size:
-            connection.abort("no hello")
+    def _on_hello(self, data: bytes) -> None:
+        """Who knows our key may connect; who means another life, or is one too many, is told so at once."""
+        assert self._ucx is not None
+        ucx = self._ucx
+        hello = read_hello(data, ucx.key)
+        if hello is None:
             return
-        magic, connection.peer_number = _HELLO.unpack(message)
-        if magic != _GREETING_MAGIC:
-            connection.abort("no hello")
+        is_full = len(self._by_number) >= MAX_CONNECTIONS
+        if is_full:
+            log.warning("kv.connections.full", num_connections=len(self._by_number))
+        if is_full or self._is_closing or hello.life != self._life:
+            ucx.turn_away(hello.worker, hello.number)
             return
+        try:
+            connection = self._add(ucx.endpoint_to(hello.worker))
+        except self._ucx_error:
+            return  # gone, or by a device that is not ours
+        connection.peer_number = hello.number
         connection.is_announced = True
+        connection.send([pack_welcome(hello.number, connection.number, ucx.key)])
         assert self._handler is not None
         self._handler.on_connected(connection)
+
+    def _on_welcome(self, connection: UcxConnection, message: memoryview) -> None:
+        number = read_welcome(bytes(message), connection.number, connection.key_there)
+        if number is None:
+            connection.abort("no welcome")
+            return
+        connection.peer_number = number
+        _settle(connection.greeted, "")
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -335,7 +332,7 @@ class UcxTransport:
     def _say_goodbye(self, connection: UcxConnection) -> None:
         """Best effort: over shared memory nothing else tells the peer, while both processes live."""
         if connection.is_announced and self._ucx is not None:
-            frame = _FRAME.pack(connection.peer_number, 0)
+            frame = FRAME.pack(connection.peer_number, 0)
             self.post(connection.endpoint.tag_send, frame, MESSAGE_TAG)
 
 
@@ -347,32 +344,10 @@ class _Nobody:
     def on_closed(self, connection: KvConnection, reason: str) -> None: ...
 
 
-def _settle(future: asyncio.Future[None], is_ok: bool) -> None:
-    if future.done():
+def _settle(future: asyncio.Future[None] | None, refusal: str) -> None:
+    if future is None or future.done():
         return
-    if is_ok:
-        future.set_result(None)
+    if refusal:
+        future.set_exception(ConnectionError(refusal))
     else:
-        future.set_exception(ConnectionError("the peer refused"))
-
-
-def _own_address(host: str) -> str:
-    """Where what listens on `host` can be reached from here."""
-    try:
-        return "127.0.0.1" if ipaddress.ip_address(host).is_unspecified else host
-    except ValueError:
-        return host
-
-
-async def _resolve(address: str) -> tuple[str, int, int]:
-    """IP address, port and life. ValueError: it is no address of ours."""
-    host_port, _, life = address.partition("/")
-    host, _, port = host_port.rpartition(":")
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        found = await asyncio.get_running_loop().getaddrinfo(
-            host, None, family=socket.AF_INET, type=socket.SOCK_STREAM
-        )
-        host = str(found[0][4][0])
-    return host, int(port), int(life, 16)
+        future.set_result(None)

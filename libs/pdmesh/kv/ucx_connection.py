@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,9 @@ class UcxConnection:
     def __init__(self, transport: UcxTransport, endpoint: Any, key: int, number: int) -> None:
         self.key = key
         self.number = number
-        self.peer_number = 0  # not greeted yet
+        self.peer_number = 0  # not welcome yet
+        self.key_there = b""  # of the door that it knocks at
+        self.greeted: asyncio.Future[None] | None = None  # of one that we opened
         self.endpoint = endpoint
         self.is_announced = False
         self.close_reason = ""

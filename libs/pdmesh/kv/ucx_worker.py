@@ -1,11 +1,11 @@
-"""One UCX worker, with its listener, for as long as the process lives; its event fd wakes the loop, so that idle costs nothing.
+"""One UCX worker for as long as the process lives; its event fd wakes the loop, so that idle costs nothing.
 
 ucxx's own asyncio front end either polls or progresses in a thread, and waits for a request by polling it
 (`sleep(0)`). Here the loop watches the worker's fd; when it is readable the worker progresses, completed
 requests are called back, and the worker is armed again. Nothing is awaited per message.
 
-Neither listener nor worker is ever destroyed (ADR 0024): UCX's thread goes on working for a peer that is in the middle of
-connecting, with a pointer to the listener. They are lent to one transport after the other, and turn peers away in between.
+There is no listener (ADR 0002): peers come by the worker's address, which they know from the mesh. The worker is never destroyed
+(ADR 0024), but lent to one transport after the other, and turns peers away in between.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from typing import Any
 import numpy as np
 import structlog
 
+from pdmesh.kv.ucx_handshake import DOOR, make_key, read_hello
+from pdmesh.net.loopback import is_loopback
+
 log = structlog.get_logger(__name__)
 
 # TLS and devices are chosen per transport, see `options_for`.
@@ -28,6 +32,7 @@ _ENVIRONMENT = {
     "UCX_TCP_TX_SEG_SIZE": "256K",
     "UCX_TCP_RX_SEG_SIZE": "256K",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "UCX_KEEPALIVE_INTERVAL": "1s",  # else the end of a peer that says nothing is not noticed
     "UCX_TCP_CONN_NB": "y",  # else a peer that falls silent as it connects stops the loop for minutes
     "UCX_RNDV_THRESH": "96K",  # inline payloads are eager; larger ones meet a posted receive
     "UCX_POSIX_ERROR_HANDLING": "y",  # without these, shared memory is silently dropped for tcp
@@ -47,7 +52,9 @@ _GUARD_S = 0.5
 # A large payload must not keep the loop to itself. Not by `loop.time()`: uvloop's stands still meanwhile.
 _TURN_S = 0.002
 _CLOSE_NS = 1_000_000_000
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MAX_REFUSING = 64  # peers that are being turned away
+_REFUSE_S = 5.0
+FRAME = struct.Struct("<QI")  # receiver's number of the connection, bytes that follow; 0: goodbye
 
 
 def load_library() -> Any:  # ucxx has no type information
@@ -63,15 +70,11 @@ def load_library() -> Any:  # ucxx has no type information
 
 def is_local(host: str) -> bool:
     """Whether `host` names this machine only."""
-    return host in _LOOPBACK
+    return is_loopback(host)
 
 
 def options_for(host: str) -> dict[str, str]:
-    """UCX options for an agent of one machine: tcp on loopback. Those in the environment win.
-
-    ucxx's listener takes no address and so listens on every interface; UCX turns away a connection that comes
-    in by a device it was not given, which is what keeps an agent on loopback to itself.
-    """
+    """UCX options for an agent of one machine: tcp on loopback, so that it listens nowhere else. Those in the environment win."""
     if not is_local(host):
         return {}
     options = {"TLS": "tcp", "NET_DEVICES": "lo"}
@@ -100,11 +103,10 @@ class UcxWorker:
             self._context, enable_delayed_submission=False, enable_python_future=False
         )
         self.worker.init_blocking_progress_mode()
-        self._arrived: list[Any] = []  # endpoints, filled while UCX progresses
-        self._listener = self.api.UCXListener.create(
-            self.worker, 0, self._arrived.append, deliver_endpoint=True
-        )
-        _keep_for_good(self._context, self.worker, self._listener)
+        self.address: bytes = self.worker.address.tobytes()
+        self.key = make_key()
+        self._refusing: dict[int, Any] = {}  # endpoints of peers that are being turned away
+        _keep_for_good(self._context, self.worker)
         self._fd: int = self.worker.epoll_file_descriptor
         self._inbox = np.empty(inbox_bytes, np.uint8)
         self._inbox_array = Array(self._inbox)
@@ -116,10 +118,6 @@ class UcxWorker:
         self._is_kicked = False
         self._is_pumping = False
         self._is_stopped = False
-
-    @property
-    def port(self) -> int:
-        return int(self._listener.port)
 
     @property
     def num_pending(self) -> int:
@@ -147,7 +145,7 @@ class UcxWorker:
             self._is_kicked = False
             loop.add_reader(self._fd, self.pump)
             loop.call_later(_GUARD_S, self._look)
-            self.pump()  # turns those away who came while no loop turned
+            self.pump()
         self._on_progressed = on_progressed
         self.kick()
 
@@ -163,17 +161,40 @@ class UcxWorker:
         if not self._loop.is_closed():
             self._loop.remove_reader(self._fd)
 
-    def arrivals(self) -> list[Any]:
-        """Endpoints of peers that connected since the last call."""
-        arrived = self._arrived[:]
-        del self._arrived[: len(arrived)]
-        return arrived
+    def endpoint_to(self, address: bytes) -> Any:
+        """To a peer's worker, whose address is believed. Connects as it is used."""
+        there = self.api.UCXAddress.create_from_buffer(address)
+        return self.api.UCXEndpoint.create_from_worker_address(self.worker, there, True)
+
+    def turn_away(self, address: bytes, number: int) -> None:
+        """Say goodbye to who connects, without ever having a connection: he need not wait for his deadline."""
+        if len(self._refusing) >= MAX_REFUSING or self._loop is None:
+            return
+        key, goodbye = self.next_key(), FRAME.pack(number, 0)
+        try:
+            endpoint = self.endpoint_to(address)
+            request = endpoint.tag_send(self.array(goodbye), self.tag(MESSAGE_TAG))
+        except self.api.UCXError:
+            return
+        self._refusing[key] = endpoint
+        self.watch(request, lambda _: self._refused(key), goodbye)
+        self._loop.call_later(_REFUSE_S, self._refused, key)
+
+    def _refused(self, key: int) -> None:
+        endpoint = self._refusing.pop(key, None)
+        if endpoint is not None:
+            close_endpoint(endpoint)
+            self.kick()
 
     def _turn_away(self) -> bool:
-        arrived = self.arrivals()
-        for endpoint in arrived:
-            close_endpoint(endpoint)
-        return self.read_inbox(lambda _: None) or bool(arrived)
+        return self.read_inbox(self._refuse)
+
+    def _refuse(self, frame: memoryview) -> None:
+        number, size = FRAME.unpack_from(frame)
+        if number == DOOR and size <= len(frame) - FRAME.size:
+            hello = read_hello(bytes(frame[FRAME.size : FRAME.size + size]), self.key)
+            if hello is not None:
+                self.turn_away(hello.worker, hello.number)
 
     # -- frames -----------------------------------------------------------------------------------
 

@@ -52,8 +52,7 @@ class VllmConfig:
     kv_cache_bytes: int = 512 << 20
     staging_bytes: int = 256 << 20  # 0: this instance hands no KV on
     landing_bytes: int = 256 << 20  # 0: this instance takes no KV
-    kv_host: str = "127.0.0.1"  # the KV agents bind it
-    kv_advertise_host: str = ""  # what decodes connect to; empty: kv_host
+    kv_host: str = "127.0.0.1"  # a loopback one keeps KV to this machine
     max_pulls: int = 64  # of KV, at once
     lease_s: float = 10.0  # how long a staged prompt waits for its decode
     max_model_len: int = 2048
@@ -210,7 +209,6 @@ def connector_config(config: VllmConfig, private_dir: Path, computation: str) ->
         "staging_bytes": config.staging_bytes,
         "landing_bytes": config.landing_bytes,
         "kv_host": config.kv_host,
-        "kv_advertise_host": config.kv_advertise_host or config.kv_host,
         "block_size": config.block_size,
         "tiers": config.tiers.to_plain() if config.tiers.is_on else None,
         "max_pulls": config.max_pulls,

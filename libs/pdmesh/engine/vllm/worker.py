@@ -136,7 +136,7 @@ class HandoffWorker:
 
     def _make_agent(self, identity: AgentIdentity) -> KvAgent:
         return KvAgent(
-            UcxTransport(self._config["kv_host"], self._config["kv_advertise_host"]),
+            UcxTransport(self._config["kv_host"]),
             identity,
             staging_bytes=self._config["staging_bytes"],
             landing_bytes=self._config["landing_bytes"],

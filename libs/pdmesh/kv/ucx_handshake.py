@@ -1,0 +1,101 @@
+"""How two UCX transports get to know each other without a listener: what is in an address, and the two messages that open a connection.
+
+An address has all that it takes to reach a process: UCX's own address of its worker, a key that the process made for its door, and
+the life of the transport that is meant. It travels over the mesh's control channel. Who connects says so in a hello to the door
+(number 0); the answer goes to the number that the hello names. Both carry a keyed digest, so that nothing of what
+a stranger says, and no damaged byte, reaches UCX's parser of addresses: to him the door is silent.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import secrets
+import struct
+from dataclasses import dataclass
+
+DOOR = 0  # the number that is no connection's
+KEY_BYTES = 16
+MAX_WORKER_ADDRESS = 8 << 10
+_SCHEME = "ucx:"
+_MAGIC = b"PDKVUCX4"
+_DIGEST_BYTES = 16
+_HELLO = struct.Struct("<8sQQ")  # magic, the life that is meant, the connecting side's number
+_WELCOME = struct.Struct("<8sQQ")  # magic, the connecting side's number, the accepting side's
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    worker: bytes
+    key: bytes
+    life: int
+
+    def __str__(self) -> str:
+        worker = base64.urlsafe_b64encode(_sealed(self.worker, self.key)).decode()
+        return f"{_SCHEME}{worker}.{self.key.hex()}/{self.life:x}"
+
+
+def parse_address(text: str) -> Address:
+    """Raises ValueError: it is no address of ours."""
+    door, _, life = text.removeprefix(_SCHEME).partition("/")
+    worker, _, key = door.partition(".")
+    if not text.startswith(_SCHEME) or len(key) != 2 * KEY_BYTES:
+        raise ValueError("not a UCX address of a KV agent")
+    secret = bytes.fromhex(key)
+    decoded = _opened(base64.b64decode(worker, altchars=b"-_", validate=True), secret)
+    if not decoded or len(decoded) > MAX_WORKER_ADDRESS:
+        raise ValueError("a damaged UCX address of a KV agent")
+    return Address(decoded, secret, int(life, 16))
+
+
+def make_key() -> bytes:
+    return secrets.token_bytes(KEY_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """I want to talk to this life of yours: call me by this number, at this worker's address."""
+
+    life: int
+    number: int
+    worker: bytes
+
+
+def pack_hello(hello: Hello, key: bytes) -> bytes:
+    return _sealed(_HELLO.pack(_MAGIC, hello.life, hello.number) + hello.worker, key)
+
+
+def read_hello(data: bytes, key: bytes) -> Hello | None:
+    """None: a stranger's, or damaged."""
+    body = _opened(data, key)
+    if body is None or not 0 < len(body) - _HELLO.size <= MAX_WORKER_ADDRESS:
+        return None
+    magic, life, number = _HELLO.unpack_from(body)
+    return Hello(life, number, body[_HELLO.size :]) if magic == _MAGIC and number else None
+
+
+def pack_welcome(number: int, own_number: int, key: bytes) -> bytes:
+    return _sealed(_WELCOME.pack(_MAGIC, number, own_number), key)
+
+
+def read_welcome(data: bytes, number: int, key: bytes) -> int | None:
+    """The accepting side's number; None: not an answer to the hello of `number`."""
+    body = _opened(data, key)
+    if body is None or len(body) != _WELCOME.size:
+        return None
+    magic, asked, theirs = _WELCOME.unpack(body)
+    return int(theirs) if magic == _MAGIC and asked == number and theirs else None
+
+
+def _sealed(body: bytes, key: bytes) -> bytes:
+    return body + _digest(body, key)
+
+
+def _opened(data: bytes, key: bytes) -> bytes | None:
+    body, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    return body if hmac.compare_digest(digest, _digest(body, key)) else None
+
+
+def _digest(body: bytes, key: bytes) -> bytes:
+    return hashlib.blake2b(body, key=key, digest_size=_DIGEST_BYTES).digest()
