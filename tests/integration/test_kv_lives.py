@@ -62,6 +62,9 @@ async def test_a_transport_may_end_in_any_moment_in_which_peers_connect() -> Non
         async with life() as (peer, _), asyncio.timeout(60), asyncio.TaskGroup() as tasks:
             num_lives = 0
             async for line in process.stdout:
+                if not line.startswith(b"ucx:"):
+                    assert b"kv.not_warm" in line, line  # on a slow machine
+                    continue
                 num_lives += 1
                 for _ in range(NUM_PEERS):
                     tasks.create_task(come_and_go(peer, line.decode().strip()))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from pdmesh.kv.tiers.file_store import FileStore, StoredFile
 from pdmesh.kv.transport import ByteArray
 
 BLOCK = 1000
+_OWN_FILES = {".evicting", ".count"}
 OWNER, OTHER = b"\x01" * 8, b"\x02" * 8
 FILE = HEADER_BYTES + BLOCK
 
@@ -78,7 +81,7 @@ def get(store: FileStore, key: int, owner: bytes = OWNER) -> bool:
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != ".evicting")
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in _OWN_FILES)
 
 
 def keys(store: FileStore) -> set[int]:
@@ -279,8 +282,6 @@ def test_of_blocks_written_together_the_tail_is_the_older(make: Make) -> None:
 def test_a_full_disk_raises_and_leaves_nothing_behind(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import errno
-
     store, write = make(), os.write
     room = 500
 
@@ -299,6 +300,100 @@ def test_a_full_disk_raises_and_leaves_nothing_behind(
     assert files(tmp_path) == []
     assert put(store, 1)
     assert get(store, 1)
+
+
+@dataclass
+class SmallDisk:
+    """A disk that is full when so many bytes are in a directory, whatever the quota."""
+
+    folder: Path
+    num_bytes: int
+    write: Callable[[int, bytes], int] = os.write
+
+    def __call__(self, fd: int, data: bytes) -> int:
+        used = sum(p.stat().st_size for p in self.folder.rglob("*") if p.is_file())
+        if used + len(data) > self.num_bytes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.write(fd, data)
+
+
+@pytest.mark.fault("F33")
+def test_a_disk_smaller_than_the_quota_goes_on_by_evicting(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    store = make(quota=100 * FILE)
+    monkeypatch.setattr(os, "write", SmallDisk(tmp_path, 10 * FILE + FILE // 2))
+    for key in range(40):
+        clock.now += 1
+        assert put(store, key), key
+    assert store.num_evicted >= 30
+    assert all(get(store, key) for key in (38, 39))
+
+
+@pytest.mark.fault("F33")
+def test_where_others_take_what_gets_free_the_store_is_not_emptied_for_nothing(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make()
+    for key in range(20):
+        put(store, key)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", SmallDisk(tmp_path, 0))
+        for key in range(20, 30):
+            with pytest.raises(OSError, match="No space"):
+                put(store, key)
+    assert len(files(tmp_path)) == 18, "a tenth, once"
+    assert store.recover() == store.bytes_used == 18 * FILE
+    assert put(store, 40)
+
+
+@pytest.mark.fault("F33")
+def test_several_writers_keep_one_quota_together(tmp_path: Path) -> None:
+    """Each filled the quota for itself: four reached 3.9 times of it."""
+    child = (
+        "import sys, time; from pathlib import Path; import numpy as np\n"
+        "from pdmesh.kv.tiers.file_format import checksum_of, identity_of\n"
+        "from pdmesh.kv.tiers.file_store import FileStore\n"
+        f"block, quota = {BLOCK}, {30 * FILE}\n"
+        "store = FileStore(Path(sys.argv[1]), identity_of('m', 0, 1), block, quota, time.time)\n"
+        "for n in range(60):\n"
+        "    data = np.full(block, n, np.uint8)\n"
+        "    name = bytes([int(sys.argv[2])]) * 15 + bytes([n])\n"
+        "    store.put(name, bytes(8), data, checksum_of(data))\n"
+        "    files = list(Path(sys.argv[1]).rglob('*.kv'))\n"
+        "    assert len(files) <= 30 + 4, len(files)\n"  # one that is being written of each
+    )
+    writers = [
+        subprocess.Popen([sys.executable, "-c", child, str(tmp_path), str(n)]) for n in range(4)
+    ]
+    assert [writer.wait(60) for writer in writers] == [0] * 4
+    assert 20 <= len(files(tmp_path)) <= 34
+
+
+def test_files_are_for_this_user_alone(make: Make, tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        put(make(), 1)
+    finally:
+        os.umask(old)
+    found = list(tmp_path.rglob("*"))
+    assert {p.stat().st_mode & 0o777 for p in found if p.is_file()} == {0o600}
+    assert {p.stat().st_mode & 0o777 for p in found if p.is_dir()} == {0o700}
+
+
+def test_a_count_that_was_lost_or_is_wrong_is_made_anew(make: Make, tmp_path: Path) -> None:
+    store = make(quota=10 * FILE)
+    for key in range(5):
+        put(store, key)
+    (tmp_path / ".count").write_bytes(b"")
+    again = make(quota=10 * FILE)
+    assert put(again, 5)
+    assert again.bytes_used == 6 * FILE
+    for path in files(tmp_path):
+        path.unlink()  # by somebody who counts nothing
+    for key in range(10, 20):
+        assert put(again, key)
+    assert again.bytes_used == 10 * FILE
 
 
 def test_a_stored_file_knows_its_owner_and_name(make: Make) -> None:

@@ -302,6 +302,9 @@ async def test_a_full_disk_takes_nothing_serves_what_it_has_and_recovers(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     async with running(tmp_path) as r:
+        fill(r.pool, names_of(99))
+        r.stack.stored(names_of(99), 100)  # the oldest: it goes before the disk is called full
+        assert await asyncio.to_thread(r.files.flush, 60)
         await written(r, CHAIN[:2])
         fill(r.pool, CHAIN[2:])
         with monkeypatch.context() as patched:

@@ -6,16 +6,22 @@ under a temporary name and renamed, so that a name exists whole or not at all wh
 first when the quota is reached; the modification time is the time of the last use, and a time in the future keeps a file,
 as long as those that are kept leave a quarter of the quota to the others.
 
+The quota is of all who write to the directory together: the bytes in use are counted in one small file that they share, under a
+lock. A writer that dies may leave it too high by a block; the count is made anew when the quota seems to be reached. A
+disk that is full before the quota is (others use it too) is a reason to evict once, and only then a fault.
+
 Methods block on I/O and may be called from any thread. OSError means that the disk is at fault.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
 import secrets
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +43,12 @@ _SUFFIX: Final = ".kv"
 _TEMPORARY: Final = ".writing-"
 _ABANDONED_S: Final = 300.0  # a temporary file older than this has lost its writer
 _AGE_STEP_S: Final = 0.05  # a block is this much older than the one before it in its prompt
+_COUNT: Final = struct.Struct("<qq")  # bytes added, bytes removed
+_COUNT_FILE: Final = ".count"
+_LOCK_FILE: Final = ".evicting"
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_FILE_MODE: Final = 0o600  # KV tells what was asked
+_FOLDER_MODE: Final = 0o700
 LOW_WATER: Final = 0.9  # of the quota, that eviction goes down to
 KEPT_SHARE: Final = 0.75  # of the quota, for files that are kept, whoever keeps them
 
@@ -54,6 +66,18 @@ class StoredFile:
     @property
     def name(self) -> bytes:
         return bytes.fromhex(self.path.stem)
+
+
+@dataclass(slots=True)
+class _Count:
+    """`added` only grows, so that counts made anew at the same time agree."""
+
+    added: int
+    removed: int
+
+    @property
+    def used(self) -> int:
+        return max(0, self.added - self.removed)
 
 
 class FileStore:
@@ -76,7 +100,8 @@ class FileStore:
         self._writer = secrets.token_hex(8)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._bytes_used: int | None = None  # None: not counted yet
+        self._bytes_used: int | None = None  # when last looked at; None: not counted yet
+        self._evicted_in_vain = False
         self.num_evicted = 0
         self.num_corrupt = 0
         self.on_step: Callable[[], None] = (
@@ -85,7 +110,7 @@ class FileStore:
 
     @property
     def bytes_used(self) -> int:
-        """Of all identities, as far as this process knows: other writers show at the next count."""
+        """Of all identities and writers, when this process last counted something."""
         return self._bytes_used or 0
 
     @property
@@ -152,31 +177,42 @@ class FileStore:
         """
         path = self._path(name, owner)
         size = HEADER_BYTES + data.size
-        if path.exists() or not self._make_room(size):
-            return False
         header = BlockHeader(name, self._identity, data.size, checksum)
+        for is_last in (False, True):
+            if path.exists() or not self._reserve(size):
+                return False
+            try:
+                self._write(path, header, data, self._clock() - position * _AGE_STEP_S)
+            except BaseException as error:
+                self._count(-size)
+                is_full = isinstance(error, OSError) and error.errno in _FULL
+                if is_last or not is_full or not self._evict_of_what_is_there(size):
+                    raise
+            else:
+                self._evicted_in_vain = False
+                return True
+        raise AssertionError("unreachable")
+
+    def _write(self, path: Path, header: BlockHeader, data: ByteArray, used_at: float) -> None:
         temporary = path.parent / f"{_TEMPORARY}{self._writer}-{next(self._numbers)}"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(path.parent)
         try:
-            with temporary.open("xb", buffering=0) as file:
-                _write_all(file.fileno(), pack_header(header))
+            with _create(temporary) as file:
+                _write_all(file, pack_header(header))
                 failpoints.hit("tier.file.header")
                 self.on_step()
                 half = data.size // 2
-                _write_all(file.fileno(), data[:half].data)
+                _write_all(file, data[:half].data)
                 failpoints.hit("tier.file.half")
                 self.on_step()
-                _write_all(file.fileno(), data[half:].data)
-            used = self._clock() - position * _AGE_STEP_S
-            os.utime(temporary, (used, used))
+                _write_all(file, data[half:].data)
+            os.utime(temporary, (used_at, used_at))
             failpoints.hit("tier.file.written")
             temporary.rename(path)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-        self._count(size)
-        return True
 
     def keep(self, name: bytes, owner: bytes, until: float) -> bool:
         """Do not evict the block before `until`, whoever evicts. False if there is none."""
@@ -197,47 +233,76 @@ class FileStore:
 
     def recover(self) -> int:
         """Count what is there and remove what writers that died left behind. Returns the bytes in use."""
+        _make_folder(self._root)
+        before = self._read_count()
         total = 0
         for path, num_bytes, used_at in self._files(self._root):
             if path.name.startswith(_TEMPORARY):
                 if used_at < self._clock() - _ABANDONED_S:
                     self._unlink(path, is_counted=False)
-            else:
+                else:  # reserved for the whole block, which is being written
+                    total += max(num_bytes, HEADER_BYTES + self._block_bytes)
+            elif path.suffix == _SUFFIX:
                 total += num_bytes
-        with self._lock:
-            self._bytes_used = total
-        return total
+        # What others added meanwhile may have been seen or not: it is counted, rather twice than not.
+        with self._counted() as count:
+            count.removed = before.added - total
+        return self.bytes_used
 
     def _scan(self, folder: Path) -> Iterator[StoredFile]:
         for path, num_bytes, used_at in self._files(folder):
             if path.suffix == _SUFFIX:
                 yield StoredFile(path, num_bytes, used_at)
 
-    def _make_room(self, size: int) -> bool:
+    def _reserve(self, size: int) -> bool:
+        """Count the bytes before they are written, if the quota has room for them or gets it."""
         if self._bytes_used is None:
             self.recover()
-        if self.bytes_used + size <= self._quota:
+        if self._add_within_quota(size):
             return True
         if size > self._quota:
             return False
-        self._evict(int(LOW_WATER * self._quota) - size)
-        return self.bytes_used + size <= self._quota
+        self._evict(lambda _: int(LOW_WATER * self._quota) - size)
+        return self._add_within_quota(size)
 
-    def _evict(self, target_bytes: int) -> None:
-        """Down to `target_bytes`: files of owners beyond their share first, then the least recently used.
+    def _add_within_quota(self, size: int) -> bool:
+        with self._counted() as count:
+            if count.used + size > self._quota:
+                return False
+            count.added += size
+            return True
+
+    def _evict_of_what_is_there(self, size: int) -> bool:
+        """The disk is full, whatever the quota says. Returns whether something went.
+
+        Once, until a block could be written again: where others take what gets free, the store would be emptied for nothing.
+        """
+        if self._evicted_in_vain:
+            return False
+        self._evicted_in_vain = True
+        before = self.num_evicted
+        with contextlib.suppress(OSError):
+            self._evict(lambda used: min(int(LOW_WATER * used), used - size))
+        return self.num_evicted > before
+
+    def _evict(self, target_of: Callable[[int], int]) -> None:
+        """Down to `target_of(bytes in use)`: files of owners beyond their share first, then the least recently used.
 
         One process of all that share the directory evicts at a time; the lock goes with its holder.
         """
-        with (self._root / ".evicting").open("w") as lock:
+        lock = os.open(self._root / _LOCK_FILE, os.O_RDWR | os.O_CREAT, _FILE_MODE)
+        try:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return
-            self.recover()
+            target_bytes = target_of(self.recover())
             for stored in self._victims():
                 if self.bytes_used <= target_bytes:
                     return
                 self.num_evicted += self._unlink(stored.path, stored.num_bytes)
+        finally:
+            os.close(lock)
 
     def _victims(self) -> Iterator[StoredFile]:
         now = self._clock()
@@ -285,8 +350,34 @@ class FileStore:
         return True
 
     def _count(self, num_bytes: int) -> None:
+        """Of a block that went, or that was not written after all."""
+        with contextlib.suppress(OSError), self._counted() as count:
+            if num_bytes < 0:
+                count.removed -= num_bytes
+            else:
+                count.added += num_bytes
+
+    def _read_count(self) -> _Count:
+        with self._counted() as count:
+            return _Count(count.added, count.removed)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[_Count]:
+        """The count that all writers share, to be changed; nobody else changes it meanwhile."""
         with self._lock:
-            self._bytes_used = max(0, self.bytes_used + num_bytes)
+            fd = os.open(self._root / _COUNT_FILE, os.O_RDWR | os.O_CREAT, _FILE_MODE)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                data = os.pread(fd, _COUNT.size, 0)
+                is_lost = len(data) != _COUNT.size
+                count = _Count(0, 0) if is_lost else _Count(*_COUNT.unpack(data))
+                before = _Count(count.added, count.removed)
+                yield count
+                if is_lost or count != before:
+                    os.pwrite(fd, _COUNT.pack(count.added, count.removed), 0)
+                self._bytes_used = None if is_lost else count.used  # None: count anew
+            finally:
+                os.close(fd)
 
     def _path(self, name: bytes, owner: bytes) -> Path:
         text = name.hex()
@@ -312,6 +403,23 @@ class FileStore:
 
 def _nobody() -> None:
     """Nobody wants to know."""
+
+
+def _make_folder(folder: Path) -> None:
+    """With those above it that lack, for this user alone: `parents=True` would give those the default mode."""
+    if not folder.is_dir():
+        if not folder.parent.is_dir():
+            _make_folder(folder.parent)
+        folder.mkdir(_FOLDER_MODE, exist_ok=True)
+
+
+@contextlib.contextmanager
+def _create(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODE)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _write_all(fd: int, data: bytes | memoryview) -> None:

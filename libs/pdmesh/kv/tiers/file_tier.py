@@ -208,12 +208,13 @@ class FileTier:
         except OSError as error:
             self._write_ended(error)
             raise
+        finally:
+            self._counts.add(Tier.FILE, TierEvent.EVICTED, self._store.num_evicted - evicted)
         # One that is there already says nothing about a disk that failed, but that it answers.
         if is_new or self._health.is_write_hanging:
             self._write_ended(None)
         if is_new:
             self._counts.add(Tier.FILE, TierEvent.STORED)
-        self._counts.add(Tier.FILE, TierEvent.EVICTED, self._store.num_evicted - evicted)
 
     def _written(self, block: PinnedBlock, done: Future[None]) -> None:
         self._pool.unpin([block.name], is_use=False)
