@@ -21,10 +21,12 @@ from pdmesh.v1.common_pb2 import InstanceRecord
 from services.gateway.canary_shares import CanaryShares
 from services.gateway.desired_slos import DesiredSlos
 from services.gateway.door import open_door
+from services.gateway.fleet import gateway_name
 from services.gateway.gateway import Gateway
 from services.gateway.kept_out import KeptOut
 from services.gateway.path_proof import PathProof
 from services.gateway.settings import Settings
+from services.gateway.tenant_ledgers import tenant_bucket
 from services.gateway.tokenizer import BadModelDir, Tokenizer
 
 log = structlog.get_logger(__name__)
@@ -34,11 +36,11 @@ async def serve(settings: Settings, app: App) -> None:
     door = open_door(
         settings.host,
         settings.keys_file,
-        settings.state_dir / f"usage-{settings.instance_id}.json",
         allow_anonymous=settings.allow_anonymous,
     )
     tokenizer = await _load_tokenizer(settings)
     bus = await app.unless_stopping(NatsBus.connect(settings.nats_url, settings.instance_id))
+    door.join(tenant_bucket(bus), gateway_name(settings.instance_id, app.incarnation))
     registry = NatsRegistry(bus, settings.lease_s)
     view = await app.unless_stopping(registry.watch())
     publisher = EventPublisher(bus, settings.instance_id, app.incarnation)

@@ -7,21 +7,22 @@ key file everybody is one tenant without limits, and a visit does nothing.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import structlog
 
 from pdmesh import api_keys
-from pdmesh.atomic_file import write_atomically
+from pdmesh.core.tenant_parts import num_parts
 from pdmesh.core.tenants import ANYONE, Charge, Limit, Refused, Tenant, Tenants
 from pdmesh.errors import MeshError, Overloaded
 from pdmesh.lifecycle import StartupError
 from pdmesh.net.loopback import is_loopback
 from pdmesh.telemetry import metrics, names
+from services.gateway.tenant_ledgers import LedgerBucket, TenantLedgers
 
 log = structlog.get_logger(__name__)
 
@@ -60,6 +61,10 @@ class Visit(Protocol):
 
     def charge(self, num_tokens: int) -> None: ...
 
+    async def has_more(self) -> bool:
+        """Whether this gateway may grant its tenant more than when `charge` refused."""
+        ...
+
     def settle(self, num_used: int) -> None: ...
 
     def leave(self) -> None: ...
@@ -70,6 +75,9 @@ class _Anyone:
 
     def charge(self, num_tokens: int) -> None: ...
 
+    async def has_more(self) -> bool:
+        return False
+
     def settle(self, num_used: int) -> None: ...
 
     def leave(self) -> None: ...
@@ -79,40 +87,54 @@ ANYONES_VISIT: Final = _Anyone()
 
 
 class Door(Protocol):
-    def enter(self, authorization: str) -> Visit:
+    async def enter(self, authorization: str) -> Visit:
         """Raises Unauthenticated, PermissionDenied or RateLimited. `authorization`: the header, or the metadata."""
         ...
 
-    def share(self, num_gateways: int) -> None: ...
+    def join(self, bucket: LedgerBucket, me: str) -> None:
+        """Share the limits with all gateways that write this bucket; `me`: this life's name. Before the first call."""
+        ...
+
+    def share(self, gateways: Collection[str]) -> None:
+        """All that are there now, by name."""
+        ...
 
     async def run(self) -> None: ...
 
+    async def close(self) -> None: ...
+
 
 class OpenDoor:
-    def enter(self, authorization: str) -> Visit:
+    async def enter(self, authorization: str) -> Visit:
         return ANYONES_VISIT
 
-    def share(self, num_gateways: int) -> None: ...
+    def join(self, bucket: LedgerBucket, me: str) -> None: ...
+
+    def share(self, gateways: Collection[str]) -> None: ...
 
     async def run(self) -> None:
         await asyncio.Event().wait()
 
+    async def close(self) -> None: ...
+
 
 class KeyedDoor:
-    """Reads the key file again when it changes; one that became unreadable changes nothing. `usage_file` keeps the day's tokens
-    over a restart."""
+    """Reads the key file again when it changes; one that became unreadable changes nothing. A gateway that is alone grants all of every limit,
+    and one that `join`s others what it holds of them."""
 
-    def __init__(self, keys_file: Path, usage_file: Path | None = None) -> None:
+    def __init__(self, keys_file: Path) -> None:
         """Raises BadKeyFile."""
         self._keys_file = keys_file
-        self._usage_file = usage_file
         self._stamp = _stamp(keys_file)
         self._keyring = api_keys.Keyring(api_keys.load(keys_file))
         self._tenants = Tenants()
-        self._saved: dict[str, tuple[int, int]] = {}
-        self._restore()
+        self._ledgers: TenantLedgers | None = None
 
-    def enter(self, authorization: str) -> Visit:
+    def join(self, bucket: LedgerBucket, me: str) -> None:
+        self._tenants = Tenants(num_parts)
+        self._ledgers = TenantLedgers(bucket, me, self._tenants, lambda: self._keyring.tenants)
+
+    async def enter(self, authorization: str) -> Visit:
         token = authorization[len(_BEARER) :].strip()
         if authorization[: len(_BEARER)].lower() != _BEARER or not token:
             raise self._count(
@@ -123,19 +145,29 @@ class KeyedDoor:
             raise self._count("", Unauthenticated("this API key is not valid"))
         if tenant.is_disabled:
             raise self._count(tenant.name, PermissionDenied("this API key's tenant is disabled"))
-        refused = self._tenants.enter(tenant, time.monotonic())
-        if refused is not None:
-            raise self._rate_limited(tenant, refused)
+        while (refused := self._tenants.enter(tenant, time.monotonic())) is not None:
+            if not await self.has_more(tenant):
+                raise self._count(tenant.name, _rate_limited(refused))
         return _KeyedVisit(self, tenant)
 
-    def share(self, num_gateways: int) -> None:
-        self._tenants.num_sharing = max(1, num_gateways)
+    def share(self, gateways: Collection[str]) -> None:
+        if self._ledgers is not None:
+            self._ledgers.share(gateways)
 
     async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow_keys())
+            if self._ledgers is not None:
+                tasks.create_task(self._ledgers.run())
+
+    async def close(self) -> None:
+        if self._ledgers is not None:
+            await self._ledgers.close()
+
+    async def _follow_keys(self) -> None:
         while True:
             await asyncio.sleep(_RELOAD_S)
             await self._reload()
-            await self._save()
 
     # --- visits ----------------------------------------------------------------------------------
 
@@ -145,8 +177,11 @@ class KeyedDoor:
         left_s = (day + 1) * _DAY_S - now
         charge = self._tenants.charge(tenant, num_tokens, time.monotonic(), day, left_s)
         if isinstance(charge, Refused):
-            raise self._rate_limited(tenant, charge)
+            raise _rate_limited(charge)
         return charge
+
+    async def has_more(self, tenant: Tenant) -> bool:
+        return self._ledgers is not None and await self._ledgers.more(tenant)
 
     def settle(self, tenant: Tenant, charge: Charge, num_used: int) -> None:
         self._tenants.settle(tenant, charge, num_used)
@@ -154,14 +189,8 @@ class KeyedDoor:
 
     def leave(self, tenant: Tenant) -> None:
         self._tenants.leave(tenant)
-
-    def _rate_limited(self, tenant: Tenant, refused: Refused) -> MeshError:
-        error = RateLimited(
-            _MESSAGES[refused.limit],
-            reason=refused.limit.value,
-            retry_after_ms=max(1, math.ceil(refused.retry_after_s * 1000)),
-        )
-        return self._count(tenant.name, error)
+        if self._ledgers is not None:
+            self._ledgers.left(tenant)
 
     def _count(self, tenant: str, error: MeshError) -> MeshError:
         _refused.add(1, {names.ATTR_TENANT: tenant, names.ATTR_REASON: error.reason})
@@ -183,29 +212,6 @@ class KeyedDoor:
         self._tenants.forget_but(frozenset(keyring.tenants))
         log.info("keys.loaded", num_keys=len(keyring), num_tenants=len(keyring.tenants))
 
-    async def _save(self) -> None:
-        """Only quotas need it: buckets are full again after a restart that takes as long as filling them."""
-        used = dict(self._tenants.used_today())
-        if self._usage_file is None or used == self._saved:
-            return
-        try:
-            await asyncio.to_thread(write_atomically, self._usage_file, json.dumps(used))
-        except OSError as exc:
-            log.warning("usage.not_saved", reason=exc.strerror)
-            return
-        self._saved = used
-
-    def _restore(self) -> None:
-        if self._usage_file is None or not self._usage_file.exists():
-            return
-        try:
-            content = json.loads(self._usage_file.read_text())
-            used = {str(name): (int(day), int(num)) for name, (day, num) in content.items()}
-        except (OSError, ValueError, TypeError, AttributeError):
-            log.warning("usage.unreadable", path=str(self._usage_file))
-            return
-        self._tenants.restore(used)
-
 
 class _KeyedVisit:
     __slots__ = ("_charge", "_door", "_has_left", "tenant")
@@ -221,6 +227,9 @@ class _KeyedVisit:
         assert self._charge is None
         self._charge = self._door.charge(self.tenant, num_tokens)
 
+    async def has_more(self) -> bool:
+        return await self._door.has_more(self.tenant)
+
     def settle(self, num_used: int) -> None:
         charge, self._charge = self._charge, None
         if charge is not None:
@@ -234,19 +243,44 @@ class _KeyedVisit:
             self._door.leave(self.tenant)
 
 
+T = TypeVar("T")
+
+
+async def charged(visit: Visit, work: Callable[[], T]) -> T:
+    """What `work` gives, which charges the visit: done again as long as this gateway gets more of its tenant's limits.
+
+    Raises RateLimited.
+    """
+    while True:
+        try:
+            return work()
+        except RateLimited as exc:
+            if not await visit.has_more():
+                _refused.add(
+                    1, {names.ATTR_TENANT: visit.tenant.name, names.ATTR_REASON: exc.reason}
+                )
+                raise
+
+
+def _rate_limited(refused: Refused) -> RateLimited:
+    return RateLimited(
+        _MESSAGES[refused.limit],
+        reason=refused.limit.value,
+        retry_after_ms=max(1, math.ceil(refused.retry_after_s * 1000)),
+    )
+
+
 def check_model(tenant: Tenant, model: str) -> None:
     """Raises PermissionDenied."""
     if tenant.models and model not in tenant.models:
         raise PermissionDenied("this API key may not use this model", field="model")
 
 
-def open_door(
-    host: str, keys_file: Path | None, usage_file: Path, *, allow_anonymous: bool
-) -> Door:
+def open_door(host: str, keys_file: Path | None, *, allow_anonymous: bool) -> Door:
     """Raises StartupError with one line: an address that others can reach needs keys, or a word that it does not."""
     if keys_file is not None:
         try:
-            return KeyedDoor(keys_file, usage_file)
+            return KeyedDoor(keys_file)
         except api_keys.BadKeyFile as exc:
             message = f"{exc}; make one with: pdmesh keys add TENANT --file {keys_file}"
             raise StartupError(message) from exc

@@ -35,6 +35,11 @@ def pair_of(record: InstanceRecord) -> str:
     return f"{record.group_id}/{record.model_fingerprint}/{record.revision}/{record.kv_region}"
 
 
+def gateway_name(instance_id: str, incarnation: int) -> str:
+    """One life of a gateway."""
+    return f"{instance_id}/{incarnation}"
+
+
 class Fleet:
     """`model` is what `default` means; empty: the first one seen. A model once seen keeps its name while its instances are away.
 
@@ -100,9 +105,10 @@ class Fleet:
     def masters(self) -> list[InstanceRecord]:
         return [r for _, r in sorted(self._records.items()) if r.service == _MASTER]
 
-    def num_gateways(self) -> int:
-        """Those that take requests, this one among them once it is registered."""
-        return sum(r.service == _GATEWAY and not r.is_draining for r in self._records.values())
+    def gateways(self) -> frozenset[str]:
+        """Their ids and incarnations, this one's among them once it is registered."""
+        found = (r for r in self._records.values() if r.service == _GATEWAY)
+        return frozenset(gateway_name(r.instance_id, r.incarnation) for r in found)
 
     def staleness_s(self) -> float:
         """For how long the view may have been out of date, to the last time this was asked: ask it often."""

@@ -141,6 +141,7 @@ class Gateway:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._door.close()
         await self.observer.publish_rest()
         await self.sessions.close()
         await self._planner.close()
@@ -150,7 +151,7 @@ class Gateway:
         self._room.slots_freed(instance_id, num_free)
 
     def _on_record_changed(self, change: RecordChanged) -> None:
-        self._door.share(self.fleet.num_gateways())
+        self._door.share(self.fleet.gateways())
         with contextlib.suppress(RuntimeError):  # the loop is closing
             self.sessions.forget_gone(lambda i, inc: self.fleet.record(i, inc) is not None)
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ from pdmesh.net.loopback import join
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, Usage
 from services.gateway.choice_text import Delta
-from services.gateway.door import Door, Visit
+from services.gateway.door import Door, Visit, charged
 from services.gateway.frontend import Call, Frontend, new_request_id
 from services.gateway.grpc_calls import chat_spec, generate_spec
 from services.gateway.spec import CallSpec
@@ -64,7 +64,7 @@ class InferenceServicer:
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: Context
     ) -> pb.GenerateResponse:
-        with self._visit(context) as visit:
+        async with self._visit(context) as visit:
             spec = await generate_spec(request, self._frontend, visit.tenant)
             request_id, choices, usage = await self._whole(spec, visit, context)
         first = choices[0]
@@ -82,7 +82,7 @@ class InferenceServicer:
     async def GenerateStream(  # noqa: N802
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        with self._visit(context) as visit:
+        async with self._visit(context) as visit:
             spec = await generate_spec(request.request, self._frontend, visit.tenant)
             async for call, delta, is_end in self._streamed(spec, visit, context):
                 response = pb.GenerateStreamResponse(
@@ -101,7 +101,7 @@ class InferenceServicer:
     async def Chat(  # noqa: N802
         self, request: pb.ChatRequest, context: Context
     ) -> pb.ChatResponse:
-        with self._visit(context) as visit:
+        async with self._visit(context) as visit:
             spec = await chat_spec(request, self._frontend, visit.tenant)
             request_id, choices, usage = await self._whole(spec, visit, context)
         first = choices[0]
@@ -118,7 +118,7 @@ class InferenceServicer:
     async def ChatStream(  # noqa: N802
         self, request: pb.ChatStreamRequest, context: Context
     ) -> AsyncIterator[pb.ChatStreamResponse]:
-        with self._visit(context) as visit:
+        async with self._visit(context) as visit:
             spec = await chat_spec(request.request, self._frontend, visit.tenant)
             async for call, delta, is_end in self._streamed(spec, visit, context):
                 response = pb.ChatStreamResponse(
@@ -136,16 +136,16 @@ class InferenceServicer:
     async def ListModels(  # noqa: N802
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
-        with self._visit(context) as visit:
+        async with self._visit(context) as visit:
             allowed = visit.tenant.models
         models = self._frontend.shared.fleet.models()
         return pb.ListModelsResponse(models=[m for m in models if not allowed or m in allowed])
 
-    @contextlib.contextmanager
-    def _visit(self, context: Context) -> Iterator[Visit]:
+    @contextlib.asynccontextmanager
+    async def _visit(self, context: Context) -> AsyncIterator[Visit]:
         """Raises MeshError."""
         self._frontend.check_open()
-        visit = self._door.enter(_metadata(context, "authorization"))
+        visit = await self._door.enter(_metadata(context, "authorization"))
         try:
             yield visit
         finally:
@@ -191,7 +191,9 @@ class InferenceServicer:
     ) -> AsyncIterator[tuple[Call, Delta, bool]]:
         """The call's deltas; with its last one, True. A client that goes away cancels us, and that frees the call."""
         traceparent = _metadata(context, "traceparent")
-        call = self._frontend.open(spec, new_request_id(), visit, traceparent)
+        call = await charged(
+            visit, lambda: self._frontend.open(spec, new_request_id(), visit, traceparent)
+        )
         num_open, has_begun = len(call.generations), False
         try:
             while num_open:
@@ -280,7 +282,8 @@ class _Reflection:
     async def ServerReflectionInfo(  # noqa: N802
         self, requests: AsyncIterator[Any], context: Context
     ) -> AsyncIterator[Any]:
-        self._door.enter(_metadata(context, "authorization")).leave()
+        visit = await self._door.enter(_metadata(context, "authorization"))
+        visit.leave()
         async for answer in self._answers.ServerReflectionInfo(requests, context):
             yield answer
 

@@ -18,7 +18,7 @@ import structlog
 from pdmesh.core.tenants import Tenant
 from pdmesh.errors import InvalidRequest, MeshError, shortened
 from services.gateway.choice_text import Delta
-from services.gateway.door import Door, Visit, check_model
+from services.gateway.door import Door, Visit, charged, check_model
 from services.gateway.exchange import (
     BodyRoom,
     ClientGone,
@@ -133,7 +133,7 @@ class HttpApp:
     # --- generation ------------------------------------------------------------------------------
 
     async def _chat(self, exchange: Exchange) -> None:
-        visit = self._enter(exchange)
+        visit = await self._enter(exchange)
         try:
             request = parse_chat(await exchange.body(self._max_body_bytes, self.body_room))
             spec = await chat_spec(request, self._frontend, visit.tenant)
@@ -142,7 +142,7 @@ class HttpApp:
             visit.leave()
 
     async def _completion(self, exchange: Exchange) -> None:
-        visit = self._enter(exchange)
+        visit = await self._enter(exchange)
         try:
             request = parse_completion(await exchange.body(self._max_body_bytes, self.body_room))
             spec = await completion_spec(request, self._frontend, visit.tenant)
@@ -150,10 +150,10 @@ class HttpApp:
         finally:
             visit.leave()
 
-    def _enter(self, exchange: Exchange) -> Visit:
+    async def _enter(self, exchange: Exchange) -> Visit:
         """Raises MeshError, before anything is read."""
         self._frontend.check_open()
-        return self._door.enter(exchange.header(b"authorization"))
+        return await self._door.enter(exchange.header(b"authorization"))
 
     async def _answer(
         self,
@@ -165,8 +165,12 @@ class HttpApp:
         is_quiet = not request.stream and not spec.sampling.stop
         if request.stream_options is not None and not request.stream:
             raise InvalidRequest("stream_options needs stream", field="stream_options")
-        call = self._frontend.open(
-            spec, exchange.request_id, visit, exchange.header(b"traceparent"), is_quiet=is_quiet
+        traceparent = exchange.header(b"traceparent")
+        call = await charged(
+            visit,
+            lambda: self._frontend.open(
+                spec, exchange.request_id, visit, traceparent, is_quiet=is_quiet
+            ),
         )
         exchange.connection.watch(call.cancel)
         error: MeshError | None = None
@@ -247,32 +251,32 @@ class HttpApp:
     # --- the rest --------------------------------------------------------------------------------
 
     async def _models(self, exchange: Exchange) -> None:
-        tenant = self._known(exchange)
+        tenant = await self._known(exchange)
         names = self._frontend.shared.fleet.models()
         models = [_model_entry(n) for n in names if not tenant.models or n in tenant.models]
         await exchange.json(msgspec.json.encode({"object": "list", "data": models}))
 
     async def _model(self, exchange: Exchange, name: str) -> None:
-        tenant = self._known(exchange)
+        tenant = await self._known(exchange)
         model = self._frontend.model_name(name)
         check_model(tenant, model)
         await exchange.json(msgspec.json.encode(_model_entry(model)))
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        visit = self._enter(exchange)
+        visit = await self._enter(exchange)
         try:
             request = parse_tokenize(await exchange.body(self._max_body_bytes, self.body_room))
             tokens, context = await tokenized(request, self._frontend, visit.tenant)
-            visit.charge(len(tokens))
+            await charged(visit, lambda: visit.charge(len(tokens)))
             visit.settle(len(tokens))
         finally:
             visit.leave()
         found = {"count": len(tokens), "max_model_len": context, "tokens": tokens.tolist()}
         await exchange.json(msgspec.json.encode(found))
 
-    def _known(self, exchange: Exchange) -> Tenant:
+    async def _known(self, exchange: Exchange) -> Tenant:
         """Whoever asks. Raises MeshError; counts as a request."""
-        visit = self._door.enter(exchange.header(b"authorization"))
+        visit = await self._door.enter(exchange.header(b"authorization"))
         visit.leave()
         return visit.tenant
 

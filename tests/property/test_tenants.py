@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdmesh.core.tenants import Charge, Limit, Refused, Tenant, TenantLimits, Tenants, TokenBucket
+from pdmesh.core.tenants import Charge, Limit, Tenant, TenantLimits, Tenants, TokenBucket
 
 LIMITS = TenantLimits(requests_per_s=4, tokens_per_min=600, max_concurrent=3, tokens_per_day=2000)
 NAMES = ("acme", "beta")
@@ -116,19 +116,6 @@ def test_waiting_as_long_as_told_is_enough_and_no_longer_than_needed(
         assert bucket.wait_s(amount, now) == 0.0
         bucket.take(amount, now)
     assert sum(amounts) <= capacity + rate * now + max(amounts) + 1e-3
-
-
-def test_gateways_that_share_grant_no_more_together_than_one() -> None:
-    tenant = Tenant("acme", LIMITS)
-    fleet = [Tenants(num_sharing=3) for _ in range(3)]
-    admitted = sum(g.enter(tenant, 0.0) is None for g in fleet for _ in range(10))
-    assert (
-        admitted == 3
-    )  # of each gateway one: both by concurrency (3) and by rate (4, in whole requests)
-    tokens = Tenant("beta", TenantLimits(tokens_per_min=600, tokens_per_day=700))
-    charges = [g.charge(tokens, 100, 0.0, 1, 10.0) for g in fleet for _ in range(10)]
-    assert sum(c.num_tokens for c in charges if isinstance(c, Charge)) == 600
-    assert {c.limit for c in charges if isinstance(c, Refused)} <= {Limit.TOKEN_RATE, Limit.QUOTA}
 
 
 def test_limits_may_change_while_calls_are_open_and_a_day_may_pass() -> None:

@@ -2,13 +2,13 @@
 
 A call pays for one request on arrival, and for its prompt and all it may answer once they are known; what it did not use
 is given back at its end. Nothing is taken by a call that is refused. With several gateways on one mesh each of them
-grants its share of a limit, so that together they never grant more.
+grants what the parts of a limit come to that it holds (`tenant_parts`), so that together they never grant more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -95,6 +95,28 @@ class TokenBucket:
             self.at = now
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What goes with a part of a limit from gateway to gateway: its buckets' levels at the time `at` (None: full), and the tokens that it
+    granted on `day`."""
+
+    requests: float | None = None
+    tokens: float | None = None
+    at: float = 0.0
+    day: int = 0
+    used: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """`now` is monotonic and this process's own, `wall` everybody's; `day` numbers the days, this one has `left_s` to go."""
+
+    now: float
+    wall: float
+    day: int
+    left_s: float = 0.0
+
+
 @dataclass(slots=True)
 class _Account:
     requests: TokenBucket | None = None
@@ -102,28 +124,30 @@ class _Account:
     num_open: int = 0
     day: int = 0
     num_today: int = 0
+    held: dict[int, None] = field(default_factory=dict)  # parts, if limits are shared
+    came_at: float = -math.inf
 
 
 @dataclass(slots=True)
 class Tenants:
-    """`num_sharing`: gateways among which each limit is divided."""
+    """`num_parts`: into how many parts limits are cut, of which only those count that are held; None: they are all ours."""
 
-    num_sharing: int = 1
+    num_parts: Callable[[TenantLimits], int] | None = None
     _accounts: dict[str, _Account] = field(default_factory=dict)
 
     def enter(self, tenant: Tenant, now: float) -> Refused | None:
         """One more open call, unless refused; `leave` ends it."""
         limits, account = tenant.limits, self._account(tenant.name)
-        most = limits.max_concurrent
-        if most is not None and account.num_open >= math.ceil(most / self.num_sharing):
+        account.came_at = now
+        share = self._share(limits, account)
+        most = self.max_open(tenant)
+        if account.num_open >= most or not share:
             return Refused(Limit.CONCURRENCY, 1.0)
-        bucket = account.requests = self._bucket(
-            account.requests, limits.requests_per_s, 1.0, 1.0, now
-        )
-        if bucket is not None:
-            if wait_s := bucket.wait_s(1.0, now):
+        self._fit(account, limits, now)
+        if account.requests is not None:
+            if wait_s := account.requests.wait_s(1.0, now):
                 return Refused(Limit.REQUEST_RATE, wait_s)
-            bucket.take(1.0, now)
+            account.requests.take(1.0, now)
         account.num_open += 1
         return None
 
@@ -137,18 +161,18 @@ class Tenants:
     ) -> Charge | Refused:
         """Pay for a call's tokens. `day` numbers the days, this one has `left_s` to go."""
         limits, account = tenant.limits, self._account(tenant.name)
-        if day > account.day:
-            account.day, account.num_today = day, 0
+        self._begin_day(account, day)
+        share = self._share(limits, account)
         quota = limits.tokens_per_day
-        if quota is not None and account.num_today + num_tokens > quota / self.num_sharing:
+        if quota is not None and account.num_today + num_tokens > quota * share:
             return Refused(Limit.QUOTA, min(left_s, _MAX_WAIT_S))
-        bucket = account.tokens = self._bucket(
-            account.tokens, limits.tokens_per_min, 60.0, 60.0, now
-        )
-        if bucket is not None:
-            if wait_s := bucket.wait_s(num_tokens, now):
+        if not share:
+            return Refused(Limit.TOKEN_RATE, 1.0)
+        self._fit(account, limits, now)
+        if account.tokens is not None:
+            if wait_s := account.tokens.wait_s(num_tokens, now):
                 return Refused(Limit.TOKEN_RATE, wait_s)
-            bucket.take(num_tokens, now)
+            account.tokens.take(num_tokens, now)
         account.num_today += num_tokens
         return Charge(num_tokens, account.day)
 
@@ -158,17 +182,12 @@ class Tenants:
         unused = max(0, charge.num_tokens - num_used)
         if account.tokens is not None:
             account.tokens.give(unused)
-        if charge.day == account.day:
-            account.num_today -= unused
+        if charge.day == account.day:  # what it paid for may have gone to another gateway meanwhile
+            account.num_today = max(0, account.num_today - unused)
 
     def used_today(self) -> Mapping[str, tuple[int, int]]:
         """By tenant: the day, and the tokens paid for on it."""
         return {name: (a.day, a.num_today) for name, a in self._accounts.items() if a.num_today}
-
-    def restore(self, used: Mapping[str, tuple[int, int]]) -> None:
-        for name, (day, num_tokens) in used.items():
-            account = self._account(name)
-            account.day, account.num_today = day, num_tokens
 
     def num_open(self, name: str) -> int:
         account = self._accounts.get(name)
@@ -179,30 +198,101 @@ class Tenants:
         for name in [n for n, a in self._accounts.items() if n not in names and not a.num_open]:
             del self._accounts[name]
 
+    # --- parts -----------------------------------------------------------------------------------
+
+    def held(self, name: str) -> Collection[int]:
+        account = self._accounts.get(name)
+        return () if account is None else account.held
+
+    def idle_s(self, name: str, now: float) -> float:
+        """For how long nobody has come, let in or not; 0 while somebody is here."""
+        account = self._account(name)
+        return 0.0 if account.num_open else now - account.came_at
+
+    def max_open(self, tenant: Tenant) -> float:
+        """How many calls our parts let in at once."""
+        most, account = tenant.limits.max_concurrent, self._account(tenant.name)
+        if most is None:
+            return math.inf
+        if self.num_parts is None or not (num := self.num_parts(tenant.limits)):
+            return most
+        return sum((i + 1) * most // num - i * most // num for i in account.held if i < num)
+
+    def hold(self, tenant: Tenant, index: int, part: Part, clock: Clock) -> None:
+        limits, account = tenant.limits, self._account(tenant.name)
+        assert index not in account.held
+        self._begin_day(account, clock.day)
+        account.held[index] = None
+        self._fit(account, limits, clock.now, is_empty=True)
+        for bucket, level in ((account.requests, part.requests), (account.tokens, part.tokens)):
+            if bucket is not None:
+                bucket.give(_level_now(bucket, level, part.at, len(account.held), clock.wall))
+        if part.day == clock.day:
+            account.num_today += part.used
+
+    def give_up(self, tenant: Tenant, index: int, clock: Clock) -> Part:
+        """What goes with it. It lets nothing in from here on."""
+        limits, account = tenant.limits, self._account(tenant.name)
+        self._begin_day(account, clock.day)
+        self._fit(account, limits, clock.now)
+        going = self._one_part(account, clock)
+        for bucket, level in ((account.requests, going.requests), (account.tokens, going.tokens)):
+            if bucket is not None and level is not None:
+                bucket.take(level, clock.now)
+        account.num_today -= going.used
+        del account.held[index]
+        self._fit(account, limits, clock.now)
+        return going
+
+    def news(self, tenant: Tenant, place: int, part: Part, clock: Clock) -> Part | None:
+        """What would go with the part at `place` of ours; None if that follows from `part`, which was told before."""
+        account = self._account(tenant.name)
+        self._begin_day(account, clock.day)
+        self._fit(account, tenant.limits, clock.now)
+        going, num = self._one_part(account, clock, place), len(account.held)
+        is_new = going.used != (part.used if part.day == going.day else 0)
+        for bucket, told, level in (
+            (account.requests, part.requests, going.requests),
+            (account.tokens, part.tokens, going.tokens),
+        ):
+            if bucket is not None and level is not None:
+                is_new |= level < _level_now(bucket, told, part.at, num, clock.wall) - 1e-3
+        return going if is_new else None
+
+    def _one_part(self, account: _Account, clock: Clock, place: int = 0) -> Part:
+        """An equal part of all that is used and left; the first ones have the odd tokens of the day."""
+        num = len(account.held)
+        requests, tokens = (
+            None if bucket is None else bucket.level / num
+            for bucket in (account.requests, account.tokens)
+        )
+        used = account.num_today // num + (place < account.num_today % num)
+        return Part(requests, tokens, clock.wall, account.day, used)
+
+    def _share(self, limits: TenantLimits, account: _Account) -> float:
+        if self.num_parts is None or not (num := self.num_parts(limits)):
+            return 1.0
+        return sum(index < num for index in account.held) / num
+
+    def _begin_day(self, account: _Account, day: int) -> None:
+        if day > account.day:
+            account.day, account.num_today = day, 0
+
     def _account(self, name: str) -> _Account:
         found = self._accounts.get(name)
         if found is None:
             found = self._accounts[name] = _Account()
         return found
 
-    def _bucket(
-        self,
-        bucket: TokenBucket | None,
-        limit: float | None,
-        per_s: float,
-        burst_s: float,
-        now: float,
-    ) -> TokenBucket | None:
-        """The bucket for `limit` every `per_s` seconds as it is now: limits and shares change while it lives."""
-        if limit is None:
-            return None
-        rate = limit / per_s / self.num_sharing
-        capacity = max(1.0, rate * burst_s)
-        if bucket is None:
-            return TokenBucket(rate, capacity, capacity, now)
-        if (bucket.rate, bucket.capacity) != (rate, capacity):
-            bucket.resize(rate, capacity, now)
-        return bucket
+    def _fit(
+        self, account: _Account, limits: TenantLimits, now: float, *, is_empty: bool = False
+    ) -> None:
+        """Its buckets for these limits as our share is now: both change while it lives. `is_empty`: a new bucket is."""
+        share = self._share(limits, account)
+        account.requests = _bucket(
+            account.requests, limits.requests_per_s, 1.0, share, now, is_empty
+        )
+        account.tokens = _bucket(account.tokens, limits.tokens_per_min, 60.0, share, now, is_empty)
 
     def check_invariants(self) -> None:
         for account in self._accounts.values():
@@ -210,3 +300,30 @@ class Tenants:
             assert account.num_today >= 0
             for bucket in (account.requests, account.tokens):
                 assert bucket is None or bucket.level <= bucket.capacity + 1e-6
+
+
+def _bucket(
+    bucket: TokenBucket | None,
+    limit: float | None,
+    period_s: float,
+    share: float,
+    now: float,
+    is_empty: bool,
+) -> TokenBucket | None:
+    """For `share` of `limit` every `period_s` seconds, of which it holds one such period's worth."""
+    if limit is None:
+        return None
+    rate, capacity = limit / period_s * share, max(1.0, limit) * share
+    if bucket is None:
+        return TokenBucket(rate, capacity, 0.0 if is_empty else capacity, now)
+    if (bucket.rate, bucket.capacity) != (rate, capacity):
+        bucket.resize(rate, capacity, now)
+    return bucket
+
+
+def _level_now(bucket: TokenBucket, level: float | None, at: float, num: int, wall: float) -> float:
+    """Of one part of `num`, which had `level` at the time `at`."""
+    full = bucket.capacity / num
+    if level is None:
+        return full
+    return min(full, level + max(0.0, wall - at) * bucket.rate / num)

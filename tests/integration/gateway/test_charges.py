@@ -16,6 +16,7 @@ from pdmesh.core.tenants import ANYONE
 from pdmesh.net import rpc
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
+from services.gateway.door import OpenDoor
 from tests.fakes.fake_instance import FakeInstance
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.support.waiting import until
@@ -26,22 +27,20 @@ BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4000}
 NUM_DRAWN = 30  # before the only instance dies
 
 
-class Ledger:
+class Ledger(OpenDoor):
     """A door that lets everybody in and writes down what is charged in the end."""
 
     def __init__(self) -> None:
         self.settled: list[int] = []
         self.tenant = ANYONE
 
-    def enter(self, authorization: str) -> Ledger:
+    async def enter(self, authorization: str) -> Ledger:
         return self
 
-    async def run(self) -> None:
-        await asyncio.Event().wait()
-
-    def share(self, num_gateways: int) -> None: ...
-
     def charge(self, num_tokens: int) -> None: ...
+
+    async def has_more(self) -> bool:
+        return False
 
     def settle(self, num_used: int) -> None:
         self.settled.append(num_used)

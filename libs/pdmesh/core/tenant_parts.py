@@ -1,0 +1,208 @@
+"""One tenant's limits over several gateways: cut into parts, each of them held by one gateway at a time (S97).
+
+A ledger says who holds which part. It is written by compare-and-set, so no part is ever held twice, and a gateway grants what its
+own parts come to: together they never grant more than the limit. Each part is of use by itself (one open call, one request),
+so a limit is cut into as many parts as it can feed. Parts go where calls are: nobody's are taken when needed, and
+a gateway that finds none says so in the ledger; those that hold more than their share hand some over, those that nobody calls all of
+theirs, and where there are fewer parts than gateways, the one that has held it for a while. What a part has granted today, and what is left in its buckets, goes with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from pdmesh.core.tenants import Clock, Part, Tenant, TenantLimits, Tenants
+
+_MAX_PARTS: Final = 16
+_IDLE_S: Final = 5.0  # nobody came: others may have all of it
+_HELD_S: Final = 1.0  # at least, where parts are fewer than those who want one
+
+
+def num_parts(limits: TenantLimits) -> int:
+    """0: nothing is limited."""
+    if limits == TenantLimits():
+        return 0
+    found = [_MAX_PARTS]
+    if limits.max_concurrent is not None:
+        found.append(limits.max_concurrent)
+    if limits.requests_per_s is not None:
+        found.append(int(limits.requests_per_s))
+    return max(1, min(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """`holders[i]` holds part i; empty: nobody. `wanted`: gateways that found no part, the longest waiting first."""
+
+    holders: tuple[str, ...]
+    parts: tuple[Part, ...]
+    wanted: tuple[str, ...] = ()
+
+    @classmethod
+    def new(cls, num: int) -> Ledger:
+        return cls(("",) * num, (Part(),) * num)
+
+    def with_part(self, index: int, holder: str, part: Part) -> Ledger:
+        holders, parts = list(self.holders), list(self.parts)
+        holders[index], parts[index] = holder, part
+        return replace(self, holders=tuple(holders), parts=tuple(parts))
+
+
+@dataclass(slots=True)
+class _Known:
+    ledger: Ledger | None = None
+    revision: int = 0
+    leaving: dict[int, Part] = field(default_factory=dict)  # ours no more, but not handed over yet
+    since: float = 0.0  # when the last part came
+
+
+@dataclass(slots=True)
+class TenantParts:
+    """What one gateway, `me`, knows of all ledgers, and does to them. `seen` is told whatever they hold, its own writes as well;
+    `more` and `due` say what to write at the revision known, or None."""
+
+    me: str
+    tenants: Tenants
+    alive: Collection[str] = ()  # gateways that may hold parts; we always may
+    _known: dict[str, _Known] = field(default_factory=dict)
+
+    def is_leaving(self, tenant: Tenant) -> bool:
+        """Parts are to be handed over as soon as calls end."""
+        return bool(self._of(tenant).leaving)
+
+    def revision(self, tenant: Tenant) -> int:
+        return self._of(tenant).revision
+
+    def holds_all(self, tenant: Tenant) -> bool:
+        return len(self.tenants.held(tenant.name)) >= num_parts(tenant.limits)
+
+    def seen(self, tenant: Tenant, ledger: Ledger | None, revision: int, clock: Clock) -> None:
+        """What the store says now."""
+        known = self._of(tenant)
+        if revision < known.revision:
+            return  # from before what we know
+        known.ledger, known.revision = ledger, revision
+        if ledger is None:
+            return
+        ledger = _sized(ledger, num_parts(tenant.limits))
+        for index, holder in enumerate(ledger.holders):
+            is_held = index in self.tenants.held(tenant.name)
+            if holder != self.me:
+                known.leaving.pop(index, None)
+                if is_held:  # taken from us: they thought that we had gone
+                    self.tenants.give_up(tenant, index, clock)
+            elif not is_held and index not in known.leaving:
+                self.tenants.hold(tenant, index, ledger.parts[index], clock)
+                known.since = clock.now
+
+    def named(self, tenant: Tenant) -> set[str]:
+        """Gateways that hold a part or want one."""
+        ledger = self._of(tenant).ledger
+        return set() if ledger is None else {*ledger.holders, *ledger.wanted} - {""}
+
+    def forget(self) -> None:
+        """The store is read again from its beginning: it may be another one."""
+        for known in self._known.values():
+            known.ledger, known.revision = None, 0
+
+    def more(self, tenant: Tenant, clock: Clock) -> Ledger | None:
+        """Take a part that nobody holds, or ask for one; None if all are ours, or we have asked already."""
+        known, ledger = self._of(tenant), self._ledger(tenant, clock)
+        free = [i for i, holder in enumerate(ledger.holders) if not self._is_alive(holder)]
+        if free:
+            others = [w for w in ledger.wanted if w != self.me and self._is_alive(w)]
+            for index in free[:1] if others else free:
+                ledger = ledger.with_part(index, self.me, ledger.parts[index])
+            return replace(ledger, wanted=tuple(w for w in ledger.wanted if w != self.me))
+        if self.me in ledger.wanted or self.holds_all(tenant) or known.leaving:
+            return None
+        return replace(ledger, wanted=(*ledger.wanted, self.me))
+
+    def due(
+        self,
+        tenant: Tenant,
+        clock: Clock,
+        *,
+        tells_use: bool = True,
+        is_leaving: bool = False,
+    ) -> Ledger | None:
+        """Hand over what others need more, and say what was used; None if nothing is new.
+
+        `tells_use`: not each time, as every call would be a write. `is_leaving`: this gateway takes no more calls.
+        """
+        known = self._of(tenant)
+        if known.ledger is None and not self.tenants.held(tenant.name):
+            return None
+        before = self._ledger(tenant, clock)
+        wanted = [w for w in before.wanted if w != self.me and self._is_alive(w)]
+        self._begin_to_leave(tenant, before, wanted, clock, is_leaving=is_leaving)
+        ledger = replace(before, wanted=tuple(w for w in before.wanted if self._is_alive(w)))
+        for index, part in known.leaving.items():
+            if self.tenants.num_open(tenant.name) > self.tenants.max_open(tenant):
+                break  # calls that this part let in are still open
+            taker = min(wanted, key=ledger.holders.count, default="")
+            ledger = ledger.with_part(index, taker, part)
+            ledger = replace(ledger, wanted=tuple(w for w in ledger.wanted if w != taker))
+        for place, index in enumerate(self.tenants.held(tenant.name) if tells_use else ()):
+            if index < len(ledger.parts) and (
+                going := self.tenants.news(tenant, place, ledger.parts[index], clock)
+            ):
+                ledger = ledger.with_part(index, self.me, going)
+        return ledger if ledger != known.ledger else None
+
+    def _begin_to_leave(
+        self,
+        tenant: Tenant,
+        ledger: Ledger,
+        wanted: Collection[str],
+        clock: Clock,
+        *,
+        is_leaving: bool,
+    ) -> None:
+        """From here on we let nothing in for these parts."""
+        known, held = self._of(tenant), sorted(self.tenants.held(tenant.name))
+        keep = len(held)
+        if is_leaving:
+            keep = 0
+        elif wanted and not known.leaving:
+            having = Counter(h for h in ledger.holders if self._is_alive(h))
+            share = len(ledger.holders) // len(having.keys() | set(wanted) | {self.me})
+            num_missing = sum(max(0, max(1, share) - having[w]) for w in wanted)
+            if self.tenants.idle_s(tenant.name, clock.now) >= _IDLE_S:
+                keep = 0
+            elif share:
+                keep = min(keep, max(share, keep - num_missing))
+            elif num_missing and clock.now - known.since >= _HELD_S:
+                keep -= 1
+        keep = max(0, keep)
+        for index in held[keep:]:
+            known.leaving[index] = self.tenants.give_up(tenant, index, clock)
+
+    def _ledger(self, tenant: Tenant, clock: Clock) -> Ledger:
+        """As the store has it, or a new one, with what we hold of it: the store may have lost it."""
+        known, num = self._of(tenant), num_parts(tenant.limits)
+        found = Ledger.new(num) if known.ledger is None else _sized(known.ledger, num)
+        for index in self.tenants.held(tenant.name):
+            if index < num and not found.holders[index]:
+                found = found.with_part(index, self.me, found.parts[index])
+        return found
+
+    def _is_alive(self, holder: str) -> bool:
+        return holder == self.me or holder in self.alive
+
+    def _of(self, tenant: Tenant) -> _Known:
+        found = self._known.get(tenant.name)
+        if found is None:
+            found = self._known[tenant.name] = _Known()
+        return found
+
+
+def _sized(ledger: Ledger, num: int) -> Ledger:
+    """For limits that are cut into another number of parts than they were: those there are stay where they are."""
+    more = max(0, num - len(ledger.holders))
+    return Ledger(
+        ledger.holders[:num] + ("",) * more, ledger.parts[:num] + (Part(),) * more, ledger.wanted
+    )

@@ -1,0 +1,241 @@
+"""Tenants' limits over all gateways of a mesh: the ledgers of `core.tenant_parts`, in a bucket that all of them write.
+
+A call that finds a part of its limit here waits for nothing. One that does not makes the gateway ask for more, for half a second
+at most. While NATS is away every gateway goes on with the parts it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Final, Protocol
+
+import msgspec
+import structlog
+
+from pdmesh.core.tenant_parts import Ledger, TenantParts, num_parts
+from pdmesh.core.tenants import Clock, Tenant, Tenants
+from pdmesh.errors import Unavailable
+from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats_kv import KvBucket, KvEntry, KvWatch, WrongRevision
+from pdmesh.net.tasks import end
+
+log = structlog.get_logger(__name__)
+
+BUCKET: Final = "pdmesh-tenants"
+_DAY_S: Final = 86400
+_TICK_S: Final = 1.0
+_ASK_S: Final = 0.5  # a call waits so long for a part
+_ASK_AGAIN_S: Final = 0.25  # after nobody gave one
+_ATTEMPTS: Final = 5  # of a write, each time with what others wrote before
+_MAX_GONE: Final = 1024
+_GONE_S: Final = 3.0  # a gateway that starts holds parts before others see its record
+_ledgers: Final = msgspec.json.Decoder(Ledger)
+_encode: Final = msgspec.json.encode
+
+
+class LedgerBucket(Protocol):
+    """`KvBucket`, or a test's."""
+
+    async def get(self, key: str) -> KvEntry | None: ...
+
+    async def put(self, key: str, value: bytes, last: int | None = None) -> int: ...
+
+    def watch(
+        self,
+        on_entry: Callable[[KvEntry], None],
+        on_loaded: Callable[[], None],
+        on_reset: Callable[[], None],
+    ) -> KvWatch: ...
+
+
+def clock() -> Clock:
+    wall = time.time()
+    day = int(wall // _DAY_S)
+    return Clock(time.monotonic(), wall, day, (day + 1) * _DAY_S - wall)
+
+
+class TenantLedgers:
+    """Of the gateway `me` (its id and incarnation). `known` are the tenants of the key file as it is now."""
+
+    def __init__(
+        self,
+        bucket: LedgerBucket,
+        me: str,
+        tenants: Tenants,
+        known: Callable[[], Mapping[str, Tenant]],
+    ) -> None:
+        self._bucket, self._me, self._known = bucket, me, known
+        self._parts = TenantParts(me, tenants)
+        self._tenants = tenants
+        self._names: dict[str, str] = {}  # by key
+        self._gone_at: dict[str, float] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._ask_again_at: dict[str, float] = {}
+        self._changed: dict[str, asyncio.Event] = {}
+        self._dirty: dict[str, None] = {}
+        self._has_dirty = asyncio.Event()
+        self._watch: KvWatch | None = None
+        self._living: Collection[str] = ()
+
+    async def more(self, tenant: Tenant) -> bool:
+        """Whether a part came. Tenants without limits have none."""
+        if self._parts.holds_all(tenant):
+            return False
+        num_held = len(self._tenants.held(tenant.name))
+        asking = self._asking.get(tenant.name)
+        if asking is None:
+            if time.monotonic() < self._ask_again_at.get(tenant.name, 0.0):
+                return False
+            asking = asyncio.create_task(self._ask(tenant), name="tenant-ask")
+            self._asking[tenant.name] = asking
+        await asyncio.shield(asking)
+        return len(self._tenants.held(tenant.name)) > num_held
+
+    def left(self, tenant: Tenant) -> None:
+        """A call has ended: what waited for that can go."""
+        if self._parts.is_leaving(tenant):
+            self._mark(tenant.name)
+
+    def share(self, gateways: Collection[str]) -> None:
+        """Those whose records are there."""
+        self._living = gateways
+
+    async def run(self) -> None:
+        """Follow the bucket, hand over what others need, and tell what was used."""
+        self._watch = self._bucket.watch(self._on_entry, lambda: None, self._parts.forget)
+        tick_at = 0.0
+        while True:
+            wait_s = max(0.0, tick_at - time.monotonic())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._has_dirty.wait()
+            self._has_dirty.clear()
+            names, self._dirty = list(self._dirty), {}
+            for name in names:
+                await self._settle(name)
+            if time.monotonic() >= tick_at:
+                tick_at = time.monotonic() + _TICK_S
+                for name in [n for n in self._known() if self._tenants.held(n)]:
+                    await self._settle(name, tells_use=True)
+
+    async def close(self) -> None:
+        """Give everything back: no call is open any more."""
+        if self._watch is not None:
+            await self._watch.close()
+        await end(list(self._asking.values()))
+        for name, tenant in self._known().items():
+            if self._tenants.held(name) or self._parts.is_leaving(tenant):
+                await self._settle(name, tells_use=True, is_leaving=True)
+
+    # --- the bucket ------------------------------------------------------------------------------
+
+    async def _ask(self, tenant: Tenant) -> None:
+        num_held = len(self._tenants.held(tenant.name))
+        changed = self._changed[tenant.name] = asyncio.Event()
+        try:
+            async with asyncio.timeout(_ASK_S):
+                while True:
+                    changed.clear()
+                    self._look_who_lives(tenant)
+                    is_written = await self._write(tenant, self._parts.more(tenant, clock()))
+                    if len(self._tenants.held(tenant.name)) > num_held:
+                        return
+                    if is_written:
+                        await changed.wait()
+        except TimeoutError:
+            self._ask_again_at[tenant.name] = time.monotonic() + _ASK_AGAIN_S
+        except Unavailable as exc:
+            log.warning("tenants.no_ledger", reason=exc.message)
+            self._ask_again_at[tenant.name] = time.monotonic() + _ASK_AGAIN_S
+        finally:
+            del self._changed[tenant.name], self._asking[tenant.name]
+
+    async def _settle(
+        self, name: str, *, tells_use: bool = False, is_leaving: bool = False
+    ) -> None:
+        tenant = self._known().get(name)
+        if tenant is None or not num_parts(tenant.limits):
+            return
+        self._look_who_lives(tenant)
+        try:
+            for _ in range(_ATTEMPTS):
+                ledger = self._parts.due(
+                    tenant, clock(), tells_use=tells_use, is_leaving=is_leaving
+                )
+                if await self._write(tenant, ledger):
+                    return
+        except Unavailable as exc:
+            log.debug("tenants.no_ledger", reason=exc.message)
+
+    async def _write(self, tenant: Tenant, ledger: Ledger | None) -> bool:
+        """False if somebody else wrote it before: then we know what. Raises Unavailable."""
+        if ledger is None:
+            return True
+        key, last = self._key(tenant.name), self._parts.revision(tenant)
+        try:
+            revision = await self._bucket.put(key, _encode(ledger), last)
+        except WrongRevision:
+            found = await self._bucket.get(key)
+            if found is None:  # the bucket is another one
+                self._parts.forget()
+            else:
+                self._see(tenant, found)
+            return False
+        self._parts.seen(tenant, ledger, revision, clock())
+        return True
+
+    def _on_entry(self, entry: KvEntry) -> None:
+        tenant = self._known().get(self._name(entry.key))
+        if tenant is not None and num_parts(tenant.limits):
+            self._see(tenant, entry)
+            self._mark(tenant.name)
+            if (changed := self._changed.get(tenant.name)) is not None:
+                changed.set()
+
+    def _see(self, tenant: Tenant, entry: KvEntry) -> None:
+        ledger = None
+        if entry.value is not None:
+            try:
+                ledger = _ledgers.decode(entry.value)
+            except msgspec.MsgspecError:
+                log.warning("tenants.bad_ledger", tenant=tenant.name)
+        self._parts.seen(tenant, ledger, entry.revision, clock())
+
+    def _mark(self, name: str) -> None:
+        self._dirty[name] = None
+        self._has_dirty.set()
+
+    # --- names -----------------------------------------------------------------------------------
+
+    def _look_who_lives(self, tenant: Tenant) -> None:
+        """Who is in the ledger and has no record may not have written it yet; but a life of ours before this one is over."""
+        now, own = time.monotonic(), self._me.partition("/")[0] + "/"
+        named = {name for name in self._parts.named(tenant) if not name.startswith(own)}
+        for name in named:
+            if name in self._living:
+                self._gone_at.pop(name, None)
+            else:
+                self._gone_at.setdefault(name, now)
+        self._parts.alive = {n for n in named if now - self._gone_at.get(n, now) < _GONE_S}
+        while len(self._gone_at) > _MAX_GONE:
+            del self._gone_at[next(iter(self._gone_at))]
+
+    def _key(self, name: str) -> str:
+        """Names may hold what keys may not."""
+        key = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+        self._names[key] = name
+        return key
+
+    def _name(self, key: str) -> str:
+        if key not in self._names:
+            for name in self._known():
+                self._key(name)
+        return self._names.get(key, "")
+
+
+def tenant_bucket(bus: NatsBus) -> KvBucket:
+    return KvBucket(bus, BUCKET)

@@ -1,0 +1,191 @@
+"""A tenant's limits over several gateways on one NATS: never more than the limit, never nothing for good."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from pdmesh import api_keys
+from pdmesh.api_keys import KeyFile, TenantEntry
+from pdmesh.net.nats_bus import NatsBus
+from services.gateway.door import KeyedDoor, RateLimited, Visit, charged
+from services.gateway.tenant_ledgers import tenant_bucket
+from tests.support.servers import TestServer
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.req("S97")
+
+
+@dataclass
+class Fleet:
+    """Gateways' doors, each with a loop of its own; `names` is what the registry would show."""
+
+    bus: NatsBus
+    path: Path
+    token: str
+    doors: dict[str, KeyedDoor] = field(default_factory=dict)
+    loops: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    def add(self, name: str) -> KeyedDoor:
+        door = self.doors[name] = KeyedDoor(self.path)
+        door.join(tenant_bucket(self.bus), name)
+        self.loops[name] = asyncio.create_task(door.run())
+        self.tell()
+        return door
+
+    async def stop(self, name: str) -> None:
+        """As a gateway that is told to end."""
+        door = await self.kill(name)
+        await door.close()
+
+    async def kill(self, name: str) -> KeyedDoor:
+        door, loop = self.doors.pop(name), self.loops.pop(name)
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+        self.tell()
+        return door
+
+    def tell(self) -> None:
+        for door in self.doors.values():
+            door.share(frozenset(self.doors))
+
+    async def enter(self, door: KeyedDoor) -> Visit | None:
+        try:
+            return await door.enter(f"Bearer {self.token}")
+        except RateLimited:
+            return None
+
+    async def enters(self, door: KeyedDoor) -> bool:
+        """It lets a call in, which ends at once."""
+        visit = await self.enter(door)
+        if visit is not None:
+            visit.leave()
+        return visit is not None
+
+    async def grants(self, door: KeyedDoor, num_tokens: int) -> bool:
+        visit = await self.enter(door)
+        assert visit is not None
+        try:
+            await charged(visit, lambda: visit.charge(num_tokens))
+        except RateLimited:
+            return False
+        else:
+            visit.settle(num_tokens)
+            return True
+        finally:
+            visit.leave()
+
+
+@asynccontextmanager
+async def fleet(bus: NatsBus, directory: Path, tenant: TenantEntry) -> AsyncIterator[Fleet]:
+    file = KeyFile(tenants={"acme": tenant})
+    token = api_keys.issue(file, "acme")
+    api_keys.save(directory / "keys.json", file)
+    found = Fleet(bus, directory / "keys.json", token)
+    try:
+        yield found
+    finally:
+        for name in list(found.doors):
+            await found.stop(name)
+
+
+async def test_four_open_calls_over_three_gateways_are_four(tmp_path: Path, bus: NatsBus) -> None:
+    async with fleet(bus, tmp_path, TenantEntry(max_concurrent=4)) as f:
+        doors = [f.add(f"g{i}/1") for i in range(3)]
+        for door in doors:  # each has had a call, so each has its part
+            await until(lambda door=door: f.enters(door))
+        visits = await asyncio.gather(*(f.enter(d) for d in doors for _ in range(8)))
+        let_in = [v for v in visits if v is not None]
+        assert 3 <= len(let_in) <= 4
+        for visit in let_in:
+            visit.leave()
+        for door in doors:
+            await until(lambda door=door: f.enters(door))
+
+
+async def test_a_gateway_alone_has_all_of_it_at_once(tmp_path: Path, bus: NatsBus) -> None:
+    async with fleet(bus, tmp_path, TenantEntry(max_concurrent=4, requests_per_s=100)) as f:
+        door = f.add("g0/1")
+        assert sum(v is not None for v in [await f.enter(door) for _ in range(6)]) == 4
+        await f.kill("g0/1")
+        again = f.add("g0/2")  # its next life need not wait for the one before
+        assert await f.enter(again) is not None
+
+
+async def test_fewer_calls_than_gateways_go_round(tmp_path: Path, bus: NatsBus) -> None:
+    async with fleet(bus, tmp_path, TenantEntry(max_concurrent=2)) as f:
+        doors = [f.add(f"g{i}/1") for i in range(3)]
+        for _ in range(2):
+            for door in doors:
+                await until(lambda door=door: f.enters(door))
+        # Calls that go on hold theirs; the gateway whose turn it is gets the other one.
+        first = await f.enter(doors[0])
+        while first is None:
+            first = await f.enter(doors[0])
+        for door in (doors[1], doors[2], doors[1]):
+            await until(lambda door=door: f.enters(door))
+        first.leave()
+
+
+async def test_what_was_used_of_the_day_stays_used_when_gateways_go(
+    tmp_path: Path, bus: NatsBus
+) -> None:
+    async with fleet(bus, tmp_path, TenantEntry(tokens_per_day=100)) as f:
+        assert await f.grants(f.add("g0/1"), 60)
+        await f.stop("g0/1")
+        second = f.add("g1/1")
+        assert not await f.grants(second, 41)
+        assert await f.grants(second, 30)
+        third = f.add("g2/1")
+        assert not await f.grants(third, 11)
+        await f.stop("g1/1")
+        await until(lambda: f.grants(third, 10), within_s=10)
+        assert not await f.grants(third, 1)
+
+
+async def test_a_gateway_that_starts_takes_nothing_from_those_it_has_not_seen_yet(
+    tmp_path: Path, bus: NatsBus
+) -> None:
+    async with fleet(bus, tmp_path, TenantEntry(max_concurrent=1)) as f:
+        visit = await f.enter(f.add("g0/1"))
+        assert visit is not None
+        late = f.doors["g1/1"] = KeyedDoor(f.path)
+        late.join(tenant_bucket(bus), "g1/1")
+        f.loops["g1/1"] = asyncio.create_task(late.run())
+        assert await f.enter(late) is None
+        f.tell()
+        assert await f.enter(late) is None
+        visit.leave()
+        await until(lambda: f.enters(late))
+
+
+async def test_a_gateway_that_died_is_inherited_from(tmp_path: Path, bus: NatsBus) -> None:
+    async with fleet(bus, tmp_path, TenantEntry(max_concurrent=1)) as f:
+        dead, heir = f.add("g0/1"), f.add("g1/1")
+        visit = await f.enter(dead)
+        assert visit is not None
+        assert await f.enter(heir) is None
+        await f.kill("g0/1")
+        await until(lambda: f.enters(heir), within_s=15)
+
+
+async def test_without_nats_a_gateway_goes_on_with_its_part(
+    tmp_path: Path, server: TestServer, bus: NatsBus
+) -> None:
+    async with fleet(bus, tmp_path, TenantEntry(max_concurrent=2)) as f:
+        first, second = f.add("g0/1"), f.add("g1/1")
+        for door in (first, second):
+            await until(lambda door=door: f.enters(door))
+        server.kill()
+        visits = [await f.enter(door) for door in (first, first, second, second)]
+        assert [v is not None for v in visits] == [True, False, True, False]
+        for visit in visits:
+            if visit is not None:
+                visit.leave()
+        await server.start()
+        await until(lambda: f.enters(first))

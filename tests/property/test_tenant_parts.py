@@ -1,0 +1,299 @@
+"""Whatever gateways come, go and die: together they grant no more than a limit, and each that is asked gets a part of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from pdmesh.core.tenant_parts import Ledger, TenantParts, num_parts
+from pdmesh.core.tenants import Charge, Clock, Tenant, TenantLimits, Tenants
+
+DAY_S = 2000.0
+
+
+@dataclass
+class Store:
+    """Compare-and-set on one record."""
+
+    ledger: Ledger | None = None
+    revision: int = 0
+
+    def put(self, ledger: Ledger, last: int) -> bool:
+        if last != self.revision:
+            return False
+        self.ledger, self.revision = ledger, self.revision + 1
+        return True
+
+
+@dataclass
+class Gateway:
+    name: str
+    tenant: Tenant
+    store: Store
+    tenants: Tenants = field(default_factory=lambda: Tenants(num_parts))
+    charges: list[Charge | None] = field(default_factory=list)  # of open calls
+    saved: int = 0  # tokens of the day at its last write
+
+    def __post_init__(self) -> None:
+        self.parts = TenantParts(self.name, self.tenants)
+
+    def look(self, clock: Clock) -> None:
+        self.parts.seen(self.tenant, self.store.ledger, self.store.revision, clock)
+
+    def write(self, ledger: Ledger | None, clock: Clock) -> bool:
+        revision = self.parts.revision(self.tenant)
+        if ledger is None or not self.store.put(ledger, revision):
+            return False
+        self.parts.seen(self.tenant, ledger, revision + 1, clock)
+        return True
+
+    def ask(self, clock: Clock) -> None:
+        self.write(self.parts.more(self.tenant, clock), clock)
+
+    def settle(self, clock: Clock, *, is_leaving: bool = False) -> None:
+        self.write(self.parts.due(self.tenant, clock, is_leaving=is_leaving), clock)
+
+    def enter(self, clock: Clock) -> bool:
+        if self.tenants.enter(self.tenant, clock.now) is not None:
+            return False
+        self.charges.append(None)
+        return True
+
+
+class PartsMachine(RuleBasedStateMachine):
+    """Gateways that see the ledger late, and write when they like."""
+
+    @initialize(
+        concurrent=st.integers(1, 6), requests=st.integers(1, 5), quota=st.integers(100, 2000)
+    )
+    def begin(self, concurrent: int, requests: int, quota: int) -> None:
+        self.limits = TenantLimits(
+            requests_per_s=requests, max_concurrent=concurrent, tokens_per_day=quota
+        )
+        self.tenant = Tenant("acme", self.limits)
+        self.store = Store()
+        self.now = 10.0
+        self.gateways: list[Gateway] = []
+        self.num_made = 0
+        self.entered: list[float] = []
+        self.granted: dict[int, int] = {}
+        self.lost = 0  # granted by gateways that died, since their last write
+        self.join()
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(self.now, self.now, int(self.now // DAY_S))
+
+    def draw(self, data: st.DataObject) -> Gateway:
+        return data.draw(st.sampled_from(self.gateways))
+
+    def tell_who_lives(self) -> None:
+        names = frozenset(g.name for g in self.gateways)
+        for gateway in self.gateways:
+            gateway.parts.alive = names
+
+    @precondition(lambda self: len(self.gateways) < 4)
+    @rule()
+    def join(self) -> None:
+        self.num_made += 1
+        self.gateways.append(Gateway(f"g{self.num_made}", self.tenant, self.store))
+        self.tell_who_lives()
+
+    @precondition(lambda self: len(self.gateways) > 1)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        """An orderly end: its calls have ended, and it hands everything over."""
+        gateway = self.draw(data)
+        while gateway.charges:
+            self.close(gateway, 0)
+        for _ in range(8):
+            gateway.look(self.clock)
+            gateway.settle(self.clock, is_leaving=True)
+        assert self.store.ledger is None or gateway.name not in self.store.ledger.holders
+        self.gateways.remove(gateway)
+        self.tell_who_lives()
+
+    @precondition(lambda self: len(self.gateways) > 1)
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        gateway = self.draw(data)
+        gateway.look(self.clock)
+        gateway.settle(self.clock)  # as it does each second
+        self.gateways.remove(gateway)
+        self.tell_who_lives()
+
+    @rule(seconds=st.sampled_from([0.01, 0.3, 1.0, 5.0, 300.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(data=st.data())
+    def look(self, data: st.DataObject) -> None:
+        self.draw(data).look(self.clock)
+
+    @rule(data=st.data())
+    def ask(self, data: st.DataObject) -> None:
+        self.draw(data).ask(self.clock)
+
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        self.draw(data).settle(self.clock)
+
+    @rule(data=st.data())
+    def enter(self, data: st.DataObject) -> None:
+        if self.draw(data).enter(self.clock):
+            self.entered.append(self.now)
+
+    @rule(data=st.data(), num_tokens=st.integers(1, 300))
+    def charge(self, data: st.DataObject, num_tokens: int) -> None:
+        gateway, clock = self.draw(data), self.clock
+        unpaid = [i for i, charge in enumerate(gateway.charges) if charge is None]
+        if unpaid:
+            charge = gateway.tenants.charge(self.tenant, num_tokens, clock.now, clock.day, 1.0)
+            if isinstance(charge, Charge):
+                gateway.charges[unpaid[0]] = charge
+                self.granted[clock.day] = self.granted.get(clock.day, 0) + num_tokens
+
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        gateway = self.draw(data)
+        if gateway.charges:
+            self.close(gateway, data.draw(st.integers(0, 300)))
+
+    def close(self, gateway: Gateway, num_used: int) -> None:
+        charge = gateway.charges.pop()
+        if charge is not None:
+            num_used = min(num_used, charge.num_tokens)
+            gateway.tenants.settle(self.tenant, charge, num_used)
+            self.granted[charge.day] -= charge.num_tokens - num_used
+        gateway.tenants.leave(self.tenant)
+
+    @rule()
+    def everybody_asks(self) -> None:
+        """A fair use stays possible: within seconds each gateway gets in, unless calls that are open take it all."""
+        if any(g.charges for g in self.gateways):
+            return
+        for gateway in self.gateways:
+            for _ in range(40):
+                if gateway.enter(self.clock):
+                    self.entered.append(self.now)
+                    self.close(gateway, 0)
+                    break
+                gateway.look(self.clock)
+                gateway.ask(self.clock)
+                for other in self.gateways:
+                    other.look(self.clock)
+                    other.settle(self.clock)
+                    other.look(self.clock)
+                self.now += 0.25
+            else:
+                pytest.fail(f"{gateway.name} never got in: {self.store.ledger}")
+
+    @invariant()
+    def never_more_than_the_limit(self) -> None:
+        if not hasattr(self, "gateways"):
+            return
+        most, rate = self.limits.max_concurrent, self.limits.requests_per_s
+        quota = self.limits.tokens_per_day
+        assert most is not None
+        assert rate is not None
+        assert quota is not None
+        assert sum(len(g.charges) for g in self.gateways) <= most
+        times = self.entered[-40:]
+        for index, first in enumerate(times):
+            assert len(times) - index <= rate + rate * (self.now - first) + 1e-3
+        assert all(num <= quota for num in self.granted.values())
+        held = [i for g in self.gateways for i in g.tenants.held("acme")]
+        assert len(held) == len(set(held)) <= num_parts(self.limits)
+        for gateway in self.gateways:
+            gateway.tenants.check_invariants()
+
+
+TestPartsMachine = pytest.mark.req("S97")(PartsMachine.TestCase)
+TestPartsMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+
+
+@given(num_gateways=st.integers(1, 7), concurrent=st.integers(1, 40))
+def test_a_limit_is_granted_once_whatever_the_number_of_gateways(
+    num_gateways: int, concurrent: int
+) -> None:
+    """Four over three gateways were six."""
+    tenant = Tenant("acme", TenantLimits(max_concurrent=concurrent))
+    store, clock = Store(), Clock(5.0, 5.0, 0)
+    fleet = [Gateway(f"g{i}", tenant, store) for i in range(num_gateways)]
+    for gateway in fleet:
+        gateway.parts.alive = frozenset(g.name for g in fleet)
+    for _ in range(20):
+        for gateway in fleet:
+            gateway.look(clock)
+            if gateway.enter(clock):
+                gateway.charges.pop()
+                gateway.tenants.leave(tenant)
+            else:
+                gateway.ask(clock)
+            gateway.settle(clock)
+        clock = Clock(clock.now + 0.1, clock.wall + 0.1, 0)
+    admitted = [sum(g.enter(clock) for _ in range(50)) for g in fleet]
+    assert sum(admitted) <= concurrent
+    if concurrent >= num_gateways:
+        assert min(admitted) >= 1
+    if num_gateways == 1:
+        assert admitted == [concurrent]
+
+
+def test_a_gateway_that_nobody_calls_leaves_all_of_it_to_one_that_is_called() -> None:
+    tenant = Tenant("acme", TenantLimits(max_concurrent=4))
+    store = Store()
+    fleet = [Gateway(f"g{i}", tenant, store) for i in range(3)]
+    for gateway in fleet:
+        gateway.parts.alive = frozenset(g.name for g in fleet)
+    now = 5.0
+    for step in range(60):
+        now += 0.25
+        clock = Clock(now, now, 0)
+        for gateway in fleet if step < 20 else fleet[:1]:
+            gateway.ask(clock)
+            if gateway.enter(clock):
+                gateway.charges.pop()
+                gateway.tenants.leave(tenant)
+        for gateway in fleet:
+            gateway.look(clock)
+            gateway.settle(clock)
+            gateway.look(clock)
+        if step == 19:
+            assert sorted(len(g.tenants.held("acme")) for g in fleet) == [1, 1, 2]
+    assert [g.enter(Clock(now, now, 0)) for g in fleet[:1] * 5] == [True] * 4 + [False]
+
+
+def test_what_a_gateway_used_of_the_day_is_known_when_it_has_gone() -> None:
+    """A quota of 100: 60 granted by one that left, 30 by one that died; the last grants 10."""
+    tenant = Tenant("acme", TenantLimits(tokens_per_day=100))
+    store, clock = Store(), Clock(5.0, 5.0, 1)
+    left, died, last = (Gateway(name, tenant, store) for name in ("left", "died", "last"))
+
+    def grant(gateway: Gateway, num_tokens: int) -> bool:
+        gateway.look(clock)
+        gateway.ask(clock)
+        return isinstance(
+            gateway.tenants.charge(tenant, num_tokens, clock.now, clock.day, 1.0), Charge
+        )
+
+    assert grant(left, 60)
+    left.settle(clock, is_leaving=True)
+    assert not grant(died, 41)
+    assert grant(died, 30)
+    died.settle(clock)
+    assert not grant(last, 11)
+    assert grant(last, 10)
+    assert not grant(last, 1)
+    tomorrow = Clock(6.0, 6.0, 2)
+    assert isinstance(last.tenants.charge(tenant, 100, 6.0, tomorrow.day, 1.0), Charge)
