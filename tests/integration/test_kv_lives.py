@@ -50,7 +50,6 @@ async def come_and_go(peer: UcxTransport, address: str) -> None:
 
 @pytest.mark.req("S23", "S36")
 @pytest.mark.fault("F37", "F42")
-@pytest.mark.timeout(120)
 async def test_a_transport_may_end_in_any_moment_in_which_peers_connect() -> None:
     """Found by the nemesis: an instance was erased as its peers connected, and died by signal 11 in UCX."""
     process = await asyncio.create_subprocess_exec(

@@ -167,7 +167,6 @@ async def test_wrong_bytes_below_the_watermark_change_the_answer() -> None:
 
 
 @pytest.mark.req("S103")
-@pytest.mark.timeout(120)
 async def test_the_master_sends_a_turn_to_the_prefill_that_holds_the_tail(tmp_path: Path) -> None:
     """Chats shorter than a block: only names of beginnings say who has them. Times of so short prompts are noise."""
     spec = fleet.two_by_two(PDMESH_MASTER_SCHEDULER_LATENCY_WEIGHT="0")
@@ -194,7 +193,6 @@ async def test_the_master_sends_a_turn_to_the_prefill_that_holds_the_tail(tmp_pa
             assert await turn(messages) >= 16, "the first turn's prompt"
 
 
-@pytest.mark.timeout(120)
 async def test_without_a_step_only_whole_blocks_are_reused(tmp_path: Path) -> None:
     spec = MeshSpec(
         engine="sim",

@@ -270,11 +270,11 @@ async def test_a_prefill_of_an_older_release_that_says_nothing_of_its_engine_is_
     tmp_path: Path,
 ) -> None:
     async with (
-        gateway_mesh(tmp_path, 1, 1, stall_s=0.1, ttft_s=0.1) as mesh,
+        gateway_mesh(tmp_path, 1, 1, stall_s=1.0, ttft_s=1.0) as mesh,
         openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none") as client,
     ):
         prefill = mesh.instances["prefill-0"]
-        prefill.prefill_s = 1.0
+        prefill.prefill_s = 6.0
         answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=5)
         assert answer.choices[0].text == mesh.expected_text("abc", 5)
         assert not prefill.aborted
