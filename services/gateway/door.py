@@ -87,6 +87,10 @@ ANYONES_VISIT: Final = _Anyone()
 
 
 class Door(Protocol):
+    def check(self, authorization: str) -> None:
+        """Raises Unauthenticated or PermissionDenied: before anything is read of somebody's request. It counts as none."""
+        ...
+
     async def enter(self, authorization: str) -> Visit:
         """Raises Unauthenticated, PermissionDenied or RateLimited. `authorization`: the header, or the metadata."""
         ...
@@ -105,6 +109,8 @@ class Door(Protocol):
 
 
 class OpenDoor:
+    def check(self, authorization: str) -> None: ...
+
     async def enter(self, authorization: str) -> Visit:
         return ANYONES_VISIT
 
@@ -134,7 +140,17 @@ class KeyedDoor:
         self._tenants = Tenants(num_parts)
         self._ledgers = TenantLedgers(bucket, me, self._tenants, lambda: self._keyring.tenants)
 
+    def check(self, authorization: str) -> None:
+        self._tenant_of(authorization)
+
     async def enter(self, authorization: str) -> Visit:
+        tenant = self._tenant_of(authorization)
+        while (refused := self._tenants.enter(tenant, time.monotonic())) is not None:
+            if not await self.has_more(tenant):
+                raise self._count(tenant.name, _rate_limited(refused))
+        return _KeyedVisit(self, tenant)
+
+    def _tenant_of(self, authorization: str) -> Tenant:
         token = authorization[len(_BEARER) :].strip()
         if authorization[: len(_BEARER)].lower() != _BEARER or not token:
             raise self._count(
@@ -145,10 +161,7 @@ class KeyedDoor:
             raise self._count("", Unauthenticated("this API key is not valid"))
         if tenant.is_disabled:
             raise self._count(tenant.name, PermissionDenied("this API key's tenant is disabled"))
-        while (refused := self._tenants.enter(tenant, time.monotonic())) is not None:
-            if not await self.has_more(tenant):
-                raise self._count(tenant.name, _rate_limited(refused))
-        return _KeyedVisit(self, tenant)
+        return tenant
 
     def share(self, gateways: Collection[str]) -> None:
         if self._ledgers is not None:

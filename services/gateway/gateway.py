@@ -238,7 +238,9 @@ def _grpc_server(settings: Settings, frontend: Frontend, door: Door) -> GrpcServ
         settings.host,
         settings.grpc_port,
         max_bytes=settings.max_body_bytes,
+        max_incoming_bytes=settings.max_incoming_bytes,
         max_connections=settings.max_connections,
+        receive_timeout_s=settings.receive_timeout_s,
         write_timeout_s=settings.write_timeout_s,
         reuse_port=settings.reuse_port,
     )

@@ -15,11 +15,12 @@ from typing import Any, Final
 
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2
+from grpc_reflection.v1alpha import reflection
 
 from pdmesh.errors import MeshError
 from pdmesh.lifecycle import StartupError
 from pdmesh.net import rpc
+from pdmesh.net.incoming import READ_AHEAD, Incoming, IncomingGuard
 from pdmesh.net.loopback import join
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, Usage
@@ -34,6 +35,7 @@ log = structlog.get_logger(__name__)
 Context = Any  # grpc.aio.ServicerContext, generic in grpc-stubs and plain at run time
 SERVICE: Final = "pdmesh.v1.InferenceService"
 _SWEEP_S: Final = 0.5
+_HEALTH: Final = f"/{health.SERVICE_NAME}/"
 _MAX_STREAMS: Final = 1024  # at once on one connection
 _MAX_METADATA_BYTES: Final = 16384
 _MAX_FIELDS: Final = 32_768  # of a request; a list of token ids is one
@@ -225,25 +227,40 @@ class GrpcServer:
         port: int,
         *,
         max_bytes: int,
+        max_incoming_bytes: int,
         max_connections: int,
+        receive_timeout_s: float,
         write_timeout_s: float,
         reuse_port: bool,
     ) -> None:
         bounds = (
+            *READ_AHEAD,
             ("grpc.max_allowed_incoming_connections", max_connections),
             ("grpc.max_concurrent_streams", _MAX_STREAMS),
             ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         )
-        self._server = rpc.server(max_bytes, is_public=True, reuse_port=reuse_port, options=bounds)
+
+        def admit(method: str, context: Context) -> None:
+            if not method.startswith(_HEALTH):
+                door.check(_metadata(context, "authorization"))
+
+        incoming = Incoming(max(1, max_incoming_bytes // max_bytes), receive_timeout_s)
+        self._server = rpc.server(
+            max_bytes,
+            is_public=True,
+            reuse_port=reuse_port,
+            options=bounds,
+            interceptors=[IncomingGuard(incoming, admit, rpc.fail)],
+        )
         service = pb.DESCRIPTOR.services_by_name["InferenceService"]
         self._servicer = InferenceServicer(frontend, door, write_timeout_s)
         rpc.add_service(self._server, service, self._servicer, _MAX_FIELDS)
         # Any: the health package has no types.
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined,unused-ignore]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        described = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
-        rpc.add_service(self._server, described, _Reflection(door), _MAX_FIELDS)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
         self._is_serving: bool | None = None
         try:
             self.port = self._server.add_insecure_port(join(host, port))
@@ -269,23 +286,6 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
-
-
-class _Reflection:
-    """What this door has, for those who may come in."""
-
-    def __init__(self, door: Door) -> None:
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        self._door = door
-        self._answers: Any = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined,unused-ignore]
-
-    async def ServerReflectionInfo(  # noqa: N802
-        self, requests: AsyncIterator[Any], context: Context
-    ) -> AsyncIterator[Any]:
-        visit = await self._door.enter(_metadata(context, "authorization"))
-        visit.leave()
-        async for answer in self._answers.ServerReflectionInfo(requests, context):
-            yield answer
 
 
 class _Writer:

@@ -30,6 +30,7 @@ log = structlog.get_logger(__name__)
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024  # between our own services; edges set their own
 _STATUS_DETAILS: Final = "grpc-status-details-bin"
 _DOMAIN: Final = "pdmesh"
+_HANDSHAKE_MS: Final = 20_000  # from the connection to the first settings; 120 s by default
 
 # A peer that does not answer a ping for 1 s is gone; pings go every 2 s, also while idle. gRPC's default never pings.
 _KEEPALIVE: Final = (
@@ -100,6 +101,7 @@ def server(
     is_public: bool = False,
     reuse_port: bool = False,
     options: Sequence[tuple[str, int]] = (),
+    interceptors: Sequence[Any] = (),  # grpc-stubs and grpc.aio disagree on their type
 ) -> grpc.aio.Server:
     """A server that cancels the handlers of a dead or frozen client within 3 s. `options`: gRPC's own.
 
@@ -107,12 +109,13 @@ def server(
     """
     token = "" if is_public else _Credential.token
     return grpc.aio.server(
-        interceptors=[TokenCheck(token, _fail)] if token else [],
+        interceptors=[*([TokenCheck(token, fail)] if token else []), *interceptors],
         options=(
             *_KEEPALIVE,
             ("grpc.http2.min_ping_interval_without_data_ms", 500),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
             ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.so_reuseport", int(reuse_port)),
@@ -191,7 +194,7 @@ def _unary_unary(
         try:
             return await handler(parse(data), context)
         except Exception as exc:  # noqa: BLE001  # the edge: each becomes a status
-            await _fail(context, exc)
+            await fail(context, exc)
 
     return call
 
@@ -206,7 +209,7 @@ def _unary_stream(
             async for response in handler(parse(data), context):
                 yield response
         except Exception as exc:  # noqa: BLE001  # the edge: each becomes a status
-            await _fail(context, exc)
+            await fail(context, exc)
 
     return call
 
@@ -226,12 +229,13 @@ def _stream_stream(
             async for response in handler(requests(), context):
                 yield response
         except Exception as exc:  # noqa: BLE001  # the edge: each becomes a status
-            await _fail(context, exc)
+            await fail(context, exc)
 
     return call
 
 
-async def _fail(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> NoReturn:
+async def fail(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> NoReturn:
+    """End the call with the status of this error."""
     if isinstance(exc, grpc.aio.AbortError):
         raise exc
     if not isinstance(exc, MeshError):

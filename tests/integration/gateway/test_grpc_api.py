@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
+from tests.support.raw_http2 import Halves
 from tests.support.waiting import until
 
 
@@ -215,3 +217,31 @@ async def test_a_client_that_does_not_read_its_stream_is_cut(tmp_path: Path) -> 
                 pb.GenerateRequest(text="abc", params=pb.GenerationParams(max_tokens=3))
             )
             assert other.text == mesh.expected_text("abc", 3)
+
+
+@pytest.mark.fault("F30", "F31")
+@pytest.mark.parametrize(
+    "method",
+    [
+        b"/pdmesh.v1.InferenceService/Generate",
+        b"/pdmesh.v1.InferenceService/GenerateStream",
+        b"/grpc.health.v1.Health/Check",
+        b"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    ],
+)
+async def test_messages_without_their_end_are_given_up(tmp_path: Path, method: bytes) -> None:
+    """gRPC waits for the rest of a message for ever, and takes all that is sent of it."""
+    mib = 1 << 20
+    async with gateway_mesh(
+        tmp_path, max_body_bytes=mib, max_incoming_bytes=4 * mib, receive_timeout_s=1.0
+    ) as mesh:
+        halves = Halves(method, 40, mib - 1000)
+        async with asyncio.timeout(60):
+            await halves.run(mesh.gateway.grpc.port, "127.0.0.1")
+        assert not halves.is_ended, "the connection is good for other calls"
+        assert halves.ended == set(halves.streams)
+        async with rpc.channel(f"127.0.0.1:{mesh.gateway.grpc.port}") as channel:
+            answer = await InferenceServiceStub(channel).Generate(
+                pb.GenerateRequest(text="abc", params=pb.GenerationParams(max_tokens=5))
+            )
+        assert answer.text == mesh.expected_text("abc", 5)

@@ -1,4 +1,4 @@
-"""A real gateway process under abuse: each attack is bounded in time and memory, and an honest client goes on being served.
+"""A real gateway process under abuse through the door for clients: each attack is bounded in time and memory, and an honest client goes on being served.
 
 The honest client has an address and a process of its own. What it may lose is bounded against what it had just before.
 """
@@ -9,156 +9,41 @@ import asyncio
 import json
 import socket
 import struct
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
-import pytest_asyncio
 
 from pdmesh.launcher.mesh import Mesh
-from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net import rpc
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from tests.support import fleet
-from tests.support.honest_client import HonestClient
-from tests.support.memory import rss_bytes
+from tests.support.abuse import (
+    ATTACKER,
+    FULL,
+    HEAD,
+    INCOMING,
+    MIB,
+    PATIENCE_S,
+    PER_IP,
+    RECEIVE_S,
+    ROUNDS,
+    attack,
+    gauge,
+    held_by,
+    honest_body,
+    port_of,
+    post,
+    rss,
+    served_meanwhile,
+    twice_as_long_at_most,
+)
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-RECEIVE_S, WRITE_S, PER_IP = 5.0, 3.0, 200
-ROUNDS = 10
-_PATIENCE_S = 60.0
-ATTACKER = "127.0.0.66"
-MIB = 1 << 20
-INCOMING = 32 * MIB
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
-    spec = MeshSpec(
-        engine="sim",
-        num_prefill=1,
-        num_decode=1,
-        http_port=0,
-        grpc_port=0,
-        start_timeout_s=180,
-        env={
-            "PDMESH_PREFILL_NUM_SLOTS": "64",
-            "PDMESH_DECODE_NUM_SLOTS": "64",
-            "PDMESH_GATEWAY_RECEIVE_TIMEOUT_S": str(RECEIVE_S),
-            "PDMESH_GATEWAY_WRITE_TIMEOUT_S": str(WRITE_S),
-            "PDMESH_GATEWAY_MAX_CONNECTIONS_PER_IP": str(PER_IP),
-            "PDMESH_GATEWAY_MAX_INCOMING_BYTES": str(INCOMING),
-            "PDMESH_LOOP_WATCH_S": "0.005",  # F31 bounds how long the gateway's loop may be held
-        },
-    )
-    async with Mesh(spec, tmp_path_factory.mktemp("mesh")) as running:
-        yield running
-
-
-def port_of(mesh: Mesh) -> int:
-    return int(mesh.http_url.rsplit(":", 1)[1])
-
-
-def rss(mesh: Mesh) -> int:
-    return rss_bytes(mesh, "gateway-0")
-
-
-def gauge(mesh: Mesh, name: str) -> float:
-    return next(value for n, _, value in fleet.samples(mesh, "gateway-0") if n.startswith(name))
-
-
-@asynccontextmanager
-async def served_meanwhile(mesh: Mesh) -> AsyncIterator[None]:
-    """The block is the attack. Fails if the honest client failed, or got nothing meanwhile."""
-    async with HonestClient(port_of(mesh)) as honest:
-        yield
-        report = await honest.stop()
-    assert report.failures == []
-    assert report.ttft_s
-
-
-async def twice_as_long_at_most(mesh: Mesh, attacked: Callable[[], Awaitable[None]]) -> None:
-    """What is bounded is what the attack costs an honest client, and no neighbour's load: so the least disturbed of a few rounds counts, of
-    peace and of attack alike, and both are measured in the same seconds."""
-    calm_s, attacked_s = [], []
-    for _ in range(ROUNDS):
-        calm_s.append(await ttft_in_peace(mesh))
-        async with HonestClient(port_of(mesh)) as honest:
-            until_s = time.monotonic() + 1.0
-            await attacked()
-            await asyncio.sleep(max(0.0, until_s - time.monotonic()))
-            report = await honest.stop()
-        assert report.failures == []
-        attacked_s.append(report.percentile(0.5))
-        print(
-            f"honest TTFT {calm_s[-1] * 1e3:.1f} -> {attacked_s[-1] * 1e3:.1f} ms over {len(report.ttft_s)}"
-        )
-        if min(attacked_s) <= 2 * min(calm_s):
-            return
-    pytest.fail(f"in peace {calm_s}, under attack {attacked_s}")
-
-
-async def ttft_in_peace(mesh: Mesh) -> float:
-    async with HonestClient(port_of(mesh)) as honest:
-        await asyncio.sleep(1.0)  # a time to measure over, not a condition
-        report = await honest.stop()
-    assert report.failures == []
-    return report.percentile(0.5)
-
-
-@dataclass
-class Ended:
-    """How the server ended a connection."""
-
-    after_s: float
-    answer: bytes
-
-    @property
-    def status(self) -> int:
-        return int(self.answer[9:12]) if self.answer.startswith(b"HTTP/1.1") else 0
-
-
-async def attack(
-    mesh: Mesh, first: bytes, then: bytes = b"", every_s: float = 0.1, port: int = 0
-) -> Ended:
-    """Send `first` at once and `then` byte by byte, until the server ends it."""
-    began = time.monotonic()
-    reader, writer = await asyncio.open_connection(
-        "127.0.0.1", port or port_of(mesh), local_addr=(ATTACKER, 0), limit=16 * MIB
-    )
-
-    async def trickle() -> None:
-        for i in range(len(then)):
-            writer.write(then[i : i + 1])
-            await asyncio.sleep(every_s)
-
-    writer.write(first)
-    trickling = asyncio.create_task(trickle())
-    answer = b""
-    async with asyncio.timeout(_PATIENCE_S):  # a connection that nobody ends is the failure
-        with suppress(ConnectionError):
-            while data := await reader.read(65536):
-                answer += data
-    trickling.cancel()
-    writer.transport.abort()
-    return Ended(time.monotonic() - began, answer)
-
-
-def post(body: bytes, path: str = "/v1/completions", extra: str = "") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{extra}"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-
-
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
 @pytest.mark.fault("F29")
@@ -236,7 +121,7 @@ async def test_clients_that_do_not_read_cost_little_and_are_cut(mesh: Mesh) -> N
                 with suppress(BlockingIOError):
                     client.connect(("127.0.0.1", port_of(mesh)))
                 await asyncio.wait_for(
-                    asyncio.get_running_loop().sock_sendall(client, sent), _PATIENCE_S
+                    asyncio.get_running_loop().sock_sendall(client, sent), PATIENCE_S
                 )
                 deaf.append(client)
         grown = 0
@@ -268,7 +153,6 @@ def num_kept(port: int) -> int:
 
 _TIME_WAIT = "06"  # in /proc/net/tcp
 DEEP = b"[" * 100_000 + b"]" * 100_000
-FULL = 8 * MIB - 200  # so much of one field still fits a body
 BAD_BODIES: dict[str, tuple[bytes, int]] = {
     "nothing": (b"", 400),
     "not JSON": (b"hello", 400),
@@ -349,20 +233,6 @@ async def test_what_is_malformed_holds_the_loop_no_longer_than_ten_honest_ones(
     pytest.fail(f"{len(body)} bytes: an honest request {honest_s}, this one {bad_s}")
 
 
-def honest_body(num_bytes: int) -> bytes:
-    """A conversation of that size at least. One beyond the context is honest, too."""
-    frame = b'{"model":"default","max_tokens":1,"messages":[{"role":"user","content":"%s"}]}'
-    text = b"All of this was said before. " * (num_bytes // 29 + 1)
-    return frame % text[: min(max(1, num_bytes - len(frame) + 2), FULL)]
-
-
-async def held_by(mesh: Mesh, request: bytes) -> float:
-    """How long the gateway held its loop at most while it answered this."""
-    gauge(mesh, "pdmesh_process_loop_held")  # forget what was before
-    await attack(mesh, request)
-    return gauge(mesh, "pdmesh_process_loop_held")
-
-
 @pytest.mark.fault("F29", "F31")
 async def test_large_bodies_on_their_way_in_are_bounded_together(mesh: Mesh) -> None:
     """Sixty clients send 6 MiB of a body each and then no more: those beyond the bound are told to come back, the others cut in time."""
@@ -407,7 +277,7 @@ async def test_what_is_no_http_ends_the_connection(mesh: Mesh) -> None:
 @pytest.mark.fault("F32")
 async def test_streams_hold_whole_characters_whatever_the_tokens_split(mesh: Mesh) -> None:
     """The sim's tokens are bytes and parts of characters at random; each event on its own is valid UTF-8 and shows none broken."""
-    async with httpx.AsyncClient(base_url=mesh.http_url, timeout=_PATIENCE_S) as client:
+    async with httpx.AsyncClient(base_url=mesh.http_url, timeout=PATIENCE_S) as client:
 
         async def check(number: int) -> int:
             body = {
@@ -439,7 +309,7 @@ async def test_a_conversation_is_text_for_the_template_and_never_part_of_it(mesh
     )  # fmt: skip
     async with (
         served_meanwhile(mesh),
-        httpx.AsyncClient(base_url=mesh.http_url, timeout=_PATIENCE_S) as client,
+        httpx.AsyncClient(base_url=mesh.http_url, timeout=PATIENCE_S) as client,
     ):
         for content in hostile:
             body = {
@@ -498,7 +368,7 @@ async def test_the_grpc_door_survives_garbage(mesh: Mesh) -> None:
                 (b"\x12" + b"a" * (9 * MIB), (), {grpc.StatusCode.RESOURCE_EXHAUSTED}),
             ):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await call(payload, metadata=metadata, timeout=_PATIENCE_S)
+                    await call(payload, metadata=metadata, timeout=PATIENCE_S)
                 assert caught.value.code() in allowed, (payload[:20], caught.value.details())
                 assert "Decode" not in (caught.value.details() or "")
             request = pb.GenerateRequest(text="abc", params=pb.GenerationParams(max_tokens=2))

@@ -1,0 +1,115 @@
+"""Messages of strangers on their way in over gRPC: who may send one, how long it may take, how many at once.
+
+gRPC itself takes a message of any caller before it calls a handler, and waits for the rest of it for ever: a few
+connections that send all but the last byte of many long messages hold gigabytes. A handler of a stream reads when it
+likes, so every method is made one here. It reads once the caller is admitted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
+
+import grpc
+
+from pdmesh.errors import DeadlineExceeded, Overloaded
+
+# How far ahead of the handlers gRPC reads of a stream. By default it measures the line, and goes up to megabytes.
+READ_AHEAD: Final = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536))
+
+_GRACE_S: Final = 0.25
+
+# What grpc-stubs cannot say of a handler's parts.
+Details = Any
+Handler = Any
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Incoming:
+    """Waits for messages, for so many at once. Where that is not enough, who has waited longest for his gets little more time."""
+
+    def __init__(self, max_messages: int, timeout_s: float) -> None:
+        self._room = asyncio.Semaphore(max_messages)
+        self._timeout_s = timeout_s
+        self._waits: dict[asyncio.Timeout, float] = {}  # since when
+        self._hurried: set[asyncio.Timeout] = set()
+
+    async def next(self, messages: AsyncIterator[Any]) -> Any:
+        """Raises StopAsyncIteration, DeadlineExceeded or Overloaded."""
+        if self._room.locked():
+            self._hurry()
+        try:
+            async with asyncio.timeout(self._timeout_s) as wait, self._room:
+                self._waits[wait] = asyncio.get_running_loop().time()
+                try:
+                    return await anext(messages)
+                finally:
+                    del self._waits[wait]
+        except TimeoutError as exc:
+            if wait in self._hurried:
+                raise Overloaded("too many messages are on their way in") from exc
+            raise DeadlineExceeded("the request did not arrive whole in time") from exc
+        finally:
+            self._hurried.discard(wait)
+
+    def _hurry(self) -> None:
+        for wait, since in self._waits.items():
+            if wait not in self._hurried:
+                self._hurried.add(wait)
+                wait.reschedule(min(since + _GRACE_S, wait.when() or math.inf))
+                return
+
+
+class IncomingGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in grpc-stubs alone
+    """Makes every method read its messages through `incoming`, once `admit` has let the caller in (it raises MeshError)."""
+
+    def __init__(
+        self,
+        incoming: Incoming,
+        admit: Callable[[str, Context], None],
+        refuse: Callable[[Context, Exception], Awaitable[Any]],
+    ) -> None:
+        self._incoming, self._admit, self._refuse = incoming, admit, refuse
+
+    async def intercept_service(
+        self, continuation: Callable[[Details], Awaitable[Handler]], handler_call_details: Details
+    ) -> Handler:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method: str = handler_call_details.method
+
+        async def call(messages: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+            try:
+                self._admit(method, context)
+                if handler.request_streaming:
+                    answers = handler.stream_stream(self._all(messages), context)
+                else:
+                    called = handler.unary_stream or handler.unary_unary
+                    answers = called(await self._incoming.next(messages), context)
+            except StopAsyncIteration:
+                return
+            except Exception as exc:  # noqa: BLE001  # the edge: each becomes a status
+                await self._refuse(context, exc)
+                return
+            if not hasattr(answers, "__aiter__"):
+                answer = await answers
+                if answer is not None:  # else it has written what it had to say
+                    yield answer
+                return
+            async for answer in answers:
+                yield answer
+
+        return grpc.stream_stream_rpc_method_handler(
+            call, handler.request_deserializer, handler.response_serializer
+        )
+
+    async def _all(self, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        while True:
+            try:
+                message = await self._incoming.next(messages)
+            except StopAsyncIteration:
+                return
+            yield message

@@ -1,0 +1,57 @@
+"""A whole sim mesh under abuse, one for the package."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.launcher.spec import MeshSpec
+from tests.support.abuse import (
+    INCOMING,
+    PER_IP,
+    RECEIVE_S,
+    WRITE_S,
+    gauge,
+    longest_honest_hold_s,
+)
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
+    spec = MeshSpec(
+        engine="sim",
+        num_prefill=1,
+        num_decode=1,
+        http_port=0,
+        grpc_port=0,
+        start_timeout_s=180,
+        env={
+            "PDMESH_PREFILL_NUM_SLOTS": "64",
+            "PDMESH_DECODE_NUM_SLOTS": "64",
+            "PDMESH_GATEWAY_RECEIVE_TIMEOUT_S": str(RECEIVE_S),
+            "PDMESH_GATEWAY_WRITE_TIMEOUT_S": str(WRITE_S),
+            "PDMESH_GATEWAY_MAX_CONNECTIONS_PER_IP": str(PER_IP),
+            "PDMESH_GATEWAY_MAX_INCOMING_BYTES": str(INCOMING),
+            "PDMESH_LOOP_WATCH_S": "0.005",  # F31 bounds how long the gateway's loop may be held
+        },
+    )
+    async with Mesh(spec, tmp_path_factory.mktemp("mesh")) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="package")
+async def the_loop_is_not_held(mesh: Mesh) -> AsyncIterator[None]:
+    """Whatever a test does to the gateway: nothing holds its loop for ten times as long as the longest honest request does."""
+    gauge(mesh, "pdmesh_process_loop_held")  # forget what was before
+    yield
+    held_s = gauge(mesh, "pdmesh_process_loop_held")
+    honest_s = [await longest_honest_hold_s(mesh)]
+    while held_s > 10 * max(honest_s) and len(honest_s) < 3:
+        honest_s.append(await longest_honest_hold_s(mesh))
+    print(
+        f"the loop was held for {held_s * 1e3:.1f} ms, by an honest request {max(honest_s) * 1e3:.1f}"
+    )
+    assert held_s <= 10 * max(honest_s)
