@@ -138,7 +138,7 @@ async def test_a_fusion_process_does_both_phases(site: Site) -> None:
 @pytest.mark.fault("F4")
 async def test_a_prefill_that_freezes_costs_decode_one_bounded_pull(site: Site) -> None:
     p = await site.start("prefill", "prefill-0", SIM_LAW="zero")
-    d = await site.start("decode", "decode-0", SIM_LAW="zero", TRANSFER_TIMEOUT_S="3")
+    d = await site.start("decode", "decode-0", SIM_LAW="zero", TRANSFER_TIMEOUT_S="1")
     sampling = Sampling(max_tokens=20, ignore_eos=True)
     async with TestSession(p) as to_p, TestSession(d) as to_d:
         first = await (await to_p.prefill(PROMPT, sampling)).until("first_token")
