@@ -74,11 +74,20 @@ def test_what_waits_too_long_is_told_and_what_is_under_way_is_not() -> None:
     assert queue.add("a", 1, "p", 5.0) == ["a"]
     assert queue.add("b", 1, "p", 5.0) == []
     assert queue.add("c", 1, "p", 6.0) == []
-    assert queue.overdue(4.9) == []
-    assert queue.overdue(5.0) == ["b"]
+    assert queue.drop_overdue(4.9) == ([], [])
+    assert queue.drop_overdue(5.0) == (["b"], [])
     assert queue.end("b") == []
     assert queue.end("a") == ["c"]
-    assert queue.overdue(9.0) == []
+    assert queue.drop_overdue(9.0) == ([], [])
+
+
+def test_one_whose_time_is_over_too_does_not_begin_where_another_leaves() -> None:
+    queue: PullQueue[str] = PullQueue(max_active=8, max_bytes=100)
+    assert queue.add("a", 60, "p", 9.0) == ["a"]
+    for key, num_bytes, until in (("long", 60, 5.0), ("short", 10, 5.0), ("later", 10, 9.0)):
+        assert queue.add(key, num_bytes, "p", until) == []
+    assert queue.drop_overdue(5.0) == (["long", "short"], ["later"])
+    queue.check_invariants()
 
 
 @dataclass

@@ -199,6 +199,24 @@ def test_one_whose_turn_does_not_come_fails_without_a_word_against_its_source() 
     assert rank.incoming.take_results() == ({"k1"}, set())
 
 
+@pytest.mark.fault("F23", "F24")
+def test_several_whose_time_is_over_at_once_all_leave_and_none_of_them_begins() -> None:
+    """The end of the first makes room for the second: pulled and given up, it would land in bytes that are another's by then."""
+    rank = Rank(max_pulls=8)
+    for n, num_bytes, deadline in ((1, 40, 1e9), (2, 40, 0.0), (3, 10, 0.0), (4, 10, 1e9)):
+        waiting = replace(load(n), deadline=deadline)
+        rank.incoming.pull(
+            replace(waiting, ticket=replace(waiting.ticket, kv_bytes=num_bytes << 20))
+        )
+    assert list(rank.agent.pulls) == ["t1"]
+    assert rank.incoming.take_results() == (set(), {"k2", "k3"})
+    assert list(rank.agent.pulls) == ["t1", "t4"]
+    assert rank.heard()[:2] == [LandingClear(0, 2), LandingClear(0, 3)]
+    for ticket_id in ("t1", "t4"):
+        rank.agent.pulls[ticket_id].set_result(ALL_CAME)
+    assert rank.incoming.take_results() == ({"k1", "k4"}, set())
+
+
 @pytest.mark.fault("F23")
 def test_a_pull_counts_its_time_from_its_turn_and_gives_the_turn_up_when_it_falls_silent() -> None:
     rank = Rank(max_pulls=1)

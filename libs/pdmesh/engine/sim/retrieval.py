@@ -123,7 +123,8 @@ class Retriever:
         if (retrieval := self._retrievals.pop(leg, None)) is None:
             return
         if retrieval.task is None:
-            self._leave_queue(retrieval.job)
+            self._end_in_queue(retrieval.job)
+            self._start_all(self._queue.end(leg))
         elif retrieval.has_kv:
             self._pool.release(retrieval.blocks)
         else:
@@ -154,18 +155,18 @@ class Retriever:
             await self._agent.keep(job.ticket, job.deadline_s)
 
     def _look_for_overdue(self) -> None:
-        for leg in self._queue.overdue(time.monotonic()):
-            retrieval = self._retrievals.pop(leg)
-            self._leave_queue(retrieval.job)
+        dropped, begun = self._queue.drop_overdue(time.monotonic())
+        for leg in dropped:
+            self._end_in_queue(self._retrievals.pop(leg).job)
             reason = PullFailure.OVERDUE
             why = f"{reason}: its turn did not come in time"
             self._emit(Failed(leg, KvTransferFailed.default_reason, why, cause=reason))
+        self._start_all(begun)
 
-    def _leave_queue(self, job: DecodeJob) -> None:
-        """Its turn has not come."""
+    def _end_in_queue(self, job: DecodeJob) -> None:
+        """It is over before its turn."""
         self._agent.let_go(job.ticket.ticket_id)
         self.free_landing(job.landing.offset)
-        self._start_all(self._queue.end(job.leg))
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         task = watched(work, name, self._die)

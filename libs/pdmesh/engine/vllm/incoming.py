@@ -104,7 +104,8 @@ class Incoming:
             if pulling.pull is not None:
                 pulling.pull.cancel()
                 return
-            self._leave_queue(pulling)
+            self._begin_all(self._queue.end(load.key))
+            self._end_in_queue(pulling)
 
     def forget(self, leg: int) -> None:
         """Its request ended before its load began."""
@@ -174,16 +175,17 @@ class Incoming:
         if not self._lock.acquire(blocking=False):
             return  # the next step will do; this one must not wait for a range that is scattered
         try:
-            for key in self._queue.overdue(time.monotonic()):
+            dropped, begun = self._queue.drop_overdue(time.monotonic())
+            for key in dropped:
                 self._pulling[key].is_overdue = True
-                self._leave_queue(self._pulling[key])
+                self._end_in_queue(self._pulling[key])
+            self._begin_all(begun)
         finally:
             self._lock.release()
 
-    def _leave_queue(self, pulling: _Pulling) -> None:
-        """Its turn has not come."""
+    def _end_in_queue(self, pulling: _Pulling) -> None:
+        """It is over before its turn."""
         load = pulling.load
-        self._begin_all(self._queue.end(load.key))
         self._agent.let_go(load.ticket.ticket_id)
         self._landings.clear(load.landing.offset)
         self._ended.append(pulling)
