@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,14 +15,16 @@ from pdmesh.httpd.server import HttpServer, listen
 from tests.support.waiting import until
 
 MAX_HEAD = 2048
+LARGE = 16 << 20  # more than the kernel keeps of what nobody reads
 HEAD = b"POST /echo HTTP/1.1\r\nhost: x\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 GET = b"GET /%s HTTP/1.1\r\nhost: x\r\n\r\n"
+ONCE = GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
 Message = MutableMapping[str, Any]
 
 
 class Echo:
-    """Answers with what it was told; `/early` answers before it reads, `/slow` when it is let."""
+    """Answers with what it was told; `/early` answers before it reads, `/slow` when it is let, `/large` at length."""
 
     def __init__(self) -> None:
         self.num_begun = self.num_gone = 0
@@ -48,6 +50,8 @@ class Echo:
             "headers": [name.decode() for name, _ in scope["headers"]],
         }
         content = json.dumps(told).encode()
+        if scope["path"] == "/large":
+            content += b" " * LARGE
         length = (b"content-length", str(len(content)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [length]})
         await send({"type": "http.response.body", "body": content})
@@ -106,6 +110,7 @@ async def serving(**bounds: Any) -> AsyncIterator[Site]:
     assert site.bounds.num_open == 0
     assert not site.bounds.num_by_ip
     assert not site.bounds.waiting
+    assert not site.bounds.answering
 
 
 def status_of(answer: bytes) -> int:
@@ -284,14 +289,41 @@ async def test_a_full_listener_that_makes_room_drops_who_waited_longest() -> Non
         idle = [await site.open() for _ in range(40)]
         await until(lambda: site.bounds.num_refused >= 31)
         assert site.bounds.num_open <= 10
-        assert told(
-            await site.ask(GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n") % b"new")
-        )
+        assert told(await site.ask(ONCE % b"new"))
         site.app.may_answer.set()
         assert told(await reader.readuntil(b"}"))["path"] == "/slow", "what is being answered stays"
         for _, each in idle:
             each.transport.abort()
         writer.close()
+
+
+@pytest.mark.fault("F29")
+async def test_refused_requests_that_never_end_keep_nobody_out_where_room_is_made() -> None:
+    """Their connections linger, so that the answers arrive."""
+    async with serving(receive_timeout_s=30.0, max_connections_per_ip=10, makes_room=True) as site:
+        head = b"POST /early HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
+        for _ in range(3):
+            others = [await site.open() for _ in range(10)]
+            for reader, writer in others:
+                writer.write(head)
+                assert status_of(await reader.read(4096)) in {0, 200}
+            assert told(await site.ask(ONCE % b"new"))["path"] == "/new"
+            for _, writer in others:
+                writer.transport.abort()
+
+
+@pytest.mark.fault("F28", "F29")
+async def test_who_does_not_read_keeps_nobody_out_where_room_is_made() -> None:
+    async with serving(receive_timeout_s=30.0, max_connections_per_ip=10, makes_room=True) as site:
+        others = [await site.open() for _ in range(10)]
+        for reader, writer in others:
+            cast("asyncio.ReadTransport", writer.transport).pause_reading()
+            assert reader is not None
+            writer.write(GET % b"large" * 10)
+        await until(lambda: site.app.num_begun >= 20)
+        assert told(await site.ask(ONCE % b"new"))["path"] == "/new"
+        for _, writer in others:
+            writer.transport.abort()
 
 
 async def test_a_stop_ends_what_keeps_alive() -> None:

@@ -19,11 +19,13 @@ class Bounds:
     receive_timeout_s: float
     max_connections: int
     max_connections_per_ip: int
-    makes_room: bool = False  # a full listener drops the connection that has waited longest
+    makes_room: bool = False  # a full listener drops the connection that has waited longest, or is answered longest
     num_by_ip: Counter[str] = field(default_factory=Counter)
     num_open: int = 0
     num_refused: int = 0
-    waiting: dict[CutOff, None] = field(default_factory=dict)  # without a request now; oldest first
+    # Oldest first: those without a request that is to be answered, and those with one.
+    waiting: dict[CutOff, None] = field(default_factory=dict)
+    answering: dict[CutOff, None] = field(default_factory=dict)
 
     def enter(self, ip: str) -> bool:
         if not self._has_room(ip):
@@ -34,7 +36,17 @@ class Bounds:
         self.num_by_ip[ip] += 1
         return True
 
-    def leave(self, ip: str) -> None:
+    def waits(self, cut_off: CutOff) -> None:
+        self.answering.pop(cut_off, None)
+        self.waiting[cut_off] = None
+
+    def answers(self, cut_off: CutOff) -> None:
+        self.waiting.pop(cut_off, None)
+        self.answering[cut_off] = None
+
+    def leave(self, ip: str, cut_off: CutOff) -> None:
+        self.waiting.pop(cut_off, None)
+        self.answering.pop(cut_off, None)
         self.num_open -= 1
         self.num_by_ip[ip] -= 1
         if not self.num_by_ip[ip]:
@@ -52,7 +64,7 @@ class Bounds:
 
     def _make_room(self, ip: str) -> bool:
         if self.makes_room:
-            for cut_off in list(self.waiting):
+            for cut_off in [*self.waiting, *self.answering]:
                 cut_off()
                 if self._has_room(ip):
                     return True

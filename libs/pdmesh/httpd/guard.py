@@ -65,7 +65,7 @@ class _Guarded(HttpToolsProtocol):
             return
         self._is_admitted = self._is_counted = True
         super().connection_made(cast("asyncio.Transport", transport))
-        self.bounds.waiting[self.abort] = None
+        self.bounds.waits(self.abort)
         self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -134,8 +134,8 @@ class _Guarded(HttpToolsProtocol):
         if self._is_ending:
             return
         super().on_response_complete()
-        if self.cycle.response_complete and self._is_whole:
-            self.bounds.waiting[self.abort] = None
+        if self.cycle.response_complete and self._is_whole and self._is_counted:
+            self.bounds.waits(self.abort)
 
     # Called by httptools, hence not typed upstream.
     def on_message_begin(self) -> Any:
@@ -161,7 +161,7 @@ class _Guarded(HttpToolsProtocol):
             raise Refused
         scope = cast("dict[str, Any]", self.scope)  # ASGI allows keys of our own
         scope[CONNECTION] = self
-        self.bounds.waiting.pop(self.abort, None)
+        self.bounds.answers(self.abort)
         super().on_headers_complete()
         self._is_in_head = False
         scope["path"] = scope["raw_path"].decode("ascii")  # %2f is no slash to any route
@@ -226,6 +226,8 @@ class _Guarded(HttpToolsProtocol):
         if self._is_ending or self.transport.is_closing():
             return
         self._is_ending = True
+        if self._is_counted:
+            self.bounds.waits(self.abort)  # it lingers for its answer's sake alone
         self._stop_clock()
         self._unset_keepalive_if_required()
         self.flow.pause_reading()
@@ -247,10 +249,9 @@ class _Guarded(HttpToolsProtocol):
 
     def _leave(self) -> None:
         """No longer counted."""
-        self.bounds.waiting.pop(self.abort, None)
         if self._is_counted:
             self._is_counted = False
-            self.bounds.leave(self._ip)
+            self.bounds.leave(self._ip, self.abort)
 
 
 class _EarlyTransport:
