@@ -16,7 +16,7 @@ from pdmesh.core.request_types import (
     PlanReceived,
     Tick,
 )
-from pdmesh.errors import InvalidRequest
+from pdmesh.errors import InvalidRequest, NoInstance
 from tests.support.driven_request import FUSIONS, Driven
 
 pytestmark = pytest.mark.req("S43", "S51")
@@ -87,6 +87,28 @@ def test_a_prompt_that_fits_no_instance_is_the_clients_error_at_once() -> None:
     assert outcome.error.reason == "CONTEXT_LENGTH_EXCEEDED"
     assert "larger than the arena" in outcome.error.message
     assert driven.now == 0.0
+
+
+@pytest.mark.fault("F7")
+def test_where_the_others_take_nothing_now_it_waits_instead_of_asking_again_and_again() -> None:
+    """They drain, or are gone and still registered: each plan names them, and each answer comes at once."""
+    driven = Driven()
+    driven.offer()
+    too_long(driven)
+    num_asked = 0
+    while driven.request.phase is not Phase.WAITING_PLAN:
+        if driven.request.phase is Phase.PLANNING:
+            num_asked += 1
+            assert num_asked <= 2 * len(FUSIONS)
+            driven.offer()
+        if driven.request.phase is Phase.PREFILL_OFFERED:
+            driven.feed(LegRejected(driven.key, is_final=True))
+    driven.now = driven.request.wake_at
+    assert driven.now > 0.0
+    driven.feed(Tick())
+    assert driven.excluded == ("f0",), "the others may be there again"
+    driven.feed(PlanReceived(driven.plan, [], []))
+    assert driven.error is NoInstance
 
 
 def test_where_the_prefill_is_too_small_a_decode_computes_the_prompt_itself() -> None:

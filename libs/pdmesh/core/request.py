@@ -128,10 +128,11 @@ class Request(RequestState):
             return self._end(Fail(error))
         lasting = self._out_of_reach | self._too_small
         if lasting and self._excluded.keys() != lasting.keys():
-            # No other pair is there: without the prefills whose KV could not be had, a decode computes the prompt itself.
-            self._excluded = lasting
-            return self._ask_plan()
-        if self._too_small and not (self._out_of_reach or self.num_migrations):
+            if not self._has_asked_again:
+                # No other pair is there: without the prefills whose KV could not be had, a decode computes the prompt itself.
+                self._excluded, self._has_asked_again = lasting, True
+                return self._ask_plan()
+        elif self._too_small and not (self._out_of_reach or self.num_migrations):
             return self._end(Fail(self._last_error))  # nobody else is there, or was when it began
         self._excluded = dict(self._too_small)
         self.phase = Phase.WAITING_PLAN
@@ -429,6 +430,7 @@ class Request(RequestState):
         self._excluded.update(dict.fromkeys(excluded))
         self._ttft_by = min(self._deadline, now + self._limits.ttft_s)
         self._retry_s, self._retry_at = self._limits.retry_s, math.inf
+        self._has_asked_again = False
         return effects + self._ask_plan()
 
     def _on_client_gone(self, event: Event, now: float) -> list[Effect]:
@@ -474,7 +476,7 @@ class Request(RequestState):
     def _on_waited(self, now: float) -> list[Effect]:
         if now >= self._ttft_by:
             return self._end(Fail(self._last_error or self._overloaded()))
-        self._retry_at = math.inf
+        self._retry_at, self._has_asked_again = math.inf, False
         return self._ask_plan()
 
     def _on_waited_decode(self, now: float) -> list[Effect]:

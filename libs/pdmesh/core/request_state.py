@@ -82,6 +82,7 @@ class RequestState:
         "_decoding_key",
         "_early",
         "_excluded",
+        "_has_asked_again",
         "_kv_by",
         "_last_error",
         "_leg",
@@ -148,6 +149,7 @@ class RequestState:
         self._excluded: dict[str, None] = {}
         self._out_of_reach: dict[str, None] = {}  # prefills whose KV a decode could not have
         self._too_small: dict[str, None] = {}  # that could not take it if they were empty
+        self._has_asked_again = False  # with no more than these two excluded, since it waited last
         self._candidates: list[Candidate] = []
         self._decodes: list[Candidate] = []
         self._tried = 0
