@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -251,6 +253,27 @@ def newest(cache_dir: Path) -> Path:
 def test_a_cache_that_cannot_be_made_is_done_without(model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert name_of(model_dir, tmp_path / "file" / "below") == name_of(model_dir)
+
+
+def test_a_file_system_without_locks_is_done_without(
+    model_dir: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home on NFS whose lock daemon is down."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert name_of(model_dir, cache_dir) == name_of(model_dir)
+
+
+@pytest.mark.fault("F4")
+def test_a_process_that_is_frozen_with_the_lock_holds_up_no_other_for_good(
+    model_dir: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdmesh.engine.vllm.file_digests._LOCK_S", 0.2)
+    with digests(cache_dir)._cache(model_dir):
+        assert name_of(model_dir, cache_dir) == name_of(model_dir)
 
 
 def test_the_cache_lies_in_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ log = structlog.get_logger(__name__)
 
 SETTLED_S: Final = 2.0  # file systems' times are that coarse at worst
 PROGRESS_EVERY_S: Final = 5.0
+_LOCK_S: Final = 300.0  # longest wait for another process that hashes the same folder
 _MAX_THREADS: Final = 8
 _CHUNK: Final = 4 << 20
 _MAX_CACHE_BYTES: Final = 4 << 20
@@ -134,12 +135,24 @@ class FileDigests:
             yield None
             return
         try:
-            while not cache.try_lock():
-                self._check_wanted()
-                self._is_stopped.wait(0.1)
-            yield cache
+            yield cache if self._has_lock(cache, folder) else None
         finally:
             cache.close()
+
+    def _has_lock(self, cache: _Cache, folder: Path) -> bool:
+        """False where there are no locks, and after `_LOCK_S`: the holder may be frozen."""
+        ends = time.monotonic() + _LOCK_S
+        try:
+            while not cache.try_lock():
+                self._check_wanted()
+                if time.monotonic() >= ends:
+                    log.warning("digests.lock_held", folder=str(folder), waited_s=_LOCK_S)
+                    return False
+                self._is_stopped.wait(0.1)
+        except OSError as error:
+            log.warning("digests.no_cache", folder=str(folder), error=error.strerror)
+            return False
+        return True
 
 
 def changed(path: Path) -> EngineFailed:
