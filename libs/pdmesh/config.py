@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any, Final, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, Self, get_args, get_origin
+from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from pydantic_core import PydanticCustomError, PydanticUndefined
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -72,6 +73,30 @@ def shared(default: Any = _REQUIRED, *, description: str, **constraints: Any) ->
     )
 
 
+def url_problem(url: str) -> str:
+    """What is wrong with a server's address, without a part of the password in it; empty: nothing.
+
+    Who reads it would raise in the midst of a start, with what stands where a port belongs: the beginning of the password.
+    """
+    try:
+        parts = urlsplit(url if "://" in url else f"tcp://{url}")
+        is_address = (bool(parts.hostname) and parts.port != 0) or parts.scheme == "unix"
+    except ValueError:
+        is_address = False
+    if is_address:
+        return ""
+    return "not an address as scheme://user:password@host:port (letters and digits are safe in a password)"
+
+
+def _checked_url(url: str) -> str:
+    if problem := url_problem(url):
+        raise PydanticCustomError("address", "{problem}", {"problem": problem})
+    return url
+
+
+ServerUrl = Annotated[str, AfterValidator(_checked_url)]
+
+
 class ServiceSettings(BaseSettings):
     """What every service reads. Subclass it and set `model_config = settings_config("PDMESH_X_")`."""
 
@@ -100,7 +125,7 @@ class ServiceSettings(BaseSettings):
     mesh_token_file: Path | None = shared(
         None, description="File that holds the mesh token, instead of mesh_token"
     )
-    nats_url: str = shared("nats://127.0.0.1:4222", description="NATS server")
+    nats_url: ServerUrl = shared("nats://127.0.0.1:4222", description="NATS server")
     node_id: str = shared(
         "", description="Name of the machine; default: its host name", pattern=r"^[a-z0-9-]*$"
     )

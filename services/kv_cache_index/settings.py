@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from pdmesh.config import ServiceSettings, settings_config, shared
+from pdmesh.config import ServerUrl, ServiceSettings, settings_config, shared
 
 
 class Settings(ServiceSettings):
     model_config = settings_config("PDMESH_KV_CACHE_INDEX_")
 
-    redis_url: str = shared(
+    redis_url: ServerUrl = shared(
         "redis://127.0.0.1:6379", description="Redis or Valkey that holds the shared index"
     )
     redis_timeout_s: float = Field(

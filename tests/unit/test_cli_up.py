@@ -31,6 +31,8 @@ async def test_two_doors_on_one_port_are_refused(tmp_path: Path) -> None:
     [
         (MeshSpec(nats_url="nats://127.0.0.1:1"), "NATS does not answer.*leave out --nats-url"),
         (MeshSpec(redis_url="redis://127.0.0.1:1"), "Redis: .*leave out --redis-url"),
+        (MeshSpec(nats_url="nats://me:pa/ss@host"), "^--nats-url: not an address as [a-z:/@]+ "),
+        (MeshSpec(redis_url="redis://:pa#ss@host"), "^--redis-url: not an address as [a-z:/@]+ "),
     ],
 )
 async def test_a_server_of_ones_own_that_is_not_there_is_named_before_anything_starts(

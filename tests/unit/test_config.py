@@ -16,6 +16,7 @@ from pdmesh.config import (
     settings_config,
     shared,
     unknown_variables,
+    url_problem,
 )
 
 
@@ -94,6 +95,28 @@ def test_a_bad_value_within_a_setting_is_named_by_its_path(monkeypatch: pytest.M
 def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDMESH_OTLP_ENDPOINT", "")
     assert Settings.load().otlp_endpoint is None
+
+
+@pytest.mark.parametrize("url", ["nats://me:pa/ss@host:4222", "nats://me:pa#ss@host", "nats://"])
+def test_an_address_that_cannot_be_read_is_a_line_without_its_password(
+    monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    """Found: NATS's client raised in the midst of the start, and the log said what the password begins with."""
+    monkeypatch.setenv("PDMESH_NATS_URL", url)
+    with pytest.raises(BadSetting, match=r"^PDMESH_NATS_URL: not an address") as raised:
+        Settings.load()
+    assert "pa" not in str(raised.value).replace("password", "")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "nats://host", "nats://me:secret@host:4222", "nats://[::1]:4222", "host:4222", "host",
+        "tls://token@host", "redis://:a%2Fb@host:6379/0", "unix:///run/valkey.sock",
+    ],
+)  # fmt: skip
+def test_an_address_may_be_written_as_its_server_takes_it(url: str) -> None:
+    assert not url_problem(url)
 
 
 def test_settings_cannot_be_changed() -> None:

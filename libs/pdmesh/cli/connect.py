@@ -13,7 +13,7 @@ from typing import Final
 import structlog
 
 from pdmesh.cli.errors import CommandFailed, no_mesh
-from pdmesh.config import BadSetting, without_password
+from pdmesh.config import BadSetting, url_problem, without_password
 from pdmesh.launcher import state
 from pdmesh.net import rpc
 from pdmesh.net.nats_bus import NatsBus
@@ -36,6 +36,8 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
         if mesh is None:
             raise no_mesh(options.state_dir)
         url = mesh.nats_url
+    if problem := url_problem(url):
+        raise CommandFailed(f"--nats-url: {problem}")
     be_quiet()
     try:
         async with asyncio.timeout(_CONNECT_S):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from pdmesh.config import without_password
+from pdmesh.config import url_problem, without_password
 from pdmesh.errors import MeshError
 from pdmesh.kv.redis_index import RedisIndex
 from pdmesh.net.nats_bus import NatsBus
@@ -15,6 +15,8 @@ _ANSWER_S: Final = 3.0
 
 async def nats_problem(url: str) -> str:
     """What is wrong with it, in a line; empty: it answers and is new enough."""
+    if problem := url_problem(url):
+        return f"--nats-url: {problem}"
     try:
         async with asyncio.timeout(_ANSWER_S):
             bus = await NatsBus.connect(url, "pdmesh-up")
@@ -32,6 +34,8 @@ async def nats_problem(url: str) -> str:
 
 async def redis_problem(url: str) -> str:
     """The same of Redis or Valkey."""
+    if problem := url_problem(url):
+        return f"--redis-url: {problem}"
     try:
         index = RedisIndex(url, _ANSWER_S)
     except ValueError as exc:
