@@ -7,6 +7,7 @@ stands: later faults are the requests' own business, which go on elsewhere, and 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -21,9 +22,9 @@ Path = tuple[InstanceRecord, InstanceRecord | None]  # the second is None if the
 _LOOK_S: Final = 0.1
 _AGAIN_S: Final = 0.5
 _TIMEOUT_S: Final = 10.0
-_MAX_REFUSALS: Final = (
-    20  # one after the other; then the mesh is full of others' requests, and so it works
-)
+# By ways that have not failed since; then the mesh is full of others' requests, and so it works. One broken way among
+# them says nothing against the rest.
+_MAX_REFUSALS: Final = 20
 
 
 class PathProof:
@@ -35,7 +36,8 @@ class PathProof:
 
     async def run(self) -> None:
         """Until it is given."""
-        num_tries = num_refusals = 0
+        num_tries = 0
+        refusals: Counter[tuple[str, str]] = Counter()  # of each way, since it last failed
         while not self.is_given:
             paths = self._paths()
             if not paths:
@@ -43,24 +45,20 @@ class PathProof:
                 continue
             prefill, decode = paths[num_tries % len(paths)]
             num_tries += 1
+            way = (prefill.instance_id, decode.instance_id if decode else "")
             try:
                 await Canary(prefill, decode, self._gateway_id, _TIMEOUT_S).send()
                 self.is_given = True
             except CanaryRefused:
-                num_refusals += 1
-                self.is_given = num_refusals >= _MAX_REFUSALS
+                refusals[way] += 1
+                self.is_given = refusals.total() >= _MAX_REFUSALS
                 await asyncio.sleep(_LOOK_S)
             except CanaryFailed as exc:
-                num_refusals = 0
-                _complain(prefill, decode, exc)
+                del refusals[way]
+                _complain(*way, exc)
                 await asyncio.sleep(_AGAIN_S)
-        log.info("path.proven", num_tries=num_tries, num_refusals=num_refusals)
+        log.info("path.proven", num_tries=num_tries, num_refusals=refusals.total())
 
 
-def _complain(prefill: InstanceRecord, decode: InstanceRecord | None, why: CanaryFailed) -> None:
-    log.warning(
-        "path.failed",
-        prefill_id=prefill.instance_id,
-        decode_id=decode.instance_id if decode else "",
-        reason=str(why),
-    )
+def _complain(prefill_id: str, decode_id: str, why: CanaryFailed) -> None:
+    log.warning("path.failed", prefill_id=prefill_id, decode_id=decode_id, reason=str(why))

@@ -101,7 +101,18 @@ async def test_a_mesh_that_is_full_of_others_requests_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else a gateway that is started anew under overload would never get ready."""
-    few, many = path_proof._MAX_REFUSALS - 1, path_proof._MAX_REFUSALS
-    ways = Ways(*[CanaryRefused()] * few, CanaryFailed("UNAVAILABLE"), *[CanaryRefused()] * many)
+    ways = Ways(*[CanaryRefused()] * path_proof._MAX_REFUSALS)
     assert (await proof_of(monkeypatch, ways)).is_given
     assert not ways.outcomes
+
+
+async def test_a_way_that_fails_takes_back_its_own_refusals_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One broken instance in a mesh that is full kept each gateway that was started from getting ready."""
+    full, broken = CanaryRefused(), CanaryFailed("UNAVAILABLE")
+    most = path_proof._MAX_REFUSALS
+    ways = Ways(full, *[full, full] * 5, broken, *[full, broken] * (most - 6))
+    assert (await proof_of(monkeypatch, ways)).is_given
+    assert [p for p, _ in ways.tried].count("p0") == most
+    assert ways.outcomes == [broken]
