@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -443,3 +444,14 @@ def test_no_keys_yet_is_no_broken_file(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         app.main(["keys", "--state-dir", str(tmp_path), "list"])
     assert "no keys yet" in capsys.readouterr().err
+
+
+def test_a_key_may_be_the_first_thing_that_a_state_directory_holds(tmp_path: Path) -> None:
+    state_dir = tmp_path / "state"
+    before = os.umask(0o022)
+    try:
+        with pytest.raises(SystemExit, match="0"):
+            app.main(["keys", "add", "acme", "--state-dir", str(state_dir)])
+    finally:
+        os.umask(before)
+    assert state_dir.stat().st_mode & 0o777 == 0o700

@@ -15,6 +15,7 @@ from pdmesh import api_keys
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import hint
 from pdmesh.cli.table import table
+from pdmesh.launcher.state import make_private
 
 _DAY_S: Final = 86400
 _LIMITS: Final = (
@@ -44,6 +45,8 @@ def _add(options: argparse.Namespace, path: Path) -> int:
     expires_at = None
     if options.expires_days is not None:
         expires_at = int(time.time() + options.expires_days * _DAY_S)
+    if options.file is None:
+        make_private(options.state_dir)  # its first file is often this one
     with _changing(path) as file:
         token = api_keys.issue(file, options.tenant, expires_at)
         for limit in _LIMITS:
