@@ -77,7 +77,8 @@ class TenantParts:
         return self._of(tenant).revision
 
     def holds_all(self, tenant: Tenant) -> bool:
-        return len(self.tenants.held(tenant.name)) >= num_parts(tenant.limits)
+        num = num_parts(tenant.limits)
+        return sum(index < num for index in self.tenants.held(tenant.name)) >= num
 
     def seen(self, tenant: Tenant, ledger: Ledger | None, revision: int, clock: Clock) -> None:
         """What the store says now."""
@@ -87,6 +88,7 @@ class TenantParts:
         known.ledger, known.revision = ledger, revision
         if ledger is None:
             return
+        self._trim(tenant)
         ledger = _sized(ledger, num_parts(tenant.limits))
         for index, holder in enumerate(ledger.holders):
             is_held = index in self.tenants.held(tenant.name)
@@ -110,6 +112,7 @@ class TenantParts:
 
     def more(self, tenant: Tenant, clock: Clock) -> Ledger | None:
         """Take a part that nobody holds, or ask for one; None if all are ours, or we have asked already."""
+        self._trim(tenant)
         known, ledger = self._of(tenant), self._ledger(tenant, clock)
         free = [i for i, holder in enumerate(ledger.holders) if not self._is_alive(holder)]
         if free:
@@ -133,6 +136,7 @@ class TenantParts:
 
         `tells_use`: not each time, as every call would be a write. `is_leaving`: this gateway takes no more calls.
         """
+        self._trim(tenant)
         known = self._of(tenant)
         if known.ledger is None and not self.tenants.held(tenant.name):
             return None
@@ -180,6 +184,12 @@ class TenantParts:
         keep = max(0, keep)
         for index in held[keep:]:
             known.leaving[index] = self.tenants.give_up(tenant, index, clock)
+
+    def _trim(self, tenant: Tenant) -> None:
+        """The limits may be cut into fewer parts than they were: those beyond are nobody's."""
+        known, num = self._of(tenant), num_parts(tenant.limits)
+        self.tenants.trim(tenant)
+        known.leaving = {index: part for index, part in known.leaving.items() if index < num}
 
     def _ledger(self, tenant: Tenant, clock: Clock) -> Ledger:
         """As the store has it, or a new one, with what we hold of it: the store may have lost it."""

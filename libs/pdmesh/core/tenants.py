@@ -244,6 +244,12 @@ class Tenants:
         self._fit(account, limits, clock.now)
         return going
 
+    def trim(self, tenant: Tenant) -> None:
+        """Drop the parts that the limits are not cut into any more. The tokens that they granted today still count here."""
+        account = self._account(tenant.name)
+        num = self.num_parts(tenant.limits) if self.num_parts is not None else 0
+        account.held = {index: None for index in account.held if index < num}
+
     def news(self, tenant: Tenant, place: int, part: Part, clock: Clock) -> Part | None:
         """What would go with the part at `place` of ours; None if that follows from `part`, which was told before."""
         account = self._account(tenant.name)
