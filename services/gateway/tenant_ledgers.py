@@ -29,7 +29,7 @@ BUCKET: Final = "pdmesh-tenants"
 _DAY_S: Final = 86400
 _TICK_S: Final = 1.0
 _ASK_S: Final = 0.5  # a call waits so long for a part
-_ASK_AGAIN_S: Final = 0.25  # after nobody gave one
+_ASK_AGAIN_S: Final = 0.25  # after no gateway gave one
 _ATTEMPTS: Final = 5  # of a write, each time with what others wrote before
 _MAX_GONE: Final = 1024
 _GONE_S: Final = 3.0  # a gateway that starts holds parts before others see its record
@@ -172,7 +172,7 @@ class TenantLedgers:
             log.debug("tenants.no_ledger", reason=exc.message)
 
     async def _write(self, tenant: Tenant, ledger: Ledger | None) -> bool:
-        """False if somebody else wrote it before: then we know what. Raises Unavailable."""
+        """False if another gateway wrote it before: then we know what. Raises Unavailable."""
         if ledger is None:
             return True
         key, last = self._key(tenant.name), self._parts.revision(tenant)
@@ -212,7 +212,7 @@ class TenantLedgers:
     # --- names -----------------------------------------------------------------------------------
 
     def _look_who_lives(self, tenant: Tenant) -> None:
-        """Who is in the ledger and has no record may not have written it yet; but a life of ours before this one is over."""
+        """A gateway that is in the ledger without a record may not have written its record yet; but a life of ours before this one is over."""
         now, own = time.monotonic(), self._me.partition("/")[0] + "/"
         named = {name for name in self._parts.named(tenant) if not name.startswith(own)}
         for name in named:

@@ -1,6 +1,6 @@
 """Tries idle instances with a request of its own, as a gateway would send it, and tells the fault judge what came of it.
 
-One probe is under way at a time; a refusal is an answer, and says nothing against anybody.
+One probe is under way at a time; a refusal is an answer, and says nothing against the instance.
 """
 
 from __future__ import annotations

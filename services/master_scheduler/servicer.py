@@ -88,7 +88,7 @@ class SchedulerServicer:
 
     def _plan(self, query: pb.PlanQuery, region: str = "") -> pb.PlanResult:
         parent = traces.sampled_context(query.traceparent)
-        if parent is None:  # a span that nobody records costs as much as the plan
+        if parent is None:  # a span that is not recorded costs as much as the plan
             return self._plan_untraced(query, region)
         with traces.tracer().start_as_current_span(
             names.SPAN_PLAN, parent, SpanKind.SERVER

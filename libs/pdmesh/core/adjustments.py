@@ -17,7 +17,7 @@ from pdmesh.core.moves import OFF_POOL, GroupShape, Move, applied
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """`pool`: who has borrowed the group, or OFF_POOL; empty while it serves. `base`: prefills and decodes that were asked for,
+    """`pool`: the one that has borrowed the group, or OFF_POOL; empty while it serves. `base`: prefills and decodes that were asked for,
     `base_fusion`: and instances that do both."""
 
     prefill: int

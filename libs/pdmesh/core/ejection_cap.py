@@ -1,8 +1,8 @@
-"""Protects the fleet from its judge: who of those that are judged sick is really ejected (S34).
+"""Protects the fleet from its judge: which of the instances that are judged sick are really ejected (S34).
 
 Of one group and role only a share is ejected at a time, and the last one by a proof alone. If much of the fleet looks sick the fault
-is in our eyes, and nobody else is ejected (panic), by a proof either: a bad driver proves everybody sick. Those that were out before
-stay out: they were judged while most others were well, and what they fail would be failed for certain.
+is in our eyes, and no other instance is ejected (panic), not even by a proof: a bad driver proves all of them sick. Those that were
+out before stay out: they were judged while most others were well, and a request that one of them gets would fail for certain.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def let_others_go(
 
 
 def _make_room(turn: Round, group: WantedGroup, stale: list[Member], num_short: int) -> str:
-    """As many of the old revision or scenario as are needed, or none if not all of these may go: half the room would serve nobody."""
+    """As many of the old revision or scenario as are needed, or none if not all of these may go: half the room would be of no use."""
     num_leaving = sum(
         given.stage >= Stage.DRAIN
         for instance_id, given in turn.plan.items()

@@ -108,7 +108,7 @@ class PullQueue(Generic[K]):
 
     def check_invariants(self) -> None:
         for source, queue in self._queues.items():
-            assert queue.active, "somebody waits for nobody"
+            assert queue.active, "a pull waits though none is under way"
             assert len(queue.active) <= self.max_active
             assert len(queue.active) <= 1 or sum(queue.active.values()) <= self.max_bytes
             assert not queue.active.keys() & queue.waiting.keys()

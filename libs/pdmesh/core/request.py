@@ -133,7 +133,7 @@ class Request(RequestState):
                 self._excluded, self._has_asked_again = lasting, True
                 return self._ask_plan()
         elif self._too_small and not (self._out_of_reach or self.num_migrations):
-            return self._end(Fail(self._last_error))  # nobody else is there, or was when it began
+            return self._end(Fail(self._last_error))  # no other is there, or was when it began
         self._excluded = dict(self._too_small)
         self.phase = Phase.WAITING_PLAN
         return self._schedule_retry(now, 0.0)

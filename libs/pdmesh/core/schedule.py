@@ -154,7 +154,7 @@ class Schedule:
     def _fire(self, entry: Entry, at: float, groups: Groups, taken: set[str], now: float) -> Due:
         late_s = max(0.0, now + self.lead_of(entry) - at)
         if (missed_s := now - at) > entry.grace_s:
-            return Due(entry, at, late_s, None, f"missed by {missed_s:.0f} s: nobody was there")
+            return Due(entry, at, late_s, None, f"missed by {missed_s:.0f} s: no master was there")
         reason = f"schedule {entry.name}"
         moves = tuple(_moves(entry, groups, taken, reason))
         taken.update(move.group_id for move in moves)

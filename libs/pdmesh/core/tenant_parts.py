@@ -2,9 +2,10 @@
 
 A ledger says who holds which part. It is written by compare-and-set, so no part is ever held twice, and a gateway grants what its
 own parts come to: together they never grant more than the limit. Each part is of use by itself (one open call, one request),
-so a limit is cut into as many parts as it can feed. Parts go where calls are: nobody's are taken when needed, and
-a gateway that finds none says so in the ledger; those that hold more than their share hand some over, those that nobody calls all of
-theirs, and where there are fewer parts than gateways, the one that has held it for a while. What a part has granted today, and what is left in its buckets, goes with it.
+so a limit is cut into as many parts as are of use. Parts go where calls are: a gateway takes free parts when it needs them, and
+says so in the ledger when it finds none. Then the gateways that hold more than their share hand some over. One without calls
+hands over all of its parts. Where there are fewer parts than gateways, the one that has held a part for a while hands it over.
+What a part has granted today, and what is left in its buckets, goes with it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Final
 from pdmesh.core.tenants import Clock, Part, Tenant, TenantLimits, Tenants
 
 _MAX_PARTS: Final = 16
-_IDLE_S: Final = 5.0  # nobody came: others may have all of it
-_HELD_S: Final = 1.0  # at least, where parts are fewer than those who want one
+_IDLE_S: Final = 5.0  # without a call: others may have all of its parts
+_HELD_S: Final = 1.0  # at least, where there are fewer parts than gateways that want one
 
 
 def num_parts(limits: TenantLimits) -> int:
@@ -35,7 +36,7 @@ def num_parts(limits: TenantLimits) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """`holders[i]` holds part i; empty: nobody. `wanted`: gateways that found no part, the longest waiting first."""
+    """`holders[i]` holds part i; empty: it is free. `wanted`: gateways that found no part, the longest waiting first."""
 
     holders: tuple[str, ...]
     parts: tuple[Part, ...]
@@ -111,7 +112,7 @@ class TenantParts:
             known.ledger, known.revision = None, 0
 
     def more(self, tenant: Tenant, clock: Clock) -> Ledger | None:
-        """Take a part that nobody holds, or ask for one; None if all are ours, or we have asked already."""
+        """Take a part that is free, or ask for one; None if all are ours, or we have asked already."""
         self._trim(tenant)
         known, ledger = self._of(tenant), self._ledger(tenant, clock)
         free = [i for i, holder in enumerate(ledger.holders) if not self._is_alive(holder)]
@@ -186,7 +187,7 @@ class TenantParts:
             known.leaving[index] = self.tenants.give_up(tenant, index, clock)
 
     def _trim(self, tenant: Tenant) -> None:
-        """The limits may be cut into fewer parts than they were: those beyond are nobody's."""
+        """The limits may be cut into fewer parts than they were: the others are no more."""
         known, num = self._of(tenant), num_parts(tenant.limits)
         self.tenants.trim(tenant)
         known.leaving = {index: part for index, part in known.leaving.items() if index < num}

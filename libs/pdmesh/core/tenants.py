@@ -109,7 +109,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """`now` is monotonic and this process's own, `wall` everybody's; `day` numbers the days, this one has `left_s` to go."""
+    """`now` is monotonic and this process's own, `wall` is that of all gateways; `day` numbers the days, this one has `left_s` to go."""
 
     now: float
     wall: float
@@ -205,7 +205,7 @@ class Tenants:
         return () if account is None else account.held
 
     def idle_s(self, name: str, now: float) -> float:
-        """For how long nobody has come, let in or not; 0 while somebody is here."""
+        """For how long no call has come, let in or not; 0 while one is open."""
         account = self._account(name)
         return 0.0 if account.num_open else now - account.came_at
 

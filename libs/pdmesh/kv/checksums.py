@@ -20,7 +20,7 @@ def fingerprint_hash(fingerprint: str) -> int:
 
 
 def decode_hash(instance_id: str, incarnation: int, leg: int) -> int:
-    """All ranks of a decode say the same of a leg, and nobody else does."""
+    """The same at all ranks of a decode for one leg, and different for every other leg and decode."""
     return xxhash.xxh3_64_intdigest(f"{instance_id}/{incarnation}/{leg}".encode())
 
 

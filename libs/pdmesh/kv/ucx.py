@@ -6,8 +6,8 @@ peer goes as one frame: a send and its receipt cost more than a small prompt's b
 own, made of that number and the pull's key, and are received where they belong.
 
 Nothing listens: peers are reached by their worker's address, and say hello to its door (`ucx_handshake`). The transports of a
-process, one after the other, have the same door (`ucx_worker`). What tells them apart is the life that an address ends with: who
-means another one than the present is no connection.
+process, one after the other, have the same door (`ucx_worker`). What tells them apart is the life that an address ends with: a hello
+that names another life than the present one makes no connection.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class UcxTransport:
         except BaseException as exc:
             if connection is not None:
                 if connection.greeted is not None:
-                    connection.greeted.cancel()  # nobody waits for it any more
+                    connection.greeted.cancel()  # its caller waits no more
                 connection.abort("not connected")
             if not isinstance(exc, (OSError, ValueError, self._ucx_error)):
                 raise  # TimeoutError is an OSError
@@ -274,7 +274,7 @@ class UcxTransport:
         self.watch(request, connection.on_posted, frame)
 
     def _on_hello(self, data: bytes) -> None:
-        """Who knows our key may connect; who means another life, or is one too many, is told so at once."""
+        """A peer that knows our key may connect. One that means another life, or is one too many, is told so at once."""
         assert self._ucx is not None
         ucx = self._ucx
         hello = read_hello(data, ucx.key)

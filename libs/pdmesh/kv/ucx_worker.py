@@ -167,7 +167,7 @@ class UcxWorker:
         return self.api.UCXEndpoint.create_from_worker_address(self.worker, there, True)
 
     def turn_away(self, address: bytes, number: int) -> None:
-        """Say goodbye to who connects, without ever having a connection: he need not wait for his deadline."""
+        """Say goodbye to a peer that connects, without a connection of our own, so that it need not wait for its deadline."""
         if len(self._refusing) >= MAX_REFUSING or self._loop is None:
             return
         key, goodbye = self.next_key(), FRAME.pack(number, 0)

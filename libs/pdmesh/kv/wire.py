@@ -7,7 +7,7 @@ nothing else.
 Each message is sealed by a checksum over all of it but an inline payload, which has checksums of its own in META: a changed bit in a
 ticket id, a pull id or a flag would ask for, answer, end or renew another request's. META also says what it answers
 (`question`), so that a sound answer to another pull is none. The seal has no key: it is against faults, not
-against forgers, whom the handshake of the transport and unguessable ticket ids keep out.
+against forgers. The handshake of the transport and unguessable ticket ids keep those out.
 
 Messages, and the events of the two books, are not `frozen`: a small pull makes 25 of them, and that would add a
 tenth to its cost.

@@ -255,7 +255,7 @@ class _Cache:
 
 
 def _check_private(descriptor: int) -> None:
-    """Raises OSError unless it is ours, and nobody else may read or write it."""
+    """Raises OSError unless it is ours, and no other user may read or write it."""
     status = os.fstat(descriptor)
     is_kind = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
     if not is_kind or status.st_uid != os.geteuid() or status.st_mode & 0o077:

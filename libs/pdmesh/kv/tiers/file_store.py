@@ -6,7 +6,7 @@ under a temporary name and renamed, so that a name exists whole or not at all wh
 first when the quota is reached; the modification time is the time of the last use, and a time in the future keeps a file,
 as long as those that are kept leave a quarter of the quota to the others.
 
-The quota is of all who write to the directory together: the bytes in use are counted in one small file that they share, under a
+All processes that write to the directory share the quota: the bytes in use are counted in one small file that they share, under a
 lock. A writer that dies may leave it too high by a block; the count is made anew when the quota seems to be reached. A
 disk that is full before the quota is (others use it too) is a reason to evict once, and only then a fault.
 
@@ -363,7 +363,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[_Count]:
-        """The count that all writers share, to be changed; nobody else changes it meanwhile."""
+        """The count that all writers share, to be changed; no other writer changes it meanwhile."""
         with self._lock:
             fd = os.open(self._root / _COUNT_FILE, os.O_RDWR | os.O_CREAT, _FILE_MODE)
             try:
