@@ -331,6 +331,31 @@ def test_a_disk_smaller_than_the_quota_goes_on_by_evicting(
 
 
 @pytest.mark.fault("F33")
+def test_a_disk_that_is_full_before_there_is_a_count_gets_room_by_evicting(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier release, which kept no count, had filled it."""
+    before = make(quota=100 * FILE)
+    for key in range(40):
+        put(before, key)
+    (tmp_path / ".count").unlink()
+    disk, pwrite = SmallDisk(tmp_path, 40 * FILE), os.pwrite
+
+    def write_within(fd: int, data: bytes, offset: int) -> int:
+        used = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
+        if os.fstat(fd).st_size < offset + len(data) and used + len(data) > disk.num_bytes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "write", disk)
+    monkeypatch.setattr(os, "pwrite", write_within)
+    store = make(quota=100 * FILE)
+    for key in range(40, 50):
+        assert put(store, key), key
+    assert 10 < store.num_evicted <= 20, "no more than it takes"
+
+
+@pytest.mark.fault("F33")
 def test_where_others_take_what_gets_free_the_store_is_not_emptied_for_nothing(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -247,6 +247,8 @@ class FileStore:
         # What others added meanwhile may have been seen or not: it is counted, rather twice than not.
         with self._counted() as count:
             count.removed = before.added - total
+        if self._bytes_used is None:  # the disk has no room for the count
+            self._bytes_used = total
         return self.bytes_used
 
     def _scan(self, folder: Path) -> Iterator[StoredFile]:
@@ -298,6 +300,8 @@ class FileStore:
                 return
             target_bytes = target_of(self.recover())
             for stored in self._victims():
+                if self._bytes_used is None:
+                    self.recover()
                 if self.bytes_used <= target_bytes:
                     return
                 self.num_evicted += self._unlink(stored.path, stored.num_bytes)
@@ -374,10 +378,19 @@ class FileStore:
                 before = _Count(count.added, count.removed)
                 yield count
                 if is_lost or count != before:
-                    os.pwrite(fd, _COUNT.pack(count.added, count.removed), 0)
+                    self._write_count(fd, count)
                 self._bytes_used = None if is_lost else count.used  # None: count anew
             finally:
                 os.close(fd)
+
+    @staticmethod
+    def _write_count(fd: int, count: _Count) -> None:
+        """A disk without room for it is full: the count stays lost until something was evicted."""
+        try:
+            os.pwrite(fd, _COUNT.pack(count.added, count.removed), 0)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
 
     def _path(self, name: bytes, owner: bytes) -> Path:
         text = name.hex()
