@@ -196,8 +196,8 @@ async def flood(
 
     async def send() -> None:
         nonlocal num_sent
-        block = first + unit * (65536 // len(unit))
-        again = unit * (65536 // len(unit))
+        again = unit * max(1, 65536 // len(unit))
+        block = first + again
         while num_sent < num_bytes:
             await loop.sock_sendall(client, block)
             num_sent += len(block)
