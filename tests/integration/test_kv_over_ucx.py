@@ -348,7 +348,11 @@ async def test_garbage_and_half_open_connections_cost_nothing_that_lasts() -> No
         await agent.connect(agent.address)
         await asyncio.sleep(0.2)
         before = len(os.listdir("/proc/self/fd"))
-        for port in listening():
+        there = parse_address(agent.address).worker
+        # Other tests leave workers that nobody uses: they look at their ports when they are used again.
+        ports = [port for port in listening() if port.to_bytes(2, "big") in there]
+        assert ports
+        for port in ports:
             for size in (1, 8, 100, 2_500, 100_000):
                 with socket.create_connection(("127.0.0.1", port)) as stranger:
                     stranger.setblocking(False)

@@ -184,11 +184,13 @@ async def test_the_master_sends_a_turn_to_the_prefill_that_holds_the_tail(tmp_pa
             found = fleet.samples(mesh, "master-scheduler")
             return sum(value for name, _, value in found if name == "pdmesh_index_blocks")
 
+        await until(num_indexed)
+        num_before = num_indexed()  # of the request with which the gateway proved its path
         for n in range(8):
             messages = [{"role": "user", "content": f"chat number {n * 1237}"}]
             assert await turn(messages) < 40  # at most the template's own beginning
             # A later turn's name takes the place of the one it continued.
-            await until(lambda n=n: num_indexed() == n + 1)
+            await until(lambda n=n: num_indexed() == num_before + n + 1)
             messages.append({"role": "user", "content": "go on"})
             assert await turn(messages) >= 16, "the first turn's prompt"
 
