@@ -13,7 +13,6 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.launcher.mesh import Mesh
-from pdmesh.launcher.spec import MeshSpec
 from tests.support import fleet
 from tests.support.memory import rss_bytes
 from tests.support.streams import StreamOutcome, stream_completion
@@ -33,20 +32,12 @@ PROCESSES = ("gateway-0", "prefill-0", "decode-0", "master-scheduler")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
     num_blocks = ROOM * -(-(PROMPT_TOKENS + NUM_TOKENS) // 64)
-    spec = MeshSpec(
-        engine="sim",
-        num_prefill=1,
-        num_decode=1,
-        http_port=0,
-        grpc_port=0,
-        start_timeout_s=180,
-        env={
-            "PDMESH_SIM_LAW": "smollm2-cpu",
-            "PDMESH_PREFILL_NUM_SLOTS": "2",
-            "PDMESH_DECODE_NUM_SLOTS": "64",
-            "PDMESH_DECODE_NUM_KV_BLOCKS": str(num_blocks),
-            "PDMESH_GATEWAY_TTFT_S": str(TTFT_S),
-        },
+    spec = fleet.one_by_one(
+        PDMESH_SIM_LAW="smollm2-cpu",
+        PDMESH_PREFILL_NUM_SLOTS="2",
+        PDMESH_DECODE_NUM_SLOTS="64",
+        PDMESH_DECODE_NUM_KV_BLOCKS=str(num_blocks),
+        PDMESH_GATEWAY_TTFT_S=str(TTFT_S),
     )
     async with Mesh(spec, tmp_path_factory.mktemp("mesh")) as running:
         yield running

@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from pdmesh.launcher.mesh import Mesh
-from pdmesh.launcher.spec import MeshSpec
 from tests.support import fleet
 from tests.support.streams import StreamOutcome, stream_completion
 from tests.support.waiting import until
@@ -28,19 +27,11 @@ async def test_a_short_prompt_behind_long_ones_waits_for_them_and_nothing_is_dec
 ) -> None:
     """One prefill computes 11,120 tokens in order of arrival, for longer than target and stall together. Whoever guesses
     how long twenty tokens may take calls it silent, and sends the same work to the next instance."""
-    spec = MeshSpec(
-        engine="sim",
-        num_prefill=1,
-        num_decode=1,
-        http_port=0,
-        grpc_port=0,
-        start_timeout_s=180,
-        env={
-            "PDMESH_SIM_LAW": "smollm2-cpu",
-            "PDMESH_GATEWAY_TTFT_S": "0.5",
-            "PDMESH_GATEWAY_STALL_S": "5",
-            "PDMESH_LOG_FORMAT": "json",
-        },
+    spec = fleet.one_by_one(
+        PDMESH_SIM_LAW="smollm2-cpu",
+        PDMESH_GATEWAY_TTFT_S="0.5",
+        PDMESH_GATEWAY_STALL_S="5",
+        PDMESH_LOG_FORMAT="json",
     )
     async with Mesh(spec, tmp_path / "mesh") as mesh, httpx.AsyncClient(timeout=120) as client:
         reference = fleet.Reference.load(mesh.state_dir / "reference")

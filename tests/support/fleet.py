@@ -47,6 +47,19 @@ def two_by_two(service_env: Mapping[str, Mapping[str, str]] | None = None, **env
     )
 
 
+def one_by_one(**env: str) -> MeshSpec:
+    """One prefill and one decode with the product's own times, but for what `env` says."""
+    return MeshSpec(
+        engine="sim",
+        num_prefill=1,
+        num_decode=1,
+        http_port=0,
+        grpc_port=0,
+        env=env,
+        start_timeout_s=180,
+    )
+
+
 @dataclass(frozen=True)
 class Reference:
     """What the sim model answers, computed here without a mesh."""

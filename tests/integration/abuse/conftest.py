@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.launcher.mesh import Mesh
-from pdmesh.launcher.spec import MeshSpec
+from tests.support import fleet
 from tests.support.abuse import (
     INCOMING,
     PER_IP,
@@ -21,22 +21,14 @@ from tests.support.abuse import (
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
-    spec = MeshSpec(
-        engine="sim",
-        num_prefill=1,
-        num_decode=1,
-        http_port=0,
-        grpc_port=0,
-        start_timeout_s=180,
-        env={
-            "PDMESH_PREFILL_NUM_SLOTS": "64",
-            "PDMESH_DECODE_NUM_SLOTS": "64",
-            "PDMESH_GATEWAY_RECEIVE_TIMEOUT_S": str(RECEIVE_S),
-            "PDMESH_GATEWAY_WRITE_TIMEOUT_S": str(WRITE_S),
-            "PDMESH_GATEWAY_MAX_CONNECTIONS_PER_IP": str(PER_IP),
-            "PDMESH_GATEWAY_MAX_INCOMING_BYTES": str(INCOMING),
-            "PDMESH_LOOP_WATCH_S": "0.005",  # F31 bounds how long the gateway's loop may be held
-        },
+    spec = fleet.one_by_one(
+        PDMESH_PREFILL_NUM_SLOTS="64",
+        PDMESH_DECODE_NUM_SLOTS="64",
+        PDMESH_GATEWAY_RECEIVE_TIMEOUT_S=str(RECEIVE_S),
+        PDMESH_GATEWAY_WRITE_TIMEOUT_S=str(WRITE_S),
+        PDMESH_GATEWAY_MAX_CONNECTIONS_PER_IP=str(PER_IP),
+        PDMESH_GATEWAY_MAX_INCOMING_BYTES=str(INCOMING),
+        PDMESH_LOOP_WATCH_S="0.005",  # F31 bounds how long the gateway's loop may be held
     )
     async with Mesh(spec, tmp_path_factory.mktemp("mesh")) as running:
         yield running
