@@ -434,6 +434,29 @@ async def test_a_fetch_is_refused_where_no_pool_is_or_the_sender_is_another(
     assert pool.num_opened == 0
 
 
+@pytest.mark.fault("F39")
+async def test_blocks_that_are_lent_to_one_peer_are_no_ticket_of_anothers() -> None:
+    """Each fetch is served under a ticket, whose name a stranger could count up to."""
+    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+
+    class Slow(AgentHooks):
+        def part_delay_s(self, pull_id: int, offset: int) -> float:
+            asked.set()
+            return 3600.0  # the blocks stay lent
+
+    async with kv_pair(MemoryTransport, blocks=Pool(6, 512), sender_hooks=Slow()) as pair:
+        fetching = loop.create_task(fetch(pair, Targets(512)))
+        await asked.wait()
+        (lent,) = pair.sender._sender._staged
+        kind, peer, pull_id, *_ = lent.split("/")
+        ticket = ticket_for(pair.address, SMALL, f"{kind}/{peer}/{pull_id}", attempt=0)
+        with pytest.raises(KvTransferFailed, match="UNKNOWN_TICKET"):
+            await pair.receiver.pull(ticket, whole(SMALL), deadline_s=30)
+        assert kind == "fetch"
+        fetching.cancel()
+        await asyncio.wait([fetching])
+
+
 async def test_a_fetch_into_targets_of_another_size_is_a_protocol_error(
     transport: MakeTransport,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -10,12 +11,13 @@ import pytest
 
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import KvLayout
+from pdmesh.engine.base import KvPeer
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv import ucx
+from pdmesh.kv import ucx, wire
 from pdmesh.kv.agent_types import AgentHooks, LandingFreed, TicketClosed
 from pdmesh.kv.transport import ByteArray, KvTransport
 from pdmesh.kv.ucx import UcxTransport
-from tests.fakes.kv_pair import FINGERPRINT, kv_pair, ticket_for
+from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, kv_pair, ticket_for
 from tests.fakes.memory_transport import MemoryTransport
 from tests.support.waiting import until
 
@@ -117,6 +119,41 @@ async def test_a_ticket_of_another_time_is_refused(
         assert await refused(pair, **changes) == reason
         assert pair.receiver_events == [LandingFreed(0)]
         assert pair.sender.num_tickets == 1, "a refusal costs the ticket nothing"
+
+
+@pytest.mark.fault("F39")
+async def test_a_ticket_s_number_without_its_secret_is_refused_and_neither_is_told(
+    transport: MakeTransport,
+) -> None:
+    """Errors go to logs, to operators and to clients: who reads them must not be able to pull."""
+    secret, wrong = "5" * 32, "6" * 32
+    async with kv_pair(transport) as pair:
+        pair.stage(SMALL, f"1f-{secret}")
+        whole = ArenaRange(0, SMALL.total_bytes)
+        for ticket_id in ("1f", "1f-", f"1f-{wrong}", f"1f-{secret[:-1]}", f"1e-{secret}", secret):
+            ticket = ticket_for(pair.address, SMALL, ticket_id)
+            with pytest.raises(KvTransferFailed) as caught:
+                await pair.receiver.pull(ticket, whole, deadline_s=30)
+            assert caught.value.reason == "KV_REFUSED_UNKNOWN_TICKET"
+            pull = wire.Pull(1, ticket_id, 1, INCARNATION, 0)
+            for shown in (caught.value.message, str(ticket), str(pull)):
+                assert not {secret, secret[:-1], wrong} & set(re.findall("[0-9a-f]+", shown))
+        assert pair.sender.num_tickets == 1
+        await pair.receiver.pull(
+            ticket_for(pair.address, SMALL, f"1f-{secret}"), whole, deadline_s=30
+        )
+
+
+@pytest.mark.fault("F39")
+async def test_no_error_tells_the_address_that_opens_the_door(transport: MakeTransport) -> None:
+    """It has the door's key in it, and whoever knows that may ask for KV."""
+    async with kv_pair(transport) as pair:
+        await pair.sender.close()
+        ticket = ticket_for(pair.address, SMALL)
+        with pytest.raises(KvTransferFailed) as caught:
+            await pair.receiver.pull(ticket, ArenaRange(0, SMALL.total_bytes), deadline_s=1.0)
+        for shown in (caught.value.message, str(ticket), str(KvPeer("p", 1, (pair.address,)))):
+            assert not any(part in shown for part in re.split("[./]", pair.address) if part)
 
 
 @pytest.mark.fault("F34")

@@ -70,6 +70,7 @@ async def kv_pair(
     make_transport: Callable[[], KvTransport],
     *,
     hooks: AgentHooks | None = None,
+    sender_hooks: AgentHooks | None = None,
     receiver_fingerprint: str = FINGERPRINT,
     blocks: BlockSource | None = None,
     quarantine: Quarantine[str] | None = None,
@@ -84,6 +85,7 @@ async def kv_pair(
         staging_bytes=ARENA_BYTES,
         landing_bytes=0,
         on_event=sender_events.append,
+        hooks=sender_hooks,
         blocks=blocks,
     )
     receiver = KvAgent(

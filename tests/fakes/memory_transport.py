@@ -104,7 +104,7 @@ class MemoryTransport:
             peer = None
         await asyncio.sleep(0)
         if peer is None:
-            raise KvTransferFailed(f"nothing at {address}", reason="KV_CONNECT_FAILED")
+            raise KvTransferFailed("nothing is there", reason="KV_CONNECT_FAILED")
         mine, theirs = self._add(), peer._add()
         mine.other, theirs.other = theirs, mine
         peer.loop.call_soon(peer.handler_of(theirs).on_connected, theirs)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import cast
 
 import pytest
@@ -34,13 +36,15 @@ class EndedEngine:
 
     def __init__(self, end: Output) -> None:
         self._end = end
+        self.prefills: list[PrefillJob] = []
 
     async def start(self) -> EngineInfo:
         raise NotImplementedError
 
     async def stop(self) -> None: ...
 
-    def prefill(self, job: PrefillJob) -> None: ...
+    def prefill(self, job: PrefillJob) -> None:
+        self.prefills.append(job)
 
     def decode(self, job: DecodeJob) -> None: ...
 
@@ -62,10 +66,10 @@ class EndedEngine:
         return EngineStats()
 
 
-def capacity() -> Capacity:
+def capacity(num_slots: int = 1) -> Capacity:
     return Capacity(
         works=frozenset({Work.PREFILL}),
-        num_slots=1,
+        num_slots=num_slots,
         num_blocks=64,
         block_size=4,
         block_bytes=64,
@@ -73,6 +77,18 @@ def capacity() -> Capacity:
         staging_bytes=1 << 16,
         landing_bytes=0,
         max_retrievals=1,
+    )
+
+
+def prefill(key: int, max_tokens: int = 1) -> pb.Command:
+    return pb.Command(
+        prefill=pb.Prefill(
+            key=key,
+            request_id="r",
+            prompt_token_ids=tokens_to_bytes([1, 2, 3]),
+            sampling=common_pb2.SamplingParams(max_tokens=max_tokens, top_p=1.0),
+            remaining_ms=1000,
+        )
     )
 
 
@@ -89,14 +105,7 @@ async def test_a_client_that_leaves_as_its_prefill_ends_costs_no_slot(end: Outpu
     """The end waits to be read when the abort comes; neither says a word about the staging range after that."""
     host = InstanceHost(cast(Engine, EndedEngine(end)), Admission(capacity()), time.monotonic)
     outbox = host.open("gateway-0")
-    prefill = pb.Prefill(
-        key=5,
-        request_id="r",
-        prompt_token_ids=tokens_to_bytes([1, 2, 3]),
-        sampling=common_pb2.SamplingParams(max_tokens=1, top_p=1.0),
-        remaining_ms=1000,
-    )
-    host.apply(outbox, [pb.Command(prefill=prefill)])
+    host.apply(outbox, [prefill(5)])
     assert host.admission.num_slots_used == 1
     host.apply(outbox, [pb.Command(abort=pb.Abort(key=5))])
     await host.run()
@@ -106,3 +115,38 @@ async def test_a_client_that_leaves_as_its_prefill_ends_costs_no_slot(end: Outpu
     assert host.admission.staging_bytes_used == 0
     assert host.num_tickets == 0
     host.check_invariants()
+
+
+def tickets_of(host: InstanceHost, engine: EndedEngine, num: int) -> list[str]:
+    host.apply(host.open("gateway-0"), [prefill(key, max_tokens=2) for key in range(1, num + 1)])
+    return [job.ticket_id for job in engine.prefills]
+
+
+def make_host(engine: EndedEngine, **changes: Callable[[], str]) -> InstanceHost:
+    admission = Admission(capacity(num_slots=16))
+    return InstanceHost(cast(Engine, engine), admission, time.monotonic, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.fault("F39")
+def test_who_holds_a_ticket_can_guess_no_other() -> None:
+    """A ticket is all that it takes to pull a prompt's KV: its id has 128 bits that no other one has."""
+    engine = EndedEngine(Failed(1, "", ""))
+    tickets = tickets_of(make_host(engine), engine, 16)
+    assert len(tickets) == 16
+    secrets = []
+    for number, ticket in enumerate(tickets, 1):
+        found = re.fullmatch(r"([0-9a-f]+)-([0-9a-f]{32})", ticket)
+        assert found, ticket
+        assert int(found[1], 16) == number, "the part that may be logged tells tickets apart"
+        secrets.append(found[2])
+    for one, other in itertools.combinations(secrets, 2):
+        num_same_bytes = sum(
+            a == b for a, b in zip(bytes.fromhex(one), bytes.fromhex(other), strict=True)
+        )
+        assert num_same_bytes < 8, "16 random bytes agree in eight places once in 10**15 pairs"
+
+
+def test_a_tickets_secret_comes_from_outside_where_a_run_must_repeat() -> None:
+    engine, numbers = EndedEngine(Failed(1, "", "")), itertools.count(7)
+    host = make_host(engine, new_secret=lambda: f"s{next(numbers)}")
+    assert tickets_of(host, engine, 2) == ["1-s7", "2-s8"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pdmesh.core.kv_sources import NO_QUARRELS, Fit, Quarrels
@@ -36,7 +36,7 @@ class Candidate:
 class TicketHeld:
     """The staged KV of a finished prefill, as far as deciding needs it."""
 
-    ticket_id: str
+    ticket_id: str = field(repr=False)
     lease_s: float
 
 

@@ -6,18 +6,28 @@ attempt given up is refused rather than confused with the present one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Final
 
 MAX_TICKET_ID: Final = 128  # bytes of utf-8
 
 
+def make_ticket_id(number: int, secret: str) -> str:
+    """`number` tells an incarnation's tickets apart and may be logged. Whoever knows `secret`, too, may pull."""
+    return f"{number:x}-{secret}"
+
+
+def shown_ticket_id(ticket_id: str) -> str:
+    """What may be logged of it."""
+    return ticket_id.rpartition("-")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The right to pull one prompt's staged KV. Mirrors `pdmesh.v1.Ticket`."""
+    """The right to pull one prompt's staged KV. Mirrors `pdmesh.v1.Ticket`. What gives that right is not in its `repr`."""
 
-    ticket_id: str
+    ticket_id: str = field(repr=False)
     request_id: str
     attempt: int
     instance_id: str
@@ -25,7 +35,7 @@ class Ticket:
     model_fingerprint: str
     num_tokens: int
     kv_bytes: int  # per rank
-    addresses: tuple[str, ...]  # one per rank
+    addresses: tuple[str, ...] = field(repr=False)  # one per rank
     lease_ms: int
 
 

@@ -147,7 +147,7 @@ class TicketBook:
 
     def _on_opened(self, event: Opened) -> list[SenderEffect]:
         if event.ticket_id in self._tickets:
-            raise ValueError(f"ticket {event.ticket_id} is open already")
+            raise ValueError("a ticket with this id is open already")
         self._tickets[event.ticket_id] = _Ticket(
             event.attempt,
             event.layout,

@@ -71,7 +71,7 @@ class PrefillJob:
     attempt: int
     prompt: array[int]
     sampling: Sampling
-    ticket_id: str = ""
+    ticket_id: str = field(default="", repr=False)
     staging: ArenaRange | None = None
     is_per_layer: bool = False
     cache_salt: str = ""
@@ -251,7 +251,9 @@ class EngineInfo:
     max_model_len: int
     num_ranks: int = 1
     supports_logprobs: bool = False
-    kv_addresses: tuple[str, ...] = ()  # KV transport address of each rank
+    kv_addresses: tuple[str, ...] = field(
+        default=(), repr=False
+    )  # KV transport address of each rank
     tail_sampling: TailSampling = NO_TAILS  # of beginnings of its blocks
 
 
@@ -261,7 +263,7 @@ class KvPeer:
 
     instance_id: str
     incarnation: int
-    addresses: tuple[str, ...]
+    addresses: tuple[str, ...] = field(repr=False)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ legs with it.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -40,7 +41,7 @@ class HostConfig:
 
 class InstanceHost:
     """`on_blocks`, `on_load` and `on_error` are told what is to be published, `on_record` that the record changed; they
-    must not block.
+    must not block. `new_secret` is the part of a ticket's id that cannot be guessed.
 
     `run` passes the engine's outputs on; everything else is called by the sessions.
     """
@@ -55,6 +56,7 @@ class InstanceHost:
         on_blocks: Callable[[BlocksChanged], None] = lambda _: None,
         on_error: OnError = lambda reason, message, request_id: None,
         on_record: Callable[[], None] = lambda: None,
+        new_secret: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
         self.admission = admission
         self.on_load: Callable[[], None] = lambda: None
@@ -70,6 +72,7 @@ class InstanceHost:
             self._sources,
             on_error,
             self._after_changes,
+            new_secret,
         )
         self._outputs = Outputs(self._life, clock, on_blocks)
         self._idle = asyncio.Event()

@@ -7,7 +7,6 @@ word until its ticket closes (S41).
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable
 from typing import Final
 
@@ -15,7 +14,7 @@ import structlog
 
 from pdmesh.core.admission import Admission, Ask, RefusalReason, Refused, Work
 from pdmesh.core.kv_sources import KvSource
-from pdmesh.core.ticket import PullFailure
+from pdmesh.core.ticket import PullFailure, make_ticket_id
 from pdmesh.core.vitals import Vitals
 from pdmesh.engine.base import ArenaRange, DecodeJob, Engine, Failed, PrefillJob, hands_on
 from pdmesh.errors import InvalidRequest, KvTransferFailed
@@ -33,7 +32,7 @@ _HOLD_ACCEPTED_S: Final = 0.05  # a decode's; a prefill's is not held, as gatewa
 
 
 class LegLife:
-    """`on_late`: a leg was ended by time, between commands and outputs."""
+    """`on_late`: a leg was ended by time, between commands and outputs. `new_secret`: of a ticket's id."""
 
     def __init__(
         self,
@@ -45,6 +44,7 @@ class LegLife:
         sources: SourceWatch,
         on_error: OnError,
         on_late: Callable[[], None],
+        new_secret: Callable[[], str],
     ) -> None:
         self.admission, self.sources, self.on_error = admission, sources, on_error
         self.table = LegTable()
@@ -54,9 +54,7 @@ class LegLife:
         self._transfer_timeout_s, self._transfer_stall_s = transfer_timeout_s, transfer_stall_s
         self._on_late = on_late
         self._last_leg = 0
-        self._ticket_prefix = secrets.token_hex(
-            8
-        )  # nobody else's tickets begin so, or can be guessed
+        self._new_secret = new_secret
 
     # -- the beginning ----------------------------------------------------------------------------
 
@@ -112,7 +110,7 @@ class LegLife:
     ) -> None:
         leg.span = spans.start(names.SPAN_PREFILL, m.traceparent, m.request_id, m.attempt)
         if staging is not None:
-            leg.ticket_id = f"{self._ticket_prefix}{leg.number:x}"
+            leg.ticket_id = make_ticket_id(leg.number, self._new_secret())
         job = PrefillJob(
             leg=leg.number,
             request_id=m.request_id,

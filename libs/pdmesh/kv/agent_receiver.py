@@ -398,6 +398,5 @@ class ReceiverHalf:
             if source and self._quarantine.record(source, time.monotonic()):
                 self._on_event(SourceQuarantined(source, self._quarantine.hold_s))
         if not pull.done.done():
-            ticket = pull.order.ticket
-            what = f"pull of ticket {ticket.ticket_id}" if ticket else "fetch of blocks"
+            what = "pull" if pull.order.ticket else "fetch of blocks"
             pull.done.set_exception(KvTransferFailed(f"{what} failed: {reason}", reason=reason))

@@ -6,6 +6,7 @@ Who may read what, and when bytes are free, is `core.ticket_book`'s; this shell 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable
 from typing import Final
@@ -17,7 +18,7 @@ from pdmesh.core import ticket_book as book
 from pdmesh.core import ticket_events as tx
 from pdmesh.core.arena import ArenaRange
 from pdmesh.core.kv_layout import CHUNK_BYTES, MAX_SPANS, KvLayout
-from pdmesh.core.ticket import MAX_TICKET_ID, CloseReason, Refusal
+from pdmesh.core.ticket import MAX_TICKET_ID, CloseReason, Refusal, shown_ticket_id
 from pdmesh.kv import wire
 from pdmesh.kv.agent_types import (
     AgentHooks,
@@ -63,6 +64,7 @@ class SenderHalf:
         self._staged: dict[str, StagedRange | LentBlocks] = {}
         self._hashing: set[asyncio.Task[None]] = set()
         self._num_fetches = 0
+        self._loan_secret = secrets.token_hex(16)
         self._is_closing = False
         self.bytes_sent = 0
 
@@ -130,7 +132,7 @@ class SenderHalf:
     def _start_hashing(self, ticket_id: str, staged: StagedRange) -> None:
         work = self._hash_aside(ticket_id, staged)
         staged.hashing = watched(
-            work, f"kv-hash-{ticket_id}", lambda error: self._hashing_died(ticket_id, staged, error)
+            work, "kv-hash", lambda error: self._hashing_died(ticket_id, staged, error)
         )
         self._hashing.add(staged.hashing)
         staged.hashing.add_done_callback(self._hashing.discard)
@@ -145,7 +147,7 @@ class SenderHalf:
 
     def _hashing_died(self, ticket_id: str, staged: StagedRange, error: BaseException) -> None:
         """Whoever waits for its layers is told at once; the range is free when its engine is done with it."""
-        log.error("kv.hashing.died", ticket_id=ticket_id, exc_info=error)
+        log.error("kv.hashing.died", ticket=shown_ticket_id(ticket_id), exc_info=error)
         staged.hashing, staged.has_failed = None, True
         if self._staged.get(ticket_id) is staged:
             self.handle(tx.ServingFailed(ticket_id))
@@ -191,7 +193,7 @@ class SenderHalf:
             refused = wire.Refused(message.pull_id, refusal or Refusal.UNKNOWN_TICKET)
             self._peers.tell(peer, refused)
             return
-        ticket_id = f"fetch/{peer}/{message.pull_id}"
+        ticket_id = self._name_loan("fetch", peer, message)
         if ticket_id in self._staged:
             return  # the same message again
         pinned = self._blocks.open(message.names)
@@ -205,11 +207,15 @@ class SenderHalf:
         if (refusal := self._refusal(message)) is not None:
             self._peers.tell(peer, wire.Refused(message.pull_id, refusal))
             return
-        ticket_id = f"probe/{peer}/{message.pull_id}"
+        ticket_id = self._name_loan("probe", peer, message)
         if ticket_id not in self._staged:
             answer = probe_bytes(message.nonce, message.incarnation, message.fingerprint_hash)
             pinned = LentBlocks(PinnedBlocks([answer]), lambda _: None)
             self._lend(peer, message, ticket_id, pinned)
+
+    def _name_loan(self, kind: str, peer: int, message: wire.Fetch | wire.Probe) -> str:
+        """The same for a message that comes twice, and for no other peer to guess: it never leaves this process."""
+        return f"{kind}/{peer}/{message.pull_id}/{self._loan_secret}"
 
     def _lend(
         self, peer: int, message: wire.Fetch | wire.Probe, ticket_id: str, pinned: LentBlocks

@@ -54,7 +54,7 @@ class ConnectionPool:
         task = self._opening.get(address)
         if task is None:
             self._make_room()
-            task = asyncio.create_task(self._connect(address), name=f"kv-connect-{address}")
+            task = asyncio.create_task(self._connect(address), name="kv-connect")
             self._opening[address] = task
             task.add_done_callback(lambda done: self._on_done(address, done))
         self._wanted[address] += 1
@@ -62,17 +62,13 @@ class ConnectionPool:
             async with asyncio.timeout(timeout_s):
                 connection = await asyncio.shield(task)
         except TimeoutError as exc:
-            raise KvTransferFailed(
-                f"no KV connection to {address} in time", reason=PullFailure.TIMEOUT
-            ) from exc
+            raise KvTransferFailed("no KV connection in time", reason=PullFailure.TIMEOUT) from exc
         finally:
             self._wanted[address] -= 1
             self._wanted += Counter()  # drop zeros
         if self._open.get(address) is not connection:
             # Its end was told before we ran again, and is not told twice: a pull on it would never end.
-            raise KvTransferFailed(
-                f"the KV connection to {address} ended at once", reason=PullFailure.PEER_LOST
-            )
+            raise KvTransferFailed("the KV connection ended at once", reason=PullFailure.PEER_LOST)
         return connection
 
     def remove(self, connection: KvConnection) -> None:
@@ -114,9 +110,7 @@ class ConnectionPool:
     async def _connect(self, address: str) -> KvConnection:
         connection = await self._transport.connect(address, _CONNECT_S)
         if connection.key in self._ended_early:
-            raise KvTransferFailed(
-                f"the KV connection to {address} ended at once", reason=PullFailure.PEER_LOST
-            )
+            raise KvTransferFailed("the KV connection ended at once", reason=PullFailure.PEER_LOST)
         self._open[address] = connection
         return connection
 

@@ -136,7 +136,7 @@ class UcxTransport:
                 raise  # TimeoutError is an OSError
             reason = str(exc) or "timed out"
             raise KvTransferFailed(
-                f"no KV connection to {address}: {reason}", reason="KV_CONNECT_FAILED"
+                f"no KV connection: {reason}", reason="KV_CONNECT_FAILED"
             ) from exc
         return connection
 

@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import secrets
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 DOOR = 0  # the number that is no connection's
 KEY_BYTES = 16
@@ -28,7 +28,7 @@ _WELCOME = struct.Struct("<8sQQ")  # magic, the connecting side's number, the ac
 @dataclass(frozen=True, slots=True)
 class Address:
     worker: bytes
-    key: bytes
+    key: bytes = field(repr=False)
     life: int
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import xxhash
@@ -71,7 +71,7 @@ class Pull:
     """Receiver to sender: send me this ticket's blocks from `first_block` on, of `num_heads` heads (0: of all)."""
 
     pull_id: int
-    ticket_id: str
+    ticket_id: str = field(repr=False)
     attempt: int
     incarnation: int
     fingerprint_hash: int
@@ -153,7 +153,7 @@ class Ack:
 class Renew:
     """Receiver to sender: I wait or receive, keep the bytes for another lease. Not answered."""
 
-    ticket_id: str
+    ticket_id: str = field(repr=False)
     attempt: int
     incarnation: int
 

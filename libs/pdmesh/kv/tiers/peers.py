@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import structlog
@@ -31,7 +31,7 @@ class PeerHolding:
 
     instance_id: str
     incarnation: int
-    addresses: tuple[str, ...]
+    addresses: tuple[str, ...] = field(repr=False)
     first: int
     count: int
 
