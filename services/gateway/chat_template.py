@@ -1,7 +1,10 @@
 """Turns a conversation into a prompt with the model's own template, in a sandbox.
 
 The template comes from the model directory, never from a client. It runs in jinja's immutable sandbox with the
-functions Hugging Face gives it, and its output is cut off at a bound.
+functions and variables Hugging Face gives it, and its output is cut off at a bound.
+
+Some templates read a message's content as text, some as a list of parts, some as either. A template is tried once on
+both, and gets what it reads, as plain vLLM does: parts where it reads parts, else lines of one text.
 """
 
 from __future__ import annotations
@@ -9,10 +12,12 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 
 from pdmesh.errors import InvalidRequest
@@ -26,14 +31,21 @@ _TEMPLATE_FAULTS: Final = (
     LookupError,
     AttributeError,
 )
+_TRIED_TEXTS: Final = ("pdmesh-first", "pdmesh-second")
+_TRIED_KEY: Final = "pdmesh-key"  # seen only where a part is printed as it is, and not read
+
+# `role`, and `name` where the client gives one, are text; `content` is text, or the texts of its parts.
+Message = Mapping[str, str | Sequence[str]]
 
 
 class ChatTemplate:
-    """`special_tokens` are the names templates use: bos_token, eos_token, ..."""
+    """`special_tokens` are the names templates use: bos_token, eos_token, ... Raises jinja2.TemplateError."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], max_chars: int) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationBlocks, jinja2.ext.loopcontrols],
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
@@ -43,14 +55,36 @@ class ChatTemplate:
         self._template.globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens)
         self._max_chars = max_chars
+        self._reads_parts = self._shows([{**p, _TRIED_KEY: ""} for p in _parts(_TRIED_TEXTS)])
+        self._reads_text = not self._reads_parts or self._shows("".join(_TRIED_TEXTS))
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Message]) -> str:
         """Raises InvalidRequest if the template refuses the conversation or it gets too long."""
+        return self._render([{**m, "content": self._as_read(m["content"])} for m in messages])
+
+    def _as_read(self, content: str | Sequence[str]) -> str | list[dict[str, str]]:
+        if isinstance(content, str):
+            return content if self._reads_text else _parts((content,))
+        return _parts(content) if self._reads_parts else "\n".join(content)
+
+    def _shows(self, content: object) -> bool:
+        """What the template makes of this content holds its texts, and not the form that it has."""
+        try:
+            text = self._render([{"role": "user", "content": content}])
+        except InvalidRequest:
+            return False
+        return all(tried in text for tried in _TRIED_TEXTS) and _TRIED_KEY not in text
+
+    def _render(self, messages: Sequence[Mapping[str, object]]) -> str:
         parts: list[str] = []
         num_chars = 0
         try:
             for part in self._template.generate(
-                messages=messages, add_generation_prompt=True, **self._special_tokens
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special_tokens,
             ):
                 parts.append(part)
                 num_chars += len(part)
@@ -62,6 +96,21 @@ class ChatTemplate:
                 field="messages",
             ) from exc
         return "".join(parts)
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """`{% generation %}` marks, for training, what the model said; a prompt holds it like the rest."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=lineno)
+
+
+def _parts(texts: Sequence[str]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
 
 
 class _Refused(jinja2.TemplateError):
@@ -76,8 +125,21 @@ def _raise(message: str) -> NoReturn:
     raise _Refused(message)
 
 
-def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+# Any: as json.dumps takes them, which checks them.
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _strftime_now(form: str) -> str:

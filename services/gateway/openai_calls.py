@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 from pdmesh.core.block_hash import token_array
 from pdmesh.core.tenants import Tenant
 from pdmesh.errors import InvalidRequest
+from services.gateway.chat_template import Message as ChatMessage
 from services.gateway.door import check_model
 from services.gateway.frontend import Frontend
 from services.gateway.openai_schema import (
@@ -102,7 +104,9 @@ async def text_tokens(
     return await tokenizer.encode(text, add_special_tokens=field == "prompt")
 
 
-async def chat_tokens(messages: list[dict[str, str]], model: str, frontend: Frontend) -> array[int]:
+async def chat_tokens(
+    messages: Sequence[ChatMessage], model: str, frontend: Frontend
+) -> array[int]:
     """Raises MeshError."""
     tokenizer = frontend.shared.tokenizer
     if not tokenizer.has_chat_template:

@@ -7,6 +7,7 @@ value is refused, so that no client believes a setting had an effect. Every numb
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
@@ -196,15 +197,20 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     return request
 
 
-def messages_of(messages: list[Message]) -> list[dict[str, str]]:
-    """As a chat template takes them: role and content, parts joined."""
-    plain: list[dict[str, str]] = []
+def messages_of(messages: list[Message]) -> list[dict[str, str | Sequence[str]]]:
+    """As a chat template takes them: role, content (text, or the texts of its parts), and the name where there is one."""
+    plain: list[dict[str, str | Sequence[str]]] = []
     for message in messages:
-        content = message.content
-        if isinstance(content, list):
-            content = "".join(part.text or "" for part in content)
+        content: str | Sequence[str] = ""
+        if isinstance(message.content, list):
+            content = [part.text or "" for part in message.content]
+        elif message.content:
+            content = message.content
         role = "system" if message.role == "developer" else message.role
-        plain.append({"role": role, "content": content or ""})
+        given: dict[str, str | Sequence[str]] = {"role": role, "content": content}
+        if message.name:
+            given["name"] = message.name
+        plain.append(given)
     return plain
 
 

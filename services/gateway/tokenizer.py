@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import jinja2
 from tokenizers import Tokenizer as HfTokenizer
 
 from pdmesh.core.block_hash import token_array
 from pdmesh.errors import MeshError
-from services.gateway.chat_template import ChatTemplate
+from services.gateway.chat_template import ChatTemplate, Message
 from services.gateway.encoding_lanes import EncodingLanes
 from services.gateway.text_stream import Detokenizer, TextStream
 
@@ -62,11 +63,14 @@ class Tokenizer:
         model_config = _read_json(model_dir / "config.json")
         special = {n: t for n in _SPECIAL_NAMES if (t := _token_text(config.get(n)))}
         source = _template_source(model_dir, config)
-        template = ChatTemplate(source, special, max_chars) if source else None
+        try:
+            template = ChatTemplate(source, special, max_chars) if source else None
+        except jinja2.TemplateError as exc:
+            raise BadModelDir(f"the chat template of {model_dir} cannot be read: {exc}") from exc
         generation = _read_json(model_dir / "generation_config.json")
         eos = _eos_ids(generation, model_config)
-        if not eos and (token_id := inner.token_to_id(special.get("eos_token", ""))) is not None:
-            eos = frozenset({token_id})
+        if (token_id := inner.token_to_id(special.get("eos_token", ""))) is not None:
+            eos |= {token_id}
         vocab_size = int(model_config.get("vocab_size") or inner.get_vocab_size())
         return cls(inner, template, eos, vocab_size, num_threads)
 
@@ -74,7 +78,7 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render_chat(self, messages: Sequence[Message]) -> str:
         assert self._template is not None
         return self._template.render(messages)
 
@@ -149,7 +153,10 @@ def _template_source(model_dir: Path, config: Mapping[str, Any]) -> str:
 
 
 def _eos_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
-    """The first config that names any wins: generation_config knows chat's end, config often does not."""
+    """The first config that names any wins: generation_config knows chat's end, config often does not.
+
+    Neither need name the tokenizer's own, which ends an answer beside them.
+    """
     for config in configs:
         value = config.get("eos_token_id")
         ids = value if isinstance(value, list) else [value]

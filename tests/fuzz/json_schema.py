@@ -34,7 +34,7 @@ def feed(data: bytes) -> None:
         request = _PARSERS[data[0] % len(_PARSERS)](body)
         if getattr(request, "messages", None):
             for message in messages_of(request.messages):
-                assert set(message) == {"role", "content"}
+                assert set(message) - {"name"} == {"role", "content"}
         elif request.prompt is not None:
             prompts_of(request.prompt, _VOCABULARY, _MAX_TOKENS)
     except InvalidRequest as exc:

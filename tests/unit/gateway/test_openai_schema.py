@@ -172,12 +172,17 @@ def test_no_string_of_a_completion_holds_a_nul() -> None:
     assert parse_completion(body).prompt == spelt, "the name of it is not it"
 
 
-def test_parts_are_joined_and_developer_means_system() -> None:
+def test_messages_reach_the_template_as_they_are_and_developer_means_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [{"role": "developer", "content": "be"}, {"role": "user", "content": parts}]
+    messages = [
+        {"role": "developer", "content": "be"},
+        {"role": "user", "name": "ann", "content": parts},
+        {"role": "assistant", "name": ""},
+    ]
     assert messages_of(parse_chat(chat(messages=messages)).messages) == [
         {"role": "system", "content": "be"},
-        {"role": "user", "content": "ab"},
+        {"role": "user", "content": ["a", "b"], "name": "ann"},
+        {"role": "assistant", "content": ""},
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -97,3 +99,73 @@ def test_a_template_is_bounded_and_sandboxed() -> None:
         with pytest.raises(InvalidRequest) as caught:
             render(source)
         assert caught.value.field == "messages"
+
+
+TEXT_ONLY = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] + '|' }}{% endfor %}"
+PARTS_ONLY = (
+    "{% for m in messages %}<{{ m['role'] }}>{% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] + '|' }}{% endif %}{% endfor %}{% endfor %}"
+)
+EITHER = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for part in m['content'] %}{{ part.text }}{% endfor %}{% endif %}|{% endfor %}"
+)
+SHOWN_AS_IT_IS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}|{% endfor %}"
+
+
+def rendered(source: str, *contents: str | Sequence[str]) -> str:
+    return ChatTemplate(source, {}, 1000).render([{"role": "user", "content": c} for c in contents])
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (TEXT_ONLY, "<user>x|<user>a\nb|<user>|"),
+        (SHOWN_AS_IT_IS, "<user>x|<user>a\nb|<user>|"),
+        (PARTS_ONLY, "<user>x|<user>a|b|<user>"),
+        (EITHER, "<user>x|<user>ab|<user>|"),
+    ],
+)
+def test_a_template_gets_contents_in_the_form_that_it_reads(source: str, expected: str) -> None:
+    """As plain vLLM: parts where the template reads parts, else lines of one text."""
+    assert rendered(source, "x", ["a", "b"], []) == expected
+
+
+def test_a_template_that_refuses_to_be_tried_gets_text() -> None:
+    source = "{% if messages[0]['content'] != 'x' %}{{ raise_exception('no') }}{% endif %}ok"
+    assert rendered(source, "x") == "ok"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if tools is not none or documents is not none %}tools!{% endif %}x",
+        "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}",
+        "{{ messages[0]['content'] | tojson(separators=(',', ':'), sort_keys=true) | replace('\"', '') }}",
+    ],
+)
+def test_a_template_finds_what_transformers_gives_it(source: str) -> None:
+    assert rendered(source, "x") == "x"
+
+
+def test_a_template_may_name_who_speaks() -> None:
+    source = "{% for m in messages %}{{ m.get('name', m['role']) }}: {{ m['content'] }}{% endfor %}"
+    messages = [{"role": "user", "name": "ann", "content": "x"}]
+    assert ChatTemplate(source, {}, 1000).render(messages) == "ann: x"
+
+
+def test_a_template_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% unknown %}")
+    with pytest.raises(BadModelDir, match="chat template"):
+        Tokenizer.load(tmp_path, max_chars=100)
+
+
+@pytest.mark.parametrize("named", [3, [3, 4]])
+def test_the_tokenizers_own_end_ends_an_answer_too(tmp_path: Path, named: object) -> None:
+    """A generation_config that names the base model's end alone does not take the chat's away."""
+    write_tiny_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    others = set(named) if isinstance(named, list) else {named}
+    assert Tokenizer.load(tmp_path, max_chars=100).eos_token_ids == {EOS} | others
