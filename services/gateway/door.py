@@ -146,7 +146,7 @@ class KeyedDoor:
     async def enter(self, authorization: str) -> Visit:
         tenant = self._tenant_of(authorization)
         while (refused := self._tenants.enter(tenant, time.monotonic())) is not None:
-            if not await self.has_more(tenant):
+            if not await self.has_more(tenant, refused):
                 raise self._count(tenant.name, _rate_limited(refused))
         return _KeyedVisit(self, tenant)
 
@@ -184,17 +184,18 @@ class KeyedDoor:
 
     # --- visits ----------------------------------------------------------------------------------
 
-    def charge(self, tenant: Tenant, num_tokens: int) -> Charge:
+    def charge(self, tenant: Tenant, num_tokens: int) -> Charge | Refused:
         now = time.time()
         day = int(now // _DAY_S)
         left_s = (day + 1) * _DAY_S - now
-        charge = self._tenants.charge(tenant, num_tokens, time.monotonic(), day, left_s)
-        if isinstance(charge, Refused):
-            raise _rate_limited(charge)
-        return charge
+        return self._tenants.charge(tenant, num_tokens, time.monotonic(), day, left_s)
 
-    async def has_more(self, tenant: Tenant) -> bool:
-        return self._ledgers is not None and await self._ledgers.more(tenant)
+    async def has_more(self, tenant: Tenant, refused: Refused) -> bool:
+        if self._ledgers is None or refused.limit is Limit.QUOTA:
+            return False
+        if refused.num_lacking:
+            return await self._ledgers.more_tokens(tenant, refused.num_lacking)
+        return await self._ledgers.more(tenant)
 
     def settle(self, tenant: Tenant, charge: Charge, num_used: int) -> None:
         self._tenants.settle(tenant, charge, num_used)
@@ -227,21 +228,26 @@ class KeyedDoor:
 
 
 class _KeyedVisit:
-    __slots__ = ("_charge", "_door", "_has_left", "tenant")
+    __slots__ = ("_charge", "_door", "_has_left", "_refused", "tenant")
 
     def __init__(self, door: KeyedDoor, tenant: Tenant) -> None:
         self._door = door
         self.tenant = tenant
         self._charge: Charge | None = None
+        self._refused: Refused | None = None
         self._has_left = False
 
     def charge(self, num_tokens: int) -> None:
         """Raises RateLimited."""
         assert self._charge is None
-        self._charge = self._door.charge(self.tenant, num_tokens)
+        found = self._door.charge(self.tenant, num_tokens)
+        if isinstance(found, Refused):
+            self._refused = found
+            raise _rate_limited(found)
+        self._charge = found
 
     async def has_more(self) -> bool:
-        return await self._door.has_more(self.tenant)
+        return self._refused is not None and await self._door.has_more(self.tenant, self._refused)
 
     def settle(self, num_used: int) -> None:
         charge, self._charge = self._charge, None

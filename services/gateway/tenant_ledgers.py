@@ -1,7 +1,7 @@
 """Tenants' limits over all gateways of a mesh: the ledgers of `core.tenant_parts`, in a bucket that all of them write.
 
 A call that finds a part of its limit here waits for nothing. One that does not makes the gateway ask for more, for half a second
-at most. While NATS is away every gateway goes on with the parts it holds.
+at most. While NATS is away every gateway goes on with the parts it holds and the tokens it leased.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Final, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
 import structlog
 
-from pdmesh.core.tenant_parts import Ledger, TenantParts, num_parts
-from pdmesh.core.tenants import Clock, Tenant, Tenants
+from pdmesh.core.tenant_parts import Ledger, TenantParts
+from pdmesh.core.tenants import Clock, Tenant, TenantLimits, Tenants
 from pdmesh.errors import Unavailable
 from pdmesh.net.nats_bus import NatsBus
 from pdmesh.net.nats_kv import KvBucket, KvEntry, KvWatch, WrongRevision
@@ -58,6 +58,13 @@ def clock() -> Clock:
     return Clock(time.monotonic(), wall, day, (day + 1) * _DAY_S - wall)
 
 
+class _Ask(NamedTuple):
+    """Of a tenant's name."""
+
+    name: str
+    what: Literal["parts", "tokens"]
+
+
 class TenantLedgers:
     """Of the gateway `me` (its id and incarnation). `known` are the tenants of the key file as it is now."""
 
@@ -73,9 +80,9 @@ class TenantLedgers:
         self._tenants = tenants
         self._names: dict[str, str] = {}  # by key
         self._gone_at: dict[str, float] = {}
-        self._asking: dict[str, asyncio.Task[None]] = {}
-        self._ask_again_at: dict[str, float] = {}
-        self._changed: dict[str, asyncio.Event] = {}
+        self._asking: dict[_Ask, asyncio.Task[None]] = {}
+        self._ask_again_at: dict[_Ask, float] = {}
+        self._changed: dict[_Ask, asyncio.Event] = {}
         self._dirty: dict[str, None] = {}
         self._has_dirty = asyncio.Event()
         self._watch: KvWatch | None = None
@@ -85,15 +92,15 @@ class TenantLedgers:
         """Whether a part came. Tenants without limits have none."""
         if self._parts.holds_all(tenant):
             return False
-        num_held = len(self._tenants.held(tenant.name))
-        asking = self._asking.get(tenant.name)
-        if asking is None:
-            if time.monotonic() < self._ask_again_at.get(tenant.name, 0.0):
-                return False
-            asking = asyncio.create_task(self._ask(tenant), name="tenant-ask")
-            self._asking[tenant.name] = asking
-        await asyncio.shield(asking)
-        return len(self._tenants.held(tenant.name)) > num_held
+        return await self._more(tenant, _Ask(tenant.name, "parts"))
+
+    async def more_tokens(self, tenant: Tenant, num_tokens: int) -> bool:
+        """Whether more of today's came, for a call that needs so many."""
+        with self._parts.waiting(tenant, num_tokens):
+            has_more = await self._more(tenant, _Ask(tenant.name, "tokens"))
+        if not has_more:  # it waits no longer: nobody has to give up anything
+            self._mark(tenant.name)
+        return has_more
 
     def left(self, tenant: Tenant) -> None:
         """A call has ended: what waited for that can go."""
@@ -119,7 +126,7 @@ class TenantLedgers:
                 await self._settle(name)
             if time.monotonic() >= tick_at:
                 tick_at = time.monotonic() + _TICK_S
-                for name in [n for n in self._known() if self._tenants.held(n)]:
+                for name in [n for n, t in self._known().items() if self._has_any(t)]:
                     await self._settle(name, tells_use=True)
 
     async def close(self) -> None:
@@ -133,36 +140,55 @@ class TenantLedgers:
 
     # --- the bucket ------------------------------------------------------------------------------
 
-    async def _ask(self, tenant: Tenant) -> None:
-        num_held = len(self._tenants.held(tenant.name))
-        changed = self._changed[tenant.name] = asyncio.Event()
+    async def _more(self, tenant: Tenant, ask: _Ask) -> bool:
+        num = self._num(ask)
+        asking = self._asking.get(ask)
+        if asking is None:
+            if time.monotonic() < self._ask_again_at.get(ask, 0.0):
+                return False
+            asking = asyncio.create_task(self._ask(tenant, ask), name="tenant-ask")
+            self._asking[ask] = asking
+        await asyncio.shield(asking)
+        return self._num(ask) > num
+
+    async def _ask(self, tenant: Tenant, ask: _Ask) -> None:
+        more = self._parts.more if ask.what == "parts" else self._parts.more_tokens
+        num = self._num(ask)
+        changed = self._changed[ask] = asyncio.Event()
         try:
             async with asyncio.timeout(_ASK_S):
                 while True:
                     changed.clear()
                     self._look_who_lives(tenant)
-                    is_written = await self._write(tenant, self._parts.more(tenant, clock()))
-                    if len(self._tenants.held(tenant.name)) > num_held:
+                    is_written = await self._write(tenant, more(tenant, clock()))
+                    if self._num(ask) > num:
                         return
                     if is_written:
                         await changed.wait()
         except TimeoutError:
-            self._ask_again_at[tenant.name] = time.monotonic() + _ASK_AGAIN_S
+            self._ask_again_at[ask] = time.monotonic() + _ASK_AGAIN_S
         except Unavailable as exc:
             log.warning("tenants.no_ledger", reason=exc.message)
-            self._ask_again_at[tenant.name] = time.monotonic() + _ASK_AGAIN_S
+            self._ask_again_at[ask] = time.monotonic() + _ASK_AGAIN_S
         finally:
-            del self._changed[tenant.name], self._asking[tenant.name]
+            del self._changed[ask], self._asking[ask]
+
+    def _num(self, ask: _Ask) -> int:
+        """How much of it is here now."""
+        if ask.what == "parts":
+            return len(self._tenants.held(ask.name))
+        _, num_leased, _ = self._tenants.today(ask.name, clock().day)
+        return num_leased
 
     async def _settle(
         self, name: str, *, tells_use: bool = False, is_leaving: bool = False
     ) -> None:
         tenant = self._known().get(name)
-        if tenant is None or not num_parts(tenant.limits):
+        if tenant is None or tenant.limits == TenantLimits():
             return
-        self._look_who_lives(tenant)
         try:
             for _ in range(_ATTEMPTS):
+                self._look_who_lives(tenant)
                 ledger = self._parts.due(
                     tenant, clock(), tells_use=tells_use, is_leaving=is_leaving
                 )
@@ -185,16 +211,17 @@ class TenantLedgers:
             else:
                 self._see(tenant, found)
             return False
-        self._parts.seen(tenant, ledger, revision, clock())
+        self._parts.wrote(tenant, ledger, revision, clock())
         return True
 
     def _on_entry(self, entry: KvEntry) -> None:
         tenant = self._known().get(self._name(entry.key))
-        if tenant is not None and num_parts(tenant.limits):
+        if tenant is not None and tenant.limits != TenantLimits():
             self._see(tenant, entry)
             self._mark(tenant.name)
-            if (changed := self._changed.get(tenant.name)) is not None:
-                changed.set()
+            for ask, changed in self._changed.items():
+                if ask.name == tenant.name:
+                    changed.set()
 
     def _see(self, tenant: Tenant, entry: KvEntry) -> None:
         ledger = None
@@ -204,6 +231,10 @@ class TenantLedgers:
             except msgspec.MsgspecError:
                 log.warning("tenants.bad_ledger", tenant=tenant.name)
         self._parts.seen(tenant, ledger, entry.revision, clock())
+
+    def _has_any(self, tenant: Tenant) -> bool:
+        is_held = self._tenants.held(tenant.name) or self._parts.is_leaving(tenant)
+        return bool(is_held) or self._parts.has_lease(tenant, clock())
 
     def _mark(self, name: str) -> None:
         self._dirty[name] = None
@@ -220,7 +251,8 @@ class TenantLedgers:
                 self._gone_at.pop(name, None)
             else:
                 self._gone_at.setdefault(name, now)
-        self._parts.alive = {n for n in named if now - self._gone_at.get(n, now) < _GONE_S}
+        late = {name for name, at in self._gone_at.items() if now - at < _GONE_S}
+        self._parts.alive = late.union(n for n in self._living if not n.startswith(own))
         while len(self._gone_at) > _MAX_GONE:
             del self._gone_at[next(iter(self._gone_at))]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from pdmesh.core.tenant_parts import Ledger, TenantParts, num_parts
-from pdmesh.core.tenants import Charge, Clock, Tenant, TenantLimits, Tenants
+from pdmesh.core.tenants import Charge, Clock, Limit, Refused, Tenant, TenantLimits, Tenants
 
 DAY_S = 2000.0
 
@@ -42,7 +43,6 @@ class Gateway:
     store: Store
     tenants: Tenants = field(default_factory=lambda: Tenants(num_parts))
     charges: list[Charge | None] = field(default_factory=list)  # of open calls
-    saved: int = 0  # tokens of the day at its last write
 
     def __post_init__(self) -> None:
         self.parts = TenantParts(self.name, self.tenants)
@@ -54,7 +54,7 @@ class Gateway:
         revision = self.parts.revision(self.tenant)
         if ledger is None or not self.store.put(ledger, revision):
             return False
-        self.parts.seen(self.tenant, ledger, revision + 1, clock)
+        self.parts.wrote(self.tenant, ledger, revision + 1, clock)
         return True
 
     def ask(self, clock: Clock) -> None:
@@ -62,6 +62,18 @@ class Gateway:
 
     def settle(self, clock: Clock, *, is_leaving: bool = False) -> None:
         self.write(self.parts.due(self.tenant, clock, is_leaving=is_leaving), clock)
+
+    def charge(self, num_tokens: int, clock: Clock) -> Charge | Refused:
+        """A call that finds too few asks once, with what is known here."""
+        found = self.try_charge(num_tokens, clock)
+        if isinstance(found, Refused) and found.num_lacking:
+            with self.parts.waiting(self.tenant, num_tokens):
+                self.write(self.parts.more_tokens(self.tenant, clock), clock)
+                return self.try_charge(num_tokens, clock)
+        return found
+
+    def try_charge(self, num_tokens: int, clock: Clock) -> Charge | Refused:
+        return self.tenants.charge(self.tenant, num_tokens, clock.now, clock.day, 9.0)
 
     def enter(self, clock: Clock) -> bool:
         if self.tenants.enter(self.tenant, clock.now) is not None:
@@ -87,7 +99,6 @@ class PartsMachine(RuleBasedStateMachine):
         self.num_made = 0
         self.entered: list[float] = []
         self.granted: dict[int, int] = {}
-        self.lost = 0  # granted by gateways that died, since their last write
         self.join()
 
     @property
@@ -158,7 +169,7 @@ class PartsMachine(RuleBasedStateMachine):
         gateway, clock = self.draw(data), self.clock
         unpaid = [i for i, charge in enumerate(gateway.charges) if charge is None]
         if unpaid:
-            charge = gateway.tenants.charge(self.tenant, num_tokens, clock.now, clock.day, 1.0)
+            charge = gateway.charge(num_tokens, clock)
             if isinstance(charge, Charge):
                 gateway.charges[unpaid[0]] = charge
                 self.granted[clock.day] = self.granted.get(clock.day, 0) + num_tokens
@@ -280,12 +291,9 @@ def test_what_a_gateway_used_of_the_day_is_known_when_it_has_gone() -> None:
     store, clock = Store(), Clock(5.0, 5.0, 1)
     left, died, last = (Gateway(name, tenant, store) for name in ("left", "died", "last"))
 
-    def grant(gateway: Gateway, num_tokens: int) -> bool:
+    def grant(gateway: Gateway, num_tokens: int, clock: Clock = clock) -> bool:
         gateway.look(clock)
-        gateway.ask(clock)
-        return isinstance(
-            gateway.tenants.charge(tenant, num_tokens, clock.now, clock.day, 1.0), Charge
-        )
+        return isinstance(gateway.charge(num_tokens, clock), Charge)
 
     assert grant(left, 60)
     left.settle(clock, is_leaving=True)
@@ -295,5 +303,195 @@ def test_what_a_gateway_used_of_the_day_is_known_when_it_has_gone() -> None:
     assert not grant(last, 11)
     assert grant(last, 10)
     assert not grant(last, 1)
-    tomorrow = Clock(6.0, 6.0, 2)
-    assert isinstance(last.tenants.charge(tenant, 100, 6.0, tomorrow.day, 1.0), Charge)
+    assert grant(last, 100, Clock(6.0, 6.0, 2))
+
+
+@dataclass
+class Fleet:
+    """Three gateways with one quota; one at most goes in mid-day, in order or not."""
+
+    tenant: Tenant
+    gateways: list[Gateway]
+    now: float = 5.0
+    granted: int = 0
+    lost: int = 0
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(self.now, self.now, 1)
+
+    def tell_who_lives(self) -> None:
+        for gateway in self.gateways:
+            gateway.parts.alive = [g.name for g in self.gateways]
+
+    def settle(self) -> None:
+        """What each does within a second."""
+        for gateway in self.gateways:
+            gateway.look(self.clock)
+            gateway.settle(self.clock)
+
+    def call(self, gateway: Gateway, num_tokens: int, num_used: int) -> Refused | None:
+        """It waits, as calls do, while others may give something up."""
+        if gateway.tenants.enter(self.tenant, self.clock.now) is None:
+            gateway.tenants.leave(self.tenant)
+        with gateway.parts.waiting(self.tenant, num_tokens):
+            for _ in range(3):
+                gateway.look(self.clock)
+                charge = gateway.charge(num_tokens, self.clock)
+                if isinstance(charge, Charge):
+                    break
+                for other in self.gateways:
+                    other.look(self.clock)
+                    other.write(
+                        other.parts.due(self.tenant, self.clock, tells_use=False), self.clock
+                    )
+            else:
+                assert isinstance(charge, Refused)
+                return charge
+        gateway.tenants.settle(self.tenant, charge, num_used)
+        self.granted += num_used
+        return None
+
+    def exhaust(self, quota: int, routing: list[int]) -> None:
+        """Until each has refused: sizes that come to no quota, then single tokens."""
+        refused: set[str] = set()
+        for step in count():
+            place = routing[step % len(routing)] if step < 40 * len(routing) else step
+            gateway = self.gateways[place % len(self.gateways)]
+            left = quota - self.granted - self.lost
+            num_tokens = 1 if left < 100 else left // 7 + 1
+            if self.call(gateway, num_tokens, num_tokens) is not None:
+                assert left == 0, f"none of {num_tokens} comes"
+                refused.add(gateway.name)
+            assert self.granted <= quota
+            if len(refused) == len(self.gateways):
+                return
+
+    def go(self, gateway: Gateway, *, in_order: bool) -> None:
+        if in_order:
+            gateway.look(self.clock)
+            gateway.settle(self.clock, is_leaving=True)
+        else:
+            _, num_leased, num_used = gateway.tenants.today("acme", 1)
+            self.lost += num_leased - num_used
+        self.gateways.remove(gateway)
+        self.tell_who_lives()
+
+
+@given(
+    quota=st.integers(1, 5000),
+    calls=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 400), st.integers(0, 400), st.booleans()),
+        max_size=60,
+    ),
+    goes=st.one_of(st.none(), st.tuples(st.integers(0, 59), st.booleans())),
+    routing=st.lists(st.integers(0, 2), min_size=1, max_size=5),
+    is_limited_otherwise=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_quota_is_granted_to_the_last_token_wherever_calls_go(
+    quota: int,
+    calls: list[tuple[int, int, int, bool]],
+    goes: tuple[int, bool] | None,
+    routing: list[int],
+    is_limited_otherwise: bool,
+) -> None:
+    """One that leaves gives back what it did not grant; one that dies takes it along, and no more than that."""
+    limits = TenantLimits(tokens_per_day=quota, max_concurrent=9 if is_limited_otherwise else None)
+    tenant, store = Tenant("acme", limits), Store()
+    fleet = Fleet(tenant, [Gateway(f"g{i}", tenant, store) for i in range(3)])
+    fleet.tell_who_lives()
+    if is_limited_otherwise:
+        fleet.now += 1.0
+        for gateway in fleet.gateways * 3:  # each has a part
+            gateway.look(fleet.clock)
+            gateway.ask(fleet.clock)
+            if gateway.enter(fleet.clock):
+                gateway.tenants.leave(tenant)
+            fleet.settle()
+        assert all(g.tenants.held("acme") for g in fleet.gateways)
+    for index, (place, num_tokens, num_used, is_second_over) in enumerate(calls):
+        if goes is not None and goes[0] == index:
+            fleet.go(fleet.gateways[0], in_order=goes[1])
+        gateway = fleet.gateways[place % len(fleet.gateways)]
+        fleet.call(gateway, num_tokens, min(num_tokens, num_used))
+        if is_second_over:
+            fleet.now += 1.0
+            fleet.settle()
+        assert fleet.granted <= quota
+    fleet.exhaust(quota, routing)
+    assert fleet.granted == quota - fleet.lost
+    fleet.settle()
+    fleet.settle()
+    for gateway in fleet.gateways:
+        found = fleet.call(gateway, 1, 1)
+        assert found is not None
+        assert found.limit is Limit.QUOTA, "all of them know that it is used up"
+        gateway.tenants.check_invariants()
+
+
+def test_one_that_dies_takes_a_small_share_of_the_day_along() -> None:
+    tenant, store = Tenant("acme", TenantLimits(tokens_per_day=100_000)), Store()
+    fleet = Fleet(tenant, [Gateway(f"g{i}", tenant, store) for i in range(3)])
+    fleet.tell_who_lives()
+    for _ in range(20):
+        fleet.call(fleet.gateways[0], 20_000, 1_000)  # gets most of what it paid back
+    fleet.settle()
+    fleet.go(fleet.gateways[0], in_order=False)
+    assert 0 < fleet.lost <= 100_000 / 32
+
+
+def test_a_gateway_without_calls_holds_nothing_of_the_day() -> None:
+    tenant, store = Tenant("acme", TenantLimits(tokens_per_day=100_000)), Store()
+    fleet = Fleet(tenant, [Gateway(f"g{i}", tenant, store) for i in range(3)])
+    fleet.tell_who_lives()
+    fleet.call(fleet.gateways[0], 100, 100)
+    fleet.now += 6.0
+    fleet.settle()
+    fleet.go(fleet.gateways[0], in_order=False)
+    assert fleet.lost == 0
+
+
+def test_a_write_without_an_answer_grants_nothing_twice() -> None:
+    """It may be taken late: until that is known, what was to be given up is granted nowhere."""
+    tenant, store = Tenant("acme", TenantLimits(tokens_per_day=3200)), Store()
+    giver, taker = (Gateway(name, tenant, store) for name in ("giver", "taker"))
+    giver.parts.alive = taker.parts.alive = ("giver", "taker")
+    clock = Clock(5.0, 5.0, 1)
+    assert giver.enter(clock)
+    assert isinstance(giver.charge(3200, clock), Charge)
+    giver.tenants.settle(tenant, Charge(3200, 1), 100)
+    giver.settle(clock)
+    giver.look(clock)
+    _, num_leased, _ = giver.tenants.today("acme", 1)
+    unused = num_leased - 100
+    assert unused > 0
+    taker.look(clock)
+    with taker.parts.waiting(tenant, 3100):
+        taker.write(taker.parts.more_tokens(tenant, clock), clock)
+        giver.look(clock)
+        lost = giver.parts.due(tenant, clock, tells_use=False)
+        assert lost is not None
+        assert isinstance(giver.try_charge(1, clock), Refused)
+        giver.look(clock)
+        assert isinstance(giver.try_charge(1, clock), Refused), "though the ledger says it may"
+        store.put(lost, store.revision)  # late
+        taker.look(clock)
+        assert isinstance(taker.try_charge(3100, clock), Charge)
+    giver.look(clock)
+    assert isinstance(giver.try_charge(1, clock), Refused)
+
+
+def test_a_quota_that_shrinks_is_kept_from_then_on() -> None:
+    tenant, store = Tenant("acme", TenantLimits(tokens_per_day=3200)), Store()
+    fleet = Fleet(tenant, [Gateway(f"g{i}", tenant, store) for i in range(3)])
+    fleet.tell_who_lives()
+    for gateway in fleet.gateways:
+        fleet.call(gateway, 100, 100)
+    fleet.tenant = Tenant("acme", TenantLimits(tokens_per_day=310))
+    for gateway in fleet.gateways:
+        gateway.tenant = fleet.tenant
+    fleet.settle()
+    for gateway in fleet.gateways * 20:
+        fleet.call(gateway, 1, 1)
+    assert fleet.granted == 310

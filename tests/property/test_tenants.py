@@ -91,7 +91,7 @@ class TenantMachine(RuleBasedStateMachine):
             total = sum(num for _, num in self.used[name])
             # One bucket, what flowed in, and one call that a full bucket let go into debt.
             assert total <= 600 + 10 * self.now + 900
-            day, num_today = self.tenants.used_today().get(name, (self.day, 0))
+            day, _, num_today = self.tenants.today(name, self.day)
             assert num_today == self.paid[name].get(day, 0)
 
 
@@ -127,10 +127,10 @@ def test_limits_may_change_while_calls_are_open_and_a_day_may_pass() -> None:
     assert all(tenants.enter(unlimited, 0.0) is None for _ in range(50))
     assert isinstance(tenants.charge(unlimited, 10_000, 0.0, 2, 10.0), Charge)
     tenants.settle(tenant, charge, 100)
-    assert tenants.used_today() == {"acme": (2, 10_000)}, "yesterday's refund is not today's"
+    assert tenants.today("acme", 2) == (2, 0, 10_000), "yesterday's refund is not today's"
     tenants.forget_but(frozenset())
     assert tenants.num_open("acme") == 51
     for _ in range(51):
         tenants.leave(tenant)
     tenants.forget_but(frozenset())
-    assert not tenants.used_today()
+    assert tenants.today("acme", 2) == (2, 0, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.core.tenant_parts import num_parts
-from pdmesh.core.tenants import Clock, Tenant, TenantLimits
+from pdmesh.core.tenants import Charge, Clock, Tenant, TenantLimits
 from tests.property.test_tenant_parts import Gateway, Store
 
 pytestmark = pytest.mark.req("S97")
@@ -58,7 +58,8 @@ def test_what_they_granted_today_still_counts() -> None:
     limits = TenantLimits(max_concurrent=16, tokens_per_day=1600)
     _, b = two_that_share(Tenant("acme", limits))
     assert b.enter(CLOCK)
-    b.tenants.charge(b.tenant, 700, CLOCK.now, CLOCK.day, CLOCK.left_s)
+    assert isinstance(b.charge(700, CLOCK), Charge)
     b.tenant = Tenant("acme", TenantLimits(max_concurrent=2, tokens_per_day=1600))
     b.settle(CLOCK)
-    assert b.tenants.used_today()["acme"] == (0, 700)
+    _, _, num_used = b.tenants.today("acme", 0)
+    assert num_used == 700

@@ -5,16 +5,19 @@ own parts come to: together they never grant more than the limit. Each part is o
 so a limit is cut into as many parts as are of use. Parts go where calls are: a gateway takes free parts when it needs them, and
 says so in the ledger when it finds none. Then the gateways that hold more than their share hand some over. One without calls
 hands over all of its parts. Where there are fewer parts than gateways, the one that has held a part for a while hands it over.
-What a part has granted today, and what is left in its buckets, goes with it.
+What is left in a part's buckets goes with it. Tokens of a day are not cut: they are leased (`quota_leases`), in the same record.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from pdmesh.core import quota_leases
+from pdmesh.core.quota_leases import Lease, Leases
 from pdmesh.core.tenants import Clock, Part, Tenant, TenantLimits, Tenants
 
 _MAX_PARTS: Final = 16
@@ -23,8 +26,8 @@ _HELD_S: Final = 1.0  # at least, where there are fewer parts than gateways that
 
 
 def num_parts(limits: TenantLimits) -> int:
-    """0: nothing is limited."""
-    if limits == TenantLimits():
+    """0: nothing is limited that is cut."""
+    if replace(limits, tokens_per_day=None) == TenantLimits():
         return 0
     found = [_MAX_PARTS]
     if limits.max_concurrent is not None:
@@ -41,6 +44,7 @@ class Ledger:
     holders: tuple[str, ...]
     parts: tuple[Part, ...]
     wanted: tuple[str, ...] = ()
+    leases: Leases = ()
 
     @classmethod
     def new(cls, num: int) -> Ledger:
@@ -58,12 +62,14 @@ class _Known:
     revision: int = 0
     leaving: dict[int, Part] = field(default_factory=dict)  # ours no more, but not handed over yet
     since: float = 0.0  # when the last part came
+    waiting: list[int] = field(default_factory=list)  # tokens of today that calls here lack
+    giving: Lease | None = None  # less than the ledger says is ours: we grant no more than this
 
 
 @dataclass(slots=True)
 class TenantParts:
     """What one gateway, `me`, knows of all ledgers, and does to them. `seen` is told whatever they hold, its own writes as well;
-    `more` and `due` say what to write at the revision known, or None."""
+    `more`, `more_tokens` and `due` say what to write at the revision known, or None."""
 
     me: str
     tenants: Tenants
@@ -89,6 +95,7 @@ class TenantParts:
         known.ledger, known.revision = ledger, revision
         if ledger is None:
             return
+        self._lease_seen(tenant, ledger, clock)
         self._trim(tenant)
         ledger = _sized(ledger, num_parts(tenant.limits))
         for index, holder in enumerate(ledger.holders):
@@ -101,10 +108,20 @@ class TenantParts:
                 self.tenants.hold(tenant, index, ledger.parts[index], clock)
                 known.since = clock.now
 
+    def wrote(self, tenant: Tenant, ledger: Ledger, revision: int, clock: Clock) -> None:
+        """The store took it: none that we wrote before it can be taken now."""
+        known = self._of(tenant)
+        known.giving = None
+        if revision < known.revision and known.ledger is not None:
+            self._lease_seen(tenant, known.ledger, clock)
+        self.seen(tenant, ledger, revision, clock)
+
     def named(self, tenant: Tenant) -> set[str]:
-        """Gateways that hold a part or want one."""
+        """Gateways that hold something or want it."""
         ledger = self._of(tenant).ledger
-        return set() if ledger is None else {*ledger.holders, *ledger.wanted} - {""}
+        if ledger is None:
+            return set()
+        return {*ledger.holders, *ledger.wanted, *(x.holder for x in ledger.leases)} - {""}
 
     def forget(self) -> None:
         """The store is read again from its beginning: it may be another one."""
@@ -125,6 +142,85 @@ class TenantParts:
             return None
         return replace(ledger, wanted=(*ledger.wanted, self.me))
 
+    # --- tokens of a day -------------------------------------------------------------------------
+
+    def has_lease(self, tenant: Tenant, clock: Clock) -> bool:
+        is_giving = self._of(tenant).giving is not None
+        return is_giving or self.tenants.today(tenant.name, clock.day)[1] > 0
+
+    @contextmanager
+    def waiting(self, tenant: Tenant, num_tokens: int) -> Iterator[None]:
+        """A call waits until so many may be granted here."""
+        waiting = self._of(tenant).waiting
+        waiting.append(num_tokens)
+        try:
+            yield
+        finally:
+            waiting.remove(num_tokens)
+
+    def more_tokens(self, tenant: Tenant, clock: Clock) -> Ledger | None:
+        """Lease what calls wait for, or ask for it; None if they have it, or we have asked already."""
+        quota = tenant.limits.tokens_per_day
+        if quota is None:
+            return None
+        ledger, mine = self._ledger(tenant, clock), self._lease(tenant, clock)
+        self._count_elsewhere(tenant, ledger, mine.day)
+        leases, num_needed = self._tidy(ledger, mine), sum(self._of(tenant).waiting)
+        asked = quota_leases.more(leases, mine, quota, num_needed)
+        if asked == mine:
+            return None
+        return replace(ledger, leases=quota_leases.with_lease(leases, asked))
+
+    def _with_lease_settled(
+        self, tenant: Tenant, ledger: Ledger, clock: Clock, *, tells_use: bool, is_leaving: bool
+    ) -> Ledger:
+        """Give up what others lack, and what is no use here."""
+        quota, before = tenant.limits.tokens_per_day, self._lease(tenant, clock)
+        told = quota_leases.lease_of(ledger.leases, self.me, before.day)
+        if quota is None or (told is None and not before.allowed):
+            return ledger
+        num_needed = 0 if is_leaving else sum(self._of(tenant).waiting)
+        leases, mine = self._tidy(ledger, before), before
+        if is_leaving:
+            mine = replace(mine, allowed=mine.num_used)
+        elif tells_use and not num_needed:
+            is_idle = self.tenants.idle_s(tenant.name, clock.now) >= _IDLE_S
+            mine = quota_leases.resized(leases, mine, quota, is_idle=is_idle)
+        leases, mine = quota_leases.given(leases, mine, num_needed, self._is_alive)
+        mine = replace(mine, num_wanted=max(0, min(mine.num_wanted, num_needed - mine.unused)))
+        if mine.allowed < before.allowed:
+            self._of(tenant).giving = mine
+            self.tenants.lease(tenant.name, mine.allowed)
+        if told is not None and not tells_use and replace(mine, num_used=told.num_used) == told:
+            return ledger
+        return replace(ledger, leases=quota_leases.with_lease(leases, mine))
+
+    def _lease_seen(self, tenant: Tenant, ledger: Ledger, clock: Clock) -> None:
+        known, (day, _, num_used) = self._of(tenant), self.tenants.today(tenant.name, clock.day)
+        mine = quota_leases.lease_of(ledger.leases, self.me, day)
+        if mine is not None:  # if it is not there the store has lost it, or we were taken for dead
+            giving = known.giving
+            if giving is None or giving.day != day or mine.allowed <= giving.allowed:
+                known.giving = None
+                self.tenants.lease(tenant.name, max(mine.allowed, num_used))
+
+    def _count_elsewhere(self, tenant: Tenant, ledger: Ledger, day: int) -> None:
+        others = (x for x in ledger.leases if x.holder != self.me)
+        num = quota_leases.num_used_by(others, day, self._is_alive)
+        self.tenants.granted_elsewhere(tenant.name, num)
+
+    def _lease(self, tenant: Tenant, clock: Clock) -> Lease:
+        """Ours as it is here, which is what `tenants` grants by."""
+        day, allowed, num_used = self.tenants.today(tenant.name, clock.day)
+        ledger = self._of(tenant).ledger
+        told = None if ledger is None else quota_leases.lease_of(ledger.leases, self.me, day)
+        return Lease(self.me, day, allowed, num_used, 0 if told is None else told.num_wanted)
+
+    def _tidy(self, ledger: Ledger, mine: Lease) -> Leases:
+        return quota_leases.tidied(ledger.leases, mine.day, self._is_alive)
+
+    # --- parts -----------------------------------------------------------------------------------
+
     def due(
         self,
         tenant: Tenant,
@@ -139,7 +235,8 @@ class TenantParts:
         """
         self._trim(tenant)
         known = self._of(tenant)
-        if known.ledger is None and not self.tenants.held(tenant.name):
+        has_lease = self.has_lease(tenant, clock)
+        if known.ledger is None and not self.tenants.held(tenant.name) and not has_lease:
             return None
         before = self._ledger(tenant, clock)
         wanted = [w for w in before.wanted if w != self.me and self._is_alive(w)]
@@ -151,11 +248,15 @@ class TenantParts:
             taker = min(wanted, key=ledger.holders.count, default="")
             ledger = ledger.with_part(index, taker, part)
             ledger = replace(ledger, wanted=tuple(w for w in ledger.wanted if w != taker))
-        for place, index in enumerate(self.tenants.held(tenant.name) if tells_use else ()):
+        for index in self.tenants.held(tenant.name) if tells_use else ():
             if index < len(ledger.parts) and (
-                going := self.tenants.news(tenant, place, ledger.parts[index], clock)
+                going := self.tenants.news(tenant, ledger.parts[index], clock)
             ):
                 ledger = ledger.with_part(index, self.me, going)
+        ledger = self._with_lease_settled(
+            tenant, ledger, clock, tells_use=tells_use, is_leaving=is_leaving
+        )
+        self._count_elsewhere(tenant, ledger, self.tenants.today(tenant.name, clock.day)[0])
         return ledger if ledger != known.ledger else None
 
     def _begin_to_leave(
@@ -214,6 +315,8 @@ class TenantParts:
 def _sized(ledger: Ledger, num: int) -> Ledger:
     """For limits that are cut into another number of parts than they were: those there are stay where they are."""
     more = max(0, num - len(ledger.holders))
-    return Ledger(
-        ledger.holders[:num] + ("",) * more, ledger.parts[:num] + (Part(),) * more, ledger.wanted
+    return replace(
+        ledger,
+        holders=ledger.holders[:num] + ("",) * more,
+        parts=ledger.parts[:num] + (Part(),) * more,
     )

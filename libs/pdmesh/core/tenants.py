@@ -2,13 +2,14 @@
 
 A call pays for one request on arrival, and for its prompt and all it may answer once they are known; what it did not use
 is given back at its end. Nothing is taken by a call that is refused. With several gateways on one mesh each of them
-grants what the parts of a limit come to that it holds (`tenant_parts`), so that together they never grant more.
+grants what the parts of a limit come to that it holds (`tenant_parts`), and of a day's tokens what it leased
+(`quota_leases`), so that together they never grant more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -49,8 +50,11 @@ class Limit(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
+    """`num_lacking`: a call of so many tokens would be let in if other gateways gave theirs up."""
+
     limit: Limit
     retry_after_s: float
+    num_lacking: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +101,11 @@ class TokenBucket:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What goes with a part of a limit from gateway to gateway: its buckets' levels at the time `at` (None: full), and the tokens that it
-    granted on `day`."""
+    """What goes with a part of a limit from gateway to gateway: its buckets' levels at the time `at` (None: full)."""
 
     requests: float | None = None
     tokens: float | None = None
     at: float = 0.0
-    day: int = 0
-    used: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,8 @@ class _Account:
     num_open: int = 0
     day: int = 0
     num_today: int = 0
+    num_leased: int = 0  # of today, if limits are shared: `num_today` never exceeds it
+    num_elsewhere: int = 0  # other gateways granted so many today, as far as is known
     held: dict[int, None] = field(default_factory=dict)  # parts, if limits are shared
     came_at: float = -math.inf
 
@@ -163,9 +166,12 @@ class Tenants:
         limits, account = tenant.limits, self._account(tenant.name)
         self._begin_day(account, day)
         share = self._share(limits, account)
-        quota = limits.tokens_per_day
-        if quota is not None and account.num_today + num_tokens > quota * share:
-            return Refused(Limit.QUOTA, min(left_s, _MAX_WAIT_S))
+        if limits.tokens_per_day is not None:
+            num_today = account.num_today + num_tokens
+            if num_today + account.num_elsewhere > limits.tokens_per_day:
+                return Refused(Limit.QUOTA, min(left_s, _MAX_WAIT_S))
+            if self.num_parts is not None and num_today > account.num_leased:
+                return Refused(Limit.TOKEN_RATE, 1.0, num_lacking=num_tokens)
         if not share:
             return Refused(Limit.TOKEN_RATE, 1.0)
         self._fit(account, limits, now)
@@ -182,21 +188,19 @@ class Tenants:
         unused = max(0, charge.num_tokens - num_used)
         if account.tokens is not None:
             account.tokens.give(unused)
-        if charge.day == account.day:  # what it paid for may have gone to another gateway meanwhile
-            account.num_today = max(0, account.num_today - unused)
-
-    def used_today(self) -> Mapping[str, tuple[int, int]]:
-        """By tenant: the day, and the tokens paid for on it."""
-        return {name: (a.day, a.num_today) for name, a in self._accounts.items() if a.num_today}
+        if charge.day == account.day:
+            account.num_today -= unused
 
     def num_open(self, name: str) -> int:
         account = self._accounts.get(name)
         return 0 if account is None else account.num_open
 
     def forget_but(self, names: frozenset[str]) -> None:
-        """Tenants come and go with the key file; those with open calls stay until the next time."""
-        for name in [n for n, a in self._accounts.items() if n not in names and not a.num_open]:
-            del self._accounts[name]
+        """Tenants come and go with the key file; those with open calls stay until the next time, and what was leased is
+        not granted twice to one that comes back."""
+        for name, account in list(self._accounts.items()):
+            if name not in names and not account.num_open and not account.num_leased:
+                del self._accounts[name]
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -221,42 +225,36 @@ class Tenants:
     def hold(self, tenant: Tenant, index: int, part: Part, clock: Clock) -> None:
         limits, account = tenant.limits, self._account(tenant.name)
         assert index not in account.held
-        self._begin_day(account, clock.day)
         account.held[index] = None
         self._fit(account, limits, clock.now, is_empty=True)
         for bucket, level in ((account.requests, part.requests), (account.tokens, part.tokens)):
             if bucket is not None:
                 bucket.give(_level_now(bucket, level, part.at, len(account.held), clock.wall))
-        if part.day == clock.day:
-            account.num_today += part.used
 
     def give_up(self, tenant: Tenant, index: int, clock: Clock) -> Part:
         """What goes with it. It lets nothing in from here on."""
         limits, account = tenant.limits, self._account(tenant.name)
-        self._begin_day(account, clock.day)
         self._fit(account, limits, clock.now)
         going = self._one_part(account, clock)
         for bucket, level in ((account.requests, going.requests), (account.tokens, going.tokens)):
             if bucket is not None and level is not None:
                 bucket.take(level, clock.now)
-        account.num_today -= going.used
         del account.held[index]
         self._fit(account, limits, clock.now)
         return going
 
     def trim(self, tenant: Tenant) -> None:
-        """Drop the parts that the limits are not cut into any more. The tokens that they granted today still count here."""
+        """Drop the parts that the limits are not cut into any more."""
         account = self._account(tenant.name)
         num = self.num_parts(tenant.limits) if self.num_parts is not None else 0
         account.held = {index: None for index in account.held if index < num}
 
-    def news(self, tenant: Tenant, place: int, part: Part, clock: Clock) -> Part | None:
-        """What would go with the part at `place` of ours; None if that follows from `part`, which was told before."""
+    def news(self, tenant: Tenant, part: Part, clock: Clock) -> Part | None:
+        """What would go with one of our parts; None if that follows from `part`, which was told before."""
         account = self._account(tenant.name)
-        self._begin_day(account, clock.day)
         self._fit(account, tenant.limits, clock.now)
-        going, num = self._one_part(account, clock, place), len(account.held)
-        is_new = going.used != (part.used if part.day == going.day else 0)
+        going, num = self._one_part(account, clock), len(account.held)
+        is_new = False
         for bucket, told, level in (
             (account.requests, part.requests, going.requests),
             (account.tokens, part.tokens, going.tokens),
@@ -265,15 +263,29 @@ class Tenants:
                 is_new |= level < _level_now(bucket, told, part.at, num, clock.wall) - 1e-3
         return going if is_new else None
 
-    def _one_part(self, account: _Account, clock: Clock, place: int = 0) -> Part:
-        """An equal part of all that is used and left; the first ones have the odd tokens of the day."""
+    def _one_part(self, account: _Account, clock: Clock) -> Part:
+        """An equal part of all that is left."""
         num = len(account.held)
         requests, tokens = (
             None if bucket is None else bucket.level / num
             for bucket in (account.requests, account.tokens)
         )
-        used = account.num_today // num + (place < account.num_today % num)
-        return Part(requests, tokens, clock.wall, account.day, used)
+        return Part(requests, tokens, clock.wall)
+
+    # --- leases ----------------------------------------------------------------------------------
+
+    def today(self, name: str, day: int) -> tuple[int, int, int]:
+        """The day that counts here, the tokens leased for it, and those granted."""
+        account = self._account(name)
+        self._begin_day(account, day)
+        return account.day, account.num_leased, account.num_today
+
+    def lease(self, name: str, num_tokens: int) -> None:
+        """So many tokens of today are ours to grant, with those granted."""
+        self._account(name).num_leased = num_tokens
+
+    def granted_elsewhere(self, name: str, num_tokens: int) -> None:
+        self._account(name).num_elsewhere = num_tokens
 
     def _share(self, limits: TenantLimits, account: _Account) -> float:
         if self.num_parts is None or not (num := self.num_parts(limits)):
@@ -283,6 +295,7 @@ class Tenants:
     def _begin_day(self, account: _Account, day: int) -> None:
         if day > account.day:
             account.day, account.num_today = day, 0
+            account.num_leased = account.num_elsewhere = 0
 
     def _account(self, name: str) -> _Account:
         found = self._accounts.get(name)

@@ -189,3 +189,21 @@ async def test_without_nats_a_gateway_goes_on_with_its_part(
                 visit.leave()
         await server.start()
         await until(lambda: f.enters(first))
+
+
+async def test_tokens_of_the_day_that_another_gateway_holds_unused_are_granted_here(
+    tmp_path: Path, bus: NatsBus
+) -> None:
+    """Each held half of the parts, and one with nothing left of its half refused until midnight."""
+    async with fleet(bus, tmp_path, TenantEntry(tokens_per_day=100)) as f:
+        first, second = f.add("g0/1"), f.add("g1/1")
+        assert await f.grants(first, 5)
+        busy = await f.enter(first)  # so it is never idle
+        assert busy is not None
+        await until(lambda: f.grants(second, 5))
+        granted = 10
+        for _ in range(30):
+            granted += 5 * await f.grants(second, 5)
+        assert granted == 100
+        assert not await f.grants(first, 1)
+        busy.leave()
