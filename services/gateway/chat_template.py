@@ -55,12 +55,21 @@ class ChatTemplate:
         self._template.globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens)
         self._max_chars = max_chars
+        self._knows_developer = "'developer'" in source or '"developer"' in source
         self._reads_parts = self._shows([{**p, _TRIED_KEY: ""} for p in _parts(_TRIED_TEXTS)])
         self._reads_text = not self._reads_parts or self._shows("".join(_TRIED_TEXTS))
 
     def render(self, messages: Sequence[Message]) -> str:
         """Raises InvalidRequest if the template refuses the conversation or it gets too long."""
-        return self._render([{**m, "content": self._as_read(m["content"])} for m in messages])
+        return self._render(
+            [
+                {**m, "role": self._role(m["role"]), "content": self._as_read(m["content"])}
+                for m in messages
+            ]
+        )
+
+    def _role(self, role: object) -> object:
+        return "system" if role == "developer" and not self._knows_developer else role
 
     def _as_read(self, content: str | Sequence[str]) -> str | list[dict[str, str]]:
         if isinstance(content, str):

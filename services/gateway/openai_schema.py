@@ -45,7 +45,7 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """`developer` is what newer clients call `system`."""
+    """`developer` is what newer clients call `system`; the chat template may know it."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[ContentPart] | None = None
@@ -206,8 +206,7 @@ def messages_of(messages: list[Message]) -> list[dict[str, str | Sequence[str]]]
             content = [part.text or "" for part in message.content]
         elif message.content:
             content = message.content
-        role = "system" if message.role == "developer" else message.role
-        given: dict[str, str | Sequence[str]] = {"role": role, "content": content}
+        given: dict[str, str | Sequence[str]] = {"role": message.role, "content": content}
         if message.name:
             given["name"] = message.name
         plain.append(given)

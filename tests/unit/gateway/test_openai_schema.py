@@ -172,7 +172,7 @@ def test_no_string_of_a_completion_holds_a_nul() -> None:
     assert parse_completion(body).prompt == spelt, "the name of it is not it"
 
 
-def test_messages_reach_the_template_as_they_are_and_developer_means_system() -> None:
+def test_messages_reach_the_template_as_they_are() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [
         {"role": "developer", "content": "be"},
@@ -180,7 +180,7 @@ def test_messages_reach_the_template_as_they_are_and_developer_means_system() ->
         {"role": "assistant", "name": ""},
     ]
     assert messages_of(parse_chat(chat(messages=messages)).messages) == [
-        {"role": "system", "content": "be"},
+        {"role": "developer", "content": "be"},
         {"role": "user", "content": ["a", "b"], "name": "ann"},
         {"role": "assistant", "content": ""},
     ]

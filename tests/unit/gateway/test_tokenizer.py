@@ -154,6 +154,18 @@ def test_a_template_may_name_who_speaks() -> None:
     assert ChatTemplate(source, {}, 1000).render(messages) == "ann: x"
 
 
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [("'developer'", "developer"), ('"developer"', "developer"), ("", "system")],
+)
+def test_a_developer_is_system_to_a_template_that_does_not_know_it(
+    known: str, expected: str
+) -> None:
+    source = "{{ messages[0]['role'] }}{# " + known + " #}"
+    template = ChatTemplate(source, {}, 1000)
+    assert template.render([{"role": "developer", "content": "x"}]) == expected
+
+
 def test_a_template_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% unknown %}")
