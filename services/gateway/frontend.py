@@ -309,7 +309,9 @@ class Frontend:
             field = spec.field_of_max_tokens
             message = f"{field} is {asked}, but the context leaves {room} after this prompt"
             raise InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field=field)
-        return asked if asked is not None else min(self._default_max_tokens, room)
+        if asked is not None:
+            return asked
+        return min(spec.sampling.default_max_tokens or self._default_max_tokens, room)
 
 
 def _count_slo(call: Call, slos: Slos) -> None:

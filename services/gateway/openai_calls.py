@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pdmesh.core.block_hash import token_array
 from pdmesh.core.tenants import Tenant
@@ -66,12 +67,14 @@ async def completion_spec(
         await text_tokens(p, model, frontend) if isinstance(p, str) else token_array(p)
         for p in asked
     ]
-    max_tokens = request.max_tokens or _COMPLETION_DEFAULT_TOKENS
     return CallSpec(
         operation="text_completion",
         model=model,
         prompts=tuple(prompts),
-        sampling=_sampling(request, max_tokens, request.logprobs),
+        sampling=replace(
+            _sampling(request, request.max_tokens, request.logprobs),
+            default_max_tokens=_COMPLETION_DEFAULT_TOKENS,
+        ),
         n=n,
         scenario=request.scenario,
         chat_id=request.chat_id,

@@ -10,9 +10,10 @@ from pdmesh.core.tenants import ANYONE, Tenant
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """`max_tokens` None takes what the context leaves, up to the gateway's default."""
+    """`max_tokens` None takes what the context leaves, up to `default_max_tokens` or else the gateway's default."""
 
     max_tokens: int | None = None
+    default_max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int | None = None

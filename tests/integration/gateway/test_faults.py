@@ -211,6 +211,17 @@ async def test_a_prompt_that_fits_no_instance_is_the_clients_error(
     assert caught.value.code == "context_length_exceeded"
 
 
+async def test_a_limit_that_nobody_gave_is_what_the_context_leaves(
+    mesh: GatewayMesh, client: openai.AsyncOpenAI
+) -> None:
+    prompt = "a" * 4093
+    answer = await client.completions.create(model="tiny", prompt=prompt)
+    assert answer.choices[0].text == mesh.expected_text(prompt, 3)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(model="tiny", prompt=prompt, max_tokens=16)
+    assert caught.value.param == "max_tokens"
+
+
 @pytest.mark.fault("F8")
 async def test_a_decode_that_falls_silent_is_left_and_what_it_says_later_is_dropped(
     tmp_path: Path,
