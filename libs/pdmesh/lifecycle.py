@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
 import structlog
@@ -41,6 +42,7 @@ log = structlog.get_logger(__name__)
 
 _GC_NEW_OBJECTS: Final = 20_000
 _FLUSH_MS: Final = 2000
+_TELL_AGAIN_S: Final = 1.0
 
 
 class StoppedEarly(Exception):
@@ -130,8 +132,9 @@ def run(
 def _leave(code: int) -> NoReturn:
     """Exit without taking the interpreter apart: that costs half a second, and native libraries may crash in it."""
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk
+            stream.flush()
     os._exit(code)
 
 
@@ -184,8 +187,7 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
     ops.start()
     app.add_routes = ops.add_routes
     app.ops_address = join(settings.reachable_host, ops.port)
-    if settings.ops_file is not None:
-        write_atomically(settings.ops_file, app.ops_address)
+    telling = _told(settings.ops_file, app.ops_address)
     log.info("service.started", version=__version__, pid=os.getpid(), ops_address=app.ops_address)
     metrics.gauge(names.READY, "1 if /health/ready answers 200", lambda: not app.not_ready())
     watch = asyncio.create_task(LoopWatch(settings.loop_watch_s).run(), name="loop-watch")
@@ -193,11 +195,32 @@ async def _observed(settings: ServiceSettings, app: App) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        if telling is not None:
+            telling.cancel()
         watch.cancel()
         await ops.close()
         # They block while a collector is away, for a bounded time.
         await asyncio.to_thread(tracers.shutdown)
         await asyncio.to_thread(meters.shutdown, _FLUSH_MS)
+
+
+def _told(ops_file: Path | None, address: str) -> asyncio.Task[None] | None:
+    """At once; if that fails, a task goes on trying: a full disk keeps no service from its work."""
+    if ops_file is None:
+        return None
+    try:
+        write_atomically(ops_file, address)
+    except OSError as exc:
+        log.warning("service.ops_file_not_written", path=str(ops_file), reason=exc.strerror)
+        return asyncio.create_task(_tell(ops_file, address), name="ops-file")
+    return None
+
+
+async def _tell(ops_file: Path, address: str) -> None:
+    while True:
+        await asyncio.sleep(_TELL_AGAIN_S)
+        with contextlib.suppress(OSError):
+            return write_atomically(ops_file, address)
 
 
 def calm_the_collector() -> None:

@@ -142,6 +142,33 @@ def test_log_lines_are_json_with_the_ids_of_the_request(
     assert (line["service"], line["instance"]) == ("kv-cache-index", "index-0")
 
 
+def test_a_full_disk_takes_the_log_lines_and_nothing_else(
+    tmp_path: Path, processes: list[Process]
+) -> None:
+    """Each line raised into the code that logged it: requests broke off, and SIGTERM did not end the process."""
+    (tmp_path / "log").symlink_to("/dev/full")
+    processes.append(process := Process(tmp_path))
+    (tmp_path / "gate").touch()
+    wait_until(lambda: process.ops_file.exists() and process.get("/health/ready")[0] == 200)
+    assert process.stop() == 0
+
+
+def test_an_ops_file_that_cannot_be_written_is_written_later(
+    tmp_path: Path, processes: list[Process]
+) -> None:
+    """As on a full disk. It took the service down, and after ten such deaths its launcher gave it up for good."""
+    (blocked := tmp_path / "run").touch()
+    file = blocked / "ops"
+    processes.append(process := Process(tmp_path, PDMESH_KV_CACHE_INDEX_OPS_FILE=str(file)))
+    wait_until(lambda: "test.line" in process.log.read_text() or process.process.poll() is not None)
+    assert process.process.poll() is None
+    assert [line["event"] for line in process.lines()].count("service.ops_file_not_written") == 1
+    blocked.unlink()
+    process.ops_file = file
+    wait_until(lambda: file.exists() and process.get("/health/live")[0] == 200)
+    assert process.stop() == 0
+
+
 def test_every_line_is_json_whoever_had_something_to_say(
     tmp_path: Path, processes: list[Process]
 ) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import MutableMapping
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TextIO
 
 import orjson
 import structlog
@@ -22,20 +22,43 @@ LogFormat = Literal["auto", "json", "pretty"]
 _CHATTY: Final = ("nats", "httpx", "httpcore", "urllib3", "uvicorn", "asyncio")
 
 
+class SteadyStream:
+    """A stream for log lines that never raises: on a full disk a line is lost, and the work that logged it goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_torn = False  # the last line may end in its middle
+
+    def write(self, text: str) -> int:
+        torn = "\n" if self._is_torn else ""
+        try:
+            self._stream.write(torn + text)
+            self._stream.flush()
+        except (OSError, ValueError):  # ValueError: it is closed
+            self._is_torn = True
+        else:
+            self._is_torn = False
+        return len(text)
+
+    def flush(self) -> None:
+        """Each line was flushed when it was written."""
+
+
 def configure(service: str, instance_id: str, log_format: LogFormat, level: str) -> None:
     """Send structlog and the standard library's loggers to stderr, in one format."""
     is_pretty = log_format == "pretty" or (log_format == "auto" and sys.stderr.isatty())
     threshold = logging.getLevelNamesMapping()[level.upper()]
+    stream: Any = SteadyStream(sys.stderr)  # Any: of a TextIO, only what is called
     shared = _shared_processors(service, instance_id)
     structlog.configure(
         processors=[*shared, *_renderers(is_pretty)],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
         logger_factory=structlog.WriteLoggerFactory(
-            sys.stderr
+            stream
         ),  # one system call a line, where print makes two
         cache_logger_on_first_use=True,
     )
-    _configure_stdlib(shared, is_pretty, threshold)
+    _configure_stdlib(stream, shared, is_pretty, threshold)
 
 
 def take_over_stderr() -> None:
@@ -97,10 +120,13 @@ def _to_json(event: object, **_: Any) -> str:
 
 
 def _configure_stdlib(
-    shared: list[structlog.types.Processor], is_pretty: bool, threshold: int
+    stream: TextIO,
+    shared: list[structlog.types.Processor],
+    is_pretty: bool,
+    threshold: int,
 ) -> None:
     """Libraries log text through `logging`; give it the same shape, and less of it."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],

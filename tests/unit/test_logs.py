@@ -1,0 +1,48 @@
+"""What becomes of log lines that cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import io
+
+from pdmesh.telemetry.logs import SteadyStream
+
+
+class Disk(io.StringIO):
+    """Room for so many characters more; what is over is cut off, as a file system does."""
+
+    room = 1_000
+
+    def write(self, text: str, /) -> int:
+        written = text[: self.room]
+        self.room -= len(written)
+        super().write(written)
+        if len(written) < len(text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return len(text)
+
+
+def test_a_line_that_does_not_fit_raises_nothing_and_spoils_no_later_one() -> None:
+    disk = Disk()
+    stream = SteadyStream(disk)
+    stream.write('{"number": 1}\n')
+    disk.room = 5
+    stream.write('{"number": 2}\n')
+    stream.write('{"number": 3}\n')
+    disk.room = 1_000
+    stream.write('{"number": 4}\n')
+    stream.write('{"number": 5}\n')
+    assert disk.getvalue().splitlines() == [
+        '{"number": 1}',
+        '{"num',
+        '{"number": 4}',
+        '{"number": 5}',
+    ]
+
+
+def test_a_stream_that_is_closed_takes_lines_all_the_same() -> None:
+    disk = Disk()
+    disk.close()
+    stream = SteadyStream(disk)
+    stream.write("a line\n")
+    stream.flush()
