@@ -31,6 +31,7 @@ _TICK_S: Final = 1.0
 _ASK_S: Final = 0.5  # a call waits so long for a part
 _ASK_AGAIN_S: Final = 0.25  # after no gateway gave one
 _ATTEMPTS: Final = 5  # of a write, each time with what others wrote before
+_CLOSE_S: Final = 2.0  # all tenants together: who is told to stop waits for it
 _MAX_GONE: Final = 1024
 _GONE_S: Final = 3.0  # a gateway that starts holds parts before others see its record
 _ledgers: Final = msgspec.json.Decoder(Ledger)
@@ -134,9 +135,13 @@ class TenantLedgers:
         if self._watch is not None:
             await self._watch.close()
         await end(list(self._asking.values()))
-        for name, tenant in self._known().items():
-            if self._tenants.held(name) or self._parts.is_leaving(tenant):
-                await self._settle(name, tells_use=True, is_leaving=True)
+        names = [name for name, tenant in self._known().items() if self._has_any(tenant)]
+        try:
+            async with asyncio.timeout(_CLOSE_S), asyncio.TaskGroup() as tasks:
+                for name in names:
+                    tasks.create_task(self._settle(name, tells_use=True, is_leaving=True))
+        except TimeoutError:
+            log.warning("tenants.not_given_back", reason="NATS does not answer")
 
     # --- the bucket ------------------------------------------------------------------------------
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from pdmesh.core.backpressure import (
     MAX_AGE_S,
+    MAX_SCENARIOS,
     QUEUE_FULL,
     TTFT_UNREACHABLE,
     Backpressure,
@@ -93,3 +96,19 @@ def test_the_rate_is_looked_up_now_and_then_and_an_unknown_one_is_said_to_be_unk
     assert (told.waiting, told.max_waiting, told.prefills_per_s) == ({1: 2}, 9, 7.0)
     assert asked == ["chat"]
     assert master.pressure("new", 0.0).prefills_per_s == 0.0
+
+
+def test_names_that_nobody_serves_cost_served_scenarios_no_look() -> None:
+    """A client chooses them: 256 of them made the master forget the rates that it knew."""
+    asked: list[str] = []
+
+    def rate(scenario: str, now: float) -> float:
+        asked.append(scenario)
+        return 7.0 if scenario == "chat" else math.inf
+
+    master = Backpressure(rate)
+    master.pressure("chat", 0.0)
+    for i in range(2 * MAX_SCENARIOS):
+        assert master.pressure(f"made-up-{i}", 0.0).prefills_per_s == 0.0
+    assert master.pressure("chat", 0.0).prefills_per_s == 7.0
+    assert asked.count("chat") == 1

@@ -455,3 +455,18 @@ def test_a_key_may_be_the_first_thing_that_a_state_directory_holds(tmp_path: Pat
     finally:
         os.umask(before)
     assert state_dir.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    "words", [["up"], ["status"], ["events"], ["groups"], ["diff", "mesh.yaml"], ["pins", "list"]]
+)
+def test_every_command_takes_the_address_of_nats_from_the_environment(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds a password, which a command line shows to everybody on the machine."""
+    monkeypatch.setenv("PDMESH_NATS_URL", "nats://user:password@there:4222")
+    assert app.build_parser().parse_args(words).nats_url == "nats://user:password@there:4222"
+    here = [*words, "--nats-url", "nats://here:4222"]
+    assert app.build_parser().parse_args(here).nats_url == "nats://here:4222"
+    monkeypatch.setenv("PDMESH_NATS_URL", "")
+    assert app.build_parser().parse_args(words).nats_url is None

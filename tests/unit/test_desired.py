@@ -187,3 +187,42 @@ def test_a_revision_follows_whatever_keeps_two_instances_from_pairing() -> None:
     }
     assert len(revisions | {base}) == 5
     assert revision_of(Service(), "ucx/1") == ""
+
+
+SCHEDULES = """\
+groups:
+  chat: {prefill: 2, decode: 2}
+schedules:
+"""
+NIGHT = "- {at: 0 22 * * *, scenario: default, lend: 1}\n"
+MORNING = "- {at: 0 8 * * *, scenario: default, reclaim: 1}\n"
+NOON = "- {at: 0 12 * * *, scenario: default, lend: 1}\n"
+
+
+def test_a_schedule_is_the_same_wherever_its_line_stands() -> None:
+    before = read(SCHEDULES + NIGHT + MORNING)
+    inserted = diff(before, read(SCHEDULES + NOON + NIGHT + MORNING))
+    assert [(c.path, c.before, c.after) for c in inserted] == [
+        ("schedules[0].at", None, "0 12 * * *"),
+        ("schedules[0].lend", None, "1"),
+        ("schedules[0].scenario", None, "default"),
+    ]
+    removed = diff(before, read(SCHEDULES + MORNING))
+    assert {(c.path, c.after) for c in removed} == {
+        (f"schedules[0].{name}", None) for name in ("at", "lend", "scenario")
+    }
+    assert diff(before, read(SCHEDULES + MORNING + NIGHT.replace("0 22", "0  22"))) == []
+
+
+def test_a_second_equal_schedule_is_a_difference() -> None:
+    changes = diff(read(SCHEDULES + NIGHT), read(SCHEDULES + NIGHT + NIGHT))
+    assert {c.path for c in changes} == {
+        f"schedules[1].{name}" for name in ("at", "lend", "scenario")
+    }
+
+
+def test_a_schedule_that_changes_in_its_place_is_told_by_what_changes() -> None:
+    after = read(SCHEDULES + NIGHT + MORNING.replace("reclaim: 1", "reclaim: 2"))
+    assert diff(read(SCHEDULES + NIGHT + MORNING), after) == [
+        Change("schedules[1].reclaim", "1", "2")
+    ]

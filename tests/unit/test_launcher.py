@@ -69,10 +69,17 @@ def test_a_launcher_that_has_not_written_itself_down_is_not_taken_for_its_predec
 
 
 def test_the_hash_secret_is_made_once_and_is_private(tmp_path: Path) -> None:
-    secret = state.hash_secret(tmp_path)
+    secret = state.hash_secret(tmp_path, {})
     assert len(bytes.fromhex(secret)) == 32
-    assert state.hash_secret(tmp_path) == secret
+    assert state.hash_secret(tmp_path, {}) == secret
     assert (tmp_path / "hash-secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_hash_secret_of_the_environment_is_kept(tmp_path: Path) -> None:
+    """Meshes that share a store must name blocks by the same key."""
+    assert state.hash_secret(tmp_path, {"PDMESH_HASH_SECRET": "shared by two"}) == "shared by two"
+    assert not (tmp_path / "hash-secret").exists()
+    assert state.hash_secret(tmp_path, {"PDMESH_HASH_SECRET": ""}) != ""
 
 
 def test_a_log_over_its_bound_is_set_aside_and_goes_on_empty(tmp_path: Path) -> None:

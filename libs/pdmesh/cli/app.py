@@ -160,8 +160,12 @@ def _add_up(parser: argparse.ArgumentParser) -> None:
         )
     add("--model", type=Path, metavar="DIR", help="a Hugging Face model directory")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: the service's")
-    add("--nats-url", default=os.environ.get("PDMESH_NATS_URL"), help="use this NATS server")
-    add("--redis-url", default=os.environ.get("PDMESH_REDIS_URL"), help="use this Redis or Valkey")
+    add("--nats-url", default=_nats_url(), help="use this NATS server")
+    add(
+        "--redis-url",
+        default=os.environ.get("PDMESH_REDIS_URL") or None,
+        help="use this Redis or Valkey",
+    )
     add("--keys", type=Path, metavar="FILE", help="API keys that clients must have (pdmesh keys)")
     add("--allow-anonymous", action="store_true", help="no keys, though others can reach --host")
     add("--timeout", type=values.positive, default=300.0, help="seconds until it must be ready")
@@ -233,7 +237,7 @@ def _admin_options(common: argparse.ArgumentParser, *, is_first: bool) -> argpar
     if is_first:
         admin.set_defaults(module="admin")
     admin.add_argument(
-        "--nats-url", default=default(None), help="of a mesh that was not started here"
+        "--nats-url", default=default(_nats_url()), help="of a mesh that was not started here"
     )
     admin.add_argument(
         "--admin-token",
@@ -305,7 +309,9 @@ def _add_pins(parser: argparse.ArgumentParser, admin: argparse.ArgumentParser) -
 
 def _add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--nats-url", help="of a mesh that was not started here")
+    parser.add_argument(
+        "--nats-url", default=_nats_url(), help="of a mesh that was not started here"
+    )
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
@@ -392,7 +398,14 @@ def _add_events(parser: argparse.ArgumentParser) -> None:
         help="NATS subject, e.g. mesh.v1.health.*.decode-0",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
-    parser.add_argument("--nats-url", help="of a mesh that was not started here")
+    parser.add_argument(
+        "--nats-url", default=_nats_url(), help="of a mesh that was not started here"
+    )
+
+
+def _nats_url() -> str | None:
+    """It holds a password, which all on the machine can read on a command line."""
+    return os.environ.get("PDMESH_NATS_URL") or None
 
 
 if __name__ == "__main__":

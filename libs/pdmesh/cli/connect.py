@@ -37,7 +37,7 @@ async def connected(options: argparse.Namespace) -> AsyncIterator[NatsBus]:
             raise no_mesh(options.state_dir)
         url = mesh.nats_url
     if problem := url_problem(url):
-        raise CommandFailed(f"--nats-url: {problem}")
+        raise CommandFailed(f"--nats-url or PDMESH_NATS_URL: {problem}")
     be_quiet()
     try:
         async with asyncio.timeout(_CONNECT_S):

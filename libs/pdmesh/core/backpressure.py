@@ -93,10 +93,14 @@ class Backpressure:
         since, rate = self._rates.get(scenario, (-math.inf, 0.0))
         if now - since >= _RATE_EVERY_S:
             found = self.prefills_per_s(scenario, now)
-            rate = found if math.isfinite(found) else 0.0
-            if len(self._rates) >= MAX_SCENARIOS:
-                self._rates.clear()
+            if not math.isfinite(found):  # clients make such names up: they take no place here
+                self._rates.pop(scenario, None)
+                return 0.0
+            rate = found
+            self._rates.pop(scenario, None)
             self._rates[scenario] = (now, rate)
+            while len(self._rates) > MAX_SCENARIOS:
+                del self._rates[next(iter(self._rates))]
         return rate
 
 

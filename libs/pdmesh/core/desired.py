@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Final
 
 from pdmesh.core.fleet import Role
@@ -238,7 +238,11 @@ def revision_of(service: Service, kv_transport: str) -> str:
 
 def diff(before: Desired, after: Desired) -> list[Change]:
     """Every value that differs, by its path in a file. What comes or goes is told without what it leaves to its default."""
-    old, new = dict(_leaves("", before)), dict(_leaves("", after))
+    kept, still = _same_schedules(before.schedules, after.schedules)
+    old, new = (
+        {path: leaf for path, leaf in _leaves("", each) if path.partition(".")[0] not in same}
+        for each, same in ((before, kept), (after, still))
+    )
     changes: list[Change] = []
     for path in sorted(old.keys() | new.keys()):
         was, is_now = old.get(path), new.get(path)
@@ -247,6 +251,26 @@ def diff(before: Desired, after: Desired) -> list[Change]:
         if texts[0] != texts[1] and not is_left_out:
             changes.append(Change(path, *texts))
     return changes
+
+
+def _same_schedules(
+    before: Sequence[ScheduleLine], after: Sequence[ScheduleLine]
+) -> tuple[set[str], set[str]]:
+    """Where either file has what the other has, too: a schedule is known by what it says, not by where it stands."""
+    places: dict[ScheduleLine, list[int]] = {}
+    for i, line in enumerate(before):
+        places.setdefault(_as_run(line), []).append(i)
+    kept: set[str] = set()
+    still: set[str] = set()
+    for i, line in enumerate(after):
+        if found := places.get(_as_run(line)):
+            kept.add(f"schedules[{found.pop(0)}]")
+            still.add(f"schedules[{i}]")
+    return kept, still
+
+
+def _as_run(line: ScheduleLine) -> ScheduleLine:
+    return replace(line, at=" ".join(line.at.split()))
 
 
 def _plain(value: object) -> object:

@@ -130,7 +130,9 @@ class Scenarios:
 
     def phi(self, scenario: str, instances: Iterable[Instance], now: float) -> Phi:
         """With the slots of the scenario's usable instances as n b."""
-        stats = self._stats.get(scenario, ScenarioStats())
+        stats = self._stats.get(scenario)
+        if stats is None:  # of a name that was never served: no look at the instances
+            return Phi(0.0, math.inf, math.inf, 0)
         prefills, decodes = places(scenario, instances).values()
         prefill = prefills.num_slots / stats.t_p if stats.t_p else math.inf
         decode = decodes.num_slots / stats.t_d if stats.t_d else math.inf

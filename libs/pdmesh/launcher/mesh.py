@@ -254,7 +254,7 @@ class Mesh:
             nats_url=spec.nats_url or self._servers["nats"].url,
             redis_url=spec.redis_url or self._servers["valkey"].url,
             ports=ports,
-            hash_secret=state.hash_secret(self.state_dir),
+            hash_secret=state.hash_secret(self.state_dir, {**os.environ, **self.spec.env}),
             mesh_token=self._mesh_token(),
             state_dir=self.state_dir,
             model_dir=self._model_dir(),

@@ -156,9 +156,9 @@ def forget_run(state_dir: Path) -> bool:
     return bool(found)
 
 
-def hash_secret(state_dir: Path) -> str:
-    """The key of block names."""
-    return _secret(state_dir / "hash-secret")
+def hash_secret(state_dir: Path, given: Mapping[str, str]) -> str:
+    """The key of block names: the one that an environment names, as where meshes share a store; else one of this directory's own."""
+    return given.get("PDMESH_HASH_SECRET") or _secret(state_dir / "hash-secret")
 
 
 def mesh_token(state_dir: Path, given: Mapping[str, str]) -> str:
