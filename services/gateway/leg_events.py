@@ -9,7 +9,9 @@ from pdmesh.core.request_types import (
     Event,
     FinishReason,
     FirstToken,
+    KvAdvanced,
     KvReceived,
+    KvStage,
     LegAccepted,
     LegFailed,
     LegFinished,
@@ -19,6 +21,8 @@ from pdmesh.core.request_types import (
 from pdmesh.errors import EngineFailed
 from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Ticket
 from pdmesh.v1.instance_service_pb2 import (
+    KV_STAGE_ARRIVED,
+    KV_STAGE_PULLING,
     REJECT_REASON_DRAINING,
     REJECT_REASON_SOURCE_QUARANTINED,
     REJECT_REASON_TOO_LONG,
@@ -43,6 +47,7 @@ _FINISH: Final[dict[int, FinishReason]] = {
     FINISH_REASON_STOP: "stop",
     FINISH_REASON_LENGTH: "length",
 }
+_STAGES: Final = {KV_STAGE_PULLING: KvStage.PULLING, KV_STAGE_ARRIVED: KvStage.ARRIVED}
 
 
 def from_proto(event: SessionEvent, kind: str) -> Event | None:
@@ -55,6 +60,9 @@ def from_proto(event: SessionEvent, kind: str) -> Event | None:
             return _rejected(key, event.rejected)
         case "first_token":
             return _first_token(key, event.first_token)
+        case "kv_advanced":
+            stage = _STAGES.get(event.kv_advanced.stage)
+            return KvAdvanced(key, stage) if stage is not None else None
         case "kv_received":
             return KvReceived(key)
         case "finished":

@@ -37,7 +37,9 @@ _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stub
 _MAX_OUTBOX: Final = 8192  # commands; an instance that reads none of them is as good as gone
 _FIRST_BACKOFF_S: Final = 0.05
 _MAX_BACKOFF_S: Final = 1.0
-_BEFORE_TOKENS: Final = frozenset({"accepted", "rejected", "first_token", "kv_received"})
+_BEFORE_TOKENS: Final = frozenset(
+    {"accepted", "rejected", "first_token", "kv_advanced", "kv_received"}
+)
 
 
 class LegOwner(Protocol):

@@ -23,6 +23,8 @@ from pdmesh.engine.base import (
     EngineInfo,
     Failed,
     Finished,
+    KvArrived,
+    KvPulling,
     KvReceived,
     LandingFreed,
     Output,
@@ -62,6 +64,7 @@ class Host:
     ticket_of: dict[int, str] = field(default_factory=dict)  # of legs without their first output
     landings: dict[int, ArenaRange] = field(default_factory=dict)
     closed: dict[str, str] = field(default_factory=dict)  # ticket -> reason
+    kv_stages: dict[int, list[type[Output]]] = field(default_factory=dict)
     blocks: set[bytes] = field(default_factory=set)
     pool_blocks: set[bytes] = field(default_factory=set)  # the host pool holds them
     tier_counts: dict[tuple[str, str], int] = field(default_factory=dict)  # (tier, event)
@@ -111,10 +114,16 @@ class Host:
                 self.legs[output.leg].put_nowait(output)
             case Prefilled() | Failed():
                 self._hear_end(output)
-            case KvReceived() | Tokens() | Finished():
-                self.legs[output.leg].put_nowait(output)
+            case KvPulling() | KvArrived() | KvReceived() | Tokens() | Finished():
+                self._hear_decode(output)
             case _:
                 raise AssertionError(f"vLLM does not say {type(output).__name__}")
+
+    def _hear_decode(self, output: KvPulling | KvArrived | KvReceived | Tokens | Finished) -> None:
+        if isinstance(output, KvPulling | KvArrived):
+            self.kv_stages.setdefault(output.leg, []).append(type(output))
+        else:
+            self.legs[output.leg].put_nowait(output)
 
     def _hear_end(self, output: Prefilled | Failed) -> None:
         ticket_id = self.ticket_of.pop(output.leg, "")
@@ -250,6 +259,8 @@ class Pair:
         if isinstance(received, Failed):
             raise LegFailed(received)
         assert isinstance(received, KvReceived), "the first word of a decode is about its KV"
+        stages = self.decode.kv_stages.pop(leg, [])
+        assert stages in ([], [KvPulling, KvArrived]), "none where all blocks were cached"
         self.num_computed_at_decode += received.num_computed_tokens
         self.num_handed_over += 1
         self.last_received = received

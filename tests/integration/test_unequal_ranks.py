@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -285,13 +284,12 @@ def test_a_rank_waits_for_all_its_sources_and_fails_with_any(
         target.on_event = lambda event: (
             incoming.landing_freed(event.offset) if isinstance(event, LandingFreed) else None
         )
-        deadline = time.monotonic() + 10
         load = Load(
             "key",
             3,
             ticket_of(sources),
             ArenaRange(4096, 4 << 20),
-            deadline,
+            10.0,
             NUM_USED * TOKENS,
             block_ids=tuple(ids),
         )

@@ -32,7 +32,9 @@ from pdmesh.core.request_types import (
     Event,
     Fail,
     FirstToken,
+    KvAdvanced,
     KvReceived,
+    KvStage,
     LegAccepted,
     LegFailed,
     LegFinished,
@@ -293,6 +295,14 @@ class RequestMachine(RuleBasedStateMachine):
             is_wanted, leg.is_open = leg.is_open, False
             self.tickets.setdefault(ticket_id, "open" if is_wanted else "released")
             self.feed(FirstToken(leg.key, token, None, TicketHeld(ticket_id, 5.0)))
+
+    @rule(data=st.data(), stage=st.sampled_from(list(KvStage)))
+    def kv_comes_further(self, data: st.DataObject, stage: KvStage) -> None:
+        """Of any leg, in any order: the far side may be late, or wrong."""
+        leg = self.pick(data)
+        if leg and leg.is_decode:
+            leg.is_accepted = leg.is_accepted or leg.is_open
+            self.feed(KvAdvanced(leg.key, stage))
 
     @rule(data=st.data())
     def kv_arrives(self, data: st.DataObject) -> None:

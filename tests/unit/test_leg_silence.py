@@ -8,12 +8,19 @@ from pdmesh.core.request_state import Phase
 from pdmesh.core.request_types import (
     AbortLeg,
     AskPlan,
+    Candidate,
     Complete,
     DecodeTokens,
     EngineWorked,
     FirstToken,
+    KvAdvanced,
+    KvReceived,
+    KvStage,
     LegAccepted,
+    PlanReceived,
+    SendStart,
     Tick,
+    TicketHeld,
 )
 from tests.support.driven_request import Driven
 
@@ -107,3 +114,79 @@ def test_news_of_a_leg_that_was_left_says_nothing_of_the_next() -> None:
     driven.now = 9.0
     driven.feed(EngineWorked(first, 9.0, 10, 10))
     assert driven.request.wake_at == 10.0
+
+
+PREFILL, DECODE = Candidate("p0", 1, "g"), Candidate("d0", 1, "g")
+
+
+def handed_on(stall_s: float) -> tuple[Driven, int]:
+    """A decode has accepted at time 0 and has no KV yet; its key."""
+    driven = Driven(stall_s=stall_s)
+    driven.feed(PlanReceived(driven.plan, [PREFILL], [DECODE]))
+    driven.feed(LegAccepted(driven.key))
+    effects = driven.feed(FirstToken(driven.key, 7, ticket=TicketHeld("t1", 10.0)))
+    start = next(e for e in effects if isinstance(e, SendStart))
+    driven.feed(LegAccepted(start.key))
+    assert driven.request.phase is Phase.DECODING
+    return driven, start.key
+
+
+def test_a_decode_that_waits_for_its_turn_to_pull_is_not_silent() -> None:
+    """4.4 s in the queue, 4.4 s of its own pull, 4.4 s until a step has a place for it, and an engine that is idle."""
+    driven, key = handed_on(stall_s=5.0)
+    for event in (
+        KvAdvanced(key, KvStage.PULLING),
+        KvAdvanced(key, KvStage.ARRIVED),
+        KvReceived(key),
+    ):
+        driven.now += 4.4
+        assert driven.feed(Tick()) == []
+        driven.feed(event)
+    driven.feed(DecodeTokens(key, [8]))
+    assert driven.request.num_migrations == 0
+
+
+@pytest.mark.parametrize("stage", [KvStage.PULLING, KvStage.ARRIVED])
+def test_a_stage_that_is_said_again_and_again_hides_no_hung_engine(stage: KvStage) -> None:
+    driven, key = handed_on(stall_s=5.0)
+    for now in (1.0, 3.0, 5.0):
+        driven.now = now
+        assert driven.feed(KvAdvanced(key, stage)) == []
+        driven.feed(KvAdvanced(key, KvStage.PULLING))  # late news of an earlier stage
+    assert driven.request.wake_at == 6.0
+    driven.now = 6.0
+    assert driven.feed(Tick())[-1] == AskPlan(2, 1, ("d0",))
+
+
+def test_no_stage_is_left_once_the_kv_is_there() -> None:
+    driven, key = handed_on(stall_s=5.0)
+    driven.now = 1.0
+    driven.feed(KvReceived(key))
+    driven.now = 3.0
+    driven.feed(KvAdvanced(key, KvStage.ARRIVED))
+    assert driven.request.wake_at == 6.0
+
+
+def test_the_turn_counts_from_there_what_the_engine_computed_past_the_leg() -> None:
+    """While the leg waited for its KV it had no turn to be passed over at."""
+    driven, key = handed_on(stall_s=5.0)
+    driven.feed(EngineWorked(key, 0.0, 0, 100))
+    driven.now = 4.0
+    driven.feed(EngineWorked(key, 4.0, 500, 100))
+    driven.feed(KvAdvanced(key, KvStage.PULLING))
+    driven.now = 8.0
+    driven.feed(EngineWorked(key, 8.0, 1000, 100))
+    assert driven.request.wake_at == 13.0
+
+
+def test_a_stage_is_word_of_the_acceptance_too() -> None:
+    driven = Driven(stall_s=5.0, answer_s=3.0)
+    driven.feed(PlanReceived(driven.plan, [PREFILL], [DECODE]))
+    driven.feed(LegAccepted(driven.key))
+    effects = driven.feed(FirstToken(driven.key, 7, ticket=TicketHeld("t1", 10.0)))
+    key = next(e.key for e in effects if isinstance(e, SendStart))
+    driven.now = 2.0
+    driven.feed(KvAdvanced(key, KvStage.PULLING))
+    assert driven.request.phase is Phase.DECODING
+    assert driven.feed(LegAccepted(key)) == []
+    assert driven.request.wake_at == 7.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -16,11 +15,13 @@ from pdmesh.core.kv_sources import KvSource, KvSources
 from pdmesh.core.ticket import PullFailure, Ticket
 from pdmesh.engine.vllm.handoff import Entered, Load, Store, StorePart
 from pdmesh.engine.vllm.messages import (
+    Arrived,
     LandingClear,
     Message,
     Open,
     Opened,
     PullFailed,
+    Pulling,
     Received,
     TicketEnded,
 )
@@ -157,8 +158,8 @@ def test_ranges_are_scattered_as_they_land_and_the_load_is_over_with_the_last() 
     rank.agent.pulls["t1"].set_result(ALL_CAME)
     assert rank.incoming.take_results() == ({"k1"}, set())
     rank.incoming.entered(Entered(1, 0))
-    cleared, received = rank.heard()
-    assert cleared == LandingClear(0, 1)
+    pulling, arrived, cleared, received = rank.heard()
+    assert (pulling, arrived, cleared) == (Pulling(0, 1), Arrived(0, 1), LandingClear(0, 1))
     assert isinstance(received, Received)
     assert received.kv_bytes == 2 * NUM_LAYERS * WIDTH
 
@@ -169,12 +170,15 @@ def test_pulls_take_turns_and_one_that_ends_lets_the_next_begin() -> None:
     for n in (1, 2, 3):
         rank.incoming.pull(load(n))
     assert list(rank.agent.pulls) == ["t1"]
+    assert rank.heard() == [Pulling(0, 1)]
     assert rank.agent.said == [("keep", "t2"), ("keep", "t3")]
     rank.agent.pulls["t1"].set_exception(KvTransferFailed("x", reason="KV_PEER_LOST"))
     assert list(rank.agent.pulls) == ["t1", "t2"]
-    assert rank.incoming.take_results() == (set(), {"k1"})
-    (failed,) = rank.heard()
+    failed, pulling = rank.heard()
     assert isinstance(failed, PullFailed)
+    assert pulling == Pulling(0, 2)
+    assert rank.incoming.take_results() == (set(), {"k1"})
+    assert rank.heard() == [], "all of it was said already"
     rank.incoming.cancel(load(3))
     assert rank.incoming.take_results() == (set(), {"k3"})
     assert rank.heard() == [LandingClear(0, 3)]
@@ -187,10 +191,10 @@ def test_pulls_take_turns_and_one_that_ends_lets_the_next_begin() -> None:
 def test_one_whose_turn_does_not_come_fails_without_a_word_against_its_source() -> None:
     rank = Rank(max_pulls=1)
     rank.incoming.pull(load(1))
-    rank.incoming.pull(replace(load(2), deadline=0.0))
+    rank.incoming.pull(replace(load(2), timeout_s=0.0))
     assert rank.incoming.take_results() == (set(), {"k2"})
-    cleared, failed = rank.heard()
-    assert cleared == LandingClear(0, 2)
+    pulling, cleared, failed = rank.heard()
+    assert (pulling, cleared) == (Pulling(0, 1), LandingClear(0, 2))
     assert isinstance(failed, PullFailed)
     assert failed.cause == PullFailure.OVERDUE
     assert rank.agent.said[-1] == ("let_go", "t2")
@@ -203,15 +207,16 @@ def test_one_whose_turn_does_not_come_fails_without_a_word_against_its_source() 
 def test_several_whose_time_is_over_at_once_all_leave_and_none_of_them_begins() -> None:
     """The end of the first makes room for the second: pulled and given up, it would land in bytes that are another's by then."""
     rank = Rank(max_pulls=8)
-    for n, num_bytes, deadline in ((1, 40, 1e9), (2, 40, 0.0), (3, 10, 0.0), (4, 10, 1e9)):
-        waiting = replace(load(n), deadline=deadline)
+    for n, num_bytes, timeout_s in ((1, 40, 1e9), (2, 40, 0.0), (3, 10, 0.0), (4, 10, 1e9)):
+        waiting = replace(load(n), timeout_s=timeout_s)
         rank.incoming.pull(
             replace(waiting, ticket=replace(waiting.ticket, kv_bytes=num_bytes << 20))
         )
     assert list(rank.agent.pulls) == ["t1"]
     assert rank.incoming.take_results() == (set(), {"k2", "k3"})
     assert list(rank.agent.pulls) == ["t1", "t4"]
-    assert rank.heard()[:2] == [LandingClear(0, 2), LandingClear(0, 3)]
+    cleared = [LandingClear(0, 2), LandingClear(0, 3)]
+    assert rank.heard()[:4] == [Pulling(0, 1), *cleared, Pulling(0, 4)]
     for ticket_id in ("t1", "t4"):
         rank.agent.pulls[ticket_id].set_result(ALL_CAME)
     assert rank.incoming.take_results() == ({"k1", "k4"}, set())
@@ -221,7 +226,7 @@ def test_several_whose_time_is_over_at_once_all_leave_and_none_of_them_begins() 
 def test_a_pull_counts_its_time_from_its_turn_and_gives_the_turn_up_when_it_falls_silent() -> None:
     rank = Rank(max_pulls=1)
     for n in (1, 2, 3):
-        rank.incoming.pull(replace(load(n), deadline=time.monotonic() + 600, timeout_s=4.5))
+        rank.incoming.pull(replace(load(n), timeout_s=4.5))
     assert list(rank.agent.pulls) == ["t1"]
     assert rank.agent.options["t1"]["deadline_s"] == 4.5
     rank.agent.options["t1"]["on_silent"]()
@@ -232,6 +237,23 @@ def test_a_pull_counts_its_time_from_its_turn_and_gives_the_turn_up_when_it_fall
     rank.agent.pulls["t2"].set_result(ALL_CAME)
     rank.agent.pulls["t3"].set_result(ALL_CAME)
     assert rank.incoming.take_results() == ({"k1", "k2", "k3"}, set())
+
+
+@pytest.mark.fault("F8", "F23")
+def test_what_becomes_of_a_pull_is_said_at_once_and_not_with_the_next_step() -> None:
+    """A step may take longer than a pull and the grace after it. Nobody asks for results here."""
+    rank = Rank(max_pulls=1)
+    for n in (1, 2, 3):
+        rank.incoming.pull(load(n))
+    rank.agent.pulls["t1"].set_result(ALL_CAME)
+    assert rank.heard() == [Pulling(0, 1), Arrived(0, 1), Pulling(0, 2)]
+    rank.agent.pulls["t2"].set_exception(KvTransferFailed("x", reason=PullFailure.TIMEOUT))
+    failed, pulling = rank.heard()
+    assert isinstance(failed, PullFailed)
+    assert (failed.leg, failed.cause) == (2, PullFailure.TIMEOUT)
+    assert pulling == Pulling(0, 3)
+    rank.incoming.cancel(load(3))
+    assert not [m for m in rank.heard() if isinstance(m, PullFailed | Arrived)], "it was aborted"
 
 
 @pytest.mark.req("S48")

@@ -13,6 +13,8 @@ from pdmesh.engine.base import (
     Failed,
     Finished,
     FinishReason,
+    KvArrived,
+    KvPulling,
     KvReceived,
     LandingFreed,
     Prefilled,
@@ -25,8 +27,10 @@ from pdmesh.engine.base import (
 from pdmesh.engine.vllm.job_facts import CancelRequest, Drawn, ReleaseTicket
 from pdmesh.engine.vllm.jobs import Endpoint, Jobs
 from pdmesh.engine.vllm.messages import (
+    Arrived,
     LandingClear,
     PullFailed,
+    Pulling,
     Received,
     Staged,
     StageFailed,
@@ -210,8 +214,22 @@ def test_a_pull_without_end_fails_at_its_deadline() -> None:
 def test_a_deadline_means_nothing_once_the_kv_is_here() -> None:
     core = jobs()
     core.decode(decode_job())
+    core.handle(Pulling(0, 2))
+    core.handle(Arrived(0, 2))
     core.handle(Received(0, 2, 60, 0.1, 0, 0.0))
     assert core.overdue(2) == []
+
+
+def test_the_turn_has_come_and_the_kv_has_arrived_when_every_rank_says_so() -> None:
+    core = jobs(num_ranks=2)
+    core.decode(decode_job(2))
+    assert core.handle(Pulling(1, 2)) == []
+    assert core.handle(Pulling(0, 2)) == [KvPulling(2)]
+    assert core.handle(Arrived(0, 2)) == []
+    assert core.handle(Arrived(1, 2)) == [KvArrived(2)]
+    assert core.overdue(2) == [], "it waits for a place in a step, and no longer for a pull"
+    core.abort(2)
+    assert core.handle(Pulling(0, 2)) == core.handle(Arrived(0, 2)) == []
 
 
 def test_after_abort_only_the_landing_is_given_back() -> None:

@@ -18,6 +18,7 @@ from pdmesh.core.request_types import (
     Effect,
     Event,
     ForgetLeg,
+    KvAdvanced,
     KvReceived,
     LegAccepted,
     LegFailed,
@@ -86,7 +87,7 @@ class EarlyDecode:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """An event of its leg. What only follows token 1 means nothing yet and is dropped."""
         match event:
-            case LegAccepted():
+            case LegAccepted() | KvAdvanced():
                 self._accepted()
             case KvReceived():
                 self._accepted()

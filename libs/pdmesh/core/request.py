@@ -27,7 +27,9 @@ from pdmesh.core.request_types import (
     Fail,
     FirstToken,
     ForgetLeg,
+    KvAdvanced,
     KvReceived,
+    KvStage,
     LegAccepted,
     LegFailed,
     LegFinished,
@@ -278,7 +280,7 @@ class Request(RequestState):
     def _start_decoding(self, now: float) -> None:
         assert self._leg is not None
         self.phase = Phase.DECODING
-        self._progress_at = now
+        self._progress_at, self._kv_stage = now, KvStage.NONE
         self._retry_s = self._limits.retry_s
         self._decoding_key = self._leg.key if self._ticket is None else 0
 
@@ -297,6 +299,15 @@ class Request(RequestState):
         if self._kv_by < math.inf:
             return effects + self._lose_ticket(now)
         return effects + self._offer_decode(now)
+
+    def _on_kv_advanced(self, event: Event, now: float) -> list[Effect]:
+        """A decode waits for its turn to pull, pulls, then waits for a place in a step: each may take almost `stall_s`."""
+        assert isinstance(event, KvAdvanced)
+        effects = [] if self.phase is Phase.DECODING else self._on_decode_accepted(event, now)
+        if self._ticket is not None and event.stage > self._kv_stage:
+            self._kv_stage = event.stage
+            self._progress_at = now
+        return effects
 
     def _on_kv_received(self, event: Event, now: float) -> list[Effect]:
         assert isinstance(event, KvReceived)
@@ -491,6 +502,7 @@ _LEG_EVENTS: Final = (
     LegAccepted,
     LegRejected,
     FirstToken,
+    KvAdvanced,
     KvReceived,
     DecodeTokens,
     LegFinished,
@@ -515,6 +527,7 @@ _LOSSES: Final[dict[type, _Action]] = {
 _WORK: Final[dict[type, _Action]] = {EngineWorked: Request._on_engine_worked}
 
 _DECODE: Final[dict[type, _Action]] = {
+    KvAdvanced: Request._on_kv_advanced,
     KvReceived: Request._on_kv_received,
     DecodeTokens: Request._on_tokens,
     LegFinished: Request._on_finished,

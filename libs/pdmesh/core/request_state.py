@@ -23,6 +23,7 @@ from pdmesh.core.request_types import (
     Fail,
     FinishReason,
     ForgetLeg,
+    KvStage,
     LegRejected,
     ReleaseTicket,
     RequestLimits,
@@ -84,6 +85,7 @@ class RequestState:
         "_excluded",
         "_has_asked_again",
         "_kv_by",
+        "_kv_stage",
         "_last_error",
         "_leg",
         "_leg_began_at",
@@ -166,6 +168,7 @@ class RequestState:
         self._kv_by = math.inf
         self._retry_s = limits.retry_s
         self._progress_at = 0.0  # of the active leg
+        self._kv_stage = KvStage.NONE  # of the decode that is the active leg
         self._worked_at = -math.inf  # of the engine that has it
         self._turn_of = -math.inf  # the progress since which `_turn_by` holds
         self._turn_by = 0  # tokens that the engine has computed when it has forgotten the leg

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Literal
 
 from pdmesh.core.kv_sources import NO_QUARRELS, Fit, Quarrels
@@ -113,6 +114,22 @@ class FirstToken:
     num_cached_tokens: int = 0
 
 
+class KvStage(IntEnum):
+    """How far the KV of a decode has come before the decode can use it."""
+
+    NONE = 0
+    PULLING = 1  # its turn in the pull queue has come
+    ARRIVED = 2  # it is there; the leg waits for a place in a step of the engine
+
+
+@dataclass(frozen=True, slots=True)
+class KvAdvanced:
+    """The leg's KV has come further. It says nothing of the engine, so it counts once for each stage."""
+
+    key: int
+    stage: KvStage
+
+
 @dataclass(frozen=True, slots=True)
 class KvReceived:
     key: int
@@ -191,6 +208,7 @@ Event = (
     | LegAccepted
     | LegRejected
     | FirstToken
+    | KvAdvanced
     | KvReceived
     | DecodeTokens
     | LegFinished

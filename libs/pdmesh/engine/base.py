@@ -130,6 +130,20 @@ class Prefilled:
 
 
 @dataclass(frozen=True, slots=True)
+class KvPulling:
+    """The job's turn to pull its KV has come: the pull ends within its deadline. Not for a job that finds its KV here already."""
+
+    leg: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvArrived:
+    """The pull has ended well, and the job waits for a place in a step. Left out where `KvReceived` says so at once."""
+
+    leg: int
+
+
+@dataclass(frozen=True, slots=True)
 class KvReceived:
     """The job's KV is in its blocks, verified. `num_computed_tokens` were computed here instead of pulled.
 
@@ -226,6 +240,8 @@ class TiersReported:
 Output = (
     TicketOpened
     | Prefilled
+    | KvPulling
+    | KvArrived
     | KvReceived
     | Tokens
     | TokenBatch

@@ -159,6 +159,10 @@ def first_token(key: int, output: Prefilled) -> SessionEvent:
     return event
 
 
+def kv_advanced(key: int, stage: instance_service_pb2.KvStage.ValueType) -> SessionEvent:
+    return SessionEvent(key=key, kv_advanced=instance_service_pb2.KvAdvanced(stage=stage))
+
+
 def kv_received(key: int, kv_bytes: int, duration_s: float, num_computed: int) -> SessionEvent:
     event = SessionEvent(key=key)
     event.kv_received.kv_bytes = kv_bytes

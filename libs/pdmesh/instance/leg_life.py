@@ -24,7 +24,12 @@ from pdmesh.instance.load_book import LoadBook
 from pdmesh.instance.outbox import Outbox
 from pdmesh.instance.source_watch import OnError, SourceWatch
 from pdmesh.telemetry import names
-from pdmesh.v1.instance_service_pb2 import KV_TRANSFER_PER_LAYER, Prefill, Start
+from pdmesh.v1.instance_service_pb2 import (
+    KV_STAGE_PULLING,
+    KV_TRANSFER_PER_LAYER,
+    Prefill,
+    Start,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -93,6 +98,7 @@ class LegLife:
         num_tokens = ask.num_prompt_tokens + ask.max_tokens
         trace_id = m.traceparent[3:35]
         leg = Leg(ask.leg, outbox, m.key, work, m.request_id, num_tokens, trace_id, source=source)
+        leg.began_at = self._clock()
         if isinstance(m, Start):
             self._start_decode(leg, m, parsed, decision.range)
         else:
@@ -164,9 +170,24 @@ class LegLife:
         )
 
     def join(self, leg: Leg, first_token: int) -> None:
-        """Prefill is done, so the rest of the KV is on its way: it comes within the time of a pull, or not at all."""
+        """Prefill is done, so the rest of the KV is on its way."""
         self._engine.join(leg.number, first_token)
-        if not leg.has_first and leg.overdue is None:
+        leg.is_joined = True
+        self._bound_pull(leg)
+
+    def pulling(self, leg: Leg) -> None:
+        """Its turn to pull has come: gateways are told if it was waited for, as `STALL_S` began with the acceptance."""
+        leg.is_pulling = True
+        self._bound_pull(leg)
+        if self._clock() - leg.began_at > _HOLD_ACCEPTED_S:
+            leg.outbox.add_sign(convert.kv_advanced(leg.key, KV_STAGE_PULLING))
+
+    def _bound_pull(self, leg: Leg) -> None:
+        """An early decode's KV comes within the time of a pull from when prefill is done and the pull has begun, or not at all.
+
+        Neither a prefill that computes still nor an engine with no place for the pull says anything about the source.
+        """
+        if leg.is_joined and leg.is_pulling and not leg.has_first and leg.overdue is None:
             loop = asyncio.get_running_loop()
             leg.overdue = loop.call_later(self._transfer_timeout_s, self._on_overdue, leg)
 
@@ -229,7 +250,7 @@ class LegLife:
 
     @staticmethod
     def in_time(leg: Leg) -> None:
-        """What `join` bounded has come, or need not come any more."""
+        """The KV that `_bound_pull` waits for has come, or need not come any more."""
         if leg.overdue is not None:
             leg.overdue.cancel()
             leg.overdue = None

@@ -30,6 +30,9 @@ class Leg:
     source: KvSource | None = None  # of a decode: whom its KV comes from
     compute_s_per_byte: float = 0.0  # of a decode: of its KV, if it were computed; 0: not known
     is_per_layer: bool = False  # its ticket is open while it computes, and may close before it ends
+    began_at: float = 0.0  # admitted, on the host's clock
+    is_pulling: bool = False  # of a decode: its turn to pull its KV has come
+    is_joined: bool = False  # of an early decode: token 1 is known
     has_first: bool = False  # token 1 was drawn (prefill), or the KV has come (decode)
     overdue: asyncio.TimerHandle | None = None
     span: Span | None = None

@@ -96,8 +96,13 @@ class Outbox:
         self._pile.events.append(event)
         self._send_by(-math.inf if is_urgent else self._clock() + self._gap_s)
 
+    def add_sign(self, event: SessionEvent) -> None:
+        """As an event that nobody waits for; but the acceptance is said as well, as older gateways do not know this event."""
+        self._pile.events.append(event)
+        self._send_by(self._clock() + self._gap_s)
+
     def add_accepted(self, key: int, hold_s: float = 0.0) -> None:
-        """Whatever the leg does next says so too. It is said unless that comes within `hold_s`, or in the same message."""
+        """Whatever the leg does next says so too, `add_sign` apart. It is said unless that comes within `hold_s`, or in the same message."""
         now = self._clock()
         self._pile.accepted[key] = now + hold_s
         self._send_by(now + max(hold_s, self._gap_s))

@@ -13,6 +13,8 @@ from pdmesh.engine.base import (
     BlocksChanged,
     Failed,
     Finished,
+    KvArrived,
+    KvPulling,
     KvReceived,
     LandingFreed,
     Output,
@@ -26,7 +28,7 @@ from pdmesh.engine.base import (
 from pdmesh.instance import convert, instruments, spans
 from pdmesh.instance.leg_life import LegLife
 from pdmesh.telemetry import names
-from pdmesh.v1.instance_service_pb2 import LogprobsDrawn, SessionEvent
+from pdmesh.v1.instance_service_pb2 import KV_STAGE_ARRIVED, LogprobsDrawn, SessionEvent
 
 
 class Outputs:
@@ -87,6 +89,16 @@ class Outputs:
         if leg.is_per_layer and not self._legs.is_ticket_open(leg.ticket_id):
             life.forget(leg, "finished")  # taken before token 1 was read
             life.free_if_closed(leg)
+
+    def _on_kv_pulling(self, output: KvPulling) -> None:
+        if (leg := self._legs.get(output.leg)) is not None:
+            self._life.pulling(leg)
+
+    def _on_kv_arrived(self, output: KvArrived) -> None:
+        if (leg := self._legs.get(output.leg)) is not None:
+            self._life.in_time(leg)
+            leg.has_first = True
+            leg.outbox.add_sign(convert.kv_advanced(leg.key, KV_STAGE_ARRIVED))
 
     def _on_kv_received(self, output: KvReceived) -> None:
         if (leg := self._legs.get(output.leg)) is None:
@@ -151,6 +163,8 @@ _HANDLE: Final[dict[type, Callable[[Outputs, Any], None]]] = {
     Tokens: Outputs._on_tokens,
     TicketOpened: Outputs._on_ticket_opened,
     Prefilled: Outputs._on_prefilled,
+    KvPulling: Outputs._on_kv_pulling,
+    KvArrived: Outputs._on_kv_arrived,
     KvReceived: Outputs._on_kv_received,
     Finished: Outputs._on_finished,
     Failed: Outputs._on_failed,

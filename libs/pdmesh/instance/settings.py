@@ -102,6 +102,11 @@ class InstanceSettings(ServiceSettings):
     max_reserved_output: int = Field(
         0, ge=0, description="Tokens of an answer that get KV blocks up front; 0: the whole answer"
     )
+    # One pull goes through waits that are bounded apart, and a gateway calls a leg silent `STALL_S` (5 s) after the last of
+    # them ended: for its turn (TRANSFER_TIMEOUT_S, 4.5 s; KvAdvanced says that it came), for the bytes (the same, and within
+    # it TRANSFER_STALL_S, 2 s, without any), for a place in a step (no bound but the engine's own progress).
+    # So TRANSFER_STALL_S < TRANSFER_TIMEOUT_S < TRANSFER_TIMEOUT_S + PULL_GRACE_S (vLLM alone) < STALL_S: then the side that knows
+    # most speaks first. A sender keeps the bytes for TICKET_LEASE_S, which the receiver renews from its place in the queue on.
     ticket_lease_s: float = shared(
         10.0, gt=0, description="Staged KV is held so long unless pulled"
     )

@@ -96,6 +96,28 @@ REJECT_REASON_SOURCE_QUARANTINED: RejectReason.ValueType  # 9
 """KV of the ticket's prefill was corrupt here too often; another decode may take it"""
 Global___RejectReason: _TypeAlias = RejectReason  # noqa: Y015
 
+class _KvStage:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KvStageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvStage.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KV_STAGE_UNSPECIFIED: _KvStage.ValueType  # 0
+    KV_STAGE_PULLING: _KvStage.ValueType  # 1
+    """its turn in the pull queue has come"""
+    KV_STAGE_ARRIVED: _KvStage.ValueType  # 2
+    """all of it is there, verified; the leg waits for a place in a step"""
+
+class KvStage(_KvStage, metaclass=_KvStageEnumTypeWrapper):
+    """How far the KV of a decode has come before the decode can use it."""
+
+KV_STAGE_UNSPECIFIED: KvStage.ValueType  # 0
+KV_STAGE_PULLING: KvStage.ValueType  # 1
+"""its turn in the pull queue has come"""
+KV_STAGE_ARRIVED: KvStage.ValueType  # 2
+"""all of it is there, verified; the leg waits for a place in a step"""
+Global___KvStage: _TypeAlias = KvStage  # noqa: Y015
+
 @_typing.final
 class SessionRequest(_message.Message):
     """A batch of commands, sent by the gateway; applied in order."""
@@ -526,6 +548,7 @@ class SessionEvent(_message.Message):
     LOGPROBS_DRAWN_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    KV_ADVANCED_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted: ...
@@ -541,6 +564,10 @@ class SessionEvent(_message.Message):
     def finished(self) -> Global___Finished: ...
     @_builtins.property
     def failed(self) -> Global___Failed: ...
+    @_builtins.property
+    def kv_advanced(self) -> Global___KvAdvanced:
+        """accepted is said as well: older gateways do not know this one"""
+
     def __init__(
         self,
         *,
@@ -552,12 +579,13 @@ class SessionEvent(_message.Message):
         logprobs_drawn: Global___LogprobsDrawn | None = ...,
         finished: Global___Finished | None = ...,
         failed: Global___Failed | None = ...,
+        kv_advanced: Global___KvAdvanced | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "kv_received", b"kv_received", "logprobs_drawn", b"logprobs_drawn", "rejected", b"rejected"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "kv_advanced", b"kv_advanced", "kv_received", b"kv_received", "logprobs_drawn", b"logprobs_drawn", "rejected", b"rejected"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "key", b"key", "kv_received", b"kv_received", "logprobs_drawn", b"logprobs_drawn", "rejected", b"rejected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "key", b"key", "kv_advanced", b"kv_advanced", "kv_received", b"kv_received", "logprobs_drawn", b"logprobs_drawn", "rejected", b"rejected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "rejected", "first_token", "kv_received", "logprobs_drawn", "finished", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "rejected", "first_token", "kv_received", "logprobs_drawn", "finished", "failed", "kv_advanced"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -651,6 +679,27 @@ class FirstToken(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
+
+@_typing.final
+class KvAdvanced(_message.Message):
+    """The KV of a decode that waits has come further: the wait is no silence. At most once for each stage of a leg."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    stage: Global___KvStage.ValueType
+    def __init__(
+        self,
+        *,
+        stage: Global___KvStage.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvAdvanced: _TypeAlias = KvAdvanced  # noqa: Y015
 
 @_typing.final
 class KvReceived(_message.Message):

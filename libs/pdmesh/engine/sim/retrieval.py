@@ -21,7 +21,7 @@ import numpy as np
 from pdmesh import failpoints
 from pdmesh.core.pull_queue import PullQueue
 from pdmesh.core.ticket import PullFailure
-from pdmesh.engine.base import DecodeJob, Failed, KvReceived, LandingFreed, Output
+from pdmesh.engine.base import DecodeJob, Failed, KvPulling, KvReceived, LandingFreed, Output
 from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.memory import PagedMemory
 from pdmesh.engine.sim.model import SimModel
@@ -148,6 +148,7 @@ class Retriever:
         pull = self._pulling[retrieval.job.landing.offset] = _Pull(self, retrieval)
         retrieval.task = self._spawn(pull.run(), f"pull-{leg}")
         retrieval.task.add_done_callback(pull.on_done)
+        self._emit(KvPulling(leg))
 
     async def _keep(self, job: DecodeJob) -> None:
         """Its lease is renewed while it waits its turn; should that not work, its pull will say why."""

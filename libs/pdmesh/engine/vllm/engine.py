@@ -23,7 +23,10 @@ from pdmesh.engine.base import (
     DecodeJob,
     EngineInfo,
     EngineStats,
+    Failed,
+    KvArrived,
     KvPeer,
+    KvPulling,
     Output,
     PrefillJob,
     hands_on,
@@ -75,7 +78,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 STAND_IN = 0  # for token 1 of a decode that starts without it
-PULL_GRACE_S = 1.0  # a pull ends by its own deadline; this much later the leg fails without it
+PULL_GRACE_S = 0.25  # a pull ends by its own deadline; this much later the leg fails without it (TRANSFER_TIMEOUT_S says why)
 NAMES_PER_BLOCK = 4  # names of blocks remembered, per block of the cache
 
 
@@ -225,21 +228,13 @@ class VllmEngine:
         if refusal := self._jobs.decode(job):
             self._apply(refusal)
             return
-        loop = asyncio.get_running_loop()
-        deadline = time.monotonic() + job.deadline_s
-        is_early = job.first_token is None
-        most_s = job.deadline_s if is_early else 2 * job.deadline_s  # for its turn, and from it on
-        self._deadlines[job.leg] = loop.call_later(
-            most_s + PULL_GRACE_S, self._on_deadline, job.leg
-        )
         params = load_params(
             job.leg,
             job.ticket,
             job.landing,
-            deadline,
-            len(job.prompt),
-            is_early,
             job.deadline_s,
+            len(job.prompt),
+            job.first_token is None,
             job.stall_s,
         )
         prompt = [*job.prompt, STAND_IN if job.first_token is None else job.first_token]
@@ -346,11 +341,22 @@ class VllmEngine:
         self._apply(self._jobs.refused(leg, message))
 
     def _on_ended(self, leg: int) -> None:
+        self._pull_ended(leg)
+
+    def _pull_begun(self, leg: int) -> None:
+        """What comes before it, and after it, is bounded by the engine's own progress alone: a step may take long."""
+        assert self._jobs is not None
+        most_s = self._jobs.pull_deadline_s(leg) + PULL_GRACE_S
+        loop = asyncio.get_running_loop()
+        self._deadlines[leg] = loop.call_later(most_s, self._on_deadline, leg)
+
+    def _pull_ended(self, leg: int) -> None:
         if (timer := self._deadlines.pop(leg, None)) is not None:
             timer.cancel()
 
     def _on_deadline(self, leg: int) -> None:
         assert self._jobs is not None
+        del self._deadlines[leg]
         self._apply(self._jobs.overdue(leg))
 
     def _apply(self, effects: Iterable[Effect]) -> None:
@@ -364,6 +370,10 @@ class VllmEngine:
                     if self._requests is not None:
                         self._requests.cancel(effect.leg)
                 case _:
+                    if isinstance(effect, KvPulling):
+                        self._pull_begun(effect.leg)
+                    elif isinstance(effect, KvArrived | Failed):
+                        self._pull_ended(effect.leg)
                     outputs.append(effect)
         self._queue.put(outputs)
 

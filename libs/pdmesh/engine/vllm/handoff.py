@@ -46,20 +46,18 @@ class StorePart:
 class Load:
     """Pull a ticket's KV into blocks. The first `num_local_blocks` are in the prefix cache already.
 
-    `deadline` is of the host's monotonic clock, which processes of one machine share: a pull that takes turns must have had its turn
-    by then, and may take `timeout_s` from it; one that takes none must be over.
+    `timeout_s` bounds the wait for its turn, and the pull from its turn on. What passes before a step begins the load counts for neither.
     """
 
     key: str  # the engine's own name of the request
     leg: int
     ticket: Ticket
     landing: ArenaRange
-    deadline: float
+    timeout_s: float
     num_tokens: int
     is_early: bool = False  # token 1 is not known yet: the request's last token stands in for it
     num_local_blocks: int = 0
     block_ids: tuple[int, ...] = ()
-    timeout_s: float = math.inf
     stall_s: float = math.inf  # of the sender's silence, once it has all of the bytes
 
 
@@ -111,10 +109,9 @@ def load_params(
     leg: int,
     ticket: Ticket,
     landing: ArenaRange,
-    deadline: float,
+    timeout_s: float,
     num_tokens: int,
     is_early: bool = False,
-    timeout_s: float = math.inf,
     stall_s: float = math.inf,
 ) -> dict[str, Any]:
     """The `kv_transfer_params` of a decode whose prompt of `num_tokens` tokens is pulled."""
@@ -123,10 +120,9 @@ def load_params(
         "leg": leg,
         "ticket": asdict(ticket),
         "landing": [landing.offset, landing.length],
-        "deadline": deadline,
+        "timeout_s": timeout_s,
         "num_tokens": num_tokens,
         "is_early": is_early,
-        "timeout_s": timeout_s,
         "stall_s": stall_s,
     }
 
@@ -151,10 +147,9 @@ def _load(key: str, params: Mapping[str, Any]) -> Load:
         params["leg"],
         Ticket(**{**ticket, "addresses": tuple(ticket["addresses"])}),
         ArenaRange(offset, length),
-        params["deadline"],
+        params["timeout_s"],
         params["num_tokens"],
         params["is_early"],
-        timeout_s=params["timeout_s"],
         stall_s=params["stall_s"],
     )
 

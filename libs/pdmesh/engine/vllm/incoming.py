@@ -20,7 +20,14 @@ from pdmesh.core.pull_queue import PullQueue
 from pdmesh.core.ticket import PullFailure
 from pdmesh.engine.vllm.caches import PagedCaches
 from pdmesh.engine.vllm.handoff import Entered, Load
-from pdmesh.engine.vllm.messages import LandingClear, Message, PullFailed, Received
+from pdmesh.engine.vllm.messages import (
+    Arrived,
+    LandingClear,
+    Message,
+    PullFailed,
+    Pulling,
+    Received,
+)
 from pdmesh.engine.vllm.piece_pulls import Landings, PiecePull, Share, TogetherPull, pull_pieces
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent_thread import AgentThread
@@ -34,7 +41,6 @@ class _Pulling:
     load: Load
     started: float
     pull: TogetherPull | None = None  # from its turn on
-    has_turn: bool = False  # the deadline is that of its turn, not of the pull
     is_overdue: bool = False  # its turn did not come in time
     waits_since: float = math.inf  # for bytes alone: its turn has come, and prefill is done
     came_at: float = 0.0
@@ -84,13 +90,12 @@ class Incoming:
         if load.is_early or not self._share.is_like(load.ticket):
             self._begin(pulling)
             return
-        pulling.has_turn = True
         source = (load.ticket.instance_id, load.ticket.incarnation)
         with self._lock:
-            begun = self._queue.add(load.key, load.ticket.kv_bytes, source, load.deadline)
-            self._begin_all(begun)
+            until = pulling.started + load.timeout_s
+            self._begin_all(self._queue.add(load.key, load.ticket.kv_bytes, source, until))
             if self._queue.is_waiting(load.key):
-                self._agent.keep(load.ticket, max(0.0, load.deadline - pulling.started))
+                self._agent.keep(load.ticket, load.timeout_s)
 
     def cancel(self, load: Load) -> None:
         """Nobody waits for it any more; `take_results` says when its blocks may go."""
@@ -168,7 +173,7 @@ class Incoming:
 
     def _acknowledge(self, load: Load) -> None:
         """All blocks are cached here: nothing lands, nobody waits, and there may be no further step."""
-        pull = self._pull(load, load.timeout_s)
+        pull = self._pull(load)
         pull.start(lambda: self._clear(pull))
 
     def _drop_overdue(self) -> None:
@@ -206,8 +211,8 @@ class Incoming:
 
         if not self._is_unmade(load):
             pulling.waits_since = time.monotonic()
-        timeout_s = load.timeout_s if pulling.has_turn else load.deadline - time.monotonic()
-        pulling.pull = self._pull(load, timeout_s, land, lambda: self._fell_silent(load.key))
+        self._send(Pulling(self._rank, load.leg))
+        pulling.pull = self._pull(load, land, lambda: self._fell_silent(load.key))
         pulling.pull.start(lambda: self._end(pulling))
 
     def _fell_silent(self, key: str) -> None:
@@ -217,7 +222,6 @@ class Incoming:
     def _pull(
         self,
         load: Load,
-        timeout_s: float,
         on_range: OnPieceRange | None = None,
         on_silent: Callable[[], None] = lambda: None,
     ) -> TogetherPull:
@@ -228,7 +232,7 @@ class Incoming:
             load.ticket,
             wanted,
             leg=load.leg,
-            deadline_s=max(0.0, timeout_s),
+            deadline_s=load.timeout_s,
             stall_s=math.inf if self._is_unmade(load) else load.stall_s,
             first_block=load.num_local_blocks,
             num_blocks=load.num_local_blocks + len(load.block_ids),
@@ -247,9 +251,20 @@ class Incoming:
         with pulling.scattering:  # a cancelled pull ends here before it ends on the agent's thread
             pulling.is_over = True
         pulling.came_at = time.monotonic()
+        self._tell_end(pulling)
         with self._lock:
             self._begin_all(self._queue.end(pulling.load.key))
         self._ended.append(pulling)
+
+    def _tell_end(self, pulling: _Pulling) -> None:
+        """At once: the step that is under way may take longer than a pull."""
+        assert pulling.pull is not None
+        leg, error = pulling.load.leg, pulling.pull.error()
+        if error is None:
+            self._send(Arrived(self._rank, leg))
+        elif isinstance(error, KvTransferFailed):  # else the leg was aborted
+            why = f"{error.reason}: {error.message}"
+            self._send(PullFailed(self._rank, leg, error.default_reason, why, error.reason))
 
     def _is_complete(self, pulling: _Pulling) -> bool:
         load = pulling.load
@@ -267,10 +282,6 @@ class Incoming:
             self._caches.scatter(landed, load.block_ids)
         self._clear(pulling.pull)
         if error is not None:
-            if isinstance(error, KvTransferFailed):  # else the leg was aborted
-                why = f"{error.reason}: {error.message}"
-                failed = PullFailed(self._rank, load.leg, error.default_reason, why, error.reason)
-                self._send(failed)
             return False
         if not pulling.is_cancelled:
             duration_s = time.monotonic() - pulling.started

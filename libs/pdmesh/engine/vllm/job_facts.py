@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from pdmesh.engine.base import FinishReason, Output, TokenLogprob
 from pdmesh.engine.vllm.messages import (
+    Arrived,
     LandingClear,
     Opened,
     PullFailed,
+    Pulling,
     Received,
     Staged,
     StageFailed,
@@ -44,4 +46,5 @@ class CancelRequest:
 
 
 Effect = Output | ReleaseTicket | CancelRequest
-Fact = Drawn | Opened | Staged | StageFailed | TicketEnded | Received | PullFailed | LandingClear
+Landing = Pulling | Arrived | Received | PullFailed | LandingClear
+Fact = Drawn | Opened | Staged | StageFailed | TicketEnded | Landing

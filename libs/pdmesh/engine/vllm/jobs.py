@@ -17,6 +17,8 @@ from pdmesh.engine.base import (
     Failed,
     Finished,
     FinishReason,
+    KvArrived,
+    KvPulling,
     KvReceived,
     LandingFreed,
     Prefilled,
@@ -27,11 +29,20 @@ from pdmesh.engine.base import (
     Tokens,
     hands_on,
 )
-from pdmesh.engine.vllm.job_facts import CancelRequest, Drawn, Effect, Fact, ReleaseTicket
+from pdmesh.engine.vllm.job_facts import (
+    CancelRequest,
+    Drawn,
+    Effect,
+    Fact,
+    Landing,
+    ReleaseTicket,
+)
 from pdmesh.engine.vllm.messages import (
+    Arrived,
     LandingClear,
     Opened,
     PullFailed,
+    Pulling,
     Received,
     Staged,
     StageFailed,
@@ -77,6 +88,8 @@ class _Taking:
     """A decode, from its start until it has ended and its landing range is clear on all ranks."""
 
     job: DecodeJob
+    pulling: set[int] = field(default_factory=set)  # ranks whose turn has come
+    arrived: set[int] = field(default_factory=set)  # ranks that have all of it
     received: dict[int, Received] = field(default_factory=dict)
     held: list[Drawn] = field(default_factory=list)
     cleared: set[int] = field(default_factory=set)
@@ -170,10 +183,14 @@ class Jobs:
         taking = self._taking.get(leg)
         return taking is not None and taking.job.first_token is None and not taking.is_over
 
+    def pull_deadline_s(self, leg: int) -> float:
+        """How long the pull of a leg may take from its turn on, that `KvPulling` tells of."""
+        return self._taking[leg].job.deadline_s
+
     def overdue(self, leg: int) -> list[Effect]:
-        """The leg's deadline for its KV is over; the pull itself has ended or will within its own."""
+        """The deadline of the leg's pull is over, and its workers have not said what became of it."""
         taking = self._taking.get(leg)
-        if taking is None or taking.is_over or len(taking.received) == self._num_ranks:
+        if taking is None or taking.is_over or len(taking.arrived) == self._num_ranks:
             return []
         self._end_taking(leg, taking)
         message = f"{PullFailure.OVERDUE}: the engine did not say in time what became of the KV"
@@ -186,7 +203,7 @@ class Jobs:
                 return self._on_drawn(fact)
             case Opened() | Staged() | StageFailed() | TicketEnded():
                 return self._on_ticket(fact)
-            case Received() | PullFailed() | LandingClear():
+            case Pulling() | Arrived() | Received() | PullFailed() | LandingClear():
                 return self._on_landing(fact)
 
     # tokens
@@ -243,11 +260,19 @@ class Jobs:
 
     # landings
 
-    def _on_landing(self, fact: Received | PullFailed | LandingClear) -> list[Effect]:
+    def _on_landing(self, fact: Landing) -> list[Effect]:
         taking = self._taking.get(fact.leg)
         if taking is None:
             return []
         match fact:
+            case Pulling():
+                taking.pulling.add(fact.rank)
+                has_turn = len(taking.pulling) == self._num_ranks
+                return [KvPulling(fact.leg)] if has_turn and not taking.is_over else []
+            case Arrived():
+                taking.arrived.add(fact.rank)
+                has_all = len(taking.arrived) == self._num_ranks
+                return [KvArrived(fact.leg)] if has_all and not taking.is_over else []
             case Received():
                 taking.received[fact.rank] = fact
                 return self._on_received(taking)

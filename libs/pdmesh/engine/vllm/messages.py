@@ -70,6 +70,20 @@ class TicketEnded(Message):
     reason: str
 
 
+class Pulling(Message):
+    """Worker: the leg's turn to pull its KV has come. Not sent where all blocks are cached."""
+
+    rank: int
+    leg: int
+
+
+class Arrived(Message):
+    """Worker: the pulled KV is in its blocks; the leg waits for a place in a step. Before Received, within a step too."""
+
+    rank: int
+    leg: int
+
+
 class Received(Message):
     """Worker: the pulled KV is in its blocks, and the leg is in the step about to run."""
 
@@ -82,7 +96,7 @@ class Received(Message):
 
 
 class PullFailed(Message):
-    """Worker: the leg's KV did not arrive; vLLM has been told to fail the request."""
+    """Worker: the leg's KV did not arrive; vLLM is told to fail the request with the next step."""
 
     rank: int
     leg: int
@@ -225,6 +239,8 @@ ToHost = (
     | Staged
     | StageFailed
     | TicketEnded
+    | Pulling
+    | Arrived
     | Received
     | PullFailed
     | LandingClear
