@@ -120,6 +120,7 @@ async def test_operators_hear_of_a_failed_leg_and_of_the_death_of_an_engine(site
     leg, engine = heard
     assert (leg.service, leg.reason) == ("decode", "KV_TRANSFER_FAILED")
     assert leg.request_id == gone.ticket.request_id
+    assert gone.ticket.ticket_id.rpartition("-")[2] not in str(heard), "who hears it could pull"
     assert (engine.reason, engine.request_id) == ("ENGINE_DIED", "")
     await bus.close()
 
