@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,7 +18,7 @@ from typing import TypeVar
 import pytest
 from google.protobuf import json_format
 
-from pdmesh.cli import admin, app, chat, connect, events, leader
+from pdmesh.cli import admin, app, chat, connect, events, leader, texts
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import default_state_dir
 from pdmesh.cli.table import table
@@ -244,6 +247,112 @@ def test_a_mesh_whose_nats_is_gone_is_shown_all_the_same(
     assert ended.value.code == 1
     assert "NATS does not answer at nats://127.0.0.1:1" in shown
     assert "nats     waiting" in shown
+
+
+def test_a_mesh_elsewhere_is_not_shown_as_the_one_that_runs_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said "mesh: ready", with exit code 0 if the other NATS answered, and named the processes of this one."""
+    monkeypatch.setattr(connect, "_CONNECT_S", 0.2)
+    monkeypatch.setattr(connect, "be_quiet", lambda: None)  # other tests read logs
+    mesh = state.MeshState(
+        1, "ready", "sim", "sim", "http://x", "x:1", "nats://here:1", "unix:///x"
+    )
+    with state.lock(tmp_path):
+        state.write(tmp_path, mesh)
+        with pytest.raises(SystemExit) as ended:
+            app.main(["status", "--nats-url", "nats://127.0.0.1:1", "--state-dir", str(tmp_path)])
+    said = capsys.readouterr()
+    assert ended.value.code == 1
+    assert "mesh:" not in said.out
+    assert said.err.startswith("pdmesh: NATS does not answer at nats://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"pid": 1, "phase": "ready", "processes": {}}', "[1]"]
+)
+@pytest.mark.parametrize(
+    "command", [["status"], ["chat", "hi"], ["groups"], ["up", "--engine", "sim"]]
+)
+def test_the_state_of_another_release_is_one_clear_line(
+    content: str, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with state.lock(tmp_path):
+        state.mesh_file(tmp_path).write_text(content)
+        with pytest.raises(SystemExit) as ended:
+            app.main([*command, "--state-dir", str(tmp_path)])
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"pdmesh: {tmp_path}/mesh.json: not as this release writes it")
+    assert f"pdmesh down --state-dir {tmp_path}" in said
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "loop"])
+@pytest.mark.parametrize("command", ["status", "down", "groups"])
+def test_a_path_that_cannot_be_is_one_clear_line(
+    name: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (loop := tmp_path / "loop").symlink_to(loop)
+    with pytest.raises(SystemExit) as ended:
+        app.main([command, "--state-dir", str(tmp_path / name)])
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("pdmesh: ")
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("command", ["diff", "apply"])
+def test_a_file_without_an_end_is_read_no_further_than_any_may_be(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was read until the machine had no memory left."""
+    source = io.StringIO("#" * (texts.MAX_BYTES + 2))
+    monkeypatch.setattr(Path, "open", lambda *_, **__: source)
+    with pytest.raises(SystemExit) as ended:
+        app.main([command, "endless.yaml"])
+    assert ended.value.code != 0
+    assert f"endless.yaml: longer than {texts.MAX_BYTES} bytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["chat", "-", "--url", "http://127.0.0.1:1"], ["diff", "-"]])
+def test_a_stdin_that_is_closed_is_one_clear_line(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit) as ended:
+        app.main(command)
+    assert ended.value.code != 0
+    assert "-: stdin is closed" in capsys.readouterr().err
+
+
+def test_an_answer_for_nobody_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `>&-`: Python then has no stdout at all."""
+    monkeypatch.setattr(sys, "stdout", None)
+    with gateway(streamed(piece("Paris"), "[DONE]")) as url, pytest.raises(SystemExit) as ended:
+        app.main(["chat", "hi", "--url", url])
+    sys.stdout.close()
+    assert ended.value.code == 0
+
+
+def test_a_full_disk_behind_stdout_is_one_clear_line(tmp_path: Path) -> None:
+    """A table that is longer than the buffer fails in the middle of the command, not at its end."""
+    program = (
+        "import sys; from pdmesh.cli import app, status;"
+        "status.run = lambda options: print('x' * 100_000) or 0;"
+        "app.main(['status'])"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "pdmesh: No space left on device\n",
+    )
 
 
 def test_taking_down_what_is_not_up_is_fine(

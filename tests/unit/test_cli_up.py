@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,3 +154,23 @@ def test_a_mesh_may_listen_on_ipv6(tmp_path: Path) -> None:
             port = taken.getsockname()[1]
             with pytest.raises(PortTaken, match=f"port {port} on ::1 is taken"):
                 PortReservation("::1", port)
+
+
+def test_a_launcher_that_cannot_say_why_it_ended_does_not_end_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk its words go nowhere: `up --detach` returned 1 and said nothing."""
+    ends = "import os; os.kill(os.getpid(), 9)"
+    options = app.build_parser().parse_args(["up", "--state-dir", str(tmp_path)])
+    with (tmp_path / "log").open("w+") as lines:
+        silent = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+        with pytest.raises(CommandFailed, match="ended with code 1 and could not say why"):
+            up._follow(silent, lines, options)
+        killed = subprocess.Popen([sys.executable, "-c", ends])
+        with pytest.raises(CommandFailed, match="was killed by signal 9"):
+            up._follow(killed, lines, options)
+    with (tmp_path / "log").open("w+") as lines:
+        said = "import sys; print('pdmesh: no room', file=sys.stderr); sys.exit(3)"
+        with (tmp_path / "log").open("a") as output:
+            told = subprocess.Popen([sys.executable, "-c", said], stderr=output)
+        assert up._follow(told, lines, options) == 3

@@ -14,8 +14,9 @@ from google.protobuf.json_format import MessageToDict
 from pdmesh.cli.counts import counts, ready_counts
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import hint
-from pdmesh.cli.leader import ask_leader, text_of
+from pdmesh.cli.leader import ask_leader
 from pdmesh.cli.table import table
+from pdmesh.cli.texts import text_of
 from pdmesh.cli.usage_text import usage_text
 from pdmesh.core.moves import OFF_POOL
 from pdmesh.desired_file import read

@@ -20,6 +20,7 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    _open_closed_streams()
     options = build_parser().parse_args(arguments)
     module = getattr(options, "module", options.command)
     try:
@@ -34,13 +35,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = 1
     except KeyboardInterrupt:
         code = 130
-    except PermissionError as exc:
-        print(f"pdmesh: {exc.filename}: {exc.strerror}", file=sys.stderr)
-        code = 1
     except BrokenPipeError:  # `pdmesh events | head`
         _mute()
         code = 0
+    except OSError as exc:
+        code = _explained(exc)
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """`pdmesh chat hi >&-`: Python has no stdout then, and nobody is to be told anything."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  # until the end
+
+
+def _explained(exc: OSError) -> int:
+    """No permission, a path that cannot be, or no room for what the command shows."""
+    if exc.filename is None and _flushed(0):
+        return 1
+    where = f"{exc.filename}: " if exc.filename is not None else ""
+    print(f"pdmesh: {where}{exc.strerror or exc}", file=sys.stderr)
+    return 1
 
 
 def _check_state_dir(state_dir: Path) -> None:

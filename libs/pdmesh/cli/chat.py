@@ -11,10 +11,12 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from pdmesh.cli.errors import CommandFailed, no_mesh
+from pdmesh.cli.texts import text_of
 from pdmesh.launcher import state
 
 _TIMEOUT_S: Final = 300
@@ -23,7 +25,7 @@ _MAX_ERROR_BYTES: Final = 65_536
 
 def run(options: argparse.Namespace) -> int:
     url = options.url or url_of_mesh(options)
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = text_of(Path("-")) if options.prompt == "-" else options.prompt
     for piece in ask(
         url,
         prompt,

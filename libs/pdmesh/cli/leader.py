@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
 from pdmesh.cli.connect import connected
-from pdmesh.cli.errors import CommandFailed
+from pdmesh.cli.texts import text_of
 from pdmesh.net.admin_client import Invoke, T, call_leader
 
 
@@ -16,16 +14,6 @@ async def ask_leader(options: argparse.Namespace, invoke: Invoke[T]) -> T:
     token = _token(options)
     async with connected(options) as bus:
         return await call_leader(bus, token, invoke)
-
-
-def text_of(file: Path) -> str:
-    """`-` is stdin. Raises CommandFailed."""
-    try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text()
-    except OSError as exc:
-        raise CommandFailed(f"{file}: {exc.strerror}") from exc
-    except UnicodeDecodeError as exc:
-        raise CommandFailed(f"{file} is not text") from exc
 
 
 def _token(options: argparse.Namespace) -> str:

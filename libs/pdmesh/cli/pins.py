@@ -18,8 +18,9 @@ from google.protobuf.json_format import MessageToDict
 
 from pdmesh.cli.chat import answers_from, base_path, connection_to, error_text, url_of_mesh
 from pdmesh.cli.errors import CommandFailed
-from pdmesh.cli.leader import ask_leader, text_of
+from pdmesh.cli.leader import ask_leader
 from pdmesh.cli.table import table
+from pdmesh.cli.texts import text_of
 from pdmesh.core.block_hash import tokens_to_bytes
 from pdmesh.v1 import admin_service_pb2 as pb
 

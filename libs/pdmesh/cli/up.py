@@ -21,6 +21,7 @@ from pdmesh import api_keys
 from pdmesh.cli.connect import be_quiet
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.cli.hints import hint
+from pdmesh.cli.texts import text_of
 from pdmesh.core.desired import Desired
 from pdmesh.desired_file import read
 from pdmesh.embedded.ports import PortTaken
@@ -122,11 +123,9 @@ def _groups_file(options: argparse.Namespace) -> tuple[Path | None, Desired]:
         return None, Desired()
     file: Path = options.groups.absolute()
     try:
-        desired = read(file.read_text())
+        desired = read(text_of(options.groups))
     except InvalidRequest as exc:
         raise CommandFailed(f"{options.groups}: {exc.message}") from None
-    except (OSError, UnicodeDecodeError) as exc:
-        raise CommandFailed(f"{options.groups}: {getattr(exc, 'strerror', 'not text')}") from None
     return file, desired
 
 
@@ -278,17 +277,28 @@ def _detach(options: argparse.Namespace) -> int:
 
 
 def _follow(launcher: subprocess.Popen[bytes], lines: IO[str], options: argparse.Namespace) -> int:
-    """Relay what the launcher says until its mesh is ready or it has given up."""
+    """Relay what the launcher says until its mesh is ready or it has given up. Raises CommandFailed if it could not say why."""
+    has_said = False
     while launcher.poll() is None:
-        sys.stdout.write(lines.read())
+        has_said |= bool(said := lines.read())
+        sys.stdout.write(said)
         sys.stdout.flush()
         mesh = state.read(options.state_dir)
         if mesh is not None and mesh.pid == launcher.pid and mesh.phase == "ready":
             sys.stdout.write(lines.read())
             return 0
         time.sleep(_POLL_S)
-    sys.stderr.write(lines.read())
-    return launcher.returncode
+    has_said |= bool(said := lines.read())
+    sys.stderr.write(said)
+    code = launcher.returncode
+    if code < 0:
+        raise CommandFailed(f"the launcher was killed by signal {-code}")
+    if code and not (has_said and os.statvfs(options.state_dir).f_bavail):
+        raise CommandFailed(
+            f"the launcher ended with code {code} and could not say why: "
+            f"is there room on the disk of {options.state_dir}?"
+        )
+    return code
 
 
 def _say(line: str) -> None:

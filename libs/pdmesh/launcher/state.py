@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import secrets
+import shlex
 import stat
 import time
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from typing import IO, Any, Final
 
 from pdmesh.atomic_file import write_atomically
 from pdmesh.config import read_secret
+from pdmesh.errors import MeshError
 
 _CLAIMS: Final = 5
 _CLAIM_EVERY_S: Final = 0.02
@@ -63,15 +65,21 @@ def write(state_dir: Path, state: MeshState) -> None:
 
 
 def read(state_dir: Path) -> MeshState | None:
-    """The state that a live launcher wrote; None if there is no mesh (a dead one's file does not count)."""
+    """The state that a live launcher wrote; None if there is no mesh (a dead one's file does not count). Raises MeshError."""
     if not is_locked(state_dir):
         return None
+    file = mesh_file(state_dir)
     try:
-        data: dict[str, Any] = json.loads(mesh_file(state_dir).read_text())
+        data: dict[str, Any] = json.loads(file.read_text())
+        processes = {name: ProcessState(**p) for name, p in data.pop("processes").items()}
+        return MeshState(**data, processes=processes)
     except FileNotFoundError:
         return None
-    processes = {name: ProcessState(**p) for name, p in data.pop("processes").items()}
-    return MeshState(**data, processes=processes)
+    except (ValueError, TypeError, KeyError, AttributeError) as exc:  # another release wrote it
+        down = f"pdmesh down --state-dir {shlex.quote(str(state_dir))}"
+        raise MeshError(
+            f"{file}: not as this release writes it; stop that mesh with: {down}"
+        ) from exc
 
 
 def lock(state_dir: Path) -> IO[str]:
