@@ -129,7 +129,7 @@ class Gateway:
     async def _tell_health(self) -> None:
         while True:
             self.fleet.staleness_s()  # or the view's age would count from the last request without a master
-            await self.grpc.set_serving(not self._not_ready())
+            self.grpc.set_serving(not self._not_ready())
             await asyncio.sleep(_HEALTH_S)
 
     async def stop(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection
 
 from pdmesh.errors import MeshError
@@ -28,6 +28,7 @@ from services.gateway.choice_text import Delta
 from services.gateway.door import Door, Visit, charged
 from services.gateway.frontend import Call, Frontend, new_request_id
 from services.gateway.grpc_calls import chat_spec, generate_spec
+from services.gateway.grpc_health import HealthServicer
 from services.gateway.spec import CallSpec
 
 log = structlog.get_logger(__name__)
@@ -35,7 +36,8 @@ log = structlog.get_logger(__name__)
 Context = Any  # grpc.aio.ServicerContext, generic in grpc-stubs and plain at run time
 SERVICE: Final = "pdmesh.v1.InferenceService"
 _SWEEP_S: Final = 0.5
-_HEALTH: Final = f"/{health.SERVICE_NAME}/"
+_HEALTH_SERVICE: Final = health_pb2.DESCRIPTOR.services_by_name["Health"]
+_HEALTH: Final = f"/{_HEALTH_SERVICE.full_name}/"
 _MAX_STREAMS: Final = 1024  # at once on one connection
 _MAX_METADATA_BYTES: Final = 16384
 _MAX_FIELDS: Final = 32_768  # of a request; a list of token ids is one
@@ -235,7 +237,6 @@ class GrpcServer:
     ) -> None:
         bounds = (
             *READ_AHEAD,
-            ("grpc.max_allowed_incoming_connections", max_connections),
             ("grpc.max_concurrent_streams", _MAX_STREAMS),
             ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
@@ -245,10 +246,19 @@ class GrpcServer:
             if not method.startswith(_HEALTH):
                 door.check(_metadata(context, "authorization"))
 
-        incoming = Incoming(max(1, max_incoming_bytes // max_bytes), receive_timeout_s)
+        # Who has no key shares no room with those who have.
+        num_messages = max(2, max_incoming_bytes // max_bytes)
+        num_keyless = max(1, num_messages // 4)
+        of_all = Incoming(num_messages - num_keyless, receive_timeout_s)
+        of_keyless = Incoming(num_keyless, receive_timeout_s)
+
+        def incoming(method: str) -> Incoming:
+            return of_keyless if method.startswith(_HEALTH) else of_all
+
         self._server = rpc.server(
             max_bytes,
             is_public=True,
+            max_connections=max_connections,
             reuse_port=reuse_port,
             options=bounds,
             interceptors=[IncomingGuard(incoming, admit, rpc.fail)],
@@ -256,12 +266,10 @@ class GrpcServer:
         service = pb.DESCRIPTOR.services_by_name["InferenceService"]
         self._servicer = InferenceServicer(frontend, door, write_timeout_s)
         rpc.add_service(self._server, service, self._servicer, _MAX_FIELDS)
-        # Any: the health package has no types.
-        self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined,unused-ignore]
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        self._health = HealthServicer((SERVICE,))
+        rpc.add_service(self._server, _HEALTH_SERVICE, self._health, _MAX_FIELDS)
+        names = (SERVICE, _HEALTH_SERVICE.full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
-        self._is_serving: bool | None = None
         try:
             self.port = self._server.add_insecure_port(join(host, port))
         except RuntimeError as exc:
@@ -274,17 +282,11 @@ class GrpcServer:
     async def run(self) -> None:
         await self._servicer.run()
 
-    async def set_serving(self, is_serving: bool) -> None:
-        if is_serving == self._is_serving:
-            return
-        self._is_serving = is_serving
-        answers = health_pb2.HealthCheckResponse
-        status = answers.SERVING if is_serving else answers.NOT_SERVING
-        for name in ("", SERVICE):
-            await self._health.set(name, status)
+    def set_serving(self, is_serving: bool) -> None:
+        self._health.set_serving(is_serving)
 
     async def stop(self, grace_s: float) -> None:
-        await self._health.enter_graceful_shutdown()
+        self._health.close()
         await self._server.stop(grace_s)
 
 

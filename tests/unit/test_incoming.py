@@ -60,3 +60,18 @@ async def test_the_end_of_a_stream_is_no_message() -> None:
     assert await incoming.next(messages) == b"x"
     with pytest.raises(StopAsyncIteration):
         await incoming.next(messages)
+
+
+@pytest.mark.fault("F30")
+async def test_calls_without_their_messages_have_a_bound() -> None:
+    incoming = Incoming(3, timeout_s=3600, max_waiting=3)
+    stuck = [asyncio.create_task(incoming.next(never())) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await incoming.next(once(b"x"))
+    stuck[2].cancel()
+    await asyncio.gather(stuck[2], return_exceptions=True)
+    assert await incoming.next(once(b"x")) == b"x"
+    for task in stuck:
+        task.cancel()
+    await asyncio.gather(*stuck, return_exceptions=True)

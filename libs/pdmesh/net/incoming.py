@@ -20,6 +20,8 @@ from pdmesh.errors import DeadlineExceeded, Overloaded
 READ_AHEAD: Final = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536))
 
 _GRACE_S: Final = 0.25
+# Calls whose messages have not come. Each costs some 30 KB, and a connection may begin a thousand.
+_MAX_WAITING: Final = 4096
 
 # What grpc-stubs cannot say of a handler's parts.
 Details = Any
@@ -30,7 +32,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Incoming:
     """Waits for messages, for so many at once. Where that is not enough, who has waited longest for his gets little more time."""
 
-    def __init__(self, max_messages: int, timeout_s: float) -> None:
+    def __init__(
+        self, max_messages: int, timeout_s: float, max_waiting: int = _MAX_WAITING
+    ) -> None:
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
         self._room = asyncio.Semaphore(max_messages)
         self._timeout_s = timeout_s
         self._waits: dict[asyncio.Timeout, float] = {}  # since when
@@ -38,8 +44,11 @@ class Incoming:
 
     async def next(self, messages: AsyncIterator[Any]) -> Any:
         """Raises StopAsyncIteration, DeadlineExceeded or Overloaded."""
+        if self._num_waiting >= self._max_waiting:
+            raise Overloaded("too many calls wait for their messages")
         if self._room.locked():
             self._hurry()
+        self._num_waiting += 1
         try:
             async with asyncio.timeout(self._timeout_s) as wait, self._room:
                 self._waits[wait] = asyncio.get_running_loop().time()
@@ -52,6 +61,7 @@ class Incoming:
                 raise Overloaded("too many messages are on their way in") from exc
             raise DeadlineExceeded("the request did not arrive whole in time") from exc
         finally:
+            self._num_waiting -= 1
             self._hurried.discard(wait)
 
     def _hurry(self) -> None:
@@ -63,11 +73,11 @@ class Incoming:
 
 
 class IncomingGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in grpc-stubs alone
-    """Makes every method read its messages through `incoming`, once `admit` has let the caller in (it raises MeshError)."""
+    """Makes every method read its messages through its `incoming`, once `admit` has let the caller in (it raises MeshError)."""
 
     def __init__(
         self,
-        incoming: Incoming,
+        incoming: Callable[[str], Incoming],
         admit: Callable[[str, Context], None],
         refuse: Callable[[Context, Exception], Awaitable[Any]],
     ) -> None:
@@ -80,15 +90,16 @@ class IncomingGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # ge
         if handler is None:
             return None
         method: str = handler_call_details.method
+        incoming = self._incoming(method)
 
         async def call(messages: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
             try:
                 self._admit(method, context)
                 if handler.request_streaming:
-                    answers = handler.stream_stream(self._all(messages), context)
+                    answers = handler.stream_stream(self._all(incoming, messages), context)
                 else:
                     called = handler.unary_stream or handler.unary_unary
-                    answers = called(await self._incoming.next(messages), context)
+                    answers = called(await incoming.next(messages), context)
             except StopAsyncIteration:
                 return
             except Exception as exc:  # noqa: BLE001  # the edge: each becomes a status
@@ -106,10 +117,10 @@ class IncomingGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # ge
             call, handler.request_deserializer, handler.response_serializer
         )
 
-    async def _all(self, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async def _all(self, incoming: Incoming, messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
         while True:
             try:
-                message = await self._incoming.next(messages)
+                message = await incoming.next(messages)
             except StopAsyncIteration:
                 return
             yield message

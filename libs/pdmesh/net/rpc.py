@@ -30,6 +30,8 @@ log = structlog.get_logger(__name__)
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024  # between our own services; edges set their own
 _STATUS_DETAILS: Final = "grpc-status-details-bin"
 _DOMAIN: Final = "pdmesh"
+# Of one server. Each takes a descriptor, and a process without any loses its way to NATS, and a master its lease.
+_MAX_CONNECTIONS: Final = 1024
 _HANDSHAKE_MS: Final = 20_000  # from the connection to the first settings; 120 s by default
 
 # A peer that does not answer a ping for 1 s is gone; pings go every 2 s, also while idle. gRPC's default never pings.
@@ -99,6 +101,7 @@ def server(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     *,
     is_public: bool = False,
+    max_connections: int | None = None,
     reuse_port: bool = False,
     options: Sequence[tuple[str, int]] = (),
     interceptors: Sequence[Any] = (),  # grpc-stubs and grpc.aio disagree on their type
@@ -116,6 +119,7 @@ def server(
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+            ("grpc.max_allowed_incoming_connections", max_connections or _MAX_CONNECTIONS),
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.so_reuseport", int(reuse_port)),

@@ -1,0 +1,132 @@
+"""grpc.health.v1: whether this gateway serves, for everybody who asks, without a key.
+
+So watches are bounded, and the address that has most of them makes room. A client that does not read keeps nobody else waiting:
+the package's own servicer writes under a lock, and one such client stops the next change and the server's end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Final
+
+from grpc_health.v1.health_pb2 import (
+    HealthCheckRequest,
+    HealthCheckResponse,
+    HealthListRequest,
+    HealthListResponse,
+)
+
+from pdmesh.errors import InvalidRequest
+
+Context = Any  # grpc.aio.ServicerContext, generic in grpc-stubs and plain at run time
+_MAX_WATCHES: Final = 1024
+_MAX_NAME_CHARS: Final = 256
+
+
+class UnknownService(InvalidRequest):
+    grpc_code, http_status, default_reason = "NOT_FOUND", 404, "NOT_FOUND"
+
+
+class HealthServicer:
+    """One answer for all `services`, and for the server itself: the empty name."""
+
+    def __init__(self, services: Iterable[str], max_watches: int = _MAX_WATCHES) -> None:
+        self._services = frozenset(("", *services))
+        self._max_watches = max_watches
+        self._is_serving = self._is_closing = False
+        self._changed = asyncio.Event()  # of the present status; another one after it
+        self._watches: dict[_Watch, None] = {}  # oldest first
+
+    @property
+    def num_watches(self) -> int:
+        return len(self._watches)
+
+    def set_serving(self, is_serving: bool) -> None:
+        if not self._is_closing and is_serving != self._is_serving:
+            self._is_serving = is_serving
+            self._tell()
+
+    def close(self) -> None:
+        """Not serving from now on; watches end with that."""
+        self._is_serving, self._is_closing = False, True
+        self._tell()
+
+    async def Check(  # noqa: N802  # gRPC's name
+        self, request: HealthCheckRequest, context: Context
+    ) -> HealthCheckResponse:
+        if not self._knows(request):
+            raise UnknownService("there is no such service", field="service")
+        return HealthCheckResponse(status=self._status(is_known=True))
+
+    async def List(  # noqa: N802
+        self, request: HealthListRequest, context: Context
+    ) -> HealthListResponse:
+        answer = HealthCheckResponse(status=self._status(is_known=True))
+        return HealthListResponse(statuses=dict.fromkeys(self._services, answer))
+
+    async def Watch(  # noqa: N802
+        self, request: HealthCheckRequest, context: Context
+    ) -> AsyncIterator[HealthCheckResponse]:
+        is_known = self._knows(request)
+        watch = _Watch(asyncio.current_task(), context.peer().rpartition(":")[0])
+        self._make_room()
+        self._watches[watch] = None
+        try:
+            async for status in self._statuses(is_known=is_known):
+                yield HealthCheckResponse(status=status)
+        finally:
+            self._watches.pop(watch, None)
+
+    async def _statuses(
+        self, *, is_known: bool
+    ) -> AsyncIterator[HealthCheckResponse.ServingStatus.ValueType]:
+        told = None
+        while True:
+            status, changed = self._status(is_known=is_known), self._changed
+            if status != told:
+                told = status
+                yield status
+            elif self._is_closing:
+                return
+            else:
+                await changed.wait()
+
+    def _knows(self, request: HealthCheckRequest) -> bool:
+        """Raises InvalidRequest. A watch holds what it was asked for as long as it lives."""
+        if len(request.service) > _MAX_NAME_CHARS:
+            message = f"service has at most {_MAX_NAME_CHARS} characters"
+            raise InvalidRequest(message, field="service")
+        return request.service in self._services
+
+    def _status(self, *, is_known: bool) -> HealthCheckResponse.ServingStatus.ValueType:
+        if not is_known:
+            return HealthCheckResponse.SERVICE_UNKNOWN
+        return HealthCheckResponse.SERVING if self._is_serving else HealthCheckResponse.NOT_SERVING
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _make_room(self) -> None:
+        """The oldest watch of the address that has most: a flood keeps itself out and nobody else."""
+        if len(self._watches) < self._max_watches:
+            return
+        ((address, _),) = Counter(w.address for w in self._watches).most_common(1)
+        oldest = next(w for w in self._watches if w.address == address)
+        del self._watches[oldest]
+        oldest.end()
+
+
+class _Watch:
+    __slots__ = ("_task", "address")
+
+    def __init__(self, task: asyncio.Task[Any] | None, address: str) -> None:
+        self._task = task
+        self.address = address
+
+    def end(self) -> None:
+        """It may wait for its client to read: nothing but the end of its task gets through to it."""
+        if self._task is not None:
+            self._task.cancel()
