@@ -31,7 +31,7 @@ from loadtests.workloads import Arrival
 from pdmesh.atomic_file import write_atomically
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats.bus import NatsBus
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tests.support.operator import Operator
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from pdmesh.core.head_blocks import head_blocks
-from pdmesh.kv.scatter import HostBlocks
+from pdmesh.core.kv.layout.head_blocks import head_blocks
+from pdmesh.kv.device.scatter import HostBlocks
 
 ROUNDS = 7
 HEADER = "where,bytes,layers,block_bytes,ids,operation,ms,GB_per_s,share_of_copy,caller_ms"
@@ -124,8 +124,8 @@ def on_device(case: Case) -> Iterator[str]:
     """Any in here: torch's tensors and streams."""
     import torch
 
-    from pdmesh.kv.device_copies import DeviceCopies, lock_pages
-    from pdmesh.kv.device_ops import DeviceBlocks
+    from pdmesh.kv.device.copies import DeviceCopies, lock_pages
+    from pdmesh.kv.device.operators import DeviceBlocks
 
     shape = (2, 4 * case.num_blocks + 4, case.block_tokens, case.num_heads, 128)
     caches = [

@@ -26,7 +26,7 @@ from typing import Final, Protocol
 
 import psutil
 
-from pdmesh.core.prefix_index import Delta, PrefixIndex
+from pdmesh.core.kv.prefix.prefix_index import Delta, PrefixIndex
 
 _RESULTS: Final = Path(__file__).resolve().parent / "results"
 _BLOCKS: Final = (1, 4, 16, 64, 256, 1000, 4000)

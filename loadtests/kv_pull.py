@@ -22,12 +22,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from loadtests.kv_bench.pair import TRANSPORTS
-from pdmesh.core.arena import ArenaRange
-from pdmesh.core.kv_layout import KvLayout
-from pdmesh.core.ticket import Ticket
-from pdmesh.kv.agent import KvAgent
-from pdmesh.kv.agent_types import AgentIdentity
-from pdmesh.kv.ucx import UcxTransport
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
+from pdmesh.core.kv.transfer.ticket import Ticket
+from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.types import AgentIdentity
+from pdmesh.kv.transport.ucx import UcxTransport
 
 FINGERPRINT = "bench"
 NUM_LAYERS = 4

@@ -13,8 +13,8 @@ from typing import Any, Final
 import nats
 from redis.asyncio import Redis
 
-from pdmesh.core.tiers import Tier
-from pdmesh.kv import keys
+from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.kv.index import redis_keys as keys
 
 _SYSV_TABLE: Final = Path("/proc/sysvipc/shm")
 _BLOCK_KEY: Final = keys.block("", b"").rstrip(":").encode() + b":"

@@ -30,8 +30,8 @@ from loadtests.results import write
 from loadtests.sim.mesh import MeshShape, VirtualMesh
 from loadtests.traffic_report import Slo, part
 from loadtests.verdicts import OURS
-from pdmesh.core.placement_baselines import POLICIES
-from pdmesh.core.placement_policies import Weights
+from pdmesh.core.placement.baselines import POLICIES
+from pdmesh.core.placement.policies import Weights
 from pdmesh.engine.laws import LAWS
 from pdmesh.engine.sim.config import CHUNK_TOKENS
 from pdmesh.launcher.mesh import MeshFailed

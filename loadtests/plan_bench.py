@@ -23,18 +23,25 @@ import structlog
 from loadtests.processes import ProcessSet, cpu_between
 from loadtests.results import quantile, write
 from loadtests.workloads import block_name
-from pdmesh.core.backpressure import Backpressure
-from pdmesh.core.fleet import Fleet, Identity, LoadReported, PrefillComputed, RecordSeen, Role
-from pdmesh.core.groups import GroupTracker
-from pdmesh.core.placement import Placement, Plan
-from pdmesh.core.placement_policies import Query
-from pdmesh.core.prefix_index import Delta, PrefixIndex
+from pdmesh.core.groups.observed import GroupTracker
+from pdmesh.core.kv.prefix.prefix_index import Delta, PrefixIndex
+from pdmesh.core.placement.fleet import (
+    Fleet,
+    Identity,
+    LoadReported,
+    PrefillComputed,
+    RecordSeen,
+    Role,
+)
+from pdmesh.core.placement.plan import Placement, Plan
+from pdmesh.core.placement.policies import Query
+from pdmesh.core.request.backpressure import Backpressure
 from pdmesh.lifecycle import calm_the_collector
-from pdmesh.net import rpc
+from pdmesh.net.grpc import rpc
 from pdmesh.v1 import scheduler_service_pb2
 from pdmesh.v1.scheduler_service_pb2 import PlanQuery, PlanRequest, PlanStreamRequest
 from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from services.master_scheduler.servicer import SchedulerServicer
+from services.master_scheduler.placement.servicer import SchedulerServicer
 
 NUM_BLOCKS: Final = 128  # of 64 tokens each
 _PREFIXES: Final = 64  # in use; each is held by three prefills up to half of its length

@@ -26,11 +26,16 @@ from typing import Final
 from loadtests import results
 from loadtests.recovery_log import STEPS, EventLog, watching
 from pdmesh.atomic_file import write_atomically
-from pdmesh.core.fault_levels import EJECTS_FROM, RESPONSES, Action, Level
+from pdmesh.core.health.fault_levels import (
+    EJECTS_FROM,
+    RESPONSES,
+    Action,
+    Level,
+)
 from pdmesh.errors import InvalidRequest
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats.bus import NatsBus
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_DECODE, ROLE_PREFILL
 from tests.support.fleet import Reference
 from tests.support.operator import Operator

@@ -22,8 +22,8 @@ from pdmesh.events.v1.events_pb2 import (
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged
 
 # What is measured of a repair, in its order.

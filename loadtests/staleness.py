@@ -22,21 +22,21 @@ from typing import Final
 
 from loadtests.processes import ProcessSet, cpu_between
 from loadtests.results import quantile, write
-from pdmesh.core.fleet import Event, Fleet, LoadReported
-from pdmesh.core.groups import GroupTracker
-from pdmesh.core.prefix_index import Delta, Outcome, PrefixIndex
+from pdmesh.core.groups.observed import GroupTracker
+from pdmesh.core.kv.prefix.prefix_index import Delta, Outcome, PrefixIndex
+from pdmesh.core.placement.fleet import Event, Fleet, LoadReported
 from pdmesh.embedded.servers import NatsServer, running
 from pdmesh.engine.base import BlocksChanged
-from pdmesh.instance.load_book import LoadBook
-from pdmesh.instance.publishing import KvBlocksPublisher, LoadPublisher
-from pdmesh.kv.index_feed import IndexFeed, Snapshot
-from pdmesh.net.board import fault_board, health_board
+from pdmesh.instance.legs.load_book import LoadBook
+from pdmesh.instance.legs.publishing import KvBlocksPublisher, LoadPublisher
+from pdmesh.kv.index.feed import IndexFeed, Snapshot
 from pdmesh.net.events import EventPublisher
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats.board import fault_board, health_board
+from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.registry import RecordChanged
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_PREFILL, InstanceRecord
 from pdmesh.v1.instance_service_pb2 import Load
-from services.master_scheduler.fleet_feed import FleetFeed
+from services.master_scheduler.placement.fleet_feed import FleetFeed
 
 LOAD_BAR_MS: Final = 20.0
 BLOCKS_BAR_MS: Final = 50.0

@@ -30,16 +30,16 @@ import numpy as np
 from loadtests.generator import ROOT
 from loadtests.report import table
 from loadtests.results import describe_machine, describe_versions
-from pdmesh.core.block_hash import block_hashes, tenant_root
+from pdmesh.core.kv.prefix.block_hash import block_hashes, tenant_root
 from pdmesh.engine.base import Prefilled, PrefillJob, Sampling, TiersReported
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.engine.vllm.engine import VllmEngine
-from pdmesh.kv.scatter import gather, recv_scatter
+from pdmesh.kv.device.scatter import gather, recv_scatter
 from pdmesh.kv.tiers.config import TierConfig
 from pdmesh.kv.tiers.file_format import checksum_of, identity_of
 from pdmesh.kv.tiers.file_store import FileStore
 from pdmesh.kv.tiers.host_pool import HostPool
-from pdmesh.kv.transport import ByteArray
+from pdmesh.kv.transport.base import ByteArray
 
 MODEL: Final = ROOT / ".cache/models/SmolLM2-135M-Instruct"
 LENGTHS: Final = (128, 512, 2000)

@@ -29,7 +29,7 @@ from loadtests.services import (
     mesh_spec,
 )
 from loadtests.traffic import Answer, Target, closed_loop
-from pdmesh.core.ratio_model import Split
+from pdmesh.core.ratio.model import Split
 from pdmesh.engine.laws import LAWS
 from pdmesh.engine.profile import profile
 from pdmesh.launcher.mesh import Mesh

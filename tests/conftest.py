@@ -13,7 +13,7 @@ import structlog
 from hypothesis import HealthCheck, settings
 
 import pdmesh  # noqa: F401  before a test module imports grpc: see pdmesh.grpc_environment
-from pdmesh.net import rpc
+from pdmesh.net.grpc import rpc
 
 # structlog's own default draws every local variable of every frame: a second of an event loop's time per traceback.
 structlog.configure(

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from pdmesh.atomic_file import write_atomically
-from pdmesh.core.tenants import Tenant, TenantLimits
+from pdmesh.core.tenancy.limits import Tenant, TenantLimits
 
 _PREFIX: Final = "pdm"
 _MAX_TOKEN_CHARS: Final = 128

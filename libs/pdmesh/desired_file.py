@@ -13,8 +13,7 @@ from typing import Final, TypeVar
 
 import yaml
 
-from pdmesh.core.cron import Cron
-from pdmesh.core.desired import (
+from pdmesh.core.groups.desired import (
     DEFAULT_NAME,
     Desired,
     Group,
@@ -24,10 +23,11 @@ from pdmesh.core.desired import (
     UpgradeLimits,
     problems,
 )
-from pdmesh.core.fleet import Role
-from pdmesh.core.moves import OFF_POOL, TRAINING_POOL
-from pdmesh.core.schedule import MAX_ENTRIES, What
-from pdmesh.core.slo import ScenarioSlo
+from pdmesh.core.moves.cron import Cron
+from pdmesh.core.moves.move import OFF_POOL, TRAINING_POOL
+from pdmesh.core.moves.schedule import MAX_ENTRIES, What
+from pdmesh.core.placement.fleet import Role
+from pdmesh.core.request.slo import ScenarioSlo
 from pdmesh.errors import InvalidRequest
 
 MAX_BYTES: Final = 1 << 20

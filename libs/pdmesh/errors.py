@@ -1,6 +1,6 @@
 """The errors that cross an edge, and what a caller should do about each.
 
-Raise one where the fact is known; each edge translates it once (`net.rpc` for gRPC, the gateway for
+Raise one where the fact is known; each edge translates it once (`net.grpc.rpc` for gRPC, the gateway for
 HTTP). `reason` is stable and meant for programs, the message is for people and never holds a prompt.
 """
 

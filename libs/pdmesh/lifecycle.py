@@ -28,7 +28,7 @@ from pdmesh import __version__
 from pdmesh.atomic_file import write_atomically
 from pdmesh.config import BadSetting, ServiceSettings, SettingLine, describe, unknown_variables
 from pdmesh.errors import MeshError
-from pdmesh.net import rpc
+from pdmesh.net.grpc import rpc
 from pdmesh.net.loopback import is_loopback, join
 from pdmesh.net.tasks import end
 from pdmesh.telemetry import logs, metrics, names, traces

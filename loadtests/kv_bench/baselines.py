@@ -10,8 +10,8 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from pdmesh.kv.transport import ByteArray, KvConnection
-from pdmesh.kv.ucx import UcxTransport
+from pdmesh.kv.transport.base import ByteArray, KvConnection
+from pdmesh.kv.transport.ucx import UcxTransport
 
 _WINDOW = 32  # blocks in flight
 _PAYLOADS = 2  # payloads in flight: the next one's handshake is hidden, as in UCX's own test

@@ -11,7 +11,7 @@ from typing import Final
 from loadtests.kv_bench import cases
 from loadtests.kv_bench.cases import Paging
 from loadtests.kv_bench.pair import Pair, pair
-from pdmesh.core.kv_layout import KvShape
+from pdmesh.core.kv.layout.buffer_layout import KvShape
 
 _WIRE_REPEATS: Final = 8
 _KIB: Final = (4, 12, 32, 128, 512)

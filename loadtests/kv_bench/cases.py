@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from pdmesh.core.kv_layout import KvLayout, KvShape
-from pdmesh.kv.scatter import ByteMatrix, HostBlocks
-from pdmesh.kv.transport import ByteArray
+from pdmesh.core.kv.layout.buffer_layout import KvLayout, KvShape
+from pdmesh.kv.device.scatter import ByteMatrix, HostBlocks
+from pdmesh.kv.transport.base import ByteArray
 
 SHAPE: Final = KvShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 NUM_LAYERS: Final = SHAPE.num_layers

@@ -13,7 +13,7 @@ from typing import Final
 
 from loadtests.kv_bench import cases
 from loadtests.kv_bench.pair import TRANSPORTS
-from pdmesh.kv.ucx_worker import load_library
+from pdmesh.kv.transport.ucx_worker import load_library
 
 KINDS_OF: Final[Mapping[str, tuple[str, ...]]] = {
     "nixl": ("contiguous", "blocks", "told", "checked"),

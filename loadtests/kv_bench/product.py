@@ -17,14 +17,14 @@ import numpy.typing as npt
 
 from loadtests.kv_bench import cases
 from loadtests.kv_bench.cases import Command, PagedCache
-from pdmesh.core.arena import ArenaRange
-from pdmesh.core.kv_layout import CHUNK_BYTES, KvLayout
-from pdmesh.core.ticket import Ticket
-from pdmesh.kv.agent import KvAgent
-from pdmesh.kv.agent_thread import AgentThread
-from pdmesh.kv.agent_types import AgentEvent, AgentIdentity, TicketClosed
-from pdmesh.kv.transport import ByteArray
-from pdmesh.kv.ucx import UcxTransport
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout
+from pdmesh.core.kv.transfer.ticket import Ticket
+from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.thread import AgentThread
+from pdmesh.kv.agent.types import AgentEvent, AgentIdentity, TicketClosed
+from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.ucx import UcxTransport
 
 _LEASE_S = 60.0
 _DEADLINE_S = 60.0

@@ -17,8 +17,8 @@ from loadtests.kv_bench import cases
 from loadtests.kv_bench.baselines import RawPeer
 from loadtests.kv_bench.cases import Command, PagedCache
 from loadtests.kv_bench.product import BlockIds, Receiver, Sender, Times
-from pdmesh.core.arena import ArenaRange
-from pdmesh.kv.arena_memory import HostArena
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.kv.agent.arena_memory import HostArena
 
 _answers = sys.stdout
 _RAW_MODES = (cases.BLOCKS_ACKED, cases.BLOCKS_PIPELINED, cases.WIRE, cases.WIRE_EMPTY)

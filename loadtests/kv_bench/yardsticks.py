@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from loadtests.kv_bench.pair import TRANSPORTS
-from pdmesh.kv.ucx_worker import load_library
+from pdmesh.kv.transport.ucx_worker import load_library
 
 _TRIES: Final = 40
 _PAUSE_S: Final = 0.05

@@ -29,8 +29,8 @@ from loadtests.workloads import (
     prefixed_scenarios,
     short_chats,
 )
-from pdmesh.core.placement_baselines import POLICIES
-from pdmesh.core.placement_policies import Weights
+from pdmesh.core.placement.baselines import POLICIES
+from pdmesh.core.placement.policies import Weights
 from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU
 
 TRACE: Final = "mooncake_conversation_trace.jsonl"

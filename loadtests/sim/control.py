@@ -1,7 +1,7 @@
 """The control plane on the virtual clock: the ratio loop, schedules, upgrades and substitution, over a live mesh.
 
 Ratio, plans, schedules and upgrades are the master's own cores, joined by calls: what a shell adds is I/O alone. What differs is how one
-group changes: that is the simulated mesh's own (the master's is `core/group_controller`).
+group changes: that is the simulated mesh's own (the master's is `core/groups/controller`).
 Everything that was decided or done is in `log`, in order, and `samples` holds one row per window: figures are drawn from these two.
 """
 
@@ -12,12 +12,18 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from loadtests.sim.live import ROLES, Group, LiveMesh
-from pdmesh.core.desired import Service, UpgradeLimits, revision_of
-from pdmesh.core.fleet import Role
-from pdmesh.core.moves import Groups, GroupShape, Move, MoveKind, Plan
-from pdmesh.core.plan_runner import Effect as RunnerEffect
-from pdmesh.core.plan_runner import Event as RunnerEvent
-from pdmesh.core.plan_runner import (
+from pdmesh.core.groups.desired import Service, UpgradeLimits, revision_of
+from pdmesh.core.groups.revisions import Upgrade
+from pdmesh.core.moves.move import (
+    Groups,
+    GroupShape,
+    Move,
+    MoveKind,
+    Plan,
+)
+from pdmesh.core.moves.plan_runner import Effect as RunnerEffect
+from pdmesh.core.moves.plan_runner import Event as RunnerEvent
+from pdmesh.core.moves.plan_runner import (
     GroupsSeen,
     MoveEnded,
     MoveMade,
@@ -26,7 +32,10 @@ from pdmesh.core.plan_runner import (
     PlanRunner,
     StartMove,
 )
-from pdmesh.core.ratio import (
+from pdmesh.core.moves.schedule import Schedule
+from pdmesh.core.placement.fleet import Role
+from pdmesh.core.ratio.detector import Window
+from pdmesh.core.ratio.loop import (
     Action,
     AskPlan,
     Decided,
@@ -36,13 +45,15 @@ from pdmesh.core.ratio import (
     RatioLimits,
     WindowSeen,
 )
-from pdmesh.core.ratio import Event as RatioEvent
-from pdmesh.core.ratio_detector import Window
-from pdmesh.core.ratio_model import Profile
-from pdmesh.core.schedule import Schedule
-from pdmesh.core.upgrade import UpgradeController
-from pdmesh.core.upgrade_facts import GroupSeen, Keep, Looked, Told
-from pdmesh.core.upgrade_record import Upgrade
+from pdmesh.core.ratio.loop import Event as RatioEvent
+from pdmesh.core.ratio.model import Profile
+from pdmesh.core.upgrade.controller import UpgradeController
+from pdmesh.core.upgrade.events import (
+    GroupSeen,
+    Keep,
+    Looked,
+    Told,
+)
 
 _TICK_S: Final = 1.0
 _KV: Final = "sim"

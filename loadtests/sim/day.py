@@ -21,11 +21,11 @@ from loadtests.sim.control import Control
 from loadtests.sim.live import LiveMesh
 from loadtests.sim.load import Lengths, merged, poisson
 from loadtests.sim.ratio.loop import SHAPE
-from pdmesh.core.cron import Cron
-from pdmesh.core.desired import UpgradeLimits
-from pdmesh.core.fleet import Role
-from pdmesh.core.ratio import RatioLimits
-from pdmesh.core.schedule import Entry, Schedule, What
+from pdmesh.core.groups.desired import UpgradeLimits
+from pdmesh.core.moves.cron import Cron
+from pdmesh.core.moves.schedule import Entry, Schedule, What
+from pdmesh.core.placement.fleet import Role
+from pdmesh.core.ratio.loop import RatioLimits
 
 DAY_S: Final = 86_400.0
 MIDNIGHT: Final = datetime(2026, 11, 21, tzinfo=UTC).timestamp()

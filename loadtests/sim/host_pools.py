@@ -1,6 +1,6 @@
 """Host pools of the workers on the virtual clock: what a worker loads from its own or a peer's instead of computing it.
 
-Which source serves which blocks is `core.tiers`' decision, as in the mesh; a load takes what its costs say. A pool keeps copies of
+Which source serves which blocks is `core.kv.tiers.load_plan`' decision, as in the mesh; a load takes what its costs say. A pool keeps copies of
 what its worker computed or loaded, and forgets the least recently used.
 """
 
@@ -10,8 +10,15 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pdmesh.core.prefix_index import TierDelta
-from pdmesh.core.tiers import CostBook, LoadPlan, Source, Tier, plan_load, positions_of
+from pdmesh.core.kv.prefix.prefix_index import TierDelta
+from pdmesh.core.kv.tiers.load_plan import (
+    CostBook,
+    LoadPlan,
+    Source,
+    Tier,
+    plan_load,
+    positions_of,
+)
 
 
 @dataclass(slots=True)

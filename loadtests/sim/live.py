@@ -14,11 +14,22 @@ from typing import Final
 from loadtests.sim.mesh import MeshShape, Served, VirtualMesh, _Life
 from loadtests.sim.worker import Job, Worker
 from loadtests.workloads import Arrival
-from pdmesh.core.fleet import RecordSeen, RecordVanished, Role
-from pdmesh.core.moves import TRAINING_POOL, GroupShape, Move, MoveKind, other
-from pdmesh.core.placement_policies import Weights
-from pdmesh.core.ratio_detector import Window
-from pdmesh.core.request_types import AbortLeg, Effect, LegLost, ReleaseTicket
+from pdmesh.core.moves.move import (
+    TRAINING_POOL,
+    GroupShape,
+    Move,
+    MoveKind,
+    other,
+)
+from pdmesh.core.placement.fleet import RecordSeen, RecordVanished, Role
+from pdmesh.core.placement.policies import Weights
+from pdmesh.core.ratio.detector import Window
+from pdmesh.core.request.events import (
+    AbortLeg,
+    Effect,
+    LegLost,
+    ReleaseTicket,
+)
 
 ROLES: Final = (Role.PREFILL, Role.DECODE)
 _SAMPLE_S: Final = 1.0  # between two looks at how full decodes are

@@ -1,8 +1,8 @@
 """Gateway, master and instances on one virtual clock, each as its own core.
 
 What the network would add is a constant per hop; load reports and cache deltas reach the master as late as they do in the mesh.
-The gateway's side of a request is `core.request`, its waiting room `core.waiting_room`, the master's `core.placement` over
-`core.prefix_index`, an instance's door `core.admission`.
+The gateway's side of a request is `core.request.machine`, its waiting room `core.request.waiting_room`, the master's `core.placement.plan` over
+`core.kv.prefix.prefix_index`, an instance's door `core.instance.admission`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,31 @@ from loadtests.sim.clock import Clock
 from loadtests.sim.host_pools import HostPools
 from loadtests.sim.worker import Job, Worker
 from loadtests.workloads import Arrival
-from pdmesh.core.admission import Admission, Admitted, Capacity, Work
-from pdmesh.core.fleet import Fleet, Identity, LoadReported, PrefillComputed, RecordSeen, Role
-from pdmesh.core.length_window import MAX_PASSED, LengthWindow
-from pdmesh.core.placement import DEFAULT_SCENARIO, NoPlan, Placement, Plan
-from pdmesh.core.placement import Candidate as Ranked
-from pdmesh.core.placement_baselines import POLICIES
-from pdmesh.core.placement_policies import Query, Weights
-from pdmesh.core.prefix_index import NO_PEERS, Delta, PrefixIndex
-from pdmesh.core.request import Request
-from pdmesh.core.request_types import (
+from pdmesh.core.instance.admission import (
+    Admission,
+    Admitted,
+    Capacity,
+    Work,
+)
+from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, Delta, PrefixIndex
+from pdmesh.core.placement.baselines import POLICIES
+from pdmesh.core.placement.fleet import (
+    Fleet,
+    Identity,
+    LoadReported,
+    PrefillComputed,
+    RecordSeen,
+    Role,
+)
+from pdmesh.core.placement.plan import (
+    DEFAULT_SCENARIO,
+    NoPlan,
+    Placement,
+    Plan,
+)
+from pdmesh.core.placement.plan import Candidate as Ranked
+from pdmesh.core.placement.policies import Query, Weights
+from pdmesh.core.request.events import (
     AskPlan,
     Candidate,
     Complete,
@@ -53,8 +68,10 @@ from pdmesh.core.request_types import (
     WaitForSlot,
     WaitRefused,
 )
-from pdmesh.core.retry_budget import RetryBudget
-from pdmesh.core.waiting_room import WaitingRoom
+from pdmesh.core.request.length_window import MAX_PASSED, LengthWindow
+from pdmesh.core.request.machine import Request
+from pdmesh.core.request.retry_budget import RetryBudget
+from pdmesh.core.request.waiting_room import WaitingRoom
 from pdmesh.engine.laws import Law
 from pdmesh.errors import NoInstance
 

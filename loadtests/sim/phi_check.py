@@ -19,8 +19,8 @@ from typing import Final
 from loadtests.results import spread_table, write
 from loadtests.sim.mesh import MeshShape, Served, VirtualMesh
 from loadtests.workloads import Arrival, poisson, prefixed_scenarios
-from pdmesh.core.placement_policies import Weights
-from pdmesh.core.ratio_model import Split
+from pdmesh.core.placement.policies import Weights
+from pdmesh.core.ratio.model import Split
 from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU
 from pdmesh.engine.profile import profile
 

@@ -27,9 +27,9 @@ from loadtests.users_plan import (
     thinking,
 )
 from loadtests.workloads import Arrival
-from pdmesh.core.placement import Candidate, Plan
-from pdmesh.core.placement_baselines import ShortestQueue
-from pdmesh.core.placement_policies import Weights
+from pdmesh.core.placement.baselines import ShortestQueue
+from pdmesh.core.placement.plan import Candidate, Plan
+from pdmesh.core.placement.policies import Weights
 from pdmesh.engine.sim.config import CHUNK_TOKENS
 
 _HOP_S: Final = 0.0015  # as a mesh of processes on two cores has it: 5 ms of TTFT beyond the law

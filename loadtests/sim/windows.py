@@ -18,7 +18,7 @@ from typing import Final
 from loadtests.results import quantile, spread_table, write
 from loadtests.sim.mesh import MeshShape, VirtualMesh
 from loadtests.workloads import Arrival, mooncake, poisson, scaled, trace_file
-from pdmesh.core.placement_policies import Weights
+from pdmesh.core.placement.policies import Weights
 from pdmesh.engine.laws import PADDED_CPU, SMOLLM2_CPU
 
 TRACE: Final = "mooncake_conversation_trace.jsonl"

@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 from loadtests.sim.clock import Clock
 from loadtests.sim.host_pools import HostPools
 from loadtests.workloads import block_name
-from pdmesh.core.admission import Admission, Admitted, Ask, Refused, Work
+from pdmesh.core.instance.admission import (
+    Admission,
+    Admitted,
+    Ask,
+    Refused,
+    Work,
+)
 from pdmesh.engine.laws import Law
 from pdmesh.engine.sim.block_pool import BlockPool
 

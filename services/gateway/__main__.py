@@ -9,25 +9,25 @@ import structlog
 
 import pdmesh
 from pdmesh.lifecycle import App, StartupError, run
-from pdmesh.net.board import fault_board, hold_board
-from pdmesh.net.desired_store import desired_store
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
 from pdmesh.net.loopback import join
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.nats.board import fault_board, hold_board
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.desired_store import desired_store
+from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.tasks import end
 from pdmesh.v1.common_pb2 import InstanceRecord
-from services.gateway.canary_shares import CanaryShares
-from services.gateway.desired_slos import DesiredSlos
-from services.gateway.door import open_door
-from services.gateway.fleet import gateway_name
+from services.gateway.access.access_control import open_door
+from services.gateway.access.tenant_ledgers import tenant_bucket
 from services.gateway.gateway import Gateway
-from services.gateway.kept_out import KeptOut
 from services.gateway.path_proof import PathProof
+from services.gateway.routing.canary_shares import CanaryShares
+from services.gateway.routing.desired_slos import DesiredSlos
+from services.gateway.routing.fleet import gateway_name
+from services.gateway.routing.out_of_service import KeptOut
 from services.gateway.settings import Settings
-from services.gateway.tenant_ledgers import tenant_bucket
-from services.gateway.tokenizer import BadModelDir, Tokenizer
+from services.gateway.text.tokenizer import BadModelDir, Tokenizer
 
 log = structlog.get_logger(__name__)
 

@@ -11,27 +11,27 @@ from typing import Final
 
 import structlog
 
-from pdmesh.core.poison import PoisonBook
-from pdmesh.core.retry_budget import RetryBudget
+from pdmesh.core.request.poison import PoisonBook
+from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.httpd.bounds import Bounds
 from pdmesh.httpd.server import HttpServer, listen
 from pdmesh.lifecycle import StartupError
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.telemetry import metrics, names
-from services.gateway.canary_shares import CanaryShares
-from services.gateway.door import Door, OpenDoor
-from services.gateway.fleet import Fleet
-from services.gateway.frontend import Frontend
-from services.gateway.generation import Collaborators
-from services.gateway.grpc_api import GrpcServer
-from services.gateway.http import HttpApp
-from services.gateway.kept_out import KeptOut
-from services.gateway.observer import Observer, Publisher
-from services.gateway.planner import Planner
-from services.gateway.sessions import SessionPool
+from services.gateway.access.access_control import Door, OpenDoor
+from services.gateway.grpc.service import GrpcServer
+from services.gateway.http.app import HttpApp
+from services.gateway.request.frontend import Frontend
+from services.gateway.request.generation import Collaborators
+from services.gateway.request.observer import Observer, Publisher
+from services.gateway.request.waiting import Waiting
+from services.gateway.routing.canary_shares import CanaryShares
+from services.gateway.routing.fleet import Fleet
+from services.gateway.routing.out_of_service import KeptOut
+from services.gateway.routing.planner import Planner
+from services.gateway.routing.sessions import SessionPool
 from services.gateway.settings import Settings
-from services.gateway.tokenizer import Tokenizer
-from services.gateway.waiting import Waiting
+from services.gateway.text.tokenizer import Tokenizer
 
 _HEALTH_S: Final = 0.25
 log = structlog.get_logger(__name__)

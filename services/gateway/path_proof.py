@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from pdmesh.net.canary_call import Canary, CanaryFailed, CanaryRefused
+from pdmesh.net.grpc.canary_call import Canary, CanaryFailed, CanaryRefused
 from pdmesh.v1.common_pb2 import InstanceRecord
 
 log = structlog.get_logger(__name__)

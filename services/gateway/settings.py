@@ -8,9 +8,9 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from pdmesh.config import ServiceSettings, settings_config, shared
-from pdmesh.core.request_types import RequestLimits
-from pdmesh.core.scenario_rules import ScenarioRule
-from pdmesh.core.slo import ScenarioSlo, Slos
+from pdmesh.core.request.events import RequestLimits
+from pdmesh.core.request.scenario_rules import ScenarioRule
+from pdmesh.core.request.slo import ScenarioSlo, Slos
 from pdmesh.v1.instance_service_pb2 import (
     KV_TRANSFER_PER_LAYER,
     KV_TRANSFER_WHOLE,

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from typing import Final
 
 import pdmesh
-from pdmesh.core.health import Health
+from pdmesh.core.health.liveness import Health
 from pdmesh.lifecycle import App, run
-from pdmesh.net.board import fault_board, health_board, hold_board
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.nats.board import fault_board, health_board, hold_board
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.tasks import end, together
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1.common_pb2 import InstanceRecord

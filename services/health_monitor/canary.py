@@ -12,9 +12,9 @@ from typing import Final
 
 import structlog
 
-from pdmesh.core.canary import CanaryRota, Probe, Subject
-from pdmesh.core.fleet import Role
-from pdmesh.net.canary_call import Canary, CanaryFailed, CanaryRefused
+from pdmesh.core.health.canary import CanaryRota, Probe, Subject
+from pdmesh.core.placement.fleet import Role
+from pdmesh.net.grpc.canary_call import Canary, CanaryFailed, CanaryRefused
 from pdmesh.net.registry import RegistryView
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1.common_pb2 import (

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from pdmesh.core.fault_levels import Level, level_of
-from pdmesh.core.node_status import DEVICE_UNKNOWN, DeviceStatus
+from pdmesh.core.health.fault_levels import Level, level_of
+from pdmesh.core.health.node_status import DEVICE_UNKNOWN, DeviceStatus
 
 _MAX_FILE_BYTES: Final = 65_536
 

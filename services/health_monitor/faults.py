@@ -15,7 +15,7 @@ import structlog
 from google.protobuf import json_format
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from pdmesh.core.fault_judge import (
+from pdmesh.core.health.fault_judge import (
     Event,
     FaultJudge,
     Healed,
@@ -29,16 +29,16 @@ from pdmesh.core.fault_judge import (
     Tick,
     WentDeaf,
 )
-from pdmesh.core.fault_levels import EJECTS_FROM, Level
-from pdmesh.core.vitals import VitalsBook
+from pdmesh.core.health.fault_levels import EJECTS_FROM, Level
+from pdmesh.core.health.vitals import VitalsBook
 from pdmesh.errors import InvalidRequest, Unavailable
 from pdmesh.events.v1.events_pb2 import FaultReport, InstanceHealth, NodeReported
 from pdmesh.net import subjects
-from pdmesh.net.board import Board
 from pdmesh.net.bus import Message
 from pdmesh.net.events import EventPublisher, decode_event
 from pdmesh.net.fault_signals import signal_from, signal_to, vitals_from
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats.board import Board
+from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1.admin_service_pb2 import Hold

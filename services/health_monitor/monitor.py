@@ -12,15 +12,15 @@ from typing import Final
 
 import structlog
 
-from pdmesh.core import health
-from pdmesh.core.health import Health, HealthTracker
+from pdmesh.core.health import liveness as health
+from pdmesh.core.health.liveness import Health, HealthTracker
 from pdmesh.errors import InvalidRequest, Unavailable
 from pdmesh.events.v1.events_pb2 import HealthChanged, InstanceHealth
 from pdmesh.net import subjects
-from pdmesh.net.board import Board
 from pdmesh.net.bus import Message
 from pdmesh.net.events import EventPublisher, decode_event
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats.board import Board
+from pdmesh.net.nats.bus import NatsBus
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.net.tasks import together
 from pdmesh.telemetry import metrics, names

@@ -17,8 +17,8 @@ from typing import Final
 import structlog
 
 from pdmesh.atomic_file import write_atomically
-from pdmesh.core.fault_levels import EJECTS_FROM, Level
-from pdmesh.core.node_status import (
+from pdmesh.core.health.fault_levels import EJECTS_FROM, Level
+from pdmesh.core.health.node_status import (
     DEVICE_UNKNOWN,
     DeviceStatus,
     NodeStatus,

@@ -9,8 +9,8 @@ import pdmesh
 from pdmesh.lifecycle import App
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.heartbeat import Presence
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.tasks import end
 from pdmesh.v1.common_pb2 import InstanceRecord
 from services.health_monitor.devices import DeviceSource, FileDevices, NvmlDevices

@@ -12,19 +12,19 @@ import grpc
 import structlog
 
 import pdmesh
-from pdmesh.core.prefix_index import PrefixIndex
-from pdmesh.kv.index_feed import IndexFeed
-from pdmesh.kv.index_sources import InstanceSource
-from pdmesh.kv.pinned import PinFollower, all_names
-from pdmesh.kv.redis_index import RedisIndex
+from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
+from pdmesh.kv.index.feed import IndexFeed
+from pdmesh.kv.index.pinned import PinFollower, all_names
+from pdmesh.kv.index.redis_index import RedisIndex
+from pdmesh.kv.index.snapshot_sources import InstanceSource
 from pdmesh.lifecycle import App, run
-from pdmesh.net import rpc
-from pdmesh.net.board import pin_board
 from pdmesh.net.events import EventPublisher
+from pdmesh.net.grpc import rpc
 from pdmesh.net.heartbeat import Presence
 from pdmesh.net.loopback import join
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.nats.board import pin_board
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.registry import RegistryView
 from pdmesh.net.tasks import end, together
 from pdmesh.telemetry import metrics, names

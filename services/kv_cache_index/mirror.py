@@ -15,9 +15,9 @@ from typing import Final
 
 import structlog
 
-from pdmesh.core.prefix_index import TIERS, Delta, PrefixIndex
+from pdmesh.core.kv.prefix.prefix_index import TIERS, Delta, PrefixIndex
 from pdmesh.errors import Unavailable
-from pdmesh.kv.redis_index import RedisIndex, StoredInstance
+from pdmesh.kv.index.redis_index import RedisIndex, StoredInstance
 from pdmesh.telemetry import metrics, names
 
 log = structlog.get_logger(__name__)

@@ -6,8 +6,8 @@ import asyncio
 
 from pdmesh.config import read_secret
 from pdmesh.lifecycle import App, run
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
 from services.master_scheduler.master import SERVICE, Master
 from services.master_scheduler.settings import Settings
 

@@ -8,26 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from pdmesh.core.fleet import Fleet
-from pdmesh.core.prefix_index import PrefixIndex
-from pdmesh.core.scenario_windows import ScenarioWindows
-from pdmesh.net.board import hold_board, pin_board
-from pdmesh.net.desired_store import desired_store
+from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
+from pdmesh.core.placement.fleet import Fleet
+from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.net.events import EventPublisher
-from pdmesh.net.nats_assignments import NatsAssignments
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats.assignments import NatsAssignments
+from pdmesh.net.nats.board import hold_board, pin_board
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.desired_store import desired_store
+from pdmesh.net.nats.usage_store import usage_store
 from pdmesh.net.registry import RegistryView
-from pdmesh.net.usage_store import usage_store
-from services.master_scheduler.admin import AdminServicer
-from services.master_scheduler.admin_access import AdminAccess
-from services.master_scheduler.group_loop import GroupLoop
-from services.master_scheduler.holds import Holds
-from services.master_scheduler.pins import Pins
-from services.master_scheduler.plan_loop import PlanLoop
+from services.master_scheduler.admin.access import AdminAccess
+from services.master_scheduler.admin.pins import Pins
+from services.master_scheduler.admin.servicer import AdminServicer
+from services.master_scheduler.groups.group_loop import GroupLoop
+from services.master_scheduler.groups.holds import Holds
+from services.master_scheduler.plans.plan_loop import PlanLoop
+from services.master_scheduler.plans.upgrade_feed import UpgradeFeed
+from services.master_scheduler.plans.upgrade_loop import UpgradeLoop
 from services.master_scheduler.settings import Settings
 from services.master_scheduler.stored_epochs import highest_stored
-from services.master_scheduler.upgrade_feed import UpgradeFeed
-from services.master_scheduler.upgrade_loop import UpgradeLoop
 from services.master_scheduler.usage_loop import UsageLoop
 
 Leadership = Callable[[], tuple[bool, int]]  # whether this process leads, and its epoch

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from pdmesh.core.backpressure import Backpressure
-from pdmesh.core.fleet import Fleet
-from pdmesh.core.prefix_index import PrefixIndex
-from pdmesh.kv.index_feed import IndexFeed
+from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
+from pdmesh.core.placement.fleet import Fleet
+from pdmesh.core.request.backpressure import Backpressure
+from pdmesh.kv.index.feed import IndexFeed
 from pdmesh.net.registry import RegistryView
 from pdmesh.telemetry import metrics, names
 

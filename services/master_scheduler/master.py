@@ -11,43 +11,44 @@ import grpc
 import structlog
 
 import pdmesh
-from pdmesh.core.backpressure import Backpressure
-from pdmesh.core.chat_affinity import ChatAffinity
-from pdmesh.core.fleet import Fleet
-from pdmesh.core.groups import GroupTracker
-from pdmesh.core.placement import Placement
-from pdmesh.core.placement_baselines import POLICIES
-from pdmesh.core.placement_policies import Weights
-from pdmesh.core.prefix_index import PrefixIndex
-from pdmesh.core.scenario_stats import Scenarios
+from pdmesh.core.groups.observed import GroupTracker
+from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
+from pdmesh.core.placement.affinity import ChatAffinity
+from pdmesh.core.placement.baselines import POLICIES
+from pdmesh.core.placement.fleet import Fleet
+from pdmesh.core.placement.plan import Placement
+from pdmesh.core.placement.policies import Weights
+from pdmesh.core.ratio.scenario_stats import Scenarios
+from pdmesh.core.request.backpressure import Backpressure
 from pdmesh.events.v1.events_pb2 import LeaderChanged
-from pdmesh.kv.index_feed import IndexFeed
-from pdmesh.kv.index_sources import IndexSource
+from pdmesh.kv.index.feed import IndexFeed
+from pdmesh.kv.index.snapshot_sources import IndexSource
 from pdmesh.lifecycle import App
-from pdmesh.net import rpc, subjects
-from pdmesh.net.board import fault_board, health_board
+from pdmesh.net import subjects
 from pdmesh.net.events import EventPublisher
+from pdmesh.net.grpc import rpc
 from pdmesh.net.heartbeat import Presence
 from pdmesh.net.loopback import join
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_leader import LeaderElection
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.nats.board import fault_board, health_board
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.leader import LeaderElection
+from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.net.tasks import end
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1 import admin_service_pb2, scheduler_service_pb2
 from pdmesh.v1.common_pb2 import InstanceRecord
+from services.master_scheduler.admin.page_routes import page_routes
 from services.master_scheduler.control import Control
-from services.master_scheduler.fleet_feed import FleetFeed
 from services.master_scheduler.instruments import (
     observe_backpressure,
     observe_fleet,
     observe_index,
     observe_registry,
 )
-from services.master_scheduler.page_routes import page_routes
-from services.master_scheduler.scenario_feed import ScenarioFeed
-from services.master_scheduler.servicer import SchedulerServicer
+from services.master_scheduler.placement.fleet_feed import FleetFeed
+from services.master_scheduler.placement.scenario_feed import ScenarioFeed
+from services.master_scheduler.placement.servicer import SchedulerServicer
 from services.master_scheduler.settings import Settings
 
 log = structlog.get_logger(__name__)

@@ -6,7 +6,7 @@ They outlive all processes: after a restart of the whole mesh nobody else rememb
 from __future__ import annotations
 
 from pdmesh.net.assignments import Assignments
-from pdmesh.net.desired_store import DesiredStore
+from pdmesh.net.nats.desired_store import DesiredStore
 
 
 async def highest_stored(assignments: Assignments, store: DesiredStore) -> int:

@@ -9,13 +9,18 @@ from typing import Final
 
 import structlog
 
-from pdmesh.core.group_facts import Observed
-from pdmesh.core.usage import Account, UsageBook, Used, accounts_of
+from pdmesh.core.groups.facts import Observed
+from pdmesh.core.tenancy.usage import (
+    Account,
+    UsageBook,
+    Used,
+    accounts_of,
+)
 from pdmesh.errors import InvalidRequest, Unavailable, VersionConflict
-from pdmesh.net.usage_store import UsageStore
+from pdmesh.net.nats.usage_store import UsageStore
 from pdmesh.telemetry import metrics, names
 from pdmesh.v1 import admin_service_pb2 as pb
-from services.master_scheduler.group_loop import GroupLoop
+from services.master_scheduler.groups.group_loop import GroupLoop
 
 log = structlog.get_logger(__name__)
 

@@ -23,10 +23,10 @@ from redis.asyncio import Redis
 
 from pdmesh.errors import MeshError, NotLeader
 from pdmesh.launcher.mesh import Mesh
-from pdmesh.net import rpc
-from pdmesh.net.mesh_token import TokenChannel
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.grpc import rpc
+from pdmesh.net.grpc.mesh_token import TokenChannel
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.registry import RegistryView
 from pdmesh.v1.scheduler_service_pb2 import (
     HEALTH_HEALTHY,

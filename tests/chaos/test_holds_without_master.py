@@ -12,7 +12,7 @@ from pdmesh.launcher.mesh import Mesh
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats.bus import NatsBus
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import ROLE_DECODE
 from tests.support import fleet

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.launcher.mesh import Mesh
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats.bus import NatsBus
 from tests.support import fleet
 from tests.support.groups import asking
 from tests.support.operator import CHANGE_S, Operator

@@ -10,7 +10,7 @@ import pytest
 
 from pdmesh.errors import NotLeader, Unavailable
 from pdmesh.net.assignments import Assignments, StaleView
-from pdmesh.net.nats_assignments import NatsAssignments
+from pdmesh.net.nats.assignments import NatsAssignments
 from pdmesh.v1.common_pb2 import ROLE_PREFILL
 from pdmesh.v1.groups_pb2 import STAGE_CONNECT, STAGE_LOAD, STAGE_SERVE, Assignment
 from tests.contract.nats_world import NatsServerWorld

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from pdmesh.core.arena import ArenaRange
-from pdmesh.core.kv_layout import CHUNK_BYTES, KvLayout
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.agent import KvAgent
-from pdmesh.kv.agent_types import (
+from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.checksums import checksum
+from pdmesh.kv.agent.types import (
     AgentHooks,
     AgentIdentity,
     LandingFreed,
@@ -21,9 +22,8 @@ from pdmesh.kv.agent_types import (
     SourceQuarantined,
     TicketClosed,
 )
-from pdmesh.kv.checksums import checksum
-from pdmesh.kv.transport import ByteArray, KvTransport
-from pdmesh.kv.ucx import UcxTransport
+from pdmesh.kv.transport.base import ByteArray, KvTransport
+from pdmesh.kv.transport.ucx import UcxTransport
 from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, KvPair, kv_pair, pattern, ticket_for
 from tests.fakes.memory_transport import MemoryTransport
 from tests.support.waiting import until

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from pdmesh.core.arena import ArenaRange
-from pdmesh.core.kv_layout import KvLayout
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.agent_types import AgentHooks
-from pdmesh.kv.probes import PROBE_BYTES, probe_bytes
-from pdmesh.kv.transport import ByteArray, KvTransport
-from pdmesh.kv.ucx import UcxTransport
+from pdmesh.kv.agent.probes import PROBE_BYTES, probe_bytes
+from pdmesh.kv.agent.types import AgentHooks
+from pdmesh.kv.transport.base import ByteArray, KvTransport
+from pdmesh.kv.transport.ucx import UcxTransport
 from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, kv_pair, ticket_for
 from tests.fakes.memory_transport import MemoryTransport
 from tests.support.waiting import until

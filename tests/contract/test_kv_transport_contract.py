@@ -9,14 +9,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from pdmesh.core.arena import ArenaRange
-from pdmesh.core.kv_layout import KvLayout
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.engine.base import KvPeer
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv import ucx, wire
-from pdmesh.kv.agent_types import AgentHooks, LandingFreed, TicketClosed
-from pdmesh.kv.transport import ByteArray, KvTransport
-from pdmesh.kv.ucx import UcxTransport
+from pdmesh.kv.agent import wire
+from pdmesh.kv.agent.types import AgentHooks, LandingFreed, TicketClosed
+from pdmesh.kv.transport import ucx
+from pdmesh.kv.transport.base import ByteArray, KvTransport
+from pdmesh.kv.transport.ucx import UcxTransport
 from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, kv_pair, ticket_for
 from tests.fakes.memory_transport import MemoryTransport
 from tests.support.waiting import until

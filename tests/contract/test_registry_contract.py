@@ -8,8 +8,8 @@ from typing import Protocol
 
 import pytest
 
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged, Registry
 from pdmesh.v1.common_pb2 import ROLE_PREFILL, InstanceRecord
 from tests.contract.nats_world import NatsServerWorld

@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from pdmesh.core.arena import ArenaAllocator
-from pdmesh.core.block_hash import block_hashes, tenant_root
-from pdmesh.core.tiers import Tier
+from pdmesh.core.instance.arena import ArenaAllocator
+from pdmesh.core.kv.prefix.block_hash import block_hashes, tenant_root
+from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.engine.base import (
     ArenaRange,
     BlocksChanged,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pdmesh.engine.vllm.child.cpu_features import missing_for, own_flags
 from pdmesh.engine.vllm.config import installed_device
-from pdmesh.engine.vllm.cpu_features import missing_for, own_flags
 
 _MISSING = missing_for("fp8", own_flags()) if installed_device() == "cpu" else ""
 

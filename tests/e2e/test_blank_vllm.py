@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pdmesh.engine.base import Sampling
-from pdmesh.instance import artefact
-from pdmesh.net.nats_assignments import NatsAssignments
+from pdmesh.instance.incarnation import artefact
+from pdmesh.net.nats.assignments import NatsAssignments
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tests.e2e.cases import Case
 from tests.e2e.conftest import BLOCK_SIZE, DTYPE, Reference

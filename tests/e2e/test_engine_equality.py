@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.core.block_hash import block_hashes, token_array
+from pdmesh.core.kv.prefix.block_hash import block_hashes, token_array
 from pdmesh.engine.base import Finished, Prefilled, PrefillJob, Sampling, Tokens
 from tests.e2e.cases import differences, generate_all, longest, until_stop
 from tests.e2e.conftest import Reference, decode_config

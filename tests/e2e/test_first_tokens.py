@@ -30,7 +30,7 @@ def request(prompt: list[int]) -> Any:
 @pytest.mark.parametrize("length", [3, 4, 5, 8])
 @pytest.mark.parametrize("is_token_first", [False, True])
 def test_the_request_is_as_if_the_token_had_been_known(length: int, is_token_first: bool) -> None:
-    from pdmesh.engine.vllm.first_tokens import EarlyRequests
+    from pdmesh.engine.vllm.connector.scheduler.first_tokens import EarlyRequests
 
     prompt = list(range(10, 10 + length - 1))
     expected, early = request([*prompt, 77]), request([*prompt, 0])
@@ -50,7 +50,7 @@ def test_the_request_is_as_if_the_token_had_been_known(length: int, is_token_fir
 
 
 def test_ranks_tell_the_same() -> None:
-    from pdmesh.engine.vllm.first_tokens import FirstTokens
+    from pdmesh.engine.vllm.connector.scheduler.first_tokens import FirstTokens
 
     both = FirstTokens({1: 5}).aggregate(FirstTokens({1: 5, 2: 6}))
     assert both.by_leg == {1: 5, 2: 6}

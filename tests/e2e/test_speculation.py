@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.core.speculation import Speculation
+from pdmesh.core.instance.speculation import Speculation
 from tests.e2e.cases import differences, generate_all
 from tests.e2e.conftest import Reference, decode_config
 from tests.e2e.pair import Pair, running

@@ -10,7 +10,7 @@ import pytest
 
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats.bus import NatsBus
 from pdmesh.v1.common_pb2 import ROLE_PREFILL
 from tests.e2e.cases import Case
 from tests.e2e.conftest import BLOCK_SIZE, DTYPE, Reference

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdmesh.launcher.mesh import Mesh
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats.bus import NatsBus
 from tests.e2e.conftest import Reference
 from tests.e2e.test_mesh_equality import ask_all, texts
 from tests.e2e.test_substitution_vllm import LOAD_S, ask_until, spec

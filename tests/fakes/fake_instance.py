@@ -13,9 +13,9 @@ from typing import Any
 
 import grpc
 
-from pdmesh.core.block_hash import tokens_from_bytes
+from pdmesh.core.kv.prefix.block_hash import tokens_from_bytes
 from pdmesh.errors import Unavailable
-from pdmesh.net import rpc
+from pdmesh.net.grpc import rpc
 from pdmesh.v1 import instance_service_pb2 as pb
 from pdmesh.v1.common_pb2 import (
     FINISH_REASON_LENGTH,

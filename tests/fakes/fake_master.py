@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from pdmesh.errors import Overloaded
-from pdmesh.net import rpc
+from pdmesh.net.grpc import rpc
 from pdmesh.v1 import scheduler_service_pb2 as pb
 
 

@@ -9,20 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from pdmesh.core import instance_events as events
-from pdmesh.core.desired import Desired, UpgradeLimits
-from pdmesh.core.fleet import Role
-from pdmesh.core.group_clock import StageClock, StageLimits
-from pdmesh.core.group_controller import Forget, Give, GroupController
-from pdmesh.core.group_facts import Observed, Seen, wanted_of
-from pdmesh.core.group_steps import Step
-from pdmesh.core.instance_events import Assignment, PeerId, Phase
-from pdmesh.core.instance_life import InstanceLife
-from pdmesh.core.upgrade import UpgradeController
-from pdmesh.core.upgrade_facts import Drop, Keep, MemberLost, RestoreVersion, Told
-from pdmesh.core.upgrade_health import Answered, LegFailed
-from pdmesh.core.upgrade_look import Surroundings, look_at
-from pdmesh.core.upgrade_record import Upgrade
+from pdmesh.core.groups.controller import Forget, Give, GroupController
+from pdmesh.core.groups.desired import Desired, UpgradeLimits
+from pdmesh.core.groups.facts import Observed, Seen, wanted_of
+from pdmesh.core.groups.revisions import Upgrade
+from pdmesh.core.groups.steps import Step
+from pdmesh.core.groups.timeouts import StageClock, StageLimits
+from pdmesh.core.instance import lifecycle_events as events
+from pdmesh.core.instance.lifecycle import InstanceLife
+from pdmesh.core.instance.lifecycle_events import Assignment, PeerId, Phase
+from pdmesh.core.placement.fleet import Role
+from pdmesh.core.upgrade.controller import UpgradeController
+from pdmesh.core.upgrade.events import (
+    Drop,
+    Keep,
+    MemberLost,
+    RestoreVersion,
+    Told,
+)
+from pdmesh.core.upgrade.observation import Surroundings, look_at
+from pdmesh.core.upgrade.revision_health import Answered, LegFailed
 
 KV = "kv/1"
 SOAK_S = 5.0

@@ -11,8 +11,8 @@ import sys
 
 import structlog
 
-from pdmesh.kv.transport import KvConnection
-from pdmesh.kv.ucx import UcxTransport
+from pdmesh.kv.transport.base import KvConnection
+from pdmesh.kv.transport.ucx import UcxTransport
 
 _LONGEST_S = 0.03  # about what a peer takes to connect, so that lives end in every part of it
 

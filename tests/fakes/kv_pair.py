@@ -8,13 +8,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pdmesh.core.arena import ArenaRange
-from pdmesh.core.kv_layout import KvLayout
-from pdmesh.core.quarantine import Quarantine
-from pdmesh.core.ticket import Ticket
-from pdmesh.kv.agent import KvAgent
-from pdmesh.kv.agent_types import AgentEvent, AgentHooks, AgentIdentity, BlockSource
-from pdmesh.kv.transport import ByteArray, KvTransport
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
+from pdmesh.core.kv.transfer.quarantine import Quarantine
+from pdmesh.core.kv.transfer.ticket import Ticket
+from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.types import (
+    AgentEvent,
+    AgentHooks,
+    AgentIdentity,
+    BlockSource,
+)
+from pdmesh.kv.transport.base import ByteArray, KvTransport
 
 FINGERPRINT = "model-a"
 INCARNATION = 7

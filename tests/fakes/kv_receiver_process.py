@@ -13,13 +13,13 @@ import math
 import sys
 import time
 
-from pdmesh.core.arena import ArenaRange
-from pdmesh.core.kv_layout import KvLayout
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.agent import KvAgent
-from pdmesh.kv.agent_types import AgentEvent, AgentIdentity, LandingFreed
-from pdmesh.kv.transport import ByteArray
-from pdmesh.kv.ucx import UcxTransport
+from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.types import AgentEvent, AgentIdentity, LandingFreed
+from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.ucx import UcxTransport
 from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, pattern, ticket_for
 from tests.fakes.kv_sender_process import NUM_LAYERS, lines_of_stdin, log_to_stderr, say
 

@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator
 
 import structlog
 
-from pdmesh.core.arena import ArenaRange
-from pdmesh.core.kv_layout import CHUNK_BYTES, KvLayout
-from pdmesh.kv.agent import KvAgent
-from pdmesh.kv.agent_types import AgentEvent, AgentIdentity, TicketClosed
-from pdmesh.kv.ucx import UcxTransport
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout
+from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.types import AgentEvent, AgentIdentity, TicketClosed
+from pdmesh.kv.transport.ucx import UcxTransport
 from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, pattern
 
 NUM_LAYERS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdmesh.errors import Unavailable
-from pdmesh.net.nats_kv import ALL_KEYS, KvEntry, WrongRevision
+from pdmesh.net.nats.kv_bucket import ALL_KEYS, KvEntry, WrongRevision
 
 
 class MemoryBucket:

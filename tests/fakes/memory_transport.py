@@ -12,7 +12,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.transport import MAX_MESSAGE, ByteArray, ConnectionHandler, KvConnection
+from pdmesh.kv.transport.base import (
+    MAX_MESSAGE,
+    ByteArray,
+    ConnectionHandler,
+    KvConnection,
+)
 
 _ports = itertools.count(1)
 _listening: dict[str, MemoryTransport] = {}

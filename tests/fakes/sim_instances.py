@@ -14,18 +14,18 @@ from typing import Any, Protocol, Self
 
 import grpc
 
-from pdmesh.core.admission import Admission, Capacity, Work
-from pdmesh.core.block_hash import block_hashes, tokens_to_bytes
+from pdmesh.core.instance.admission import Admission, Capacity, Work
+from pdmesh.core.kv.prefix.block_hash import block_hashes, tokens_to_bytes
 from pdmesh.engine.base import FinishReason, Sampling
 from pdmesh.engine.factory import EngineSettings, build_sim
 from pdmesh.engine.sim.engine import SimEngine
-from pdmesh.instance.host import HostConfig, InstanceHost
-from pdmesh.instance.publishing import KvBlocksPublisher
-from pdmesh.instance.servicer import InstanceServicer
+from pdmesh.instance.legs.host import HostConfig, InstanceHost
+from pdmesh.instance.legs.publishing import KvBlocksPublisher
+from pdmesh.instance.legs.servicer import InstanceServicer
 from pdmesh.kv.tiers.peers import FindHolders
-from pdmesh.kv.transport import KvTransport
-from pdmesh.net import rpc
+from pdmesh.kv.transport.base import KvTransport
 from pdmesh.net.events import EventPublisher
+from pdmesh.net.grpc import rpc
 from pdmesh.v1 import common_pb2
 from pdmesh.v1 import instance_service_pb2 as pb
 from tests.fakes.memory_bus import MemoryBus

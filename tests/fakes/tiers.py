@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pdmesh.core.tiers import Cost, CostBook, Tier
+from pdmesh.core.kv.tiers.load_plan import Cost, CostBook, Tier
 from pdmesh.kv.tiers.file_format import checksum_of, identity_of
 from pdmesh.kv.tiers.file_store import FileStore
 from pdmesh.kv.tiers.file_tier import FileTier
@@ -20,7 +20,7 @@ from pdmesh.kv.tiers.host_pool import HostPool
 from pdmesh.kv.tiers.peers import PeerHolding, PeerPools
 from pdmesh.kv.tiers.report import TierCounts
 from pdmesh.kv.tiers.stack import TierStack
-from pdmesh.kv.transport import ByteArray
+from pdmesh.kv.transport.base import ByteArray
 
 BLOCK_BYTES = 5000
 SLOT_BYTES = 8192

@@ -12,16 +12,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from pdmesh.core.admission import Capacity, Work
-from pdmesh.core.tenants import ANYONE
+from pdmesh.core.instance.admission import Capacity, Work
+from pdmesh.core.tenancy.limits import ANYONE
 from pdmesh.errors import InvalidRequest, MeshError
-from pdmesh.instance import convert
-from pdmesh.net import rpc
+from pdmesh.instance.legs import convert
+from pdmesh.net.grpc import rpc
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1 import instance_service_pb2 as instance_pb
-from services.gateway.frontend import Frontend
-from services.gateway.grpc_calls import chat_spec, generate_spec
-from services.gateway.openai_schema import MAX_CHOICES
+from services.gateway.grpc.calls import chat_spec, generate_spec
+from services.gateway.http.schema import MAX_CHOICES
+from services.gateway.request.frontend import Frontend
 from tests.fakes.gateway_mesh import gateway_mesh
 from tests.fuzz import errors
 

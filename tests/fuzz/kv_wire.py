@@ -14,14 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
-from pdmesh.core.arena import ArenaRange
-from pdmesh.core.kv_layout import KvLayout
-from pdmesh.core.ticket import Refusal
-from pdmesh.kv import wire
-from pdmesh.kv.agent import KvAgent
-from pdmesh.kv.agent_types import AgentIdentity, PinnedBlocks
-from pdmesh.kv.checksums import fingerprint_hash
-from pdmesh.kv.transport import ByteArray, ConnectionHandler, KvConnection
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
+from pdmesh.core.kv.transfer.ticket import Refusal
+from pdmesh.kv.agent import wire
+from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.checksums import fingerprint_hash
+from pdmesh.kv.agent.types import AgentIdentity, PinnedBlocks
+from pdmesh.kv.transport.base import ByteArray, ConnectionHandler, KvConnection
 from tests.fakes.kv_pair import ticket_for
 
 CORPUS = Path(__file__).parent / "corpus" / "kv_wire"

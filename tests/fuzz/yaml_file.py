@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pdmesh.core.desired import problems
+from pdmesh.core.groups.desired import problems
 from pdmesh.desired_file import MAX_COUNT, MAX_GROUPS, read
 from pdmesh.errors import InvalidRequest
 from tests.fuzz import errors

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pdmesh import failpoints
-from pdmesh.kv.ucx import UcxTransport
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.kv.transport.ucx import UcxTransport
+from pdmesh.net.nats.bus import NatsBus
 from tests.fakes.memory_transport import MemoryTransport
 from tests.support import servers
 from tests.support.sim_pair import MakeTransport

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from pdmesh.errors import NotLeader, Unavailable
-from pdmesh.net import rpc
-from pdmesh.net.admin_client import call_leader
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.grpc import rpc
+from pdmesh.net.grpc.admin_client import call_leader
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstanceRecord
 from tests.support import servers

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from google.protobuf.json_format import MessageToJson
 
-from pdmesh.core.instance_events import Ignored
+from pdmesh.core.instance.lifecycle_events import Ignored
 from pdmesh.engine.base import Sampling
 from pdmesh.events.v1.events_pb2 import InstanceHealth, KvBlocks
-from pdmesh.instance import artefact
+from pdmesh.instance.incarnation import artefact
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
-from pdmesh.net.nats_assignments import BUCKET, NatsAssignments
-from pdmesh.net.nats_kv import KvBucket
+from pdmesh.net.nats.assignments import BUCKET, NatsAssignments
+from pdmesh.net.nats.kv_bucket import KvBucket
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_BLANK,
     INSTANCE_PHASE_CONNECTED,

@@ -12,9 +12,9 @@ import pytest
 
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
-from pdmesh.net.nats_assignments import NatsAssignments
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.nats.assignments import NatsAssignments
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_CONNECTED,
     INSTANCE_PHASE_LOADED,

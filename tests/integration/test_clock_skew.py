@@ -16,7 +16,7 @@ from pdmesh.launcher.mesh import Mesh
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats.bus import NatsBus
 from tests.support import fleet
 from tests.support.groups import asking
 from tests.support.waiting import until

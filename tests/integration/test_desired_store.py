@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from pdmesh.errors import VersionConflict
-from pdmesh.net.board import hold_board
-from pdmesh.net.desired_store import desired_store
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats.board import hold_board
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.desired_store import desired_store
 from pdmesh.v1.admin_service_pb2 import HOLD_KIND_ISOLATE, Hold
 from tests.support import servers
 from tests.support.waiting import until

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pdmesh.core.fault_judge import RESTARTED_IN_VAIN, JudgePolicy
+from pdmesh.core.health.fault_judge import RESTARTED_IN_VAIN, JudgePolicy
 from pdmesh.events.v1.events_pb2 import FaultReport, FaultSignal, InstanceHealth, NodeReported
 from pdmesh.net import subjects
-from pdmesh.net.board import BoardView, fault_board, hold_board
 from pdmesh.net.events import EventPublisher
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsLease, NatsRegistry
+from pdmesh.net.nats.board import BoardView, fault_board, hold_board
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsLease, NatsRegistry
 from pdmesh.net.tasks import end
 from pdmesh.v1.admin_service_pb2 import Hold
 from pdmesh.v1.common_pb2 import ROLE_DECODE, InstanceRecord

@@ -9,7 +9,7 @@ import pytest
 
 from pdmesh.errors import InvalidRequest
 from pdmesh.launcher.mesh import Mesh
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats.bus import NatsBus
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tests.support.groups import asking, spec

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pdmesh.kv.tiers.holders import HolderDirectory
-from pdmesh.net import rpc
+from pdmesh.net.grpc import rpc
 from pdmesh.v1 import kv_index_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstanceRecord
 from tests.fakes.memory_registry import MemoryRegistry, MemoryStore

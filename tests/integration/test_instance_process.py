@@ -13,7 +13,7 @@ from pdmesh.events.v1.events_pb2 import ErrorReported
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats.bus import NatsBus
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
 from tests.fakes.sim_instances import TestSession, generate
 from tests.support.instance_site import Site, site

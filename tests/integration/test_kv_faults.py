@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdmesh.core.kv_layout import KvLayout
-from pdmesh.kv.ucx import UcxTransport
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
+from pdmesh.kv.transport.ucx import UcxTransport
 from tests.fakes.bad_link import (
     IN_A_NAMESPACE,
     RECEIVER_IP,

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-from pdmesh.core.prefix_index import Delta, TierDelta
-from pdmesh.core.tiers import Tier
+from pdmesh.core.kv.prefix.prefix_index import Delta, TierDelta
+from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.errors import Unavailable
 from pdmesh.events.v1.events_pb2 import KvBlocks
-from pdmesh.kv.index_sources import IndexSource
-from pdmesh.kv.redis_index import RedisIndex, StoredInstance
-from pdmesh.net import rpc, subjects
+from pdmesh.kv.index.redis_index import RedisIndex, StoredInstance
+from pdmesh.kv.index.snapshot_sources import IndexSource
+from pdmesh.net import subjects
 from pdmesh.net.events import EventPublisher
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsLease, NatsRegistry
+from pdmesh.net.grpc import rpc
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsLease, NatsRegistry
 from pdmesh.v1 import instance_service_pb2
 from pdmesh.v1.common_pb2 import ROLE_PREFILL, InstanceRecord
 from pdmesh.v1.instance_service_pb2 import GetKvSnapshotRequest, GetKvSnapshotResponse
@@ -218,7 +219,7 @@ async def test_a_consumer_too_slow_for_the_bus_asks_for_a_snapshot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It takes 16 events at once, and 500 come: what it dropped would never come again."""
-    monkeypatch.setattr("pdmesh.net.nats_bus._MAX_QUEUED_EVENTS", 16)
+    monkeypatch.setattr("pdmesh.net.nats.bus._MAX_QUEUED_EVENTS", 16)
     slow = await NatsBus.connect(server.url, "slow")
     async with index(slow, valkey) as parts:
         await until(lambda: parts.feed.is_whole)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv import ucx
-from pdmesh.kv.transport import KvConnection
-from pdmesh.kv.ucx import UcxTransport
+from pdmesh.kv.transport import ucx
+from pdmesh.kv.transport.base import KvConnection
+from pdmesh.kv.transport.ucx import UcxTransport
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]

@@ -19,16 +19,16 @@ from pathlib import Path
 import pytest
 
 from pdmesh import failpoints
-from pdmesh.core.arena import ArenaRange
-from pdmesh.core.kv_layout import KvLayout
-from pdmesh.core.ticket import Ticket
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
+from pdmesh.core.kv.transfer.ticket import Ticket
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.agent import KvAgent
-from pdmesh.kv.agent_thread import AgentThread
-from pdmesh.kv.agent_types import AgentEvent, AgentIdentity, LandingFreed
-from pdmesh.kv.transport import KvConnection
-from pdmesh.kv.ucx import UcxTransport
-from pdmesh.kv.ucx_handshake import parse_address
+from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.thread import AgentThread
+from pdmesh.kv.agent.types import AgentEvent, AgentIdentity, LandingFreed
+from pdmesh.kv.transport.base import KvConnection
+from pdmesh.kv.transport.ucx import UcxTransport
+from pdmesh.kv.transport.ucx_handshake import parse_address
 from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, pattern, ticket_for
 from tests.fakes.kv_sender_process import NUM_LAYERS
 from tests.support.waiting import PATIENCE_S, until

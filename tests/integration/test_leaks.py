@@ -16,9 +16,9 @@ from redis.asyncio import Redis
 
 from loadtests.leak import leak_mesh, leak_test
 from loadtests.leftovers import lasting_keys, num_consumers, shared_memory, still_there
-from pdmesh.core.prefix_index import Delta
-from pdmesh.kv import keys
-from pdmesh.kv.redis_index import RedisIndex
+from pdmesh.core.kv.prefix.prefix_index import Delta
+from pdmesh.kv.index import redis_keys as keys
+from pdmesh.kv.index.redis_index import RedisIndex
 from tests.support import servers
 
 

@@ -42,7 +42,7 @@ async def serve(settings, app):
         raise ValueError("broken")
     if settings.behaviour == "chatter":
         import gc, threading, warnings
-        from pdmesh.net import rpc
+        from pdmesh.net.grpc import rpc
         class Bad:
             def __del__(self):
                 raise ValueError("nobody catches this")

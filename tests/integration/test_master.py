@@ -21,13 +21,14 @@ from pdmesh.events.v1.events_pb2 import (
     RequestFinished,
 )
 from pdmesh.lifecycle import App
-from pdmesh.net import rpc, subjects
-from pdmesh.net.board import fault_board, health_board
+from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import EventPublisher, decode_event
-from pdmesh.net.nats_assignments import NatsAssignments
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsLease, NatsRegistry
+from pdmesh.net.grpc import rpc
+from pdmesh.net.nats.assignments import NatsAssignments
+from pdmesh.net.nats.board import fault_board, health_board
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsLease, NatsRegistry
 from pdmesh.net.tasks import end
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_kv import KvBucket
-from pdmesh.net.nats_leader import BUCKET, LeaderElection
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.kv_bucket import KvBucket
+from pdmesh.net.nats.leader import BUCKET, LeaderElection
+from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged
 from pdmesh.v1.common_pb2 import InstanceRecord
 from tests.support import servers
@@ -142,7 +142,7 @@ async def test_a_leader_that_stops_hands_over_before_its_lease_ends(
 async def test_a_leader_without_its_store_fences_itself_before_its_lease_ends(
     server: servers.TestServer,
 ) -> None:
-    """`core.leadership` says when, and its test; here, that it does so although nobody answers, and tells its master."""
+    """`core.control.leadership` says when, and its test; here, that it does so although nobody answers, and tells its master."""
     await server.start()
     a = Candidate(await NatsBus.connect(server.url, "a"), "a")
     await until(lambda: a.election.is_leader)

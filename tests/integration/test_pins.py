@@ -11,22 +11,23 @@ from typing import Any
 import httpx
 import pytest
 
-from pdmesh.cli import app, pins
-from pdmesh.core.block_hash import tokens_to_bytes
-from pdmesh.core.prefix_index import PrefixIndex
+from pdmesh.cli import app
+from pdmesh.cli.commands import pins
+from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
+from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
 from pdmesh.errors import InvalidRequest, MeshError, ModelNotFound, NotLeader
 from pdmesh.events.v1.events_pb2 import PinChanged
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net import subjects
-from pdmesh.net.board import pin_board
 from pdmesh.net.bus import Message
 from pdmesh.net.events import EventPublisher, decode_event
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.nats.board import pin_board
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import ROLE_PREFILL, InstanceRecord
-from services.master_scheduler.pins import Pins
+from services.master_scheduler.admin.pins import Pins
 from tests.support import fleet, servers
 from tests.support.waiting import until
 

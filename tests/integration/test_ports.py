@@ -16,10 +16,10 @@ from pdmesh import api_keys
 from pdmesh.errors import WrongMeshToken
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
-from pdmesh.net import rpc
-from pdmesh.net.mesh_token import METADATA_KEY
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.grpc import rpc
+from pdmesh.net.grpc.mesh_token import METADATA_KEY
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.v1.inference_service_pb2 import ChatRequest
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.support.listeners import Listener, listeners

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from pdmesh.atomic_file import write_atomically
-from pdmesh.core.node_status import parse
-from pdmesh.core.supervision import RestartPolicy
+from pdmesh.core.control.supervision import RestartPolicy
+from pdmesh.core.health.node_status import parse
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from tests.support import fleet

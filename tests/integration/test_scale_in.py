@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from pdmesh.core.tiers import Tier
+from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.events.v1.events_pb2 import Header, RequestFinished
-from pdmesh.kv import keys
+from pdmesh.kv.index import redis_keys as keys
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net import subjects
-from pdmesh.net.admin_client import call_leader
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.grpc.admin_client import call_leader
+from pdmesh.net.nats.bus import NatsBus
 from pdmesh.v1 import admin_service_pb2 as pb
 from tests.support.groups import asking
 from tests.support.operator import CHANGE_S, Operator

@@ -18,7 +18,7 @@ from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats.bus import NatsBus
 from tests.support.streams import stream_completion
 from tests.support.waiting import until
 

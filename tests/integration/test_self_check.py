@@ -13,9 +13,9 @@ from pdmesh import failpoints
 from pdmesh.engine.base import Sampling
 from pdmesh.errors import EngineFailed
 from pdmesh.events.v1.events_pb2 import FaultReport, InstanceHealth
-from pdmesh.instance.self_check import SelfCheck
-from pdmesh.net.board import Board
-from pdmesh.net.canary_call import Canary, CanaryFailed, CanaryRefused
+from pdmesh.instance.incarnation.self_check import SelfCheck
+from pdmesh.net.grpc.canary_call import Canary, CanaryFailed, CanaryRefused
+from pdmesh.net.nats.board import Board
 from pdmesh.v1.common_pb2 import InstanceRecord
 from tests.fakes.memory_transport import MemoryTransport
 from tests.fakes.sim_instances import FUSION, SimInstance, TestSession, sim_instance

@@ -16,7 +16,7 @@ from pdmesh import failpoints
 from pdmesh.engine.base import FinishReason, Sampling
 from pdmesh.engine.factory import sim_params
 from pdmesh.events.v1.events_pb2 import KvBlocks
-from pdmesh.instance.host import HostConfig
+from pdmesh.instance.legs.host import HostConfig
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event

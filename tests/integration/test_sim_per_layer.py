@@ -13,7 +13,7 @@ from pdmesh import failpoints
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.factory import sim_params
 from pdmesh.engine.sim import retrieval
-from pdmesh.instance.host import HostConfig
+from pdmesh.instance.legs.host import HostConfig
 from pdmesh.v1 import instance_service_pb2 as pb
 from tests.fakes.sim_instances import (
     LegLog,

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pdmesh.core.tail_names import TailSampling
+from pdmesh.core.kv.prefix.partial_block_names import TailSampling
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.factory import sim_params
 from pdmesh.launcher.mesh import Mesh

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from pdmesh.core.admission import Work
-from pdmesh.core.tiers import Tier, prefix_length
+from pdmesh.core.instance.admission import Work
+from pdmesh.core.kv.tiers.load_plan import Tier, prefix_length
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.factory import sim_params
 from pdmesh.kv.tiers.config import TierConfig
 from pdmesh.kv.tiers.peers import PeerHolding
 from pdmesh.kv.tiers.report import TierEvent
 from pdmesh.kv.tiers.stack import TierStack
-from pdmesh.kv.transport import KvTransport
-from pdmesh.kv.ucx import UcxTransport
+from pdmesh.kv.transport.base import KvTransport
+from pdmesh.kv.transport.ucx import UcxTransport
 from pdmesh.v1 import instance_service_pb2 as pb
 from tests.fakes.memory_transport import MemoryTransport
 from tests.fakes.sim_instances import (

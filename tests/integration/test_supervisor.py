@@ -12,7 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.core.supervision import GiveUp, Phase, RestartPolicy, RestartScheduled
+from pdmesh.core.control.supervision import (
+    GiveUp,
+    Phase,
+    RestartPolicy,
+    RestartScheduled,
+)
 from pdmesh.embedded import child
 from pdmesh.launcher.spec import ProcessSpec, Tier
 from pdmesh.launcher.supervisor import Notice, Supervisor

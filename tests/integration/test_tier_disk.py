@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdmesh.core.disk_health import DiskState
-from pdmesh.core.tiers import Tier
+from pdmesh.core.kv.tiers.disk_health import DiskState
+from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.kv.tiers.report import TierEvent
 from tests.fakes.tiers import OWNER, Rig, data_of, fill, names_of, rig
 from tests.support import kv_bounds

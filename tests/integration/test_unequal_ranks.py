@@ -12,23 +12,36 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from pdmesh.core.arena import ArenaRange  # noqa: E402
-from pdmesh.core.kv_format import UNSCALED, KvFormat  # noqa: E402
-from pdmesh.core.kv_layout import KvShape  # noqa: E402
-from pdmesh.core.reslice import heads_of  # noqa: E402
-from pdmesh.core.ticket import Ticket  # noqa: E402
-from pdmesh.engine.vllm.cache_layout import read_layout  # noqa: E402
-from pdmesh.engine.vllm.caches import PagedCaches, layout_of, paged_caches  # noqa: E402
-from pdmesh.engine.vllm.handoff import Load  # noqa: E402
-from pdmesh.engine.vllm.incoming import Incoming  # noqa: E402
-from pdmesh.engine.vllm.kv_facts import BESIDE  # noqa: E402
+from pdmesh.core.instance.arena import ArenaRange  # noqa: E402
+from pdmesh.core.kv.layout.buffer_layout import KvShape  # noqa: E402
+from pdmesh.core.kv.layout.compatibility import UNSCALED, KvFormat  # noqa: E402
+from pdmesh.core.kv.layout.rank_heads import heads_of  # noqa: E402
+from pdmesh.core.kv.transfer.ticket import Ticket  # noqa: E402
+from pdmesh.engine.vllm.connector.kv_facts import BESIDE  # noqa: E402
+from pdmesh.engine.vllm.connector.scheduler.handoff import Load  # noqa: E402
+from pdmesh.engine.vllm.connector.worker.cache_layout import read_layout  # noqa: E402
+from pdmesh.engine.vllm.connector.worker.caches import (  # noqa: E402
+    PagedCaches,
+    layout_of,
+    paged_caches,
+)
+from pdmesh.engine.vllm.connector.worker.incoming import Incoming  # noqa: E402
+from pdmesh.engine.vllm.connector.worker.piece_pulls import (  # noqa: E402
+    Share,
+    TogetherPull,
+    pull_pieces,
+)
 from pdmesh.engine.vllm.messages import LandingClear, Message, PullFailed  # noqa: E402
-from pdmesh.engine.vllm.piece_pulls import Share, TogetherPull, pull_pieces  # noqa: E402
 from pdmesh.errors import KvTransferFailed  # noqa: E402
-from pdmesh.kv.agent import KvAgent  # noqa: E402
-from pdmesh.kv.agent_thread import AgentThread  # noqa: E402
-from pdmesh.kv.agent_types import AgentEvent, AgentIdentity, LandingFreed, TicketClosed  # noqa: E402
-from pdmesh.kv.ucx import UcxTransport  # noqa: E402
+from pdmesh.kv.agent.agent import KvAgent  # noqa: E402
+from pdmesh.kv.agent.thread import AgentThread  # noqa: E402
+from pdmesh.kv.agent.types import (  # noqa: E402
+    AgentEvent,
+    AgentIdentity,
+    LandingFreed,
+    TicketClosed,
+)
+from pdmesh.kv.transport.ucx import UcxTransport  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 
 NUM_LAYERS, NUM_BLOCKS, TOKENS, HEAD_DIM = 3, 16, 16, 64

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pdmesh.cli.admin import groups_text
+from pdmesh.cli.commands.admin import groups_text
 from pdmesh.events.v1.events_pb2 import RequestFinished
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats.bus import NatsBus
 from tests.support.groups import asking, spec
 from tests.support.operator import CHANGE_S, Operator
 from tests.support.waiting import until

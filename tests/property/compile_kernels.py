@@ -6,7 +6,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pdmesh.kv import device_kernels
+from pdmesh.kv.device import kernels as device_kernels
 
 CONSTANTS = {"head_words": 2048, "run_words": 64, "inner_count": 16, "tile": 1024}
 

@@ -4,8 +4,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdmesh.core.admission import Admission, Admitted, Ask, Capacity, Work
-from pdmesh.core.arena import ArenaRange
+from pdmesh.core.instance.admission import (
+    Admission,
+    Admitted,
+    Ask,
+    Capacity,
+    Work,
+)
+from pdmesh.core.instance.arena import ArenaRange
 
 CAPACITY = Capacity(
     works=frozenset(Work),

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from pdmesh.core.arena import ArenaAllocator, ArenaRange
+from pdmesh.core.instance.arena import ArenaAllocator, ArenaRange
 
 SIZE = 1 << 16
 

@@ -14,8 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.core.head_blocks import HeadBlocks, head_blocks, opaque_blocks
-from pdmesh.kv.device_ops import TILE_WORDS, DeviceBlocks, buffer_word, cache_word, word_plan
+from pdmesh.core.kv.layout.head_blocks import HeadBlocks, head_blocks, opaque_blocks
+from pdmesh.kv.device.operators import (
+    TILE_WORDS,
+    DeviceBlocks,
+    buffer_word,
+    cache_word,
+    word_plan,
+)
 from tests.support.waiting import wait_until
 
 Bytes = npt.NDArray[np.uint8]
@@ -209,9 +215,9 @@ def test_device_caches_move_layers_parts_and_heads(
     """Whatever fits the scratch buffer at once. Streams are stood in for: only a GPU shows what overlaps."""
     import torch
 
-    from pdmesh.engine.vllm.caches import HostHeads, PagedCaches
-    from pdmesh.engine.vllm.device_caches import DeviceCaches
-    from pdmesh.kv import device_copies
+    from pdmesh.engine.vllm.connector.worker.caches import HostHeads, PagedCaches
+    from pdmesh.engine.vllm.connector.worker.device_caches import DeviceCaches
+    from pdmesh.kv.device import copies as device_copies
 
     monkeypatch.setattr(device_copies, "SCRATCH_BYTES", scratch_bytes)
     for name in ("Stream", "Event", "stream", "current_stream"):

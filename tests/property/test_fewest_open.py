@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_DECODE, ROLE_PREFILL, InstanceRecord
-from services.gateway.fleet import Fleet
+from services.gateway.routing.fleet import Fleet
 from tests.fakes.memory_registry import MemoryStore, MemoryView
 
 _NUM_EACH = 5

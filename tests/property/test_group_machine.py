@@ -16,12 +16,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdmesh.core.desired import SERVING_ROLES, Desired, Group, Scenario, Service
-from pdmesh.core.fleet import Role
-from pdmesh.core.group_controller import Forget, Give
-from pdmesh.core.group_joining import sorted_out
-from pdmesh.core.group_round import Round
-from pdmesh.core.instance_events import Assigned, Assignment, Phase, Stage
+from pdmesh.core.groups.controller import Forget, Give
+from pdmesh.core.groups.desired import (
+    SERVING_ROLES,
+    Desired,
+    Group,
+    Scenario,
+    Service,
+)
+from pdmesh.core.groups.join import sorted_out
+from pdmesh.core.groups.round import Round
+from pdmesh.core.instance.lifecycle_events import (
+    Assigned,
+    Assignment,
+    Phase,
+    Stage,
+)
+from pdmesh.core.placement.fleet import Role
 from tests.fakes.group_world import World
 
 NUM = 9

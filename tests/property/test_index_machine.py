@@ -9,8 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdmesh.core.prefix_index import TIERS, Delta, Outcome, PrefixIndex, TierDelta
-from pdmesh.core.tiers import Tier
+from pdmesh.core.kv.prefix.prefix_index import (
+    TIERS,
+    Delta,
+    Outcome,
+    PrefixIndex,
+    TierDelta,
+)
+from pdmesh.core.kv.tiers.load_plan import Tier
 
 BLOCKS = [bytes([i]) * 16 for i in range(8)]
 NAMES = ["p0", "p1", "p2"]

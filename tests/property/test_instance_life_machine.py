@@ -9,10 +9,17 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pdmesh.core import instance_events as life
-from pdmesh.core.fleet import Role
-from pdmesh.core.instance_events import Assignment, Duty, Peer, PeerId, Phase, Stage
-from pdmesh.core.instance_life import RETRY_S, InstanceLife
+from pdmesh.core.instance import lifecycle_events as life
+from pdmesh.core.instance.lifecycle import RETRY_S, InstanceLife
+from pdmesh.core.instance.lifecycle_events import (
+    Assignment,
+    Duty,
+    Peer,
+    PeerId,
+    Phase,
+    Stage,
+)
+from pdmesh.core.placement.fleet import Role
 
 INCARNATION = 7
 DUTIES = [Duty(role, "g", "s", "r1") for role in (Role.PREFILL, Role.DECODE, Role.FUSION)]

@@ -9,15 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.kv_layout import (
+from pdmesh.core.kv.layout.buffer_layout import (
     INLINE_BYTES,
     LAYER_CHUNK_BYTES,
     MAX_SPANS,
     KvLayout,
     KvShape,
 )
-from pdmesh.core.reslice import heads_of
-from pdmesh.kv.scatter import gather, recv_scatter, runs_of, scatter_part
+from pdmesh.core.kv.layout.rank_heads import heads_of
+from pdmesh.kv.device.scatter import (
+    gather,
+    recv_scatter,
+    runs_of,
+    scatter_part,
+)
 
 SMOLLM2 = KvShape(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16")
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdmesh.core.ticket import Refusal
-from pdmesh.kv import wire
+from pdmesh.core.kv.transfer.ticket import Refusal
+from pdmesh.kv.agent import wire
 
 u64 = st.integers(0, 2**64 - 1)
 u32 = st.integers(0, 2**32 - 1)
@@ -122,7 +122,7 @@ def test_ranges_with_a_gap_or_an_overlap_are_refused() -> None:
 
 
 def test_the_largest_message_fits_the_transport() -> None:
-    from pdmesh.kv.transport import MAX_MESSAGE
+    from pdmesh.kv.transport.base import MAX_MESSAGE
 
     size = wire.MAX_INLINE // wire.MAX_RANGES
     ranges = tuple(wire.Range(i * size, size, bytes(16)) for i in range(wire.MAX_RANGES))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.core.prefix_index import Delta, Outcome, PrefixIndex
+from pdmesh.core.kv.prefix.prefix_index import Delta, Outcome, PrefixIndex
 
 BLOCKS = [bytes([i]) * 16 for i in range(12)]
 INSTANCES = ["p0", "p1", "p2"]

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.fleet import Fleet, RecordSeen
-from pdmesh.core.placement import NoPlan, Placement, Plan
-from pdmesh.core.placement_baselines import POLICIES
-from pdmesh.core.placement_policies import Query
+from pdmesh.core.placement.baselines import POLICIES
+from pdmesh.core.placement.fleet import Fleet, RecordSeen
+from pdmesh.core.placement.plan import NoPlan, Placement, Plan
+from pdmesh.core.placement.policies import Query
 from pdmesh.net.registry import RecordChanged
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
@@ -23,9 +23,9 @@ from pdmesh.v1.common_pb2 import (
     InstancePhase,
     InstanceRecord,
 )
-from services.gateway.fleet import Fleet as GatewayFleet
-from services.gateway.fleet import pair_of
-from services.master_scheduler.convert import identity_from
+from services.gateway.routing.fleet import Fleet as GatewayFleet
+from services.gateway.routing.fleet import pair_of
+from services.master_scheduler.placement.convert import identity_from
 
 pytestmark = pytest.mark.req("S19", "S36")
 

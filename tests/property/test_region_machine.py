@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from pdmesh.core.desired import Desired
-from pdmesh.core.instance_events import Assignment
+from pdmesh.core.groups.desired import Desired
+from pdmesh.core.instance.lifecycle_events import Assignment
 from pdmesh.desired_file import read
 from tests.fakes.group_world import World
 from tests.property.test_group_machine import GroupMachine

@@ -17,8 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from pdmesh.core.request import Request
-from pdmesh.core.request_types import (
+from pdmesh.core.request.events import (
     AbortLeg,
     AskPlan,
     Cancelled,
@@ -55,7 +54,8 @@ from pdmesh.core.request_types import (
     WaitForSlot,
     WaitRefused,
 )
-from pdmesh.core.retry_budget import RetryBudget
+from pdmesh.core.request.machine import Request
+from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.errors import InstanceLost, NoInstance
 
 LIMITS = RequestLimits(deadline_s=60, ttft_s=10, max_migrations=2)

@@ -14,8 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.head_blocks import HeadBlocks, head_blocks, opaque_blocks, travel_shape
-from pdmesh.core.reslice import HeadRun, heads_of, num_takers, pieces
+from pdmesh.core.kv.layout.head_blocks import (
+    HeadBlocks,
+    head_blocks,
+    opaque_blocks,
+    travel_shape,
+)
+from pdmesh.core.kv.layout.rank_heads import (
+    HeadRun,
+    heads_of,
+    num_takers,
+    pieces,
+)
 
 RANKS = (1, 2, 4, 8)
 

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pdmesh.core.block_hash import block_hashes, tokens_to_bytes
-from pdmesh.core.tail_names import TailSampling
+from pdmesh.core.kv.prefix.block_hash import block_hashes, tokens_to_bytes
+from pdmesh.core.kv.prefix.partial_block_names import TailSampling
 from pdmesh.engine.sim.block_pool import BlockPool
 
 NUM_BLOCKS, SIZE = 10, 8

@@ -16,8 +16,16 @@ from hypothesis.stateful import (
     rule,
 )
 
-from pdmesh.core.tenant_parts import Ledger, TenantParts, num_parts
-from pdmesh.core.tenants import Charge, Clock, Limit, Refused, Tenant, TenantLimits, Tenants
+from pdmesh.core.tenancy.limits import (
+    Charge,
+    Clock,
+    Limit,
+    Refused,
+    Tenant,
+    TenantLimits,
+    Tenants,
+)
+from pdmesh.core.tenancy.shared_limits import Ledger, TenantParts, num_parts
 
 DAY_S = 2000.0
 

@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdmesh.core.tenants import Charge, Limit, Tenant, TenantLimits, Tenants, TokenBucket
+from pdmesh.core.tenancy.limits import (
+    Charge,
+    Limit,
+    Tenant,
+    TenantLimits,
+    Tenants,
+    TokenBucket,
+)
 
 LIMITS = TenantLimits(requests_per_s=4, tokens_per_min=600, max_concurrent=3, tokens_per_day=2000)
 NAMES = ("acme", "beta")

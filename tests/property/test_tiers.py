@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdmesh.core.tiers import (
+from pdmesh.core.kv.tiers.load_plan import (
     Cost,
     CostBook,
     LoadPlan,

@@ -15,13 +15,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdmesh.core import pull_events as rx
-from pdmesh.core import ticket_events as tx
-from pdmesh.core.kv_layout import KvLayout, KvPart
-from pdmesh.core.pull_book import SILENT_S, STOP_S, PullBook
-from pdmesh.core.ticket import CloseReason
-from pdmesh.core.ticket_book import MAX_LEASES, TicketBook
-from pdmesh.kv import wire
+from pdmesh.core.kv.layout.buffer_layout import KvLayout, KvPart
+from pdmesh.core.kv.transfer import receiver_events as rx
+from pdmesh.core.kv.transfer import sender_events as tx
+from pdmesh.core.kv.transfer.receiver import SILENT_S, STOP_S, PullBook
+from pdmesh.core.kv.transfer.sender import MAX_LEASES, TicketBook
+from pdmesh.core.kv.transfer.ticket import CloseReason
+from pdmesh.kv.agent import wire
 
 FINGERPRINT = 11
 LAYOUT = KvLayout(num_layers=3, num_blocks=2, block_bytes=10)

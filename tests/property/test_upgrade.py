@@ -10,14 +10,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.core.desired import Desired, Group, Scenario, Service, revision_of
-from pdmesh.core.fleet import Role
-from pdmesh.core.group_round import Round
-from pdmesh.core.instance_events import Phase, Stage
-from pdmesh.core.upgrade import UpgradeController
-from pdmesh.core.upgrade_facts import Keep, Looked, MemberLost, Promoted
-from pdmesh.core.upgrade_health import Answered, Answers, LegFailed, Tally, verdict
-from pdmesh.core.upgrade_record import Upgrade, canary_of, shares, with_canaries
+from pdmesh.core.groups.desired import (
+    Desired,
+    Group,
+    Scenario,
+    Service,
+    revision_of,
+)
+from pdmesh.core.groups.revisions import (
+    Upgrade,
+    canary_of,
+    shares,
+    with_canaries,
+)
+from pdmesh.core.groups.round import Round
+from pdmesh.core.instance.lifecycle_events import Phase, Stage
+from pdmesh.core.placement.fleet import Role
+from pdmesh.core.upgrade.controller import UpgradeController
+from pdmesh.core.upgrade.events import (
+    Keep,
+    Looked,
+    MemberLost,
+    Promoted,
+)
+from pdmesh.core.upgrade.revision_health import (
+    Answered,
+    Answers,
+    LegFailed,
+    Tally,
+    verdict,
+)
 from tests.fakes.group_world import KV, UPGRADE, World
 
 ROLES = (Role.PREFILL, Role.DECODE)

@@ -15,16 +15,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.core.fleet import Fleet, Identity, RecordSeen, Role
-from pdmesh.core.groups import GroupTracker
-from pdmesh.core.placement import Placement, Plan
-from pdmesh.core.placement_policies import Query
-from pdmesh.core.reservations import ADMISSION_S
+from pdmesh.core.groups.observed import GroupTracker
+from pdmesh.core.placement.fleet import (
+    Fleet,
+    Identity,
+    RecordSeen,
+    Role,
+)
+from pdmesh.core.placement.plan import Placement, Plan
+from pdmesh.core.placement.policies import Query
+from pdmesh.core.placement.reservations import ADMISSION_S
 from pdmesh.events.v1.events_pb2 import InstanceLoad
 from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import EventPublisher
-from services.master_scheduler.fleet_feed import FleetFeed
+from services.master_scheduler.placement.fleet_feed import FleetFeed
 from tests.fakes.memory_bus import MemoryBus
 
 NAMES = ("prefill-0", "prefill-1", "decode-0")

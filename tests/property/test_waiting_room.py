@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pdmesh.core.waiting_room import Claim, Joined, WaitingRoom
+from pdmesh.core.request.waiting_room import Claim, Joined, WaitingRoom
 
 MAX = 8
 INSTANCES = ("p", "q", "r")

@@ -11,12 +11,17 @@ from loadtests.sim.live import LiveMesh
 from loadtests.sim.load import poisson
 from loadtests.sim.ratio import aggregated, faults, loop
 from loadtests.sim.ratio.sweep import PAPER, WORKLOADS, ClosedLoop, best
-from pdmesh.core.cron import Cron
-from pdmesh.core.desired import UpgradeLimits
-from pdmesh.core.fleet import Role
-from pdmesh.core.moves import Move, MoveKind, Plan, Trigger
-from pdmesh.core.ratio_model import Split
-from pdmesh.core.schedule import Entry, Schedule, What
+from pdmesh.core.groups.desired import UpgradeLimits
+from pdmesh.core.moves.cron import Cron
+from pdmesh.core.moves.move import (
+    Move,
+    MoveKind,
+    Plan,
+    Trigger,
+)
+from pdmesh.core.moves.schedule import Entry, Schedule, What
+from pdmesh.core.placement.fleet import Role
+from pdmesh.core.ratio.model import Split
 
 
 @pytest.mark.req("S2", "S30")

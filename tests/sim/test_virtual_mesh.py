@@ -13,8 +13,8 @@ import pytest
 from loadtests.sim import phi_check
 from loadtests.sim.mesh import MeshShape, VirtualMesh
 from loadtests.workloads import Arrival, block_name, poisson, prefixed_scenarios, scaled
-from pdmesh.core.placement_baselines import POLICIES
-from pdmesh.core.placement_policies import Weights
+from pdmesh.core.placement.baselines import POLICIES
+from pdmesh.core.placement.policies import Weights
 from pdmesh.engine.laws import PADDED_CPU, SMOLLM2_CPU, Law
 
 # 1 ms for each token that must be computed, nothing else.

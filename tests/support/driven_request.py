@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from pdmesh.core.request import Request
-from pdmesh.core.request_types import (
+from pdmesh.core.request.events import (
     AskPlan,
     Candidate,
     DecodeTokens,
@@ -19,7 +18,8 @@ from pdmesh.core.request_types import (
     SendPrefill,
     Submitted,
 )
-from pdmesh.core.retry_budget import RetryBudget
+from pdmesh.core.request.machine import Request
+from pdmesh.core.request.retry_budget import RetryBudget
 
 FUSIONS = [Candidate(f"f{i}", 1, "g", is_local=True) for i in range(4)]
 

@@ -19,9 +19,9 @@ from pdmesh.engine.sim.model import SimParams
 from pdmesh.engine.sim_tokenizer import write_sim_model
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
-from pdmesh.net import rpc
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.grpc import rpc
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.v1.instance_service_pb2 import GetStatusRequest, GetStatusResponse
 from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
 from tests.support.sim_reference import sim_reference

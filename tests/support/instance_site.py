@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from pdmesh.engine.factory import EngineSettings
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.registry import RegistryView
 from pdmesh.v1.common_pb2 import ROLE_DECODE, InstanceRecord
 from tests.fakes.sim_instances import DECODE, PREFILL, settings_of

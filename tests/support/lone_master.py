@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pdmesh.instance.assignment import ROLES
+from pdmesh.instance.incarnation.assignment import ROLES
 from pdmesh.net.assignments import AssignmentBook
 from pdmesh.net.registry import RegistryView
 from pdmesh.v1.common_pb2 import (

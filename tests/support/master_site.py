@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from pdmesh.core.fault_levels import Level
-from pdmesh.core.fleet import FaultJudged, Fleet, RecordSeen
-from pdmesh.core.prefix_index import PrefixIndex
-from pdmesh.core.scenario_windows import ScenarioWindows
-from pdmesh.net.board import Board
-from pdmesh.net.desired_store import DesiredStore
+from pdmesh.core.health.fault_levels import Level
+from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
+from pdmesh.core.placement.fleet import FaultJudged, Fleet, RecordSeen
+from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.net.events import EventPublisher
+from pdmesh.net.nats.board import Board
+from pdmesh.net.nats.desired_store import DesiredStore
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.admin_service_pb2 import Hold
 from pdmesh.v1.common_pb2 import (
@@ -21,14 +21,14 @@ from pdmesh.v1.common_pb2 import (
     InstanceRecord,
     Role,
 )
-from services.master_scheduler.admin import AdminServicer
-from services.master_scheduler.admin_access import AdminAccess
-from services.master_scheduler.convert import identity_from
-from services.master_scheduler.group_loop import GroupLoop
-from services.master_scheduler.holds import Holds
-from services.master_scheduler.pins import Pins
-from services.master_scheduler.plan_loop import PlanLoop
-from services.master_scheduler.upgrade_loop import UpgradeLoop
+from services.master_scheduler.admin.access import AdminAccess
+from services.master_scheduler.admin.pins import Pins
+from services.master_scheduler.admin.servicer import AdminServicer
+from services.master_scheduler.groups.group_loop import GroupLoop
+from services.master_scheduler.groups.holds import Holds
+from services.master_scheduler.placement.convert import identity_from
+from services.master_scheduler.plans.plan_loop import PlanLoop
+from services.master_scheduler.plans.upgrade_loop import UpgradeLoop
 from tests.fakes.memory_assignments import MemoryAssignments, MemoryAssignmentStore
 from tests.fakes.memory_bus import MemoryBus
 from tests.fakes.memory_kv import MemoryBucket

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pdmesh.events.v1.events_pb2 import GroupStep, UpgradeStep
 from pdmesh.net import subjects
-from pdmesh.net.admin_client import Invoke, T, call_leader
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.grpc.admin_client import Invoke, T, call_leader
+from pdmesh.net.nats.bus import NatsBus
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_DECODE, ROLE_PREFILL
 from tests.support.waiting import until

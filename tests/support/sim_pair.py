@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pdmesh.kv.transport import KvTransport
+from pdmesh.kv.transport.base import KvTransport
 from tests.fakes.memory_transport import MemoryTransport
 from tests.fakes.sim_instances import DECODE, PREFILL, SimInstance, TestSession, sim_instance
 

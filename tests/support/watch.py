@@ -12,8 +12,8 @@ from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
 from pdmesh.net.held_sources import held_from
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
 from tests.support.waiting import until
 
 

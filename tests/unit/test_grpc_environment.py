@@ -20,9 +20,9 @@ sys.meta_path.insert(0, AtImport())
 importlib.import_module(sys.argv[1])
 """
 _MODULES = [
-    "pdmesh.net.rpc",
+    "pdmesh.net.grpc.rpc",
     "pdmesh.v1.instance_service_pb2_grpc",
-    "pdmesh.cli.status",
+    "pdmesh.cli.commands.status",
     *(
         f"services.{name}.__main__"
         for name in ("gateway", "master_scheduler", "prefill", "decode", "kv_cache_index")

@@ -25,7 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     module = getattr(options, "module", options.command)
     try:
         _check_state_dir(options.state_dir)
-        run: Command = import_module(f"pdmesh.cli.{module}").run  # long enough for a Ctrl-C
+        run: Command = import_module(
+            f"pdmesh.cli.commands.{module}"
+        ).run  # long enough for a Ctrl-C
         code = _flushed(run(options))
     except CommandFailed as exc:
         print(f"pdmesh: {exc}", file=sys.stderr)

@@ -15,8 +15,8 @@ import structlog
 from pdmesh.cli.errors import CommandFailed, no_mesh
 from pdmesh.config import BadSetting, url_problem, without_password
 from pdmesh.launcher import state
-from pdmesh.net import rpc
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.grpc import rpc
+from pdmesh.net.nats.bus import NatsBus
 
 _CONNECT_S: Final = 3.0
 

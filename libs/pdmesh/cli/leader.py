@@ -6,7 +6,7 @@ import argparse
 
 from pdmesh.cli.connect import connected
 from pdmesh.cli.texts import text_of
-from pdmesh.net.admin_client import Invoke, T, call_leader
+from pdmesh.net.grpc.admin_client import Invoke, T, call_leader
 
 
 async def ask_leader(options: argparse.Namespace, invoke: Invoke[T]) -> T:

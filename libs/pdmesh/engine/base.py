@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from pdmesh.core.arena import ArenaRange as ArenaRange  # noqa: PLC0414  # part of the jobs
-from pdmesh.core.pins import PinnedPrefix
-from pdmesh.core.tail_names import NO_TAILS, TailSampling
-from pdmesh.core.ticket import Ticket as Ticket  # noqa: PLC0414  # part of the jobs
-from pdmesh.core.tiers import Tier
+from pdmesh.core.instance.arena import ArenaRange as ArenaRange  # noqa: PLC0414 - of the jobs
+from pdmesh.core.kv.prefix.partial_block_names import NO_TAILS, TailSampling
+from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.core.kv.transfer.ticket import Ticket as Ticket  # noqa: PLC0414  # part of the jobs
 from pdmesh.kv.tiers.report import TierReport
 
 
@@ -187,7 +187,7 @@ class Finished:
 class Failed:
     """The job failed and holds nothing any more. `reason` as in errors.py; retryable means elsewhere.
 
-    `cause`: of a KV transfer that failed, what the KV agent says of it (`core.ticket.PullFailure`).
+    `cause`: of a KV transfer that failed, what the KV agent says of it (`core.kv.transfer.ticket.PullFailure`).
     """
 
     leg: int

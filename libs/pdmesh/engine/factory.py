@@ -7,22 +7,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pdmesh.core.speculation import NO_SPECULATION, Speculation
-from pdmesh.core.tail_names import NO_TAILS, TailSampling
-from pdmesh.core.tiers import CostBook
+from pdmesh.core.instance.speculation import NO_SPECULATION, Speculation
+from pdmesh.core.kv.prefix.partial_block_names import NO_TAILS, TailSampling
+from pdmesh.core.kv.tiers.load_plan import CostBook
 from pdmesh.engine.base import Engine
 from pdmesh.engine.laws import LAWS
 from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.engine import SimEngine
 from pdmesh.engine.sim.model import SimParams
 from pdmesh.errors import EngineFailed
-from pdmesh.kv.agent import KvAgent
-from pdmesh.kv.agent_types import AgentEvent, AgentIdentity
+from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.types import AgentEvent, AgentIdentity
+from pdmesh.kv.agent.wire import VERSION as KV_WIRE_VERSION
 from pdmesh.kv.tiers.config import TierConfig, open_tiers
 from pdmesh.kv.tiers.peers import FindHolders, PoolSource
 from pdmesh.kv.tiers.stack import TierStack
-from pdmesh.kv.transport import KvTransport
-from pdmesh.kv.wire import VERSION as KV_WIRE_VERSION
+from pdmesh.kv.transport.base import KvTransport
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def _sim_tiers(settings: EngineSettings, params: SimParams, fingerprint: str) ->
 
 
 def _ucx(settings: EngineSettings) -> KvTransport:
-    from pdmesh.kv.ucx import UcxTransport  # loads the UCX libraries
+    from pdmesh.kv.transport.ucx import UcxTransport  # loads the UCX libraries
 
     return UcxTransport(settings.kv_host)
 

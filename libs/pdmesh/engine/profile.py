@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdmesh.core.ratio_model import Profile
+from pdmesh.core.ratio.model import Profile
 from pdmesh.engine.laws import Law
 
 

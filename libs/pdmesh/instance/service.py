@@ -11,15 +11,15 @@ from collections.abc import Coroutine
 from typing import Any
 
 from pdmesh import failpoints
-from pdmesh.core.fleet import Role
-from pdmesh.instance import duties
-from pdmesh.instance.loading import LoadedEngine, load
-from pdmesh.instance.member import Member
+from pdmesh.core.placement.fleet import Role
+from pdmesh.instance.incarnation import duties
+from pdmesh.instance.incarnation.loading import LoadedEngine, load
+from pdmesh.instance.incarnation.member import Member
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.lifecycle import App, new_incarnation
-from pdmesh.net.nats_assignments import NatsAssignments
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.nats.assignments import NatsAssignments
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
 
 
 async def serve(settings: InstanceSettings, app: App, role: Role) -> None:

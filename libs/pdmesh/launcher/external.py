@@ -7,8 +7,8 @@ from typing import Final
 
 from pdmesh.config import url_problem, without_password
 from pdmesh.errors import MeshError
-from pdmesh.kv.redis_index import RedisIndex
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.kv.index.redis_index import RedisIndex
+from pdmesh.net.nats.bus import NatsBus
 
 _ANSWER_S: Final = 3.0
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from pdmesh.net.admin_client import call_leader
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.grpc.admin_client import call_leader
+from pdmesh.net.nats.bus import NatsBus
 from pdmesh.v1.admin_service_pb2 import ApplyDesiredRequest
 
 _LEADER_S: Final = 20.0

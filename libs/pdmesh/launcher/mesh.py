@@ -18,7 +18,12 @@ from pathlib import Path
 from typing import Final, Self
 
 from pdmesh.config import BadSetting
-from pdmesh.core.supervision import GiveUp, Phase, RestartPolicy, RestartScheduled
+from pdmesh.core.control.supervision import (
+    GiveUp,
+    Phase,
+    RestartPolicy,
+    RestartScheduled,
+)
 from pdmesh.embedded.binaries import ServerNotFound
 from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer
 from pdmesh.engine.sim_tokenizer import write_sim_model

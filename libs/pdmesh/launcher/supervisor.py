@@ -1,4 +1,4 @@
-"""Keeps child processes running: the shell around `core.supervision`.
+"""Keeps child processes running: the shell around `core.control.supervision`.
 
 It starts and signals processes and tells the core when one ended; the core says what to do. Whatever a process started
 itself dies with it (its whole session is killed), so a restart never meets its predecessor's children. Nobody who is told what
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pdmesh.core.supervision import (
+from pdmesh.core.control.supervision import (
     BecameReady,
     Effect,
     Event,

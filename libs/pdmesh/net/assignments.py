@@ -2,7 +2,7 @@
 
 Assignments outlive both: they do not expire. The adapter is JetStream key-value (`nats_assignments.py`). Each write is
 compared with the revision that its writer last saw, and refused once a leader of a later epoch has written (I7); an
-instance besides ignores what is meant for another incarnation, or is older than what it has seen (`core.instance_life`).
+instance besides ignores what is meant for another incarnation, or is older than what it has seen (`core.instance.lifecycle`).
 """
 
 from __future__ import annotations

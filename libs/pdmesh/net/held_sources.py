@@ -1,10 +1,10 @@
-"""What a decode's record says of the senders it holds in quarantine, to and from `core.kv_sources`."""
+"""What a decode's record says of the senders it holds in quarantine, to and from `core.kv.transfer.source_exclusions`."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from pdmesh.core.kv_sources import HeldSource, KvSource, SourceFault
+from pdmesh.core.kv.transfer.source_exclusions import HeldSource, KvSource, SourceFault
 from pdmesh.v1.common_pb2 import (
     KV_FAULT_CORRUPT,
     KV_FAULT_SLOW,

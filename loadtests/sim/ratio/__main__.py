@@ -26,7 +26,7 @@ from loadtests.progress import Progress
 from loadtests.results import describe_machine, describe_versions
 from loadtests.sim.ratio import aggregated, faults, loop, report, scale, sweep
 from loadtests.sim.ratio.report import Results
-from pdmesh.core.ratio_model import Split, splits
+from pdmesh.core.ratio.model import Split, splits
 
 _KINDS: Final[dict[str, type[Any]]] = {
     "sweep": sweep.Best,

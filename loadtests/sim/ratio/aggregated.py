@@ -12,8 +12,8 @@ from typing import Final
 
 from loadtests.sim.load import Lengths, poisson
 from loadtests.sim.mesh import MeshShape, VirtualMesh
-from pdmesh.core.placement_policies import Weights
-from pdmesh.core.ratio_model import Split, splits
+from pdmesh.core.placement.policies import Weights
+from pdmesh.core.ratio.model import Split, splits
 from pdmesh.engine.laws import MOCKER
 from pdmesh.engine.profile import profile
 

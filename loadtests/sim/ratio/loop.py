@@ -12,7 +12,7 @@ from loadtests.sim.live import LiveMesh
 from loadtests.sim.load import Lengths, poisson
 from loadtests.sim.mesh import MeshShape
 from loadtests.sim.ratio.sweep import DECODE_SLOTS, PREFILL_SLOTS, TOTAL, Workload
-from pdmesh.core.ratio_model import Split
+from pdmesh.core.ratio.model import Split
 from pdmesh.engine.laws import SMOLLM2_CPU
 
 WINDOW_S: Final = 10.0

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from loadtests.results import Spread
 from loadtests.sim.ratio import aggregated, faults, sweep
-from pdmesh.core.ratio_model import Split
+from pdmesh.core.ratio.model import Split
 
 MODEST: Final = 0.6  # the paper's margin of the best ratio over others
 _NUM_WEEKS: Final = 1000

@@ -8,16 +8,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from pdmesh.core.cron import Cron
-from pdmesh.core.fleet import Fleet, Identity, LoadReported, RecordSeen, Role
-from pdmesh.core.groups import GroupTracker
-from pdmesh.core.moves import GroupShape
-from pdmesh.core.placement import Placement
-from pdmesh.core.placement_policies import Query
-from pdmesh.core.plan_runner import GroupsSeen, PlanRunner
-from pdmesh.core.ratio import RatioController, WindowSeen
-from pdmesh.core.ratio_detector import Window
-from pdmesh.core.schedule import Entry, Schedule, What
+from pdmesh.core.groups.observed import GroupTracker
+from pdmesh.core.moves.cron import Cron
+from pdmesh.core.moves.move import GroupShape
+from pdmesh.core.moves.plan_runner import GroupsSeen, PlanRunner
+from pdmesh.core.moves.schedule import Entry, Schedule, What
+from pdmesh.core.placement.fleet import (
+    Fleet,
+    Identity,
+    LoadReported,
+    RecordSeen,
+    Role,
+)
+from pdmesh.core.placement.plan import Placement
+from pdmesh.core.placement.policies import Query
+from pdmesh.core.ratio.detector import Window
+from pdmesh.core.ratio.loop import RatioController, WindowSeen
 
 NUM_SCENARIOS: Final = 100
 _SPLIT: Final = (4, 6)

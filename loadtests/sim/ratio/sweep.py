@@ -9,8 +9,8 @@ from typing import Final
 from loadtests.sim.load import Lengths
 from loadtests.sim.mesh import MeshShape, Served, VirtualMesh
 from loadtests.workloads import Arrival
-from pdmesh.core.placement_policies import Weights
-from pdmesh.core.ratio_model import Profile, Split
+from pdmesh.core.placement.policies import Weights
+from pdmesh.core.ratio.model import Profile, Split
 from pdmesh.engine.laws import SMOLLM2_CPU, Law
 from pdmesh.engine.profile import profile
 

@@ -20,7 +20,7 @@ from pdmesh.atomic_file import write_atomically
 from pdmesh.errors import InvalidRequest, VersionConflict
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
-from pdmesh.net.nats_bus import NatsBus
+from pdmesh.net.nats.bus import NatsBus
 from pdmesh.v1.admin_service_pb2 import HOLD_KIND_DRAIN, HOLD_KIND_ISOLATE, DesiredVersion
 from tests.chaos.nemesis.actions import (
     Action,

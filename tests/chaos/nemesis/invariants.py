@@ -21,11 +21,11 @@ from urllib.error import URLError
 import httpx
 
 from loadtests.leak import gauges, held
-from pdmesh.core.desired import SERVING_ROLES
-from pdmesh.core.fleet import Role
+from pdmesh.core.groups.desired import SERVING_ROLES
+from pdmesh.core.placement.fleet import Role
 from pdmesh.desired_file import read
 from pdmesh.errors import MeshError
-from pdmesh.instance.assignment import ROLES
+from pdmesh.instance.incarnation.assignment import ROLES
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, InstanceRecord
 from tests.chaos.nemesis.actions import Freeze, Signal
 from tests.chaos.nemesis.arena import TENANTS, Arena

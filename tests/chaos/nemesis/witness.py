@@ -17,13 +17,14 @@ import grpc
 from google.protobuf.json_format import Parse
 
 from pdmesh.events.v1.events_pb2 import RequestFinished
-from pdmesh.net import rpc, subjects
+from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
-from pdmesh.net.nats_assignments import BUCKET
-from pdmesh.net.nats_bus import NatsBus
-from pdmesh.net.nats_kv import KvBucket, KvEntry
-from pdmesh.net.nats_registry import NatsRegistry
+from pdmesh.net.grpc import rpc
+from pdmesh.net.nats.assignments import BUCKET
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.kv_bucket import KvBucket, KvEntry
+from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.registry import RecordChanged, takes_requests
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_NONE, ROLE_PREFILL, InstanceRecord
 from pdmesh.v1.groups_pb2 import Assignment

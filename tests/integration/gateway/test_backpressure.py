@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from pdmesh.core.backpressure import Backpressure
+from pdmesh.core.request.backpressure import Backpressure
 from pdmesh.v1 import scheduler_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.instance_service_pb2 import REJECT_REASON_BUSY
-from services.master_scheduler import convert
+from services.master_scheduler.placement import convert
 from tests.fakes.fake_master import FakeMaster, serving
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.support.waiting import until

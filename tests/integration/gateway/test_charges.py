@@ -12,11 +12,11 @@ import grpc
 import httpx
 import pytest
 
-from pdmesh.core.tenants import ANYONE
-from pdmesh.net import rpc
+from pdmesh.core.tenancy.limits import ANYONE
+from pdmesh.net.grpc import rpc
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from services.gateway.door import OpenDoor
+from services.gateway.access.access_control import OpenDoor
 from tests.fakes.fake_instance import FakeInstance
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.support.waiting import until

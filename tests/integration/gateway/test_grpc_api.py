@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from pdmesh.net import rpc
+from pdmesh.net.grpc import rpc
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub

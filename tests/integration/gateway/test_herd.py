@@ -20,14 +20,14 @@ from typing import Any
 import httpx
 import pytest
 
-from pdmesh.core.fleet import Fleet, LoadReported, RecordSeen
-from pdmesh.core.placement import Placement
-from pdmesh.core.placement_baselines import POLICIES
-from pdmesh.core.placement_policies import Weights
+from pdmesh.core.placement.baselines import POLICIES
+from pdmesh.core.placement.fleet import Fleet, LoadReported, RecordSeen
+from pdmesh.core.placement.plan import Placement
+from pdmesh.core.placement.policies import Weights
 from pdmesh.v1 import scheduler_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstanceRecord
 from services.gateway.gateway import Gateway
-from services.master_scheduler import convert
+from services.master_scheduler.placement import convert
 from tests.fakes.fake_master import FakeMaster, serving
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.fakes.memory_registry import MemoryView

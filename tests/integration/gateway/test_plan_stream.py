@@ -12,7 +12,7 @@ import pytest
 from pdmesh.errors import Overloaded, Unavailable
 from pdmesh.v1 import scheduler_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstanceRecord
-from services.gateway.plan_stream import PlanStream
+from services.gateway.routing.plan_stream import PlanStream
 from tests.fakes.fake_master import FakeMaster, serving
 from tests.fakes.gateway_mesh import gateway_mesh
 

@@ -12,9 +12,14 @@ import pytest
 
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile, TenantEntry
-from pdmesh.net.nats_bus import NatsBus
-from services.gateway.door import KeyedDoor, RateLimited, Visit, charged
-from services.gateway.tenant_ledgers import tenant_bucket
+from pdmesh.net.nats.bus import NatsBus
+from services.gateway.access.access_control import (
+    KeyedDoor,
+    RateLimited,
+    Visit,
+    charged,
+)
+from services.gateway.access.tenant_ledgers import tenant_bucket
 from tests.support.servers import TestServer
 from tests.support.waiting import until
 

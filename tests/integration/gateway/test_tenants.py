@@ -19,11 +19,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile, TenantEntry
 from pdmesh.lifecycle import StartupError
-from pdmesh.net import rpc
+from pdmesh.net.grpc import rpc
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import ROLE_DECODE
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from services.gateway.door import KeyedDoor, OpenDoor, open_door
+from services.gateway.access.access_control import KeyedDoor, OpenDoor, open_door
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.support.waiting import until
 

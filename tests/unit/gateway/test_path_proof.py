@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.net.canary_call import CanaryFailed, CanaryRefused
+from pdmesh.net.grpc.canary_call import CanaryFailed, CanaryRefused
 from pdmesh.v1.common_pb2 import (
     INSTANCE_PHASE_READY,
     ROLE_DECODE,
@@ -14,8 +14,8 @@ from pdmesh.v1.common_pb2 import (
     Role,
 )
 from services.gateway import path_proof
-from services.gateway.fleet import Fleet
 from services.gateway.path_proof import PathProof
+from services.gateway.routing.fleet import Fleet
 from tests.fakes.memory_registry import MemoryStore, MemoryView
 
 

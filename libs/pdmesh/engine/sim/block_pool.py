@@ -1,7 +1,7 @@
 """KV blocks of one instance: which are free, in use, or kept for their prefix (S80).
 
 A block in use has references; a full one may also have a hash, and the beginning of one, or of a partial one, may have names
-(`core.tail_book`). Without references it stays findable until it is the least recently used and its memory is
+(`core.kv.prefix.partial_blocks`). Without references it stays findable until it is the least recently used and its memory is
 needed. Pure bookkeeping, no bytes.
 """
 
@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pdmesh.core.tail_book import TailBook
-from pdmesh.core.tail_names import NO_TAILS, TailSampling
+from pdmesh.core.kv.prefix.partial_block_names import NO_TAILS, TailSampling
+from pdmesh.core.kv.prefix.partial_blocks import TailBook
 
 
 @dataclass(frozen=True, slots=True)

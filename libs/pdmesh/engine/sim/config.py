@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdmesh.core.tail_names import NO_TAILS, TailSampling
+from pdmesh.core.kv.prefix.partial_block_names import NO_TAILS, TailSampling
 from pdmesh.engine.laws import DEMO, Law
 from pdmesh.engine.sim.model import SimParams
 

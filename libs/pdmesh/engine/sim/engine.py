@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from pdmesh import failpoints
-from pdmesh.core.pins import PinnedPrefix
+from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.engine.base import (
     BlocksChanged,
     DecodeJob,
@@ -47,9 +47,9 @@ from pdmesh.engine.sim.tail_lane import TailLane
 from pdmesh.engine.sim.tier_lane import TierLane
 from pdmesh.engine.sim.vocabulary import EOS_ID
 from pdmesh.errors import EngineFailed, KvFormatMismatch
-from pdmesh.kv import agent_types as kv_events
-from pdmesh.kv.agent import KvAgent
-from pdmesh.kv.agent_types import AgentEvent
+from pdmesh.kv.agent import types as kv_events
+from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.types import AgentEvent
 from pdmesh.kv.tiers.peers import AgentPeers, FindHolders
 from pdmesh.kv.tiers.stack import TierStack
 from pdmesh.net.tasks import watched

@@ -10,7 +10,7 @@ from array import array
 
 import numpy as np
 
-from pdmesh.core.block_hash import block_hashes
+from pdmesh.core.kv.prefix.block_hash import block_hashes
 from pdmesh.engine.base import PrefillJob
 from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.memory import PagedMemory

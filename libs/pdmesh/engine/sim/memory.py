@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdmesh.engine.sim.model import SimModel, Words
-from pdmesh.kv.scatter import HostBlocks
+from pdmesh.kv.device.scatter import HostBlocks
 
 ByteMatrix = npt.NDArray[np.uint8]
 

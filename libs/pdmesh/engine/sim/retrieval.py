@@ -19,15 +19,15 @@ from typing import Final
 import numpy as np
 
 from pdmesh import failpoints
-from pdmesh.core.pull_queue import PullQueue
-from pdmesh.core.ticket import PullFailure
+from pdmesh.core.kv.transfer.pull_queue import PullQueue
+from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.engine.base import DecodeJob, Failed, KvPulling, KvReceived, LandingFreed, Output
 from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.memory import PagedMemory
 from pdmesh.engine.sim.model import SimModel
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.agent import KvAgent
-from pdmesh.kv.transport import ByteArray
+from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.transport.base import ByteArray
 from pdmesh.net.tasks import watched
 
 _TICK_S: Final = 0.01  # more than a loop's timers may be early

@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from pdmesh import failpoints
-from pdmesh.core.arena import ArenaRange
-from pdmesh.core.kv_layout import KvLayout
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.engine.base import PrefillJob, Ticket, hands_on
 from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.memory import PagedMemory
 from pdmesh.engine.sim.prefill import Prompt
-from pdmesh.kv.agent import KvAgent
+from pdmesh.kv.agent.agent import KvAgent
 
 
 class Stager:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from pdmesh.core.block_hash import tokens_to_bytes
+from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
 from pdmesh.engine.base import PrefillJob
 from pdmesh.engine.sim.block_pool import BlockPool, Tail
 from pdmesh.engine.sim.memory import PagedMemory

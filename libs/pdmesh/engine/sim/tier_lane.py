@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from pdmesh.core.tiers import Tier
+from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.engine.base import BlocksChanged, Output, PrefillJob, TiersReported
 from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.memory import PagedMemory
-from pdmesh.kv.scatter import gather, recv_scatter
+from pdmesh.kv.device.scatter import gather, recv_scatter
 from pdmesh.kv.tiers.owner import owner_of
 from pdmesh.kv.tiers.peers import FindHolders
 from pdmesh.kv.tiers.report import TierEvent
 from pdmesh.kv.tiers.stack import Lease, TierStack
-from pdmesh.kv.transport import ByteArray
+from pdmesh.kv.transport.base import ByteArray
 from pdmesh.net.tasks import watched
 
 REPORT_EVERY_S = 0.05

@@ -14,11 +14,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pdmesh.core.speculation import NO_SPECULATION, Speculation
-from pdmesh.engine.vllm.file_digests import default_cache_dir
+from pdmesh.core.instance.speculation import NO_SPECULATION, Speculation
+from pdmesh.engine.vllm.model.file_digests import default_cache_dir
 from pdmesh.kv.tiers.config import TierConfig
 
-CONNECTOR_MODULE = "pdmesh.engine.vllm.connector"
+CONNECTOR_MODULE = "pdmesh.engine.vllm.connector.connector"
 CONNECTOR_CLASS = "PdmeshConnector"
 # A step on a CPU is to end in time: decodes that share it wait for it, and pings. It costs nothing: a prompt of 1,900 tokens
 # took 6.1 s of a core, against 6.5 s in one step (SmolLM2-135M, float32), and the longest ping was 4 s instead of 18 on a busy

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from pdmesh import failpoints
-from pdmesh.core.pins import PinnedPrefix
+from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.engine.base import (
     ArenaRange,
     DecodeJob,
@@ -31,6 +31,10 @@ from pdmesh.engine.base import (
     PrefillJob,
     hands_on,
 )
+from pdmesh.engine.vllm.child.llm_process import LlmProcess
+from pdmesh.engine.vllm.child.preflight import check_memory, check_processor
+from pdmesh.engine.vllm.child.private_dir import make_private_dir
+from pdmesh.engine.vllm.child.startup import PROGRESS_EVERY_S, vllm_version, with_progress
 from pdmesh.engine.vllm.config import (
     VllmConfig,
     control_path,
@@ -38,15 +42,22 @@ from pdmesh.engine.vllm.config import (
     environment,
     events_endpoint,
 )
-from pdmesh.engine.vllm.control import ControlServer, WorkerLost
-from pdmesh.engine.vllm.description import endpoint_of, info_of
-from pdmesh.engine.vllm.file_digests import FileDigests
-from pdmesh.engine.vllm.fingerprint import computation_digest
-from pdmesh.engine.vllm.handoff import load_params, store_params
-from pdmesh.engine.vllm.job_facts import CancelRequest, Drawn, Effect, ReleaseTicket
-from pdmesh.engine.vllm.jobs import Endpoint, Jobs
-from pdmesh.engine.vllm.kv_events import BlockNames, read_events
-from pdmesh.engine.vllm.llm_process import LlmProcess
+from pdmesh.engine.vllm.connector.scheduler.handoff import load_params, store_params
+from pdmesh.engine.vllm.connector.worker.peer_checks import PeerChecks
+from pdmesh.engine.vllm.host.control import ControlServer, WorkerLost
+from pdmesh.engine.vllm.host.description import endpoint_of, info_of
+from pdmesh.engine.vllm.host.job_facts import (
+    CancelRequest,
+    Drawn,
+    Effect,
+    ReleaseTicket,
+)
+from pdmesh.engine.vllm.host.jobs import Endpoint, Jobs
+from pdmesh.engine.vllm.host.kv_events import BlockNames, read_events
+from pdmesh.engine.vllm.host.outputs import OutputQueue
+from pdmesh.engine.vllm.host.requests import RequestEvents, Requests
+from pdmesh.engine.vllm.host.stats import SchedulerView
+from pdmesh.engine.vllm.host.tier_client import TierClient, outputs_of
 from pdmesh.engine.vllm.messages import (
     Connections,
     Fetched,
@@ -59,15 +70,9 @@ from pdmesh.engine.vllm.messages import (
     ToHost,
     Working,
 )
-from pdmesh.engine.vllm.model_files import read_model
-from pdmesh.engine.vllm.outputs import OutputQueue
-from pdmesh.engine.vllm.peer_checks import PeerChecks
-from pdmesh.engine.vllm.preflight import check_memory, check_processor
-from pdmesh.engine.vllm.private_dir import make_private_dir
-from pdmesh.engine.vllm.requests import RequestEvents, Requests
-from pdmesh.engine.vllm.startup import PROGRESS_EVERY_S, vllm_version, with_progress
-from pdmesh.engine.vllm.stats import SchedulerView
-from pdmesh.engine.vllm.tier_client import TierClient, outputs_of
+from pdmesh.engine.vllm.model.file_digests import FileDigests
+from pdmesh.engine.vllm.model.fingerprint import computation_digest
+from pdmesh.engine.vllm.model.model_files import read_model
 from pdmesh.errors import EngineFailed
 from pdmesh.kv.tiers.peers import FindHolders
 from pdmesh.net.tasks import watched

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pdmesh.core.tiers import CostBook
+from pdmesh.core.kv.tiers.load_plan import CostBook
 from pdmesh.kv.tiers.file_format import identity_of
 from pdmesh.kv.tiers.file_store import FileStore
 from pdmesh.kv.tiers.file_tier import FileTier

@@ -13,8 +13,8 @@ from typing import Final
 
 import xxhash
 
-from pdmesh.core.block_hash import HASH_BYTES
-from pdmesh.kv.transport import ByteArray
+from pdmesh.core.kv.prefix.block_hash import HASH_BYTES
+from pdmesh.kv.transport.base import ByteArray
 
 MAGIC: Final = b"pdmeshkv"
 VERSION: Final = 1

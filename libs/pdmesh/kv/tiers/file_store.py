@@ -37,7 +37,7 @@ from pdmesh.kv.tiers.file_format import (
     checksum_of,
     pack_header,
 )
-from pdmesh.kv.transport import ByteArray
+from pdmesh.kv.transport.base import ByteArray
 
 _SUFFIX: Final = ".kv"
 _TEMPORARY: Final = ".writing-"

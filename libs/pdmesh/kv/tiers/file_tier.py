@@ -1,7 +1,7 @@
 """The file store behind a few threads: reads and writes never run on an event loop or an engine's thread.
 
 Bounded on all sides: so many threads, so many blocks waiting to be read or written (more are dropped and counted). A disk that
-fails or hangs is left alone for a while and tried again (`core.disk_health`); the tier then serves nothing or takes nothing.
+fails or hangs is left alone for a while and tried again (`core.kv.tiers.disk_health`); the tier then serves nothing or takes nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Final, TypeVar
 
 import structlog
 
-from pdmesh.core.disk_health import DiskHealth, DiskState
-from pdmesh.core.tiers import Tier
+from pdmesh.core.kv.tiers.disk_health import DiskHealth, DiskState
+from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.kv.tiers.disk_threads import DiskThreads, NotTried
 from pdmesh.kv.tiers.file_format import BadBlockFile
 from pdmesh.kv.tiers.file_store import FileStore
 from pdmesh.kv.tiers.host_pool import HostPool, PinnedBlock
 from pdmesh.kv.tiers.report import TierCounts, TierEvent, TierFault
-from pdmesh.kv.transport import ByteArray
+from pdmesh.kv.transport.base import ByteArray
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)

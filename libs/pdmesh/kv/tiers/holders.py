@@ -15,7 +15,7 @@ import grpc
 import structlog
 
 from pdmesh.kv.tiers.peers import PeerHolding
-from pdmesh.net import rpc
+from pdmesh.net.grpc import rpc
 from pdmesh.net.registry import Registry
 from pdmesh.v1.common_pb2 import InstanceRecord
 from pdmesh.v1.kv_index_service_pb2 import MatchRequest

@@ -1,7 +1,7 @@
 """Blocks in host memory: one arena mapped up front, one slot per block, all layers of a block together (S68, S76).
 
 The step's thread saves and loads at memory speed; other threads fill slots from slower tiers. Who holds which slot is
-`core.pool_book`'s decision, taken under one lock; bytes are copied outside it, into a slot that nobody else has or out of
+`core.kv.tiers.eviction`'s decision, taken under one lock; bytes are copied outside it, into a slot that nobody else has or out of
 one that is pinned.
 """
 
@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pdmesh.core.arena import ArenaRange
-from pdmesh.core.pool_book import PoolBook
-from pdmesh.kv.arena_memory import ArenaMemory
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.tiers.eviction import PoolBook
+from pdmesh.kv.agent.arena_memory import ArenaMemory
 from pdmesh.kv.tiers.file_format import checksum_of
 from pdmesh.kv.tiers.pool_memory import PopulatedArena
-from pdmesh.kv.transport import ByteArray
+from pdmesh.kv.transport.base import ByteArray
 
 _ALIGN = 4096
 

@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import structlog
 
-from pdmesh.core.tiers import CostBook, LoadPlan, Tier
+from pdmesh.core.kv.tiers.load_plan import CostBook, LoadPlan, Tier
 from pdmesh.kv.tiers.file_tier import FileTier
 from pdmesh.kv.tiers.host_pool import HostPool
 from pdmesh.kv.tiers.peers import PeerHolding, PeerPools
 from pdmesh.kv.tiers.report import TierCounts, TierEvent
-from pdmesh.kv.transport import ByteArray
+from pdmesh.kv.transport.base import ByteArray
 
 log = structlog.get_logger(__name__)
 

@@ -13,12 +13,12 @@ from typing import Final, Protocol
 
 import structlog
 
-from pdmesh.core.tiers import Tier
+from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.errors import KvTransferFailed
-from pdmesh.kv.agent_types import PinnedBlocks
+from pdmesh.kv.agent.types import PinnedBlocks
 from pdmesh.kv.tiers.host_pool import HostPool
 from pdmesh.kv.tiers.report import TierCounts, TierEvent
-from pdmesh.kv.transport import ByteArray
+from pdmesh.kv.transport.base import ByteArray
 
 log = structlog.get_logger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-from pdmesh.kv.arena_memory import HostArena
+from pdmesh.kv.agent.arena_memory import HostArena
 
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not among Python's constants
 _PIECE_BYTES: Final = (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from pdmesh.core.tiers import Tier
+from pdmesh.core.kv.tiers.load_plan import Tier
 
 MAX_FAULTS: Final = 64  # waiting to be told; more are counted only
 

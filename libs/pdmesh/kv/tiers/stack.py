@@ -1,6 +1,6 @@
 """Bringing the blocks of a prompt into the host pool, from whichever tier has them, before it is computed (S76, S77).
 
-All tiers are asked at the same time, and what is worth loading is loaded at the same time (`core.tiers`). The wait is
+All tiers are asked at the same time, and what is worth loading is loaded at the same time (`core.kv.tiers.load_plan`). The wait is
 bounded: by the caller's deadline, and by what computing the blocks would take. What has not arrived then is
 computed; a load under way goes on and serves the next request. Every failure ends the same way: fewer blocks.
 """
@@ -15,8 +15,15 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
-from pdmesh.core.pins import PinnedPrefix
-from pdmesh.core.tiers import CostBook, LoadPlan, Source, Tier, plan_load, prefix_length
+from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.core.kv.tiers.load_plan import (
+    CostBook,
+    LoadPlan,
+    Source,
+    Tier,
+    plan_load,
+    prefix_length,
+)
 from pdmesh.kv.tiers.file_tier import FileTier
 from pdmesh.kv.tiers.host_pool import HostPool, PinnedBlock, is_intact
 from pdmesh.kv.tiers.loads import Loads

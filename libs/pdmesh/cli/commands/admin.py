@@ -1,0 +1,290 @@
+"""`pdmesh groups`, `diff`, `apply`, `promote`, `rollback`, `drain`, `undrain`, `isolate`, `heal`: what the groups are, and shall be."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import getpass
+import json
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Final
+
+from google.protobuf.json_format import MessageToDict
+
+from pdmesh.cli.counts import counts, ready_counts
+from pdmesh.cli.errors import CommandFailed
+from pdmesh.cli.hints import hint
+from pdmesh.cli.leader import ask_leader
+from pdmesh.cli.table import table
+from pdmesh.cli.texts import text_of
+from pdmesh.cli.usage_text import usage_text
+from pdmesh.core.moves.move import OFF_POOL
+from pdmesh.desired_file import read
+from pdmesh.errors import MeshError
+from pdmesh.v1 import admin_service_pb2 as pb
+from pdmesh.v1.common_pb2 import InstancePhase, Role
+from pdmesh.v1.groups_pb2 import Stage
+
+_DIFF_FAILED: Final = 2
+Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        return asyncio.run(_COMMANDS[options.command](options))
+    except (CommandFailed, MeshError) as exc:
+        if options.command != "diff":
+            raise
+        raise CommandFailed(getattr(exc, "message", str(exc)), _DIFF_FAILED) from exc
+
+
+async def _groups(options: argparse.Namespace) -> int:
+    if options.text is not None:
+        return await _file(options)
+    if options.usage:
+        return await _usage(options)
+    states = await ask_leader(
+        options,
+        lambda stub, metadata, s: stub.ListGroupStates(
+            pb.ListGroupStatesRequest(), metadata=metadata, timeout=s
+        ),
+    )
+    if options.json:
+        print(json.dumps(MessageToDict(states, preserving_proto_field_name=True), indent=2))
+    else:
+        print(groups_text(states, hint(options.state_dir, "apply FILE")))
+    return 0
+
+
+async def _file(options: argparse.Namespace) -> int:
+    """The file of one version and nothing else, so that it can be changed and applied again."""
+    request = pb.GetDesiredRequest(version=options.text)
+    response = await ask_leader(
+        options,
+        lambda stub, metadata, s: stub.GetDesired(request, metadata=metadata, timeout=s),
+    )
+    if not response.HasField("desired"):
+        raise CommandFailed(
+            f"no desired state was ever applied; do it with: {hint(options.state_dir, 'apply FILE')}"
+        )
+    print(response.desired.text, end="" if response.desired.text.endswith("\n") else "\n")
+    return 0
+
+
+async def _usage(options: argparse.Namespace) -> int:
+    response = await ask_leader(
+        options,
+        lambda stub, metadata, s: stub.GetUsage(pb.GetUsageRequest(), metadata=metadata, timeout=s),
+    )
+    if options.json:
+        print(json.dumps(MessageToDict(response.book, preserving_proto_field_name=True), indent=2))
+    else:
+        print(usage_text(response.book))
+    return 0
+
+
+async def _diff(options: argparse.Namespace) -> int:
+    """Exit code 1 if something differs, and 2 if it cannot be said, as diff(1)."""
+    request = pb.DiffDesiredRequest(text=text_of(options.file))
+    response = await ask_leader(
+        options,
+        lambda stub, metadata, s: stub.DiffDesired(request, metadata=metadata, timeout=s),
+    )
+    print(_changes_text(response.changes, f"as version {response.version}"))
+    return 1 if response.changes else 0
+
+
+async def _apply(options: argparse.Namespace) -> int:
+    text = text_of(options.file)
+    request = pb.ApplyDesiredRequest(
+        text=text,
+        author=_user(),
+        reason=options.reason,
+        allow_empty=options.allow_empty,
+        canary_share=options.canary,
+    )
+    if options.expect_version is not None:
+        request.expected_version = options.expect_version
+    response = await ask_leader(
+        options,
+        lambda stub, metadata, s: stub.ApplyDesired(request, metadata=metadata, timeout=s),
+    )
+    print(_changes_text(response.changes, f"as version {response.version}"))
+    follow = hint(options.state_dir, "groups")
+    print(f"version {response.version} is the desired state; follow it with: {follow}")
+    if missing := await _missing_instances(options, text):
+        print(missing)
+    return 0
+
+
+async def _missing_instances(options: argparse.Namespace, text: str) -> str:
+    """What the groups wait for that is not there to be given a role; empty if they have enough."""
+    wanted = sum(group.size for group in read(text).groups.values())
+    if not wanted:
+        return ""
+    request = pb.ListGroupStatesRequest()
+    states = await ask_leader(
+        options,
+        lambda stub, metadata, s: stub.ListGroupStates(request, metadata=metadata, timeout=s),
+    )
+    there = len(states.blank_instance_ids) + sum(len(g.members) for g in states.groups)
+    if wanted <= there:
+        return ""
+    return (
+        f"its groups want {wanted} instances and {there} are there to be given a role: "
+        f"they wait for {wanted - there} more"
+    )
+
+
+async def _rollback(options: argparse.Namespace) -> int:
+    request = pb.RollbackDesiredRequest(
+        version=options.version,
+        author=_user(),
+        reason=options.reason,
+        allow_empty=options.allow_empty,
+    )
+    response = await ask_leader(
+        options,
+        lambda stub, metadata, s: stub.RollbackDesired(request, metadata=metadata, timeout=s),
+    )
+    print(_changes_text(response.changes, "as before"))
+    print(f"version {response.version} is that of version {response.restored_version}")
+    return 0
+
+
+async def _promote(options: argparse.Namespace) -> int:
+    request = pb.PromoteUpgradeRequest(scenario=options.scenario)
+    response = await ask_leader(
+        options,
+        lambda stub, metadata, s: stub.PromoteUpgrade(request, metadata=metadata, timeout=s),
+    )
+    for scenario in response.scenarios:
+        print(
+            f"scenario {scenario}: all groups get what the canary runs; "
+            f"follow it with: {hint(options.state_dir, 'groups')}"
+        )
+    return 0
+
+
+def _hold(kind: pb.HoldKind.ValueType) -> Command:
+    async def hold(options: argparse.Namespace) -> int:
+        request = pb.HoldInstanceRequest(
+            instance_id=options.instance, kind=kind, reason=options.reason
+        )
+        await ask_leader(
+            options,
+            lambda stub, metadata, s: stub.HoldInstance(request, metadata=metadata, timeout=s),
+        )
+        back = "undrain" if kind == pb.HOLD_KIND_DRAIN else "heal"
+        how = hint(options.state_dir, f"{back} {options.instance}")
+        print(f"{options.instance} is to leave; let it back with: {how}")
+        return 0
+
+    return hold
+
+
+def _release(kind: pb.HoldKind.ValueType) -> Command:
+    async def release(options: argparse.Namespace) -> int:
+        request = pb.ReleaseInstanceRequest(instance_id=options.instance, kind=kind)
+        response = await ask_leader(
+            options,
+            lambda stub, metadata, s: stub.ReleaseInstance(request, metadata=metadata, timeout=s),
+        )
+        print(f"{options.instance} may get a role again")
+        if response.fault:
+            print(f"it is judged anew: it is held again if this is found again: {response.fault}")
+        return 0
+
+    return release
+
+
+_COMMANDS: Final[Mapping[str, Command]] = {
+    "groups": _groups,
+    "diff": _diff,
+    "apply": _apply,
+    "rollback": _rollback,
+    "promote": _promote,
+    "drain": _hold(pb.HOLD_KIND_DRAIN),
+    "undrain": _release(pb.HOLD_KIND_DRAIN),
+    "isolate": _hold(pb.HOLD_KIND_ISOLATE),
+    "heal": _release(pb.HOLD_KIND_ISOLATE),
+}
+
+
+def groups_text(states: pb.ListGroupStatesResponse, how_to_apply: str = "pdmesh apply FILE") -> str:
+    """Groups with their members, then what is blank and what is on hold."""
+    groups = [
+        (
+            group.group_id, group.scenario, group.state,
+            counts(group.num_prefill_wanted, group.num_decode_wanted, group.num_fusion_wanted),
+            ready_counts((m.role, m.phase) for m in group.members), group.revision,
+            ", ".join(group.regions), group.detail,
+        )
+        for group in states.groups
+    ]  # fmt: skip
+    parts = [
+        f"desired state: version {states.version}"
+        if states.version
+        else f"desired state: none; give it one with: {how_to_apply}",
+        table(("GROUP", "SCENARIO", "STATE", "WANTED", "READY", "REVISION", "REGION", "DETAIL"), groups),
+        "",
+        table(
+            ("INSTANCE", "GROUP", "ROLE", "PHASE", "MAY", "REVISION"),
+            [
+                (
+                    m.instance_id, group.group_id, _lower(Role.Name(m.role), "ROLE_"),
+                    _lower(InstancePhase.Name(m.phase), "INSTANCE_PHASE_"),
+                    _lower(Stage.Name(m.stage), "STAGE_"), m.revision,
+                )
+                for group in states.groups
+                for m in group.members
+            ],
+        ),
+    ]  # fmt: skip
+    if states.paused:
+        parts.insert(1, f"NOTHING IS CHANGED NOW: {states.paused}")
+    parts += map(_upgrade_line, states.upgrades)
+    if states.blank_instance_ids:
+        parts.append("\nblank: " + ", ".join(states.blank_instance_ids))
+    for each in states.adjustments:
+        shall = counts(each.num_prefill, each.num_decode, 0)
+        if each.pool:
+            shall = "off" if each.pool == OFF_POOL else f"lent to {each.pool}"
+        parts.append(f"adjusted: {each.group_id}: {shall} ({each.reason})")
+    for hold in states.holds:
+        kind = "drained" if hold.kind == pb.HOLD_KIND_DRAIN else "isolated"
+        parts.append(f"{kind}: {hold.instance_id} ({hold.reason})")
+    if states.page_url:
+        parts.append(f"\npage: {states.page_url}")
+    return "\n".join(parts)
+
+
+def _upgrade_line(upgrade: pb.UpgradeState) -> str:
+    if upgrade.state == "went back":
+        return f"\nupgrade of {upgrade.scenario} went back: {upgrade.detail}"
+    how_far = f"{upgrade.num_changed} of {upgrade.num_groups} groups"
+    return f"\nupgrade of {upgrade.scenario} to version {upgrade.version}: {upgrade.state}, {how_far}; {upgrade.detail}"
+
+
+def _lower(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix).lower()
+
+
+def _changes_text(changes: Iterable[pb.DesiredChange], when_none: str) -> str:
+    lines = [_change_line(change) for change in changes]
+    return "\n".join(lines) if lines else f"nothing differs: {when_none}"
+
+
+def _change_line(change: pb.DesiredChange) -> str:
+    if not change.HasField("before"):
+        return f"+ {change.path}: {change.after}"
+    if not change.HasField("after"):
+        return f"- {change.path}: {change.before}"
+    return f"~ {change.path}: {change.before} -> {change.after}"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "somebody"

@@ -1,0 +1,120 @@
+"""What plans have changed of the desired state since it was applied: the counts of a group, or that it is lent (S11, S28).
+
+An adjustment holds as long as the desired state asks for what it asked for when the adjustment was made: an operator who changes a
+group's counts has the last word. One that holds no more is erased, so that it does not come back with those counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from pdmesh.core.groups.desired import Desired, Group
+from pdmesh.core.moves.move import (
+    OFF_POOL,
+    GroupShape,
+    Move,
+    applied,
+)
+from pdmesh.core.placement.fleet import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustment:
+    """`pool`: the one that has borrowed the group, or OFF_POOL; empty while it serves. `base`: prefills and decodes that were asked for,
+    `base_fusion`: and instances that do both."""
+
+    prefill: int
+    decode: int
+    base: tuple[int, int]
+    pool: str = ""
+    reason: str = ""
+    base_fusion: int = 0
+
+
+Adjustments = Mapping[str, Adjustment]  # by group
+Busy = Callable[[str, Role], float | None]  # share of the slots of a role in a group that is taken
+
+
+class CannotMove(Exception):
+    """A move that the desired state has no room for."""
+
+
+def valid(desired: Desired, adjustments: Adjustments) -> dict[str, Adjustment]:
+    """Without those whose group is gone, or whose counts an operator has changed since."""
+    return {
+        group_id: adjustment
+        for group_id, adjustment in sorted(adjustments.items())
+        if (group := desired.groups.get(group_id)) is not None
+        and adjustment.base == (group.prefill, group.decode)
+        and adjustment.base_fusion == group.fusion
+    }
+
+
+def adjusted(desired: Desired, adjustments: Adjustments) -> Desired:
+    """What shall be now. Lent groups are not there."""
+    known = valid(desired, adjustments)
+    groups: dict[str, Group] = {}
+    for group_id, group in desired.groups.items():
+        adjustment = known.get(group_id)
+        if adjustment is None:
+            groups[group_id] = group
+        elif not adjustment.pool:
+            groups[group_id] = replace(group, prefill=adjustment.prefill, decode=adjustment.decode)
+    return replace(desired, groups=groups)
+
+
+def num_lent(desired: Desired, adjustments: Adjustments) -> Counter[str]:
+    """Instances that are kept for those who borrowed groups, by the groups' regions; empty: of any."""
+    lent: Counter[str] = Counter()
+    for group_id, adjustment in valid(desired, adjustments).items():
+        if adjustment.pool not in ("", OFF_POOL):
+            group = desired.groups[group_id]
+            lent[group.region] += group.size
+    return lent
+
+
+def group_shapes(desired: Desired, adjustments: Adjustments, busy: Busy) -> dict[str, GroupShape]:
+    """The groups as plans see them."""
+    known = valid(desired, adjustments)
+    states: dict[str, GroupShape] = {}
+    for group_id, group in sorted(desired.groups.items()):
+        adjustment = known.get(group_id)
+        states[group_id] = GroupShape(
+            group_id,
+            group.scenario,
+            adjustment.prefill if adjustment else group.prefill,
+            adjustment.decode if adjustment else group.decode,
+            busy(group_id, Role.PREFILL),
+            busy(group_id, Role.DECODE),
+            adjustment.pool if adjustment else "",
+            desired.service_of(group).model,
+            num_fusion=group.fusion,
+            fusion_busy=busy(group_id, Role.FUSION) if group.fusion else None,
+            allows_single=desired.allows_single(group.scenario),
+        )
+    return states
+
+
+def after(move: Move, desired: Desired, adjustments: Adjustments) -> dict[str, Adjustment]:
+    """The adjustments once the move is to be made; raises CannotMove."""
+    before = group_shapes(desired, adjustments, lambda group_id, role: None)
+    if move.group_id not in before or (move.to_group and move.role and move.to_group not in before):
+        raise CannotMove(f"group {move.group_id} is not there")
+    if move.role and not all(before[g].has_ratio for g in (move.group_id, move.to_group) if g):
+        raise CannotMove(f"group {move.group_id} has no prefills and decodes")
+    result = valid(desired, adjustments)
+    for group_id, state in applied(before, move).items():
+        if state == before[group_id]:
+            continue
+        group = desired.groups[group_id]
+        base = (group.prefill, group.decode)
+        changed = Adjustment(
+            state.num_prefill, state.num_decode, base, state.pool, move.reason, group.fusion
+        )
+        if (changed.prefill, changed.decode) == base and not changed.pool:
+            result.pop(group_id, None)
+        else:
+            result[group_id] = changed
+    return result

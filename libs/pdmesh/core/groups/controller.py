@@ -1,0 +1,368 @@
+"""Makes the groups what they shall be: sets up, changes, drains and repairs them by moving one instance at a time (S14-S26, S35, S36).
+
+Level-triggered: each round compares what is wanted with records and assignments, both from the registry, and says what to assign
+next. So a new leader takes up every workflow where it is, and nothing is done twice. What is kept here beyond that are times (how long
+a stage has lasted, how often a group failed) and which steps were told. The rules that hold in every round:
+
+- A group that serves nothing yet takes instances only when there are enough for all of it, and serves only when all pairs of those
+  that stay are verified; its prefills last. If that does not come about, all of it becomes blank again (S15, S19).
+- An instance that is lost, failed or isolated is replaced by one blank instance; the others go on (S35).
+- What is too many or of another revision or scenario leaves when those that come are ready, and never below what the scenario must keep.
+  Without room for them it leaves first: `group_leaving`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from pdmesh.core.groups.facts import Observed, Seen, WantedGroup
+from pdmesh.core.groups.join import advance, lacking, sorted_out
+from pdmesh.core.groups.leave import (
+    GroupRecord,
+    abandon,
+    erase,
+    let_go,
+    let_others_go,
+)
+from pdmesh.core.groups.region import RegionWatch, placed
+from pdmesh.core.groups.round import Member, Round
+from pdmesh.core.groups.steps import Step, StepTeller
+from pdmesh.core.groups.timeouts import StageClock
+from pdmesh.core.instance.lifecycle_events import (
+    Assignment,
+    Duty,
+    Phase,
+    Stage,
+)
+from pdmesh.core.placement.fleet import Role
+
+IDS_PER_EPOCH: Final = 1_000_000  # so that assignment ids of different leaders differ
+
+
+class GroupState(enum.StrEnum):
+    GATHERING = "gathering"  # waits for enough blank instances
+    FORMING = "forming"
+    SERVING = "serving"
+    CHANGING = "changing"
+    FAILED = "failed"
+    LEAVING = "leaving"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReport:
+    """`lacks`: the blank instances that it waits for, while none of its own leaves that could make room."""
+
+    group_id: str
+    state: GroupState
+    detail: str = ""
+    lacks: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """Write this assignment."""
+
+    instance_id: str
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Remove the assignment: the incarnation it was for is gone."""
+
+    instance_id: str
+
+
+Effect = Give | Forget | Step
+
+
+@dataclass(slots=True)
+class GroupController:
+    """The only way to change state is `handle`; its effects are to be written before the next round, or not at all."""
+
+    clock: StageClock = field(default_factory=StageClock)
+    reports: dict[str, GroupReport] = field(default_factory=dict)
+    regions: dict[str, str | None] = field(
+        default_factory=dict
+    )  # that each group is to be in now; None: any
+    _steps: StepTeller = field(default_factory=StepTeller)
+    _records: dict[str, GroupRecord] = field(default_factory=dict)
+    _region_watch: RegionWatch = field(default_factory=RegionWatch)
+    _last_id: int = 0
+    _version: int = 0
+
+    def handle(self, observed: Observed, now: float) -> list[Effect]:
+        """One round. Nothing happens as long as no desired state was ever applied."""
+        if observed.version == 0:
+            return []
+        if observed.version != self._version:
+            self._version = observed.version
+            self._records.clear()  # the operator may have mended what failed
+        turn = Round(observed)
+        told = self._steps.begin(observed)
+        self._region_watch.note(observed.seen, now)
+        self._note_losses(turn, now)
+        self._recover(turn)
+        self._adopt(turn)
+        self._note_departures(turn)
+        self.clock.note(turn, now)
+        reports: dict[str, GroupReport] = {}
+        self.regions = {}
+        for group_id in self._in_order(turn):
+            self._steps.group_id = group_id
+            reports[group_id] = self._reconcile(turn, group_id, now)
+        self.reports = dict(sorted(reports.items()))
+        turn.connect_peers()
+        return [*self._writes(turn), *told, *self._steps.end(turn)]
+
+    # --- what was there before -------------------------------------------------------------------
+
+    def _note_losses(self, turn: Round, now: float) -> None:
+        """Places of those that are gone without having been asked to leave are to be filled again, if possible by others.
+
+        One that never served may have died of what it was assigned, unless its region is lost: then its substitute would too, and
+        all after it.
+        """
+        unmade: dict[str, str] = {}  # one of each group: a node takes several with it
+        for instance_id, assignment in sorted(turn.observed.given.items()):
+            if instance_id not in turn.plan and assignment.stage < Stage.DRAIN:
+                duty = assignment.duty
+                if self._steps.lost(instance_id, assignment):
+                    self.clock.avoid(instance_id, now)
+                    self._record(duty.group_id).vacate(duty.role, instance_id)
+                    is_alone = not self._region_watch.is_losing(instance_id)
+                    if assignment.stage < Stage.SERVE and is_alone:
+                        unmade.setdefault(duty.group_id, instance_id)
+        for group_id, instance_id in unmade.items():
+            self._steps.group_id = group_id
+            self._fail(turn, group_id, f"{instance_id} was lost while it was set up", now)
+
+    def _note_departures(self, turn: Round) -> None:
+        """Processes that were asked to stop drain by themselves: no failure, and their places are free from now on (F41)."""
+        for instance_id, assignment in sorted(turn.plan.items()):
+            member = Member(turn.observed.seen[instance_id], assignment)
+            if member.is_departing:
+                self._record(assignment.duty.group_id).vacate(member.role, instance_id)
+                turn.set_stage(member, Stage.DRAIN)
+
+    def _recover(self, turn: Round) -> None:
+        """The bucket of assignments was lost (F21): records tell what had been assigned."""
+        stages = {
+            Phase.LOADING: Stage.LOAD,
+            Phase.LOADED: Stage.LOAD,
+            Phase.CONNECTING: Stage.CONNECT,
+            Phase.CONNECTED: Stage.CONNECT,
+            Phase.READY: Stage.SERVE,
+            Phase.DRAINING: Stage.DRAIN,
+            Phase.DRAINED: Stage.DRAIN,
+            Phase.FAILED: Stage.BLANK,
+        }
+        for instance_id, seen in sorted(turn.observed.seen.items()):
+            is_lost = seen.assignment_id and instance_id not in turn.plan
+            if is_lost and seen.phase in stages:
+                duty = self._duty_of(turn, seen)
+                self._give(turn, seen, duty, stages[seen.phase], seen.assignment_id)
+
+    def _adopt(self, turn: Round) -> None:
+        """Instances that have their role by their own settings belong to a group that is wanted."""
+        for instance_id, seen in sorted(turn.observed.seen.items()):
+            group = turn.observed.wanted.groups.get(seen.group_id)
+            is_own = seen.assignment_id == 0 and seen.phase is Phase.READY
+            if not is_own or group is None or instance_id in turn.plan:
+                continue
+            if seen.role in group.counts and seen.scenario == group.scenario:
+                duty = self._duty_of(turn, seen)
+                self._give(turn, seen, duty, Stage.SERVE, self._next_id(turn))
+                self._steps.tell("adopted", turn.plan[instance_id], instance_id)
+
+    def _duty_of(self, turn: Round, seen: Seen) -> Duty:
+        group = turn.observed.wanted.groups.get(seen.group_id)
+        if group is not None and seen.role in group.duties:
+            duty = group.duties[seen.role]
+            if (duty.revision, duty.scenario) == (seen.revision, seen.scenario):
+                return duty
+        return Duty(seen.role, seen.group_id, seen.scenario, seen.revision)
+
+    def _in_order(self, turn: Round) -> list[str]:
+        """Groups that serve come first: what they lack is a fault, what a new one lacks is a delay."""
+
+        def rank(group_id: str) -> tuple[bool, str]:
+            return (not any(m.is_ready for m in turn.members(group_id)), group_id)
+
+        return sorted(turn.group_ids(), key=rank)
+
+    # --- one group -------------------------------------------------------------------------------
+
+    def _reconcile(self, turn: Round, group_id: str, now: float) -> GroupReport:
+        group = turn.observed.wanted.groups.get(group_id)
+        if group is not None:
+            self._record(group_id).begin(group.revision)
+        self._erase_broken(turn, group_id, now)
+        self._finish_leaving(turn, group_id, now)
+        if group is None:
+            record = self._record(group_id)
+            detail = let_go(turn, record, turn.members(group_id), may_empty_group=True)
+            return GroupReport(group_id, GroupState.LEAVING, detail)
+        record, group = self._record(group_id), placed(turn, group)
+        self.regions[group_id] = group.region
+        keep, others = sorted_out(turn, group)
+        has_served = any(m.is_ready for m in keep)
+        if now < record.cools_until:
+            abandon(turn, record, keep)
+            return GroupReport(group_id, GroupState.FAILED, record.failure)
+        missing = lacking(group, keep)
+        num_lacking = sum(missing.values())
+        num_short = self._recruit(turn, group, missing, has_served=has_served) if num_lacking else 0
+        short = _short_line(num_short, group) if num_short else ""
+        keep, _ = sorted_out(turn, group)
+        if short and not has_served and self._waits_too_long(record, keep, now):
+            self._fail(turn, group_id, f"set-up: {short}", now, is_final=True)
+            abandon(turn, record, keep)
+            return GroupReport(group_id, GroupState.FAILED, record.failure)
+        advance(turn, group, keep, has_served=has_served)
+        is_whole = not num_lacking and all(m.is_ready for m in keep)
+        detail = ""
+        if is_whole or short or not has_served:
+            idle = [m for m in others if not m.is_ready]
+            let_go(turn, record, idle, may_empty_group=True)
+        if is_whole or short:
+            busy = [m for m in others if m.is_ready]
+            detail = let_others_go(turn, group, record, busy, num_short)
+        is_leaving = others or any(m.stage >= Stage.DRAIN for m in turn.members(group_id))
+        report = self._report(record, group, has_served, is_whole and not others, detail or short)
+        return report if is_leaving else replace(report, lacks=short)
+
+    # --- those that leave ------------------------------------------------------------------------
+
+    def _erase_broken(self, turn: Round, group_id: str, now: float) -> None:
+        """Failed, isolated and overdue ones become blank at once; their places are filled by others."""
+        record = self._record(group_id)
+        for member in turn.members(group_id):
+            if member.stage is Stage.BLANK:
+                if self.clock.is_erase_overdue(member, now):
+                    self._steps.stuck(member.instance_id, member.assignment)
+                continue
+            if member.instance_id in turn.observed.isolated:
+                self._steps.tell("held", member.assignment, member.instance_id, detail="isolated")
+                erase(turn, record, member)
+            elif why := self.clock.why_broken(turn, member, now):
+                self._fail(turn, group_id, f"{member.instance_id}: {why}", now)
+                self.clock.avoid(member.instance_id, now)
+                self._steps.tell("failed", member.assignment, member.instance_id, detail=why)
+                erase(turn, record, member)
+
+    def _finish_leaving(self, turn: Round, group_id: str, now: float) -> None:
+        """Drained ones are erased when those that knew them have let go (S26)."""
+        record, members = self._record(group_id), turn.members(group_id)
+        for member in members:
+            if member.stage is not Stage.DRAIN:
+                continue
+            waited_s = self.clock.waited_s(member, now)
+            is_known = any(member.seen.id in m.seen.verified and m.is_ready for m in members)
+            is_over = waited_s > self.clock.limits.drain_s + self.clock.limits.disconnect_s
+            if is_over or (member.seen.phase is Phase.DRAINED and not is_known):
+                self._steps.tell("disconnected", member.assignment, member.instance_id)
+                erase(turn, record, member)
+
+    # --- those that come -------------------------------------------------------------------------
+
+    def _recruit(
+        self, turn: Round, group: WantedGroup, missing: dict[Role, int], *, has_served: bool
+    ) -> int:
+        """Give blank instances a role; how many are still missing. A new group takes all it needs, or none."""
+        num_blank = turn.num_blanks(group.racks)
+        num = num_blank.total() if group.region is None else num_blank[group.region]
+        short = max(0, sum(missing.values()) - num)
+        if not num or (short and not has_served):
+            return short
+        candidates = [s for s in turn.blanks(group.racks) if group.region in (None, s.region)]
+        racks = [m.seen.rack for m in turn.members(group.group_id)]
+        for role, num in missing.items():
+            for _ in range(num):
+                if not candidates:
+                    break
+                seen = min(
+                    candidates,
+                    key=lambda s: (
+                        self.clock.is_avoided(s.instance_id),
+                        racks.count(s.rack),
+                        s.instance_id,
+                    ),
+                )
+                candidates.remove(seen)
+                racks.append(seen.rack)
+                self._give(turn, seen, group.duties[role], Stage.LOAD, self._next_id(turn))
+                replaces = self._record(group.group_id).fill(role)
+                given = turn.plan[seen.instance_id]
+                self._steps.tell("assigned", given, seen.instance_id, replaces=replaces)
+        return short
+
+    # --- failures and reports --------------------------------------------------------------------
+
+    def _waits_too_long(self, record: GroupRecord, keep: list[Member], now: float) -> bool:
+        if not keep:
+            record.short_since = None
+            return False
+        record.short_since = record.short_since if record.short_since is not None else now
+        return now - record.short_since > self.clock.limits.gather_s
+
+    def _fail(
+        self, turn: Round, group_id: str, why: str, now: float, *, is_final: bool = False
+    ) -> None:
+        if group_id not in turn.observed.wanted.groups:
+            return
+        record = self._record(group_id)
+        record.num_failures += 1
+        record.failure, record.short_since = why, None
+        if is_final or record.num_failures >= self.clock.limits.max_tries:
+            record.num_failures = 0
+            record.cools_until = now + self.clock.limits.cool_s
+            self._steps.tell_group("setup_failed", detail=why)
+
+    def _report(
+        self, record: GroupRecord, group: WantedGroup, has_served: bool, is_whole: bool, detail: str
+    ) -> GroupReport:
+        if is_whole:
+            record.num_failures, record.failure, record.short_since = 0, "", None
+            if not record.was_complete:
+                self._steps.tell_group("complete")
+            state = GroupState.SERVING
+        elif has_served:
+            state = GroupState.CHANGING
+        else:
+            state = GroupState.GATHERING if detail else GroupState.FORMING
+            self._steps.tell_group(state.value, detail=detail)
+        record.was_complete = is_whole
+        return GroupReport(group.group_id, state, detail or record.failure)
+
+    # --- small things ----------------------------------------------------------------------------
+
+    def _record(self, group_id: str) -> GroupRecord:
+        return self._records.setdefault(group_id, GroupRecord())
+
+    def _next_id(self, turn: Round) -> int:
+        self._last_id = max(self._last_id, turn.observed.epoch * IDS_PER_EPOCH) + 1
+        return self._last_id
+
+    def _give(self, turn: Round, seen: Seen, duty: Duty, stage: Stage, assignment_id: int) -> None:
+        turn.plan[seen.instance_id] = Assignment(
+            seen.incarnation, turn.observed.epoch, assignment_id, stage, duty
+        )
+
+    def _writes(self, turn: Round) -> Iterator[Effect]:
+        """Also what has not changed, if an earlier leader wrote it: from then on, that one can write it no more (I7)."""
+        for instance_id in sorted(turn.observed.given.keys() - turn.plan.keys()):
+            yield Forget(instance_id)
+        for instance_id, assignment in sorted(turn.plan.items()):
+            own = replace(assignment, epoch=turn.observed.epoch)
+            if own != turn.observed.given.get(instance_id):
+                yield Give(instance_id, own)
+
+
+def _short_line(short: int, group: WantedGroup) -> str:
+    where = f" in region {group.region}" if group.region else ""
+    where += f" in rack {' or '.join(group.racks)}" if group.racks else ""
+    return f"{short} more blank instance{'s' if short > 1 else ''} needed{where}"

@@ -1,0 +1,154 @@
+"""What the group controller compares: groups as they are wanted, instances as they are seen, assignments as they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+from pdmesh.core.groups.desired import SERVING_ROLES, Desired, revision_of
+from pdmesh.core.groups.revisions import (
+    NO_UPGRADES,
+    Upgrades,
+    services,
+    with_canaries,
+)
+from pdmesh.core.instance.lifecycle_events import (
+    Assignment,
+    Duty,
+    PeerId,
+    Phase,
+)
+from pdmesh.core.moves.move import MIN_PER_SCENARIO
+from pdmesh.core.placement.fleet import Role
+
+NONE_LENT: Final[Mapping[str, int]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class WantedGroup:
+    group_id: str
+    scenario: str
+    counts: Mapping[Role, int]
+    duties: Mapping[Role, Duty]
+    regions: tuple[str, ...] = ()  # that it may be in, the preferred one first; empty: in any one
+    spans_regions: bool = False  # its instances may be of several at once
+    region: str | None = None  # that it is to be in now (`group_place`); None: in any
+    racks: tuple[str, ...] = ()  # that its instances are of; empty: of any
+
+    @property
+    def revision(self) -> str:
+        return next(iter(self.duties.values())).revision
+
+    @property
+    def size(self) -> int:
+        return sum(self.counts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """All groups, and how many that serve a scenario must keep of each role, whatever we do ourselves (S28, S31).
+
+    `num_lent`: blank instances that are kept for those who borrowed groups, by region; empty: of any.
+    """
+
+    groups: Mapping[str, WantedGroup] = field(default_factory=dict)
+    floors: Mapping[tuple[str, Role], int] = field(default_factory=dict)
+    num_lent: Mapping[str, int] = field(default_factory=dict)
+
+    def floor(self, scenario: str, role: Role) -> int:
+        return self.floors.get((scenario, role), 0)
+
+
+def wanted_of(
+    desired: Desired,
+    kv_transport: str,
+    num_lent: Mapping[str, int] = NONE_LENT,
+    upgrades: Upgrades = NO_UPGRADES,
+) -> Wanted:
+    """`kv_transport` names the version of the KV wire: instances that differ in it never pair."""
+    groups: dict[str, WantedGroup] = {}
+    with_all = with_canaries(desired, upgrades)
+    running = services(with_all, upgrades)
+    revisions: dict[int, str] = {}  # by the service's id: many groups run the same one
+    for group_id, group in with_all.groups.items():
+        service = running[group_id]
+        revision = revisions.get(id(service))
+        if revision is None:
+            revision = revisions[id(service)] = revision_of(service, kv_transport)
+        duties = {
+            role: Duty(
+                role=role,
+                group_id=group_id,
+                scenario=group.scenario,
+                revision=revision,
+                model=service.model,
+                model_dir=service.model_dir,
+                manifest=service.manifests.get(role, ""),
+                options=tuple(sorted(service.options_for(role).items())),
+                spans_regions=group.spans_regions,
+            )
+            for role in SERVING_ROLES
+        }
+        counts = {role: group.num(role) for role in SERVING_ROLES}
+        groups[group_id] = WantedGroup(
+            group_id,
+            group.scenario,
+            counts,
+            duties,
+            group.regions,
+            group.spans_regions,
+            racks=group.racks,
+        )
+    floors: dict[tuple[str, Role], int] = {}
+    for scenario, own in desired.groups_by_scenario().items():
+        fusion = sum(group.fusion for group in own.values())
+        for role in (Role.PREFILL, Role.DECODE):
+            wanted = sum(group.num(role) for group in own.values()) + fusion
+            least = 1 if desired.allows_single(scenario) else MIN_PER_SCENARIO
+            floors[scenario, role] = min(least, wanted)
+    return Wanted(groups, floors, num_lent)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One instance by its record. `assignment_id` 0: what it is, it is by its own settings."""
+
+    instance_id: str
+    incarnation: int
+    phase: Phase
+    role: Role = Role.NONE
+    group_id: str = ""
+    scenario: str = ""
+    revision: str = ""
+    assignment_id: int = 0
+    region: str = ""
+    rack: str = ""
+    kv_region: str = ""  # that its KV stays in; empty: its group spans them
+    kv_addresses: tuple[str, ...] = ()
+    verified: frozenset[PeerId] = frozenset()
+    failed: frozenset[PeerId] = frozenset()
+    failure: str = ""
+    num_slots_used: int = 0
+
+    @property
+    def id(self) -> PeerId:
+        return PeerId(self.instance_id, self.incarnation)
+
+    @property
+    def is_loaded(self) -> bool:
+        return Phase.LOADED <= self.phase <= Phase.DRAINED
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The registry, now. `version` of the desired state, 0: none was ever applied. `drained`, `isolated`: instances on hold."""
+
+    epoch: int
+    version: int
+    wanted: Wanted
+    seen: Mapping[str, Seen]
+    given: Mapping[str, Assignment]
+    drained: frozenset[str] = frozenset()
+    isolated: frozenset[str] = frozenset()

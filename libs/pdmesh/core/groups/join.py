@@ -1,0 +1,67 @@
+"""Which members of a group stay, how many more it lacks, and how far each of them may go now (S14-S19)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pdmesh.core.groups.facts import WantedGroup
+from pdmesh.core.groups.region import is_misplaced
+from pdmesh.core.groups.round import Member, Round, unverified_pairs
+from pdmesh.core.instance.lifecycle_events import Phase, Stage
+from pdmesh.core.placement.fleet import Role
+
+
+def sorted_out(turn: Round, group: WantedGroup) -> tuple[list[Member], list[Member]]:
+    """Those to keep, and those that are too many, of another scenario, revision or region, or drained by the operator."""
+    keep: list[Member] = []
+    others: list[Member] = []
+    room = dict(group.counts)
+    members = [m for m in turn.members(group.group_id) if m.stage <= Stage.SERVE]
+    # The last to go are those that are furthest; among those that serve, the busiest.
+    members.sort(key=lambda m: (-m.stage, not m.is_ready, -m.seen.num_slots_used, m.instance_id))
+    for member in members:
+        is_held = member.instance_id in turn.observed.drained
+        is_fitting = not (member.is_stale(group) or is_misplaced(member, group))
+        if is_held or not is_fitting or not room.get(member.role):
+            others.append(member)
+        else:
+            room[member.role] -= 1
+            keep.append(member)
+    return keep, others
+
+
+def lacking(group: WantedGroup, keep: list[Member]) -> dict[Role, int]:
+    """Instances that are missing, by role; first of a role that has none left, without which the others serve nobody."""
+    have = Counter(m.role for m in keep)
+    roles = sorted(group.counts, key=lambda role: have[role] > 0)
+    return {role: group.counts[role] - have[role] for role in roles}
+
+
+def advance(turn: Round, group: WantedGroup, keep: list[Member], *, has_served: bool) -> None:
+    """Move each on by one stage if what it waits for has come.
+
+    Those that are to leave hold nobody up: one may be drained since it connects to nobody.
+    """
+    is_gathered = len(keep) == group.size
+    is_loaded = is_gathered and all(m.is_loaded for m in keep)
+    pairs = unverified_pairs(keep)
+    is_connected = is_loaded and not pairs and all(_is_connected(m) for m in keep)
+    decodes = [m for m in keep if m.role is Role.DECODE and m.stage is Stage.SERVE]
+    for member in keep:
+        is_met = not any(member in pair for pair in pairs)
+        match member.stage:
+            case Stage.LOAD if member.is_loaded and (has_served or is_loaded):
+                turn.set_stage(member, Stage.CONNECT)
+            case Stage.CONNECT if not _is_connected(member) or not is_met:
+                continue
+            case Stage.CONNECT if not (has_served or is_connected):
+                continue
+            case Stage.CONNECT if member.role is Role.PREFILL:
+                if decodes and all(m.is_ready for m in decodes):  # entrances last (S19)
+                    turn.set_stage(member, Stage.SERVE)
+            case Stage.CONNECT:
+                turn.set_stage(member, Stage.SERVE)
+
+
+def _is_connected(member: Member) -> bool:
+    return member.seen.phase in (Phase.CONNECTED, Phase.READY)

@@ -1,0 +1,135 @@
+"""Which instances of a group leave, and when: what a round of the group controller does about those that are not to stay (S26, S28, S31).
+
+Those that serve leave when those that come are ready. Where there are too few blank instances for that, they make room first: one
+at a time if they are too many, and as many as are needed if they are of an old revision or scenario. Which group gets another revision when is not
+decided here (`core.upgrade.controller`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdmesh.core.groups.facts import WantedGroup
+from pdmesh.core.groups.region import is_misplaced
+from pdmesh.core.groups.round import Member, Round
+from pdmesh.core.instance.lifecycle_events import Phase, Stage
+from pdmesh.core.placement.fleet import Role
+
+MAX_VACANCIES: Final = 64  # of a role in a group, whose substitutes are named
+
+
+@dataclass(slots=True)
+class GroupRecord:
+    """What is remembered of a group beyond the registry."""
+
+    revision: str = ""  # that the failures are about
+    num_failures: int = 0
+    failure: str = ""
+    cools_until: float = 0.0
+    short_since: float | None = None
+    was_complete: bool = False
+    vacancies: dict[Role, deque[str]] = field(default_factory=dict)
+
+    def begin(self, revision: str) -> None:
+        """What failed with another revision says nothing about this one."""
+        if self.revision != revision:
+            self.revision, self.num_failures, self.failure = revision, 0, ""
+            self.cools_until, self.short_since = 0.0, None
+
+    def vacate(self, role: Role, instance_id: str) -> None:
+        self.vacancies.setdefault(role, deque(maxlen=MAX_VACANCIES)).append(instance_id)
+
+    def fill(self, role: Role) -> str:
+        waiting = self.vacancies.get(role)
+        return waiting.popleft() if waiting else ""
+
+
+def erase(turn: Round, record: GroupRecord, member: Member) -> None:
+    """It becomes blank; if it was not leaving, somebody is to take its place."""
+    if member.stage < Stage.DRAIN:
+        record.vacate(member.role, member.instance_id)
+    turn.set_stage(member, Stage.BLANK)
+
+
+def abandon(turn: Round, record: GroupRecord, members: list[Member]) -> None:
+    """Nothing half-made stays: what is not ready yet becomes blank."""
+    for member in members:
+        if not member.is_ready and member.stage <= Stage.SERVE:
+            erase(turn, record, member)
+
+
+def let_go(
+    turn: Round, record: GroupRecord, members: list[Member], *, may_empty_group: bool
+) -> str:
+    """Drain them, as far as it may be; why it may not."""
+    reason = ""
+    for member in members:
+        if member.stage >= Stage.DRAIN:
+            continue
+        if why := turn.why_not_leave(member, may_empty_group=may_empty_group):
+            reason = why
+        elif member.seen.phase is Phase.READY:
+            turn.set_stage(member, Stage.DRAIN)
+        else:
+            erase(turn, record, member)
+    return reason
+
+
+def let_others_go(
+    turn: Round,
+    group: WantedGroup,
+    record: GroupRecord,
+    others: list[Member],
+    num_short: int,
+) -> str:
+    """Of a group's instances that serve and are not to stay; why they may not go. `num_short`: those to come that there is no room for."""
+    misplaced = [m for m in others if is_misplaced(m, group)]
+    if misplaced and num_short:  # what would leave makes no room in the other region
+        return ""
+    stale = [m for m in others if m.is_stale(group)]
+    if stale and num_short:
+        return _make_room(turn, group, stale, num_short)
+    if stale or misplaced:
+        return let_go(turn, record, stale or misplaced, may_empty_group=True)
+    reason, is_busy = "", any(m.stage is Stage.DRAIN for m in turn.members(group.group_id))
+    for member in sorted(others, key=lambda m: m.seen.num_slots_used):
+        if is_busy:
+            return "one instance leaves at a time"
+        may_empty = group.counts.get(member.role, 0) == 0
+        reason = let_go(turn, record, [member], may_empty_group=may_empty)
+        is_busy = not reason
+    return reason
+
+
+def _make_room(turn: Round, group: WantedGroup, stale: list[Member], num_short: int) -> str:
+    """As many of the old revision or scenario as are needed, or none if not all of these may go: half the room would be of no use."""
+    num_leaving = sum(
+        given.stage >= Stage.DRAIN
+        for instance_id, given in turn.plan.items()
+        if group.region in (None, turn.observed.seen[instance_id].region)
+    )
+    num_needed, before, reason = num_short - num_leaving, dict(turn.plan), ""
+    for member in _in_pairs(stale):
+        if num_needed <= 0:
+            return ""
+        if why := turn.why_not_leave(member, may_empty_group=True):
+            reason = why
+            continue
+        turn.set_stage(member, Stage.DRAIN)
+        num_needed -= 1
+    if num_needed > 0:
+        turn.plan = before
+        more = "instance" if num_needed == 1 else "instances"
+        return reason or f"{num_needed} more blank {more} needed, or a smaller group"
+    return ""
+
+
+def _in_pairs(members: list[Member]) -> list[Member]:
+    """The least busy first, of each role in turn: what is left can serve."""
+    ranks: dict[str, int] = {}
+    for role in {m.role for m in members}:
+        own = sorted((m for m in members if m.role is role), key=lambda m: m.seen.num_slots_used)
+        ranks.update({m.instance_id: rank for rank, m in enumerate(own)})
+    return sorted(members, key=lambda m: (ranks[m.instance_id], m.role.value, m.instance_id))

@@ -1,0 +1,80 @@
+"""In which region a group is: where it serves, or else where there are enough instances for all of it (S58).
+
+A group's KV stays in one region unless its desired state says that it spans them, so all of it is in one. It goes where the file
+names it first; is that region lost, to the next that has room; and back when there is room for the whole group again. What serves
+in the other one leaves when the new ones are ready, as for another revision (`group_leaving`), so nothing is interrupted and the
+region that returns gets its requests when all of the group is there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from pdmesh.core.groups.facts import Seen, WantedGroup
+from pdmesh.core.groups.round import Member, Round
+from pdmesh.core.instance.lifecycle_events import Phase, Stage
+from pdmesh.core.placement.fleet import Role
+
+_LOSS_S: Final = 10.0  # in which the leases of a region that is gone end
+_MIN_LOST: Final = 2  # instances: one is a crash, also if it is half of its region
+
+
+def placed(turn: Round, group: WantedGroup) -> WantedGroup:
+    """The group with the region that its instances are to be of now; None: of any."""
+    return replace(group, region=None if group.spans_regions else _region_of(turn, group))
+
+
+def is_misplaced(member: Member, group: WantedGroup) -> bool:
+    """Of another region or rack than its group is to be in, or with KV that goes elsewhere than its group's may."""
+    seen, spans = member.seen, member.assignment.duty.spans_regions
+    is_elsewhere = group.region is not None and seen.region != group.region
+    is_elsewhere = is_elsewhere or bool(group.racks and seen.rack not in group.racks)
+    kept_in = seen.kv_region if seen.phase is not Phase.BLANK else _kept_in(seen, spans)
+    return is_elsewhere or kept_in != _kept_in(seen, group.spans_regions)
+
+
+def _kept_in(seen: Seen, spans_regions: bool) -> str:
+    return "" if spans_regions else seen.region
+
+
+def _region_of(turn: Round, group: WantedGroup) -> str:
+    if len(group.regions) == 1:
+        return group.regions[0]
+    members = [m for m in turn.members(group.group_id) if m.stage <= Stage.SERVE]
+    own = Counter(m.seen.region for m in members)
+    serving = {r for r in own if _serves(m for m in members if m.seen.region == r)}
+    if serving and not serving.isdisjoint(group.regions[:1] or serving):
+        return group.regions[0] if group.regions else max(sorted(serving), key=own.__getitem__)
+    room = own + turn.num_blanks(group.racks)
+    order = group.regions or sorted(room, key=lambda r: (-own[r], -room[r], r)) or [""]
+    with_room = (r for r in order if r in serving or room[r] >= group.size)
+    return next(with_room, next((r for r in order if own[r]), order[0]))
+
+
+def _serves(members: Iterable[Member]) -> bool:
+    roles = {m.role for m in members if m.is_ready}
+    return Role.FUSION in roles or {Role.PREFILL, Role.DECODE} <= roles
+
+
+@dataclass(slots=True)
+class RegionWatch:
+    """Which instances went as their region did. `note` each round first."""
+
+    _seen: dict[str, str] = field(default_factory=dict)  # region by instance
+    _lost: dict[str, tuple[str, float]] = field(default_factory=dict)  # region and time of it
+
+    def note(self, seen: Mapping[str, Seen], now: float) -> None:
+        gone = {i: (region, now) for i, region in self._seen.items() if i not in seen}
+        lately = {i: each for i, each in self._lost.items() if now - each[1] < _LOSS_S}
+        self._lost = {i: each for i, each in (lately | gone).items() if i not in seen}
+        self._seen = {i: each.region for i, each in seen.items()}
+
+    def is_losing(self, instance_id: str) -> bool:
+        """It went while at least half of its region did, so it is not what it was doing that ended it."""
+        region = self._lost.get(instance_id, ("", 0.0))[0]
+        num_lost = sum(each[0] == region for each in self._lost.values())
+        num_left = list(self._seen.values()).count(region)
+        return bool(region) and num_lost >= max(_MIN_LOST, num_left)

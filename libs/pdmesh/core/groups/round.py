@@ -1,0 +1,238 @@
+"""One look at the registry, and what shall stand there after it: the working set of one round of the group controller."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from pdmesh.core.groups.facts import Observed, Seen, WantedGroup
+from pdmesh.core.groups.revisions import is_canary
+from pdmesh.core.instance.lifecycle_events import (
+    Assignment,
+    Peer,
+    Phase,
+    Stage,
+)
+from pdmesh.core.placement.fleet import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An instance that lives, with the assignment that it follows or is about to."""
+
+    seen: Seen
+    assignment: Assignment
+
+    @property
+    def instance_id(self) -> str:
+        return self.seen.instance_id
+
+    @property
+    def role(self) -> Role:
+        return self.assignment.duty.role
+
+    @property
+    def stage(self) -> Stage:
+        return self.assignment.stage
+
+    @property
+    def revision(self) -> str:
+        return self.assignment.duty.revision
+
+    def is_stale(self, group: WantedGroup) -> bool:
+        """It serves a scenario or a revision that its group is not to serve any more: neither changes in an instance's life."""
+        duty = self.assignment.duty
+        return (duty.scenario, duty.revision) != (group.scenario, group.revision)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.stage is Stage.SERVE and self.seen.phase is Phase.READY
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.seen.is_loaded
+
+    def may_exchange(self, other: Member) -> bool:
+        """KV, within a group: revision and region are the same (S24, S58)."""
+        mine, yours = self.seen.kv_region, other.seen.kv_region
+        return self.revision == other.revision and mine == yours
+
+    @property
+    def is_departing(self) -> bool:
+        """It drains, and not because it was told to."""
+        return self.stage < Stage.DRAIN and self.seen.phase in (Phase.DRAINING, Phase.DRAINED)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """It had taken another duty before this one was written, and an incarnation takes only one."""
+        seen, duty = self.seen, self.assignment.duty
+        told = (seen.role, seen.group_id, seen.scenario, seen.revision)
+        given = (duty.role, duty.group_id, duty.scenario, duty.revision)
+        return seen.assignment_id != 0 and told != given
+
+
+@dataclass(slots=True)
+class _Blanks:
+    num_planned: int  # instances that had an assignment then
+    free: list[Seen]
+    counts: dict[tuple[str, ...], Counter[str]] = field(default_factory=dict)  # by racks
+
+
+@dataclass(slots=True)
+class Round:
+    """`plan` starts as what is given to instances that live and ends as what they shall be given."""
+
+    observed: Observed
+    plan: dict[str, Assignment] = field(default_factory=dict)
+    _blanks: _Blanks | None = None
+    _ids: dict[str, list[str]] = field(default_factory=dict)  # of instances, by group
+    _num_indexed: int = 0  # of the plan's instances, the first ones
+
+    def __post_init__(self) -> None:
+        for instance_id, assignment in sorted(self.observed.given.items()):
+            seen = self.observed.seen.get(instance_id)
+            if seen is not None and seen.incarnation == assignment.incarnation:
+                self.plan[instance_id] = assignment
+
+    def members(self, group_id: str) -> list[Member]:
+        """By instance id."""
+        self._index()
+        seen, plan = self.observed.seen, self.plan
+        return [Member(seen[i], plan[i]) for i in self._ids.get(group_id, ())]
+
+    def _index(self) -> None:
+        """Instances are added to the plan, at its end; none leaves it or its group within a round."""
+        if len(self.plan) < self._num_indexed:
+            self._ids, self._num_indexed = {}, 0
+        if len(self.plan) == self._num_indexed:
+            return
+        for instance_id in islice(self.plan, self._num_indexed, None):
+            group_id = self.plan[instance_id].duty.group_id
+            insort(self._ids.setdefault(group_id, []), instance_id)
+        self._num_indexed = len(self.plan)
+
+    def group_ids(self) -> list[str]:
+        """Of all that are wanted or have members."""
+        own = {assignment.duty.group_id for assignment in self.plan.values()}
+        return sorted(own | self.observed.wanted.groups.keys())
+
+    def set_stage(self, member: Member, stage: Stage) -> None:
+        peers = () if stage is Stage.BLANK else member.assignment.peers
+        self.plan[member.instance_id] = replace(
+            self.plan[member.instance_id], stage=stage, peers=peers
+        )
+
+    def blanks(self, racks: tuple[str, ...] = ()) -> Sequence[Seen]:
+        """Instances that may be given a role, of these racks if any are named: those that are lent may not."""
+        free = self._all_blanks().free
+        return [seen for seen in free if seen.rack in racks] if racks else free
+
+    def num_blanks(self, racks: tuple[str, ...] = ()) -> Counter[str]:
+        """How many there are, by region."""
+        counts = self._all_blanks().counts
+        if racks not in counts:
+            counts[racks] = Counter(seen.region for seen in self.blanks(racks))
+        return counts[racks]
+
+    def _all_blanks(self) -> _Blanks:
+        """Found once, and again when one of them was given a role: thousands of groups may ask in vain."""
+        if self._blanks is None or self._blanks.num_planned != len(self.plan):
+            self._blanks = _Blanks(len(self.plan), self._find_blanks())
+        return self._blanks
+
+    def _find_blanks(self) -> list[Seen]:
+        held = self.observed.drained | self.observed.isolated
+        found = [
+            seen
+            for instance_id, seen in sorted(self.observed.seen.items())
+            if seen.phase is Phase.BLANK
+            and instance_id not in self.plan
+            and instance_id not in held
+        ]
+        kept: set[str] = set()
+        for region, num in sorted(self.observed.wanted.num_lent.items(), reverse=True):
+            able = [s.instance_id for s in found if region in ("", s.region)]
+            kept.update([i for i in able if i not in kept][-num:])
+        return [seen for seen in found if seen.instance_id not in kept]
+
+    # --- who knows whom --------------------------------------------------------------------------
+
+    def connect_peers(self) -> None:
+        """Give everybody the instances of the other role in its group and revision that can be connected to (S25)."""
+        for group_id in self.group_ids():
+            members = self.members(group_id)
+            for member in members:
+                if member.stage in (Stage.CONNECT, Stage.SERVE, Stage.DRAIN):
+                    peers = tuple(_peer(other) for other in members if _are_peers(member, other))
+                    self.plan[member.instance_id] = replace(member.assignment, peers=peers)
+
+    # --- what serves, and what must ----------------------------------------------------------------
+
+    def capacity(self, scenario: str, without: str = "") -> Counter[Role]:
+        """Instances that take requests of the scenario, `without` one: P counts only where a D can take its KV.
+
+        A canary counts for nothing: it may have to go at any moment.
+        """
+        cells: dict[tuple[str, str, str], Counter[Role]] = {}
+        for instance_id, assignment in self.plan.items():
+            member = Member(self.observed.seen[instance_id], assignment)
+            is_counted = member.is_ready and instance_id not in self.observed.isolated
+            is_counted = is_counted and not is_canary(assignment.duty.group_id)
+            if is_counted and instance_id != without and assignment.duty.scenario == scenario:
+                key = (assignment.duty.group_id, member.revision, member.seen.kv_region)
+                cells.setdefault(key, Counter())[member.role] += 1
+        total: Counter[Role] = Counter()
+        for cell in cells.values():
+            is_pair = bool(cell[Role.PREFILL] and cell[Role.DECODE])
+            for role in (Role.PREFILL, Role.DECODE):
+                total[role] += cell[Role.FUSION] + (cell[role] if is_pair else 0)
+        return total
+
+    def why_not_leave(self, member: Member, *, may_empty_group: bool) -> str:
+        """What its going would leave too little of, by our own doing; empty if it may go."""
+        if not member.is_ready:
+            return ""
+        duty = member.assignment.duty
+        before = self.capacity(duty.scenario)
+        after = self.capacity(duty.scenario, without=member.instance_id)
+        for role in (Role.PREFILL, Role.DECODE):
+            floor = self.observed.wanted.floor(duty.scenario, role)
+            if after[role] < floor and after[role] < before[role]:
+                return f"scenario {duty.scenario} would be left with {after[role]} {role.value}"
+        if not may_empty_group:
+            others = [m for m in self.members(duty.group_id) if m.role is member.role]
+            if not any(m.is_ready for m in others if m.instance_id != member.instance_id):
+                return f"group {duty.group_id} would be left without {member.role.value}"
+        return ""
+
+
+def _are_peers(member: Member, other: Member) -> bool:
+    if {member.role, other.role} != {Role.PREFILL, Role.DECODE}:
+        return False
+    if not member.may_exchange(other) or not other.is_loaded:
+        return False
+    if other.stage in (Stage.CONNECT, Stage.SERVE):
+        return True
+    # KV of a draining prefill is still to be taken, by those that know it already.
+    return other.stage is Stage.DRAIN and member.is_ready and other.seen.phase is not Phase.DRAINED
+
+
+def _peer(member: Member) -> Peer:
+    return Peer(member.seen.id, member.role, member.seen.kv_addresses)
+
+
+def unverified_pairs(members: Iterable[Member]) -> list[tuple[Member, Member]]:
+    """(decode, prefill) that are to be connected and are not yet known to be."""
+    met = [m for m in members if m.stage in (Stage.CONNECT, Stage.SERVE) and m.is_loaded]
+    return [
+        (decode, prefill)
+        for decode in met
+        if decode.role is Role.DECODE
+        for prefill in met
+        if prefill.role is Role.PREFILL
+        and prefill.may_exchange(decode)
+        and prefill.seen.id not in decode.seen.verified
+    ]

@@ -1,0 +1,136 @@
+"""The steps of groups and instances as they are told to operators: each once, in the order they were made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdmesh.core.groups.facts import Observed
+from pdmesh.core.groups.round import Round
+from pdmesh.core.instance.lifecycle_events import Assignment, Phase, Stage
+
+_OF_PHASE: Final = {
+    Phase.LOADED: "loaded",
+    Phase.CONNECTED: "connected",
+    Phase.READY: "ready",
+    Phase.DRAINED: "drained",
+}
+_OF_STAGE: Final = {
+    Stage.CONNECT: "connecting",
+    Stage.SERVE: "serving",
+    Stage.DRAIN: "draining",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Announce it. `instance_id` empty: it is about the whole group."""
+
+    group_id: str
+    step: str
+    instance_id: str = ""
+    incarnation: int = 0
+    assignment_id: int = 0
+    role: str = ""
+    replaces: str = ""
+    detail: str = ""
+
+
+_Key = tuple[str, int]  # instance, incarnation
+
+
+@dataclass(slots=True)
+class StepTeller:
+    """Compares each round with the one before. The first one tells nothing: an earlier leader did."""
+
+    group_id: str = ""  # of the group that is looked at now
+    _phases: dict[_Key, Phase] | None = None
+    _gone: set[_Key] = field(default_factory=set)
+    _stuck: set[_Key] = field(default_factory=set)
+    _of_group: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _told: list[Step] = field(default_factory=list)
+
+    def begin(self, observed: Observed) -> list[Step]:
+        """Steps that instances have made since."""
+        steps: list[Step] = []
+        phases: dict[_Key, Phase] = {}
+        for instance_id, assignment in sorted(observed.given.items()):
+            seen = observed.seen.get(instance_id)
+            if seen is None or seen.incarnation != assignment.incarnation:
+                continue
+            key = (instance_id, seen.incarnation)
+            phases[key] = seen.phase
+            is_new = self._phases is not None and self._phases.get(key) is not seen.phase
+            if is_new and seen.phase in _OF_PHASE:
+                steps.append(_step(_OF_PHASE[seen.phase], assignment, instance_id))
+        self._phases = phases
+        return steps
+
+    def lost(self, instance_id: str, assignment: Assignment) -> bool:
+        """An incarnation is gone that was not asked to leave; False if that was told before."""
+        key = (instance_id, assignment.incarnation)
+        if key in self._gone:
+            return False
+        self._gone.add(key)
+        self.tell("lost", assignment, instance_id)
+        return True
+
+    def stuck(self, instance_id: str, assignment: Assignment) -> None:
+        """It was told to become blank and does not; once for each incarnation."""
+        key = (instance_id, assignment.incarnation)
+        if key not in self._stuck:
+            self._stuck.add(key)
+            self.tell("stuck", assignment, instance_id, detail="it does not become blank")
+
+    def tell(
+        self,
+        step: str,
+        assignment: Assignment,
+        instance_id: str,
+        *,
+        detail: str = "",
+        replaces: str = "",
+    ) -> None:
+        self._told.append(_step(step, assignment, instance_id, detail=detail, replaces=replaces))
+
+    def tell_group(self, step: str, detail: str = "") -> None:
+        """Once, until another step of the group is told."""
+        if self._of_group.get(self.group_id) != (step, detail):
+            self._of_group[self.group_id] = (step, detail)
+            self._told.append(Step(self.group_id, step, detail=detail))
+
+    def end(self, turn: Round) -> list[Step]:
+        """What was told in this round, then the stages it moved instances to, then those that it saw the last of."""
+        given = turn.observed.given
+        steps, self._told = self._told, []
+        for instance_id, assignment in sorted(turn.plan.items()):
+            before = given.get(instance_id)
+            is_moved = before is not None and before.stage is not assignment.stage
+            is_same = before is not None and before.assignment_id == assignment.assignment_id
+            if is_moved and is_same and assignment.stage in _OF_STAGE:
+                steps.append(_step(_OF_STAGE[assignment.stage], assignment, instance_id))
+        for instance_id, assignment in sorted(given.items()):
+            now = turn.plan.get(instance_id)
+            is_over = now is None or now.incarnation != assignment.incarnation
+            if is_over and assignment.stage >= Stage.DRAIN:
+                steps.append(_step("released", assignment, instance_id))
+        known = {(i, a.incarnation) for i, a in given.items()}
+        self._gone &= known
+        self._stuck &= known
+        return steps
+
+
+def _step(
+    step: str, assignment: Assignment, instance_id: str, *, detail: str = "", replaces: str = ""
+) -> Step:
+    duty = assignment.duty
+    return Step(
+        duty.group_id,
+        step,
+        instance_id,
+        assignment.incarnation,
+        assignment.assignment_id,
+        duty.role.value,
+        replaces,
+        detail,
+    )

@@ -1,0 +1,104 @@
+"""How long instances take with a stage, when that is too long, and which of a pair that does not connect is to blame."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdmesh.core.groups.round import Member, Round, unverified_pairs
+from pdmesh.core.instance.lifecycle_events import Phase, Stage
+from pdmesh.core.placement.fleet import Role
+
+
+@dataclass(frozen=True, slots=True)
+class StageLimits:
+    """Seconds. `react_s`: until an instance says anything of an assignment; `load_s`: of fetching and building an engine."""
+
+    react_s: float = 15.0
+    load_s: float = 600.0
+    connect_s: float = 30.0
+    serve_s: float = 15.0
+    drain_s: float = 120.0
+    disconnect_s: float = 5.0
+    erase_s: float = 30.0  # until one that is to be blank has begun anew
+    gather_s: float = 60.0  # a group that lost instances while it formed waits so long for others
+    max_tries: int = 3
+    cool_s: float = 60.0  # after so many failures
+    avoid_s: float = 300.0  # an instance that failed is the last choice for so long
+
+
+_State = tuple[int, Stage, bool]  # assignment, stage, and whether it takes requests in it
+
+
+@dataclass(slots=True)
+class StageClock:
+    """`note` each round first. Times count from when this leader saw a stage first; of one that served, from when it ceased to."""
+
+    limits: StageLimits = field(default_factory=StageLimits)
+    _since: dict[str, tuple[_State, float]] = field(default_factory=dict)
+    _avoided: dict[str, float] = field(default_factory=dict)  # until when
+
+    def note(self, turn: Round, now: float) -> None:
+        since: dict[str, tuple[_State, float]] = {}
+        for instance_id, assignment in turn.plan.items():
+            is_ready = Member(turn.observed.seen[instance_id], assignment).is_ready
+            state = (assignment.assignment_id, assignment.stage, is_ready)
+            known = self._since.get(instance_id)
+            since[instance_id] = known if known and known[0] == state else (state, now)
+        self._since = since
+        self._avoided = {i: until for i, until in self._avoided.items() if until > now}
+
+    def waited_s(self, member: Member, now: float) -> float:
+        """Since it was given its stage, or became or ceased to be ready in it."""
+        return now - self._since[member.instance_id][1]
+
+    def avoid(self, instance_id: str, now: float) -> None:
+        self._avoided[instance_id] = now + self.limits.avoid_s
+
+    def is_avoided(self, instance_id: str) -> bool:
+        return instance_id in self._avoided
+
+    def why_broken(self, turn: Round, member: Member, now: float) -> str:
+        """Why it must start anew as a blank one; empty if it need not."""
+        limits, seen = self.limits, member.seen
+        waited_s = self.waited_s(member, now)
+        if seen.phase is Phase.FAILED:
+            return seen.failure or "it failed and did not say why"
+        if member.is_elsewhere:
+            return "it follows another assignment"
+        match member.stage:
+            case Stage.LOAD if seen.phase is Phase.BLANK and waited_s > limits.react_s:
+                return f"it did not follow its assignment in {limits.react_s:g} s"
+            case Stage.LOAD if not member.is_loaded and waited_s > limits.load_s:
+                return f"not loaded in {limits.load_s:g} s"
+            case Stage.CONNECT if waited_s > limits.connect_s:
+                return self._why_unconnected(turn, member, now)
+            case Stage.SERVE if not member.is_ready and waited_s > limits.serve_s:
+                return f"not ready in {limits.serve_s:g} s"
+        return ""
+
+    def is_erase_overdue(self, member: Member, now: float) -> bool:
+        """It should have begun anew under another incarnation: it hangs, or does not heed this leader."""
+        return member.stage is Stage.BLANK and self.waited_s(member, now) > self.limits.erase_s
+
+    def _why_unconnected(self, turn: Round, member: Member, now: float) -> str:
+        """Of the two of a pair, the one that fails in more pairs is blamed; the others get the time to meet its substitute."""
+        pairs = unverified_pairs(turn.members(member.assignment.duty.group_id))
+        own = [pair for pair in pairs if member in pair]
+        if not own:
+            if member.seen.phase is Phase.CONNECTING:
+                return f"its connections were not made in {self.limits.connect_s:g} s"
+            return ""  # it waits for others
+        decode, prefill = own[0]
+        other = prefill if member is decode else decode
+        if not other.is_ready:
+            num_other = sum(other in pair for pair in pairs)
+            is_other_to_blame = (num_other, other.role is Role.DECODE) > (
+                len(own),
+                member.role is Role.DECODE,
+            )
+            if is_other_to_blame:
+                return ""
+        for each in turn.members(member.assignment.duty.group_id):
+            if each.stage is Stage.CONNECT:
+                self._since[each.instance_id] = (self._since[each.instance_id][0], now)
+        return f"no verified connection from {decode.instance_id} to {prefill.instance_id}"

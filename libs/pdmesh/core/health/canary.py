@@ -1,0 +1,105 @@
+"""Which idle instances are tried next with a small request of our own, and what its failures say: else a mesh without load
+learns of a fault from its first client.
+
+A probe goes the way of a request: a prefill, the hand-over of its KV, a decode. An instance is tried at most once a period and
+only while idle. A failure may be either side's, so each gets a strike, partners change, and a pass clears both; two strikes in a
+row are a suspicion, never a proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pdmesh.core.health.fault_judge import Signal
+from pdmesh.core.health.fault_levels import Level
+from pdmesh.core.placement.fleet import Role
+
+CANARY_FAILED = "CANARY_FAILED"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One incarnation; KV goes between those of one cell only."""
+
+    instance_id: str
+    incarnation: int
+    role: Role
+    cell: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """`decode` None: `prefill` does both phases."""
+
+    prefill: Subject
+    decode: Subject | None
+
+    @property
+    def subjects(self) -> tuple[Subject, ...]:
+        return (self.prefill,) if self.decode is None else (self.prefill, self.decode)
+
+
+@dataclass(slots=True)
+class _Record:
+    incarnation: int
+    tried_at: float
+    partner: str = ""  # of the last probe
+    num_strikes: int = 0
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class CanaryRota:
+    """`next` says whom to try; `ended` what came of it. Times in seconds."""
+
+    period_s: float
+    max_strikes: int = 2
+    _records: dict[str, _Record] = field(default_factory=dict)
+
+    def next(self, idle: Iterable[Subject], now: float) -> Probe | None:
+        """The instance that waits longest, with a partner of the other role in its cell if there is one."""
+        subjects = sorted(idle, key=lambda s: (self._record(s, now).tried_at, s.instance_id))
+        due = [s for s in subjects if now - self._record(s, now).tried_at >= self.period_s]
+        if not due:
+            return None
+        first = due[0]
+        record = self._record(first, now)
+        other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(first.role)
+        partners = [s for s in subjects if s.cell == first.cell and s.role is other]
+        partners.sort(key=lambda s: s.instance_id == record.partner)  # else pairs would stay pairs
+        if not partners:
+            record.tried_at = now
+            return Probe(first, None)
+        partner = self._record(partners[0], now)
+        record.tried_at = partner.tried_at = now
+        record.partner, partner.partner = partners[0].instance_id, first.instance_id
+        is_prefill = first.role is Role.PREFILL
+        return Probe(first, partners[0]) if is_prefill else Probe(partners[0], first)
+
+    def ended(self, probe: Probe, guilty: Sequence[Subject], detail: str, now: float) -> None:
+        """`guilty`: who may be the cause of a failure; nobody, if it passed."""
+        for subject in probe.subjects:
+            record = self._record(subject, now)
+            if subject in guilty:
+                record.num_strikes, record.detail = record.num_strikes + 1, detail
+            elif not guilty:
+                record.num_strikes, record.detail = 0, ""
+
+    def signals(self, subject: Subject) -> tuple[Signal, ...]:
+        record = self._records.get(subject.instance_id)
+        if record is None or record.incarnation != subject.incarnation:
+            return ()
+        if record.num_strikes < self.max_strikes:
+            return ()
+        return (Signal("canary", CANARY_FAILED, Level.PROCESS, detail=record.detail),)
+
+    def forget(self, instance_id: str) -> None:
+        self._records.pop(instance_id, None)
+
+    def _record(self, subject: Subject, now: float) -> _Record:
+        """A new incarnation is first tried a period after it was seen."""
+        known = self._records.get(subject.instance_id)
+        if known is None or known.incarnation != subject.incarnation:
+            known = self._records[subject.instance_id] = _Record(subject.incarnation, now)
+        return known

@@ -1,0 +1,105 @@
+"""What a node's agent knows of its devices, and the file in which it says so to the node's instances (S33).
+
+The file carries a checksum over everything it says: one that is torn, foreign or half written is no status at all, and never
+taken for a healthy one. One that is old says nothing either. What is not known is told as such, at a level that ejects nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from pdmesh.core.health.fault_judge import Signal
+from pdmesh.core.health.fault_levels import EJECTS_FROM, Level, level_of
+
+DEVICE_UNKNOWN: Final = "DEVICE_UNKNOWN"
+STATUS_TORN: Final = "NODE_STATUS_TORN"
+STATUS_OLD: Final = "NODE_STATUS_OLD"
+SOURCE: Final = "device"
+VOID_AFTER_PERIODS: Final = 3
+
+
+class TornStatus(Exception):
+    """The text is not a whole status."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStatus:
+    """`reason` is empty while it is well."""
+
+    device: str
+    level: Level = Level.WELL
+    reason: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """`written_at` in seconds since 1970: reader and writer are on one machine. Devices in order of name."""
+
+    node_id: str
+    written_at: float
+    period_s: float
+    devices: tuple[DeviceStatus, ...]
+
+    def is_old(self, wall_now: float) -> bool:
+        return wall_now - self.written_at > VOID_AFTER_PERIODS * self.period_s
+
+
+def merged(statuses: Iterable[DeviceStatus]) -> tuple[DeviceStatus, ...]:
+    """What several sources say of the devices: the worst of each."""
+    worst: dict[str, DeviceStatus] = {}
+    for status in statuses:
+        known = worst.get(status.device)
+        if known is None or status.level > known.level:
+            worst[status.device] = status
+    return tuple(worst[device] for device in sorted(worst))
+
+
+def signals_for(devices: Sequence[str], statuses: Iterable[DeviceStatus]) -> tuple[Signal, ...]:
+    """What follows for an instance on these devices. What the driver or an operator says of a device is a proof."""
+    return tuple(
+        Signal(SOURCE, s.reason, s.level, s.level >= EJECTS_FROM, f"device {s.device} {s.detail}")
+        for s in statuses
+        if s.level > Level.WELL and s.device in devices
+    )
+
+
+def signals_from_file(text: str, devices: Sequence[str], wall_now: float) -> tuple[Signal, ...]:
+    """The same, from the node's file as an instance finds it."""
+    try:
+        status = parse(text)
+    except TornStatus:
+        return (Signal(SOURCE, STATUS_TORN, Level.TRANSIENT),)
+    if status.is_old(wall_now):
+        return (Signal(SOURCE, STATUS_OLD, Level.TRANSIENT),)
+    return signals_for(devices, status.devices)
+
+
+def dump(status: NodeStatus) -> str:
+    body = asdict(status)
+    return json.dumps({"checksum": _checksum(body), "status": body}, indent=2) + "\n"
+
+
+def parse(text: str) -> NodeStatus:
+    """Raises TornStatus."""
+    try:
+        whole = json.loads(text)
+        body = whole["status"]
+        if whole["checksum"] != _checksum(body):
+            raise TornStatus("the checksum does not fit")
+        devices = tuple(
+            DeviceStatus(d["device"], level_of(d["level"]), d["reason"], d["detail"])
+            for d in body["devices"]
+        )
+        return NodeStatus(body["node_id"], body["written_at"], body["period_s"], devices)
+    except (ValueError, KeyError, TypeError) as exc:
+        raise TornStatus("not a node's status") from exc
+
+
+def _checksum(body: object) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,0 +1,3 @@
+"""One instance: which legs it takes, where their bytes lie, whether its engine still works, and how it
+comes from blank to serving.
+"""

@@ -1,0 +1,271 @@
+"""May this instance take this leg now? It starts now or it is refused; there is no queue (S40).
+
+Admission is reservation: slot, KV blocks and a range of the arena are taken here, so nothing an admitted leg
+needs can be missing later (S49). A prefill holds its slot until its ticket is closed, which is what makes a
+blocked decode push back on prefill (S41); a decode until it ended and its landing range is free of late writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from pdmesh.core.instance.arena import ArenaAllocator, ArenaRange
+from pdmesh.core.kv.layout import compatibility as kv_format
+
+
+class Work(Enum):
+    """What a leg asks of the instance."""
+
+    PREFILL = auto()  # compute a prompt and stage its KV for another instance
+    DECODE = auto()  # pull staged KV and go on
+    LOCAL = auto()  # both here (fusion)
+
+
+class RefusalReason(Enum):
+    """As `pdmesh.v1.RejectReason`, without the prefix."""
+
+    BUSY = auto()
+    NO_STAGING = auto()
+    NO_KV = auto()
+    DRAINING = auto()
+    WRONG_ROLE = auto()
+    TOO_LONG = auto()
+    WRONG_MODEL = auto()
+    EXPIRED = auto()
+    SOURCE_QUARANTINED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What an empty instance has."""
+
+    works: frozenset[Work]
+    num_slots: int  # b_p or b_d
+    num_blocks: int
+    block_size: int  # tokens
+    block_bytes: int  # per rank, all layers
+    max_model_len: int  # prompt and output
+    staging_bytes: int  # per rank
+    landing_bytes: int
+    max_retrievals: int  # decodes whose KV is still on its way
+    max_waiting: int = 0  # q: decodes beyond the slots, that take the place of one that ends (S53)
+    model_fingerprint: str = ""
+    num_ranks: int = 1
+    # An engine that can preempt needs no room for the whole answer of each: reserve at most this much of it.
+    max_reserved_output: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One leg at the door. `max_tokens` counts what it may still draw here."""
+
+    leg: int
+    work: Work
+    num_prompt_tokens: int
+    max_tokens: int
+    remaining_s: float
+    model_fingerprint: str | None = None  # of the ticket, for decode
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """`range` is in the staging arena (prefill) or the landing arena (decode); None for local work."""
+
+    leg: int
+    range: ArenaRange | None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    reason: RefusalReason
+    retry_after_ms: int = 0
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class _Held:
+    work: Work
+    since: float
+    range: ArenaRange | None
+    num_blocks: int
+    is_retrieving: bool
+    has_ended: bool = False
+
+
+_MIN_RETRY_MS, _MAX_RETRY_MS = 1, 1000
+
+
+@dataclass(slots=True)
+class Admission:
+    """State of one instance's door. `admit` takes; `computed`, `ended`, `range_freed` give back, idempotently."""
+
+    capacity: Capacity
+    is_draining: bool = False
+    version: int = 0  # of what `Load` shows; grows with each change
+    _held: dict[int, _Held] = field(default_factory=dict)
+    _num_blocks_used: int = 0
+    _num_retrieving: int = 0
+    _hold_s: float = 0.02  # moving average: how long a slot is held
+    _staging: ArenaAllocator = field(init=False)
+    _landing: ArenaAllocator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._staging = ArenaAllocator(self.capacity.staging_bytes)
+        self._landing = ArenaAllocator(self.capacity.landing_bytes)
+
+    @property
+    def num_places(self) -> int:
+        """Legs it takes: those that run, and those that wait to take their place."""
+        return self.capacity.num_slots + self.capacity.max_waiting
+
+    @property
+    def num_slots_used(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_blocks_free(self) -> int:
+        return self.capacity.num_blocks - self._num_blocks_used
+
+    @property
+    def num_retrieving(self) -> int:
+        return self._num_retrieving
+
+    @property
+    def staging_bytes_used(self) -> int:
+        return self._staging.bytes_used
+
+    @property
+    def landing_bytes_used(self) -> int:
+        return self._landing.bytes_used
+
+    def admit(self, ask: Ask, now: float) -> Admitted | Refused:
+        """Reserve all that the leg needs, or say why not and when to ask again. Changes nothing if refused."""
+        assert ask.leg not in self._held
+        num_blocks = self._blocks_for(ask)
+        if refused := self._refuse_always(ask, num_blocks) or self._refuse_now(ask, num_blocks):
+            return refused
+        held = _Held(ask.work, now, None, num_blocks, ask.work is Work.DECODE)
+        if ask.work is not Work.LOCAL:
+            held.range = self._arena(ask.work).reserve(self._kv_bytes(ask))
+            if held.range is None:
+                return self._later(RefusalReason.NO_STAGING, "arena full")
+        self._held[ask.leg] = held
+        self._num_blocks_used += num_blocks
+        self._num_retrieving += held.is_retrieving
+        self.version += 1
+        return Admitted(ask.leg, held.range)
+
+    def computed(self, leg: int) -> None:
+        """A prefill staged its KV (its blocks are free), or a decode has its KV in its blocks."""
+        if (held := self._held.get(leg)) is None:
+            return
+        if held.is_retrieving:
+            held.is_retrieving = False
+            self._num_retrieving -= 1
+        if held.work is Work.PREFILL:
+            self._free_blocks(held)
+        self.version += 1
+
+    def ended(self, leg: int, now: float) -> None:
+        """The leg computes no more: finished, failed or aborted. Its range may still be read or written."""
+        if (held := self._held.get(leg)) is None or held.has_ended:
+            return
+        self.computed(leg)
+        self._free_blocks(held)
+        held.has_ended = True
+        self._close_if_free(leg, held, now)
+
+    def range_freed(self, leg: int, now: float) -> None:
+        """Nobody reads the staged range any more (the ticket is closed), or no late write can reach the landing."""
+        if (held := self._held.get(leg)) is None or held.range is None:
+            return
+        self._arena(held.work).free(held.range)
+        held.range = None
+        if held.work is Work.PREFILL:
+            self.ended(leg, now)
+        self._close_if_free(leg, held, now)
+
+    def drain(self, is_draining: bool) -> None:
+        """Refuse everything new from now on, or admit again."""
+        if self.is_draining != is_draining:
+            self.is_draining = is_draining
+            self.version += 1
+
+    def _close_if_free(self, leg: int, held: _Held, now: float) -> None:
+        if held.has_ended and held.range is None and leg in self._held:
+            del self._held[leg]
+            self._hold_s += 0.1 * (now - held.since - self._hold_s)
+            self.version += 1
+
+    def _free_blocks(self, held: _Held) -> None:
+        self._num_blocks_used -= held.num_blocks
+        held.num_blocks = 0
+
+    def _refuse_always(self, ask: Ask, num_blocks: int) -> Refused | None:
+        """Reasons that hold for an empty instance too."""
+        capacity = self.capacity
+        if ask.work not in capacity.works:
+            return Refused(RefusalReason.WRONG_ROLE, detail=f"no {ask.work.name.lower()} here")
+        if ask.model_fingerprint not in (None, capacity.model_fingerprint):
+            detail = kv_format.difference(ask.model_fingerprint, capacity.model_fingerprint)
+            return Refused(RefusalReason.WRONG_MODEL, detail=detail)
+        if self._least_len(ask) > capacity.max_model_len or num_blocks > capacity.num_blocks:
+            return Refused(
+                RefusalReason.TOO_LONG, detail="longer than the context or the KV memory"
+            )
+        if ask.work is not Work.LOCAL and self._kv_bytes(ask) > self._arena(ask.work).size:
+            return Refused(RefusalReason.TOO_LONG, detail="larger than the arena")
+        return None
+
+    def _refuse_now(self, ask: Ask, num_blocks: int) -> Refused | None:
+        if ask.remaining_s <= 0:
+            return Refused(RefusalReason.EXPIRED, detail="the deadline had passed")
+        if self.is_draining:
+            return Refused(RefusalReason.DRAINING)
+        if len(self._held) >= self.num_places:
+            return self._later(RefusalReason.BUSY, "no free slot")
+        if ask.work is Work.DECODE and self._num_retrieving >= self.capacity.max_retrievals:
+            return self._later(RefusalReason.BUSY, "retrievals at their bound")
+        if num_blocks > self.num_blocks_free:
+            return self._later(RefusalReason.NO_KV, "no free KV blocks")
+        return None
+
+    def _later(self, reason: RefusalReason, detail: str) -> Refused:
+        wait_ms = round(1000 * self._hold_s / self.capacity.num_slots)
+        return Refused(reason, min(max(wait_ms, _MIN_RETRY_MS), _MAX_RETRY_MS), detail)
+
+    @staticmethod
+    def _least_len(ask: Ask) -> int:
+        """Prompt and the fewest tokens the leg makes sense with: token 1, and for decode one more."""
+        return ask.num_prompt_tokens + (2 if ask.work is Work.DECODE else 1)
+
+    def _blocks_for(self, ask: Ask) -> int:
+        """KV blocks for the prompt and, where it goes on here, for its longest answer."""
+        num_tokens = ask.num_prompt_tokens
+        if ask.work is not Work.PREFILL:
+            output = ask.max_tokens + (ask.work is Work.DECODE)
+            if self.capacity.max_reserved_output is not None:
+                output = min(output, self.capacity.max_reserved_output)
+            num_tokens = min(num_tokens + output, max(self.capacity.max_model_len, num_tokens))
+        return -(-num_tokens // self.capacity.block_size)
+
+    def _kv_bytes(self, ask: Ask) -> int:
+        """Of the prompt, in whole blocks, as it is staged and pulled."""
+        num_blocks = -(-ask.num_prompt_tokens // self.capacity.block_size)
+        return num_blocks * self.capacity.block_bytes
+
+    def _arena(self, work: Work) -> ArenaAllocator:
+        return self._staging if work is Work.PREFILL else self._landing
+
+    def check_invariants(self) -> None:
+        held = self._held.values()
+        assert len(held) <= self.num_places
+        assert self._num_blocks_used == sum(h.num_blocks for h in held)
+        assert 0 <= self._num_blocks_used <= self.capacity.num_blocks
+        assert self._num_retrieving == sum(h.is_retrieving for h in held)
+        assert self._num_retrieving <= self.capacity.max_retrievals
+        for work in (Work.PREFILL, Work.DECODE):
+            ranges = [h.range for h in held if h.work is work and h.range]
+            assert len(ranges) == self._arena(work).num_ranges
+            self._arena(work).check_invariants()

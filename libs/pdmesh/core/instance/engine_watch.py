@@ -1,0 +1,93 @@
+"""Does the engine still turn? An instance whose process lives while its engine hangs would take requests and answer none.
+
+A ping goes through the engine's own loop, one at a time, whether it has work or not, and is answered between two steps. Within
+a step the engine shows that it computes, layer by layer. An engine that has neither answered nor shown anything for `slow_s` is
+suspect, after `hung_s` it is given up: its instance ends itself and is started anew. How long a step takes is no matter.
+If we were paused ourselves the wait begins anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdmesh.core.health.fault_judge import Signal
+from pdmesh.core.health.fault_levels import Level
+
+ENGINE_SLOW, ENGINE_SILENT = "ENGINE_SLOW", "ENGINE_SILENT"
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The ping came back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worked:
+    """It computed something since the last tick."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed. Sent every `period_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendPing:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The engine hangs."""
+
+    silent_s: float
+
+
+Event = Answered | Worked | Tick
+Effect = SendPing | GiveUp
+
+
+@dataclass(slots=True)
+class EngineWatch:
+    """The only way to change state is `handle`. Times in seconds; `slow_s` is longer than a layer takes."""
+
+    period_s: float
+    slow_s: float
+    hung_s: float
+    _silent_since: float | None = None  # while a ping is out
+    _ticked_at: float | None = None
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        if isinstance(event, Answered):
+            self._silent_since = None
+            return []
+        if isinstance(event, Worked):
+            if self._silent_since is not None:
+                self._silent_since = now
+            return []
+        self._forgive_a_pause(now)
+        if self._silent_since is None:
+            self._silent_since = now
+            return [SendPing()]
+        silent_s = self.silent_s(now)
+        return [GiveUp(silent_s)] if silent_s >= self.hung_s else []
+
+    def silent_s(self, now: float) -> float:
+        """For how long a ping has been out without a sign of work."""
+        return 0.0 if self._silent_since is None else max(0.0, now - self._silent_since)
+
+    def signal(self, now: float) -> Signal | None:
+        """What the instance holds against itself: a suspicion, then a proof."""
+        silent_s = self.silent_s(now)
+        if silent_s < self.slow_s:
+            return None
+        is_proof = silent_s >= self.hung_s
+        reason = ENGINE_SILENT if is_proof else ENGINE_SLOW
+        return Signal("engine", reason, Level.PROCESS, is_proof, f"no answer for {silent_s:.0f} s")
+
+    def _forgive_a_pause(self, now: float) -> None:
+        before, self._ticked_at = self._ticked_at, now
+        if before is not None and self._silent_since is not None:
+            lost_s = now - before - self.period_s
+            if lost_s > self.slow_s:  # we were stopped, and perhaps the engine with us
+                self._silent_since = now

@@ -1,0 +1,243 @@
+"""How far one incarnation of an instance is between blank and serving, by what the master assigns it (P/D-Serve 3.2, 3.3).
+
+The assignment's stage says how far the instance may go; what is done is said by events; the phase follows from both. So an
+assignment that is repeated, or comes after some that were never seen, leads to the same state. An incarnation takes one duty
+in its life: another role means to drain, to be erased, and to begin anew under another incarnation (S23), so
+that nothing of the old role can act again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import InitVar, dataclass, field, replace
+
+from pdmesh.core.instance.lifecycle_events import (
+    Admit,
+    Assigned,
+    Assignment,
+    BecameIdle,
+    Duty,
+    Effect,
+    Erase,
+    Event,
+    ForgetPeer,
+    Ignored,
+    Load,
+    Loaded,
+    LoadFailed,
+    Peer,
+    PeerFailed,
+    PeerId,
+    PeerVerified,
+    Phase,
+    Refuse,
+    Stage,
+    Verify,
+)
+from pdmesh.core.placement.fleet import Role
+
+RETRY_S = (1.0, 15.0)  # a failed peer is verified again after so long; doubled up to the second
+MAX_PEERS = 1024  # of one assignment; more are not verified
+
+
+@dataclass(slots=True)
+class _PeerState:
+    peer: Peer
+    is_asked: bool = False
+    is_verified: bool = False
+    failure: str = ""
+    num_failures: int = 0
+    retry_at: float = 0.0
+
+    @property
+    def is_settled(self) -> bool:
+        return self.is_verified or bool(self.failure)
+
+
+@dataclass(slots=True)
+class InstanceLife:
+    """One incarnation. The only way to change state is `handle`.
+
+    `own_duty`: its settings gave the instance a role, and it is loaded: it serves at once, until assignments of that duty
+    say otherwise. `epoch` is the highest the process has seen.
+    """
+
+    incarnation: int
+    own_duty: InitVar[Duty | None] = None
+    epoch: int = 0
+    assignment: Assignment | None = None
+    duty: Duty | None = None  # what it is, or is to be; as first assigned
+    failure: str = ""
+    is_over: bool = False
+    _is_asked_to_load: bool = False
+    _is_loaded: bool = False
+    _was_ready: bool = False
+    _is_admitting: bool = False
+    _is_idle: bool = True
+    _peers: dict[PeerId, _PeerState] = field(default_factory=dict)
+
+    def __post_init__(self, own_duty: Duty | None) -> None:
+        if own_duty is not None:
+            self.duty = own_duty
+            self._is_asked_to_load = self._is_loaded = self._was_ready = True
+            self._is_admitting, self._is_idle = True, False
+
+    # -- what it is now ---------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        if self.failure:
+            return Phase.FAILED
+        if self.duty is None:
+            return Phase.BLANK
+        if self._stage >= Stage.DRAIN:
+            return Phase.DRAINED if self._is_idle else Phase.DRAINING
+        if self._is_admitting:
+            return Phase.READY
+        if not self._is_loaded:
+            return Phase.LOADING
+        if self._stage is Stage.LOAD:
+            return Phase.LOADED
+        are_verified = all(state.is_verified for state in self._peers.values())
+        return Phase.CONNECTED if are_verified else Phase.CONNECTING
+
+    @property
+    def verified_peers(self) -> tuple[PeerId, ...]:
+        return tuple(sorted(i for i, state in self._peers.items() if state.is_verified))
+
+    @property
+    def failed_peers(self) -> dict[PeerId, str]:
+        """With the reason of the last failure."""
+        return {i: state.failure for i, state in sorted(self._peers.items()) if state.failure}
+
+    def check_invariants(self) -> None:
+        assert not self._is_admitting or (self._is_loaded and not self.failure)
+        assert (self.phase is Phase.READY) == (self._is_admitting and not self.is_over)
+        assert self._is_loaded or not self._peers
+        assert not (self._peers and self.duty is not None and self.duty.role is not Role.DECODE)
+        assert all(s.peer.role is Role.PREFILL for s in self._peers.values())
+        assert not any(s.is_verified and s.failure for s in self._peers.values())
+
+    # -- what happens -----------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        if self.is_over:
+            return [Ignored.OVER] if isinstance(event, Assigned) else []
+        match event:
+            case Assigned(assignment):
+                if (ignored := self._why_not(assignment)) is not None:
+                    return [ignored]
+                self._take(assignment)
+            case Loaded():
+                self._is_loaded = not self.failure
+            case LoadFailed(failure):
+                self.failure = "" if self._is_loaded else failure
+            case PeerVerified(peer):
+                self._settle(peer, "", now)
+            case PeerFailed(peer, reason):
+                self._settle(peer, reason, now)
+            case BecameIdle():
+                self._is_idle = not self._is_admitting
+        return list(self._advance(now))
+
+    def _why_not(self, assignment: Assignment) -> Ignored | None:
+        if assignment.incarnation != self.incarnation:
+            return Ignored.OTHER_INCARNATION
+        current = self.assignment
+        order = (assignment.epoch, assignment.assignment_id)
+        if assignment.epoch < self.epoch:
+            return Ignored.OLDER
+        if current is not None and order < (current.epoch, current.assignment_id):
+            return Ignored.OLDER
+        if assignment.stage is not Stage.BLANK and not self._is_same(assignment.duty):
+            return Ignored.OTHER_DUTY
+        return None
+
+    def _is_same(self, duty: Duty) -> bool:
+        """What is loaded stays; so whatever else a duty says may change as long as the revision does not."""
+        mine = self.duty
+        if mine is None:
+            return True
+        is_own = self.assignment is None  # by its settings, which know no revision
+        same = (mine.role, mine.group_id, mine.scenario) == (
+            duty.role,
+            duty.group_id,
+            duty.scenario,
+        )
+        return same and (is_own or mine.revision == duty.revision)
+
+    def _take(self, assignment: Assignment) -> None:
+        if self.duty is None:
+            self.duty = assignment.duty
+        elif self.assignment is None:
+            self.duty = replace(self.duty, revision=assignment.duty.revision)
+        self.assignment = assignment
+        self.epoch = assignment.epoch
+
+    def _settle(self, peer: PeerId, failure: str, now: float) -> None:
+        state = self._peers.get(peer)
+        if state is None or not state.is_asked:
+            return  # it left meanwhile
+        state.is_asked, state.is_verified, state.failure = False, not failure, failure
+        if failure:
+            first, most = RETRY_S
+            state.retry_at = now + min(most, first * 2.0 ** min(state.num_failures, 16))
+            state.num_failures += 1
+
+    # -- what to do about it ----------------------------------------------------------------------
+
+    @property
+    def _stage(self) -> Stage:
+        return self.assignment.stage if self.assignment is not None else Stage.SERVE
+
+    def _advance(self, now: float) -> Iterator[Effect]:
+        if self.duty is None:
+            return
+        if self._stage is Stage.BLANK:
+            self.is_over, self._is_admitting = True, False
+            self._peers.clear()
+            yield Erase()
+            return
+        if self.failure:
+            return
+        if not self._is_asked_to_load and self._stage < Stage.DRAIN:
+            self._is_asked_to_load = True
+            yield Load(self.duty)
+        if not self._is_loaded:
+            return
+        yield from self._meet_peers(now)
+        yield from self._open_or_close()
+
+    def _meet_peers(self, now: float) -> Iterator[Effect]:
+        wanted = self._wanted_peers()
+        for peer_id in [i for i in self._peers if i not in wanted]:
+            yield ForgetPeer(self._peers.pop(peer_id).peer)
+        if self._stage not in (Stage.CONNECT, Stage.SERVE):
+            return
+        for peer_id, peer in wanted.items():
+            state = self._peers.setdefault(peer_id, _PeerState(peer))
+            if state.peer != peer:
+                state = self._peers[peer_id] = _PeerState(peer)
+            if not (state.is_asked or state.is_verified) and now >= state.retry_at:
+                state.is_asked = True
+                yield Verify(peer)
+
+    def _wanted_peers(self) -> dict[PeerId, Peer]:
+        """KV is pulled: a decode connects to each prefill, and nobody else to anybody (S25)."""
+        if self.assignment is None or self.duty is None or self.duty.role is not Role.DECODE:
+            return {}
+        peers = (p for p in self.assignment.peers if p.role is Role.PREFILL and p.addresses)
+        return {peer.id: peer for peer, _ in zip(peers, range(MAX_PEERS), strict=False)}
+
+    def _open_or_close(self) -> Iterator[Effect]:
+        """Once it serves it goes on while peers come and go; whether to begin with failed ones is the master's to say."""
+        may_serve = self._stage is Stage.SERVE and (
+            self._was_ready or all(state.is_settled for state in self._peers.values())
+        )
+        if may_serve and not self._is_admitting:
+            self._is_admitting = self._was_ready = True
+            self._is_idle = False
+            yield Admit()
+        elif self._stage is Stage.DRAIN and self._is_admitting:
+            self._is_admitting = False
+            yield Refuse()

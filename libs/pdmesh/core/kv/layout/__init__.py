@@ -1,0 +1,3 @@
+"""What KV looks like: where each piece lies in the buffer, whose heads a rank needs, and which engines
+may exchange KV.
+"""

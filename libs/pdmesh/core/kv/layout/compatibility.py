@@ -1,0 +1,104 @@
+"""What two engines must have in common to exchange KV, as one short string, and in words where they differ (S126).
+
+The string is the `model_fingerprint` of tickets, registry and index: equal strings may exchange, others must
+not. It names the number of ranks only where blocks are opaque: those that can be cut by heads say how many heads
+there are, and meet whatever the ranks (`reslice`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from pdmesh.core.kv.layout.rank_heads import heads_of
+
+UNSCALED = "unscaled"
+
+_TEXT = re.compile(
+    r"(?P<model>[0-9a-z]+)\.(?P<dtype>\w+)\.(?P<scales>[\w-]+)\.b(?P<block_size>\d+)"
+    r"\.(?P<block>[0-9a-z]+)\.(?P<cut>heads|tp)(?P<count>\d+)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KvFormat:
+    """Either `num_heads`, kv heads of the whole model, or for opaque blocks `num_ranks`; the other is 0."""
+
+    model: str  # digest of the weights, of how they are computed with, and of the engine's version
+    dtype: str  # of the stored K and V
+    scales: str  # how they are scaled: unscaled, per-tensor-<digest of the values>, per-token-head
+    block_size: int  # tokens
+    block: str  # digest of a block's inside as it travels
+    num_ranks: int = 0
+    num_heads: int = 0
+
+    def __str__(self) -> str:
+        cut = f"heads{self.num_heads}" if self.num_heads else f"tp{self.num_ranks}"
+        return f"{self.model}.{self.dtype}.{self.scales}.b{self.block_size}.{self.block}.{cut}"
+
+    @property
+    def kv(self) -> str:
+        return f"{self.dtype} ({self.scales})"
+
+
+def parse(text: str) -> KvFormat | None:
+    """None for a string that another kind of engine made."""
+    found = _TEXT.fullmatch(text)
+    if found is None:
+        return None
+    count, is_cut = int(found["count"]), found["cut"] == "heads"
+    return KvFormat(
+        found["model"],
+        found["dtype"],
+        found["scales"],
+        int(found["block_size"]),
+        found["block"],
+        num_ranks=0 if is_cut else count,
+        num_heads=count if is_cut else 0,
+    )
+
+
+def may_meet(fingerprint: str, our_ranks: int, their_ranks: int) -> bool:
+    """Whether instances of one fingerprint and these numbers of ranks may exchange KV."""
+    return rank_bytes(fingerprint, 0, our_ranks, their_ranks) is not None
+
+
+def rank_bytes(fingerprint: str, our_bytes: int, our_ranks: int, their_ranks: int) -> int | None:
+    """How many bytes one of `their_ranks` holds of what is `our_bytes` on each of ours; None if they cannot meet."""
+    if our_ranks == their_ranks:
+        return our_bytes
+    kind = parse(fingerprint)
+    if kind is None or not kind.num_heads:
+        return None
+    try:
+        ours = heads_of(kind.num_heads, our_ranks, 0).count
+        return our_bytes // ours * heads_of(kind.num_heads, their_ranks, 0).count
+    except ValueError:
+        return None
+
+
+def difference(theirs: str, ours: str, them: str = "the sender", us: str = "this instance") -> str:
+    """Why a ticket of `theirs` cannot be used where `ours` holds, naming both; empty if it can."""
+    if theirs == ours:
+        return ""
+    a, b = parse(theirs), parse(ours)
+    if a is None or b is None:
+        return f"{them} runs another engine or model than {us}: {theirs} and {ours}"
+    if (a.dtype, a.scales) != (b.dtype, b.scales):
+        return f"{them} keeps its KV as {a.kv}, {us} as {b.kv}"
+    if a.model != b.model:
+        return f"{them} runs another model, number format or engine version than {us}"
+    if a.block_size != b.block_size:
+        return f"{them} has blocks of {a.block_size} tokens, {us} of {b.block_size}"
+    if (a.num_ranks, a.num_heads) != (b.num_ranks, b.num_heads):
+        return (
+            f"{them} keeps {_cut(a)}, {us} {_cut(b)}: blocks whose inside is the kernel's own "
+            "cannot be cut by heads, so both need as many ranks"
+        )
+    return f"{them} packs its blocks in another way than {us}"
+
+
+def _cut(kind: KvFormat) -> str:
+    if kind.num_heads:
+        return f"its KV by {kind.num_heads} heads"
+    return f"opaque blocks on {kind.num_ranks} rank{'s' * (kind.num_ranks > 1)}"

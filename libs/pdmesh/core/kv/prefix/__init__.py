@@ -1,0 +1,1 @@
+"""Which KV is where: the names of blocks, who holds them, and what operators pin."""

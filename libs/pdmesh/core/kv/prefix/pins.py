@@ -1,0 +1,100 @@
+"""Prefixes that operators pin: what may be pinned, and under which names their blocks are found (S78, S96).
+
+A pin names blocks, not tokens: for each model fingerprint in use the keyed, chained hashes of the prefix's full blocks (ADR
+0022). What is pinned is bounded in number, length and time, since it is taken from everybody else's cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from pdmesh.core.kv.prefix.block_hash import block_hashes, tenant_root
+from pdmesh.errors import InvalidRequest
+
+MAX_PINS: Final = 64
+MAX_BLOCKS: Final = 2048  # of all pins together, under one fingerprint
+MIN_TTL_S: Final = 10
+MAX_TTL_S: Final = 90 * 86_400
+_ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """Blocks of one pin as an instance finds them. `until` is in unix seconds: a cache entry's end, on which nothing else depends."""
+
+    names: tuple[bytes, ...]
+    owner: bytes  # of `kv.tiers.owner`
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How instances of one fingerprint cut prompts into blocks."""
+
+    model_fingerprint: str
+    block_size: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A pin as an operator asks for it, checked. Raises InvalidRequest, which names the field."""
+
+    pin_id: str
+    tenant: str
+    cache_salt: str
+    token_ids: tuple[int, ...]
+    ttl_s: int
+
+    def __post_init__(self) -> None:
+        if not _ID.fullmatch(self.pin_id):
+            raise InvalidRequest("must match [a-z0-9][a-z0-9-]{0,62}", field="pin_id")
+        if not self.tenant:
+            raise InvalidRequest("whose prompts begin with it?", field="tenant")
+        if not self.token_ids:
+            raise InvalidRequest("the prefix is empty", field="prefix_token_ids")
+        if not MIN_TTL_S <= self.ttl_s <= MAX_TTL_S:
+            raise InvalidRequest(f"must be {MIN_TTL_S} to {MAX_TTL_S} s", field="ttl_s")
+
+    def roots(self, secret: bytes, cuts: Iterable[Cut]) -> dict[Cut, bytes]:
+        """What the chain of this tenant's names begins with, for each cut."""
+        return {
+            cut: tenant_root(secret, self.tenant, self.cache_salt, cut.model_fingerprint)
+            for cut in cuts
+        }
+
+    def names(self, root: bytes, cut: Cut) -> tuple[bytes, ...]:
+        """Of the full blocks. Raises InvalidRequest if there is none."""
+        if len(self.token_ids) < cut.block_size:
+            raise InvalidRequest(
+                f"{len(self.token_ids)} tokens are less than a block of {cut.block_size}",
+                field="prefix_token_ids",
+            )
+        if len(self.token_ids) // cut.block_size > MAX_BLOCKS:
+            raise InvalidRequest(
+                f"at most {MAX_BLOCKS * cut.block_size} tokens", field="prefix_token_ids"
+            )
+        return tuple(block_hashes(root, self.token_ids, cut.block_size))
+
+
+def check_room(
+    pin_id: str, num_new: Mapping[str, int], num_held: Mapping[str, Mapping[str, int]]
+) -> None:
+    """Whether a pin fits beside the others. Blocks by fingerprint; of those held, by pin id first. Raises InvalidRequest."""
+    others = {other: blocks for other, blocks in num_held.items() if other != pin_id}
+    if len(others) >= MAX_PINS:
+        raise InvalidRequest(
+            f"there are {len(others)} pins, which is the most: remove one",
+            reason="TOO_MANY_PINS",
+            field="pin_id",
+        )
+    for fingerprint, num_blocks in num_new.items():
+        num_others = sum(blocks.get(fingerprint, 0) for blocks in others.values())
+        if num_others + num_blocks > MAX_BLOCKS:
+            raise InvalidRequest(
+                f"its {num_blocks} blocks are too many: {num_others} of {MAX_BLOCKS} are pinned",
+                reason="TOO_MANY_PINS",
+                field="prefix_token_ids",
+            )

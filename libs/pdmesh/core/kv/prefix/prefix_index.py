@@ -1,0 +1,462 @@
+"""Which instance holds which KV block in which tier, and how much of a prompt each one has (S98, S99, S102).
+
+One map, block -> bitmask of holders, kept by numbered deltas. Deltas of one incarnation apply in order; later ones wait
+(bounded) until the hole fills or a snapshot covers it. A match counts contiguous blocks from the start only:
+a block whose predecessor an instance lacks is of no use to it.
+
+An instance has two neighbouring bits, engine and host, so that "in either" is a shift of the whole mask. A block's name is kept
+once, under a row number; equal masks are one object, and runs of them cost a pointer comparison each.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdmesh.core.kv.prefix.partial_block_names import TailName
+from pdmesh.core.kv.tiers.load_plan import Tier
+
+TIERS: Final = (Tier.ENGINE, Tier.HOST)  # what an instance holds itself, and a tier's bit
+MAX_WAITING = 256  # deltas kept beyond a hole, per instance
+_MAX_RETIRED = 4  # incarnations remembered as over, per instance
+_MAX_INTERNED = 16_384
+_FEW = 8
+_MAX_REMEMBERED = 1024  # answers of a thousand names each
+
+
+class Outcome(enum.Enum):
+    APPLIED = "applied"
+    STALE = "stale"  # repeated, late, or of an incarnation that is over
+    GAP = "gap"  # deltas before it are missing: load a snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class TierDelta:
+    """What changed in one tier: `is_cleared` applies first, then `removed`, then `stored`."""
+
+    removed: Sequence[bytes] = ()
+    stored: Sequence[bytes] = ()
+    is_cleared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What changed in one instance: the engine's own blocks, and those of its host pool under the same number."""
+
+    instance_id: str
+    incarnation: int
+    sequence: int  # from 1
+    removed: Sequence[bytes] = ()
+    stored: Sequence[bytes] = ()
+    is_cleared: bool = False
+    host: TierDelta | None = None
+
+    @property
+    def clears(self) -> bool:
+        return self.is_cleared or (self.host is not None and self.host.is_cleared)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRuns:
+    """Runs of a prompt's blocks, first and end, each block of which some instance's host pool can give."""
+
+    runs: tuple[tuple[int, int], ...] = ()
+
+    def reach(self, num_held: int) -> int:
+        """How many blocks from the start an instance can have that holds `num_held` of them itself."""
+        for first, end in self.runs:
+            if first <= num_held < end:
+                return end
+        return num_held
+
+
+NO_PEERS: Final = PeerRuns()
+
+
+@dataclass(slots=True)
+class _Holder:
+    slot: int
+    incarnation: int
+    sequence: int = 0
+    rows: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))  # as TIERS
+    waiting: dict[int, Delta] = field(default_factory=dict)
+    is_whole: bool = True  # no delta is known to be missing
+    bits: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        self.bits = (1 << 2 * self.slot, 2 << 2 * self.slot)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.rows[0]) + len(self.rows[1])
+
+
+@dataclass(slots=True)
+class PrefixIndex:
+    """Bounded by `max_blocks` entries, a block counted once per instance and tier that holds it.
+
+    Beyond it a block that no prompt asked for lately is forgotten (clock); see `take_forgotten`. To forget costs a
+    cache hit, never a wrong one.
+    """
+
+    max_blocks: int = 8_000_000
+    num_blocks: int = 0
+    num_evicted: int = 0  # entries forgotten for lack of room
+    num_host_blocks: int = 0  # of the entries, those in host pools
+    _rows: dict[bytes, int] = field(default_factory=dict)
+    _names: list[bytes | None] = field(default_factory=list)  # by row
+    _masks: list[int] = field(default_factory=list)  # by row
+    _is_used: bytearray = field(
+        default_factory=bytearray
+    )  # by row: asked for since the hand passed
+    _free: list[int] = field(default_factory=list)
+    _hand: int = 0
+    _pinned: frozenset[bytes] = frozenset()
+    _interned: dict[int, int] = field(default_factory=dict)
+    _instances: dict[str, _Holder] = field(default_factory=dict)
+    _ids: list[str] = field(default_factory=list)  # by slot, "" if free
+    _ids_of: dict[int, tuple[str, ...]] = field(default_factory=dict)  # of engine bits
+    _everyone: int = 0  # the engine bit of each instance
+    _retired: dict[str, list[int]] = field(default_factory=dict)
+    _forgotten: dict[str, tuple[list[bytes], list[bytes]]] = field(default_factory=dict)
+
+    def instance_ids(self) -> list[str]:
+        return sorted(self._instances)
+
+    def version(self, instance_id: str) -> tuple[int, int] | None:
+        """(incarnation, sequence) up to which the instance is known."""
+        holder = self._instances.get(instance_id)
+        return (holder.incarnation, holder.sequence) if holder else None
+
+    def is_whole(self, instance_id: str) -> bool:
+        """False while deltas of the instance are missing."""
+        holder = self._instances.get(instance_id)
+        return holder is not None and holder.is_whole
+
+    def blocks(self, instance_id: str, tier: Tier = Tier.ENGINE) -> frozenset[bytes]:
+        holder = self._instances.get(instance_id)
+        rows = holder.rows[TIERS.index(tier)] if holder else ()
+        return frozenset(self._name(row) for row in rows)
+
+    def num_blocks_of(self, instance_id: str) -> int:
+        holder = self._instances.get(instance_id)
+        return holder.num_blocks if holder else 0
+
+    def apply(self, delta: Delta) -> Outcome:
+        """After GAP the delta waits; the ones that fill the hole, or a snapshot, bring it in."""
+        holder = self._holder_for(delta.instance_id, delta.incarnation)
+        if holder is None or delta.sequence <= holder.sequence:
+            return Outcome.STALE
+        if delta.sequence > holder.sequence + 1:
+            self._wait(holder, delta)
+            return Outcome.GAP
+        self._change(holder, delta)
+        return self._drain(holder)
+
+    def load_snapshot(
+        self,
+        instance_id: str,
+        incarnation: int,
+        sequence: int,
+        blocks: Iterable[bytes],
+        host: Iterable[bytes] = (),
+    ) -> Outcome:
+        """Replace what is known of the instance by all it held after delta `sequence`, in its engine and its host pool.
+
+        GAP: deltas after the snapshot are missing still.
+        """
+        holder = self._holder_for(instance_id, incarnation)
+        if holder is None or sequence < holder.sequence:
+            return Outcome.STALE
+        for rank, held in enumerate((set(blocks), set(host))):
+            gone = [name for row in holder.rows[rank] if (name := self._name(row)) not in held]
+            self._remove(holder, rank, gone)
+            self._store(holder, rank, held)
+        holder.sequence = sequence
+        for waiting in [s for s in holder.waiting if s <= sequence]:
+            del holder.waiting[waiting]
+        return self._drain(holder)
+
+    def remove_instance(self, instance_id: str) -> int:
+        """Forget an instance that is gone, and its incarnation for good. Returns the number of its blocks, which is the cost."""
+        holder = self._instances.pop(instance_id, None)
+        if holder is None:
+            return 0
+        num_blocks = holder.num_blocks
+        self._clear(holder, 0)
+        self._clear(holder, 1)
+        self._ids[holder.slot] = ""
+        self._everyone &= ~holder.bits[0]
+        self._ids_of.clear()
+        self._forgotten.pop(instance_id, None)
+        self._retire(instance_id, holder.incarnation)
+        return num_blocks
+
+    def forget_history(self, instance_id: str) -> None:
+        """Let an incarnation that was removed come back: its lease had ended, but it lives."""
+        self._retired.pop(instance_id, None)
+
+    def match(self, block_hashes: Sequence[bytes], tier: Tier | None = None) -> dict[str, int]:
+        """Contiguous blocks from the start, per instance that holds at least the first. One pass, early exit.
+
+        In `tier` alone, or, without one, each block in any tier of the instance's own.
+        """
+        rows, masks, is_used = self._rows, self._masks, self._is_used
+        matches: dict[str, int] = {}
+        candidates, last, length = self._everyone, -1, 0
+        for block in block_hashes:
+            row = rows.get(block)
+            if row is None:
+                break
+            is_used[row] = 1
+            mask = masks[row]
+            if mask is not last:
+                last = mask
+                still = candidates & self._in_tier(mask, tier)
+                if still != candidates:
+                    if length:
+                        self._note(matches, candidates & ~still, length)
+                    candidates = still
+                    if not candidates:
+                        return matches
+            length += 1
+        if length:
+            self._note(matches, candidates, length)
+        return matches
+
+    def peer_runs(self, block_hashes: Sequence[bytes]) -> PeerRuns:
+        """What host pools hold of a prompt, whosever they are; a peer gives from its pool alone (S77)."""
+        if not self.num_host_blocks:
+            return NO_PEERS
+        rows, masks, in_host = self._rows, self._masks, self._everyone << 1
+        runs: list[tuple[int, int]] = []
+        first = -1
+        for position, block in enumerate(block_hashes):
+            row = rows.get(block)
+            if row is not None and masks[row] & in_host:
+                first = position if first < 0 else first
+            elif first >= 0:
+                runs.append((first, position))
+                first = -1
+        if first >= 0:
+            runs.append((first, len(block_hashes)))
+        return PeerRuns(tuple(runs))
+
+    def with_tails(
+        self, matches: Mapping[str, int], tails: Iterable[TailName], block_size: int
+    ) -> dict[str, float]:
+        """`matches`, and for who holds the beginning of the block after its match, the share of that block."""
+        best: dict[str, float] = dict(matches)
+        for tail in tails:
+            row = self._rows.get(tail.name)
+            if row is None:
+                continue
+            self._is_used[row] = 1
+            found: dict[str, int] = {}
+            self._note(found, self._masks[row] & self._everyone, tail.num_blocks)
+            for instance_id, num_blocks in found.items():
+                if matches.get(instance_id, 0) == num_blocks:
+                    share = num_blocks + tail.num_tokens / block_size
+                    best[instance_id] = max(best.get(instance_id, 0), share)
+        return best
+
+    def pin(self, names: frozenset[bytes]) -> None:
+        """Do not forget these while there are others to forget; in place of those of the last call."""
+        self._pinned = names
+
+    def take_forgotten(self) -> list[Delta]:
+        """What was evicted since the last call, per instance, under the number of its last delta: for copies of this map."""
+        forgotten, self._forgotten = self._forgotten, {}
+        return [
+            Delta(i, *version, removed=tuple(engine), host=TierDelta(removed=tuple(host)))
+            for i, (engine, host) in forgotten.items()
+            if (version := self.version(i))
+        ]
+
+    def check_invariants(self) -> None:
+        union: dict[int, int] = {}
+        for holder in self._instances.values():
+            assert len(holder.waiting) <= MAX_WAITING
+            assert all(s > holder.sequence for s in holder.waiting)
+            assert holder.is_whole or holder.waiting or holder.sequence == 0
+            for own, bit in zip(holder.rows, holder.bits, strict=True):
+                for row in own:
+                    union[row] = union.get(row, 0) | bit
+        assert union == {row: mask for row, mask in enumerate(self._masks) if mask}
+        assert {name: row for row, name in enumerate(self._names) if name is not None} == self._rows
+        assert sorted(self._rows.values()) == sorted(union)
+        assert sorted((*self._free, *union)) == list(range(len(self._names)))
+        assert self.num_blocks == sum(h.num_blocks for h in self._instances.values())
+        assert self.num_blocks <= self.max_blocks
+        assert self.num_host_blocks == sum(len(h.rows[1]) for h in self._instances.values())
+        assert {i: h.slot for i, h in self._instances.items()} == {
+            i: slot for slot, i in enumerate(self._ids) if i
+        }
+        assert self._everyone == sum(h.bits[0] for h in self._instances.values())
+
+    def _in_tier(self, mask: int, tier: Tier | None) -> int:
+        """The engine bits of those who hold it; bits of the host pool are left for the candidates to mask out."""
+        if tier is None:
+            return mask | mask >> 1
+        return mask if tier is Tier.ENGINE else mask >> 1
+
+    def _note(self, matches: dict[str, int], mask: int, length: int) -> None:
+        """`mask` has engine bits alone. Few are taken one by one; many in one pass, and remembered."""
+        if mask.bit_count() <= _FEW:
+            while mask:
+                bit = mask.bit_length() - 1
+                matches[self._ids[bit >> 1]] = length
+                mask ^= 1 << bit
+            return
+        ids = self._ids_of.get(mask)
+        if ids is None:
+            if len(self._ids_of) >= _MAX_REMEMBERED:
+                self._ids_of.clear()
+            flags = f"{mask:b}"[::-2]
+            ids = tuple(name for name, flag in zip(self._ids, flags, strict=False) if flag == "1")
+            self._ids_of[mask] = ids
+        matches.update(dict.fromkeys(ids, length))
+
+    def _holder_for(self, instance_id: str, incarnation: int) -> _Holder | None:
+        """The instance's state under this incarnation, made if new; None if the incarnation is over."""
+        holder = self._instances.get(instance_id)
+        if holder is not None:
+            if holder.incarnation == incarnation:
+                return holder
+            if incarnation in self._retired.get(instance_id, ()):
+                return None
+            self.remove_instance(instance_id)
+        elif incarnation in self._retired.get(instance_id, ()):
+            return None
+        if "" not in self._ids:
+            self._ids.append("")
+        slot = self._ids.index("")
+        holder = self._instances[instance_id] = _Holder(slot, incarnation)
+        self._ids[slot] = instance_id
+        self._everyone |= holder.bits[0]
+        self._ids_of.clear()
+        return holder
+
+    def _wait(self, holder: _Holder, delta: Delta) -> None:
+        holder.is_whole = False
+        holder.waiting[delta.sequence] = delta
+        if len(holder.waiting) > MAX_WAITING:  # the snapshot will cover the oldest
+            del holder.waiting[min(holder.waiting)]
+
+    def _drain(self, holder: _Holder) -> Outcome:
+        """Apply what waited for the delta or snapshot that just came in."""
+        while delta := holder.waiting.pop(holder.sequence + 1, None):
+            self._change(holder, delta)
+        holder.is_whole = not holder.waiting
+        return Outcome.APPLIED if holder.is_whole else Outcome.GAP
+
+    def _change(self, holder: _Holder, delta: Delta) -> None:
+        for rank, part in enumerate((delta, delta.host)):
+            if part is not None:
+                if part.is_cleared:
+                    self._clear(holder, rank)
+                self._remove(holder, rank, part.removed)
+                self._store(holder, rank, part.stored)
+        holder.sequence = delta.sequence
+
+    def _store(self, holder: _Holder, rank: int, blocks: Iterable[bytes]) -> None:
+        bit, own = holder.bits[rank], holder.rows[rank]
+        for block in blocks:
+            row = self._rows.get(block)
+            if row in own:
+                continue
+            if self.num_blocks >= self.max_blocks:
+                self._evict_one()
+                row = self._rows.get(block)  # it may be the very one that went
+            if row is None:
+                row = self._new_row(block)
+                self._masks[row] = bit
+            else:
+                self._masks[row] = self._intern(self._masks[row] | bit)
+            own.add(row)
+            self.num_blocks += 1
+            self.num_host_blocks += rank
+
+    def _remove(self, holder: _Holder, rank: int, blocks: Iterable[bytes]) -> None:
+        own = holder.rows[rank]
+        for block in blocks:
+            row = self._rows.get(block)
+            if row is not None and row in own:
+                own.remove(row)
+                self._drop(row, holder.bits[rank], rank)
+
+    def _clear(self, holder: _Holder, rank: int) -> None:
+        own = holder.rows[rank]
+        for row in own:
+            self._drop(row, holder.bits[rank], rank)
+        own.clear()
+
+    def _drop(self, row: int, bit: int, rank: int) -> None:
+        """One holder less; the row is free after the last."""
+        self.num_blocks -= 1
+        self.num_host_blocks -= rank
+        rest = self._masks[row] & ~bit
+        if rest:
+            self._masks[row] = self._intern(rest)
+            return
+        self._masks[row] = 0
+        del self._rows[self._name(row)]
+        self._names[row] = None
+        self._free.append(row)
+
+    def _evict_one(self) -> None:
+        """Forget the next row, under every holder, that no match has touched since the hand was there."""
+        row = self._next_victim()
+        name, mask = self._name(row), self._masks[row]
+        while mask:
+            bit = mask.bit_length() - 1
+            mask ^= 1 << bit
+            slot, rank = divmod(bit, 2)
+            holder = self._instances[self._ids[slot]]
+            holder.rows[rank].remove(row)
+            self._forgotten.setdefault(self._ids[slot], ([], []))[rank].append(name)
+            self.num_evicted += 1
+            self._drop(row, holder.bits[rank], rank)
+
+    def _next_victim(self) -> int:
+        """The hand is left past the row, which is the next to be filled."""
+        first_pinned = -1
+        while True:
+            row, name = self._hand, self._names[self._hand]
+            if name is not None and not self._is_used[row]:
+                if name not in self._pinned or row == first_pinned:
+                    break  # or once round, and all the others are pinned too
+                first_pinned = row if first_pinned < 0 else first_pinned
+            self._is_used[row] = 0
+            self._hand = (row + 1) % len(self._names)
+        self._hand = (row + 1) % len(self._names)
+        return row
+
+    def _new_row(self, block: bytes) -> int:
+        if self._free:
+            row = self._free.pop()
+        else:
+            row = len(self._names)
+            self._names.append(None)
+            self._masks.append(0)
+            self._is_used.append(0)
+        self._rows[block] = row
+        self._names[row] = block
+        self._is_used[row] = 0
+        return row
+
+    def _name(self, row: int) -> bytes:
+        name = self._names[row]
+        assert name is not None
+        return name
+
+    def _intern(self, mask: int) -> int:
+        if len(self._interned) >= _MAX_INTERNED:
+            self._interned.clear()
+        return self._interned.setdefault(mask, mask)
+
+    def _retire(self, instance_id: str, incarnation: int) -> None:
+        retired = [i for i in self._retired.get(instance_id, ()) if i != incarnation]
+        self._retired[instance_id] = [*retired, incarnation][-_MAX_RETIRED:]

@@ -1,0 +1,283 @@
+"""The receiver's pulls: each succeeds once or fails once, and its landing bytes are let go only when safe.
+
+The sender announces a pull's bytes part by part; each part arrives, is verified, and is delivered in order. Once a
+receive may have been posted, nothing but the arrival of its bytes or the end of its connection proves that no
+late write lands. So a pull that fails or is given up asks the sender to stop, and is drained: of the parts announced so
+far, up to the sender's answer. A pull also fails when nothing of it came for its `stall_s`, so that a link that is cut is known long
+before the deadline, which a slow one may use up. A sender that does not answer within STOP_S of the deadline has its connection
+aborted: frozen peers look like slow ones, and both end there. A pull that was given up long before its deadline (one that waits for
+prefill may have minutes) is given LET_GO_S for that. While a pull waits or receives, its lease is renewed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from pdmesh.core.kv.transfer.lease_renewal import RENEWALS_PER_LEASE
+from pdmesh.core.kv.transfer.receiver_events import (
+    AbortPeer,
+    CallerLeft,
+    CheckFailed,
+    CheckPart,
+    Complete,
+    DeliverPart,
+    Fail,
+    FreeLanding,
+    MetaArrived,
+    PartArrived,
+    PartChecked,
+    PeerLost,
+    PullRefused,
+    PullRequested,
+    ReceivePart,
+    ReceiverEffect,
+    ReceiverEvent,
+    RenewLease,
+    SendAck,
+    SendPull,
+    SourceComplete,
+    TellSilent,
+    Tick,
+)
+from pdmesh.core.kv.transfer.ticket import PullFailure
+
+STOP_S = (
+    0.5  # from the deadline: for a live sender to answer, and for the bytes on their way to arrive
+)
+SILENT_S = 0.25  # without any bytes: long for a link that works, short beside every stall
+LET_GO_S = 5.0  # from when it was given up, to be drained
+
+
+@dataclass(slots=True)
+class _Pull:
+    peer: int
+    min_bytes: int
+    max_bytes: int
+    deadline: float
+    renew_every_s: float
+    renew_at: float
+    stall_s: float
+    heard_at: float  # when something of it came last
+    num_bytes: int = -1  # of the whole pull; the first META tells
+    num_announced: int = 0  # bytes
+    num_parts: int = 0
+    num_delivered: int = 0  # parts
+    posted: set[int] = field(default_factory=set)  # parts a write may still land for
+    checking: set[int] = field(default_factory=set)
+    verified: set[int] = field(default_factory=set)  # and not delivered
+    is_silent: bool = False
+    has_caller: bool = True
+    is_stopped: bool = False  # failed or given up: drain it
+    is_refused: bool = False  # the sender announces no more
+    is_peer_lost: bool = False
+
+    @property
+    def is_announced(self) -> bool:
+        return self.num_announced == self.num_bytes
+
+    @property
+    def is_drained(self) -> bool:
+        """No byte can come any more, and nobody looks at those that came."""
+        is_over = self.is_announced or self.is_refused or self.is_peer_lost
+        return is_over and not self.posted and not self.checking
+
+
+class PullBook:
+    """One agent's pulls. `handle` is the only way to change it."""
+
+    def __init__(self) -> None:
+        self._pulls: dict[int, _Pull] = {}
+
+    def __len__(self) -> int:
+        return len(self._pulls)
+
+    def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverEffect]:
+        match event:
+            case PullRequested():
+                return self._on_requested(event, now)
+            case MetaArrived():
+                return self._on_meta(event, now)
+            case PartArrived():
+                return self._on_part(event, now)
+            case PartChecked():
+                return self._on_checked(event)
+            case CheckFailed():
+                return self._on_check_failed(event)
+            case PullRefused():
+                return self._on_refused(event)
+            case SourceComplete() | CallerLeft():
+                return self._on_caller(event, now)
+            case PeerLost(peer):
+                return self._on_peer_lost(peer)
+            case Tick():
+                return self._on_tick(now)
+
+    def check_invariants(self) -> None:
+        for pull in self._pulls.values():
+            assert not pull.is_peer_lost or not pull.posted, "a receive outlived its connection"
+            assert not (pull.is_stopped and pull.is_drained), "let go late"
+            assert pull.is_stopped or pull.has_caller
+            assert pull.num_delivered + len(pull.verified) <= pull.num_parts
+
+    def _on_requested(self, event: PullRequested, now: float) -> list[ReceiverEffect]:
+        if event.pull_id in self._pulls:
+            raise ValueError(f"pull {event.pull_id} exists")
+        every = event.lease_s / RENEWALS_PER_LEASE or math.inf
+        self._pulls[event.pull_id] = _Pull(
+            event.peer,
+            event.min_bytes,
+            event.max_bytes,
+            event.deadline,
+            every,
+            now + every,
+            event.stall_s,
+            now,
+        )
+        return [SendPull(event.pull_id)]
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def _on_meta(self, event: MetaArrived, now: float) -> list[ReceiverEffect]:
+        pull = self._pulls.get(event.pull_id)
+        if pull is None or pull.peer != event.peer or pull.is_peer_lost:
+            # Inline bytes can be ignored. Bytes that follow would wait for a receive for ever.
+            return [] if event.is_inline else [AbortPeer(event.peer)]
+        if not self._is_next(pull, event):
+            return [*self._fail(event.pull_id, PullFailure.PROTOCOL), AbortPeer(event.peer)]
+        index = pull.num_parts
+        pull.heard_at = now
+        pull.num_bytes = event.num_bytes
+        pull.num_announced += event.length
+        pull.num_parts += 1
+        if not event.is_inline:
+            pull.posted.add(index)
+            return [ReceivePart(event.pull_id, index)]
+        if pull.is_stopped:
+            return self._settle(event.pull_id)
+        pull.checking.add(index)
+        return [CheckPart(event.pull_id, index)]
+
+    @staticmethod
+    def _is_next(pull: _Pull, event: MetaArrived) -> bool:
+        """Whether the parts go on without a gap, so that no byte lands twice or outside."""
+        if pull.is_refused or pull.is_announced or event.offset != pull.num_announced:
+            return False
+        if pull.num_bytes >= 0 and event.num_bytes != pull.num_bytes:
+            return False
+        is_right_size = pull.min_bytes <= event.num_bytes <= pull.max_bytes
+        is_some = event.length > 0 or event.num_bytes == 0
+        return is_right_size and is_some and event.offset + event.length <= event.num_bytes
+
+    def _on_part(self, event: PartArrived, now: float) -> list[ReceiverEffect]:
+        pull = self._pulls.get(event.pull_id)
+        if pull is None or event.index not in pull.posted:
+            return []
+        pull.posted.remove(event.index)
+        pull.heard_at = now
+        if pull.is_stopped:
+            return self._settle(event.pull_id)
+        pull.checking.add(event.index)
+        return [CheckPart(event.pull_id, event.index)]
+
+    def _on_checked(self, event: PartChecked) -> list[ReceiverEffect]:
+        pull = self._pulls.get(event.pull_id)
+        if pull is None or event.index not in pull.checking:
+            return []
+        pull.checking.remove(event.index)
+        if not event.is_intact:
+            return [*self._fail(event.pull_id, PullFailure.CORRUPT), *self._settle(event.pull_id)]
+        pull.verified.add(event.index)
+        effects: list[ReceiverEffect] = []
+        while not pull.is_stopped and pull.num_delivered in pull.verified:
+            pull.verified.remove(pull.num_delivered)
+            effects.append(DeliverPart(event.pull_id, pull.num_delivered))
+            pull.num_delivered += 1
+        return effects + self._settle(event.pull_id)
+
+    def _on_check_failed(self, event: CheckFailed) -> list[ReceiverEffect]:
+        pull = self._pulls.get(event.pull_id)
+        if pull is None or event.index not in pull.checking:
+            return []
+        pull.checking.remove(event.index)
+        return [*self._fail(event.pull_id, PullFailure.UNCHECKED), *self._settle(event.pull_id)]
+
+    def _settle(self, pull_id: int) -> list[ReceiverEffect]:
+        """End it if nothing more can come."""
+        pull = self._pulls.get(pull_id)
+        if pull is None or not pull.is_drained:
+            return []
+        del self._pulls[pull_id]
+        if pull.is_stopped:
+            return [FreeLanding(pull_id)]
+        ack: list[ReceiverEffect] = [] if pull.is_peer_lost else [SendAck(pull_id, True)]
+        return [*ack, Complete(pull_id)]
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _on_refused(self, event: PullRefused) -> list[ReceiverEffect]:
+        pull = self._pulls.get(event.pull_id)
+        if pull is None or pull.peer != event.peer or pull.is_announced:
+            return []
+        pull.is_refused = True
+        return [*self._fail(event.pull_id, event.reason), *self._settle(event.pull_id)]
+
+    def _on_caller(self, event: SourceComplete | CallerLeft, now: float) -> list[ReceiverEffect]:
+        pull = self._pulls.get(event.pull_id)
+        if pull is None:
+            return []
+        if isinstance(event, SourceComplete):
+            pull.stall_s, pull.heard_at = event.stall_s, now
+            return []
+        pull.has_caller = False
+        return [*self._stop(event.pull_id), *self._settle(event.pull_id)]
+
+    def _on_peer_lost(self, peer: int) -> list[ReceiverEffect]:
+        effects: list[ReceiverEffect] = []
+        for pull_id in [i for i, pull in self._pulls.items() if pull.peer == peer]:
+            pull = self._pulls[pull_id]
+            pull.is_peer_lost = True
+            if pull.posted or not pull.is_announced:  # else all bytes are here
+                effects += self._fail(pull_id, PullFailure.PEER_LOST)
+            pull.posted.clear()
+            effects += self._settle(pull_id)
+        return effects
+
+    def _on_tick(self, now: float) -> list[ReceiverEffect]:
+        effects: list[ReceiverEffect] = []
+        for pull_id, pull in list(self._pulls.items()):
+            if pull.is_announced and not pull.posted:
+                continue  # all bytes are here
+            if pull.is_stopped:
+                pull.deadline = min(pull.deadline, now + LET_GO_S)
+            if now >= pull.renew_at and not pull.is_stopped:
+                pull.renew_at = now + pull.renew_every_s
+                effects.append(RenewLease(pull_id))
+            given_up_at = min(pull.deadline, pull.heard_at + pull.stall_s)
+            if now >= given_up_at:
+                effects += self._fail(pull_id, PullFailure.TIMEOUT)
+            elif self._is_newly_silent(pull, now):
+                pull.is_silent = True
+                effects.append(TellSilent(pull_id))
+            if now >= given_up_at + STOP_S:
+                effects.append(AbortPeer(pull.peer))
+        return effects
+
+    @staticmethod
+    def _is_newly_silent(pull: _Pull, now: float) -> bool:
+        """One that waits for prefill is not: its silence means nothing."""
+        is_known = pull.is_silent or pull.is_stopped or math.isinf(pull.stall_s)
+        return not is_known and now >= pull.heard_at + SILENT_S
+
+    def _fail(self, pull_id: int, reason: str) -> list[ReceiverEffect]:
+        """Tell the caller once, and the sender."""
+        pull = self._pulls[pull_id]
+        told: list[ReceiverEffect] = [Fail(pull_id, reason)] if pull.has_caller else []
+        pull.has_caller = False
+        return [*self._stop(pull_id), *told]
+
+    def _stop(self, pull_id: int) -> list[ReceiverEffect]:
+        pull = self._pulls[pull_id]
+        is_first, pull.is_stopped = not pull.is_stopped, True
+        is_heard = not (pull.is_refused or pull.is_peer_lost)
+        return [SendAck(pull_id, False)] if is_first and is_heard else []

@@ -1,0 +1,194 @@
+"""What happens to a receiver's pulls, and what is to be done about it. See `pull_book`. Not `frozen`, for speed; nobody changes one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# Facts and effects of a connection are the same at both ends.
+from pdmesh.core.kv.transfer.sender_events import AbortPeer as AbortPeer  # noqa: PLC0414
+from pdmesh.core.kv.transfer.sender_events import PeerLost as PeerLost  # noqa: PLC0414
+from pdmesh.core.kv.transfer.sender_events import Tick as Tick  # noqa: PLC0414
+
+
+@dataclass(slots=True)
+class PullRequested:
+    """A caller wants its bytes, between `min_bytes` and `max_bytes`, by `deadline`. `peer` is the connection.
+
+    `lease_s`: the sender keeps the bytes for so long from the last it heard of us; 0 if it has no lease to renew. `stall_s`: the
+    longest silence of the sender, which has the bytes; infinite while they are still to be made.
+    """
+
+    pull_id: int
+    peer: int
+    min_bytes: int
+    max_bytes: int
+    deadline: float
+    lease_s: float = 0.0
+    stall_s: float = math.inf
+
+
+@dataclass(slots=True)
+class SourceComplete:
+    """The sender has all bytes by now: from here on it is silent for `stall_s` at most."""
+
+    pull_id: int
+    stall_s: float
+
+
+@dataclass(slots=True)
+class MetaArrived:
+    """The sender announces the next `length` bytes, at `offset` of `num_bytes` in all.
+
+    `is_inline`: the bytes came with the message, else they follow.
+    """
+
+    peer: int
+    pull_id: int
+    num_bytes: int
+    offset: int
+    length: int
+    is_inline: bool
+
+
+@dataclass(slots=True)
+class PartArrived:
+    """All bytes of part `index` are in the landing range."""
+
+    pull_id: int
+    index: int
+
+
+@dataclass(slots=True)
+class PartChecked:
+    """The checksums of part `index` were compared."""
+
+    pull_id: int
+    index: int
+    is_intact: bool
+
+
+@dataclass(slots=True)
+class CheckFailed:
+    """Whether part `index` is intact could not be found out; nobody looks at its bytes any more."""
+
+    pull_id: int
+    index: int
+
+
+@dataclass(slots=True)
+class PullRefused:
+    """The sender will announce no more of it."""
+
+    peer: int
+    pull_id: int
+    reason: str
+
+
+@dataclass(slots=True)
+class CallerLeft:
+    """Nobody wants the result any more."""
+
+    pull_id: int
+
+
+ReceiverEvent = (
+    PullRequested
+    | SourceComplete
+    | MetaArrived
+    | PartArrived
+    | PartChecked
+    | CheckFailed
+    | PullRefused
+    | CallerLeft
+    | PeerLost
+    | Tick
+)
+
+
+@dataclass(slots=True)
+class SendPull:
+    pull_id: int
+
+
+@dataclass(slots=True)
+class ReceivePart:
+    """Post the receives of part `index`; answered by PartArrived, or PeerLost."""
+
+    pull_id: int
+    index: int
+
+
+@dataclass(slots=True)
+class CheckPart:
+    """Compare checksums, having copied the bytes first if they came inline; answered by PartChecked or CheckFailed."""
+
+    pull_id: int
+    index: int
+
+
+@dataclass(slots=True)
+class DeliverPart:
+    """Part `index` and all before it are verified: hand it to the caller. In order, each once."""
+
+    pull_id: int
+    index: int
+
+
+@dataclass(slots=True)
+class SendAck:
+    """Tell the sender that the pull is over: taken, or that no more of it is wanted."""
+
+    pull_id: int
+    is_taken: bool
+
+
+@dataclass(slots=True)
+class RenewLease:
+    """Ask the sender to keep the bytes."""
+
+    pull_id: int
+
+
+@dataclass(slots=True)
+class TellSilent:
+    """Nothing of it came for SILENT_S, though the sender has it: the link is free for others. Once per pull; it goes on."""
+
+    pull_id: int
+
+
+@dataclass(slots=True)
+class Complete:
+    """The verified bytes are the caller's, and the landing range with them."""
+
+    pull_id: int
+
+
+@dataclass(slots=True)
+class Fail:
+    """Tell the caller, if it is still there. FreeLanding follows, now or later."""
+
+    pull_id: int
+    reason: str
+
+
+@dataclass(slots=True)
+class FreeLanding:
+    """No late write can land. The last word about a pull that did not complete."""
+
+    pull_id: int
+
+
+ReceiverEffect = (
+    SendPull
+    | ReceivePart
+    | CheckPart
+    | DeliverPart
+    | SendAck
+    | RenewLease
+    | TellSilent
+    | Complete
+    | Fail
+    | FreeLanding
+    | AbortPeer
+)

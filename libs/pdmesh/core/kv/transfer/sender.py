@@ -1,0 +1,345 @@
+"""The sender's tickets: who may pull which bytes, part by part, and when those bytes may be reused.
+
+A ticket is OPEN while its engine writes layers into its range: only the engine ends that, by the last layer or by a
+release. From the last layer on it has a lease. It is closed once, taken, released or expired, and never while a send
+reads its bytes: one that outlives the lease has its connection aborted, and the end of the connection is the proof
+that nothing reads any more. A peer that is merely slow keeps the lease alive by what it takes and by renewing, within
+a bound; one that is frozen does not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from pdmesh.core.kv.layout.buffer_layout import KvLayout, KvPart
+from pdmesh.core.kv.transfer.sender_events import (
+    AbortPeer,
+    CloseTicket,
+    LayersReady,
+    LeaseRenewed,
+    Opened,
+    PartSent,
+    PeerLost,
+    PullAcked,
+    PullAsked,
+    Refuse,
+    Released,
+    SenderEffect,
+    SenderEvent,
+    SendPart,
+    ServingFailed,
+    Tick,
+)
+from pdmesh.core.kv.transfer.ticket import CloseReason, Refusal
+
+MAX_PULLS_PER_TICKET = 16
+MAX_DECODES = 16  # of a ticket whose takers are remembered
+MAX_LEASES = 30  # a ticket is renewed to at most this many leases after its last layer
+WINDOW = 2  # parts of one pull on their way at once: the next follows without a pause, and other pulls have their turn
+
+_Key = tuple[int, int]  # peer, pull
+
+
+@dataclass(slots=True)
+class _Pull:
+    """One reader. Parts below `num_announced` were announced, `num_in_flight` of them read the range right now."""
+
+    parts: tuple[KvPart, ...]
+    num_bytes: int
+    num_takers: int
+    decode: int
+    question: int
+    num_announced: int = 0
+    num_in_flight: int = 0
+    is_stopped: bool = False  # no further part is announced
+
+    @property
+    def is_announced(self) -> bool:
+        return self.num_announced == len(self.parts)
+
+
+@dataclass(slots=True)
+class _Ticket:
+    attempt: int
+    layout: KvLayout
+    lease_s: float
+    chunk_bytes: int
+    is_single: bool
+    is_tapered: bool = False
+    num_ready: int = 0  # layers
+    has_writer: bool = True  # until the last layer, or the release
+    lease_ends: float = math.inf  # while there is a writer
+    last_lease_ends: float = math.inf
+    takers: dict[int, set[int]] = field(default_factory=dict)  # peers that took it, by decode
+    pulls: dict[_Key, _Pull] = field(default_factory=dict)
+    closing: CloseReason | None = None
+
+    @property
+    def is_read(self) -> bool:
+        return any(pull.num_in_flight for pull in self.pulls.values())
+
+    def begin_lease(self, now: float) -> None:
+        """Its engine writes no more."""
+        self.has_writer = False
+        self.lease_ends = now + self.lease_s
+        self.last_lease_ends = now + MAX_LEASES * self.lease_s
+
+    def renew(self, now: float) -> None:
+        ends = now + self.lease_s
+        if ends > self.lease_ends:
+            self.lease_ends = min(ends, self.last_lease_ends)
+
+
+class TicketBook:
+    """One agent's tickets. `handle` is the only way to change it."""
+
+    def __init__(self, incarnation: int, fingerprint_hash: int) -> None:
+        self._incarnation = incarnation
+        self._fingerprint_hash = fingerprint_hash
+        self._tickets: dict[str, _Ticket] = {}
+        self._tickets_by_pull: dict[_Key, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    @property
+    def num_sends(self) -> int:
+        """Pulls being served."""
+        return len(self._tickets_by_pull)
+
+    def handle(self, event: SenderEvent, now: float) -> list[SenderEffect]:
+        """Raises ValueError for a ticket id that is open already, leaving the book as it was."""
+        match event:
+            case PullAsked():
+                return self._on_pull(event, now)
+            case PartSent(peer, pull_id):
+                return self._on_sent((peer, pull_id), now)
+            case PullAcked():
+                return self._on_acked(event)
+            case Opened():
+                return self._on_opened(event)
+            case LayersReady(ticket_id, num_layers):
+                return self._on_ready(ticket_id, num_layers, now)
+            case Released() | ServingFailed():
+                return self._on_ended(event, now)
+            case LeaseRenewed():
+                return self._on_renewed(event, now)
+            case PeerLost(peer):
+                return self._on_peer_lost(peer)
+            case Tick():
+                return self._on_tick(now)
+
+    def check_invariants(self) -> None:
+        for ticket_id, ticket in self._tickets.items():
+            assert len(ticket.pulls) <= MAX_PULLS_PER_TICKET
+            assert ticket.closing is None or ticket.is_read or ticket.has_writer, "closed late"
+            for key, pull in ticket.pulls.items():
+                assert self._tickets_by_pull[key] == ticket_id
+                assert 0 <= pull.num_in_flight <= min(WINDOW, pull.num_announced)
+                assert len(ticket.takers) <= MAX_DECODES
+                assert not pull.is_stopped or pull.num_in_flight, "stopped and still there"
+                for part in pull.parts[: pull.num_announced]:
+                    assert part.end_layer <= ticket.num_ready, "sent before it was written"
+        assert len(self._tickets_by_pull) == sum(len(t.pulls) for t in self._tickets.values())
+
+    # -- a ticket's bytes -------------------------------------------------------------------------
+
+    def _on_opened(self, event: Opened) -> list[SenderEffect]:
+        if event.ticket_id in self._tickets:
+            raise ValueError("a ticket with this id is open already")
+        self._tickets[event.ticket_id] = _Ticket(
+            event.attempt,
+            event.layout,
+            event.lease_s,
+            event.chunk_bytes,
+            event.is_single,
+            event.is_tapered,
+        )
+        return []
+
+    def _on_ready(self, ticket_id: str, num_layers: int, now: float) -> list[SenderEffect]:
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None or num_layers <= ticket.num_ready:
+            return []
+        ticket.num_ready = min(num_layers, ticket.layout.num_layers)
+        if ticket.num_ready == ticket.layout.num_layers:
+            ticket.begin_lease(now)
+        sends = [part for key in ticket.pulls for part in self._serve(ticket_id, ticket, key)]
+        return sends + self._finish_closing(ticket_id)
+
+    def _on_ended(self, event: Released | ServingFailed, now: float) -> list[SenderEffect]:
+        if isinstance(event, ServingFailed):
+            return self._close(event.ticket_id, CloseReason.FAILED)
+        ticket = self._tickets.get(event.ticket_id)
+        if ticket is not None and ticket.has_writer:
+            ticket.begin_lease(now)  # it bounds the sends that are under way
+        return self._close(event.ticket_id, CloseReason.RELEASED)
+
+    # -- a pull -----------------------------------------------------------------------------------
+
+    def _on_pull(self, event: PullAsked, now: float) -> list[SenderEffect]:
+        key = (event.peer, event.pull_id)
+        if key in self._tickets_by_pull:
+            return []  # the same message again: it is being served
+        ticket = self._tickets.get(event.ticket_id)
+        refusal = self._refusal(event, ticket, now)
+        if refusal is not None or ticket is None:
+            return [Refuse(event.peer, event.pull_id, refusal or Refusal.UNKNOWN_TICKET)]
+        try:
+            parts = ticket.layout.parts(
+                event.first_block, event.heads, ticket.chunk_bytes, ticket.is_tapered
+            )
+        except IndexError:
+            return [Refuse(event.peer, event.pull_id, Refusal.BAD_RANGE)]
+        ticket.pulls[key] = _Pull(
+            parts,
+            parts[-1].offset + parts[-1].length,
+            event.num_takers,
+            event.decode,
+            event.question,
+        )
+        ticket.renew(now)
+        self._tickets_by_pull[key] = event.ticket_id
+        return self._serve(event.ticket_id, ticket, key)
+
+    def _refusal(self, event: PullAsked, ticket: _Ticket | None, now: float) -> Refusal | None:
+        if event.incarnation != self._incarnation:
+            return Refusal.WRONG_INCARNATION
+        if event.fingerprint_hash != self._fingerprint_hash:
+            return Refusal.WRONG_MODEL
+        if ticket is None:
+            return Refusal.UNKNOWN_TICKET
+        if event.attempt != ticket.attempt:
+            return Refusal.WRONG_ATTEMPT
+        if ticket.closing is not None:
+            return Refusal.TICKET_CLOSED
+        if now >= ticket.lease_ends:
+            return Refusal.LEASE_ENDED
+        if len(ticket.pulls) >= MAX_PULLS_PER_TICKET:
+            return Refusal.TOO_MANY_PULLS
+        return None
+
+    def _serve(self, ticket_id: str, ticket: _Ticket, key: _Key) -> list[SenderEffect]:
+        """Announce the parts that are in place, as far as the window lets."""
+        pull = ticket.pulls[key]
+        effects: list[SenderEffect] = []
+        while not (pull.is_stopped or pull.is_announced) and pull.num_in_flight < WINDOW:
+            part = pull.parts[pull.num_announced]
+            if part.end_layer > ticket.num_ready:
+                break
+            pull.num_announced += 1
+            pull.num_in_flight += 1
+            effects.append(SendPart(*key, ticket_id, part, pull.num_bytes, pull.question))
+        return effects
+
+    def _on_sent(self, key: _Key, now: float) -> list[SenderEffect]:
+        ticket_id = self._tickets_by_pull.get(key)
+        if ticket_id is None:
+            return []
+        ticket = self._tickets[ticket_id]
+        pull = ticket.pulls[key]
+        pull.num_in_flight -= 1
+        ticket.renew(now)
+        if pull.is_stopped:
+            return self._drop_stopped(ticket_id, key)
+        if ticket.closing is not None:
+            return self._finish_closing(ticket_id)
+        return self._serve(ticket_id, ticket, key)
+
+    def _on_acked(self, event: PullAcked) -> list[SenderEffect]:
+        key = (event.peer, event.pull_id)
+        ticket_id = self._tickets_by_pull.get(key)
+        if ticket_id is None:
+            return []
+        ticket = self._tickets[ticket_id]
+        pull = ticket.pulls[key]
+        if not event.is_taken or not pull.is_announced:
+            return self._stop(ticket_id, key, Refusal.STOPPED)
+        # What ranks of a decode took that failed as a whole is of no use to the next one.
+        takers = ticket.takers.setdefault(pull.decode, set())
+        takers.add(event.peer)
+        if len(takers) >= pull.num_takers:
+            return self._close(ticket_id, CloseReason.TAKEN)
+        if len(ticket.takers) > MAX_DECODES:
+            del ticket.takers[next(iter(ticket.takers))]
+        pull.is_stopped = True
+        return self._drop_stopped(ticket_id, key)
+
+    def _stop(self, ticket_id: str, key: _Key, refusal: Refusal) -> list[SenderEffect]:
+        """Announce no more of this pull, and say so unless everything was announced."""
+        pull = self._tickets[ticket_id].pulls[key]
+        if pull.is_stopped:
+            return []
+        pull.is_stopped = True
+        said: list[SenderEffect] = [] if pull.is_announced else [Refuse(*key, refusal)]
+        return said + self._drop_stopped(ticket_id, key)
+
+    def _drop_stopped(self, ticket_id: str, key: _Key) -> list[SenderEffect]:
+        ticket = self._tickets[ticket_id]
+        if not ticket.pulls[key].num_in_flight:
+            self._forget(key)
+            if ticket.is_single:
+                return self._close(ticket_id, CloseReason.RELEASED)
+        return self._finish_closing(ticket_id)
+
+    # -- the end of a ticket ----------------------------------------------------------------------
+
+    def _on_renewed(self, event: LeaseRenewed, now: float) -> list[SenderEffect]:
+        ticket = self._tickets.get(event.ticket_id)
+        is_ours = event.incarnation == self._incarnation
+        if ticket and is_ours and event.attempt == ticket.attempt and now < ticket.lease_ends:
+            ticket.renew(now)
+        return []
+
+    def _on_peer_lost(self, peer: int) -> list[SenderEffect]:
+        lost = [key for key in self._tickets_by_pull if key[0] == peer]
+        touched = dict.fromkeys(self._tickets_by_pull[key] for key in lost)
+        for key in lost:
+            self._forget(key)
+        effects: list[SenderEffect] = []
+        for ticket_id in touched:
+            if self._tickets[ticket_id].is_single:
+                effects += self._close(ticket_id, CloseReason.RELEASED)
+            else:
+                effects += self._finish_closing(ticket_id)
+        return effects
+
+    def _on_tick(self, now: float) -> list[SenderEffect]:
+        ended = [t for t, ticket in self._tickets.items() if now >= ticket.lease_ends]
+        effects: list[SenderEffect] = []
+        for ticket_id in ended:
+            effects += self._close(ticket_id, CloseReason.EXPIRED)
+            if (ticket := self._tickets.get(ticket_id)) is not None:
+                # Something still reads: only the end of its connection ends that.
+                readers = {key[0]: None for key, p in ticket.pulls.items() if p.num_in_flight}
+                effects += [AbortPeer(peer) for peer in readers]
+        return effects
+
+    def _close(self, ticket_id: str, reason: CloseReason) -> list[SenderEffect]:
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None:
+            return []
+        effects: list[SenderEffect] = []
+        if ticket.closing is None:
+            ticket.closing = reason
+            why = Refusal.LEASE_ENDED if reason is CloseReason.EXPIRED else Refusal.TICKET_CLOSED
+            for key, pull in list(ticket.pulls.items()):
+                if not (pull.is_stopped or pull.is_announced):
+                    effects.append(Refuse(*key, why))
+                pull.is_stopped = True
+                if not pull.num_in_flight:
+                    self._forget(key)
+        return effects + self._finish_closing(ticket_id)
+
+    def _finish_closing(self, ticket_id: str) -> list[SenderEffect]:
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None or ticket.closing is None or ticket.is_read or ticket.has_writer:
+            return []
+        for key in list(ticket.pulls):
+            self._forget(key)
+        del self._tickets[ticket_id]
+        return [CloseTicket(ticket_id, ticket.closing)]
+
+    def _forget(self, key: _Key) -> None:
+        del self._tickets[self._tickets_by_pull.pop(key)].pulls[key]

@@ -1,0 +1,158 @@
+"""What happens to a sender's tickets, and what is to be done about it. See `ticket_book`. Not `frozen`, for speed; nobody changes one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout, KvPart
+from pdmesh.core.kv.transfer.ticket import CloseReason, Refusal
+
+
+@dataclass(slots=True)
+class Opened:
+    """A prompt's range is reserved and its layout known; its bytes are still to come.
+
+    `is_single`: nobody can ask for it twice, so it closes with its only pull, however that ends. How its pulls are cut into
+    parts: see `KvLayout.parts`.
+    """
+
+    ticket_id: str
+    attempt: int
+    layout: KvLayout
+    lease_s: float
+    chunk_bytes: int = CHUNK_BYTES
+    is_single: bool = False
+    is_tapered: bool = False
+
+
+@dataclass(slots=True)
+class LayersReady:
+    """The layers below `num_layers` are in place, with their checksums."""
+
+    ticket_id: str
+    num_layers: int
+
+
+@dataclass(slots=True)
+class PullAsked:
+    """A peer wants a ticket's blocks from `first_block` on, of the heads (first, number). `peer` is the connection.
+
+    `num_takers`: how many peers of its `decode` take this ticket before it is closed. `question`: goes back with each part.
+    """
+
+    peer: int
+    pull_id: int
+    ticket_id: str
+    attempt: int
+    incarnation: int
+    fingerprint_hash: int
+    first_block: int = 0
+    heads: tuple[int, int] | None = None
+    num_takers: int = 1
+    decode: int = 0
+    question: int = 0
+
+
+@dataclass(slots=True)
+class PartSent:
+    """A part of a pull has left the ticket's range; nothing reads it for this part any more."""
+
+    peer: int
+    pull_id: int
+
+
+@dataclass(slots=True)
+class PullAcked:
+    """The receiver is done: `is_taken` if it verified the bytes and goes on from them, else it wants no more."""
+
+    peer: int
+    pull_id: int
+    is_taken: bool
+
+
+@dataclass(slots=True)
+class LeaseRenewed:
+    """A receiver that waits or receives asks to keep the bytes."""
+
+    ticket_id: str
+    attempt: int
+    incarnation: int
+
+
+@dataclass(slots=True)
+class Released:
+    """Nobody will pull this ticket, and nobody writes into its range any more."""
+
+    ticket_id: str
+
+
+@dataclass(slots=True)
+class ServingFailed:
+    """The ticket's bytes cannot be served. Its engine may still write them."""
+
+    ticket_id: str
+
+
+@dataclass(slots=True)
+class PeerLost:
+    """A connection is gone: nothing is sent on it, and nothing written from it, any more."""
+
+    peer: int
+
+
+@dataclass(slots=True)
+class Tick:
+    pass
+
+
+SenderEvent = (
+    Opened
+    | LayersReady
+    | PullAsked
+    | PartSent
+    | PullAcked
+    | LeaseRenewed
+    | Released
+    | ServingFailed
+    | PeerLost
+    | Tick
+)
+
+
+@dataclass(slots=True)
+class SendPart:
+    """Announce and send one part of a pull of `num_bytes` bytes in all; answered by PartSent, or PeerLost."""
+
+    peer: int
+    pull_id: int
+    ticket_id: str
+    part: KvPart
+    num_bytes: int
+    question: int = 0
+
+
+@dataclass(slots=True)
+class Refuse:
+    """No part of this pull is announced after this."""
+
+    peer: int
+    pull_id: int
+    refusal: Refusal
+
+
+@dataclass(slots=True)
+class AbortPeer:
+    """Drop the connection; answered by PeerLost. May be repeated."""
+
+    peer: int
+
+
+@dataclass(slots=True)
+class CloseTicket:
+    """The ticket's bytes are free. The last word about it."""
+
+    ticket_id: str
+    reason: CloseReason
+
+
+SenderEffect = SendPart | Refuse | AbortPeer | CloseTicket

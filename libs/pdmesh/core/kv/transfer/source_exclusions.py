@@ -1,0 +1,186 @@
+"""From whom a decode should not be given KV for a while: what it found out itself, and what all decodes say (F23, F24, F34).
+
+A decode *refuses* a source whose KV was corrupt three times within a minute: no token may come of it. It *avoids* one that it
+could not pull from twice in a row, or whose KV came so slowly, three times one after the other, that computing it would have been
+quicker: the link between the two may be bad while both are well, so another pair is better, and one instance for both
+phases better than none; but trying is how the end of the fault is noticed. Each ends with time, or with an incarnation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Final
+
+from pdmesh.core.kv.transfer.quarantine import Quarantine
+from pdmesh.core.kv.transfer.ticket import PullFailure
+
+_UNREACHABLE: Final = frozenset({PullFailure.TIMEOUT, PullFailure.PEER_LOST, PullFailure.CONNECT})
+_CONDEMNED: Final = 2  # decodes that refuse it: then the source is at fault, not one of them
+# KV is slow if it is waited for so many times as long as computing it takes, and so long that somebody notices.
+_SLOW_FACTOR: Final = 2.0
+_LEAST_SLOW_S: Final = 1.0
+
+
+class SourceFault(StrEnum):
+    CORRUPT = "KV_CORRUPT"
+    UNREACHABLE = "KV_UNREACHABLE"
+    SLOW = "KV_SLOW"
+
+
+_AVOIDED: Final = frozenset({SourceFault.UNREACHABLE, SourceFault.SLOW})
+
+
+@dataclass(frozen=True, slots=True)
+class KvSource:
+    """One incarnation of an instance that sends KV. A restarted one has a clean record."""
+
+    instance_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSource:
+    source: KvSource
+    fault: SourceFault
+
+
+def _quarantines() -> dict[SourceFault, Quarantine[KvSource]]:
+    return {
+        SourceFault.CORRUPT: Quarantine(limit=3, window_s=60.0, hold_s=60.0),
+        SourceFault.UNREACHABLE: Quarantine(limit=2, window_s=30.0, hold_s=30.0),
+        SourceFault.SLOW: Quarantine(limit=3, window_s=600.0, hold_s=30.0, is_probation=True),
+    }
+
+
+@dataclass(slots=True)
+class KvSources:
+    """One decode's record of those it pulled from. `failed` takes the reason of a `KvTransferFailed`."""
+
+    _faults: dict[SourceFault, Quarantine[KvSource]] = field(default_factory=_quarantines)
+
+    def failed(self, source: KvSource, reason: str, now: float) -> SourceFault | None:
+        """A pull failed. The fault, if the source is held from now on because of it."""
+        is_held = False
+        fault = SourceFault.UNREACHABLE if reason in _UNREACHABLE else SourceFault.CORRUPT
+        if reason == PullFailure.QUARANTINED:  # the KV agent counts what peers lend, too
+            is_held = self._faults[fault].hold(source, now)
+        elif reason in _UNREACHABLE or reason == PullFailure.CORRUPT:
+            is_held = self._faults[fault].record(source, now)
+        return fault if is_held else None
+
+    def succeeded(
+        self, source: KvSource, waited_s: float, compute_s: float, now: float
+    ) -> SourceFault | None:
+        """Its KV came, and was waited for so long: the fault, if the source is held from now on because of that.
+
+        `compute_s` is what computing as much takes; 0: not known, which proves nothing. Pulls that waited at the same time are one
+        observation. Corruption is not forgiven by what is right: it comes and goes.
+        """
+        self._faults[SourceFault.UNREACHABLE].forgive(source)
+        slow = self._faults[SourceFault.SLOW]
+        if compute_s <= 0:
+            return None
+        if waited_s <= compute_s:
+            slow.forgive(source)
+        is_slow = waited_s > max(_LEAST_SLOW_S, _SLOW_FACTOR * compute_s)
+        if not is_slow or now - waited_s < slow.last_strike(source):
+            return None
+        return SourceFault.SLOW if slow.record(source, now) else None
+
+    def refuses(self, source: KvSource, now: float) -> bool:
+        return self._faults[SourceFault.CORRUPT].is_held(source, now)
+
+    def held(self) -> list[HeldSource]:
+        """By fault, then as they came; those whose time is over too, until `release_due`."""
+        return [
+            HeldSource(source, fault)
+            for fault, quarantine in self._faults.items()
+            for source in quarantine.held()
+        ]
+
+    def release_due(self, now: float) -> list[HeldSource]:
+        """Those whose time is over, each told once."""
+        return [
+            HeldSource(source, fault)
+            for fault, quarantine in self._faults.items()
+            for source in quarantine.release_due(now)
+        ]
+
+    def check_invariants(self) -> None:
+        for quarantine in self._faults.values():
+            quarantine.check_invariants()
+
+
+class Fit(IntEnum):
+    """How well a decode and a prefill go together, best first."""
+
+    GOOD = 0
+    AVOIDED = 1
+    REFUSED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Quarrels:
+    """Instance ids of the prefills that one decode refuses or avoids."""
+
+    refused: frozenset[str] = frozenset()
+    avoided: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.refused or self.avoided)
+
+    def fit(self, prefill_id: str) -> Fit:
+        if prefill_id in self.refused:
+            return Fit.REFUSED
+        return Fit.AVOIDED if prefill_id in self.avoided else Fit.GOOD
+
+
+NO_QUARRELS: Final = Quarrels()
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Who should exchange KV with whom, by what all decodes say. A prefill that two decodes refuse, all refuse."""
+
+    _of: Mapping[str, Quarrels] = field(default_factory=dict)
+    _others: Quarrels = NO_QUARRELS  # of a decode that says nothing
+
+    @classmethod
+    def of(
+        cls, reports: Mapping[str, Sequence[HeldSource]], incarnations: Mapping[str, int]
+    ) -> Exchange:
+        """`reports` by decode. What is said of an incarnation other than the present one counts no more."""
+        current = {
+            decode: [
+                h for h in held if incarnations.get(h.source.instance_id) == h.source.incarnation
+            ]
+            for decode, held in reports.items()
+        }
+        refused = {decode: _ids(held, SourceFault.CORRUPT) for decode, held in current.items()}
+        counts: dict[str, int] = {}
+        for sources in refused.values():
+            for source in sources:
+                counts[source] = counts.get(source, 0) + 1
+        condemned = frozenset(s for s, count in counts.items() if count >= _CONDEMNED)
+        quarrels = {
+            decode: Quarrels(refused[decode] | condemned, _ids(held, *_AVOIDED))
+            for decode, held in current.items()
+            if held
+        }
+        return cls(quarrels, Quarrels(condemned))
+
+    def __bool__(self) -> bool:
+        """False if anybody may exchange with anybody."""
+        return bool(self._of)
+
+    def quarrels(self, decode_id: str) -> Quarrels:
+        return self._of.get(decode_id, self._others)
+
+    def fit(self, decode_id: str, prefill_id: str) -> Fit:
+        return self.quarrels(decode_id).fit(prefill_id)
+
+
+def _ids(held: Iterable[HeldSource], *faults: SourceFault) -> frozenset[str]:
+    return frozenset(h.source.instance_id for h in held if h.fault in faults)

@@ -1,0 +1,288 @@
+"""Changes of groups as plans of single moves: what a move is, what groups look like after it, and why one must not be made.
+
+Profiling, an operator, the monitor, a schedule: whoever wants a change says so with the same `Plan` (S27). A plan never leads
+below one instance of a role in a group or two in a scenario (S31; one, where the scenario allows a single one), and never takes
+an instance away from others that could not carry its load: N - 1 survivors carry N/(N - 1) of what each carries now. What is not
+known is not zero: it refuses. Fusion instances count for both roles; a group of them alone has no ratio, and is lent as a whole.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from pdmesh.core.placement.fleet import Role
+
+TRAINING_POOL: Final = "training"
+OFF_POOL: Final = (
+    "off"  # of groups that shall not be there: nobody has borrowed them, their instances are free
+)
+MIN_PER_GROUP: Final = 1
+MIN_PER_SCENARIO: Final = 2
+
+
+class Trigger(enum.StrEnum):
+    """Who wanted a plan."""
+
+    PROFILE = "profile"
+    OPERATOR = "operator"
+    MONITOR = "monitor"
+    SCHEDULE = "schedule"
+
+
+class MoveKind(enum.StrEnum):
+    """`role` of a Move is the one that the instance gets (ADD, CHANGE_ROLE) or has (REMOVE, MOVE); None for whole groups."""
+
+    ADD = "add"  # a blank instance joins the group
+    REMOVE = "remove"  # an instance is drained and becomes blank
+    CHANGE_ROLE = "change_role"  # an instance of the other role becomes `role`, in the same group
+    MOVE = "move"  # an instance leaves for `to_group` and keeps its role
+    LEND = "lend"  # the whole group goes to the pool `to_group`
+    RECLAIM = "reclaim"  # the whole group comes back from its pool
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    group_id: str
+    kind: MoveKind
+    role: Role | None
+    to_group: str | None = None
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        is_whole = self.kind in (MoveKind.LEND, MoveKind.RECLAIM)
+        if is_whole is not (self.role is None):
+            raise ValueError(f"{self.kind.value} is of {'whole groups' if is_whole else 'a role'}")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Moves to make one after the other. `is_forced`: an operator takes the blame for what `refusal` would say.
+
+    `asked_at` is in unix seconds, for plans by the clock.
+    """
+
+    scenario: str
+    trigger: Trigger
+    moves: tuple[Move, ...]
+    reason: str
+    is_forced: bool = False
+    asked_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """Instances that serve, and the mean share of their slots and KV that is taken (0..1); None: not known.
+
+    `pool` names who has borrowed the group; empty while it serves.
+    """
+
+    group_id: str
+    scenario: str
+    num_prefill: int
+    num_decode: int
+    prefill_busy: float | None = None
+    decode_busy: float | None = None
+    pool: str = ""
+    model: str = ""  # instances move only between groups of one model
+    region: str | None = None  # and of one region; None: it may be in several
+    num_blank: int | None = None  # instances that could join it; None: any blank one
+    num_fusion: int = 0
+    fusion_busy: float | None = None
+    allows_single: bool = False  # its scenario may depend on one instance of a role
+
+    @property
+    def size(self) -> int:
+        """Instances that its ratio is of."""
+        return self.num_prefill + self.num_decode
+
+    @property
+    def has_ratio(self) -> bool:
+        return self.num_prefill > 0
+
+    @property
+    def least_in_scenario(self) -> int:
+        """Instances of each role that its scenario must keep."""
+        return MIN_PER_GROUP if self.allows_single else MIN_PER_SCENARIO
+
+    def num(self, role: Role) -> int:
+        match role:
+            case Role.PREFILL:
+                return self.num_prefill
+            case Role.DECODE:
+                return self.num_decode
+            case _:
+                return self.num_fusion
+
+    def busy(self, role: Role) -> float | None:
+        match role:
+            case Role.PREFILL:
+                return self.prefill_busy
+            case Role.DECODE:
+                return self.decode_busy
+            case _:
+                return self.fusion_busy
+
+    def changed(self, role: Role, by: int) -> GroupShape:
+        """With `by` more instances of a role, over which the same load spreads."""
+        before, after = self.num(role), self.num(role) + by
+        busy = self.busy(role)
+        spread = None if busy is None or after < 1 else busy * before / after
+        if role is Role.PREFILL:
+            return replace(self, num_prefill=after, prefill_busy=spread)
+        return replace(self, num_decode=after, decode_busy=spread)
+
+
+Groups = Mapping[str, GroupShape]
+
+
+def other(role: Role) -> Role:
+    return Role.DECODE if role is Role.PREFILL else Role.PREFILL
+
+
+def serving(groups: Groups, scenario: str) -> list[GroupShape]:
+    """The scenario's groups that nobody has borrowed, by id."""
+    found = [g for g in groups.values() if g.scenario == scenario and not g.pool]
+    return sorted(found, key=lambda group: group.group_id)
+
+
+def serving_by_scenario(groups: Groups) -> dict[str, list[GroupShape]]:
+    """Of each scenario that has groups, also if all of them are lent."""
+    found: dict[str, list[GroupShape]] = {}
+    for _, group in sorted(groups.items()):
+        own = found.setdefault(group.scenario, [])
+        if not group.pool:
+            own.append(group)
+    return found
+
+
+def applied(groups: Groups, move: Move) -> dict[str, GroupShape]:
+    """The groups after a move."""
+    after = dict(groups)
+    group = after[move.group_id]
+    if move.role is None:
+        pool = (move.to_group or TRAINING_POOL) if move.kind is MoveKind.LEND else ""
+        after[move.group_id] = replace(group, pool=pool)
+        return after
+    for group_id, role, by in _steps(move):
+        after[group_id] = after[group_id].changed(role, by)
+    return after
+
+
+def inverse(move: Move, reason: str) -> Move:
+    """The move that undoes one of a single instance."""
+    match move.kind:
+        case MoveKind.ADD:
+            return replace(move, kind=MoveKind.REMOVE, reason=reason)
+        case MoveKind.REMOVE:
+            return replace(move, kind=MoveKind.ADD, reason=reason)
+        case MoveKind.CHANGE_ROLE:
+            assert move.role is not None
+            return replace(move, role=other(move.role), reason=reason)
+        case MoveKind.MOVE:
+            assert move.to_group is not None
+            return replace(move, group_id=move.to_group, to_group=move.group_id, reason=reason)
+        case MoveKind.LEND:
+            return replace(move, kind=MoveKind.RECLAIM, to_group=None, reason=reason)
+        case MoveKind.RECLAIM:
+            return replace(move, kind=MoveKind.LEND, to_group=TRAINING_POOL, reason=reason)
+
+
+def refusal(
+    move: Move, groups: Groups, max_busy: float, *, is_forced: bool = False, num_blank: int = 0
+) -> str | None:
+    """Why the move must not be made now; None if it may. Force lifts all but what would leave a group without a role."""
+    group = groups.get(move.group_id)
+    if group is None:
+        return f"group {move.group_id} is not there"
+    if move.role is None:
+        return _group_refusal(move, group, groups, max_busy, is_forced=is_forced)
+    if move.kind is MoveKind.ADD and (why := _no_blank(group, num_blank)):
+        return why
+    to_group = groups.get(move.to_group or "")
+    if to_group is not None and to_group.region != group.region:
+        return f"group {move.to_group} is in another region"
+    for group_id, role, by in _steps(move):
+        changed = groups.get(group_id)
+        if changed is None or changed.pool:
+            return f"group {group_id} does not serve"
+        if not changed.has_ratio:
+            return f"group {group_id} has no prefills and decodes"
+        if by < 0 and (why := _survivors_refusal(changed, role, groups, max_busy, is_forced)):
+            return why
+    return None
+
+
+def _no_blank(group: GroupShape, num_blank: int) -> str | None:
+    if (num_blank if group.num_blank is None else group.num_blank) > 0:
+        return None
+    return f"no blank instance in region {group.region}" if group.region else "no blank instance"
+
+
+def _steps(move: Move) -> list[tuple[str, Role, int]]:
+    """(group, role, change) of a move of one instance."""
+    assert move.role is not None
+    match move.kind:
+        case MoveKind.ADD:
+            return [(move.group_id, move.role, 1)]
+        case MoveKind.REMOVE:
+            return [(move.group_id, move.role, -1)]
+        case MoveKind.CHANGE_ROLE:
+            return [(move.group_id, other(move.role), -1), (move.group_id, move.role, 1)]
+        case MoveKind.MOVE:
+            assert move.to_group is not None
+            return [(move.group_id, move.role, -1), (move.to_group, move.role, 1)]
+        case MoveKind.LEND | MoveKind.RECLAIM:
+            raise AssertionError("only whole groups are lent")
+
+
+def _survivors_refusal(
+    group: GroupShape, role: Role, groups: Groups, max_busy: float, is_forced: bool
+) -> str | None:
+    num_left = group.num(role) - 1
+    if num_left < MIN_PER_GROUP:
+        return f"group {group.group_id} would have no {role.value}"
+    if is_forced:
+        return None
+    own = serving(groups, group.scenario)
+    left_in_scenario = sum(g.num(role) + g.num_fusion for g in own) - 1
+    if left_in_scenario < group.least_in_scenario:
+        return f"scenario {group.scenario} would depend on a single {role.value}"
+    busy = group.busy(role)
+    if busy is None:
+        return f"the load of {group.group_id}'s {role.value}s is unknown"
+    if (carried := busy * group.num(role) / num_left) > max_busy:
+        return f"{num_left} {role.value} of {group.group_id} would be {carried:.0%} busy"
+    return None
+
+
+def _group_refusal(
+    move: Move, group: GroupShape, groups: Groups, max_busy: float, *, is_forced: bool
+) -> str | None:
+    """Of a group that is lent the scenario's others must carry the traffic."""
+    if move.kind is MoveKind.RECLAIM:
+        return None if group.pool else f"group {group.group_id} is not lent"
+    if group.pool:
+        return f"group {group.group_id} does not serve"
+    others = [g for g in serving(groups, group.scenario) if g.group_id != group.group_id]
+    if not others:
+        return f"{group.group_id} is the last group of scenario {group.scenario}"
+    return None if is_forced else _others_refusal(group, others, max_busy)
+
+
+def _others_refusal(group: GroupShape, others: Iterable[GroupShape], max_busy: float) -> str | None:
+    for role in (Role.PREFILL, Role.DECODE):
+        left = sum(g.num(role) + g.num_fusion for g in others)
+        if left < group.least_in_scenario:
+            return f"scenario {group.scenario} would depend on a single {role.value}"
+        taken = 0.0
+        for each in (group, *others):
+            for able in (r for r in (role, Role.FUSION) if each.num(r)):
+                if (busy := each.busy(able)) is None:
+                    return f"the load of {each.group_id}'s {able.value}s is unknown"
+                taken += busy * each.num(able)
+        if taken / left > max_busy:
+            return f"the other groups' {role.value}s would be {taken / left:.0%} busy"
+    return None

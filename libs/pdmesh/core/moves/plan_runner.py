@@ -1,0 +1,290 @@
+"""Carries out plans, one move at a time per scenario, whoever asked: profile, operator, monitor and schedule never overlap (S21, S28).
+
+A move is checked against the groups as they are when its turn comes, not as they were when it was planned. A plan ends at its
+first move that may not be made or that failed; what it did so far stays, and whoever asked hears it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from pdmesh.core.moves.move import (
+    Groups,
+    Move,
+    MoveKind,
+    Plan,
+    applied,
+    refusal,
+)
+
+MAX_PLANS: Final = 16  # that wait, per scenario
+
+
+class Outcome(enum.StrEnum):
+    DONE = "done"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAsked:
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Outstanding:
+    """What is left of a plan. `is_moving`: its first move is under way."""
+
+    plan: Plan
+    is_moving: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResumed:
+    """An earlier leader left it; `groups` as they are now."""
+
+    left: Outstanding
+    groups: Groups
+
+
+@dataclass(frozen=True, slots=True)
+class MoveNotBegun:
+    """What begins the move could not be written: its turn comes again."""
+
+    scenario: str
+
+
+@dataclass(frozen=True, slots=True)
+class MoveEnded:
+    """The groups' controller made the move, or gave it up and left the group whole."""
+
+    scenario: str
+    is_done: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveSeen:
+    """The move is under way still. `lacks`: the instances that its groups wait for, empty: for none that is not there."""
+
+    scenario: str
+    lacks: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsSeen:
+    """Everything that serves or is lent now; `num_blank` instances could be given a role.
+
+    In `held` scenarios nothing is begun: a group of theirs is out already, for another revision.
+    """
+
+    groups: Groups
+    num_blank: int = 0
+    held: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class StartMove:
+    plan: Plan
+    move: Move
+
+
+@dataclass(frozen=True, slots=True)
+class MoveMade:
+    """The groups look like it, `took_s` after it was begun."""
+
+    plan: Plan
+    move: Move
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEnded:
+    """`num_moves` of its moves were made."""
+
+    plan: Plan
+    outcome: Outcome
+    num_moves: int
+    detail: str = ""
+
+
+Event = PlanAsked | PlanResumed | MoveNotBegun | MoveSeen | MoveEnded | GroupsSeen
+Effect = StartMove | MoveMade | PlanEnded
+
+
+@dataclass(slots=True)
+class _Running:
+    plan: Plan
+    num_done: int = 0
+    started_at: float | None = None  # of the move under way
+    gathers_since: float | None = None  # that one, for want of instances
+    touched: frozenset[str] = frozenset()  # scenarios
+
+
+@dataclass(slots=True)
+class PlanRunner:
+    """`move_timeout_s`: for when the word of a move's end was lost. The groups' controller ends every move itself, long before,
+    but for one that waits for instances: that ends after `gather_s`, and its groups get what comes later."""
+
+    max_busy: float = 0.85
+    gather_s: float = 60.0
+    move_timeout_s: float = 3600.0
+    _running: dict[str, _Running] = field(default_factory=dict)
+    _waiting: dict[str, deque[Plan]] = field(default_factory=dict)
+
+    def is_busy(self, scenario: str) -> bool:
+        return scenario in self._running or bool(self._waiting.get(scenario))
+
+    @property
+    def gathering(self) -> frozenset[str]:
+        """Scenarios whose move waits for instances, and touches nothing that serves meanwhile."""
+        return frozenset(s for s, r in self._running.items() if r.gathers_since is not None)
+
+    @property
+    def moving(self) -> Mapping[str, Move]:
+        """The move under way, by scenario."""
+        return {
+            scenario: running.plan.moves[running.num_done]
+            for scenario, running in sorted(self._running.items())
+            if running.started_at is not None
+        }
+
+    def outstanding(self) -> list[Outstanding]:
+        """What a successor has to go on with: of each scenario the plan under way, then those that wait."""
+        left: list[Outstanding] = []
+        for scenario in sorted(self._running.keys() | self._waiting.keys()):
+            if (running := self._running.get(scenario)) is not None:
+                rest = replace(running.plan, moves=running.plan.moves[running.num_done :])
+                left.append(Outstanding(rest, running.started_at is not None))
+            left += [Outstanding(plan, False) for plan in self._waiting.get(scenario, ())]
+        return left
+
+    def expected(self, groups: Groups) -> Groups:
+        """The groups once everything that was asked for is made: what a new plan should start from."""
+        plans = [r.plan.moves[r.num_done :] for _, r in sorted(self._running.items())]
+        plans += [plan.moves for _, waiting in sorted(self._waiting.items()) for plan in waiting]
+        for move in (move for moves in plans for move in moves):
+            is_within = move.kind is not MoveKind.MOVE or move.to_group in groups
+            if move.group_id in groups and is_within:
+                groups = applied(groups, move)
+        return groups
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        match event:
+            case PlanAsked():
+                return self._on_asked(event.plan)
+            case PlanResumed(left, groups):
+                return self._on_resumed(left, groups, now)
+            case MoveNotBegun(scenario):
+                return self._on_not_begun(scenario)
+            case MoveSeen():
+                return self._on_move_seen(event, now)
+            case MoveEnded():
+                return self._on_ended(event, now)
+            case GroupsSeen():
+                return self._on_seen(event, now)
+
+    def check_invariants(self) -> None:
+        for scenario, running in self._running.items():
+            assert running.plan.scenario == scenario
+            assert running.num_done < len(running.plan.moves)
+        touched = [s for r in self._running.values() if r.started_at is not None for s in r.touched]
+        assert len(touched) == len(set(touched))
+        assert all(len(plans) <= MAX_PLANS for plans in self._waiting.values())
+
+    def _on_asked(self, plan: Plan) -> list[Effect]:
+        if not plan.moves:
+            return [PlanEnded(plan, Outcome.DONE, 0, "nothing to do")]
+        waiting = self._waiting.setdefault(plan.scenario, deque())
+        if len(waiting) >= MAX_PLANS:
+            return [PlanEnded(plan, Outcome.REFUSED, 0, f"{MAX_PLANS} plans wait already")]
+        waiting.append(plan)
+        return []
+
+    def _on_resumed(self, left: Outstanding, groups: Groups, now: float) -> list[Effect]:
+        plan = left.plan
+        if not left.is_moving or plan.scenario in self._running:
+            return self._on_asked(plan)
+        touched = frozenset({plan.scenario, *_scenarios(plan.moves[0], groups)})
+        self._running[plan.scenario] = _Running(plan, 0, now, touched=touched)
+        return []
+
+    def _on_not_begun(self, scenario: str) -> list[Effect]:
+        if (running := self._running.get(scenario)) is not None:
+            running.started_at = running.gathers_since = None
+        return []
+
+    def _on_move_seen(self, event: MoveSeen, now: float) -> list[Effect]:
+        running = self._running.get(event.scenario)
+        if running is None or running.started_at is None:
+            return []
+        if not event.lacks:
+            running.gathers_since = None
+        elif running.gathers_since is None:
+            running.gathers_since = now
+        elif now - running.gathers_since >= self.gather_s:
+            return self._end(running, Outcome.FAILED, event.lacks)
+        return []
+
+    def _on_ended(self, event: MoveEnded, now: float) -> list[Effect]:
+        running = self._running.get(event.scenario)
+        if running is None or running.started_at is None:
+            return []
+        if not event.is_done:
+            return self._end(running, Outcome.FAILED, event.detail)
+        move = running.plan.moves[running.num_done]
+        made = MoveMade(running.plan, move, now - running.started_at)
+        running.started_at = running.gathers_since = None
+        running.num_done += 1
+        if running.num_done == len(running.plan.moves):
+            return [made, *self._end(running, Outcome.DONE, event.detail)]
+        return [made]
+
+    def _on_seen(self, seen: GroupsSeen, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for scenario in sorted(self._running.keys() | self._waiting.keys()):
+            running = self._running.get(scenario) or self._next(scenario)
+            if running is None:
+                continue
+            if running.started_at is None:
+                effects += self._start(running, seen, now)
+            elif now - running.started_at > self.move_timeout_s:
+                effects += self._end(running, Outcome.FAILED, "nothing was heard of the move")
+        return effects
+
+    def _next(self, scenario: str) -> _Running | None:
+        waiting = self._waiting.get(scenario)
+        if not waiting:
+            self._waiting.pop(scenario, None)
+            return None
+        running = self._running[scenario] = _Running(waiting.popleft())
+        return running
+
+    def _start(self, running: _Running, seen: GroupsSeen, now: float) -> list[Effect]:
+        plan = running.plan
+        move = plan.moves[running.num_done]
+        touched = frozenset({plan.scenario, *_scenarios(move, seen.groups)})
+        if touched & seen.held:
+            return []
+        if any(touched & r.touched for r in self._running.values() if r.started_at is not None):
+            return []  # its turn comes when the other scenario's move has ended
+        why_not = refusal(
+            move, seen.groups, self.max_busy, is_forced=plan.is_forced, num_blank=seen.num_blank
+        )
+        if why_not is not None:
+            return self._end(running, Outcome.REFUSED, why_not)
+        running.started_at, running.touched = now, touched
+        return [StartMove(plan, move)]
+
+    def _end(self, running: _Running, outcome: Outcome, detail: str) -> list[Effect]:
+        del self._running[running.plan.scenario]
+        return [PlanEnded(running.plan, outcome, running.num_done, detail)]
+
+
+def _scenarios(move: Move, groups: Groups) -> list[str]:
+    found = (groups.get(move.group_id), groups.get(move.to_group or ""))
+    return [group.scenario for group in found if group is not None]

@@ -1,0 +1,193 @@
+"""Groups by the clock: added and removed, or lent to training at night, and serving again in time (S11, S21).
+
+An entry fires once for each time it names. What it makes is a plan like any other, so it waits for what an operator has under way
+and is refused what an operator would be refused. A master that was away at that time makes up for it if it is back within the
+entry's grace, and says that it did not if it comes later. A RECLAIM begins early, and at once if it is new by then.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, tzinfo
+from typing import Final
+
+from pdmesh.core.moves.cron import Cron
+from pdmesh.core.moves.move import (
+    TRAINING_POOL,
+    Groups,
+    GroupShape,
+    Move,
+    MoveKind,
+    Plan,
+    Trigger,
+    serving,
+)
+from pdmesh.core.placement.fleet import Role
+
+MAX_ENTRIES: Final = 1000
+_MAX_AHEAD_S: Final = 86_400.0  # of the next time; a clock set back by less fires nothing twice
+_LEAD_MARGIN: Final = 1.5  # times the slowest of the last set-ups
+
+
+class What(enum.StrEnum):
+    ADD = "add"  # groups of the desired state that a REMOVE took away
+    REMOVE = "remove"  # their instances are free for other groups
+    LEND = "lend"  # to a pool, from which RECLAIM takes back
+    RECLAIM = "reclaim"  # so that they serve at the entry's time: it begins earlier
+
+
+_BRINGS: Final = (What.RECLAIM, What.ADD)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """`num_groups` of `scenario`, at each time of `cron`. A RECLAIM is for groups that shall serve at that time."""
+
+    name: str
+    scenario: str
+    cron: Cron
+    what: What
+    num_groups: int
+    pool: str = TRAINING_POOL
+    zone: tzinfo = UTC
+    grace_s: float = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """An entry's time has come. `late_s`: how long ago it was to begin; empty `plan`: there is nothing to do, for `reason`."""
+
+    entry: Entry
+    at: float  # unix seconds of the time it fired for
+    late_s: float
+    plan: Plan | None
+    reason: str
+
+
+@dataclass(slots=True)
+class Schedule:
+    """`fired` says for which time each entry fired last (unix seconds): keep it where a successor finds it.
+
+    `lead_s`: how long before its time a RECLAIM begins, until set-ups were seen that take longer. An entry that is new fires for
+    times from its first tick on.
+    """
+
+    entries: Sequence[Entry]
+    lead_s: float = 300.0
+    fired: dict[str, float] = field(default_factory=dict)
+    _setups_s: dict[str, float] = field(default_factory=dict)  # the slowest of late, by scenario
+    _following: dict[str, tuple[float, float | None]] = field(
+        default_factory=dict
+    )  # by entry: a time, and its cron's next after it, which may take a millisecond to find
+
+    def __post_init__(self) -> None:
+        names = [entry.name for entry in self.entries]
+        if len(names) > MAX_ENTRIES:
+            raise ValueError(f"{len(names)} schedules are more than {MAX_ENTRIES}")
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"schedule {twice!r} is there twice")
+
+    def replace_entries(self, entries: Sequence[Entry]) -> None:
+        """The desired state changed; entries that stay keep what they fired for."""
+        fresh = Schedule(entries)
+        self.entries, self._following = fresh.entries, {}
+        self.fired = {e.name: self.fired[e.name] for e in entries if e.name in self.fired}
+
+    def set_up_took(self, scenario: str, seconds: float) -> None:
+        """A group of the scenario was set up: a reclaim must begin at least so early."""
+        before = self._setups_s.get(scenario, 0.0)
+        self._setups_s[scenario] = max(seconds, 0.8 * before)
+
+    def lead_of(self, entry: Entry) -> float:
+        """Seconds before its time at which an entry acts."""
+        if entry.what is not What.RECLAIM:
+            return 0.0
+        return max(self.lead_s, _LEAD_MARGIN * self._setups_s.get(entry.scenario, 0.0))
+
+    def tick(self, groups: Groups, now: float) -> list[Due]:
+        """`now` in unix seconds; entries fire as late as it is called. What brings groups comes first.
+
+        `groups`: as they will be when what was asked for before is done (`PlanRunner.expected`).
+        """
+        due: list[Due] = []
+        taken: set[str] = set()
+        for entry in sorted(self.entries, key=lambda e: (e.what not in _BRINGS, e.name)):
+            self._note_start(entry, now)
+            at = self._latest(entry, now)
+            if at is None:
+                continue
+            self.fired[entry.name] = at
+            due.append(self._fire(entry, at, groups, taken, now))
+        return due
+
+    def _note_start(self, entry: Entry, now: float) -> None:
+        """It fires for times from now on, if it is new, or fired for one that lies far ahead: by a wall clock that was wrong."""
+        horizon = now + self.lead_of(entry)
+        fired = self.fired.setdefault(entry.name, now)
+        following = entry.cron.next_after(horizon, entry.zone) if fired > horizon else None
+        if following is not None and fired - following > _MAX_AHEAD_S:
+            self.fired[entry.name] = now
+
+    def _latest(self, entry: Entry, now: float) -> float | None:
+        """The last time that has come since the one it fired for: several missed ones fire once."""
+        horizon = now + self.lead_of(entry)
+        latest, at = None, self._next_of(entry)
+        if at is not None and horizon - at > 86_400:
+            at = entry.cron.next_after(max(at - 1, horizon - 86_400), entry.zone) or at
+        while at is not None and at <= horizon:
+            latest, at = at, entry.cron.next_after(at, entry.zone)
+        return latest
+
+    def _next_of(self, entry: Entry) -> float | None:
+        """The first time since the one it fired for."""
+        fired = self.fired[entry.name]
+        known = self._following.get(entry.name)
+        if known is None or known[0] != fired:
+            known = self._following[entry.name] = (
+                fired,
+                entry.cron.next_after(fired, entry.zone),
+            )
+        return known[1]
+
+    def _fire(self, entry: Entry, at: float, groups: Groups, taken: set[str], now: float) -> Due:
+        late_s = max(0.0, now + self.lead_of(entry) - at)
+        if (missed_s := now - at) > entry.grace_s:
+            return Due(entry, at, late_s, None, f"missed by {missed_s:.0f} s: no master was there")
+        reason = f"schedule {entry.name}"
+        moves = tuple(_moves(entry, groups, taken, reason))
+        taken.update(move.group_id for move in moves)
+        if not moves:
+            return Due(entry, at, late_s, None, f"no group to {entry.what.value}")
+        plan = Plan(entry.scenario, Trigger.SCHEDULE, moves, reason, asked_at=now)
+        return Due(entry, at, late_s, plan, reason)
+
+
+def _moves(entry: Entry, groups: Groups, taken: Iterable[str], reason: str) -> list[Move]:
+    match entry.what:
+        case What.LEND | What.REMOVE:
+            own = [g for g in serving(groups, entry.scenario) if g.group_id not in taken]
+            chosen = _least_busy(own, entry.num_groups)
+            return [Move(g.group_id, MoveKind.LEND, None, entry.pool, reason) for g in chosen]
+        case What.RECLAIM | What.ADD:
+            lent = [
+                group_id
+                for group_id in sorted(groups)
+                if groups[group_id].scenario == entry.scenario
+                and groups[group_id].pool == entry.pool
+                and group_id not in taken
+            ]
+            return [Move(i, MoveKind.RECLAIM, None, None, reason) for i in lent[: entry.num_groups]]
+
+
+def _least_busy(groups: Sequence[GroupShape], count: int) -> list[GroupShape]:
+    """Of equally busy ones the newest: what was set up last goes first. Unknown counts as busy."""
+
+    def load(group: GroupShape) -> float:
+        roles = (r for r in (Role.PREFILL, Role.DECODE, Role.FUSION) if group.num(r))
+        known = (group.busy(role) for role in roles)
+        return max((1.0 if busy is None else busy for busy in known), default=1.0)
+
+    by_age = sorted(groups, key=lambda g: g.group_id, reverse=True)
+    return sorted(by_age, key=load)[:count]

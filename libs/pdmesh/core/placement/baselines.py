@@ -1,0 +1,146 @@
+"""The policies we measure ours against, and the registry of all by name (S6, S7).
+
+They see the same fleet and index as ours and differ only in what they make of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdmesh.core.placement.fleet import Instance
+from pdmesh.core.placement.policies import (
+    InTurn,
+    Known,
+    Policy,
+    Query,
+    Scored,
+    best_first,
+    free_capacity,
+    prefix_and_latency,
+    weighted_random,
+)
+
+_REPORT_S: Final = 0.1
+_MATCH_THRESHOLD: Final = 0.5  # of the prompt, for the cache-aware baseline
+_IMBALANCE_ABS: Final = 32
+_IMBALANCE_REL: Final = 1.1
+
+
+def constant_prefills(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
+    return [0.0] * len(instances)
+
+
+def fewest_used_prefills(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
+    """Least connections: what most load balancers do."""
+    return [-float(i.used_slots()) for i in instances]
+
+
+def constant_decodes(query: Query, instances: Sequence[Instance]) -> list[float]:
+    return [0.0] * len(instances)
+
+
+def fewest_used_decodes(query: Query, instances: Sequence[Instance]) -> list[float]:
+    return [-float(i.used_slots()) for i in instances]
+
+
+def fewest_blocks_decodes(query: Query, instances: Sequence[Instance]) -> list[float]:
+    """Fewest active KV blocks, the decode half of a KV router's cost."""
+    return [float(i.free_blocks() - i.identity.num_kv_blocks) for i in instances]
+
+
+@dataclass(slots=True)
+class ShortestQueue:
+    """Fewest blocks of prompt waiting, as every instance told it at the last of its reports (S7).
+
+    Between two reports nothing changes, so all that comes goes to the same instance.
+    """
+
+    period_s: float = _REPORT_S
+    _reported_at: float = float("-inf")
+    _queues: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
+        if known.now - self._reported_at >= self.period_s:
+            self._reported_at = known.now
+            self._queues = {i.id: i.num_backlog_blocks for i in instances}
+        return [-float(self._queues.get(i.id, 0)) for i in instances]
+
+
+def cache_aware(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
+    """Shortest queue if the loads differ a lot, else the longest match if it is most of the prompt, else the emptiest cache.
+
+    The rule of SGLang's gateway.
+    """
+    used = [i.used_slots() for i in instances]
+    lowest, highest = min(used), max(used)
+    if highest - lowest > _IMBALANCE_ABS and highest > _IMBALANCE_REL * lowest:
+        return [-float(u) for u in used]
+    total = max(1, len(query.block_hashes))
+    shares = [known.matches.get(i.id, 0) / total for i in instances]
+    if max(shares) > _MATCH_THRESHOLD:
+        return [share - 1e-3 * u for share, u in zip(shares, used, strict=True)]
+    return [float(i.num_kv_blocks_free) for i in instances]
+
+
+def block_cost(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
+    """Less cost is better: prompt blocks to compute here, with those waiting, plus active blocks, as Dynamo's KV router."""
+    total = len(query.block_hashes)
+    scores = []
+    for instance in instances:
+        overlap = known.matches.get(instance.id, 0)
+        prefill = max(0, instance.num_backlog_blocks + total - overlap)
+        active = instance.identity.num_kv_blocks - instance.free_blocks()
+        scores.append(-float(prefill + active + total))
+    return scores
+
+
+def lowest_cost(scored: Sequence[Scored], rng: random.Random, count: int) -> list[Scored]:
+    """Strictly by score; only equals in random order."""
+    shuffled = list(scored)
+    rng.shuffle(shuffled)
+    return sorted(shuffled, key=lambda s: -s.score)[:count]
+
+
+def default() -> Policy:
+    return Policy("default", prefix_and_latency, best_first, free_capacity, weighted_random)
+
+
+def round_robin() -> Policy:
+    return Policy("round_robin", constant_prefills, InTurn(), constant_decodes, InTurn())
+
+
+def least_connections() -> Policy:
+    return Policy(
+        "least_connections", fewest_used_prefills, best_first, fewest_used_decodes, best_first
+    )
+
+
+def shortest_queue() -> Policy:
+    return Policy("shortest_queue", ShortestQueue(), best_first, fewest_used_decodes, best_first)
+
+
+def mixed_pool() -> Policy:
+    """Any prefill for any prefix: a pool in which nobody looks at the caches (S6)."""
+    return Policy("mixed_pool", constant_prefills, best_first, constant_decodes, best_first)
+
+
+def cache_threshold() -> Policy:
+    return Policy("cache_threshold", cache_aware, best_first, fewest_used_decodes, best_first)
+
+
+def kv_router() -> Policy:
+    return Policy("kv_router", block_cost, lowest_cost, fewest_blocks_decodes, lowest_cost)
+
+
+POLICIES: Final[dict[str, Callable[[], Policy]]] = {
+    "default": default,
+    "round_robin": round_robin,
+    "least_connections": least_connections,
+    "shortest_queue": shortest_queue,
+    "mixed_pool": mixed_pool,
+    "cache_threshold": cache_threshold,
+    "kv_router": kv_router,
+}

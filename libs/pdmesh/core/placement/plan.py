@@ -1,0 +1,388 @@
+"""Where a request may go, best first: filter, score, pick (S89, S94, S107, S108).
+
+A plan names prefills and decodes of one cell (group and model fingerprint), since only those can hand KV to each other, or
+fusion instances, which need no decode. A cell that has lost one of the two roles serves with the other alone, and one in which no pair
+can exchange KV colocated, both phases on one instance, but only while no whole cell can serve the request. Cells of the region that the
+request came in by go before those of others. The ranking is advice: whether an instance takes the request is its own decision.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Final
+
+from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, PeerRuns
+from pdmesh.core.kv.transfer.source_exclusions import Exchange, Fit
+from pdmesh.core.placement.affinity import ChatAffinity
+from pdmesh.core.placement.baselines import POLICIES
+from pdmesh.core.placement.fleet import Fleet, Instance, Role
+from pdmesh.core.placement.policies import (
+    Known,
+    Policy,
+    Query,
+    Scored,
+    Weights,
+)
+from pdmesh.core.placement.reservations import Booking
+
+DEFAULT_MODEL = "default"  # names whatever model the scenario serves
+DEFAULT_SCENARIO = "default"
+MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
+SCENARIO_NOT_FOUND = "SCENARIO_NOT_FOUND"
+NO_INSTANCE = "NO_INSTANCE"
+PROMPT_TOO_LONG = "PROMPT_TOO_LONG"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    instance_id: str
+    incarnation: int
+    num_matched_tokens: int
+    score: float
+    is_local: bool = False  # it does both phases
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Ranked candidates of one group. `decodes` is empty if the prefills do both phases."""
+
+    group_id: str
+    prefills: tuple[Candidate, ...]
+    decodes: tuple[Candidate, ...]
+    prompt_compute_s: float = 0.0  # predicted, with nothing cached; 0: not known
+
+
+@dataclass(frozen=True, slots=True)
+class NoPlan:
+    """There is nothing to rank."""
+
+    reason: str
+    message: str
+
+
+CellKey = tuple[str, str, bool]  # group, model fingerprint, is fusion
+_MAX_CELL_SETS: Final = 256
+_BY_ID: Final = attrgetter("id")
+
+
+@dataclass(slots=True)
+class _Cell:
+    """Instances that together can serve a query. A prompt within `safe_tokens` and `safe_blocks` fits each of them."""
+
+    key: CellKey
+    prefills: list[Instance] = field(default_factory=list)
+    decodes: list[Instance] = field(default_factory=list)
+    safe_tokens: float = math.inf
+    safe_blocks: float = math.inf
+
+    def add(self, instance: Instance) -> None:
+        (self.decodes if instance.is_decode else self.prefills).append(instance)
+        identity = instance.identity
+        if identity.max_model_len:
+            self.safe_tokens = min(self.safe_tokens, identity.max_model_len - 1)
+        if identity.role is not Role.PREFILL and identity.num_kv_blocks:
+            self.safe_blocks = min(self.safe_blocks, identity.num_kv_blocks)
+
+    @property
+    def region(self) -> str:
+        """That its KV stays in; empty: it spans regions, or none is named."""
+        return (self.prefills or self.decodes)[0].identity.kv_region
+
+    @property
+    def has_room(self) -> bool:
+        """An instance of each role that it needs has a free slot."""
+        has_prefill = any(i.used_slots() < i.num_slots for i in self.prefills)
+        return has_prefill and (
+            not self.decodes or any(i.used_slots() < i.num_slots for i in self.decodes)
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self.prefills and (self.decodes or self.key[2]))
+
+    def colocated(self, query: Query, exchange: Exchange) -> _Cell:
+        """Its instances of either role, each for both phases, so that no KV moves; without prefills whose KV came wrong everywhere.
+
+        It has lost a role, or no pair of it had better try until the time of one is over.
+        """
+        cell = _Cell(self.key)
+        sound = [
+            prefill
+            for prefill in self.prefills
+            if not self.decodes
+            or any(exchange.fit(d.id, prefill.id) is not Fit.REFUSED for d in self.decodes)
+        ]
+        cell.prefills = [i for i in (*sound, *self.decodes) if _could_hold(i, query, is_local=True)]
+        return cell
+
+    def has_good_pair(self, exchange: Exchange) -> bool:
+        """Some decode takes some prefill's KV without a doubt."""
+        if self.key[2] or not exchange:
+            return True
+        return any(
+            exchange.fit(decode.id, prefill.id) is Fit.GOOD
+            for decode in self.decodes
+            for prefill in self.prefills
+        )
+
+    def narrowed(self, query: Query) -> _Cell:
+        """Without those that could not hold the query or have failed it; itself if it may have all."""
+        if not query.excluded and query.num_prompt_tokens <= self.safe_tokens:
+            any_member = (self.prefills or self.decodes)[0]
+            if query.num_blocks(any_member) <= self.safe_blocks:
+                return self
+        cell = _Cell(self.key)
+        for instance in (*self.prefills, *self.decodes):
+            if _could_hold(instance, query) and instance.id not in query.excluded:
+                cell.add(instance)
+        return cell
+
+    def reconciled(self, exchange: Exchange) -> _Cell:
+        """Without prefills that every decode refuses, and decodes that refuse every prefill; itself if nobody quarrels."""
+        if not exchange or self.key[2]:
+            return self
+        cell = _Cell(self.key)
+
+        def may(decode: Instance, prefill: Instance) -> bool:
+            return exchange.fit(decode.id, prefill.id) is not Fit.REFUSED
+
+        for prefill in self.prefills:
+            if any(may(decode, prefill) for decode in self.decodes):
+                cell.add(prefill)
+        for decode in self.decodes:
+            if any(may(decode, prefill) for prefill in self.prefills):
+                cell.add(decode)
+        return cell
+
+
+@dataclass(slots=True)
+class Placement:
+    """Ranks with one named policy, and books what it sent where until reports tell."""
+
+    fleet: Fleet
+    rng: random.Random
+    policy: Policy = field(default_factory=POLICIES["default"])
+    weights: Weights = field(default_factory=Weights)
+    max_candidates: int = 8
+    chats: ChatAffinity = field(default_factory=ChatAffinity)
+    shares: Mapping[str, float] = field(default_factory=dict)  # of canaries' groups
+    _cells: dict[tuple[str, str], list[_Cell]] = field(default_factory=dict)
+    _cells_version: int = -1
+    _exchange: Exchange = field(default_factory=Exchange)
+    _num_plans: int = 0
+
+    def plan(
+        self,
+        query: Query,
+        matches: Mapping[str, float],
+        now: float,
+        peers: PeerRuns = NO_PEERS,
+        num_cached: Callable[[str], int] = lambda instance_id: 0,
+    ) -> Plan | NoPlan:
+        """`matches`: contiguous blocks that each instance holds of the prompt; `peers`: what host pools hold of it.
+
+        `num_cached` tells how many blocks of anything an instance holds.
+        """
+        self.fleet.settle(now)
+        cells = self._cells_for(query)
+        if isinstance(cells, NoPlan):
+            return cells
+        affine = self.chats.get(query.chat_id, now)
+        predictor = self.fleet.predictor
+        known = Known(matches, predictor, self.weights, now, affine, peers, num_cached)
+        prefills, cell = self._rank_prefills(query, cells, known)
+        decodes = self._rank_decodes(query, cell, prefills[0].instance, affine)
+        self._book(query, prefills[0].instance, decodes[0].instance if decodes else None, known)
+        return Plan(
+            cell.key[0],
+            tuple(_candidate(s, matches, is_local=not decodes) for s in prefills),
+            tuple(_candidate(s, matches) for s in decodes),
+            predictor.whole_s(prefills[0].instance.kind, query.num_prompt_tokens),
+        )
+
+    def _cells_for(self, query: Query) -> list[_Cell] | NoPlan:
+        """Every set of instances that together can serve the query."""
+        if self._cells_version != self.fleet.version or len(self._cells) > _MAX_CELL_SETS:
+            self._cells.clear()
+            self._cells_version = self.fleet.version
+            self._exchange = _exchange_among(self.fleet)
+        key = (query.scenario, query.model)
+        known = self._cells.get(key)
+        if known is None:
+            known = self._cells[key] = self._usable_cells(query)
+        narrowed = [cell.narrowed(query) for cell in known]
+        exchange = self._exchange
+        whole = [c for cell in narrowed if (c := cell.reconciled(exchange)).is_whole]
+        if any(cell.has_good_pair(exchange) for cell in whole):
+            return _nearest(self._by_share(whole), query.region)
+        alone = [cell for n in narrowed if (cell := n.colocated(query, exchange)).prefills]
+        return _nearest(alone, query.region) or self._why_none(query)
+
+    def _by_share(self, cells: list[_Cell]) -> list[_Cell]:
+        """Groups with a share get that much of the requests, and no more while others can serve (S24)."""
+        shared = [cell for cell in cells if cell.key[0] in self.shares]
+        if not shared:
+            return cells
+        if self.rng.random() < self.shares[shared[0].key[0]]:
+            return shared
+        return [cell for cell in cells if cell.key[0] not in self.shares] or shared
+
+    def _usable_cells(self, query: Query) -> list[_Cell]:
+        cells: dict[CellKey, _Cell] = {}
+        for instance in sorted(self.fleet.instances.values(), key=_BY_ID):
+            if instance.is_usable and _serves(instance, query):
+                key = _key(instance)
+                cells.setdefault(key, _Cell(key)).add(instance)
+        return list(cells.values())
+
+    def _why_none(self, query: Query) -> NoPlan:
+        instances = self.fleet.instances.values()
+        serving = [i for i in instances if _serves(i, query)]
+        if not serving:
+            model = query.model or DEFAULT_MODEL
+            if any(_has_model(i, query.model) for i in instances):
+                scenario = query.scenario or DEFAULT_SCENARIO
+                message = f"no instance serves {model} for the scenario {scenario}"
+                return NoPlan(SCENARIO_NOT_FOUND, message)
+            return NoPlan(MODEL_NOT_FOUND, f"no instance serves {model}")
+        if not any(_could_hold(i, query) for i in serving):
+            return NoPlan(PROMPT_TOO_LONG, "prompt and output do not fit any instance")
+        return NoPlan(NO_INSTANCE, "no healthy prefill with a decode in its group")
+
+    def _rank_prefills(
+        self, query: Query, cells: Sequence[_Cell], known: Known
+    ) -> tuple[list[Scored], _Cell]:
+        """All cells compete; the candidates are those of the winner's cell. One that all decodes avoid comes last."""
+        instances = [i for cell in cells for i in cell.prefills]
+        scores = self.policy.score_prefills(query, instances, known)
+        scored = [Scored(i, s) for i, s in zip(instances, scores, strict=True)]
+        if len(cells) == 1 and not self._exchange:
+            return self.policy.pick_prefill(scored, self.rng, self.max_candidates), cells[0]
+        ranked = self.policy.pick_prefill(scored, self.rng, len(scored))
+        if self._exchange:
+            by_key = {cell.key: cell for cell in cells}
+            ranked.sort(key=lambda s: self._best_fit(by_key[_key(s.instance)], s.instance))
+        key = _key(ranked[0].instance)
+        own = [s for s in ranked if _key(s.instance) == key]
+        return own[: self.max_candidates], next(c for c in cells if c.key == key)
+
+    def _best_fit(self, cell: _Cell, prefill: Instance) -> Fit:
+        """What the best decode of its cell is to it."""
+        if cell.key[2] or not cell.decodes:
+            return Fit.GOOD
+        return min(self._exchange.fit(decode.id, prefill.id) for decode in cell.decodes)
+
+    def _rank_decodes(
+        self, query: Query, cell: _Cell, prefill: Instance, affine: Sequence[str]
+    ) -> list[Scored]:
+        """For the best prefill; those it had better not hand on to come last, for the other prefills."""
+        if not self._exchange:
+            return self._rank_alike(query, cell.decodes, affine)
+        ranked: list[Scored] = []
+        for fit in Fit:
+            alike = [d for d in cell.decodes if self._exchange.fit(d.id, prefill.id) is fit]
+            ranked += self._rank_alike(query, alike, affine)
+        return ranked[: self.max_candidates]
+
+    def _rank_alike(
+        self, query: Query, decodes: Sequence[Instance], affine: Sequence[str]
+    ) -> list[Scored]:
+        """Those with room now, else all of them: one may have room by the time it is asked."""
+        if not decodes:
+            return []
+        num_blocks = query.num_blocks(decodes[0])
+        with_room = [d for d in decodes if d.num_kv_blocks_free - d.num_booked_blocks >= num_blocks]
+        asked = with_room or decodes
+        scores = self.policy.score_decodes(query, asked)
+        scored = [Scored(d, s) for d, s in zip(asked, scores, strict=True)]
+        ranked = self.policy.pick_decode(scored, self.rng, self.max_candidates)
+        if with_room and affine:
+            home = [s for s in scored if _is_affine(s.instance, affine)]
+            ranked = [*home, *(s for s in ranked if s not in home)][: self.max_candidates]
+        return ranked
+
+    def _book(self, query: Query, prefill: Instance, decode: Instance | None, known: Known) -> None:
+        block_size = max(1, prefill.identity.block_size)
+        num_held = min(int(known.matches.get(prefill.id, 0)), len(query.block_hashes))
+        seconds = known.predictor.fit(prefill.kind).predict_s(
+            query.num_prompt_tokens, min(num_held * block_size, query.num_prompt_tokens)
+        )
+        num_prompt_blocks = -(-query.num_prompt_tokens // block_size)
+        num_blocks = query.num_blocks(prefill)
+        self._num_plans += 1
+        request_id = query.request_id or f"#{self._num_plans}"
+        now = known.now
+        self.fleet.reservations.book(
+            request_id,
+            Booking(
+                prefill, 0 if decode else num_blocks, seconds, num_prompt_blocks - num_held, now
+            ),
+            Booking(decode, query.num_blocks(decode), 0.0, 0, now) if decode else None,
+            now,
+        )
+        if query.chat_id:
+            ids = (prefill.id, decode.id) if decode else (prefill.id,)
+            self.chats.put(query.chat_id, ids, now)
+
+
+def _nearest(cells: list[_Cell], region: str) -> list[_Cell]:
+    """Those of the region, unless they are full and others are not (S58)."""
+    if not region or len(cells) < 2:
+        return cells
+    near = [cell for cell in cells if cell.region in (region, "")]
+    if not near or len(near) == len(cells) or any(cell.has_room for cell in near):
+        return near or cells
+    return [cell for cell in cells if cell.has_room] or near
+
+
+def _exchange_among(fleet: Fleet) -> Exchange:
+    members = fleet.instances.values()
+    return Exchange.of(
+        {m.id: m.identity.held_sources for m in members if m.identity.held_sources},
+        {m.id: m.identity.incarnation for m in members},
+    )
+
+
+def _serves(instance: Instance, query: Query) -> bool:
+    if instance.identity.scenario != (query.scenario or DEFAULT_SCENARIO):
+        return False
+    return _has_model(instance, query.model)
+
+
+def _has_model(instance: Instance, model: str) -> bool:
+    identity = instance.identity
+    return identity.role is not Role.NONE and model in ("", DEFAULT_MODEL, identity.model)
+
+
+def _could_hold(instance: Instance, query: Query, *, is_local: bool = False) -> bool:
+    """An empty instance could; prefill holds the prompt alone, which the model's length bounds."""
+    identity = instance.identity
+    if identity.max_model_len and query.num_prompt_tokens >= identity.max_model_len:
+        return False
+    is_prompt_alone = identity.role is Role.PREFILL and not is_local
+    if is_prompt_alone or not identity.num_kv_blocks:
+        return True
+    return identity.num_kv_blocks >= query.num_blocks(instance)
+
+
+def _key(instance: Instance) -> tuple[str, str, bool]:
+    return (*instance.identity.cell, instance.identity.role is Role.FUSION)
+
+
+def _is_affine(instance: Instance, affine: Sequence[str]) -> bool:
+    has_slot = instance.used_slots() < instance.num_slots
+    return has_slot and instance.id in affine
+
+
+def _candidate(
+    scored: Scored, matches: Mapping[str, float], *, is_local: bool = False
+) -> Candidate:
+    identity = scored.instance.identity
+    num_matched = round(matches.get(identity.instance_id, 0) * identity.block_size)
+    return Candidate(
+        identity.instance_id, identity.incarnation, num_matched, scored.score, is_local
+    )

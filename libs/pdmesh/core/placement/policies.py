@@ -1,0 +1,208 @@
+"""What placement's policies are made of, and our own: score by prefix, predicted latency and load (S93, S107, S108).
+
+A policy scores all candidates of one query at once, since latency counts relative to the slowest of them. The baselines we measure
+against live in `placement_baselines.py`; all have the same interface and are selected by name.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdmesh.core.kv.prefix.partial_block_names import TailName
+from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, PeerRuns
+from pdmesh.core.placement.fleet import Instance
+from pdmesh.core.placement.predictor import LatencyPredictor
+
+# Scores this close to the best, relative to it, count as equal. At 10 % the Mooncake trace costs 2 % more mean TTFT (see
+# loadtests/results/compare-*): a score's size is mostly latency that all share, so 3 % of it is a tenth of what they differ in.
+_TIE: Final = 0.03
+_EPSILON: Final = 1e-9
+_FULL: Final = 4.0  # a full instance will refuse: behind all that have a slot, whatever it holds
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One request to place: lengths and hashes, never its text."""
+
+    model: str = ""
+    scenario: str = ""
+    block_hashes: Sequence[bytes] = ()
+    num_prompt_tokens: int = 0
+    max_tokens: int = 1
+    chat_id: str = ""
+    excluded: frozenset[str] = frozenset()
+    request_id: str = ""  # its bookings settle by it; empty: they lapse
+    tails: Sequence[TailName] = ()  # beginnings of blocks that it may find, of `block_size` tokens
+    block_size: int = 0
+    region: str = ""  # where it came in: instances of it are preferred
+
+    def num_blocks(self, instance: Instance) -> int:
+        """KV blocks that prompt and output may come to need, within the model's length."""
+        identity = instance.identity
+        num_tokens = self.num_prompt_tokens + self.max_tokens
+        if identity.max_model_len:
+            num_tokens = min(num_tokens, identity.max_model_len)
+        return -(-num_tokens // max(1, identity.block_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """alpha: prefix the instance holds itself; beta: prefix it could fetch from a peer; gamma: predicted latency;
+    load: share of its slots in use; chat: it served this chat's last turn; spread: share of its cache in use, for what it would add.
+    """
+
+    alpha: float = 1.0
+    beta: float = 0.5
+    gamma: float = 3.0
+    load: float = 0.5
+    chat: float = 0.2
+    spread: float = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known about the candidates of one query. `matches`: contiguous blocks each holds, with the share
+    of one it holds the beginning of; `peers`: which of the prompt's blocks some host pool can give to an instance that fetches from peers."""
+
+    matches: Mapping[str, float]
+    predictor: LatencyPredictor
+    weights: Weights
+    now: float
+    affine: Sequence[str] = ()
+    peers: PeerRuns = NO_PEERS
+    num_cached: Callable[[str], int] = lambda instance_id: 0  # blocks an instance holds of anything
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Higher is better; scores compare within one plan only."""
+
+    instance: Instance
+    score: float
+
+
+ScorePrefills = Callable[[Query, Sequence[Instance], Known], Sequence[float]]
+ScoreDecodes = Callable[[Query, Sequence[Instance]], Sequence[float]]
+Pick = Callable[[Sequence[Scored], random.Random, int], list[Scored]]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How prefills and decodes are scored, and the pick of the best `n` in the order in which they are offered."""
+
+    name: str
+    score_prefills: ScorePrefills
+    pick_prefill: Pick
+    score_decodes: ScoreDecodes
+    pick_decode: Pick
+
+
+def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
+    """alpha*local/total + beta*max(0, remote-local)/total + chat - gamma*latency/max_latency - load*used/slots
+    - spread*cached/blocks*(1-local/total).
+
+    Latency is the wait for what is booked there plus the predicted prefill of what must be computed. The remote
+    term is what peers can give beyond the instance's own prefix: else it would be the same for all and say nothing. The last
+    term sends a new prefix where it evicts nothing; once all caches are full it is the same for all.
+    """
+    weights, now = known.weights, known.now
+    reach = known.peers.reach if known.peers.runs else None
+    local_of, num_tokens = known.matches.get, query.num_prompt_tokens
+    total = max(1, len(query.block_hashes))
+    predicted: dict[tuple[str, float], float] = {}
+    latencies: list[float] = []
+    scores: list[float] = []
+    alpha, beta, load = weights.alpha / total, weights.beta / total, weights.load
+    for instance in instances:
+        local = local_of(instance.id, 0)
+        used, slots = instance.num_slots_used + instance.num_booked, instance.num_slots or 1
+        score = alpha * local - load * used / slots
+        if used >= slots:
+            score -= _FULL
+        held: float = local
+        if weights.spread and local < total:
+            share = known.num_cached(instance.id) / (instance.identity.num_kv_blocks or 1)
+            score -= weights.spread * min(1.0, share) * (1 - local / total)
+        if reach is not None and instance.identity.fetches_from_peers:
+            held = max(local, reach(int(local)))
+            score += beta * (held - local)
+        key = (instance.kind, held)
+        latency = predicted.get(key)
+        if latency is None:
+            reused = min(round(held * instance.identity.block_size), max(0, num_tokens - 1))
+            latency = known.predictor.fit(instance.kind).predict_s(num_tokens, reused)
+            predicted[key] = latency
+        if instance.available_at > now:
+            latency += instance.available_at - now
+        latencies.append(latency)
+        scores.append(score)
+    scale = weights.gamma / max(latencies, default=1.0)
+    scores = [score - scale * latency for score, latency in zip(scores, latencies, strict=True)]
+    if known.affine:
+        for i, instance in enumerate(instances):
+            if instance.id in known.affine:
+                scores[i] += weights.chat
+    return scores
+
+
+def free_capacity(query: Query, instances: Sequence[Instance]) -> list[float]:
+    """Share of KV that stays free, times share of slots that are free; tiny but positive when there is none.
+
+    Decodes of one cell have blocks of one size.
+    """
+    num_blocks = query.num_blocks(instances[0])
+    scores = []
+    for instance in instances:
+        free = instance.num_kv_blocks_free - instance.num_booked_blocks - num_blocks
+        used = instance.num_slots_used + instance.num_booked
+        slots, blocks = instance.num_slots or 1, instance.identity.num_kv_blocks or 1
+        is_full = free <= 0 or used >= slots
+        scores.append(_EPSILON if is_full else min(1.0, free / blocks) * (1.0 - used / slots))
+    return scores
+
+
+def best_first(scored: Sequence[Scored], rng: random.Random, count: int) -> list[Scored]:
+    """By score; those within 3 % of the best in random order, so that several gateways do not herd."""
+    if not scored:
+        return []
+    best = max(s.score for s in scored)
+    threshold = best - _TIE * abs(best) - _EPSILON
+    tied = [s for s in scored if s.score >= threshold]
+    rng.shuffle(tied)
+    if len(tied) >= count:
+        return tied[:count]
+    rest = heapq.nlargest(count - len(tied), (s for s in scored if s.score < threshold), key=_score)
+    return tied + rest
+
+
+def _score(scored: Scored) -> float:
+    return scored.score
+
+
+def weighted_random(scored: Sequence[Scored], rng: random.Random, count: int) -> list[Scored]:
+    """A random order in which each place goes to one of the rest in proportion to its score (Efraimidis, Spirakis)."""
+    draw, log = rng.random, math.log
+    keyed = [(log(1.0 - draw()) / max(_EPSILON, s.score), i) for i, s in enumerate(scored)]
+    return [scored[i] for _, i in heapq.nlargest(count, keyed)]
+
+
+@dataclass(slots=True)
+class InTurn:
+    """Each instance in its turn, whatever the scores."""
+
+    _turns: dict[tuple[str, ...], int] = field(default_factory=dict)
+
+    def __call__(self, scored: Sequence[Scored], rng: random.Random, count: int) -> list[Scored]:
+        if not scored:
+            return []
+        key = tuple(s.instance.id for s in scored)
+        if key not in self._turns and len(self._turns) >= 1024:
+            self._turns.clear()
+        turn = self._turns.get(key, 0)
+        self._turns[key] = (turn + 1) % len(scored)
+        return [*scored[turn:], *scored[:turn]][:count]

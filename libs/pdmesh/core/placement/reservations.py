@@ -1,0 +1,129 @@
+"""What the master sent where and no report has shown yet: booked at the decision, settled by the request's id (S93).
+
+A booking counts as a used slot and as KV blocks until a report names its request as admitted, wherever that was: a
+request that went to its second candidate frees the first. Its predicted time counts as a prefill's backlog until a report
+says that the prompt is computed. A time limit is only the backstop for what no report will ever name.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdmesh.core.placement.fleet import Instance
+
+ADMISSION_S = 1.0  # a request that nobody admitted by then went away, or waits and is booked anew
+BACKLOG_S = 120.0  # an admitted prompt that nobody computed by then is lost
+MAX_BOOKINGS = 65_536
+
+
+@dataclass(slots=True)
+class Booking:
+    """A share of one request in one instance. `seconds` and `num_new_blocks` are its prefill's, 0 for decode."""
+
+    instance: Instance
+    num_blocks: int
+    seconds: float
+    num_new_blocks: int
+    at: float
+    is_admitted: bool = False
+
+
+@dataclass(slots=True)
+class Reservations:
+    """By request id; each has at most one prefill and one decode booking."""
+
+    _prefills: dict[str, Booking] = field(default_factory=dict)
+    _decodes: dict[str, Booking] = field(default_factory=dict)
+    _order: deque[tuple[float, str]] = field(default_factory=deque)
+
+    def __len__(self) -> int:
+        return len(self._prefills) + len(self._decodes)
+
+    def book(self, request_id: str, prefill: Booking, decode: Booking | None, now: float) -> None:
+        """A second plan of the same request replaces its first."""
+        self.drop(request_id)
+        while len(self._order) >= MAX_BOOKINGS:
+            self.drop(self._order.popleft()[1])
+        self._prefills[request_id] = prefill
+        prefill.instance.add_booking(prefill, now)
+        if decode is not None:
+            self._decodes[request_id] = decode
+            decode.instance.add_booking(decode, now)
+        self._order.append((now, request_id))
+
+    def admitted(self, instance: Instance, request_ids: Iterable[str], now: float) -> None:
+        """The instance's own report includes them from now on."""
+        for request_id in request_ids:
+            is_decode = instance.is_decode
+            bookings = self._decodes if is_decode else self._prefills
+            booking = bookings.get(request_id)
+            if booking is None or booking.is_admitted:
+                continue
+            if is_decode:
+                del bookings[request_id]
+                booking.instance.remove_booking(booking, now)
+            else:
+                booking.instance.remove_booking(booking, now)
+                booking.instance, booking.is_admitted = instance, True
+                instance.add_backlog(booking, now)
+
+    def computed(self, request_id: str, now: float) -> None:
+        """The prompt's compute is over; its slot is the report's to tell."""
+        booking = self._prefills.pop(request_id, None)
+        if booking is not None:
+            self._remove(booking, now)
+            booking.instance.resume_backlog(now)
+
+    def idle(self, instance: Instance, now: float) -> None:
+        """The instance says that it works on nothing: the report that named its last prompts as computed was lost."""
+        for request_id in [
+            r for r, b in self._prefills.items() if b.instance is instance and b.is_admitted
+        ]:
+            self._remove(self._prefills.pop(request_id), now)
+
+    def expire(self, now: float) -> None:
+        while self._order and self._order[0][0] < now - ADMISSION_S:
+            at, request_id = self._order.popleft()
+            for bookings in (self._prefills, self._decodes):
+                booking = bookings.get(request_id)
+                if booking is None or booking.at != at:
+                    continue
+                if not booking.is_admitted:
+                    del bookings[request_id]
+                    booking.instance.remove_booking(booking, now)
+        self._expire_backlog(now)
+
+    def _expire_backlog(self, now: float) -> None:
+        """Insertion order is age: only the oldest can be over."""
+        while self._prefills:
+            request_id, booking = next(iter(self._prefills.items()))
+            if booking.at >= now - BACKLOG_S:
+                return
+            del self._prefills[request_id]
+            self._remove(booking, now)
+
+    def drop(self, request_id: str, now: float | None = None) -> None:
+        for bookings in (self._prefills, self._decodes):
+            booking = bookings.pop(request_id, None)
+            if booking is not None:
+                self._remove(booking, booking.at if now is None else now)
+
+    def forget_instance(self, instance: Instance) -> None:
+        for bookings in (self._prefills, self._decodes):
+            for request_id in [r for r, b in bookings.items() if b.instance is instance]:
+                del bookings[request_id]
+
+    def of(self, instance: Instance) -> list[Booking]:
+        both = (*self._prefills.values(), *self._decodes.values())
+        return [booking for booking in both if booking.instance is instance]
+
+    @staticmethod
+    def _remove(booking: Booking, now: float) -> None:
+        if booking.is_admitted:
+            booking.instance.remove_backlog(booking, now)
+        else:
+            booking.instance.remove_booking(booking, now)

@@ -1,0 +1,157 @@
+"""Which role a scenario is short of, from its mean E2E, the share of prefill in it, and how busy both roles are (S29, S32).
+
+P/D-Serve 3.3: E2E up with the share up asks for prefills, E2E up with the share down for decodes. A change counts only if it lasts
+for several windows, and against a reference that stands until something was done or E2E fell for as long: noise adds nothing up, and
+slow growth is not absorbed. Windows with too few requests are unknown; they neither confirm nor deny. What was wrong from the
+start never rises, so a role that stays saturated while the other has room is a finding too.
+
+Waiting at the gateway belongs to prefill, since prefills keep no queue (S40), unless decodes are full: then prompts hold their
+slots for want of a decode (S41), and the wait is decode's doing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdmesh.core.moves.move import other
+from pdmesh.core.placement.fleet import Role
+
+FULL: Final = 0.95  # of a role's slots and KV: whoever comes next waits
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Means over the requests of a scenario that ended in one window, in seconds; `busy`: shares 0..1, None if not known.
+
+    E2E = queue + t_p + t_d. `success_share`: of those that ended, how many were answered in time; `answered_per_s`: how many were.
+    """
+
+    num_requests: int
+    queue_s: float
+    t_p_s: float
+    t_d_s: float
+    success_share: float = 1.0
+    prefill_busy: float | None = None
+    decode_busy: float | None = None
+    answered_per_s: float = 0.0
+
+    @property
+    def e2e_s(self) -> float:
+        return self.queue_s + self.t_p_s + self.t_d_s
+
+    @property
+    def prefill_share(self) -> float:
+        """T_p / E2E, with the wait at the gateway on the side that causes it."""
+        is_decode_full = self.decode_busy is not None and self.decode_busy >= FULL
+        prefill_s = self.t_p_s if is_decode_full else self.t_p_s + self.queue_s
+        return prefill_s / self.e2e_s if self.e2e_s else 0.0
+
+    def busy(self, role: Role) -> float | None:
+        return self.prefill_busy if role is Role.PREFILL else self.decode_busy
+
+
+@dataclass(frozen=True, slots=True)
+class DetectorLimits:
+    min_requests: int = 20  # per window; fewer say nothing
+    num_windows: int = 3  # in a row that must agree
+    num_reference: int = 6  # windows that the reference is the mean of
+    e2e_rise: float = 0.15  # relative
+    share_change: float = 0.08  # relative
+    saturated: float = 0.85  # busy share of a role that is short
+    roomy: float = 0.70  # and of the other, which could give
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    e2e_s: float
+    prefill_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`short_of`: the role; None: E2E rose and neither side stands out. `reason` carries the numbers."""
+
+    short_of: Role | None
+    reason: str
+
+
+@dataclass(slots=True)
+class BottleneckDetector:
+    """One per scenario. Feed it each window; a finding is repeated as long as it holds, until `rebase`."""
+
+    limits: DetectorLimits = field(default_factory=DetectorLimits)
+    reference: Reference | None = None
+    _learning: list[Window] = field(default_factory=list)
+    _recent: deque[Window] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._recent = deque(maxlen=self.limits.num_windows)
+
+    @property
+    def recent(self) -> tuple[Window, ...]:
+        """The windows that a finding rests on."""
+        return tuple(self._recent)
+
+    def rebase(self) -> None:
+        """Something was done, or what is there shall count as normal: learn the reference anew."""
+        self.reference = None
+        self._learning.clear()
+        self._recent.clear()
+
+    def handle(self, window: Window) -> Finding | None:
+        if window.num_requests < self.limits.min_requests:
+            return None
+        self._recent.append(window)
+        if self.reference is None:
+            self._learn(window)
+        if len(self._recent) < self.limits.num_windows:
+            return None
+        return self._risen() or self._saturated()
+
+    def _learn(self, window: Window) -> None:
+        self._learning.append(window)
+        if len(self._learning) >= self.limits.num_reference:
+            self.reference = Reference(
+                statistics.mean(w.e2e_s for w in self._learning),
+                statistics.mean(w.prefill_share for w in self._learning),
+            )
+            self._learning.clear()
+
+    def _risen(self) -> Finding | None:
+        reference, limits = self.reference, self.limits
+        if reference is None or not reference.e2e_s:
+            return None
+        rises = [w.e2e_s / reference.e2e_s - 1 for w in self._recent]
+        if max(rises) < -limits.e2e_rise:
+            self.reference = None  # better than it for as long as a finding takes
+            return None
+        if min(rises) < limits.e2e_rise:
+            return None
+        shares = [w.prefill_share for w in self._recent]
+        before, now = reference.prefill_share, statistics.mean(shares)
+        text = f"E2E {reference.e2e_s:.3g} -> {self._recent[-1].e2e_s:.3g} s, T_p share {before:.1%} -> {now:.1%}"
+        if min(shares) > before * (1 + limits.share_change):
+            return Finding(Role.PREFILL, text)
+        if max(shares) < before * (1 - limits.share_change):
+            return Finding(Role.DECODE, text)
+        return Finding(None, text)
+
+    def _saturated(self) -> Finding | None:
+        for role in (Role.PREFILL, Role.DECODE):
+            own = [w.busy(role) for w in self._recent]
+            others = [w.busy(other(role)) for w in self._recent]
+            if _all_over(own, self.limits.saturated) and _all_under(others, self.limits.roomy):
+                name, far = role.value, other(role).value
+                return Finding(role, f"{name}s {own[-1]:.0%} busy, {far}s {others[-1]:.0%}")
+        return None
+
+
+def _all_over(shares: list[float | None], limit: float) -> bool:
+    return all(share is not None and share >= limit for share in shares)
+
+
+def _all_under(shares: list[float | None], limit: float) -> bool:
+    return all(share is not None and share <= limit for share in shares)

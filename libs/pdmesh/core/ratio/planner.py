@@ -1,0 +1,123 @@
+"""Which moves bring a scenario nearer to the ratio it needs (S28, S30): towards a profile's best split, or one step from a finding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pdmesh.core.moves.move import (
+    MIN_PER_GROUP,
+    Groups,
+    GroupShape,
+    Move,
+    MoveKind,
+    other,
+    refusal,
+    serving,
+)
+from pdmesh.core.placement.fleet import Role
+from pdmesh.core.ratio.model import Profile, Split
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerLimits:
+    """Busy shares, 0..1: what survivors may carry at most, and below which a role is not short of anything."""
+
+    max_busy: float = 0.85
+    min_need: float = 0.6
+    min_gain: float = 0.10  # by which the giver must stay less busy than the taker is now
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One move, or None; `reasons` say why it and why not the others, and `is_needed` whether a move would help at all."""
+
+    move: Move | None
+    reasons: tuple[str, ...]
+    is_needed: bool = True
+
+
+def towards(profile: Profile, groups: Sequence[GroupShape], reason: str) -> tuple[Move, ...]:
+    """Role changes, group after group, that give each the profile's best split of what it has (1)."""
+    least = groups[0].least_in_scenario if len(groups) == 1 else MIN_PER_GROUP
+    moves: list[Move] = []
+    for group in groups:
+        if group.size >= 2 * least:
+            best = profile.best_split(group.size, least)
+            moves += changes_to(best, group, f"{reason}: {group.group_id} to {best}")
+    return tuple(moves)
+
+
+def changes_to(split: Split, group: GroupShape, reason: str) -> list[Move]:
+    """Single moves from what a group has to `split`: role changes first, then blanks in or out."""
+    more_p = split.num_prefill - group.num_prefill
+    more_d = split.num_decode - group.num_decode
+    moves: list[Move] = []
+    for role, more, less in ((Role.PREFILL, more_p, more_d), (Role.DECODE, more_d, more_p)):
+        changed = min(max(0, more), max(0, -less))
+        moves += [Move(group.group_id, MoveKind.CHANGE_ROLE, role, None, reason)] * changed
+        moves += [Move(group.group_id, MoveKind.ADD, role, None, reason)] * (max(0, more) - changed)
+        dropped = max(0, -more) - min(max(0, -more), max(0, less))
+        moves += [Move(group.group_id, MoveKind.REMOVE, role, None, reason)] * dropped
+    return moves
+
+
+def one_step(
+    short_of: Role,
+    scenario: str,
+    groups: Groups,
+    num_blank: int,
+    limits: PlannerLimits,
+    reason: str,
+) -> Choice:
+    """The cheapest move that helps: change a role in place, else take a blank instance, else one of another group."""
+    own = [g for g in serving(groups, scenario) if g.size]
+    known = [(busy, g) for g in own if (busy := g.busy(short_of)) is not None]
+    if not own or len(known) < len(own):
+        return Choice(None, (f"the load of the {short_of.value}s is unknown",))
+    need, group = max(known, key=lambda pair: (pair[0], pair[1].group_id))
+    if need < limits.min_need:
+        why = f"{short_of.value}s are {need:.0%} busy: none is short"
+        return Choice(None, (why,), is_needed=False)
+    refused: list[str] = []
+    for move, why_not in _candidates(short_of, group, groups, limits, need):
+        why_not = why_not or refusal(move, groups, limits.max_busy, num_blank=num_blank)
+        if why_not is None:
+            return Choice(replace(move, reason=reason), (reason, *refused))
+        refused.append(f"{move.kind.value}: {why_not}")
+    return Choice(None, tuple(refused) or ("no other role or group has room",))
+
+
+def _candidates(
+    role: Role, group: GroupShape, groups: Groups, limits: PlannerLimits, need: float
+) -> list[tuple[Move, str | None]]:
+    """Moves that help, cheapest first, each with why it would only pass the shortage on."""
+    most = need - limits.min_gain
+    changed = Move(group.group_id, MoveKind.CHANGE_ROLE, role)
+    givers = [
+        (busy, g.group_id)
+        for g in groups.values()
+        if g.group_id != group.group_id and not g.pool
+        if (g.model, g.region) == (group.model, group.region)
+        if g.num(role) > 1 and (busy := _without_one(g, role)) is not None and busy <= most
+    ]
+    moves = [
+        (changed, _passed_on(group, other(role), most)),
+        (Move(group.group_id, MoveKind.ADD, role), None),
+    ]
+    if givers:
+        moves.append((Move(min(givers)[1], MoveKind.MOVE, role, group.group_id), None))
+    return moves
+
+
+def _passed_on(group: GroupShape, giver: Role, most: float) -> str | None:
+    busy = _without_one(group, giver)
+    if busy is None or busy <= most:
+        return None
+    return f"the other {giver.value}s would be {busy:.0%} busy"
+
+
+def _without_one(group: GroupShape, role: Role) -> float | None:
+    """How busy the others would be; None if that is not known or there are no others."""
+    busy, num = group.busy(role), group.num(role)
+    return None if busy is None or num < 2 else busy * num / (num - 1)

@@ -1,0 +1,150 @@
+"""What each scenario's requests take, and what its instances could carry: T_p, T_d, xi, TPOT, hit rate and the terms of Phi (S2, S138).
+
+Means over the last requests of a scenario, weighted so that the newest counts most; the rate over a window of time. T_p is from
+a prefill's acceptance to token 1, T_d from a decode's acceptance to the last token, xi what of T_d the KV transfer took. The waits before
+either are no part of them: n b / T is a capacity only if T is how long a slot is needed. Everything is bounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdmesh.core.placement.fleet import Instance, Role
+from pdmesh.core.ratio.model import Phi
+
+MAX_SCENARIOS: Final = 256
+_WEIGHT: Final = 0.05  # of the newest request, once twenty were seen
+_WINDOW_S: Final = 30.0
+_MAX_ENDS: Final = 100_000  # in the window, per scenario: rates beyond are understated
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """One completed request. Times in seconds; `queue_s`: until a prefill accepted, `ttft_s`: from submission on,
+    `decode_queue_s`: from token 1 until a decode accepted."""
+
+    scenario: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    queue_s: float
+    ttft_s: float
+    e2e_s: float
+    transfer_s: float
+    decode_queue_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What usable instances of one role have: n of them, n b slots. A decode takes a few requests beyond those that run (its MAX_WAITING):
+    they count in b, and their wait for a turn in T_d."""
+
+    num_instances: int = 0
+    num_slots: int = 0
+
+
+@dataclass(slots=True)
+class ScenarioStats:
+    """Seconds, shares. `num` requests were answered in all. E2E is queue + T_p + decode_queue + T_d."""
+
+    num: int = 0
+    queue: float = 0.0
+    decode_queue: float = 0.0
+    t_p: float = 0.0
+    t_d: float = 0.0
+    xi: float = 0.0
+    tpot: float = 0.0
+    ttft: float = 0.0
+    hit_share: float = 0.0
+    _ends: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_ENDS))
+
+    @property
+    def t_p_share(self) -> float:
+        """Of T_p in E2E: what the ratio of prefills to decodes is steered by (S29)."""
+        total = self.t_p + self.t_d
+        return self.t_p / total if total else 0.0
+
+    def add(self, request: Finished) -> None:
+        self.num += 1
+        weight = max(_WEIGHT, 1 / self.num)
+        decode_s = max(0.0, request.e2e_s - request.ttft_s - request.decode_queue_s)
+        self.queue += weight * (request.queue_s - self.queue)
+        self.decode_queue += weight * (request.decode_queue_s - self.decode_queue)
+        self.t_p += weight * (max(0.0, request.ttft_s - request.queue_s) - self.t_p)
+        self.t_d += weight * (decode_s - self.t_d)
+        self.xi += weight * (request.transfer_s - self.xi)
+        self.ttft += weight * (request.ttft_s - self.ttft)
+        if request.num_output_tokens > 1:
+            per_token = max(0.0, decode_s - request.transfer_s) / (request.num_output_tokens - 1)
+            self.tpot += weight * (per_token - self.tpot)
+        if request.num_prompt_tokens:
+            share = request.num_cached_tokens / request.num_prompt_tokens
+            self.hit_share += weight * (share - self.hit_share)
+
+    def came(self, now: float) -> None:
+        """A request is over, however it ended."""
+        self._ends.append(now)
+
+    def rate_per_s(self, now: float) -> float:
+        """I_t: requests that came, by when they were over, in the window; refused ones too."""
+        while self._ends and self._ends[0] < now - _WINDOW_S:
+            self._ends.popleft()
+        return len(self._ends) / _WINDOW_S
+
+
+@dataclass(slots=True)
+class Scenarios:
+    """By name; beyond the bound the one that was silent longest is forgotten."""
+
+    _stats: OrderedDict[str, ScenarioStats] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._stats)
+
+    def handle(self, request: Finished, now: float) -> None:
+        """One was answered."""
+        stats = self._of(request.scenario)
+        stats.add(request)
+        stats.came(now)
+
+    def unanswered(self, scenario: str, now: float) -> None:
+        """One was refused, failed or given up: it came, and says nothing of how long an answer takes."""
+        if scenario in self._stats:  # a name that was never served is no scenario
+            self._of(scenario).came(now)
+
+    def _of(self, scenario: str) -> ScenarioStats:
+        stats = self._stats.get(scenario)
+        if stats is None:
+            stats = self._stats[scenario] = ScenarioStats()
+        self._stats.move_to_end(scenario)
+        while len(self._stats) > MAX_SCENARIOS:
+            self._stats.popitem(last=False)
+        return stats
+
+    def items(self) -> list[tuple[str, ScenarioStats]]:
+        return sorted(self._stats.items())
+
+    def phi(self, scenario: str, instances: Iterable[Instance], now: float) -> Phi:
+        """With the slots of the scenario's usable instances as n b."""
+        stats = self._stats.get(scenario)
+        if stats is None:  # of a name that was never served: no look at the instances
+            return Phi(0.0, math.inf, math.inf, 0)
+        prefills, decodes = places(scenario, instances).values()
+        prefill = prefills.num_slots / stats.t_p if stats.t_p else math.inf
+        decode = decodes.num_slots / stats.t_d if stats.t_d else math.inf
+        count = prefills.num_instances + decodes.num_instances
+        return Phi(stats.rate_per_s(now), prefill, decode, count)
+
+
+def places(scenario: str, instances: Iterable[Instance]) -> dict[Role, Places]:
+    """Prefills', then decodes': those of the scenario that may be used."""
+    found: dict[Role, list[int]] = {Role.PREFILL: [], Role.DECODE: []}
+    for instance in instances:
+        role = instance.identity.role
+        if instance.identity.scenario == scenario and role in found and instance.is_usable:
+            found[role].append(instance.num_slots)
+    return {role: Places(len(slots), sum(slots)) for role, slots in found.items()}

@@ -1,0 +1,70 @@
+"""Windows of each scenario's requests: means over those that ended since the last window was closed, for the ratio to be steered by (S29).
+
+Only scenarios that groups serve have one: what a client calls its scenario makes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pdmesh.core.ratio.detector import Window
+from pdmesh.core.ratio.scenario_stats import Finished
+
+
+@dataclass(slots=True)
+class _Sums:
+    num: int = 0
+    num_failed: int = 0
+    queue_s: float = 0.0
+    t_p_s: float = 0.0
+    t_d_s: float = 0.0
+
+
+@dataclass(slots=True)
+class ScenarioWindows:
+    """Nothing is counted before `serve` has named the scenarios."""
+
+    _sums: dict[str, _Sums] = field(default_factory=dict)
+
+    def serve(self, scenarios: Iterable[str]) -> None:
+        """Those that have groups now; what is known of others is forgotten."""
+        known = self._sums
+        self._sums = {scenario: known.get(scenario) or _Sums() for scenario in scenarios}
+
+    def finished(self, request: Finished) -> None:
+        if (sums := self._sums.get(request.scenario)) is not None:
+            sums.num += 1
+            sums.queue_s += request.queue_s
+            sums.t_p_s += max(0.0, request.ttft_s - request.queue_s)
+            sums.t_d_s += max(0.0, request.e2e_s - request.ttft_s)
+
+    def failed(self, scenario: str) -> None:
+        if (sums := self._sums.get(scenario)) is not None:
+            sums.num_failed += 1
+
+    def close(
+        self,
+        scenario: str,
+        prefill_busy: float | None,
+        decode_busy: float | None,
+        span_s: float,
+    ) -> Window | None:
+        """`span_s`: how long it was. None if nothing of the scenario was answered: its times are not known then."""
+        sums = self._sums.get(scenario)
+        if sums is None:
+            return None
+        self._sums[scenario] = _Sums()
+        if not sums.num:
+            return None
+        num = sums.num
+        return Window(
+            num,
+            sums.queue_s / num,
+            sums.t_p_s / num,
+            sums.t_d_s / num,
+            num / (num + sums.num_failed),
+            prefill_busy,
+            decode_busy,
+            num / span_s,
+        )

@@ -1,0 +1,330 @@
+"""What happens to a request (events) and what must be done about it (effects); see `request.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal
+
+from pdmesh.core.kv.transfer.source_exclusions import NO_QUARRELS, Fit, Quarrels
+from pdmesh.errors import MeshError
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An instance a request may go to. Only instances with an equal `pair` may hand KV to each other."""
+
+    instance_id: str
+    incarnation: int
+    pair: str = ""  # group and model fingerprint
+    is_local: bool = False  # fusion: it decodes what it prefilled
+    num_matched_tokens: int = 0
+    quarrels: Quarrels = NO_QUARRELS  # of a decode, with prefills
+
+    def takers(self, decodes: Sequence[Candidate]) -> list[Candidate]:
+        """Of `decodes`, those that may take the KV this prefill makes; those that avoid it last."""
+        mine = [c for c in decodes if c.pair == self.pair]
+        if not any(c.quarrels for c in mine):
+            return mine
+        fits = [(c.quarrels.fit(self.instance_id), c) for c in mine]
+        return [c for wanted in (Fit.GOOD, Fit.AVOIDED) for fit, c in fits if fit is wanted]
+
+
+@dataclass(frozen=True, slots=True)
+class TicketHeld:
+    """The staged KV of a finished prefill, as far as deciding needs it."""
+
+    ticket_id: str = field(repr=False)
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Bounds on one request, in seconds from its submission or from the last progress."""
+
+    deadline_s: float = 600.0
+    ttft_s: float = 10.0  # until a prefill must have accepted; renewed by a migration
+    answer_s: float = 3.0  # an instance accepts or rejects within it
+    stall_s: float = (
+        5.0  # of an accepted leg: no token of its own, and no sign of work from its engine
+    )
+    had_kv_s: float = (
+        0.5  # a decode says within it that it had all KV of an instance that is lost (F3)
+    )
+    retry_s: float = 0.25  # while waiting, ask for a new plan at least this often (doubles to 2 s)
+    max_migrations: int = 3
+    max_deaths: int = 2  # of instances while they had it; then it is the request's own doing (F38)
+    num_innocent_tokens: int = 16  # after so many tokens on an instance its death is not counted
+    max_overtaking: int = 2  # times all that was open: a leg that so much is computed past is lost
+    max_candidates: int = 8
+
+
+# --- events: facts, in the past tense -------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReceived:
+    plan: int  # number of the AskPlan it answers; answers to older ones are ignored
+    prefills: Sequence[Candidate]
+    decodes: Sequence[Candidate]
+    prompt_compute_s: float = 0.0  # predicted, with nothing cached; 0: not known
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFailed:
+    plan: int
+    error: MeshError
+
+
+@dataclass(frozen=True, slots=True)
+class LegAccepted:
+    """`ticket` is set if the KV of this prefill may be pulled while it is computed (per layer)."""
+
+    key: int
+    ticket: TicketHeld | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LegRejected:
+    """`is_final`: this instance will not take it later either; `is_too_long`: none of its kind would."""
+
+    key: int
+    retry_after_s: float = 0.0
+    is_final: bool = False
+    is_too_long: bool = False
+    detail: str = ""  # a fixed sentence of the instance's, fit for clients
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """Prefill ended. Exactly one of `finish_reason` and `ticket` is set, unless the leg is local."""
+
+    key: int
+    token_id: int
+    finish_reason: FinishReason | None = None
+    ticket: TicketHeld | None = None
+    num_cached_tokens: int = 0
+
+
+class KvStage(IntEnum):
+    """How far the KV of a decode has come before the decode can use it."""
+
+    NONE = 0
+    PULLING = 1  # its turn in the pull queue has come
+    ARRIVED = 2  # it is there; the leg waits for a place in a step of the engine
+
+
+@dataclass(frozen=True, slots=True)
+class KvAdvanced:
+    """The leg's KV has come further. It says nothing of the engine, so it counts once for each stage."""
+
+    key: int
+    stage: KvStage
+
+
+@dataclass(frozen=True, slots=True)
+class KvReceived:
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTokens:
+    key: int
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class LegFinished:
+    key: int
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class LegFailed:
+    """The instance gave the leg up and holds nothing of it."""
+
+    key: int
+    error: MeshError
+    is_retryable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LegLost:
+    """The session with the leg's instance broke."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWorked:
+    """The engine that has the active leg computed something; heard at `at`.
+
+    It has computed `num_tokens` by then; all its open legs, this one too, may take `num_open_tokens` more.
+    """
+
+    key: int
+    at: float
+    num_tokens: int
+    num_open_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFreed:
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRefused:
+    """The waiting room is full."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatched:
+    """The gateway found a stop string in the text so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; due at `Request.wake_at`."""
+
+
+Event = (
+    Submitted
+    | PlanReceived
+    | PlanFailed
+    | LegAccepted
+    | LegRejected
+    | FirstToken
+    | KvAdvanced
+    | KvReceived
+    | DecodeTokens
+    | LegFinished
+    | LegFailed
+    | LegLost
+    | EngineWorked
+    | SlotFreed
+    | WaitRefused
+    | StopMatched
+    | ClientGone
+    | Tick
+)
+
+# --- effects: commands to the shell ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AskPlan:
+    plan: int
+    attempt: int
+    excluded: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendPrefill:
+    """Offer prompt + `num_replayed` emitted tokens; `max_tokens` more may be produced."""
+
+    key: int
+    to: Candidate
+    attempt: int
+    num_replayed: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendStart:
+    """Offer a ticket. The last of the `num_replayed` emitted tokens is the one prefill drew.
+
+    `is_early`: prefill has not drawn it yet, and SendJoin will say it; `max_tokens` counts what follows it.
+    """
+
+    key: int
+    to: Candidate
+    attempt: int
+    ticket_id: str
+    num_replayed: int
+    max_tokens: int
+    is_early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SendJoin:
+    """Tell a decode that was started early the token it goes on from."""
+
+    key: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortLeg:
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseTicket:
+    key: int  # of the prefill leg that made it
+    ticket_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetLeg:
+    """Nothing more is expected under this key."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmitTokens:
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForSlot:
+    """Wait for a SlotFreed of one of these, first those whose `until` is first. `num_tokens` are to be computed there; 0: none, a decode."""
+
+    instance_ids: tuple[str, ...]
+    until: float
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    error: MeshError
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    pass
+
+
+Effect = (
+    AskPlan
+    | SendPrefill
+    | SendStart
+    | SendJoin
+    | AbortLeg
+    | ReleaseTicket
+    | ForgetLeg
+    | EmitTokens
+    | WaitForSlot
+    | Complete
+    | Fail
+    | Cancelled
+)

@@ -1,0 +1,328 @@
+"""One tenant's limits over several gateways: cut into parts, each of them held by one gateway at a time (S97).
+
+A ledger says who holds which part. It is written by compare-and-set, so no part is ever held twice, and a gateway grants what its
+own parts come to: together they never grant more than the limit. Each part is of use by itself (one open call, one request),
+so a limit is cut into as many parts as are of use. Parts go where calls are: a gateway takes free parts when it needs them, and
+says so in the ledger when it finds none. Then the gateways that hold more than their share hand some over. One without calls
+hands over all of its parts. Where there are fewer parts than gateways, the one that has held a part for a while hands it over.
+What is left in a part's buckets goes with it. Tokens of a day are not cut: they are leased (`quota_leases`), in the same record.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from pdmesh.core.tenancy import quota_leases
+from pdmesh.core.tenancy.limits import (
+    Clock,
+    Part,
+    Tenant,
+    TenantLimits,
+    Tenants,
+)
+from pdmesh.core.tenancy.quota_leases import Lease, Leases
+
+_MAX_PARTS: Final = 16
+_IDLE_S: Final = 5.0  # without a call: others may have all of its parts
+_HELD_S: Final = 1.0  # at least, where there are fewer parts than gateways that want one
+
+
+def num_parts(limits: TenantLimits) -> int:
+    """0: nothing is limited that is cut."""
+    if replace(limits, tokens_per_day=None) == TenantLimits():
+        return 0
+    found = [_MAX_PARTS]
+    if limits.max_concurrent is not None:
+        found.append(limits.max_concurrent)
+    if limits.requests_per_s is not None:
+        found.append(int(limits.requests_per_s))
+    return max(1, min(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """`holders[i]` holds part i; empty: it is free. `wanted`: gateways that found no part, the longest waiting first."""
+
+    holders: tuple[str, ...]
+    parts: tuple[Part, ...]
+    wanted: tuple[str, ...] = ()
+    leases: Leases = ()
+
+    @classmethod
+    def new(cls, num: int) -> Ledger:
+        return cls(("",) * num, (Part(),) * num)
+
+    def with_part(self, index: int, holder: str, part: Part) -> Ledger:
+        holders, parts = list(self.holders), list(self.parts)
+        holders[index], parts[index] = holder, part
+        return replace(self, holders=tuple(holders), parts=tuple(parts))
+
+
+@dataclass(slots=True)
+class _Known:
+    ledger: Ledger | None = None
+    revision: int = 0
+    leaving: dict[int, Part] = field(default_factory=dict)  # ours no more, but not handed over yet
+    since: float = 0.0  # when the last part came
+    waiting: list[int] = field(default_factory=list)  # tokens of today that calls here lack
+    giving: Lease | None = None  # less than the ledger says is ours: we grant no more than this
+
+
+@dataclass(slots=True)
+class TenantParts:
+    """What one gateway, `me`, knows of all ledgers, and does to them. `seen` is told whatever they hold, its own writes as well;
+    `more`, `more_tokens` and `due` say what to write at the revision known, or None."""
+
+    me: str
+    tenants: Tenants
+    alive: Collection[str] = ()  # gateways that may hold parts; we always may
+    _known: dict[str, _Known] = field(default_factory=dict)
+
+    def is_leaving(self, tenant: Tenant) -> bool:
+        """Parts are to be handed over as soon as calls end."""
+        return bool(self._of(tenant).leaving)
+
+    def revision(self, tenant: Tenant) -> int:
+        return self._of(tenant).revision
+
+    def holds_all(self, tenant: Tenant) -> bool:
+        num = num_parts(tenant.limits)
+        return sum(index < num for index in self.tenants.held(tenant.name)) >= num
+
+    def seen(self, tenant: Tenant, ledger: Ledger | None, revision: int, clock: Clock) -> None:
+        """What the store says now."""
+        known = self._of(tenant)
+        if revision < known.revision:
+            return  # from before what we know
+        known.ledger, known.revision = ledger, revision
+        if ledger is None:
+            return
+        self._lease_seen(tenant, ledger, clock)
+        self._trim(tenant)
+        ledger = _sized(ledger, num_parts(tenant.limits))
+        for index, holder in enumerate(ledger.holders):
+            is_held = index in self.tenants.held(tenant.name)
+            if holder != self.me:
+                known.leaving.pop(index, None)
+                if is_held:  # taken from us: they thought that we had gone
+                    self.tenants.give_up(tenant, index, clock)
+            elif not is_held and index not in known.leaving:
+                self.tenants.hold(tenant, index, ledger.parts[index], clock)
+                known.since = clock.now
+
+    def wrote(self, tenant: Tenant, ledger: Ledger, revision: int, clock: Clock) -> None:
+        """The store took it: none that we wrote before it can be taken now."""
+        known = self._of(tenant)
+        known.giving = None
+        if revision < known.revision and known.ledger is not None:
+            self._lease_seen(tenant, known.ledger, clock)
+        self.seen(tenant, ledger, revision, clock)
+
+    def named(self, tenant: Tenant) -> set[str]:
+        """Gateways that hold something or want it."""
+        ledger = self._of(tenant).ledger
+        if ledger is None:
+            return set()
+        return {*ledger.holders, *ledger.wanted, *(x.holder for x in ledger.leases)} - {""}
+
+    def forget(self) -> None:
+        """The store is read again from its beginning: it may be another one."""
+        for known in self._known.values():
+            known.ledger, known.revision = None, 0
+
+    def more(self, tenant: Tenant, clock: Clock) -> Ledger | None:
+        """Take a part that is free, or ask for one; None if all are ours, or we have asked already."""
+        self._trim(tenant)
+        known, ledger = self._of(tenant), self._ledger(tenant, clock)
+        free = [i for i, holder in enumerate(ledger.holders) if not self._is_alive(holder)]
+        if free:
+            others = [w for w in ledger.wanted if w != self.me and self._is_alive(w)]
+            for index in free[:1] if others else free:
+                ledger = ledger.with_part(index, self.me, ledger.parts[index])
+            return replace(ledger, wanted=tuple(w for w in ledger.wanted if w != self.me))
+        if self.me in ledger.wanted or self.holds_all(tenant) or known.leaving:
+            return None
+        return replace(ledger, wanted=(*ledger.wanted, self.me))
+
+    # --- tokens of a day -------------------------------------------------------------------------
+
+    def has_lease(self, tenant: Tenant, clock: Clock) -> bool:
+        is_giving = self._of(tenant).giving is not None
+        return is_giving or self.tenants.today(tenant.name, clock.day)[1] > 0
+
+    @contextmanager
+    def waiting(self, tenant: Tenant, num_tokens: int) -> Iterator[None]:
+        """A call waits until so many may be granted here."""
+        waiting = self._of(tenant).waiting
+        waiting.append(num_tokens)
+        try:
+            yield
+        finally:
+            waiting.remove(num_tokens)
+
+    def more_tokens(self, tenant: Tenant, clock: Clock) -> Ledger | None:
+        """Lease what calls wait for, or ask for it; None if they have it, or we have asked already."""
+        quota = tenant.limits.tokens_per_day
+        if quota is None:
+            return None
+        ledger, mine = self._ledger(tenant, clock), self._lease(tenant, clock)
+        self._count_elsewhere(tenant, ledger, mine.day)
+        leases, num_needed = self._tidy(ledger, mine), sum(self._of(tenant).waiting)
+        asked = quota_leases.more(leases, mine, quota, num_needed)
+        if asked == mine:
+            return None
+        return replace(ledger, leases=quota_leases.with_lease(leases, asked))
+
+    def _with_lease_settled(
+        self, tenant: Tenant, ledger: Ledger, clock: Clock, *, tells_use: bool, is_leaving: bool
+    ) -> Ledger:
+        """Give up what others lack, and what is no use here."""
+        quota, before = tenant.limits.tokens_per_day, self._lease(tenant, clock)
+        told = quota_leases.lease_of(ledger.leases, self.me, before.day)
+        if quota is None or (told is None and not before.allowed):
+            return ledger
+        num_needed = 0 if is_leaving else sum(self._of(tenant).waiting)
+        leases, mine = self._tidy(ledger, before), before
+        if is_leaving:
+            mine = replace(mine, allowed=mine.num_used)
+        elif tells_use and not num_needed:
+            is_idle = self.tenants.idle_s(tenant.name, clock.now) >= _IDLE_S
+            mine = quota_leases.resized(leases, mine, quota, is_idle=is_idle)
+        leases, mine = quota_leases.given(leases, mine, num_needed, self._is_alive)
+        mine = replace(mine, num_wanted=max(0, min(mine.num_wanted, num_needed - mine.unused)))
+        if mine.allowed < before.allowed:
+            self._of(tenant).giving = mine
+            self.tenants.lease(tenant.name, mine.allowed)
+        if told is not None and not tells_use and replace(mine, num_used=told.num_used) == told:
+            return ledger
+        return replace(ledger, leases=quota_leases.with_lease(leases, mine))
+
+    def _lease_seen(self, tenant: Tenant, ledger: Ledger, clock: Clock) -> None:
+        known, (day, _, num_used) = self._of(tenant), self.tenants.today(tenant.name, clock.day)
+        mine = quota_leases.lease_of(ledger.leases, self.me, day)
+        if mine is not None:  # if it is not there the store has lost it, or we were taken for dead
+            giving = known.giving
+            if giving is None or giving.day != day or mine.allowed <= giving.allowed:
+                known.giving = None
+                self.tenants.lease(tenant.name, max(mine.allowed, num_used))
+
+    def _count_elsewhere(self, tenant: Tenant, ledger: Ledger, day: int) -> None:
+        others = (x for x in ledger.leases if x.holder != self.me)
+        num = quota_leases.num_used_by(others, day, self._is_alive)
+        self.tenants.granted_elsewhere(tenant.name, num)
+
+    def _lease(self, tenant: Tenant, clock: Clock) -> Lease:
+        """Ours as it is here, which is what `tenants` grants by."""
+        day, allowed, num_used = self.tenants.today(tenant.name, clock.day)
+        ledger = self._of(tenant).ledger
+        told = None if ledger is None else quota_leases.lease_of(ledger.leases, self.me, day)
+        return Lease(self.me, day, allowed, num_used, 0 if told is None else told.num_wanted)
+
+    def _tidy(self, ledger: Ledger, mine: Lease) -> Leases:
+        return quota_leases.tidied(ledger.leases, mine.day, self._is_alive)
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    def due(
+        self,
+        tenant: Tenant,
+        clock: Clock,
+        *,
+        tells_use: bool = True,
+        is_leaving: bool = False,
+    ) -> Ledger | None:
+        """Hand over what others need more, and say what was used; None if nothing is new.
+
+        `tells_use`: not each time, as every call would be a write. `is_leaving`: this gateway takes no more calls.
+        """
+        self._trim(tenant)
+        known = self._of(tenant)
+        has_lease = self.has_lease(tenant, clock)
+        if known.ledger is None and not self.tenants.held(tenant.name) and not has_lease:
+            return None
+        before = self._ledger(tenant, clock)
+        wanted = [w for w in before.wanted if w != self.me and self._is_alive(w)]
+        self._begin_to_leave(tenant, before, wanted, clock, is_leaving=is_leaving)
+        ledger = replace(before, wanted=tuple(w for w in before.wanted if self._is_alive(w)))
+        for index, part in known.leaving.items():
+            if self.tenants.num_open(tenant.name) > self.tenants.max_open(tenant):
+                break  # calls that this part let in are still open
+            taker = min(wanted, key=ledger.holders.count, default="")
+            ledger = ledger.with_part(index, taker, part)
+            ledger = replace(ledger, wanted=tuple(w for w in ledger.wanted if w != taker))
+        for index in self.tenants.held(tenant.name) if tells_use else ():
+            if index < len(ledger.parts) and (
+                going := self.tenants.news(tenant, ledger.parts[index], clock)
+            ):
+                ledger = ledger.with_part(index, self.me, going)
+        ledger = self._with_lease_settled(
+            tenant, ledger, clock, tells_use=tells_use, is_leaving=is_leaving
+        )
+        self._count_elsewhere(tenant, ledger, self.tenants.today(tenant.name, clock.day)[0])
+        return ledger if ledger != known.ledger else None
+
+    def _begin_to_leave(
+        self,
+        tenant: Tenant,
+        ledger: Ledger,
+        wanted: Collection[str],
+        clock: Clock,
+        *,
+        is_leaving: bool,
+    ) -> None:
+        """From here on we let nothing in for these parts."""
+        known, held = self._of(tenant), sorted(self.tenants.held(tenant.name))
+        keep = len(held)
+        if is_leaving:
+            keep = 0
+        elif wanted and not known.leaving:
+            having = Counter(h for h in ledger.holders if self._is_alive(h))
+            share = len(ledger.holders) // len(having.keys() | set(wanted) | {self.me})
+            num_missing = sum(max(0, max(1, share) - having[w]) for w in wanted)
+            if self.tenants.idle_s(tenant.name, clock.now) >= _IDLE_S:
+                keep = 0
+            elif share:
+                keep = min(keep, max(share, keep - num_missing))
+            elif num_missing and clock.now - known.since >= _HELD_S:
+                keep -= 1
+        keep = max(0, keep)
+        for index in held[keep:]:
+            known.leaving[index] = self.tenants.give_up(tenant, index, clock)
+
+    def _trim(self, tenant: Tenant) -> None:
+        """The limits may be cut into fewer parts than they were: the others are no more."""
+        known, num = self._of(tenant), num_parts(tenant.limits)
+        self.tenants.trim(tenant)
+        known.leaving = {index: part for index, part in known.leaving.items() if index < num}
+
+    def _ledger(self, tenant: Tenant, clock: Clock) -> Ledger:
+        """As the store has it, or a new one, with what we hold of it: the store may have lost it."""
+        known, num = self._of(tenant), num_parts(tenant.limits)
+        found = Ledger.new(num) if known.ledger is None else _sized(known.ledger, num)
+        for index in self.tenants.held(tenant.name):
+            if index < num and not found.holders[index]:
+                found = found.with_part(index, self.me, found.parts[index])
+        return found
+
+    def _is_alive(self, holder: str) -> bool:
+        return holder == self.me or holder in self.alive
+
+    def _of(self, tenant: Tenant) -> _Known:
+        found = self._known.get(tenant.name)
+        if found is None:
+            found = self._known[tenant.name] = _Known()
+        return found
+
+
+def _sized(ledger: Ledger, num: int) -> Ledger:
+    """For limits that are cut into another number of parts than they were: those there are stay where they are."""
+    more = max(0, num - len(ledger.holders))
+    return replace(
+        ledger,
+        holders=ledger.holders[:num] + ("",) * more,
+        parts=ledger.parts[:num] + (Part(),) * more,
+    )

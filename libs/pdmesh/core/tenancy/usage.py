@@ -1,0 +1,136 @@
+"""How long instances were used, and for whom: what an operator charges by (P/D-Serve 3.3; S22).
+
+An instance counts for its group from its assignment to its release, set-up and drain included; one that is kept for a pool counts for
+who lent it and the pool; one without a role for the pool `free`. So all accounts together are what the fleet was there for.
+Within a leadership time is the caller's clock; between two leaders it is the wall clock, and what is counted is what both of them saw.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdmesh.core.groups.adjustments import Adjustments, valid
+from pdmesh.core.groups.desired import Desired, Scenario
+from pdmesh.core.groups.facts import Observed
+from pdmesh.core.instance.lifecycle_events import Phase
+from pdmesh.core.moves.move import OFF_POOL
+from pdmesh.core.placement.fleet import Role
+
+FREE_POOL: Final = "free"
+MAX_ACCOUNTS: Final = 4096
+MAX_GAP_S: Final = 600.0  # without a leader; a wall clock that jumped charges no more than this
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Account:
+    """`pool`: who has borrowed the instances; empty: they serve. `group_id` empty: of groups that are gone."""
+
+    service: str
+    scenario: str
+    group_id: str
+    pool: str = ""
+
+
+FREE: Final = Account("", "", "", FREE_POOL)
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """So far, and instances now."""
+
+    account: Account
+    instance_s: float
+    num_instances: int
+
+
+@dataclass(slots=True)
+class UsageBook:
+    """`look` at each change; each count holds until the next look."""
+
+    max_accounts: int = MAX_ACCOUNTS
+    _seconds: dict[Account, float] = field(default_factory=dict)
+    _nums: Counter[Account] = field(default_factory=Counter)
+    _looked_at: float | None = None
+
+    def look(self, nums: Mapping[Account, int], now: float) -> None:
+        self._pass(self._nums, now)
+        self._nums = Counter({account: num for account, num in nums.items() if num})
+        for account in self._nums:
+            self._seconds.setdefault(account, 0.0)
+        self._fold()
+
+    def resume(
+        self, used: Iterable[Used], away_s: float, nums: Mapping[Account, int], now: float
+    ) -> None:
+        """What an earlier leader wrote down `away_s` ago; `nums` as this one sees them first."""
+        before: Counter[Account] = Counter()
+        for each in used:
+            self._seconds[each.account] = each.instance_s
+            before[each.account] = each.num_instances
+        self._looked_at = now - min(max(0.0, away_s), MAX_GAP_S)
+        self._pass(before & Counter(nums), now)
+        self.look(nums, now)
+
+    def used(self, now: float) -> list[Used]:
+        """Until `now`; changes nothing."""
+        passed_s = self._passed_s(now)
+        return [
+            Used(account, seconds + self._nums[account] * passed_s, self._nums[account])
+            for account, seconds in sorted(self._seconds.items())
+        ]
+
+    def check_invariants(self) -> None:
+        assert self._nums.keys() <= self._seconds.keys()
+        assert all(seconds >= 0 for seconds in self._seconds.values())
+        assert len(self._seconds) <= max(self.max_accounts, len(self._nums) + 1)
+
+    def _pass(self, nums: Mapping[Account, int], now: float) -> None:
+        passed_s, self._looked_at = self._passed_s(now), now
+        for account, num in nums.items():
+            self._seconds[account] = self._seconds.get(account, 0.0) + num * passed_s
+
+    def _passed_s(self, now: float) -> float:
+        return 0.0 if self._looked_at is None else max(0.0, now - self._looked_at)
+
+    def _fold(self) -> None:
+        """At the bound, groups that are gone count together, by service, scenario and pool; then all that is gone does."""
+        for merge in (_of_scenario, lambda account: Account("", "", "", account.pool)):
+            if len(self._seconds) <= self.max_accounts:
+                return
+            folded: dict[Account, float] = {}
+            for account, seconds in self._seconds.items():
+                to = account if account in self._nums else merge(account)
+                folded[to] = folded.get(to, 0.0) + seconds
+            self._seconds = folded
+
+
+def _of_scenario(account: Account) -> Account:
+    return Account(account.service, account.scenario, "", account.pool)
+
+
+def accounts_of(observed: Observed, desired: Desired, adjustments: Adjustments) -> Counter[Account]:
+    """For whom each instance is there now."""
+    nums: Counter[Account] = Counter()
+    for instance_id, seen in observed.seen.items():
+        given = observed.given.get(instance_id)
+        if given is not None and given.incarnation == seen.incarnation:
+            nums[_account(desired, given.duty.scenario, given.duty.group_id)] += 1
+        elif seen.role is not Role.NONE:
+            nums[_account(desired, seen.scenario, seen.group_id)] += 1
+        elif seen.phase is Phase.BLANK:
+            nums[FREE] += 1
+    for group_id, adjustment in valid(desired, adjustments).items():
+        group = desired.groups[group_id]
+        is_lent = adjustment.pool not in ("", OFF_POOL)
+        num = min(group.size, nums[FREE]) if is_lent else 0
+        nums[_account(desired, group.scenario, group_id, adjustment.pool)] += num
+        nums[FREE] -= num
+    return +nums
+
+
+def _account(desired: Desired, scenario: str, group_id: str, pool: str = "") -> Account:
+    service = desired.scenarios.get(scenario, Scenario()).service
+    return Account(service, scenario, group_id, pool)

@@ -1,0 +1,133 @@
+"""What an upgrade is decided from, and what it says is to be done: the events and effects of `core.upgrade.controller`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pdmesh.core.groups.desired import Service, UpgradeLimits
+from pdmesh.core.groups.revisions import Upgrade, Upgrades, is_canary
+from pdmesh.core.placement.fleet import Role
+from pdmesh.core.upgrade.revision_health import Answered, Cell, LegFailed
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSeen:
+    """A group as its controller has it. `busy`: share of a role's slots, None: not known; `unwell`: instances of its
+    revision that something speaks against; `num_blank`: instances that could join it."""
+
+    group_id: str
+    scenario: str
+    revision: str
+    counts: Mapping[Role, int]
+    busy: Mapping[Role, float | None]
+    is_whole: bool
+    serves: bool
+    num_blank: int = 0
+    failure: str = ""
+    detail: str = ""
+    unwell: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def is_lacking(self) -> bool:
+        """It is not whole for want of instances, and of nothing else."""
+        return not (self.is_whole or self.failure or self.num_blank)
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What is asked for, and what is there. `targets`: each scenario's service; `planning`: scenarios in which plans move something,
+    of these `gathering`: those whose plan waits for instances alone."""
+
+    version: int
+    targets: Mapping[str, Service]
+    upgrades: Upgrades
+    groups: Mapping[str, GroupSeen]
+    canary_share: float = 0.0  # that the version was applied with
+    limits: Mapping[str, UpgradeLimits] = field(default_factory=dict)
+    floors: Mapping[tuple[str, Role], int] = field(default_factory=dict)
+    planning: frozenset[str] = frozenset()
+    gathering: frozenset[str] = frozenset()
+    lost_versions: frozenset[int] = frozenset()  # of the desired state, which cannot be restored
+    _by_scenario: dict[str, list[GroupSeen]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        for _, group in sorted(self.groups.items()):
+            if not is_canary(group.group_id):
+                self._by_scenario.setdefault(group.scenario, []).append(group)
+
+    def limits_of(self, scenario: str) -> UpgradeLimits:
+        return self.limits.get(scenario, UpgradeLimits())
+
+    def serving(self, scenario: str) -> list[GroupSeen]:
+        """Without its canary."""
+        return self._by_scenario.get(scenario, [])
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLost:
+    """An instance of this revision was lost or failed, without having been asked to leave."""
+
+    cell: Cell
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Promoted:
+    """The canary of this scenario shall become the revision of all its groups."""
+
+    upgrade: Upgrade
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    upgrade: Upgrade
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The scenario has no groups any more."""
+
+    scenario: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreVersion:
+    """Make the text of `version` the desired state again, if `bad` is current."""
+
+    version: int
+    bad: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Announce this step. `group_id` empty: of the whole scenario."""
+
+    scenario: str
+    step: str
+    version: int
+    group_id: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UpgradeReport:
+    """How far an upgrade is, for people. `state`: canary, changing, watching, waiting, going back, stopped, went back."""
+
+    scenario: str
+    version: int
+    state: str
+    detail: str
+    num_changed: int = 0
+    num_groups: int = 0
+
+
+Event = Looked | Answered | LegFailed | MemberLost | Promoted
+Effect = Keep | Drop | RestoreVersion | Told

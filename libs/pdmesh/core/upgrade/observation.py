@@ -1,0 +1,82 @@
+"""One look of the upgrades at the groups, from what the group controller looked at last and what it says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pdmesh.core.groups.controller import GroupReport, GroupState
+from pdmesh.core.groups.desired import Desired, Group
+from pdmesh.core.groups.facts import Observed
+from pdmesh.core.groups.revisions import Upgrades, with_canaries
+from pdmesh.core.groups.round import Round
+from pdmesh.core.placement.fleet import Role
+from pdmesh.core.upgrade.events import GroupSeen, Looked
+from pdmesh.core.upgrade.revision_health import Cell
+
+Busy = Callable[[str, Role], float | None]  # share of the slots of a role in a group that is taken
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the groups' controller does not know. `unwell`: instances that something speaks against, by what they run."""
+
+    busy: Busy
+    unwell: Mapping[Cell, Mapping[str, str]] = field(default_factory=dict)
+    planning: frozenset[str] = frozenset()
+    gathering: frozenset[str] = frozenset()
+    canary_share: float = 0.0  # that the version was applied with
+    lost_versions: frozenset[int] = frozenset()  # of the desired state, which cannot be restored
+
+
+def look_at(
+    asked: Desired,
+    adjusted: Desired,
+    upgrades: Upgrades,
+    observed: Observed,
+    reports: Mapping[str, GroupReport],
+    around: Surroundings,
+) -> Looked:
+    """`adjusted`: with what plans have made of it. Groups that the controller has not seen yet are not there yet."""
+    turn = Round(observed)
+    named = with_canaries(adjusted, upgrades).groups
+    groups = {
+        group_id: _seen(turn, group_id, group, reports[group_id], around)
+        for group_id, group in named.items()
+        if group_id in observed.wanted.groups and group_id in reports
+    }
+    each = {name: next(iter(g.values())) for name, g in asked.groups_by_scenario().items()}
+    return Looked(
+        version=observed.version,
+        targets={name: asked.service_of(group) for name, group in each.items()},
+        upgrades=upgrades,
+        groups=groups,
+        canary_share=around.canary_share,
+        limits={name: asked.scenario_of(group).upgrade for name, group in each.items()},
+        floors=observed.wanted.floors,
+        planning=around.planning,
+        gathering=around.gathering,
+        lost_versions=around.lost_versions,
+    )
+
+
+def _seen(
+    turn: Round, group_id: str, group: Group, report: GroupReport, around: Surroundings
+) -> GroupSeen:
+    wanted = turn.observed.wanted.groups[group_id]
+    blanks = turn.num_blanks(group.racks)
+    regions = group.regions or blanks
+    has_failed = report.state is GroupState.FAILED
+    return GroupSeen(
+        group_id,
+        group.scenario,
+        wanted.revision,
+        wanted.counts,
+        {role: around.busy(group_id, role) for role in wanted.counts},
+        is_whole=report.state is GroupState.SERVING,
+        serves=any(m.is_ready for m in turn.members(group_id)),
+        num_blank=sum(blanks[region] for region in regions),
+        failure=(report.detail or "it could not be set up") if has_failed else "",
+        detail=report.detail,
+        unwell=around.unwell.get((group_id, wanted.revision), {}),
+    )

@@ -1,0 +1,119 @@
+"""Whether a group's new revision answers as well as the one before: failures and times of what each revision of each group answered.
+
+Compared is what the groups that have not changed answer meanwhile, and where nobody is left of these, what there was before the
+change. What is not known speaks against nobody: canaries, faults and losses are looked at besides (`core.upgrade.controller`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Final
+
+from pdmesh.core.groups.desired import UpgradeLimits
+
+Cell = tuple[str, str]  # group and revision
+
+MAX_CELLS: Final = 1024
+_BUCKET_S: Final = 5.0
+_NUM_BUCKETS: Final = 120  # ten minutes
+_MIN_ANSWERS: Final = 20  # of each side, before times are compared
+_MIN_FAILED: Final = 3
+_T_P_NOISE_S: Final = 0.05  # a mean that is worse by less is not worse
+_TPOT_NOISE_S: Final = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """`t_p_s`: from a prefill's acceptance to token 1; `tpot_s`: of each token after it, None if there was none."""
+
+    cell: Cell
+    t_p_s: float
+    tpot_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LegFailed:
+    """An instance of the cell failed a request, whatever its client saw of it."""
+
+    cell: Cell
+
+
+@dataclass(slots=True)
+class Tally:
+    """Seconds."""
+
+    num: int = 0
+    num_failed: int = 0
+    num_tpot: int = 0
+    t_p_s: float = 0.0
+    tpot_s: float = 0.0
+
+    def add(self, other: Tally) -> None:
+        self.num += other.num
+        self.num_failed += other.num_failed
+        self.num_tpot += other.num_tpot
+        self.t_p_s += other.t_p_s
+        self.tpot_s += other.tpot_s
+
+    @property
+    def failed_share(self) -> float:
+        total = self.num + self.num_failed
+        return self.num_failed / total if total else 0.0
+
+
+@dataclass(slots=True)
+class Answers:
+    """Of the last ten minutes, by cell; beyond the bound the one that was silent longest is forgotten."""
+
+    _cells: OrderedDict[Cell, deque[tuple[float, Tally]]] = field(default_factory=OrderedDict)
+
+    def handle(self, event: Answered | LegFailed, now: float) -> None:
+        tally = self._bucket(event.cell, now)
+        match event:
+            case LegFailed():
+                tally.num_failed += 1
+            case Answered(_, t_p_s, tpot_s):
+                tally.num += 1
+                tally.t_p_s += t_p_s
+                if tpot_s is not None:
+                    tally.num_tpot += 1
+                    tally.tpot_s += tpot_s
+
+    def of(self, cells: Collection[Cell], since: float, until: float) -> Tally:
+        """Of buckets that began in this time: what a bucket had before `since` is not counted."""
+        total = Tally()
+        for cell in cells:
+            for began, tally in self._cells.get(cell, ()):
+                if since <= began < until:
+                    total.add(tally)
+        return total
+
+    def _bucket(self, cell: Cell, now: float) -> Tally:
+        buckets = self._cells.setdefault(cell, deque(maxlen=_NUM_BUCKETS))
+        self._cells.move_to_end(cell)
+        if len(self._cells) > MAX_CELLS:
+            self._cells.popitem(last=False)
+        if not buckets or now - buckets[-1][0] >= _BUCKET_S:
+            buckets.append((now, Tally()))
+        return buckets[-1][1]
+
+
+def verdict(new: Tally, old: Tally, limits: UpgradeLimits) -> str:
+    """What is wrong with the new one; empty: nothing that is known."""
+    if new.num_failed >= _MIN_FAILED and new.failed_share > limits.max_failed_share:
+        return f"{new.failed_share:.1%} of its requests failed"
+    if min(new.num, old.num) >= _MIN_ANSWERS:
+        before, after = old.t_p_s / old.num, new.t_p_s / new.num
+        if _is_slower(before, after, _T_P_NOISE_S, limits):
+            return f"T_p is {1e3 * after:.0f} ms instead of {1e3 * before:.0f} ms"
+    if min(new.num_tpot, old.num_tpot) >= _MIN_ANSWERS:
+        before, after = old.tpot_s / old.num_tpot, new.tpot_s / new.num_tpot
+        if _is_slower(before, after, _TPOT_NOISE_S, limits):
+            return f"a token takes {1e3 * after:.0f} ms instead of {1e3 * before:.0f} ms"
+    return ""
+
+
+def _is_slower(before: float, after: float, noise_s: float, limits: UpgradeLimits) -> bool:
+    return after > before * limits.max_slowdown and after - before > noise_s

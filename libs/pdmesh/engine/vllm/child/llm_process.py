@@ -1,0 +1,85 @@
+"""vLLM's AsyncLLM from its first thread to its last process: built beside the loop, and ended for sure.
+
+A start that is given up has a thread that cannot be cancelled and children that nobody knows yet; both are gone when `stop`
+returns, or it has waited for as long as it may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import time
+from typing import TYPE_CHECKING, Any
+
+from pdmesh.engine.vllm.child.startup import build, with_progress
+from pdmesh.engine.vllm.host.stats import SchedulerView
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+STOP_TIMEOUT_S = 15.0
+BUILD_STOP_S = 8.0  # for a start that is given up; who stops the process waits longer than that
+
+
+class LlmProcess:
+    """One AsyncLLM. Not to be started twice, nor after `stop`."""
+
+    def __init__(self) -> None:
+        self._llm: AsyncLLM | None = None
+        self._building: asyncio.Future[AsyncLLM] | None = None
+        self._is_stopping = False
+        self._other_children = {child.pid for child in multiprocessing.active_children()}
+
+    async def start(
+        self, arguments: dict[str, Any], view: SchedulerView, timeout_s: float
+    ) -> AsyncLLM:
+        """Raises EngineFailed with vLLM's own cause, or when it takes longer."""
+        work = asyncio.to_thread(build, arguments, view, lambda: not self._is_stopping)
+        self._building = asyncio.ensure_future(work)
+        llm: AsyncLLM = await with_progress("vllm.loading", self._building, timeout_s)
+        self._llm = llm
+        return llm
+
+    async def is_alive(self) -> bool:
+        """Asked of vLLM's engine process, which answers between two steps. True before the start and after the end."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if self._llm is None:
+            return True
+        try:
+            await self._llm.is_sleeping()
+        except EngineDeadError:
+            return False
+        return True
+
+    async def stop(self) -> None:
+        self._is_stopping = True
+        if self._llm is None and self._building is not None:
+            self._llm = await self._end_build(self._building)
+        if self._llm is None:
+            return
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()  # or it reports the end of its engine as a death
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(self._llm.shutdown), STOP_TIMEOUT_S)
+        self._llm = None
+
+    async def _end_build(self, building: asyncio.Future[AsyncLLM]) -> AsyncLLM | None:
+        """vLLM was still starting: its processes would go on, and the thread that waits for them too.
+
+        The process may live on, so no process may be started behind our back: wait for the thread, for a bounded time.
+        """
+        until = time.monotonic() + BUILD_STOP_S
+        while not building.done() and time.monotonic() < until:
+            self._kill_children()
+            await asyncio.wait([building], timeout=0.1)
+        if not building.done() or building.exception() is not None:
+            self._kill_children()
+            return None
+        return building.result()
+
+    def _kill_children(self) -> None:
+        for child in multiprocessing.active_children():
+            if child.pid not in self._other_children:
+                child.kill()

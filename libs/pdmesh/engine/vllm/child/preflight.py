@@ -1,0 +1,63 @@
+"""What can be known to be wrong before vLLM spends half a minute on it and hides the cause in its child's log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import structlog
+
+from pdmesh.engine.vllm.child import cpu_features
+from pdmesh.engine.vllm.config import VllmConfig
+from pdmesh.errors import EngineFailed
+
+log = structlog.get_logger(__name__)
+
+RUNTIME_BYTES = 900 << 20  # torch, vLLM and activations, in the worker alone
+_DTYPE_BYTES = {"float32": 4}  # others: as stored
+
+
+def weight_bytes(model_dir: Path) -> int:
+    """Size of the weight files, which hold 2 bytes per parameter nearly always."""
+    return sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
+
+
+def needed_bytes(config: VllmConfig, weights: int) -> int:
+    """About how much memory a CPU worker takes; arenas are committed as they are used, so not counted."""
+    loaded = weights * _DTYPE_BYTES.get(config.effective_dtype, 2) // 2
+    return loaded + config.kv_cache_bytes + RUNTIME_BYTES
+
+
+def available_bytes(meminfo: str) -> int | None:
+    """MemAvailable of /proc/meminfo, None where it does not say."""
+    for line in meminfo.splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return None
+
+
+def check_memory(config: VllmConfig) -> None:
+    """Raises EngineFailed if a CPU worker would certainly not fit; a GPU's memory vLLM checks itself."""
+    if config.device != "cpu":
+        return
+    try:
+        available = available_bytes(Path("/proc/meminfo").read_text())
+    except OSError:
+        return  # not Linux
+    needed = needed_bytes(config, weight_bytes(config.model_dir))
+    if available is not None and available < needed:
+        raise EngineFailed(
+            f"not enough memory for {config.instance_id}: it needs about {needed >> 20} MiB and "
+            f"{available >> 20} MiB are free; lower kv_cache_bytes, use dtype bfloat16, or start fewer",
+            reason="OUT_OF_MEMORY",
+        )
+
+
+def check_processor(config: VllmConfig) -> None:
+    """Raises EngineFailed for what this processor cannot do, and logs what it does slowly; a GPU is vLLM's to judge."""
+    if config.device != "cpu":
+        return
+    flags = cpu_features.own_flags()
+    if missing := cpu_features.missing_for(config.kv_cache_dtype, flags):
+        raise EngineFailed(missing, reason="CPU_FEATURE_MISSING")
+    if slow := cpu_features.slow_for(config.effective_dtype, flags):
+        log.warning("vllm.slow_dtype", dtype=config.effective_dtype, reason=slow)

@@ -1,0 +1,94 @@
+"""Starting vLLM within the host's process: import it, build its engine, and say meanwhile that it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from pdmesh.engine.vllm.child import child_main
+from pdmesh.engine.vllm.host.stats import SchedulerView
+from pdmesh.errors import EngineFailed
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+log = structlog.get_logger(__name__)
+
+PROGRESS_EVERY_S = 5.0
+
+
+async def with_progress(event: str, work: Any, timeout_s: float = 600.0) -> Any:
+    """Await `work` (any awaitable, its own result), with a log line every few seconds."""
+    task, started = asyncio.ensure_future(work), time.monotonic()
+    while not (await asyncio.wait([task], timeout=PROGRESS_EVERY_S))[0]:
+        waited = time.monotonic() - started
+        log.info(event, seconds=round(waited, 1))
+        if waited > timeout_s:
+            raise EngineFailed(f"vLLM did not start within {timeout_s:.0f} s")
+    return await task
+
+
+def vllm_version() -> str:
+    """Import vLLM. Raises EngineFailed with the remedy if that does not work."""
+    try:
+        import vllm.v1.engine.async_llm  # the slow part; later imports find it done
+    except ImportError as error:
+        raise EngineFailed(
+            f"vLLM cannot be imported ({error}); install it with `make setup`, "
+            "or run without it: --engine sim",
+            reason="ENGINE_MISSING",
+        ) from error
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def build(
+    arguments: dict[str, Any], view: SchedulerView, is_wanted: Callable[[], bool]
+) -> AsyncLLM:
+    """Start vLLM's processes and load the model. Blocks; raises EngineFailed with vLLM's own cause.
+
+    Starts none once it is no longer wanted: a thread cannot be cancelled.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    try:
+        config = AsyncEngineArgs(**arguments).create_engine_config()
+        if not is_wanted():
+            raise EngineFailed("the engine is no longer wanted", reason="ENGINE_START")
+        with guarded_children():
+            return AsyncLLM.from_vllm_config(
+                config, stat_loggers=[view.logger_factory()], disable_log_stats=True
+            )
+    except (RuntimeError, ValueError, OSError, MemoryError, TypeError) as error:
+        message = f"vLLM did not start ({_cause(error)}); its own lines above name the cause"
+        raise EngineFailed(message, reason="ENGINE_START") from error
+
+
+@contextlib.contextmanager
+def guarded_children() -> Iterator[None]:
+    """Children spawned meanwhile import `child_main` as their main module, not the service's."""
+    os.environ[child_main.HOST_PID] = str(os.getpid())
+    main = sys.modules["__main__"]
+    spec, file = main.__spec__, main.__dict__.pop("__file__", None)
+    main.__spec__, main.__file__ = None, child_main.__file__
+    try:
+        yield
+    finally:
+        main.__spec__ = spec
+        del main.__file__
+        if file is not None:
+            main.__file__ = file
+
+
+def _cause(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{error.__class__.__name__}: {text[0] if text else ''}"

@@ -1,0 +1,216 @@
+"""vLLM's side of the hand-off: a `KVConnectorBase_V1` that forwards to the planner and the worker half.
+
+Nothing is decided here. vLLM loads this class by `kv_connector_module_path`, once in its scheduler and once in
+each worker. All requests without our `kv_transfer_params` pass untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from pdmesh.engine.vllm.connector.kv_facts import kv_facts
+from pdmesh.engine.vllm.connector.scheduler.first_tokens import EarlyRequests, FirstTokens
+from pdmesh.engine.vllm.connector.scheduler.handoff import LOAD, HandoffPlanner, StepPlan
+from pdmesh.engine.vllm.connector.scheduler.tier_plan import TierPlan, TierPlanner
+from pdmesh.engine.vllm.connector.worker.seeded_draws import draw_by_position
+from pdmesh.engine.vllm.connector.worker.worker import HandoffWorker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class PlanMetadata(KVConnectorMetadata):
+    """Carries one step's plan from the scheduler to the workers, over vLLM's own channel."""
+
+    def __init__(self, plan: StepPlan, tiers: TierPlan | None, num_tokens: int) -> None:
+        self.plan = plan
+        self.tiers = tiers
+        self.num_tokens = num_tokens  # that the step computes
+
+
+class PdmeshConnector(KVConnectorBase_V1, SupportsHMA):
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        groups = len(kv_cache_config.kv_cache_groups)
+        if groups != 1:
+            raise ValueError(f"pdmesh moves models with one KV cache group, this one has {groups}")
+        self._planner: HandoffPlanner | None = None
+        self._tiers: TierPlanner | None = None
+        self._worker: HandoffWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._planner = HandoffPlanner(vllm_config.cache_config.block_size)
+            if self._kv_transfer_config.kv_connector_extra_config["tiers"]:
+                self._tiers = TierPlanner(vllm_config.cache_config.block_size)
+            self._early = EarlyRequests(vllm_config.cache_config.block_size)
+        else:
+            draw_by_position()
+            parallel = vllm_config.parallel_config
+            self._worker = HandoffWorker(
+                self._kv_transfer_config.kv_connector_extra_config,
+                rank=parallel.rank,
+                num_ranks=parallel.world_size,
+                num_blocks=kv_cache_config.num_blocks,
+                block_size=vllm_config.cache_config.block_size,
+            )
+
+    # -- scheduler --------------------------------------------------------------------------------
+
+    @property
+    def planner(self) -> HandoffPlanner:
+        assert self._planner is not None, "a scheduler's method"
+        return self._planner
+
+    def on_new_request(self, request: Request) -> None:
+        params = request.kv_transfer_params or {}
+        if params:
+            self.planner.add(request.request_id, params, request.num_prompt_tokens)
+            if params.get("is_early") and self._early.add(params["leg"], request):
+                self.planner.joined(request.request_id)
+        if self._tiers is not None:
+            self._tiers.add(
+                request.request_id,
+                request.cache_salt,
+                request.all_token_ids,
+                params.get("tiers"),
+                is_pulled=params.get("pdmesh") == LOAD,
+            )
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        external = self.planner.num_external_tokens(request.request_id, num_computed_tokens)
+        if external == 0 and self._tiers is not None:
+            # Loaded within the step: the bytes are in this machine's memory by now.
+            local = self._tiers.num_external_tokens(request.request_id, num_computed_tokens)
+            return local, False
+        return external, external is None or external > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        (block_ids,) = blocks.get_block_ids()
+        self.planner.allocated(request.request_id, block_ids, num_external_tokens)
+        if self._tiers is not None:
+            self._tiers.allocated(request.request_id, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        computed = {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
+        cached = scheduler_output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        state = scheduler_output.kv_connector_block_state
+        assert state is not None
+
+        for key, count in scheduler_output.num_scheduled_tokens.items():
+
+            def block_ids(key: str = key) -> Sequence[int]:
+                ids: list[int] = state.resolve_block_ids(key)[0]
+                return ids
+
+            self.planner.scheduled(key, computed[key], count, block_ids)
+            if self._tiers is not None:
+                self._tiers.scheduled(key, computed[key], count, block_ids)
+        tiers = self._tiers.take_plan() if self._tiers is not None else None
+        proposed = scheduler_output.scheduled_spec_decode_tokens.values()
+        num_tokens = scheduler_output.total_num_scheduled_tokens - sum(map(len, proposed))
+        return PlanMetadata(self.planner.take_plan(), tiers, num_tokens)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks go back at once: a hand-off has been gathered in the step that computed it."""
+        self.planner.finished(request.request_id)
+        if self._tiers is not None:
+            self._tiers.finished(request.request_id)
+        if request.kv_transfer_params and request.kv_transfer_params.get("is_early"):
+            self._early.drop(request.kv_transfer_params["leg"])
+        return False, None
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """First tokens come with, or before, the news that their requests' KV is there."""
+        news = connector_output.kv_connector_worker_meta
+        if isinstance(news, FirstTokens):
+            for leg, token_id in news.by_leg.items():
+                if (key := self._early.tell(leg, token_id)) is not None:
+                    self.planner.joined(key)
+
+    # -- worker -----------------------------------------------------------------------------------
+
+    @property
+    def worker(self) -> HandoffWorker:
+        assert self._worker is not None, "a worker's method"
+        return self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.start(kv_caches, kv_facts(self._vllm_config, kv_caches))
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The step begins: vLLM calls `start_load_kv` after its forward unless it waits for a load."""
+        super().bind_connector_metadata(connector_metadata)
+        metadata = self._metadata()
+        self.worker.begin(metadata.plan, metadata.num_tokens)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self.worker.tiers is not None:
+            self.worker.tiers.load(self._tier_plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads end before a step, never inside one."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Prompts that are handed on whole are gathered in `wait_for_save`."""
+        self.worker.put_layer(self._plan(), layer_name)
+
+    def wait_for_save(self) -> None:
+        self.worker.stage(self._plan())
+        if self.worker.tiers is not None:
+            self.worker.tiers.save(self._tier_plan())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        received, failed = self.worker.take_results()
+        return KVConnectorTransferResults(finished_recving=received | failed, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker.tiers.take_failed_blocks() if self.worker.tiers is not None else set()
+
+    def build_connector_worker_meta(self) -> FirstTokens | None:
+        by_leg = self.worker.take_first_tokens()
+        return FirstTokens(by_leg) if by_leg else None
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    def _metadata(self) -> PlanMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PlanMetadata)
+        return metadata
+
+    def _plan(self) -> StepPlan:
+        return self._metadata().plan
+
+    def _tier_plan(self) -> TierPlan:
+        tiers = self._metadata().tiers
+        assert tiers is not None, "scheduler and workers read the same settings"
+        return tiers

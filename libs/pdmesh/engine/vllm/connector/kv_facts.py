@@ -1,0 +1,110 @@
+"""What vLLM decided about the KV it computes and stores: how, number format, scales, heads. Read from its own configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pdmesh.core.kv.layout.compatibility import UNSCALED
+from pdmesh.engine.vllm.model.fingerprint import digest
+
+BESIDE = "per-token-head"  # scales lie in the same block as the numbers and travel with them
+_DIGEST_CHARS = 8
+_ALIASES = {"fp8": "fp8_e4m3"}
+# How positions are turned does not depend on the longest one that may come.
+_ANY_LENGTH: Final = frozenset({"default", "linear", "llama3"})
+_BY_LENGTH: Final = ("llama4",)  # models whose attention is tuned by it
+
+
+@dataclass(frozen=True, slots=True)
+class KvFacts:
+    dtype: str
+    scales: str
+    num_heads: int  # kv heads of the whole model
+    computed: str  # digest of what decides the numbers, beside the model's files
+    backends: str  # names of the attention kernels, whose own an opaque block's inside is
+
+
+def kv_facts(vllm_config: Any, layer_names: Iterable[str]) -> KvFacts:
+    """Once the weights are loaded, which may bring scales. Any: vLLM's configuration is no stable type."""
+    model = vllm_config.model_config
+    stored = vllm_config.cache_config.cache_dtype
+    computed = str(model.dtype).removeprefix("torch.")
+    context = vllm_config.compilation_config.static_forward_context
+    layer_names = list(layer_names)
+    values = [_tensor_scales(context[name]) for name in layer_names]
+    kernels = {_kernel(context[name]) for name in layer_names}
+    return KvFacts(
+        kv_dtype(stored, computed),
+        kv_scales(stored, values),
+        model.get_total_num_kv_heads(),
+        digest(how_computed(vllm_config)),
+        " ".join(sorted(kernels)),
+    )
+
+
+def how_computed(vllm_config: Any) -> list[str]:
+    """What vLLM made of the model's configuration and its own: equal weights give other KV if any of it differs."""
+    model = vllm_config.model_config
+    text = model.hf_text_config
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    model_type = str(getattr(text, "model_type", ""))
+    length = model.max_model_len if length_decides(model_type, rope) else "any"
+    return [
+        f"quantization {model.quantization}",
+        f"window {model.get_sliding_window()} {model.disable_sliding_window}",
+        f"rope {_plain(rope)}",
+        f"length {length}",
+        f"overrides {_plain(model.hf_overrides)}",
+        f"adapters {vllm_config.lora_config is not None}",
+    ]
+
+
+def length_decides(model_type: str, rope: object) -> bool:
+    """Whether `max_model_len` changes the KV of a prompt that is shorter. Kinds of rope that are not known do, to be sure."""
+    return model_type.startswith(_BY_LENGTH) or not _rope_types(rope) <= _ANY_LENGTH
+
+
+def _rope_types(rope: object) -> set[str]:
+    """Of all layers: some models have one rope for each type of layer."""
+    if not isinstance(rope, Mapping):
+        return set()
+    kinds = {str(rope[key]) for key in ("rope_type", "type") if rope.get(key) is not None}
+    return kinds.union(*map(_rope_types, rope.values()))
+
+
+def _plain(value: object) -> str:
+    """The same text for the same value in every process."""
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def kv_dtype(stored: str, computed: str) -> str:
+    """The number format of `kv_cache_dtype` = `stored`, of a model computed in `computed`."""
+    if stored == "auto":
+        return computed
+    return _ALIASES.get(stored, stored).removesuffix("_per_token_head")
+
+
+def kv_scales(stored: str, values: Iterable[tuple[float, float]]) -> str:
+    """How the stored numbers are scaled. `values` are each layer's of K and of V, where one is for all its numbers:
+    they come with the checkpoint, so both sides have them and need to be sure only that they are the same."""
+    if stored.endswith("_per_token_head"):
+        return BESIDE
+    if not stored.startswith(("fp8", "int8")):
+        return UNSCALED
+    return f"per-tensor-{digest(f'{k!r} {v!r}' for k, v in values)[:_DIGEST_CHARS]}"
+
+
+def _kernel(layer: Any) -> str:
+    backend = getattr(layer, "attn_backend", None)
+    return str(backend.get_name()) if backend is not None else ""
+
+
+def _tensor_scales(layer: Any) -> tuple[float, float]:
+    return float(getattr(layer, "_k_scale_float", 1.0)), float(
+        getattr(layer, "_v_scale_float", 1.0)
+    )

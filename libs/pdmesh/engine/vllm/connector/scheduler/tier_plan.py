@@ -1,0 +1,154 @@
+"""Which blocks a step takes from the host pool, and which it puts there: the scheduler's half of the tiers.
+
+A prompt comes with a lease: blocks of its chain that every rank holds pinned in its pool. What of it the engine lacks is
+loaded at the start of the step that begins the prompt. Every block that a step completes is saved at its end, since
+vLLM tells nobody when it evicts one. Decided from what the scheduler says; the ranks carry it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, block_hashes
+from pdmesh.kv.tiers.owner import owner_of
+
+
+@dataclass(frozen=True, slots=True)
+class TierLoad:
+    """Blocks `first`, `first + 1`, ... of a lease go into `block_ids`; none: the lease is not needed."""
+
+    leg: int
+    first: int = 0
+    block_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TierSave:
+    """The chain `names` is complete up to its end; the last `len(block_ids)` of it are new in these blocks."""
+
+    names: tuple[bytes, ...]
+    owner: bytes
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class TierPlan:
+    """For one step: loads before the forward, saves after it."""
+
+    loads: list[TierLoad] = field(default_factory=list)
+    saves: list[TierSave] = field(default_factory=list)
+    num_tokens: int = 0  # that the step computes
+
+
+@dataclass(slots=True)
+class _Chain:
+    """One request's blocks that have names in the mesh."""
+
+    root: bytes
+    owner: bytes
+    tokens: Sequence[int]  # the request's own list, which grows
+    names: list[bytes] = field(default_factory=list)
+    num_saved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    leg: int
+    first: int
+    count: int
+
+
+class TierPlanner:
+    """Facts in, one `TierPlan` out per step. `key` is the engine's name of a request."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._chains: dict[str, _Chain] = {}
+        self._offers: dict[str, _Offer] = {}
+        self._plan = TierPlan()
+
+    def add(
+        self,
+        key: str,
+        cache_salt: str | None,
+        tokens: Sequence[int],
+        offer: Sequence[int] | None,
+        *,
+        is_pulled: bool = False,
+    ) -> None:
+        """A request arrived. `offer` is (leg, first, count) of its lease. Without a salt it has no names.
+
+        Of a prompt that is pulled from a prefill only the answer is saved: the prefill's pool has the rest.
+        """
+        if offer is not None:
+            self._offers[key] = _Offer(*offer)
+        if cache_salt is None or len(cache_salt) != 2 * HASH_BYTES:
+            return
+        try:
+            root = bytes.fromhex(cache_salt)
+        except ValueError:
+            return
+        chain = self._chains[key] = _Chain(root, owner_of(cache_salt), tokens)
+        if is_pulled:
+            chain.num_saved = len(tokens) // self._block_size
+
+    def num_external_tokens(self, key: str, num_local_tokens: int) -> int:
+        """Tokens that the lease adds to those found in the engine; 0 if it does not continue them."""
+        offer = self._offers.get(key)
+        if offer is None or num_local_tokens % self._block_size:
+            return 0
+        num_local = num_local_tokens // self._block_size
+        if not offer.first <= num_local < offer.first + offer.count:
+            return 0
+        return (offer.first + offer.count - num_local) * self._block_size
+
+    def allocated(self, key: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """The request has its blocks; the load follows in the same step. Asked again later, there is no lease."""
+        offer = self._offers.pop(key, None)
+        if offer is None:
+            return
+        count = num_external_tokens // self._block_size
+        end = offer.first + offer.count
+        ids = tuple(block_ids[end - count : end])
+        self._plan.loads.append(TierLoad(offer.leg, end - count, ids))
+
+    def scheduled(
+        self,
+        key: str,
+        num_computed_tokens: int,
+        num_scheduled_tokens: int,
+        block_ids: Callable[[], Sequence[int]],
+    ) -> None:
+        """The request computes `num_scheduled_tokens` in this step, after `num_computed_tokens`."""
+        self._plan.num_tokens += num_scheduled_tokens
+        chain = self._chains.get(key)
+        if chain is None:
+            return
+        # Drafts are scheduled but not among the tokens: only what is known has a name.
+        known = min(num_computed_tokens + num_scheduled_tokens, len(chain.tokens))
+        num_full = known // self._block_size
+        if num_full <= chain.num_saved:
+            return
+        named = len(chain.names) * self._block_size
+        fresh = list(chain.tokens[named : num_full * self._block_size])
+        parent = chain.names[-1] if chain.names else b""
+        chain.names += block_hashes(chain.root, fresh, self._block_size, parent)
+        ids = tuple(block_ids()[chain.num_saved : num_full])
+        self._plan.saves.append(TierSave(tuple(chain.names[:num_full]), chain.owner, ids))
+        chain.num_saved = num_full
+
+    def finished(self, key: str) -> None:
+        """The request is over, whatever the reason."""
+        self._chains.pop(key, None)
+        offer = self._offers.pop(key, None)
+        if offer is not None:
+            self._plan.loads.append(TierLoad(offer.leg))
+
+    def take_plan(self) -> TierPlan:
+        plan, self._plan = self._plan, TierPlan()
+        return plan
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._chains or self._offers)

@@ -1,0 +1,199 @@
+"""One rank's KV on its way out: gathers prompts into the staging arena and keeps their tickets in the agent.
+
+A whole prompt is gathered after the step that completes it. One that is handed on per layer has its ticket open before it is
+computed, and each layer's blocks are gathered within the forward, as soon as the layer's attention has run (S48).
+Steps run on vLLM's thread, orders come on the control socket's, tickets close on the agent's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+
+from pdmesh import failpoints
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
+from pdmesh.engine.vllm.connector.scheduler.handoff import Store, StorePart
+from pdmesh.engine.vllm.connector.worker.caches import PagedCaches, layout_of
+from pdmesh.engine.vllm.messages import Message, Open, Opened, Staged, StageFailed, TicketEnded
+from pdmesh.kv.agent.thread import AgentThread
+
+MAX_REMEMBERED = 1024  # tickets ended before their turn; more are left to their lease
+
+
+class Outgoing:
+    """`send` tells the host. A ticket is `TicketEnded` exactly once, when nobody touches its range any more."""
+
+    def __init__(
+        self,
+        rank: int,
+        caches: PagedCaches,
+        fingerprint: str,
+        agent: AgentThread,
+        send: Callable[[Message], None],
+    ) -> None:
+        self._rank, self._caches = rank, caches
+        self._fingerprint, self._agent, self._send = fingerprint, agent, send
+        self._lock = threading.Lock()  # orders a release and the staging of its ticket
+        self._held: set[str] = set()  # tickets the agent knows
+        self._over: OrderedDict[str, None] = (
+            OrderedDict()
+        )  # released or dropped before they were held
+        self._begun: OrderedDict[str, None] = (
+            OrderedDict()
+        )  # per-layer tickets, opened once and never again
+        self._num_layers_put = 0  # in the forward under way
+
+    # -- orders of the host -----------------------------------------------------------------------
+
+    def open(self, order: Open) -> None:
+        store = Store(
+            order.ticket_id,
+            order.attempt,
+            ArenaRange(order.offset, order.length),
+            order.lease_s,
+            order.num_tokens,
+            is_per_layer=True,
+        )
+        self._open(store, order.num_blocks)
+
+    def release(self, ticket_id: str) -> None:
+        with self._lock:
+            if ticket_id in self._held:
+                self._agent.release(ticket_id)
+            elif ticket_id not in self._begun:
+                _remember(self._over, ticket_id)
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def drop(self, ticket_id: str) -> None:
+        """Its request ended before it was staged."""
+        with self._lock:
+            self._over.pop(ticket_id, None)
+            if ticket_id in self._held:
+                self._agent.release(ticket_id)
+                return
+            if ticket_id in self._begun:
+                return  # closed already
+            _remember(self._begun, ticket_id)
+        self._send(TicketEnded(self._rank, ticket_id, "released"))
+
+    def stage(self, stores: Iterable[Store]) -> None:
+        """Gather the prompts completed in this step, whose blocks may be reused after it."""
+        for store in stores:
+            self._stage(store)
+
+    def put_layer(self, parts: Sequence[StorePart], layer: int) -> None:
+        """The step under way has computed a layer."""
+        self._num_layers_put = layer + 1
+        for part in parts:
+            if self._is_writable(part):
+                self._put(part, layer)
+
+    def end_step(self, parts: Sequence[StorePart]) -> None:
+        """After the forward: layers that came without a call of their own (a graph without hooks) are put now."""
+        if parts:
+            for layer in range(self._num_layers_put, self._caches.num_layers):
+                self.put_layer(parts, layer)
+            if any(part.is_last for part in parts):
+                failpoints.hit("prefill.staged")
+        self._num_layers_put = 0
+
+    # -- the agent's thread -----------------------------------------------------------------------
+
+    def closed(self, ticket_id: str, reason: str) -> None:
+        with self._lock:
+            self._held.discard(ticket_id)
+        self._send(TicketEnded(self._rank, ticket_id, reason))
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _open(self, store: Store, num_blocks: int) -> None:
+        """By whoever comes first, the host's order or the step; a ticket that was closed is not opened again."""
+        with self._lock:
+            if store.ticket_id in self._begun:
+                return
+            _remember(self._begun, store.ticket_id)
+            self._held.add(store.ticket_id)
+            opened = self._agent.open(
+                store.ticket_id,
+                store.attempt,
+                store.staging,
+                layout_of(self._caches, num_blocks, self._fingerprint),
+                store.lease_s,
+            )
+        opened.add_done_callback(lambda done: self._on_held(store, done, Opened))
+
+    def _is_writable(self, part: StorePart) -> bool:
+        self._open(part.store, part.num_blocks)
+        with self._lock:
+            return part.store.ticket_id in self._held
+
+    def _put(self, part: StorePart, layer: int) -> None:
+        """A part of a layer is one piece where blocks are opaque; told apart by heads, the layer goes whole with the last."""
+        first = part.first_block if self._caches.num_heads == 1 else 0
+        if first == 0 and not part.is_last and self._caches.num_heads > 1:
+            return
+        width = self._caches.block_bytes
+        start = (layer * part.num_blocks + first) * width
+        ids = part.block_ids[first:]
+        out = self._agent.staging(part.store.staging)[start : start + len(ids) * width]
+        ticket_id = part.store.ticket_id
+        try:
+            self._caches.gather_layer(layer, ids, out, lambda: self._on_put(part, layer))
+        except (IndexError, ValueError) as error:  # the host reserved too little
+            self._agent.release(ticket_id)
+            self._send(StageFailed(self._rank, ticket_id, str(error)))
+
+    def _on_put(self, part: StorePart, layer: int) -> None:
+        if part.is_last:
+            self._agent.ready(part.store.ticket_id, layer + 1)
+            failpoints.hit("prefill.layer")
+
+    def _stage(self, store: Store) -> None:
+        layout = layout_of(self._caches, len(store.block_ids), self._fingerprint)
+        try:
+            out = self._agent.staging(store.staging)[: layout.total_bytes]
+            self._caches.gather(store.block_ids, out, lambda: self._serve(store, layout))
+        except (IndexError, ValueError) as error:  # the host reserved too little
+            self._failed(store.ticket_id, error)
+
+    def _serve(self, store: Store, layout: KvLayout) -> None:
+        """The bytes are in place; the host may have lost interest meanwhile."""
+        with self._lock:
+            if self._over.pop(store.ticket_id, store) is None:
+                self._send(TicketEnded(self._rank, store.ticket_id, "released"))
+                return
+            self._held.add(store.ticket_id)
+            staged = self._agent.stage(
+                store.ticket_id,
+                store.attempt,
+                store.staging,
+                layout,
+                store.lease_s,
+            )
+        staged.add_done_callback(lambda done: self._on_held(store, done, Staged))
+
+    def _on_held(
+        self, store: Store, done: Future[None], news: Callable[[int, str], Message]
+    ) -> None:
+        if (error := done.exception()) is not None:
+            with self._lock:
+                self._held.discard(store.ticket_id)
+            self._failed(store.ticket_id, error)
+            return
+        if not store.is_per_layer:
+            failpoints.hit("prefill.staged")
+        self._send(news(self._rank, store.ticket_id))
+
+    def _failed(self, ticket_id: str, error: BaseException) -> None:
+        self._send(StageFailed(self._rank, ticket_id, str(error)))
+        self._send(TicketEnded(self._rank, ticket_id, "failed"))
+
+
+def _remember(tickets: OrderedDict[str, None], ticket_id: str) -> None:
+    tickets[ticket_id] = None
+    if len(tickets) > MAX_REMEMBERED:
+        tickets.popitem(last=False)

@@ -1,0 +1,199 @@
+"""One prompt's KV pulled from several ranks of its sender, as one pull (S57).
+
+With as many ranks here as there it is one piece: the whole ticket, from the rank's like. Else each piece is some
+heads of one source rank, lands in a part of the landing range of its own, and the pull is over when the last has ended, whatever
+became of it: only then does nobody write into the range.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from functools import partial
+
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.rank_heads import heads_of, num_takers, pieces
+from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.agent.thread import AgentThread
+from pdmesh.kv.agent.types import PullResult
+from pdmesh.kv.transport.base import ByteArray
+
+
+@dataclass(frozen=True, slots=True)
+class PiecePull:
+    """`heads` are the source's, (first, number), `here` those of this rank that they become; None: all. `count` 0 brings nothing."""
+
+    source_rank: int
+    landing: ArenaRange
+    num_bytes: int
+    heads: tuple[int, int] | None
+    here: tuple[int, int] | None
+    count: int
+    num_takers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What of the model's kv heads this rank holds."""
+
+    num_heads: int  # of the model
+    num_ranks: int
+    rank: int
+
+    def is_like(self, ticket: Ticket) -> bool:
+        """Whether the ticket's sender has as many ranks."""
+        return len(ticket.addresses) == self.num_ranks
+
+    def sources(self, num_sources: int) -> tuple[int, ...]:
+        """The ranks of such a peer that this one pulls from. Raises ValueError as `pieces` does."""
+        if num_sources == self.num_ranks:
+            return (self.rank,)
+        found = pieces(self.num_heads, num_sources, self.num_ranks, self.rank)
+        return tuple(sorted({piece.source_rank for piece in found}))
+
+    def pieces(self, ticket: Ticket, landing: ArenaRange, num_bytes: int) -> tuple[PiecePull, ...]:
+        """What is pulled for a prompt of which this rank takes `num_bytes`, from where and to where.
+
+        Raises ValueError for a number of ranks that the heads do not divide over: no such ticket comes here (`kv_format`).
+        """
+        if self.is_like(ticket):
+            count = max(1, self.num_heads // self.num_ranks)
+            return (PiecePull(self.rank, landing, num_bytes, None, None, count, 1),)
+        num_sources = len(ticket.addresses)
+        head_bytes = num_bytes // heads_of(self.num_heads, self.num_ranks, self.rank).count
+        at, pulls = landing.offset, []
+        for piece in pieces(self.num_heads, num_sources, self.num_ranks, self.rank):
+            size = piece.count * head_bytes
+            pulls.append(
+                PiecePull(
+                    piece.source_rank,
+                    ArenaRange(at, size),
+                    size,
+                    (piece.source_head, piece.count) if piece.count else None,
+                    (piece.head, piece.count),
+                    piece.count,
+                    num_takers(self.num_heads, num_sources, self.num_ranks, piece.source_rank),
+                )
+            )
+            at += (
+                size or 1
+            )  # a piece without bytes has a place of its own: what is freed is named by its offset
+        return tuple(pulls)
+
+
+def pull_pieces(
+    agent: AgentThread,
+    ticket: Ticket,
+    wanted: Sequence[PiecePull],
+    *,
+    leg: int,
+    deadline_s: float,
+    stall_s: float,
+    first_block: int,
+    num_blocks: int,
+    on_silent: Callable[[], None] = lambda: None,
+    on_range: Callable[[PiecePull, int, ByteArray], None] | None = None,
+) -> TogetherPull:
+    """All at once, the prompt's blocks from `first_block` on. `on_range` as in `KvAgent.pull`, offsets within the piece."""
+
+    def pull(piece: PiecePull) -> Future[PullResult]:
+        landed = None if on_range is None else partial(on_range, piece)
+        return agent.pull(
+            ticket,
+            piece.landing,
+            deadline_s=deadline_s,
+            stall_s=stall_s,
+            first_block=first_block if piece.count else num_blocks,
+            on_range=landed,
+            source_rank=piece.source_rank,
+            heads=piece.heads,
+            num_takers=piece.num_takers,
+            leg=leg,
+            on_silent=on_silent,
+        )
+
+    return TogetherPull([(piece, pull(piece)) for piece in wanted])
+
+
+class TogetherPull:
+    """Several pulls with one end. Callbacks come from the thread that ends the last of them."""
+
+    def __init__(self, pulls: Sequence[tuple[PiecePull, Future[PullResult]]]) -> None:
+        self._pulls = list(pulls)
+        self._lock = threading.Lock()
+        self._num_open = len(self._pulls)
+        self._on_done: Callable[[], None] = lambda: None
+
+    def start(self, on_done: Callable[[], None]) -> None:
+        """Call back once, when all have ended."""
+        self._on_done = on_done
+        for _, pull in self._pulls:
+            pull.add_done_callback(self._on_ended)
+
+    def cancel(self) -> None:
+        for _, pull in self._pulls:
+            pull.cancel()
+
+    def error(self) -> BaseException | None:
+        """The first failure that is no cancellation; else a cancellation; None if all bytes came. After the end only."""
+        errors = [e for piece, pull in self._pulls if (e := self._error(piece, pull)) is not None]
+        told = [e for e in errors if not isinstance(e, CancelledError)]
+        return next(iter(told or errors), None)
+
+    @property
+    def arrived(self) -> list[PiecePull]:
+        """Pieces whose landing is the caller's; of the others the agent says when it is free."""
+        return [p for p, pull in self._pulls if not pull.cancelled() and not pull.exception()]
+
+    @staticmethod
+    def _error(piece: PiecePull, pull: Future[PullResult]) -> BaseException | None:
+        if pull.cancelled():
+            return CancelledError()
+        if (error := pull.exception()) is not None:
+            return error
+        if (came := pull.result().num_bytes) != piece.num_bytes:
+            message = f"{came} bytes came, not {piece.num_bytes}"
+            return KvTransferFailed(message, reason=PullFailure.PROTOCOL)
+        return None
+
+    def _on_ended(self, pull: Future[PullResult]) -> None:
+        if pull.cancelled() or pull.exception() is not None:
+            self.cancel()  # the others would be of no use
+        with self._lock:
+            self._num_open -= 1
+            is_over = not self._num_open
+        if is_over:
+            self._on_done()
+
+
+class Landings:
+    """The landing ranges that may still be written into. A leg is clear when the last piece of its range is; said once."""
+
+    def __init__(self, on_clear: Callable[[int], None]) -> None:
+        self._on_clear = on_clear
+        self._lock = threading.Lock()
+        self._leg_at: dict[int, int] = {}  # by offset
+        self._num_open: dict[int, int] = {}  # by leg
+
+    def take(self, leg: int, offsets: Iterable[int]) -> None:
+        """Before anything can write there. What the leg has already is not counted twice."""
+        with self._lock:
+            for offset in offsets:
+                if offset not in self._leg_at:
+                    self._leg_at[offset] = leg
+                    self._num_open[leg] = self._num_open.get(leg, 0) + 1
+
+    def clear(self, offset: int) -> None:
+        """Whoever learns it first."""
+        with self._lock:
+            leg = self._leg_at.pop(offset, None)
+            if leg is None:
+                return
+            self._num_open[leg] -= 1
+            if self._num_open[leg]:
+                return
+            del self._num_open[leg]
+        self._on_clear(leg)

@@ -1,0 +1,92 @@
+"""A draw with a seed depends on the seed and on the token's position in the answer, not on the engine that draws it.
+
+vLLM's first model runner makes a generator when a request begins and uses it once per step. In the mesh an answer goes on in
+another request, at decode and after a migration, so the generator is put where the answer is before each draw. That holds
+for steps whose draw is discarded, too, which are those of a prompt computed in chunks: vLLM takes such a draw back, which
+ends the engine on a CPU, whose generators know no offset. vLLM's second model runner needs none of this: its noise is a
+function of seed and position.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from pdmesh.engine.vllm.host.sampling import NUM_DRAWN
+
+_WORD = 1 << 31  # vLLM's sampler for CPUs draws one number below it per token
+
+
+class SeededDraws(torch.Generator):
+    """One request's noise. `position` counts the draws from the seed on."""
+
+    def begin(self, seed: int) -> None:
+        self.seed_asked, self.position = seed, 0
+        self.manual_seed(seed)
+
+    def move_to(self, position: int, row: torch.Tensor, *, is_word: bool) -> None:
+        """Go where token `position` of the answer is drawn. A draw takes one word, or as many numbers as `row` holds."""
+        if position != self.position:
+            self.manual_seed(self.seed_asked)
+            self._skip(position, row, is_word=is_word)
+        self.position = position + 1  # when it is drawn
+
+    def _skip(self, num_draws: int, row: torch.Tensor, *, is_word: bool) -> None:
+        if is_word:
+            torch.randint(0, _WORD, (num_draws,), generator=self, dtype=torch.long)
+        elif self.device.type == "cpu":
+            for _ in range(num_draws):
+                torch.empty_like(row).exponential_(generator=self)
+        elif num_draws:
+            torch.empty_like(row).exponential_(generator=self)
+            self.set_offset(self.get_offset() * num_draws)
+
+    def get_offset(self) -> int:
+        return 0 if self.device.type == "cpu" else int(super().get_offset())
+
+    def set_offset(self, offset: int) -> None:
+        """vLLM takes back a discarded draw by it; on a CPU `move_to` does, before the next one."""
+        if self.device.type != "cpu":
+            super().set_offset(offset)
+
+
+def draw_by_position() -> None:
+    """From now on, in this process. Idempotent."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    sample = GPUModelRunner._sample
+    if getattr(sample, "is_by_position", False):
+        return
+
+    @functools.wraps(sample)
+    def by_position(runner: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        if runner.input_batch.generators and logits is not None:
+            put_generators(runner, logits)
+        return sample(runner, logits, *args, **kwargs)
+
+    by_position.is_by_position = True  # type: ignore[attr-defined]
+    GPUModelRunner._sample = by_position
+
+
+def put_generators(runner: Any, logits: torch.Tensor) -> None:
+    """Put each seeded request's generator where its next token is drawn. `runner` is vLLM's own, of no stable type.
+
+    With speculation a step takes another amount of noise, so a generator is only put where its request begins.
+    """
+    batch, sampler = runner.input_batch, runner.sampler.topk_topp_sampler
+    is_fp64 = sampler.use_fp64_gumbel
+    is_word = sampler.forward.__name__ == "forward_cpu" and not is_fp64
+    row = torch.empty_like(logits[0], dtype=torch.float64 if is_fp64 else torch.float32)
+    for index, generator in list(batch.generators.items()):
+        state = runner.requests[batch.req_ids[index]]
+        params = state.sampling_params
+        if not isinstance(generator, SeededDraws):
+            generator = SeededDraws(device=generator.device)
+            generator.begin(params.seed)
+            batch.generators[index] = state.generator = generator
+        elif runner.speculative_config is not None:
+            continue
+        num_before = (params.extra_args or {}).get(NUM_DRAWN, 0)
+        generator.move_to(num_before + len(state.output_token_ids), row, is_word=is_word)

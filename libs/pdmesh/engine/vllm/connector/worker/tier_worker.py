@@ -1,0 +1,260 @@
+"""One rank's tiers: leases for prompts on their way, and the copies between its pool and vLLM's blocks.
+
+Fetches run on a thread and loop of their own; vLLM's blocks are touched by the step's thread alone. A lease is pinned until a
+step has loaded it or its plan says that nobody will, so a slot never changes under a load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import structlog
+
+from pdmesh import failpoints
+from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.engine.vllm.connector.scheduler.tier_plan import TierLoad, TierPlan, TierSave
+from pdmesh.engine.vllm.messages import (
+    Fetch,
+    Fetched,
+    Forget,
+    Holders,
+    Message,
+    Pin,
+    TierNews,
+    TierOrder,
+)
+from pdmesh.kv.agent.thread import AgentThread
+from pdmesh.kv.tiers.config import TierConfig, open_tiers
+from pdmesh.kv.tiers.peers import AgentPeers, PeerHolding, PoolSource
+from pdmesh.kv.tiers.report import TierEvent, TierReport
+from pdmesh.kv.tiers.stack import Lease, TierStack
+from pdmesh.kv.transport.base import ByteArray
+from pdmesh.net.tasks import end, watched
+
+if TYPE_CHECKING:
+    from pdmesh.engine.vllm.connector.worker.caches import PagedCaches
+
+log = structlog.get_logger(__name__)
+
+REPORT_EVERY_S: Final = 0.05
+NAMES_PER_MESSAGE: Final = 1024
+_CLOSE_S: Final = 5.0
+
+
+class TierWorker:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        caches: PagedCaches,
+        model_fingerprint: str,
+        block_size: int,
+        rank: int,
+        num_ranks: int,
+        send: Callable[[Message], None],
+        die: Callable[[BaseException], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`die` ends the process: its tiers are not what the host takes them for."""
+        self._config = TierConfig(**config)
+        self._caches, self._block_size = caches, block_size
+        self._rank, self._num_ranks, self._send = rank, num_ranks, send
+        self._die, self._clock = die, clock
+        self._loop = asyncio.new_event_loop()
+        self.stack: TierStack = open_tiers(
+            self._config,
+            model_fingerprint=model_fingerprint,
+            block_bytes=caches.num_layers * caches.block_bytes,
+            rank=rank,
+            num_ranks=num_ranks,
+        )
+        self._lock = threading.Lock()  # over the next two
+        self._leases: dict[int, Lease] = {}
+        self._fetches: dict[int, asyncio.Task[None]] = {}
+        self._holders: dict[int, asyncio.Future[Sequence[PeerHolding]]] = {}  # by leg, loop only
+        self._step_began = 0.0
+        self._failed_blocks: set[int] = set()
+        self._is_closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-tiers", daemon=True)
+        self._thread.start()
+
+    def source(self) -> PoolSource:
+        """What peers may fetch from this rank."""
+        return PoolSource(self.stack.pool, self.stack.counts)
+
+    def ask_peers(self, agent: AgentThread) -> None:
+        """Fetch what peers hold over this agent. Before the host's first message."""
+
+        async def fetch(
+            *args: Any, **options: Any
+        ) -> Sequence[bytes]:  # Any: passed on as they are
+            return await asyncio.wrap_future(agent.fetch(*args, **options))
+
+        self.stack.peers = AgentPeers(fetch, self._config.timeout_s, self._rank, self._num_ranks)
+
+    # -- a step, on vLLM's thread -------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The step begins: what passes until `save` is the model's time."""
+        self._step_began = self._clock()
+
+    def load(self, plan: TierPlan) -> None:
+        """Before the forward, or after it where no block is to be loaded: leases are closed then."""
+        for load in plan.loads:
+            with self._lock:
+                lease = self._leases.pop(load.leg, None)
+            self._load(load, lease)
+        if any(load.block_ids for load in plan.loads):
+            self._step_began = self._clock()
+
+    def _load(self, load: TierLoad, lease: Lease | None) -> None:
+        if lease is None:
+            # Cannot happen while the host submits after `Fetched` and forgets only what it did not submit.
+            self._failed_blocks.update(load.block_ids)
+            return
+        if load.block_ids:
+            blocks = lease.use(load.first, len(load.block_ids))
+            is_spoiled = failpoints.hit("tier.loaded") == "zero-kv"
+            for block, block_id in zip(blocks, load.block_ids, strict=True):
+                data = np.zeros_like(block.data) if is_spoiled else block.data
+                self._caches.scatter(data, [block_id])
+        lease.close()
+
+    def save(self, plan: TierPlan) -> None:
+        """After the forward, while the requests hold their blocks."""
+        if plan.saves and plan.num_tokens >= self._block_size:
+            self._caches.wait_for_model()  # as the first gather does
+            duration_s = self._clock() - self._step_began
+            self.stack.costs.computed(plan.num_tokens / self._block_size, duration_s)
+        for save in plan.saves:
+            self._save(save)
+
+    def _save(self, save: TierSave) -> None:
+        pool = self.stack.pool
+        first = len(save.names) - len(save.block_ids)
+        fresh = save.names[first:]
+        held = pool.held(fresh)
+        for index, (name, block_id) in enumerate(zip(fresh, save.block_ids, strict=True)):
+            if held >> index & 1:
+                continue
+
+            def write(out: ByteArray, block_id: int = block_id) -> None:
+                self._caches.gather([block_id], out)
+
+            if pool.put(name, save.owner, write):
+                self.stack.stored([name], first + index)
+            else:
+                self.stack.counts.add(Tier.HOST, TierEvent.DROPPED)
+        pool.touch(save.names)
+
+    def take_failed_blocks(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    # -- the host's messages, on any thread -----------------------------------------------------------
+
+    def handle(self, message: TierOrder) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._handle, message)
+
+    def _handle(self, message: TierOrder) -> None:
+        match message:
+            case Fetch():
+                if message.asks_peers:
+                    self._holders[message.leg] = self._loop.create_future()
+                name = f"kv-tier-fetch-{message.leg}"
+                self._fetches[message.leg] = watched(self._fetch(message), name, self._die)
+            case Holders():
+                self._told(message.leg, [PeerHolding(*holding) for holding in message.holdings])
+            case Forget():
+                self._forget(message)
+            case Pin():
+                kept = [PinnedPrefix(tuple(n), owner, end) for owner, end, n in message.prefixes]
+                self.stack.pin(kept)
+
+    def _told(self, leg: int, holdings: Sequence[PeerHolding]) -> None:
+        """The host knows who holds the leg's blocks, or nobody waits for that any more."""
+        holders = self._holders.get(leg)
+        if holders is not None and not holders.done():
+            holders.set_result(holdings)
+
+    def _forget(self, message: Forget) -> None:
+        if (task := self._fetches.pop(message.leg, None)) is not None:
+            task.cancel()
+        with self._lock:
+            lease = self._leases.pop(message.leg, None)
+        if lease is not None:
+            lease.close()
+
+    async def _fetch(self, ask: Fetch) -> None:
+        holders = self._holders.get(ask.leg)
+
+        async def find(names: Sequence[bytes], first: int) -> Sequence[PeerHolding]:
+            return await holders if holders is not None else ()
+
+        try:
+            lease = await self.stack.fetch(ask.names, ask.owner, ask.first, ask.timeout_s, find)
+        finally:
+            self._told(ask.leg, ())
+            self._holders.pop(ask.leg, None)
+            self._fetches.pop(ask.leg, None)
+        with self._lock:
+            self._leases[ask.leg] = lease
+        self._send(Fetched(self._rank, ask.leg, lease.first, lease.end))
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give what is written the time to be, within bounds. Idempotent."""
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._is_closing.set)
+            self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            self._die(error)
+            raise
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        reporter = watched(self._report(), "kv-tier-reports", self._die)
+        await self._is_closing.wait()
+        await end([reporter, *self._fetches.values()])
+        await self.stack.close()
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            report = self.stack.report()
+            if not report.is_empty:
+                for news in news_of(report, self._rank):
+                    self._send(news)
+
+
+def news_of(report: TierReport, rank: int) -> list[TierNews]:
+    """The report in messages of bounded size. The first rank speaks for all, save for what failed."""
+    faults = [(f.tier.value, f.reason, f.message) for f in report.faults]
+    if rank:
+        return [TierNews(rank, [], {}, {}, [], [], faults)] if faults else []
+    counts = [(tier, event, n) for (tier, event), n in report.counts.items()]
+    used, levels = report.bytes_used, (report.num_pinned, report.num_leased)
+    news = [TierNews(rank, counts, report.seconds, used, [], [], faults, *levels)]
+    news += [TierNews(rank, [], {}, {}, [], part, []) for part in _pieces(report.removed)]
+    news += [TierNews(rank, [], {}, {}, part, [], []) for part in _pieces(report.stored)]
+    return news
+
+
+def _pieces(names: Sequence[bytes]) -> list[list[bytes]]:
+    step = NAMES_PER_MESSAGE
+    return [list(names[i : i + step]) for i in range(0, len(names), step)]

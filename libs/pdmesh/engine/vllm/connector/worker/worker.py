@@ -1,0 +1,250 @@
+"""The worker's half of the hand-off: carries out each step's plan with the rank's KV agent, which has its own thread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from pdmesh import failpoints
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.compatibility import KvFormat
+from pdmesh.core.kv.layout.rank_heads import heads_of
+from pdmesh.engine.vllm.connector.kv_facts import KvFacts
+from pdmesh.engine.vllm.connector.scheduler.handoff import StepPlan
+from pdmesh.engine.vllm.connector.worker.cache_layout import read_layout
+from pdmesh.engine.vllm.connector.worker.caches import paged_caches
+from pdmesh.engine.vllm.connector.worker.incoming import Incoming
+from pdmesh.engine.vllm.connector.worker.outgoing import Outgoing
+from pdmesh.engine.vllm.connector.worker.peer_checks import PeerProber
+from pdmesh.engine.vllm.connector.worker.piece_pulls import Share
+from pdmesh.engine.vllm.connector.worker.tier_worker import TierWorker
+from pdmesh.engine.vllm.connector.worker.work_signs import WorkSigns
+from pdmesh.engine.vllm.messages import (
+    Connections,
+    Disconnect,
+    Hello,
+    Join,
+    LandingClear,
+    Open,
+    Probe,
+    Release,
+    ToWorker,
+    WorkerControl,
+)
+from pdmesh.engine.vllm.model.fingerprint import COMPUTATION_CHARS, digest
+from pdmesh.kv.agent.agent import KvAgent
+from pdmesh.kv.agent.arena_memory import HostArena
+from pdmesh.kv.agent.thread import AgentThread
+from pdmesh.kv.agent.types import (
+    AgentEvent,
+    AgentIdentity,
+    LandingFreed,
+    TicketClosed,
+)
+from pdmesh.kv.transport.ucx import UcxTransport
+
+if TYPE_CHECKING:
+    import torch
+
+log = structlog.get_logger(__name__)
+
+
+class HandoffWorker:
+    """`outgoing` and `incoming` exist from `start` on, if the instance hands KV over at all."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        rank: int,
+        num_ranks: int,
+        num_blocks: int,
+        block_size: int,
+    ) -> None:
+        failpoints.arm(config["failpoints"])
+        self._config, self._rank, self._num_ranks = config, rank, num_ranks
+        self._num_blocks, self._block_size = num_blocks, block_size
+        self._fingerprint = ""
+        self._layers: dict[str, int] = {}  # by vLLM's name, in the order of registration
+        self._agent: AgentThread | None = None
+        self.outgoing: Outgoing | None = None
+        self.incoming: Incoming | None = None
+        self.tiers: TierWorker | None = None
+        self._prober: PeerProber | None = None
+        self._control = WorkerControl(config["control_path"], self._on_message, _exit)
+        self.signs = WorkSigns(rank, self._control.send)
+
+    def start(self, kv_caches: Mapping[str, torch.Tensor], facts: KvFacts) -> None:
+        """Open the agent over the allocated cache and greet the host."""
+        is_opaque = self._config["device"] == "cpu"
+        mine = heads_of(facts.num_heads, self._num_ranks, self._rank)
+        layout = read_layout(
+            kv_caches, self._num_blocks, mine.count, is_opaque=is_opaque, kernels=facts.backends
+        )
+        caches = paged_caches(kv_caches, layout, self._num_blocks)
+        kind = KvFormat(
+            digest((self._config["computation"], facts.computed))[:COMPUTATION_CHARS],
+            facts.dtype,
+            facts.scales,
+            self._block_size,
+            layout.block,
+            num_ranks=self._num_ranks if layout.is_opaque else 0,
+            num_heads=0 if layout.is_opaque else facts.num_heads,
+        )
+        self._fingerprint = str(kind)
+        self._layers = {name: number for number, name in enumerate(kv_caches)}
+        if tiers := self._config["tiers"]:
+            self.tiers = TierWorker(
+                tiers,
+                caches,
+                self._fingerprint,
+                self._block_size,
+                self._rank,
+                self._num_ranks,
+                self._control.send,
+                _die,
+            )
+        address, send = self._open_agent(), self._control.send
+        if self._agent is not None:
+            self.outgoing = Outgoing(self._rank, caches, self._fingerprint, self._agent, send)
+            share = Share(facts.num_heads, self._num_ranks, self._rank)
+            self.incoming = Incoming(share, caches, self._agent, self._config["max_pulls"], send)
+            self._prober = PeerProber(share, self._agent, send)
+        self._control.send(
+            Hello(
+                self._rank,
+                self._num_ranks,
+                os.getpid(),
+                address,
+                self._fingerprint,
+                self._num_blocks,
+                caches.num_layers * caches.block_bytes,
+                caches.num_layers,
+            )
+        )
+
+    def _open_agent(self) -> str:
+        config = self._config
+        lends = self.tiers is not None and config["tiers"]["uses_peers"]
+        if not (config["staging_bytes"] or config["landing_bytes"] or lends):
+            return ""  # fusion: no KV leaves or comes
+        identity = AgentIdentity(
+            config["instance_id"], config["incarnation"], self._fingerprint, self._rank
+        )
+        agent = self._agent = AgentThread(lambda: self._make_agent(identity), die=_die)
+        address = agent.start()
+        if self.tiers is not None and lends:
+            self.tiers.ask_peers(agent)
+        return address
+
+    def _make_agent(self, identity: AgentIdentity) -> KvAgent:
+        return KvAgent(
+            UcxTransport(self._config["kv_host"]),
+            identity,
+            staging_bytes=self._config["staging_bytes"],
+            landing_bytes=self._config["landing_bytes"],
+            on_event=self._on_agent_event,
+            on_peers=lambda num_open: self._control.send(Connections(self._rank, num_open)),
+            blocks=self.tiers.source() if self.tiers is not None else None,
+            staging_arena=self._arena("staging_bytes"),
+            landing_arena=self._arena("landing_bytes"),
+        )
+
+    def _arena(self, size: str) -> HostArena:
+        arena = HostArena(self._config[size])
+        if self._config["device"] != "cpu" and arena.size:
+            from pdmesh.kv.device.copies import lock_pages  # Triton, where a GPU is
+
+            lock_pages(arena.view(ArenaRange(0, arena.size)))
+        return arena
+
+    # -- a step, on vLLM's thread -------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan, num_tokens: int) -> None:
+        """Before the forward of so many tokens: drops, pulls and entries of the step's plan."""
+        self.signs.step(num_tokens)
+        if self.tiers is not None:
+            self.tiers.begin()
+        if (outgoing := self.outgoing) is not None:
+            for ticket_id in plan.dropped_tickets:
+                outgoing.drop(ticket_id)
+        if (incoming := self.incoming) is None:
+            return
+        for leg in plan.dropped_legs:
+            incoming.forget(leg)
+            self._control.send(LandingClear(self._rank, leg))
+        for load in plan.cancelled:
+            incoming.cancel(load)
+        for load in (*plan.loads, *plan.takes):
+            incoming.pull(load)
+        for entered in plan.entered:
+            incoming.entered(entered)
+
+    def put_layer(self, plan: StepPlan, layer_name: str) -> None:
+        """Within the forward: a layer's part of the prompts that are handed on per layer."""
+        self.signs.layer()
+        if plan.parts and self.outgoing is not None:
+            self.outgoing.put_layer(plan.parts, self._layers[layer_name])
+
+    def stage(self, plan: StepPlan) -> None:
+        """After the forward."""
+        if self.outgoing is not None:
+            self.outgoing.end_step(plan.parts)
+            self.outgoing.stage(plan.stores)
+
+    def take_results(self) -> tuple[set[str], set[str]]:
+        """The keys of loads that arrived, and of those that failed."""
+        return self.incoming.take_results() if self.incoming is not None else (set(), set())
+
+    def take_first_tokens(self) -> dict[int, int]:
+        """Of decodes that were started without theirs, by leg."""
+        return self.incoming.take_first_tokens() if self.incoming is not None else {}
+
+    def close(self) -> None:
+        if self.tiers is not None:
+            self.tiers.close()
+        if self._agent is not None:
+            self._agent.close()
+        self._control.close()
+
+    # -- other threads ----------------------------------------------------------------------------
+
+    def _on_message(self, message: ToWorker) -> None:
+        match message:
+            case Release():
+                if self.outgoing is not None:
+                    self.outgoing.release(message.ticket_id)
+            case Open():
+                if self.outgoing is not None:
+                    self.outgoing.open(message)
+            case Join():
+                if self.incoming is not None:
+                    self.incoming.join(message.leg, message.token_id)
+            case Probe() | Disconnect():
+                if self._prober is not None:
+                    self._prober.handle(message)
+            case _:
+                if self.tiers is not None:
+                    self.tiers.handle(message)
+
+    def _on_agent_event(self, event: AgentEvent) -> None:
+        match event:
+            case TicketClosed():
+                assert self.outgoing is not None
+                self.outgoing.closed(event.ticket_id, event.reason)
+            case LandingFreed():
+                assert self.incoming is not None
+                self.incoming.landing_freed(event.offset)
+
+
+def _die(error: BaseException) -> None:
+    """A part that the host counts on is no more; it notices the end of the process at once."""
+    log.critical("vllm.worker.died", exc_info=error)
+    os._exit(1)
+
+
+def _exit() -> None:
+    """The host is gone. Nothing here is worth keeping, and vLLM may wait for a dead parent for long."""
+    os._exit(1)

@@ -1,0 +1,49 @@
+"""What a started vLLM is to the mesh: of its workers' greetings, the endpoint of its tickets and the `EngineInfo` of its host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdmesh.engine.base import EngineInfo
+from pdmesh.engine.vllm.config import VllmConfig
+from pdmesh.engine.vllm.host.jobs import Endpoint
+from pdmesh.engine.vllm.messages import Hello
+from pdmesh.errors import EngineFailed
+
+
+def endpoint_of(config: VllmConfig, block_size: int, hellos: Sequence[Hello]) -> Endpoint:
+    """`block_size` is vLLM's own, in tokens. Raises EngineFailed if it is not ours, or the ranks differ."""
+    first = hellos[0]
+    if block_size != config.block_size:
+        raise EngineFailed(
+            f"vLLM took a block size of {block_size} tokens, not {config.block_size}; "
+            "set block_size to one that its attention kernels have",
+            reason="ENGINE_MISCONFIGURED",
+        )
+    if len({h.model_fingerprint for h in hellos}) > 1:
+        raise EngineFailed("the ranks do not agree on the layout of the KV cache")
+    return Endpoint(
+        instance_id=config.instance_id,
+        incarnation=config.incarnation,
+        model_fingerprint=first.model_fingerprint,
+        addresses=tuple(h.address for h in hellos if h.address),
+        kv_bytes_per_token=first.block_bytes // config.block_size,
+        block_size=config.block_size,
+        lease_ms=round(1000 * config.lease_s),
+        max_model_len=config.max_model_len,
+    )
+
+
+def info_of(config: VllmConfig, endpoint: Endpoint, hellos: Sequence[Hello]) -> EngineInfo:
+    return EngineInfo(
+        engine="vllm",
+        model=config.model,
+        model_fingerprint=endpoint.model_fingerprint,
+        block_size=config.block_size,
+        num_kv_blocks=hellos[0].num_blocks - 1,  # vLLM keeps one as its null block
+        kv_bytes_per_token=endpoint.kv_bytes_per_token * len(hellos),
+        max_model_len=config.max_model_len,
+        num_ranks=len(hellos),
+        supports_logprobs=True,
+        kv_addresses=endpoint.addresses,
+    )

@@ -1,0 +1,335 @@
+"""The jobs of one vLLM engine: what its outputs and its workers' messages mean to the host.
+
+Facts about one job arrive on two ways, tokens through vLLM and KV through the control socket, in any order.
+This decides the one order the host sees: a ticket is announced when every rank has staged, tokens of
+a decode come after its KV, and a reserved range is given back when every rank is done with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pdmesh.core.kv.layout import compatibility as kv_format
+from pdmesh.core.kv.transfer.ticket import PullFailure
+from pdmesh.engine.base import (
+    DecodeJob,
+    Failed,
+    Finished,
+    FinishReason,
+    KvArrived,
+    KvPulling,
+    KvReceived,
+    LandingFreed,
+    Prefilled,
+    PrefillJob,
+    Ticket,
+    TicketClosed,
+    TokenLogprob,
+    Tokens,
+    hands_on,
+)
+from pdmesh.engine.vllm.host.job_facts import (
+    CancelRequest,
+    Drawn,
+    Effect,
+    Fact,
+    Landing,
+    ReleaseTicket,
+)
+from pdmesh.engine.vllm.host.per_layer import PerLayerPrefills
+from pdmesh.engine.vllm.host.whole import WholePrefills
+from pdmesh.engine.vllm.messages import (
+    Arrived,
+    LandingClear,
+    Opened,
+    PullFailed,
+    Pulling,
+    Received,
+    Staged,
+    StageFailed,
+    TicketEnded,
+)
+from pdmesh.errors import KvFormatMismatch, KvTransferFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What all tickets of this engine have in common."""
+
+    instance_id: str
+    incarnation: int
+    model_fingerprint: str
+    addresses: tuple[str, ...]  # one per rank
+    kv_bytes_per_token: int  # of one rank
+    block_size: int
+    lease_ms: int
+    max_model_len: int
+
+    def ticket(self, job: PrefillJob) -> Ticket:
+        num_tokens = len(job.prompt)
+        num_blocks = -(-num_tokens // self.block_size)
+        return Ticket(
+            ticket_id=job.ticket_id,
+            request_id=job.request_id,
+            attempt=job.attempt,
+            instance_id=self.instance_id,
+            incarnation=self.incarnation,
+            model_fingerprint=self.model_fingerprint,
+            num_tokens=num_tokens,
+            kv_bytes=num_blocks * self.block_size * self.kv_bytes_per_token,
+            addresses=self.addresses,
+            lease_ms=self.lease_ms,
+        )
+
+
+@dataclass(slots=True)
+class _Taking:
+    """A decode, from its start until it has ended and its landing range is clear on all ranks."""
+
+    job: DecodeJob
+    pulling: set[int] = field(default_factory=set)  # ranks whose turn has come
+    arrived: set[int] = field(default_factory=set)  # ranks that have all of it
+    received: dict[int, Received] = field(default_factory=dict)
+    held: list[Drawn] = field(default_factory=list)
+    cleared: set[int] = field(default_factory=set)
+    is_over: bool = False
+
+
+@dataclass(slots=True)
+class _Local:
+    job: PrefillJob
+    has_first: bool = False
+
+
+class Jobs:
+    """`handle` takes a fact and returns what follows; starts and aborts are commands of the host."""
+
+    def __init__(self, endpoint: Endpoint, num_ranks: int) -> None:
+        self._endpoint, self._num_ranks = endpoint, num_ranks
+        self._taking: dict[int, _Taking] = {}
+        self._local: dict[int, _Local] = {}
+        self._whole = WholePrefills(num_ranks, endpoint.ticket)
+        self._per_layer = PerLayerPrefills(num_ranks)
+
+    @property
+    def num_open(self) -> int:
+        """Legs whose terminal output has not been emitted."""
+        taking = sum(not t.is_over for t in self._taking.values())
+        return self._whole.num_open + taking + len(self._local) + self._per_layer.num_open
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held for any leg or ticket."""
+        return not (self._whole or self._taking or self._local or self._per_layer)
+
+    def prefill(self, job: PrefillJob) -> None:
+        if not hands_on(job, self._endpoint.max_model_len):
+            self._local[job.leg] = _Local(job)
+        elif job.is_per_layer:
+            self._per_layer.start(job, self._endpoint.ticket(job))
+        else:
+            self._whole.start(job)
+
+    def decode(self, job: DecodeJob) -> list[Effect]:
+        """Effects only for a ticket whose KV does not fit this engine: the leg is over before it began."""
+        ours, ticket = self._endpoint, job.ticket
+        why = kv_format.difference(
+            ticket.model_fingerprint, ours.model_fingerprint, ticket.instance_id, ours.instance_id
+        )
+        num_theirs = len(ticket.addresses)
+        if not why and not kv_format.may_meet(ours.model_fingerprint, self._num_ranks, num_theirs):
+            why = (
+                f"{ticket.instance_id} has {num_theirs} ranks, {ours.instance_id} {self._num_ranks}"
+            )
+        if why:
+            failed = Failed(job.leg, KvFormatMismatch.default_reason, why)
+            return [failed, LandingFreed(job.leg)]
+        self._taking[job.leg] = _Taking(job)
+        return []
+
+    def refused(self, leg: int, message: str) -> list[Effect]:
+        """vLLM never took the request: nothing of it can reach a worker."""
+        if self._per_layer.owns(leg):
+            return self._per_layer.refused(leg, message)
+        if self._whole.owns(leg):
+            return self._whole.refused(leg, message)
+        local, taking = self._local.pop(leg, None), self._taking.pop(leg, None)
+        effects: list[Effect] = []
+        if (taking and not taking.is_over) or local:
+            effects.append(Failed(leg, "ENGINE_FAILED", message))
+        if taking:
+            effects.append(LandingFreed(leg))
+        return effects
+
+    def abort(self, leg: int) -> list[Effect]:
+        """The host wants nothing more of the leg, its ticket included."""
+        if self._per_layer.owns(leg):
+            return self._per_layer.abort(leg)
+        if (local := self._local.pop(leg, None)) is not None:
+            unused = [TicketClosed(local.job.ticket_id, "released")] if local.job.staging else []
+            return [CancelRequest(leg), *unused]
+        taking = self._taking.get(leg)
+        if taking and not taking.is_over:
+            self._end_taking(leg, taking)
+            return [CancelRequest(leg)]
+        return self._whole.abort(leg) if self._whole.owns(leg) else []
+
+    def release(self, ticket_id: str) -> list[Effect]:
+        is_known = self._whole.owns_ticket(ticket_id) or self._per_layer.owns_ticket(ticket_id)
+        return [ReleaseTicket(ticket_id)] if is_known else []
+
+    def awaits_first_token(self, leg: int) -> bool:
+        taking = self._taking.get(leg)
+        return taking is not None and taking.job.first_token is None and not taking.is_over
+
+    def pull_deadline_s(self, leg: int) -> float:
+        """How long the pull of a leg may take from its turn on, that `KvPulling` tells of."""
+        return self._taking[leg].job.deadline_s
+
+    def overdue(self, leg: int) -> list[Effect]:
+        """The deadline of the leg's pull is over, and its workers have not said what became of it."""
+        taking = self._taking.get(leg)
+        if taking is None or taking.is_over or len(taking.arrived) == self._num_ranks:
+            return []
+        self._end_taking(leg, taking)
+        message = f"{PullFailure.OVERDUE}: the engine did not say in time what became of the KV"
+        failed = Failed(leg, KvTransferFailed.default_reason, message, cause=PullFailure.OVERDUE)
+        return [failed, CancelRequest(leg)]
+
+    def handle(self, fact: Fact) -> list[Effect]:
+        match fact:
+            case Drawn():
+                return self._on_drawn(fact)
+            case Opened() | Staged() | StageFailed() | TicketEnded():
+                return self._on_ticket(fact)
+            case Pulling() | Arrived() | Received() | PullFailed() | LandingClear():
+                return self._on_landing(fact)
+
+    # tokens
+
+    def _on_drawn(self, drawn: Drawn) -> list[Effect]:
+        if (local := self._local.get(drawn.leg)) is not None:
+            return self._on_local(local, drawn)
+        if (taking := self._taking.get(drawn.leg)) is not None:
+            return [] if taking.is_over else self._on_decoded(taking, drawn)
+        if self._per_layer.owns(drawn.leg):
+            return self._per_layer.drawn(drawn)
+        return self._whole.drawn(drawn) if self._whole.owns(drawn.leg) else []
+
+    def _on_local(self, local: _Local, drawn: Drawn) -> list[Effect]:
+        leg, effects = drawn.leg, []
+        tokens, logprobs, finish = drawn.token_ids, drawn.logprobs, drawn.finish_reason
+        if drawn.is_error:
+            del self._local[leg]
+            return [Failed(leg, "ENGINE_FAILED", "vLLM failed the request")]
+        if not local.has_first and tokens:
+            local.has_first = True
+            ends = finish if len(tokens) == 1 else None
+            first = logprobs[0] if logprobs else None
+            effects = [Prefilled(leg, tokens[0], None, drawn.num_cached_tokens, ends, first)]
+            tokens, logprobs = tokens[1:], logprobs[1:]
+            if ends:
+                del self._local[leg]
+                return [*effects]
+        if finish:
+            del self._local[leg]
+        return [*effects, *_tokens(leg, tokens, logprobs, finish)]
+
+    def _on_decoded(self, taking: _Taking, drawn: Drawn) -> list[Effect]:
+        if drawn.is_error:
+            return self._fail_taking(
+                taking, KvTransferFailed.default_reason, "vLLM failed the request"
+            )
+        if len(taking.received) < self._num_ranks:
+            taking.held.append(drawn)
+            return []
+        effects = _tokens(drawn.leg, drawn.token_ids, drawn.logprobs, drawn.finish_reason)
+        if drawn.finish_reason:
+            self._end_taking(drawn.leg, taking)
+        return effects
+
+    # tickets
+
+    def _on_ticket(self, fact: Opened | Staged | StageFailed | TicketEnded) -> list[Effect]:
+        if self._per_layer.owns_ticket(fact.ticket_id):
+            return [] if isinstance(fact, Staged) else self._per_layer.handle(fact)
+        if isinstance(fact, Opened) or not self._whole.owns_ticket(fact.ticket_id):
+            return []
+        return self._whole.handle(fact)
+
+    # landings
+
+    def _on_landing(self, fact: Landing) -> list[Effect]:
+        taking = self._taking.get(fact.leg)
+        if taking is None:
+            return []
+        match fact:
+            case Pulling():
+                taking.pulling.add(fact.rank)
+                has_turn = len(taking.pulling) == self._num_ranks
+                return [KvPulling(fact.leg)] if has_turn and not taking.is_over else []
+            case Arrived():
+                taking.arrived.add(fact.rank)
+                has_all = len(taking.arrived) == self._num_ranks
+                return [KvArrived(fact.leg)] if has_all and not taking.is_over else []
+            case Received():
+                taking.received[fact.rank] = fact
+                return self._on_received(taking)
+            case PullFailed():
+                if taking.is_over:
+                    return []
+                return self._fail_taking(taking, fact.reason, fact.message, fact.cause)
+            case LandingClear():
+                taking.cleared.add(fact.rank)
+                self._forget_taken(fact.leg, taking)
+                return [LandingFreed(fact.leg)] if len(taking.cleared) == self._num_ranks else []
+
+    def _on_received(self, taking: _Taking) -> list[Effect]:
+        ranks = list(taking.received.values())
+        if taking.is_over or len(ranks) < self._num_ranks:
+            return []
+        effects: list[Effect] = [
+            KvReceived(
+                taking.job.leg,
+                sum(r.kv_bytes for r in ranks),
+                max(r.duration_s for r in ranks),
+                max(r.num_computed_tokens for r in ranks),
+                max(r.waited_s for r in ranks),
+            )
+        ]
+        held, taking.held = taking.held, []
+        for drawn in held:
+            effects += self._on_decoded(taking, drawn)
+        return effects
+
+    def _fail_taking(
+        self, taking: _Taking, reason: str, message: str, cause: str = ""
+    ) -> list[Effect]:
+        self._end_taking(taking.job.leg, taking)
+        return [Failed(taking.job.leg, reason, message, cause=cause)]
+
+    def _end_taking(self, leg: int, taking: _Taking) -> None:
+        taking.is_over = True
+        self._forget_taken(leg, taking)
+
+    def _forget_taken(self, leg: int, taking: _Taking) -> None:
+        if taking.is_over and len(taking.cleared) == self._num_ranks:
+            del self._taking[leg]
+
+    def check_invariants(self) -> None:
+        self._per_layer.check_invariants()
+        self._whole.check_invariants()
+        assert not any(self._whole.owns(leg) for leg in self._taking)
+        for taking in self._taking.values():
+            assert not (taking.is_over and len(taking.cleared) == self._num_ranks)
+
+
+def _tokens(
+    leg: int,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprob],
+    finish: FinishReason | None,
+) -> list[Effect]:
+    effects: list[Effect] = [Tokens(leg, token_ids, logprobs)] if token_ids else []
+    return [*effects, Finished(leg, finish)] if finish else effects

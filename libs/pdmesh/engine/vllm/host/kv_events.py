@@ -1,0 +1,166 @@
+"""vLLM's prefix-cache events, told in mesh hashes (S80).
+
+vLLM names blocks by its own hashes and publishes their tokens and parent; the mesh's hash is computed
+from the same tokens under the root that came as the job's cache salt. Blocks without a salt have no
+name in the mesh. Events are hints: after a gap any block may have been removed, so the view starts again with
+nothing; names stay known, as parents of what comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, block_hashes
+from pdmesh.engine.base import BlocksChanged
+
+
+class BlockStored(msgspec.Struct, tag=True):
+    """As vLLM publishes it; fields unknown here are skipped."""
+
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    extra_keys: list[list[Any] | None] | None = None  # any: vLLM mixes strings, pairs and bytes
+
+
+class BlockRemoved(msgspec.Struct, tag=True):
+    block_hashes: list[bytes | int]
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    pass
+
+
+CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[CacheEvent]
+
+
+_decoder = msgspec.msgpack.Decoder(_Batch)
+
+
+def decode_batch(payload: bytes) -> list[CacheEvent]:
+    """Raises msgspec.DecodeError if vLLM's format has changed."""
+    return _decoder.decode(payload).events
+
+
+@dataclass(slots=True)
+class BlockNames:
+    """From vLLM's block hashes to the mesh's. `capacity` bounds what is remembered, least recent first out."""
+
+    capacity: int
+    block_size: int
+    _names: OrderedDict[bytes | int, tuple[bytes, bytes]] = field(default_factory=OrderedDict)
+    _held: dict[bytes, None] = field(default_factory=dict)
+    _stored: dict[bytes, None] = field(default_factory=dict)  # in this batch
+    _removed: dict[bytes, None] = field(default_factory=dict)
+    _next_sequence: int | None = None
+
+    def handle(self, sequence: int, events: Sequence[CacheEvent]) -> BlocksChanged | None:
+        """What one published batch changes, None if nothing that has a name in the mesh."""
+        is_cleared = self._next_sequence is not None and sequence != self._next_sequence
+        if is_cleared:
+            self._held.clear()
+        self._next_sequence = sequence + 1
+        self._stored.clear()
+        self._removed.clear()
+        for event in events:
+            match event:
+                case BlockStored():
+                    self._store(event)
+                case BlockRemoved():
+                    for block in event.block_hashes:
+                        if block in self._names:
+                            self._remove(self._names[block][0])
+                case AllBlocksCleared():
+                    is_cleared = True
+                    self._held.clear()
+        if is_cleared:
+            return BlocksChanged(tuple(self._held), (), is_cleared=True)
+        if self._stored or self._removed:
+            return BlocksChanged(tuple(self._stored), tuple(self._removed))
+        return None
+
+    def num_held(self, names: Sequence[bytes]) -> int:
+        """Blocks of the longest prefix of `names` that the engine holds, as far as its events have told."""
+        return sum(1 for _ in itertools.takewhile(self._held.__contains__, names))
+
+    def _store(self, event: BlockStored) -> None:
+        origin = self._origin(event)
+        if origin is None or event.block_size != self.block_size:
+            return
+        root, parent = origin
+        hashes = block_hashes(root, event.token_ids, event.block_size, parent)
+        for block, name in zip(event.block_hashes, hashes, strict=False):
+            self._names[block] = (name, root)
+            self._names.move_to_end(block)
+            self._add(name)
+        while len(self._names) > self.capacity:
+            _, (name, _) = self._names.popitem(last=False)
+            self._remove(name)
+
+    def _add(self, name: bytes) -> None:
+        if name in self._held:
+            return  # told before: vLLM also reports blocks that it used again
+        self._held[name] = None
+        if name in self._removed:
+            del self._removed[name]
+        else:
+            self._stored[name] = None
+
+    def _remove(self, name: bytes) -> None:
+        if name not in self._held:
+            return
+        del self._held[name]
+        if name in self._stored:
+            del self._stored[name]
+        else:
+            self._removed[name] = None
+
+    def _origin(self, event: BlockStored) -> tuple[bytes, bytes] | None:
+        """(root, parent's mesh hash) of the event's first block; None if it has no name in the mesh."""
+        if event.parent_block_hash is not None:
+            known = self._names.get(event.parent_block_hash)
+            return (known[1], known[0]) if known else None
+        salts = event.extra_keys[0] if event.extra_keys else None
+        for salt in salts or ():
+            if isinstance(salt, str) and len(salt) == 2 * HASH_BYTES:
+                try:
+                    return bytes.fromhex(salt), b""
+                except ValueError:
+                    continue
+        return None
+
+
+async def read_events(
+    endpoint: str, names: BlockNames, emit: Callable[[BlocksChanged], None]
+) -> None:
+    """Follow vLLM's publisher until cancelled. Messages: topic, 8-byte big-endian sequence, payload."""
+    context = zmq.asyncio.Context()
+    subscriber = context.socket(zmq.SUB)
+    subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+    subscriber.setsockopt(zmq.RCVHWM, 100_000)
+    try:
+        subscriber.connect(endpoint)
+        while True:
+            _, sequence, payload = await subscriber.recv_multipart()
+            changed = names.handle(int.from_bytes(sequence, "big"), decode_batch(payload))
+            if changed:
+                emit(changed)
+            await asyncio.sleep(0)  # a burst of events must not hold up tokens
+    finally:
+        subscriber.close(linger=0)
+        context.term()

@@ -1,0 +1,184 @@
+"""The legs' requests in vLLM: each is begun once the tiers have what they can, read by a task of its own, and aborted on demand.
+
+What the outputs mean is `Jobs`'s to decide. A request that vLLM did not take ends alone; one whose task dies after that
+ends the engine, since nobody knows what has become of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from pdmesh import failpoints
+from pdmesh.engine.base import Sampling
+from pdmesh.engine.vllm.host.job_facts import Drawn
+from pdmesh.engine.vllm.host.sampling import drawn, sampling_params
+from pdmesh.engine.vllm.host.tier_client import TierClient
+from pdmesh.kv.tiers.owner import owner_of
+from pdmesh.net.tasks import watched
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Reader:
+    """One vLLM request; `request_id` is vLLM's own name of it, empty until vLLM has taken it."""
+
+    leg: int
+    num_logprobs: int | None
+    request_id: str = ""
+    is_cancelled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEvents:
+    """Whom the requests tell. `refused`: vLLM never took it, and why. `ended` is the last word about a leg."""
+
+    drawn: Callable[[Drawn], None]
+    refused: Callable[[int, str], None]
+    ended: Callable[[int], None]
+    die: Callable[[str], None]
+
+
+class Requests:
+    """`num_held` says how many of a prompt's first blocks the engine's own cache holds."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        instance_id: str,
+        tiers: TierClient | None,
+        num_held: Callable[[Sequence[bytes]], int],
+        events: RequestEvents,
+    ) -> None:
+        self._llm, self._instance_id = llm, instance_id
+        self._tiers, self._num_held, self._events = tiers, num_held, events
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._readers: dict[int, _Reader] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._tasks or self._readers)
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        return [*self._tasks.values(), *self._aborts]
+
+    def submit(
+        self,
+        leg: int,
+        prompt: list[int],
+        sampling: Sampling,
+        max_tokens: int,
+        cache_salt: str,
+        kv_transfer_params: dict[str, Any] | None,
+        names: Sequence[bytes] = (),
+    ) -> None:
+        """`names` are of blocks to be had from the tiers, if they can."""
+        reader = self._readers[leg] = _Reader(leg, sampling.num_logprobs)
+        work = self._begin(
+            reader, prompt, sampling, max_tokens, cache_salt, kv_transfer_params, names
+        )
+        task = watched(work, f"vllm-{leg}", lambda error: self._leg_died(reader, error))
+        self._tasks[leg] = task
+        task.add_done_callback(lambda _: self._forget(leg))
+
+    def cancel(self, leg: int) -> None:
+        """Abort the request in vLLM; its task ends with the output that says so."""
+        reader = self._readers.get(leg)
+        if reader is None:
+            return
+        reader.is_cancelled = True
+        if reader.request_id:
+            name = f"vllm-abort-{leg}"
+            abort = self._llm.abort(reader.request_id, internal=True)
+            task = watched(abort, name, lambda error: self._died(name, error))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+    async def _begin(
+        self,
+        reader: _Reader,
+        prompt: list[int],
+        sampling: Sampling,
+        max_tokens: int,
+        cache_salt: str,
+        kv_transfer_params: dict[str, Any] | None,
+        names: Sequence[bytes],
+    ) -> None:
+        """What the tiers have is in place before vLLM gets the request (S77)."""
+        if names and self._tiers is not None:
+            first = self._num_held(names)
+            offer = await self._tiers.fetch(reader.leg, names, owner_of(cache_salt), first)
+            if offer is not None:
+                kv_transfer_params = {**(kv_transfer_params or {}), "tiers": offer}
+        params = sampling_params(sampling, max_tokens, kv_transfer_params)
+        await self._read(reader, prompt, params, cache_salt)
+
+    async def _read(self, reader: _Reader, prompt: list[int], params: Any, cache_salt: str) -> None:
+        """Pass the request's outputs on. `params` is vLLM's own type, imported late.
+
+        Never cancelled by an abort: a request that vLLM took must be aborted there, and it is taken
+        somewhere inside `add_request`.
+        """
+        from vllm.inputs import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        leg, queue = reader.leg, None
+        request = tokens_input(prompt, cache_salt=cache_salt or None)
+        name = f"{self._instance_id}-{leg}"
+        try:
+            queue = await self._llm.add_request(name, request, params)
+            reader.request_id = queue.request_id
+            if reader.is_cancelled:
+                await self._llm.abort(queue.request_id, internal=True)
+            is_finished = False
+            while not is_finished:
+                output = queue.get_nowait() or await queue.get()
+                is_finished = output.finished
+                failpoints.hit("decode.token")
+                self._events.drawn(drawn(leg, output, reader.num_logprobs))
+        except EngineDeadError:
+            self._events.die("vLLM's engine process died; its own log says why")
+        except Exception as error:  # noqa: BLE001  vLLM's errors have no common base; each ends one leg
+            log.warning("vllm.request.failed", leg=leg, error=error.__class__.__name__)
+            await self._on_error(reader, error)
+        finally:
+            if queue is not None:
+                queue.close()
+
+    async def _on_error(self, reader: _Reader, error: Exception) -> None:
+        if not reader.request_id:
+            self._refused(reader.leg, f"vLLM refused the request: {error.__class__.__name__}")
+            return
+        await self._llm.abort(reader.request_id, internal=True)
+        self._events.drawn(Drawn(reader.leg, (), is_error=True))
+
+    def _refused(self, leg: int, message: str) -> None:
+        if self._tiers is not None:
+            self._tiers.forget(leg)
+        self._events.refused(leg, message)
+
+    def _leg_died(self, reader: _Reader, error: BaseException) -> None:
+        if reader.request_id:
+            self._died(f"vllm-{reader.leg}", error)
+            return
+        log.error("vllm.request.died", leg=reader.leg, exc_info=error)
+        self._refused(reader.leg, f"not begun: {error.__class__.__name__}")
+
+    def _died(self, task: str, error: BaseException) -> None:
+        log.error("vllm.task.failed", task=task, exc_info=error)
+        self._events.die(f"{task} failed: {error.__class__.__name__}")
+
+    def _forget(self, leg: int) -> None:
+        self._tasks.pop(leg, None)
+        self._readers.pop(leg, None)
+        self._events.ended(leg)

@@ -1,0 +1,80 @@
+"""Between the mesh's jobs and vLLM's requests: sampling parameters in, drawn tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from pdmesh.engine.base import FinishReason, Sampling, TokenLogprob
+from pdmesh.engine.vllm.host.job_facts import Drawn
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.logprobs import Logprob
+
+# In `extra_args`: tokens of the answer that were drawn before the request.
+NUM_DRAWN: Final = "pdmesh_num_drawn"
+_LARGEST_SEED: Final = (1 << 63) - 1
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+def sampling_params(
+    sampling: Sampling, max_tokens: int, kv_transfer_params: Mapping[str, Any] | None = None
+) -> SamplingParams:
+    """vLLM gets no tokenizer, so ending is by token ids alone, and it must not turn ids into text."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    stops = () if sampling.ignore_eos else sorted(sampling.stop_token_ids)
+    extra: dict[str, Any] = (
+        {"kv_transfer_params": dict(kv_transfer_params)} if kv_transfer_params else {}
+    )
+    if sampling.num_drawn:
+        extra[NUM_DRAWN] = sampling.num_drawn
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p if sampling.temperature > 0 else 1.0,
+        seed=honoured(sampling.seed),
+        stop_token_ids=list(stops),
+        ignore_eos=True,  # the job's stop tokens hold the EOS tokens
+        logprobs=sampling.num_logprobs,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args=extra or None,
+    )
+
+
+def honoured(seed: int | None) -> int | None:
+    """vLLM takes -1 for no seed. The largest one stands in for it, which no choice of a request has (`check_choices`)."""
+    return _LARGEST_SEED if seed == -1 else seed
+
+
+def drawn(leg: int, output: RequestOutput, num_logprobs: int | None) -> Drawn:
+    """What one streamed output says. A finish reason unknown to the mesh means that vLLM failed it."""
+    completion = output.outputs[0]
+    reason = completion.finish_reason
+    tokens = list(completion.token_ids)
+    logprobs: Sequence[TokenLogprob] = ()
+    if num_logprobs is not None and completion.logprobs:
+        logprobs = token_logprobs(tokens, completion.logprobs, num_logprobs)
+    return Drawn(
+        leg,
+        tokens,
+        logprobs,
+        _FINISH.get(reason) if reason else None,
+        output.num_cached_tokens or 0,
+        is_error=reason is not None and reason not in _FINISH,
+    )
+
+
+def token_logprobs(
+    tokens: Sequence[int], logprobs: Sequence[Mapping[int, Logprob]], num_top: int
+) -> tuple[TokenLogprob, ...]:
+    """Per token its log probability and the `num_top` likeliest; vLLM gives one more if it drew another."""
+    result = []
+    for token, choices in zip(tokens, logprobs, strict=True):
+        ranked = sorted(choices.items(), key=lambda item: -item[1].logprob)
+        top = tuple((token_id, choice.logprob) for token_id, choice in ranked[:num_top])
+        result.append(TokenLogprob(token, choices[token].logprob, top))
+    return tuple(result)

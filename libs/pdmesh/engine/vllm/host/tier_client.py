@@ -1,0 +1,133 @@
+"""The host's half of the tiers: before vLLM gets a prompt, every rank is asked to pin what it can have of it in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+
+from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.engine.base import BlocksChanged, Output, TiersReported
+from pdmesh.engine.vllm.messages import (
+    Fetch,
+    Fetched,
+    Forget,
+    Holders,
+    Pin,
+    TierNews,
+    TierOrder,
+)
+from pdmesh.kv.tiers.peers import FindHolders
+from pdmesh.kv.tiers.report import TierFault, TierReport
+from pdmesh.net.tasks import watched
+
+log = structlog.get_logger(__name__)
+
+MAX_NAMES: Final = 2048  # of one prompt; what is beyond is computed
+GRACE_S: Final = 0.25  # for a rank's answer to get here
+
+
+@dataclass(slots=True)
+class _Asked:
+    num_ranks: int
+    answered: asyncio.Future[tuple[int, int]]  # first block that all ranks hold, and the end
+    held: dict[int, tuple[int, int]] = field(default_factory=dict)  # by rank
+
+    def on_answer(self, message: Fetched) -> None:
+        self.held[message.rank] = message.first, message.end
+        if len(self.held) == self.num_ranks and not self.answered.done():
+            firsts, ends = zip(*self.held.values(), strict=True)
+            self.answered.set_result((max(firsts), min(ends)))
+
+
+class TierClient:
+    """`broadcast` sends to all ranks."""
+
+    def __init__(
+        self,
+        broadcast: Callable[[TierOrder], None],
+        num_ranks: int,
+        timeout_s: float,
+        find: FindHolders | None = None,
+    ) -> None:
+        self._broadcast, self._num_ranks, self._timeout_s = broadcast, num_ranks, timeout_s
+        self._find = find
+        self._asked: dict[int, _Asked] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._asked
+
+    async def fetch(
+        self, leg: int, names: Sequence[bytes], owner: bytes, first: int
+    ) -> tuple[int, int, int] | None:
+        """(leg, first, count) of a lease that all ranks hold; None if there is nothing, or not in time."""
+        answered = asyncio.get_running_loop().create_future()
+        self._asked[leg] = _Asked(self._num_ranks, answered)
+        names = list(names[:MAX_NAMES])
+        asks_peers = self._find is not None
+        self._broadcast(Fetch(leg, names, owner, first, self._timeout_s, asks_peers))
+        count = 0
+        finding = watched(self._tell_holders(leg, names, first), f"tier-holders-{leg}", _find_died)
+        try:
+            async with asyncio.timeout(self._timeout_s + GRACE_S):
+                first, end = await answered
+            count = max(0, end - first)
+        except TimeoutError:
+            pass
+        finally:
+            finding.cancel()
+            del self._asked[leg]
+            if count == 0:
+                self.forget(leg)
+        return (leg, first, count) if count else None
+
+    async def _tell_holders(self, leg: int, names: Sequence[bytes], first: int) -> None:
+        """While the ranks look at home, ask who else has the blocks."""
+        if self._find is None:
+            return
+        holdings = await self._find(names, first)
+        plain = [(h.instance_id, h.incarnation, h.addresses, h.first, h.count) for h in holdings]
+        self._broadcast(Holders(leg, plain))
+
+    def forget(self, leg: int) -> None:
+        """vLLM did not get the request that the lease was for."""
+        self._broadcast(Forget(leg))
+
+    def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
+        """Every rank keeps its part of these blocks."""
+        self._broadcast(Pin([(p.owner, p.until, list(p.names)) for p in prefixes]))
+
+    def on_fetched(self, message: Fetched) -> None:
+        asked = self._asked.get(message.leg)
+        if asked is not None:
+            asked.on_answer(message)
+
+
+def _find_died(error: BaseException) -> None:
+    """The ranks look no longer than at home for an answer."""
+    log.error("kv.tier.find_died", exc_info=error)
+
+
+def outputs_of(news: TierNews) -> list[Output]:
+    """What a rank's news are to the host."""
+    outputs: list[Output] = []
+    if news.stored or news.removed:
+        changed = BlocksChanged(tuple(news.stored), tuple(news.removed), tier=Tier.HOST)
+        outputs.append(changed)
+    levels = news.num_pinned, news.num_leased
+    if news.counts or news.seconds or news.faults or levels != (None, None):
+        report = TierReport(
+            counts={(tier, event): count for tier, event, count in news.counts},
+            seconds=news.seconds,
+            bytes_used=news.bytes_used,
+            faults=tuple(TierFault(Tier(t), reason, text) for t, reason, text in news.faults),
+            num_pinned=news.num_pinned,
+            num_leased=news.num_leased,
+        )
+        outputs.append(TiersReported(report))
+    return outputs

@@ -1,0 +1,1 @@
+"""Which model a folder holds, by the content of its files."""

@@ -1,0 +1,50 @@
+"""Digests of what decides the bytes of a KV block; `core.kv.layout.compatibility` makes one string of them.
+
+The host binds the model's files and how it is run; the worker adds what vLLM made of its settings (`kv_facts`), and what its KV
+cache turned out to be, with the instruction set where blocks are opaque, because vLLM's CPU kernels pack K and V by it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+
+DIGEST_CHARS = 24
+COMPUTATION_CHARS = 16
+
+
+def digest(parts: Iterable[str]) -> str:
+    """A hex digest of the parts in their order; no two lists of parts share one by concatenation."""
+    state = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        state.update(len(data).to_bytes(8, "little") + data)
+    return state.hexdigest()[:DIGEST_CHARS]
+
+
+def computation_digest(model: str, dtype: str, vllm_version: str) -> str:
+    """What the host knows of the KV's contents before the engine runs. `model` is `ModelFiles.digest`."""
+    return digest((model, dtype, vllm_version))[:COMPUTATION_CHARS]
+
+
+def cpu_kernels(cpuinfo: str) -> str:
+    """The instruction sets that decide how KV is packed, from the text of /proc/cpuinfo."""
+    for line in cpuinfo.splitlines():
+        if line.startswith(("flags", "Features")):
+            flags = line.split(":", 1)[-1].split()
+            kinds = ("amx", "avx512", "avx2", "asimd", "sve", "bf16", "i8mm")
+            return " ".join(sorted(f for f in flags if f.startswith(kinds)))
+    return ""
+
+
+def machine_kernels(device: str) -> str:
+    """What decides the packing on this machine: the instruction sets of a CPU, nothing on a GPU."""
+    if device != "cpu":
+        return device
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        cpuinfo = ""  # not Linux: the machine's name has to do
+    return f"{platform.machine()} {cpu_kernels(cpuinfo)}"

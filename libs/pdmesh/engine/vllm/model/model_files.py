@@ -1,0 +1,103 @@
+"""Which model a folder holds: a digest of the content of all its files that decide what KV is made of.
+
+Two checkpoints of one layout differ in their weights alone, perhaps in one projection of one layer, so nothing less than
+all bytes tells them apart: under one digest the KV of one would answer for the other, in every tier and between instances.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Final
+
+from pdmesh.engine.vllm.model.file_digests import (
+    FileDigest,
+    FileDigests,
+    Stamp,
+    changed,
+)
+from pdmesh.engine.vllm.model.fingerprint import digest
+from pdmesh.errors import EngineFailed
+
+CONFIG: Final = "config.json"
+WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf"})
+# Files of JSON that say nothing of how KV is computed: text to tokens, how to draw, and what we keep of a download.
+_OF_TEXT: Final = (
+    "tokenizer", "special_tokens", "added_tokens", "vocab", "chat_template", "generation_config",
+    "preprocessor", "processor", "pdmesh-manifest",
+)  # fmt: skip
+
+
+def decides_kv(name: str) -> bool:
+    """Weights, and what says how they are arranged, quantised and computed with; JSON that is not known counts."""
+    suffix = PurePath(name).suffix
+    if name.startswith("."):
+        return False
+    return suffix in WEIGHTS or (suffix == ".json" and not name.startswith(_OF_TEXT))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    folder: Path
+    config: str  # of config.json: what it says, however it is written
+    files: Mapping[str, FileDigest]  # but config.json
+
+    @property
+    def digest(self) -> str:
+        names = sorted(self.files)
+        return digest([self.config, *(f"{name}:{self.files[name].sha256}" for name in names)])
+
+    def check_unchanged(self, digests: FileDigests) -> None:
+        """What was loaded since is what was hashed. Blocks. Raises EngineFailed: MODEL_CHANGED."""
+        try:
+            names = _names(self.folder)
+            stamps = {name: Stamp.of((self.folder / name).stat()) for name in names}
+            touched = [n for n, s in stamps.items() if n in self.files and s != self.files[n].stamp]
+            again = digests.of(self.folder, touched) if touched else {}
+            config = _config(self.folder)
+        except (OSError, ValueError) as error:
+            raise changed(self.folder) from error
+        if set(names) != set(self.files) or config != self.config:
+            raise changed(self.folder)
+        for name, found in again.items():
+            if found.sha256 != self.files[name].sha256:
+                raise changed(self.folder / name)
+
+
+def read_model(
+    folder: Path, digests: FileDigests, known: Mapping[str, str] | None = None
+) -> ModelFiles:
+    """`known` are SHA-256 of files that were verified a moment ago. Blocks while it hashes the rest.
+
+    Raises EngineFailed if the directory is not that of a Hugging Face model.
+    """
+    known = known or {}
+    try:
+        config, names = _config(folder), _names(folder)
+        files = {
+            name: FileDigest(Stamp.of((folder / name).stat()), known[name])
+            for name in names
+            if name in known
+        }
+        files |= digests.of(folder, [name for name in names if name not in files])
+    except (OSError, ValueError) as error:
+        raise EngineFailed(
+            f"no model in {folder}: {error.__class__.__name__} at {CONFIG} or a weight file; "
+            "prepare it with `make model`, or name a local Hugging Face directory with --model",
+            reason="MODEL_MISSING",
+        ) from error
+    if not any(PurePath(name).suffix in WEIGHTS for name in files):
+        raise EngineFailed(f"no weights in {folder}", reason="MODEL_MISSING")
+    return ModelFiles(folder, config, files)
+
+
+def _config(folder: Path) -> str:
+    return json.dumps(json.loads((folder / CONFIG).read_bytes()), sort_keys=True)
+
+
+def _names(folder: Path) -> list[str]:
+    """vLLM looks for weights in the folder itself, not below it."""
+    found = (p.name for p in folder.iterdir() if decides_kv(p.name) and p.is_file())
+    return sorted(name for name in found if name != CONFIG)

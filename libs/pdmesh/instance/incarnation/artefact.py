@@ -1,0 +1,232 @@
+"""A model made ready for one role, in a folder of its own with a manifest: what is loaded is what was built (S17, S20).
+
+The manifest names the role, each file with its hash, and the settings of the engine that the artefact was made for.
+Prefill and decode have artefacts of their own, and an instance refuses one of the other role. `revision` follows from the files and
+from what decides the bytes of KV, so that it is equal for the two artefacts of one model, and different after an upgrade.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pdmesh.atomic_file import write_atomically
+from pdmesh.core.placement.fleet import Role
+from pdmesh.instance.incarnation.duties import OPTIONS, DutyRefused
+from pdmesh.kv.agent.wire import VERSION as KV_WIRE_VERSION
+
+MANIFEST: Final = "manifest.json"
+_FILES: Final = "files"
+_MAX_MANIFEST: Final = 4 << 20  # bytes
+_DECIDES_KV: Final = ("dtype", "kv_cache_dtype", "block_size", "sim_num_layers", "sim_token_bytes")
+
+
+class FileEntry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str = Field(min_length=1, max_length=512)  # below the folder of files, with slashes
+    size: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class Manifest(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = 1
+    role: Literal["prefill", "decode", "fusion"]
+    model: str = Field(min_length=1)  # the name clients use
+    revision: str = Field(pattern=r"^[0-9a-f]{16}$")
+    config: dict[str, str] = Field(default_factory=dict)  # settings of the instance, by name
+    files: tuple[FileEntry, ...] = Field(max_length=10_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Artefact:
+    manifest: Manifest
+    folder: Path  # of the files
+
+    @property
+    def key(self) -> str:
+        """Of its files alone: two artefacts with the same ones share a copy."""
+        return _digest(self.manifest.files, {})
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of its files, by path, as they are once `verify` has passed."""
+        return {entry.path: entry.sha256 for entry in self.manifest.files}
+
+
+def read(path: Path) -> Artefact:
+    """Raises DutyRefused: BAD_MANIFEST."""
+    try:
+        if path.stat().st_size > _MAX_MANIFEST:
+            raise DutyRefused(f"{path} is too long for a manifest", reason="BAD_MANIFEST")
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except OSError as exc:
+        raise DutyRefused(f"{path}: {exc.strerror}", reason="BAD_MANIFEST") from exc
+    except ValidationError as exc:
+        error = exc.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ".".join(map(str, error["loc"]))
+        text = f"{path}: {field}: {error['msg']}"
+        raise DutyRefused(text, reason="BAD_MANIFEST", field=field) from None
+    for entry in manifest.files:
+        parts = PurePosixPath(entry.path).parts
+        if ".." in parts or entry.path.startswith("/"):
+            raise DutyRefused(f"{path}: {entry.path} leads elsewhere", reason="BAD_MANIFEST")
+    return Artefact(manifest, path.parent / _FILES)
+
+
+def check_role(artefact: Artefact, role: Role) -> None:
+    """Raises DutyRefused: WRONG_ROLE."""
+    if artefact.manifest.role != role.value:
+        text = f"the artefact was made for {artefact.manifest.role}, not for {role.value}"
+        raise DutyRefused(text, reason="WRONG_ROLE", field="role")
+
+
+def fetch(artefact: Artefact, cache_dir: Path) -> Artefact:
+    """A copy in the cache, which one process makes once; others find it. Blocks. Raises DutyRefused: FETCH_FAILED."""
+    target = cache_dir / artefact.key
+    if not target.is_dir():
+        try:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache_dir, prefix="fetching-") as making:
+                for entry in artefact.manifest.files:
+                    to = Path(making) / _FILES / entry.path
+                    to.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(artefact.folder / entry.path, to)
+                    _write_through(to)
+                with contextlib.suppress(OSError):  # another process was first
+                    (Path(making) / _FILES).rename(target)
+        except OSError as exc:
+            raise DutyRefused(f"{exc.filename}: {exc.strerror}", reason="FETCH_FAILED") from exc
+        if not target.is_dir():
+            raise DutyRefused(f"{target} cannot be made", reason="FETCH_FAILED")
+    return Artefact(artefact.manifest, target)
+
+
+def fetch_again(artefact: Artefact, cache_dir: Path) -> Artefact:
+    """In place of a copy that `verify` found damaged; the damaged one is gone then. Blocks. Raises DutyRefused: FETCH_FAILED.
+
+    Processes that share the cache do this one after the other, and a copy that another one has mended stays.
+    """
+    target = cache_dir / artefact.key
+    with (cache_dir / f"{artefact.key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _is_whole(Artefact(artefact.manifest, target)):
+            with (
+                tempfile.TemporaryDirectory(dir=cache_dir, prefix="damaged-") as aside,
+                contextlib.suppress(FileNotFoundError),
+            ):
+                target.rename(Path(aside) / _FILES)
+        return fetch(artefact, cache_dir)
+
+
+def verify(artefact: Artefact) -> None:
+    """Every file is there and as it was built. Blocks. Raises DutyRefused: WRONG_HASH."""
+    for entry in artefact.manifest.files:
+        path = artefact.folder / entry.path
+        try:
+            is_right = path.stat().st_size == entry.size and _sha256(path) == entry.sha256
+        except OSError as exc:
+            raise DutyRefused(
+                f"{path}: {exc.strerror}", reason="WRONG_HASH", field=entry.path
+            ) from exc
+        if not is_right:
+            text = f"{path} is not the file of the manifest"
+            raise DutyRefused(text, reason="WRONG_HASH", field=entry.path)
+
+
+def _is_whole(artefact: Artefact) -> bool:
+    try:
+        verify(artefact)
+    except DutyRefused:
+        return False
+    return True
+
+
+def _write_through(path: Path) -> None:
+    """Before the name of its folder says that it is whole, also after a power cut."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def build(
+    model_dir: Path,
+    role: Literal["prefill", "decode", "fusion"],
+    out: Path,
+    *,
+    model: str = "",
+    config: dict[str, str] | None = None,
+) -> Path:
+    """Make the artefact in `out`, which must not exist; returns its manifest's path. Raises DutyRefused, OSError.
+
+    Files are linked where that is possible, else copied. `out` appears when it is whole.
+    """
+    config = dict(sorted((config or {}).items()))
+    for name in config:
+        if name not in OPTIONS:
+            raise DutyRefused(f"{name} is no option of an engine", reason="BAD_OPTION", field=name)
+    if out.exists():
+        raise DutyRefused(f"{out} exists already", reason="BAD_MANIFEST", field="out")
+    sources = sorted(_files_in(model_dir))
+    if not sources:
+        raise DutyRefused(f"{model_dir} holds no files", reason="BAD_MANIFEST", field="model_dir")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    making = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+    try:
+        entries = tuple(_add(model_dir, name, making / _FILES) for name in sources)
+        manifest = Manifest(
+            role=role,
+            model=model or model_dir.resolve().name,
+            revision=_digest(entries, {k: v for k, v in config.items() if k in _DECIDES_KV}),
+            config=config,
+            files=entries,
+        )
+        write_atomically(making / MANIFEST, manifest.model_dump_json(indent=2))
+        (making / MANIFEST).chmod(0o644)  # others load it
+        making.chmod(0o755)
+        making.rename(out)
+    except BaseException:
+        shutil.rmtree(making, ignore_errors=True)
+        raise
+    return out / MANIFEST
+
+
+def _files_in(folder: Path) -> Iterator[str]:
+    for path in folder.rglob("*"):
+        if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts):
+            yield path.relative_to(folder).as_posix()
+
+
+def _add(model_dir: Path, name: str, files: Path) -> FileEntry:
+    source, target = (model_dir / name).resolve(), files / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)
+    return FileEntry(path=name, size=target.stat().st_size, sha256=_sha256(target))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(entries: tuple[FileEntry, ...], config: dict[str, str]) -> str:
+    hashed = hashlib.sha256(b"kv%d" % KV_WIRE_VERSION)
+    for entry in sorted(entries, key=lambda e: e.path):
+        hashed.update(f"{entry.path}\0{entry.sha256}\n".encode())
+    for name, value in sorted(config.items()):
+        hashed.update(f"{name}={value}\n".encode())
+    return hashed.hexdigest()[:16]

@@ -1,0 +1,61 @@
+"""Between the master's assignments as they travel and as the core follows them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pdmesh.core.instance.lifecycle_events import (
+    Assignment,
+    Duty,
+    Peer,
+    PeerId,
+    Stage,
+)
+from pdmesh.core.placement.fleet import Role
+from pdmesh.errors import InvalidRequest
+from pdmesh.v1 import groups_pb2
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION, ROLE_NONE, ROLE_PREFILL
+
+ROLES: Final = {
+    ROLE_NONE: Role.NONE,
+    ROLE_PREFILL: Role.PREFILL,
+    ROLE_DECODE: Role.DECODE,
+    ROLE_FUSION: Role.FUSION,
+}
+TO_PROTO: Final = {role: number for number, role in ROLES.items()}
+
+
+def assignment_from(m: groups_pb2.Assignment) -> Assignment:
+    """Raises InvalidRequest for a stage or role that this instance does not know."""
+    try:
+        stage = Stage(m.stage)
+    except ValueError:
+        raise InvalidRequest(f"stage {m.stage} is not known", field="stage") from None
+    return Assignment(
+        incarnation=m.incarnation,
+        epoch=m.epoch,
+        assignment_id=m.assignment_id,
+        stage=stage,
+        duty=Duty(
+            role=_role(m.role, "role"),
+            group_id=m.group_id,
+            scenario=m.scenario,
+            revision=m.revision,
+            model=m.model,
+            model_dir=m.model_dir,
+            manifest=m.manifest,
+            options=tuple(sorted(m.engine_options.items())),
+            spans_regions=m.spans_regions,
+        ),
+        peers=tuple(
+            Peer(PeerId(p.instance_id, p.incarnation), _role(p.role, "peers"), (*p.kv_addresses,))
+            for p in m.peers
+        ),
+    )
+
+
+def _role(number: int, field: str) -> Role:
+    for known, role in ROLES.items():
+        if known == number:
+            return role
+    raise InvalidRequest(f"role {number} is not known", field=field)

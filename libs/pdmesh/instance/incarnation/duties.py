@@ -1,0 +1,152 @@
+"""What an instance is to be, as settings: its own environment's, changed by what the master assigned it.
+
+An assignment may say which model is loaded and how, never where the process listens or whom it trusts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, TypeVar
+
+from pydantic import ValidationError
+
+from pdmesh.core.instance.admission import Capacity, Work
+from pdmesh.core.instance.lifecycle_events import Duty
+from pdmesh.core.instance.speculation import Speculation
+from pdmesh.core.kv.prefix.partial_block_names import TailSampling
+from pdmesh.core.placement.fleet import Role
+from pdmesh.engine.base import EngineInfo
+from pdmesh.engine.factory import BuiltEngine, EngineSettings
+from pdmesh.errors import EngineFailed
+from pdmesh.instance.settings import InstanceSettings
+from pdmesh.kv.tiers.config import TierConfig
+
+S = TypeVar("S", bound=InstanceSettings)
+
+WORKS: Final = {
+    # Both phases at once (LOCAL) are asked of it only while its group has nobody of the other role.
+    Role.PREFILL: frozenset({Work.PREFILL, Work.LOCAL}),
+    Role.DECODE: frozenset({Work.DECODE, Work.LOCAL}),
+    Role.FUSION: frozenset({Work.PREFILL, Work.DECODE, Work.LOCAL}),
+}
+_SLOTS: Final = {Role.PREFILL: 8, Role.DECODE: 64, Role.FUSION: 8}
+OPTIONS: Final = frozenset(
+    {
+        "dtype", "kv_cache_dtype", "tensor_parallel_size", "kv_cache_bytes", "num_slots", "block_size", "max_model_len",
+        "num_kv_blocks", "staging_bytes", "landing_bytes", "max_retrievals", "max_pulls", "max_waiting",
+        "max_reserved_output", "kv_host_pool_bytes", "sim_law", "sim_eos_period", "sim_num_layers", "sim_token_bytes",
+        "sim_fail_every", "max_num_batched_tokens", "speculative_tokens", "speculative_acceptance", "speculative_token_cost",
+    }
+)  # fmt: skip
+
+
+class DutyRefused(EngineFailed):
+    """What was assigned cannot be; `reason` says what is wrong with it."""
+
+    default_reason = "BAD_ASSIGNMENT"
+
+
+def own_duty(settings: InstanceSettings, role: Role) -> Duty:
+    """Of an instance whose settings give it a role."""
+    return Duty(role, settings.group_id, settings.scenario, model=model_name(settings))
+
+
+def settings_for(settings: S, duty: Duty, artefact: Mapping[str, str]) -> S:
+    """The settings under which the duty is done; its own options come before the artefact's. Raises DutyRefused."""
+    if duty.role not in WORKS:
+        raise DutyRefused(f"an instance cannot be {duty.role.value}")
+    changes: dict[str, object] = {**artefact, **dict(duty.options)}
+    for name in changes:
+        if name not in OPTIONS:
+            raise DutyRefused(f"{name} is no option of an engine", reason="BAD_OPTION", field=name)
+    changes |= {"group_id": duty.group_id, "scenario": duty.scenario}
+    if duty.model:
+        changes["model"] = duty.model
+    if duty.model_dir:
+        changes["model_dir"] = duty.model_dir
+    if not (settings.num_slots or changes.get("num_slots")):
+        changes["num_slots"] = _SLOTS[duty.role]
+    try:
+        return type(settings)(**{**settings.model_dump(), **changes})
+    except ValidationError as exc:
+        error = exc.errors(include_url=False, include_context=False, include_input=False)[0]
+        name = str(error["loc"][0]) if error["loc"] else ""
+        raise DutyRefused(f"{name}: {error['msg']}", reason="BAD_OPTION", field=name) from None
+
+
+def model_name(settings: InstanceSettings) -> str:
+    if settings.model or settings.model_dir is None:
+        return settings.model or settings.engine
+    return settings.model_dir.name
+
+
+def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) -> EngineSettings:
+    works = WORKS[role]
+    return EngineSettings(
+        engine=settings.engine,
+        instance_id=settings.instance_id,
+        incarnation=incarnation,
+        model=model_name(settings),
+        model_dir=settings.model_dir,
+        num_slots=settings.num_slots,
+        block_size=settings.block_size,
+        max_model_len=settings.max_model_len,
+        num_kv_blocks=settings.num_kv_blocks,
+        staging_bytes=settings.staging_bytes,
+        landing_bytes=settings.landing_bytes,
+        max_retrievals=settings.max_retrievals,
+        max_pulls=settings.max_pulls,
+        ticket_lease_s=settings.ticket_lease_s,
+        sends_kv=Work.PREFILL in works,
+        receives_kv=Work.DECODE in works,
+        kv_host=settings.inner_host,
+        dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        speculation=Speculation(
+            settings.speculative_tokens if Work.DECODE in works else 0,
+            settings.speculative_acceptance,
+            settings.speculative_token_cost,
+        ),
+        tiers=tiers_of(settings),
+        sim_law=settings.sim_law,
+        sim_eos_period=settings.sim_eos_period,
+        sim_num_layers=settings.sim_num_layers,
+        sim_token_bytes=settings.sim_token_bytes,
+        sim_fail_every=settings.sim_fail_every,
+        tail_sampling=TailSampling(settings.kv_tail_start, settings.kv_tail_step),
+    )
+
+
+def tiers_of(settings: InstanceSettings) -> TierConfig:
+    return TierConfig(
+        host_pool_bytes=settings.kv_host_pool_bytes,
+        file_store_dir=str(settings.kv_file_store_dir or ""),
+        file_store_bytes=settings.kv_file_store_bytes,
+        owner_share=settings.kv_tier_owner_share,
+        timeout_s=settings.kv_tier_timeout_s,
+        uses_peers=settings.kv_peer_pools,
+    )
+
+
+def capacity_of(
+    settings: InstanceSettings, role: Role, built: BuiltEngine, info: EngineInfo
+) -> Capacity:
+    """What the loaded engine can hold, for admission."""
+    return Capacity(
+        works=WORKS[role],
+        num_slots=settings.num_slots,
+        num_blocks=info.num_kv_blocks,
+        block_size=info.block_size,
+        block_bytes=info.kv_bytes_per_token * info.block_size // info.num_ranks,
+        max_model_len=info.max_model_len,
+        staging_bytes=built.staging_bytes,
+        landing_bytes=built.landing_bytes,
+        max_retrievals=settings.max_retrievals,
+        max_waiting=settings.max_waiting if role is Role.DECODE else 0,
+        model_fingerprint=info.model_fingerprint,
+        num_ranks=info.num_ranks,
+        max_reserved_output=settings.max_reserved_output or None,
+    )

@@ -1,0 +1,129 @@
+"""From a duty to a loaded engine: the artefact is found, fetched and verified, the engine built; each part is timed (S20)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import structlog
+
+from pdmesh.core.instance.admission import Admission
+from pdmesh.core.instance.lifecycle_events import Duty
+from pdmesh.engine.base import Engine, EngineInfo
+from pdmesh.engine.factory import BuiltEngine, build_engine
+from pdmesh.instance.incarnation import artefact, duties
+from pdmesh.instance.incarnation.artefact import Artefact
+from pdmesh.instance.incarnation.duties import DutyRefused
+from pdmesh.instance.legs import instruments
+from pdmesh.instance.settings import InstanceSettings
+from pdmesh.kv.tiers.holders import HolderDirectory
+from pdmesh.v1.common_pb2 import LoadTimings
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds of the way from blank to ready, by part: fetch, verify, build, connect."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(part, time.monotonic() - started)
+
+    def add(self, part: str, seconds: float) -> None:
+        self.seconds[part] = seconds
+        instruments.load_seconds.update(self.seconds)
+
+    def to_proto(self) -> LoadTimings:
+        ms = {f"{part}_ms": round(1000 * seconds) for part, seconds in self.seconds.items()}
+        return LoadTimings(**ms)
+
+
+@dataclass(slots=True)
+class LoadedEngine:
+    """An engine that has started, and under which settings."""
+
+    duty: Duty
+    settings: InstanceSettings
+    built: BuiltEngine
+    info: EngineInfo
+    holders: HolderDirectory | None
+    timings: Timings
+
+    @property
+    def engine(self) -> Engine:
+        return self.built.engine
+
+    def admission(self) -> Admission:
+        role = self.duty.role
+        return Admission(duties.capacity_of(self.settings, role, self.built, self.info))
+
+    async def stop(self) -> None:
+        await self.engine.stop()
+        if self.holders is not None:
+            await self.holders.close()
+
+
+async def load(settings: InstanceSettings, duty: Duty, incarnation: int) -> LoadedEngine:
+    """Raises EngineFailed (DutyRefused among them). Cancelled, it takes apart what it has built so far."""
+    timings = Timings()
+    settings, verified = await with_artefact(settings, duty, timings)
+    wanted = duties.engine_settings(settings, duty.role, incarnation)
+    if verified is not None and settings.model_dir == verified.folder:
+        wanted = replace(wanted, file_digests=verified.digests)
+    tiers = wanted.tiers
+    holders = HolderDirectory(wanted.instance_id) if tiers.is_on and tiers.uses_peers else None
+    built = build_engine(wanted, holders.find if holders is not None else None)
+    try:
+        with timings.measure("build"):
+            info = await built.engine.start()
+    except BaseException:
+        await built.engine.stop()
+        raise
+    seconds = {part: round(s, 3) for part, s in timings.seconds.items()}
+    log.info("engine.started", engine=info.engine, role=duty.role.value, seconds=seconds)
+    return LoadedEngine(duty, settings, built, info, holders, timings)
+
+
+async def with_artefact(
+    settings: InstanceSettings, duty: Duty, timings: Timings
+) -> tuple[InstanceSettings, Artefact | None]:
+    """As the duty and its artefact say, which is there and whole. Raises DutyRefused."""
+    if not duty.manifest:
+        return duties.settings_for(settings, duty, {}), None
+    found = await asyncio.to_thread(artefact.read, Path(duty.manifest))
+    artefact.check_role(found, duty.role)
+    if settings.model_cache_dir is not None:
+        found = await _from_cache(found, settings.model_cache_dir, timings)
+    else:
+        with timings.measure("verify"):
+            await asyncio.to_thread(artefact.verify, found)
+    manifest = found.manifest
+    changed = settings.model_copy(update={"model": manifest.model, "model_dir": found.folder})
+    return duties.settings_for(changed, duty, manifest.config), found
+
+
+async def _from_cache(source: Artefact, cache_dir: Path, timings: Timings) -> Artefact:
+    """The copy in the cache, checked; a damaged one is fetched once more, since it would be found again by every later load."""
+    with timings.measure("fetch"):
+        copy = await asyncio.to_thread(artefact.fetch, source, cache_dir)
+    try:
+        with timings.measure("verify"):
+            await asyncio.to_thread(artefact.verify, copy)
+    except DutyRefused as exc:
+        log.warning("artefact.damaged", folder=str(copy.folder), error=exc.message)
+        with timings.measure("fetch"):
+            copy = await asyncio.to_thread(artefact.fetch_again, source, cache_dir)
+        with timings.measure("verify"):
+            await asyncio.to_thread(artefact.verify, copy)
+    return copy

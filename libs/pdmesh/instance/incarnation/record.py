@@ -1,0 +1,83 @@
+"""The registry record of an instance: how far it is, and what its engine turned out to be."""
+
+from __future__ import annotations
+
+import os
+
+from pdmesh import __version__
+from pdmesh.core.instance.lifecycle import InstanceLife
+from pdmesh.core.instance.lifecycle_events import Duty, PeerId, Phase
+from pdmesh.core.placement.fleet import Role
+from pdmesh.instance.incarnation.assignment import TO_PROTO
+from pdmesh.instance.incarnation.duties import tiers_of
+from pdmesh.instance.incarnation.self_check import device_names
+from pdmesh.instance.incarnation.serving import Serving
+from pdmesh.instance.settings import InstanceSettings
+from pdmesh.lifecycle import App
+from pdmesh.net.held_sources import held_to_proto
+from pdmesh.net.registry import takes_requests
+from pdmesh.v1.common_pb2 import InstancePhase, InstanceRecord, PeerRef
+
+_NO_DUTY = Duty(Role.NONE, "", "")
+
+
+def record_of(
+    life: InstanceLife,
+    app: App,
+    settings: InstanceSettings,
+    serving: Serving | None,
+    is_stopping: bool,
+) -> InstanceRecord:
+    """`is_stopping`: the process was asked to end, whatever the master wants of it."""
+    duty = life.duty or _NO_DUTY
+    phase = Phase.DRAINING if is_stopping and serving is not None else life.phase
+    record = InstanceRecord(
+        instance_id=app.instance_id,
+        incarnation=app.incarnation,
+        service=app.service,
+        role=TO_PROTO[duty.role],
+        group_id=duty.group_id,
+        scenario=duty.scenario,
+        revision=duty.revision,
+        phase=InstancePhase.ValueType(phase),
+        is_draining=phase in (Phase.DRAINING, Phase.DRAINED),
+        assignment_id=life.assignment.assignment_id if life.assignment is not None else 0,
+        epoch=life.epoch,
+        failure=life.failure,
+        verified_peers=map(_ref, life.verified_peers),
+        failed_peers=map(_ref, life.failed_peers),
+        engine=settings.engine,
+        region=settings.region,
+        rack=settings.rack,
+        kv_region="" if duty.spans_regions else settings.region,
+        ops_address=app.ops_address,
+        version=__version__,
+        pid=os.getpid(),
+        node_id=settings.node,
+        devices=device_names(settings.devices, app.instance_id, os.environ),
+    )
+    if serving is not None:
+        _describe(record, serving)
+    return record
+
+
+def _describe(record: InstanceRecord, serving: Serving) -> None:
+    loaded, info = serving.loaded, serving.loaded.info
+    record.grpc_address = serving.address
+    record.kv_addresses.extend(info.kv_addresses)
+    record.model, record.model_fingerprint = info.model, info.model_fingerprint
+    record.block_size, record.num_kv_blocks = info.block_size, info.num_kv_blocks
+    record.num_slots = serving.host.admission.num_places  # as in its load
+    record.kv_bytes_per_token = info.kv_bytes_per_token
+    record.max_model_len, record.supports_logprobs = info.max_model_len, info.supports_logprobs
+    record.fetches_from_peers = tiers_of(loaded.settings).fetches_from_peers
+    record.kv_tail_start = info.tail_sampling.start
+    record.kv_tail_step = info.tail_sampling.step
+    record.load_timings.CopyFrom(loaded.timings.to_proto())
+    record.held_kv_sources.extend(map(held_to_proto, serving.host.held_sources()))
+    if takes_requests(record):  # an operator may drain one that the master does not
+        record.is_draining = serving.host.admission.is_draining
+
+
+def _ref(peer: PeerId) -> PeerRef:
+    return PeerRef(instance_id=peer.instance_id, incarnation=peer.incarnation)

@@ -1,0 +1,152 @@
+"""What an instance knows against itself: its engine's silence, its node's devices, and the judgement that it shall restart.
+
+It tells all of it with each heartbeat. It ends itself when its engine hangs or when the fault board says so of this
+incarnation: the process is then started anew by whoever keeps it running (launcher, container runtime), with their backoff
+and their bound, and needs nobody who reaches its pid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from pdmesh.core.health.fault_judge import Signal
+from pdmesh.core.health.fault_levels import RESPONSES, Action, level_of
+from pdmesh.core.health.node_status import signals_from_file
+from pdmesh.core.instance.engine_watch import (
+    Answered,
+    EngineWatch,
+    GiveUp,
+    SendPing,
+    Tick,
+    Worked,
+)
+from pdmesh.engine.base import Engine
+from pdmesh.errors import EngineFailed, InstanceLost
+from pdmesh.events.v1.events_pb2 import FaultReport, InstanceHealth
+from pdmesh.instance.legs.host import ENGINE_DIED, InstanceHost
+from pdmesh.net.fault_signals import signal_to, vitals_to
+from pdmesh.net.nats.board import Board
+from pdmesh.net.tasks import end, together
+
+log = structlog.get_logger(__name__)
+
+_PINGS_PER_SLOW: Final = 4
+_LAST_WORD_S: Final = 1.0
+
+ReadNode = Callable[[], Sequence[Signal]]
+
+
+class SelfCheck:
+    """`say_now` sends a heartbeat at once; `node` says what the node's status file holds against this instance."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        host: InstanceHost,
+        board: Board[FaultReport],
+        incarnation: tuple[str, int],
+        *,
+        slow_s: float,
+        hung_s: float,
+        say_now: Callable[[], None],
+        node: ReadNode = lambda: (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._host, self._board, self._node = engine, host, board, node
+        self._instance_id, self._incarnation = incarnation
+        self._say_now, self._clock = say_now, clock
+        self._watch = EngineWatch(slow_s / _PINGS_PER_SLOW, slow_s, hung_s)
+        self._verdict: asyncio.Future[FaultReport] | None = None
+
+    def describe(self, health: InstanceHealth) -> None:
+        """Fill in what a heartbeat says of this instance."""
+        own = self._watch.signal(self._clock())
+        signals = [*self._node(), *([own] if own else [])]
+        health.signals.extend(map(signal_to, signals))
+        vitals = self._host.vitals
+        vitals.num_slots_used = self._host.admission.num_slots_used
+        vitals.num_tokens = self._engine.stats().num_tokens
+        health.vitals.CopyFrom(vitals_to(vitals))
+
+    async def run(self) -> None:
+        """Until the instance must end; then raises EngineFailed, after its sessions were told."""
+        self._verdict = asyncio.get_running_loop().create_future()
+        view = self._board.watch(self._on_report)
+        try:
+            await together(self._mind_the_engine(), self._mind_the_judge(self._verdict))
+        except EngineFailed as exc:
+            self._host.fail_all(exc.reason, exc.message)  # clients go on elsewhere at once
+            self._say_now()  # why it ends: the judge counts restarts that did not help
+            await asyncio.sleep(_LAST_WORD_S)
+            raise
+        finally:
+            await view.close()
+
+    async def _mind_the_engine(self) -> None:
+        ping: asyncio.Task[None] | None = None
+        num_signs = 0
+        try:
+            while True:
+                before, num_signs = num_signs, self._engine.stats().num_signs
+                if num_signs != before:
+                    self._watch.handle(Worked(), self._clock())
+                if ping is not None and ping.done():
+                    ping.result()
+                    self._watch.handle(Answered(), self._clock())
+                    ping = None
+                for effect in self._watch.handle(Tick(), self._clock()):
+                    match effect:
+                        case SendPing():
+                            ping = asyncio.create_task(self._engine.ping(), name="engine-ping")
+                        case GiveUp(silent_s):
+                            log.error("engine.hung", silent_s=round(silent_s, 1))
+                            message = f"the engine did not answer for {silent_s:.0f} s"
+                            raise EngineFailed(message, reason=ENGINE_DIED)
+                await asyncio.sleep(self._watch.period_s)
+        finally:
+            if ping is not None:
+                await end([ping])
+
+    async def _mind_the_judge(self, verdict: asyncio.Future[FaultReport]) -> None:
+        report = await verdict
+        reasons = ", ".join(s.reason for s in report.signals)
+        log.error("instance.judged_faulty", level=report.level, reasons=reasons)
+        raise EngineFailed(f"judged faulty: {reasons}", reason=InstanceLost.default_reason)
+
+    def _on_report(self, report: FaultReport) -> None:
+        is_mine = (report.instance_id, report.instance_incarnation) == (
+            self._instance_id,
+            self._incarnation,
+        )
+        action = RESPONSES[level_of(report.level)].action
+        if not is_mine or report.held_back or action is not Action.RESTART_PROCESS:
+            return
+        if self._verdict is not None and not self._verdict.done():
+            self._verdict.set_result(report)
+
+
+def node_reader(
+    file: Path, devices: Sequence[str], wall_clock: Callable[[], float] = time.time
+) -> ReadNode:
+    """What the node's status file holds against an instance on these devices; nothing where there is no agent."""
+
+    def read() -> Sequence[Signal]:
+        try:
+            text = file.read_text(errors="replace")
+        except OSError:
+            return ()
+        return signals_from_file(text, devices, wall_clock())
+
+    return read
+
+
+def device_names(setting: str, instance_id: str, environment: Mapping[str, str]) -> list[str]:
+    """Of the devices an instance computes on. One without any is its own: its node's agent may still be told of faults."""
+    text = setting or environment.get("CUDA_VISIBLE_DEVICES", "")
+    return [name.strip() for name in text.split(",") if name.strip()] or [instance_id]

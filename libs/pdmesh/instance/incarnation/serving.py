@@ -1,0 +1,127 @@
+"""A loaded engine at work: host, gRPC, and what is published of it, from listening to the last goodbye."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
+import grpc
+
+from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.engine.base import BlocksChanged
+from pdmesh.instance.incarnation.loading import LoadedEngine
+from pdmesh.instance.legs import instruments
+from pdmesh.instance.legs.host import HostConfig, InstanceHost
+from pdmesh.instance.legs.publishing import ErrorPublisher, KvBlocksPublisher, LoadPublisher
+from pdmesh.instance.legs.servicer import InstanceServicer
+from pdmesh.instance.settings import InstanceSettings
+from pdmesh.lifecycle import StartupError
+from pdmesh.net.events import EventPublisher
+from pdmesh.net.grpc import rpc
+from pdmesh.net.loopback import join
+from pdmesh.net.registry import Registry
+from pdmesh.net.tasks import end
+from pdmesh.v1 import instance_service_pb2
+from pdmesh.v1.common_pb2 import InstanceRecord
+
+_CLOSE_S: Final = 1.0  # for sessions to read their last message
+
+
+class Serving:
+    """Refuses requests until `admit`. `record` is the instance as it is registered now; `on_record`: it changed."""
+
+    def __init__(
+        self,
+        loaded: LoadedEngine,
+        events: EventPublisher,
+        service: str,
+        record: Callable[[], InstanceRecord],
+        on_record: Callable[[], None],
+    ) -> None:
+        settings = loaded.settings
+        self.loaded = loaded
+        self._settings, self._record = settings, record
+        self._blocks = KvBlocksPublisher(events, settings.instance_id)
+        self._failures = ErrorPublisher(events, settings.instance_id, service)
+        self.host = InstanceHost(
+            loaded.engine,
+            loaded.admission(),
+            time.monotonic,
+            HostConfig(
+                transfer_timeout_s=settings.transfer_timeout_s,
+                transfer_stall_s=settings.transfer_stall_s,
+                stall_s=settings.stall_s,
+            ),
+            on_blocks=self._blocks.add,
+            on_error=self._failures.report,
+            on_record=on_record,
+        )
+        self._load = LoadPublisher(events, settings.instance_id, self.host.load, self.host.book)
+        self.host.on_load = self._load.changed
+        self.host.drain(True)
+        self._server: grpc.aio.Server | None = None
+        self._works: dict[str, asyncio.Task[None]] = {}
+        self.address = ""
+
+    async def start(self, registry: Registry) -> list[asyncio.Task[None]]:
+        """Listen; returns the tasks, none of which may end. Raises StartupError."""
+        self._server = rpc.server()
+        rpc.add_service(
+            self._server,
+            instance_service_pb2.DESCRIPTOR.services_by_name["InstanceService"],
+            InstanceServicer(self.host, self._record, self._blocks),
+        )
+        self.address = join(self._settings.reachable_host, _listen(self._server, self._settings))
+        await rpc.start(self._server)  # an assignment may be taken back while it loads
+        instruments.show(self.host)
+        works = {
+            "outputs": self.host.run(),
+            "progress": self.host.tell_progress(),
+            "blocks": self._blocks.run(),
+            "load": self._load.run(),
+            "failures": self._failures.run(),
+        }
+        if self.loaded.holders is not None:
+            works["holders"] = self.loaded.holders.run(registry)
+        self._works = {name: asyncio.create_task(work, name=name) for name, work in works.items()}
+        return list(self._works.values())
+
+    def admit(self) -> None:
+        """Take requests from now on, or again."""
+        self.host.drain(False)
+
+    def refuse(self) -> None:
+        """Take nothing new; what runs goes on."""
+        self.host.drain(True)
+
+    async def erase_blocks(self) -> None:
+        """Tell whoever keeps an index that no tier of this instance holds anything."""
+        await self._quiesce()
+        for tier in (Tier.ENGINE, Tier.HOST):
+            self._blocks.add(BlocksChanged(is_cleared=True, tier=tier))
+        await self._blocks.publish_rest()
+
+    async def stop(self) -> None:
+        """Sessions end and the engine's memory is given back. After it nothing is published."""
+        await self._quiesce()
+        await self._failures.publish_rest()
+        self.host.close_all()
+        if self._server is not None:
+            await self._server.stop(_CLOSE_S)
+        instruments.show(None)
+        await self.loaded.stop()
+
+    async def _quiesce(self) -> None:
+        await end(self._works.values())
+
+
+def _listen(server: grpc.aio.Server, settings: InstanceSettings) -> int:
+    try:
+        return server.add_insecure_port(join(settings.inner_host, settings.grpc_port))
+    except RuntimeError as exc:
+        variable = f"{type(settings).model_config.get('env_prefix', '')}GRPC_PORT"
+        raise StartupError(
+            f"cannot listen on {settings.inner_host}:{settings.grpc_port}; set {variable}"
+        ) from exc

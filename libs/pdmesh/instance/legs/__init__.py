@@ -1,0 +1,1 @@
+"""The legs of an instance: from a gateway's command to its last token."""

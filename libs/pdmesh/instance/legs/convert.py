@@ -1,0 +1,185 @@
+"""Commands and events between protobuf and the engine's own types. `from_*` validates, what follows trusts."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass
+
+from pdmesh.core.instance.admission import Capacity, RefusalReason, Refused
+from pdmesh.core.kv.layout import compatibility as kv_format
+from pdmesh.core.kv.prefix.block_hash import HASH_BYTES, tokens_from_bytes
+from pdmesh.core.kv.transfer.ticket import MAX_TICKET_ID
+from pdmesh.engine.base import Failed, FinishReason, Prefilled, Sampling, Ticket, TokenLogprob
+from pdmesh.errors import InvalidRequest
+from pdmesh.v1 import common_pb2, instance_service_pb2
+from pdmesh.v1.instance_service_pb2 import Prefill, RejectReason, SessionEvent, Start
+
+_FINISH = {
+    None: common_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+_REJECT = {r: RejectReason.Value(f"REJECT_REASON_{r.name}") for r in RefusalReason}
+
+
+def sampling_from_proto(m: common_pb2.SamplingParams) -> Sampling:
+    """Raises InvalidRequest with the field's name."""
+    if m.max_tokens < 1:
+        raise InvalidRequest("max_tokens is at least 1", field="sampling.max_tokens")
+    if not (math.isfinite(m.temperature) and m.temperature >= 0):
+        raise InvalidRequest("temperature is at least 0", field="sampling.temperature")
+    if not 0 < m.top_p <= 1:
+        raise InvalidRequest("top_p is in (0, 1]", field="sampling.top_p")
+    return Sampling(
+        max_tokens=m.max_tokens,
+        temperature=m.temperature,
+        top_p=m.top_p,
+        seed=m.seed if m.HasField("seed") else None,
+        stop_token_ids=frozenset(m.stop_token_ids),
+        ignore_eos=m.ignore_eos,
+        num_logprobs=m.num_logprobs if m.HasField("num_logprobs") else None,
+        num_drawn=m.num_drawn,
+    )
+
+
+def prompt_from_bytes(data: bytes) -> array[int]:
+    """Raises InvalidRequest if it is not a whole, positive number of uint32."""
+    if not data or len(data) % 4:
+        raise InvalidRequest("not a list of uint32", field="prompt_token_ids")
+    return tokens_from_bytes(data)
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What `Prefill` and `Start` have in common."""
+
+    prompt: array[int]
+    sampling: Sampling
+    block_hashes: tuple[bytes, ...]
+
+
+def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
+    """Raises InvalidRequest. Hashes are one per full block of the prompt, or none (then nothing is shared)."""
+    prompt = prompt_from_bytes(m.prompt_token_ids)
+    hashes = tuple(m.block_hashes)
+    if hashes and len(hashes) != len(prompt) // capacity.block_size:
+        raise InvalidRequest("not one hash per full block", field="block_hashes")
+    if any(len(block_hash) != HASH_BYTES for block_hash in hashes):
+        raise InvalidRequest(f"a hash has {HASH_BYTES} bytes", field="block_hashes")
+    if isinstance(m, Start):
+        _check_ticket(m.ticket, len(prompt), capacity)
+    if m.sampling.num_drawn > len(prompt):
+        text = "more tokens than the prompt holds, and what was drawn is part of it"
+        raise InvalidRequest(text, field="sampling.num_drawn")
+    return Parsed(prompt, sampling_from_proto(m.sampling), hashes)
+
+
+def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int, capacity: Capacity) -> None:
+    """A ticket of another fingerprint is admission's business: its numbers mean nothing here."""
+    if len(ticket.ticket_id.encode()) > MAX_TICKET_ID:
+        raise InvalidRequest(f"more than {MAX_TICKET_ID} bytes", field="ticket.ticket_id")
+    if ticket.model_fingerprint != capacity.model_fingerprint:
+        return
+    num_blocks = -(-num_tokens // capacity.block_size)
+    if not (ticket.ticket_id and ticket.addresses):
+        raise InvalidRequest("the ticket is incomplete", field="ticket")
+    kv_bytes = kv_format.rank_bytes(
+        capacity.model_fingerprint,
+        num_blocks * capacity.block_bytes,
+        capacity.num_ranks,
+        len(ticket.addresses),
+    )
+    if (ticket.num_tokens, ticket.kv_bytes) != (num_tokens, kv_bytes):
+        raise InvalidRequest("the ticket is not of this prompt", field="ticket")
+
+
+def ticket_from_proto(m: common_pb2.Ticket) -> Ticket:
+    return Ticket(
+        ticket_id=m.ticket_id,
+        request_id=m.request_id,
+        attempt=m.attempt,
+        instance_id=m.instance_id,
+        incarnation=m.incarnation,
+        model_fingerprint=m.model_fingerprint,
+        num_tokens=m.num_tokens,
+        kv_bytes=m.kv_bytes,
+        addresses=tuple(m.addresses),
+        lease_ms=m.lease_ms,
+    )
+
+
+def ticket_to_proto(ticket: Ticket) -> common_pb2.Ticket:
+    return common_pb2.Ticket(
+        ticket_id=ticket.ticket_id,
+        request_id=ticket.request_id,
+        attempt=ticket.attempt,
+        instance_id=ticket.instance_id,
+        incarnation=ticket.incarnation,
+        model_fingerprint=ticket.model_fingerprint,
+        num_tokens=ticket.num_tokens,
+        kv_bytes=ticket.kv_bytes,
+        addresses=ticket.addresses,
+        lease_ms=ticket.lease_ms,
+    )
+
+
+def logprob_to_proto(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
+    return common_pb2.TokenLogprob(
+        token_id=logprob.token_id,
+        logprob=logprob.logprob,
+        top_token_ids=[token for token, _ in logprob.top],
+        top_logprobs=[value for _, value in logprob.top],
+    )
+
+
+def accepted(key: int, ticket: Ticket) -> SessionEvent:
+    return SessionEvent(
+        key=key, accepted=instance_service_pb2.Accepted(ticket=ticket_to_proto(ticket))
+    )
+
+
+def rejected(key: int, refused: Refused) -> SessionEvent:
+    event = SessionEvent(key=key)
+    event.rejected.reason = _REJECT[refused.reason]
+    event.rejected.retry_after_ms = refused.retry_after_ms
+    event.rejected.detail = refused.detail
+    return event
+
+
+def first_token(key: int, output: Prefilled) -> SessionEvent:
+    event = SessionEvent(key=key)
+    event.first_token.token_id = output.token
+    event.first_token.finish_reason = _FINISH[output.finish_reason]
+    event.first_token.num_cached_tokens = output.num_cached_tokens
+    if output.ticket is not None:
+        event.first_token.ticket.CopyFrom(ticket_to_proto(output.ticket))
+    if output.logprob is not None:
+        event.first_token.logprob.CopyFrom(logprob_to_proto(output.logprob))
+    return event
+
+
+def kv_advanced(key: int, stage: instance_service_pb2.KvStage.ValueType) -> SessionEvent:
+    return SessionEvent(key=key, kv_advanced=instance_service_pb2.KvAdvanced(stage=stage))
+
+
+def kv_received(key: int, kv_bytes: int, duration_s: float, num_computed: int) -> SessionEvent:
+    event = SessionEvent(key=key)
+    event.kv_received.kv_bytes = kv_bytes
+    event.kv_received.duration_us = round(1e6 * duration_s)
+    event.kv_received.num_computed_tokens = num_computed
+    return event
+
+
+def finished(key: int, reason: FinishReason) -> SessionEvent:
+    event = SessionEvent(key=key)
+    event.finished.finish_reason = _FINISH[reason]
+    return event
+
+
+def failed(key: int, output: Failed) -> SessionEvent:
+    event = SessionEvent(key=key)
+    event.failed.reason = output.reason
+    event.failed.message = output.message
+    event.failed.is_retryable = output.is_retryable
+    return event

@@ -1,0 +1,263 @@
+"""One instance: sessions on one side, an engine on the other, and the legs between them.
+
+Commands are applied at once and in order, on the event loop. A session that ends, for whatever reason, takes all its
+legs with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from pdmesh.core.health.vitals import Vitals
+from pdmesh.core.instance.admission import Admission
+from pdmesh.core.kv.transfer.source_exclusions import HeldSource, SourceFault
+from pdmesh.engine.base import BlocksChanged, Engine, Failed
+from pdmesh.errors import InvalidRequest
+from pdmesh.instance.legs import convert
+from pdmesh.instance.legs.leg_life import LegLife
+from pdmesh.instance.legs.load_book import LoadBook
+from pdmesh.instance.legs.outbox import Outbox
+from pdmesh.instance.legs.outputs import Outputs
+from pdmesh.instance.legs.source_watch import OnError, SourceWatch
+from pdmesh.v1.instance_service_pb2 import Command, Load, Progress
+
+ENGINE_DIED: Final = "ENGINE_DIED"
+
+
+@dataclass(frozen=True, slots=True)
+class HostConfig:
+    transfer_timeout_s: float = 4.5  # one pull of KV, however much of the deadline is left
+    transfer_stall_s: float = 2.0  # without any of it, once prefill is done
+    stall_s: float = 10.0  # a gateway that does not read for so long is cut off
+    message_gap_s: float = 0.002  # tokens alone wait so long after a message
+    progress_every_s: float = (
+        0.5  # gateways hear how far the engine is; much shorter than their STALL_S
+    )
+
+
+class InstanceHost:
+    """`on_blocks`, `on_load` and `on_error` are told what is to be published, `on_record` that the record changed; they
+    must not block. `new_secret` is the part of a ticket's id that cannot be guessed.
+
+    `run` passes the engine's outputs on; everything else is called by the sessions.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        admission: Admission,
+        clock: Callable[[], float],
+        config: HostConfig = HostConfig(),
+        *,
+        on_blocks: Callable[[BlocksChanged], None] = lambda _: None,
+        on_error: OnError = lambda reason, message, request_id: None,
+        on_record: Callable[[], None] = lambda: None,
+        new_secret: Callable[[], str] = lambda: secrets.token_hex(16),
+    ) -> None:
+        self.admission = admission
+        self.on_load: Callable[[], None] = lambda: None
+        self._engine, self._clock, self._config = engine, clock, config
+        self._on_error = on_error
+        self._sources = SourceWatch(clock, on_error, on_record)
+        self._life = LegLife(
+            engine,
+            admission,
+            clock,
+            config.transfer_timeout_s,
+            config.transfer_stall_s,
+            self._sources,
+            on_error,
+            self._after_changes,
+            new_secret,
+        )
+        self._outputs = Outputs(self._life, clock, on_blocks)
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._outboxes: dict[Outbox, None] = {}
+        self._published_version = -1
+        self._num_signs_told = 0
+
+    # -- what it shows ----------------------------------------------------------------------------
+
+    @property
+    def book(self) -> LoadBook:
+        return self._life.book
+
+    @property
+    def vitals(self) -> Vitals:
+        return self._life.vitals
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._outboxes)
+
+    @property
+    def num_running(self) -> int:
+        """Legs that compute, or whose KV is on its way."""
+        return self._engine.stats().num_running
+
+    @property
+    def num_pulls_queued(self) -> int:
+        return int(self._engine.stats().extra.get("num_pulls_queued", 0))
+
+    @property
+    def num_engine_blocks_free(self) -> int:
+        return self._engine.stats().num_kv_blocks_free
+
+    @property
+    def num_kv_connections(self) -> int:
+        return int(self._engine.stats().extra.get("num_kv_connections", 0))
+
+    @property
+    def num_tickets(self) -> int:
+        return self._life.table.num_tickets
+
+    def load(self) -> Load:
+        admission = self.admission
+        return Load(
+            num_slots=admission.num_places,
+            num_slots_used=admission.num_slots_used,
+            num_kv_blocks_free=admission.num_blocks_free,
+            is_draining=admission.is_draining,
+        )
+
+    def progress(self) -> Progress:
+        stats = self._engine.stats()
+        return Progress(
+            num_signs=stats.num_signs,
+            num_tokens=stats.num_tokens,
+            num_open_tokens=self._life.table.num_open_tokens,
+        )
+
+    def held_sources(self) -> list[HeldSource]:
+        """See `SourceWatch.held`."""
+        return self._sources.held()
+
+    def num_sources_held(self, fault: SourceFault) -> int:
+        return self._sources.num_held(fault)
+
+    async def wait_idle(self) -> None:
+        """Until no leg holds anything, staged KV included."""
+        await self._idle.wait()
+
+    def check_invariants(self) -> None:
+        self._life.check_invariants()
+        assert all(leg.outbox in self._outboxes for leg in self._life.table.all())
+
+    # -- sessions ---------------------------------------------------------------------------------
+
+    def open(self, gateway_id: str) -> Outbox:
+        config = self._config
+        outbox = Outbox(gateway_id, config.stall_s, self._clock, config.message_gap_s)
+        self._outboxes[outbox] = None
+        outbox.set_load(self.load(), self.admission.version)
+        outbox.set_progress(self.progress())
+        return outbox
+
+    def close(self, outbox: Outbox) -> None:
+        """Abort every leg of the session; idempotent."""
+        if outbox not in self._outboxes:
+            return
+        outbox.close()
+        for leg in self._life.table.of_session(outbox):
+            self._life.abort(leg)
+        del self._outboxes[outbox]
+        self._after_changes()
+
+    def close_all(self) -> None:
+        for outbox in list(self._outboxes):
+            self.close(outbox)
+
+    def apply(self, outbox: Outbox, commands: Iterable[Command]) -> None:
+        """Carry out a batch of commands. Raises InvalidRequest on what no correct gateway sends."""
+        life = self._life
+        for command in commands:
+            match command.WhichOneof("command"):
+                case "prefill":
+                    life.begin(outbox, command.prefill)
+                case "start":
+                    life.begin(outbox, command.start)
+                case "join":
+                    if leg := life.table.find(outbox, command.join.key):
+                        life.join(leg, command.join.first_token_id)
+                case "abort":
+                    if leg := life.table.find(outbox, command.abort.key):
+                        life.abort(leg)
+                case "release":
+                    if leg := life.table.find(outbox, command.release.key):
+                        self._engine.release(leg.ticket_id)
+                case _:
+                    raise InvalidRequest("no such command here", field="commands")
+        self._after_changes()
+
+    def drain(self, is_draining: bool) -> None:
+        self.admission.drain(is_draining)
+        for outbox in self._outboxes:
+            outbox.wants_load = True
+        self._after_changes()
+
+    # -- the engine -------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Pass the engine's outputs on until it dies. Raises EngineFailed, after telling all sessions."""
+        pass_on = self._outputs.pass_on
+        try:
+            async for outputs in self._engine.outputs():
+                for output in outputs:
+                    pass_on(output)
+                self._after_changes()
+        except Exception:
+            self.fail_all(ENGINE_DIED, "the engine died")
+            raise
+
+    async def tell_progress(self) -> None:
+        """For ever: tell sessions with legs that the engine works. It may do so for long before it puts out anything."""
+        while True:
+            await asyncio.sleep(self._config.progress_every_s)
+            progress = self.progress()
+            if progress.num_signs == self._num_signs_told:
+                continue
+            self._num_signs_told = progress.num_signs
+            for outbox in list(self._outboxes):
+                if self._life.table.has_any(outbox):
+                    outbox.set_progress(progress)
+                    outbox.flush()
+
+    def fail_all(self, reason: str, message: str) -> None:
+        """The engine is gone or given up, and with it everything it held: every leg fails, nothing is taken any more."""
+        self._on_error(reason, message, "")
+        for leg in self._life.table.all():
+            failure = Failed(leg.number, reason, message)
+            leg.outbox.add_event(convert.failed(leg.key, failure))
+            self._life.forget(leg, "failed")
+        self.admission.drain(True)
+        for outbox in self._outboxes:
+            outbox.flush()
+            outbox.close()
+
+    def _after_changes(self) -> None:
+        """Wake the writers that have something to send, and those that wait for a free slot."""
+        admission = self.admission
+        version, is_full = (
+            admission.version,
+            admission.num_slots_used >= admission.num_places,
+        )
+        for outbox in self._outboxes:
+            is_hint = outbox.wants_load and not is_full
+            if not (outbox.has_something or is_hint):
+                continue
+            if outbox.load_version != version:
+                outbox.set_load(self.load(), version, is_urgent=is_hint)
+                outbox.wants_load = is_full
+            outbox.flush()
+        if version != self._published_version:
+            self._published_version = version
+            if admission.num_slots_used == 0:
+                self._idle.set()
+            else:
+                self._idle.clear()
+            self.on_load()

@@ -1,0 +1,288 @@
+"""Where legs begin and end: admission, the engine's job, and what is given back and counted with the last word.
+
+A leg is refused by the admission core alone, without asking the engine (S40). A prefill's slot and range outlive its last
+word until its ticket closes (S41).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from pdmesh.core.health.vitals import Vitals
+from pdmesh.core.instance.admission import (
+    Admission,
+    Ask,
+    RefusalReason,
+    Refused,
+    Work,
+)
+from pdmesh.core.kv.transfer.source_exclusions import KvSource
+from pdmesh.core.kv.transfer.ticket import PullFailure, make_ticket_id
+from pdmesh.engine.base import ArenaRange, DecodeJob, Engine, Failed, PrefillJob, hands_on
+from pdmesh.errors import InvalidRequest, KvTransferFailed
+from pdmesh.instance.legs import convert, instruments, spans
+from pdmesh.instance.legs.legs import Leg, LegTable
+from pdmesh.instance.legs.load_book import LoadBook
+from pdmesh.instance.legs.outbox import Outbox
+from pdmesh.instance.legs.source_watch import OnError, SourceWatch
+from pdmesh.telemetry import names
+from pdmesh.v1.instance_service_pb2 import (
+    KV_STAGE_PULLING,
+    KV_TRANSFER_PER_LAYER,
+    Prefill,
+    Start,
+)
+
+log = structlog.get_logger(__name__)
+
+_HOLD_ACCEPTED_S: Final = 0.05  # a decode's; a prefill's is not held, as gateways count T_p from it
+
+
+class LegLife:
+    """`on_late`: a leg was ended by time, between commands and outputs. `new_secret`: of a ticket's id."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        admission: Admission,
+        clock: Callable[[], float],
+        transfer_timeout_s: float,
+        transfer_stall_s: float,
+        sources: SourceWatch,
+        on_error: OnError,
+        on_late: Callable[[], None],
+        new_secret: Callable[[], str],
+    ) -> None:
+        self.admission, self.sources, self.on_error = admission, sources, on_error
+        self.table = LegTable()
+        self.book = LoadBook()
+        self.vitals = Vitals()
+        self._engine, self._clock = engine, clock
+        self._transfer_timeout_s, self._transfer_stall_s = transfer_timeout_s, transfer_stall_s
+        self._on_late = on_late
+        self._last_leg = 0
+        self._new_secret = new_secret
+
+    # -- the beginning ----------------------------------------------------------------------------
+
+    def begin(self, outbox: Outbox, m: Prefill | Start) -> None:
+        """Accept the leg and give it to the engine, or say why not. Raises InvalidRequest for a key in use."""
+        if self.table.find(outbox, m.key) is not None:
+            raise InvalidRequest("a key is never reused", field="commands")
+        try:
+            parsed = convert.parse(m, self.admission.capacity)
+        except InvalidRequest as exc:
+            failure = Failed(0, exc.reason, exc.message, is_retryable=False)
+            outbox.add_event(convert.failed(m.key, failure))
+            return
+        work, source = _work_of(m), _source_of(m)
+        if self.sources.refuses(source):
+            detail = "KV from there was corrupt too often"
+            self._refuse(outbox, m.key, Refused(RefusalReason.SOURCE_QUARANTINED, detail=detail))
+            return
+        ask = Ask(
+            leg=self._last_leg + 1,
+            work=work,
+            num_prompt_tokens=len(parsed.prompt),
+            max_tokens=parsed.sampling.max_tokens,
+            remaining_s=m.remaining_ms / 1000,
+            model_fingerprint=m.ticket.model_fingerprint if isinstance(m, Start) else None,
+        )
+        decision = self.admission.admit(ask, self._clock())
+        if isinstance(decision, Refused):
+            self._refuse(outbox, m.key, decision)
+            return
+        self._last_leg = ask.leg
+        num_computed_here = 0 if work is Work.DECODE else ask.num_prompt_tokens
+        self.book.admitted(ask.leg, m.request_id, num_computed_here, self._clock())
+        instruments.admissions.add(1, instruments.ACCEPTED)
+        self.vitals.num_accepted += 1
+        num_tokens = ask.num_prompt_tokens + ask.max_tokens
+        trace_id = m.traceparent[3:35]
+        leg = Leg(ask.leg, outbox, m.key, work, m.request_id, num_tokens, trace_id, source=source)
+        leg.began_at = self._clock()
+        if isinstance(m, Start):
+            self._start_decode(leg, m, parsed, decision.range)
+        else:
+            self._start_prefill(leg, m, parsed, decision.range)
+
+    def _refuse(self, outbox: Outbox, key: int, refused: Refused) -> None:
+        instruments.admissions.add(1, instruments.REFUSED[refused.reason])
+        self.vitals.num_refused += 1
+        outbox.add_event(convert.rejected(key, refused))
+        if refused.retry_after_ms:
+            outbox.wants_load = True
+
+    def _start_prefill(
+        self, leg: Leg, m: Prefill, parsed: convert.Parsed, staging: ArenaRange | None
+    ) -> None:
+        leg.span = spans.start(names.SPAN_PREFILL, m.traceparent, m.request_id, m.attempt)
+        if staging is not None:
+            leg.ticket_id = make_ticket_id(leg.number, self._new_secret())
+        job = PrefillJob(
+            leg=leg.number,
+            request_id=m.request_id,
+            attempt=m.attempt,
+            prompt=parsed.prompt,
+            sampling=parsed.sampling,
+            ticket_id=leg.ticket_id,
+            staging=staging,
+            is_per_layer=m.kv_transfer == KV_TRANSFER_PER_LAYER,
+            cache_salt=m.cache_salt,
+            block_hashes=parsed.block_hashes,
+            traceparent=m.traceparent,
+        )
+        leg.is_per_layer = job.is_per_layer and hands_on(job, self.admission.capacity.max_model_len)
+        self.table.add(leg)
+        if not leg.is_per_layer:  # else with the ticket, once it is open
+            leg.outbox.add_accepted(leg.key)
+        self._engine.prefill(job)
+
+    def _start_decode(
+        self, leg: Leg, m: Start, parsed: convert.Parsed, landing: ArenaRange | None
+    ) -> None:
+        assert landing is not None
+        all_bytes = m.ticket.kv_bytes * len(m.ticket.addresses)
+        leg.compute_s_per_byte = m.prompt_compute_ms / 1000 / max(1, all_bytes)
+        leg.span = spans.start(names.SPAN_DECODE, m.traceparent, m.request_id, m.attempt)
+        leg.transfer_span = spans.start(
+            names.SPAN_KV_TRANSFER, m.traceparent, m.request_id, m.attempt
+        )
+        self.table.add(leg)
+        leg.outbox.add_accepted(leg.key, _HOLD_ACCEPTED_S)
+        remaining_s = m.remaining_ms / 1000
+        if not m.awaits_first_token:  # else it waits for prefill too: `join` bounds what is left
+            remaining_s = min(remaining_s, self._transfer_timeout_s)
+        self._engine.decode(
+            DecodeJob(
+                leg=leg.number,
+                request_id=m.request_id,
+                attempt=m.attempt,
+                prompt=parsed.prompt,
+                first_token=None if m.awaits_first_token else m.first_token_id,
+                ticket=convert.ticket_from_proto(m.ticket),
+                landing=landing,
+                sampling=parsed.sampling,
+                deadline_s=remaining_s,
+                cache_salt=m.cache_salt,
+                block_hashes=parsed.block_hashes,
+                traceparent=m.traceparent,
+                stall_s=self._transfer_stall_s,
+            )
+        )
+
+    def join(self, leg: Leg, first_token: int) -> None:
+        """Prefill is done, so the rest of the KV is on its way."""
+        self._engine.join(leg.number, first_token)
+        leg.is_joined = True
+        self._bound_pull(leg)
+
+    def pulling(self, leg: Leg) -> None:
+        """Its turn to pull has come: gateways are told if it was waited for, as `STALL_S` began with the acceptance."""
+        leg.is_pulling = True
+        self._bound_pull(leg)
+        if self._clock() - leg.began_at > _HOLD_ACCEPTED_S:
+            leg.outbox.add_sign(convert.kv_advanced(leg.key, KV_STAGE_PULLING))
+
+    def _bound_pull(self, leg: Leg) -> None:
+        """An early decode's KV comes within the time of a pull from when prefill is done and the pull has begun, or not at all.
+
+        Neither a prefill that computes still nor an engine with no place for the pull says anything about the source.
+        """
+        if leg.is_joined and leg.is_pulling and not leg.has_first and leg.overdue is None:
+            loop = asyncio.get_running_loop()
+            leg.overdue = loop.call_later(self._transfer_timeout_s, self._on_overdue, leg)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def abort(self, leg: Leg) -> None:
+        """The engine gives the leg's ranges back by TicketClosed or LandingFreed, perhaps later."""
+        self._engine.abort(leg.number)
+        self.forget(leg, "aborted")
+        self.admission.ended(leg.number, self._clock())
+        self.free_if_closed(leg)
+
+    def _on_overdue(self, leg: Leg) -> None:
+        if self.table.get(leg.number) is not leg:
+            return
+        self._engine.abort(leg.number)
+        message = f"{PullFailure.TIMEOUT}: the KV did not arrive in time after token 1"
+        reason = KvTransferFailed.default_reason
+        self.fail(leg, Failed(leg.number, reason, message, cause=PullFailure.TIMEOUT))
+        self._on_late()
+
+    def fail(self, leg: Leg, failure: Failed) -> None:
+        log.warning(
+            "leg.failed",
+            request_id=leg.request_id,
+            trace_id=leg.trace_id,
+            reason=failure.reason,
+            detail=failure.message,
+        )
+        if failure.reason == KvTransferFailed.default_reason:
+            instruments.transfer_failures.add(1, {names.ATTR_REASON: failure.cause})
+            self.sources.failed(leg.source, failure.cause, leg.request_id)
+        self.on_error(failure.reason, failure.message, leg.request_id)
+        leg.outbox.add_event(convert.failed(leg.key, failure))
+        self.close(leg, "failed")
+
+    def close(self, leg: Leg, outcome: str) -> None:
+        """The leg's last word is said. A prefill that staged nothing has nothing to wait for."""
+        self.forget(leg, outcome)
+        now = self._clock()
+        self.admission.ended(leg.number, now)
+        if leg.is_per_layer:
+            self.free_if_closed(leg)  # else TicketClosed follows: a decode may be pulling
+        elif leg.work is Work.PREFILL:
+            self.table.close_ticket(leg.ticket_id)
+            self.admission.range_freed(leg.number, now)
+
+    def forget(self, leg: Leg, outcome: str) -> None:
+        """The gateway hears no more of this leg."""
+        self.book.ended(leg.number)
+        failure = "" if outcome == "finished" else outcome
+        spans.end(leg.transfer_span, failure)
+        spans.end(leg.span, failure)
+        leg.span = leg.transfer_span = None
+        self.in_time(leg)
+        self.table.remove(leg)
+        self.vitals.num_ended += 1
+        self.vitals.num_failed += outcome == "failed"
+        instruments.legs_ended.add(1, {names.ATTR_OUTCOME: outcome})
+
+    @staticmethod
+    def in_time(leg: Leg) -> None:
+        """The KV that `_bound_pull` waits for has come, or need not come any more."""
+        if leg.overdue is not None:
+            leg.overdue.cancel()
+            leg.overdue = None
+
+    def free_if_closed(self, leg: Leg) -> None:
+        """A per-layer ticket may have closed while its prefill computed: the range was kept until now."""
+        if leg.is_per_layer and not self.table.is_ticket_open(leg.ticket_id):
+            self.admission.range_freed(leg.number, self._clock())
+
+    def ended_unheard(self, number: int) -> None:
+        """It was aborted when it had ended already: no TicketClosed follows for a prefill's range."""
+        leg = self.table.with_ticket(number)
+        if leg is not None and not leg.is_per_layer:
+            self.table.close_ticket(leg.ticket_id)
+            self.admission.range_freed(number, self._clock())
+
+    def check_invariants(self) -> None:
+        self.admission.check_invariants()
+        self.sources.check_invariants()
+
+
+def _source_of(m: Prefill | Start) -> KvSource | None:
+    return KvSource(m.ticket.instance_id, m.ticket.incarnation) if isinstance(m, Start) else None
+
+
+def _work_of(m: Prefill | Start) -> Work:
+    if isinstance(m, Start):
+        return Work.DECODE
+    return Work.LOCAL if m.is_local else Work.PREFILL

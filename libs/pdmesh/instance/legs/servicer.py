@@ -1,0 +1,119 @@
+"""InstanceService over gRPC: a thin shell that reads commands into the host and writes its outboxes out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
+
+import grpc
+import structlog
+
+from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.errors import InvalidRequest, WrongIncarnation
+from pdmesh.instance.legs import instruments
+from pdmesh.instance.legs.host import InstanceHost
+from pdmesh.instance.legs.outbox import Outbox
+from pdmesh.instance.legs.publishing import KvBlocksPublisher
+from pdmesh.v1.common_pb2 import InstanceRecord
+from pdmesh.v1.instance_service_pb2 import (
+    GetKvSnapshotRequest,
+    GetKvSnapshotResponse,
+    GetStatusRequest,
+    GetStatusResponse,
+    Hello,
+    SessionRequest,
+    SessionResponse,
+)
+
+log = structlog.get_logger(__name__)
+
+_HASHES_PER_PART: Final = 32_768  # half a megabyte
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InstanceServicer:
+    """`record` is the instance as it is registered now."""
+
+    def __init__(
+        self,
+        host: InstanceHost,
+        record: Callable[[], InstanceRecord],
+        blocks: KvBlocksPublisher,
+    ) -> None:
+        self._host, self._record, self._blocks = host, record, blocks
+
+    async def Session(  # noqa: N802  # gRPC's name
+        self, requests: AsyncIterator[SessionRequest], context: Context
+    ) -> AsyncIterator[SessionResponse]:
+        first = await anext(requests, None)
+        if first is None or not first.commands:
+            raise InvalidRequest("a session begins with hello", field="commands")
+        hello = self._check(first.commands[0].hello)
+        outbox = self._host.open(hello.gateway_id)
+        writer = asyncio.current_task()
+        assert writer is not None
+        outbox.on_cut = lambda: self._cut(outbox, writer)
+        # The generator may be dropped without being closed; the call's end is always told.
+        context.add_done_callback(lambda _: self._host.close(outbox))  # type: ignore[arg-type]  # stub
+        reader = asyncio.create_task(self._read(first, requests, outbox), name="session-reader")
+        try:
+            while (response := await outbox.next()) is not None:
+                yield response
+            if reader.done():
+                reader.result()  # raises what ended the session, if anything did
+        finally:
+            reader.cancel()
+            self._host.close(outbox)
+
+    def _check(self, hello: Hello) -> Hello:
+        record = self._record()
+        if not hello.gateway_id:
+            raise InvalidRequest("a session begins with hello", field="commands")
+        if (hello.instance_id, hello.incarnation) != (record.instance_id, record.incarnation):
+            raise WrongIncarnation("this is another instance, or a later incarnation of it")
+        return hello
+
+    async def _read(
+        self, first: SessionRequest, requests: AsyncIterator[SessionRequest], outbox: Outbox
+    ) -> None:
+        try:
+            self._host.apply(outbox, first.commands[1:])
+            async for request in requests:
+                self._host.apply(outbox, request.commands)
+        finally:
+            outbox.close()
+
+    def _cut(self, outbox: Outbox, writer: asyncio.Task[object]) -> None:
+        log.warning("session.cut", gateway_id=outbox.gateway_id)
+        instruments.sessions_cut.add(1)
+        writer.cancel()
+
+    async def GetStatus(  # noqa: N802
+        self, request: GetStatusRequest, context: Context
+    ) -> GetStatusResponse:
+        host = self._host
+        return GetStatusResponse(
+            record=self._record(),
+            load=host.load(),
+            num_running=host.num_running,
+            num_tickets=host.num_tickets,
+            staging_bytes_used=host.admission.staging_bytes_used,
+            num_sessions=host.num_sessions,
+            num_retrieving=host.admission.num_retrieving,
+        )
+
+    async def GetKvSnapshot(  # noqa: N802
+        self, request: GetKvSnapshotRequest, context: Context
+    ) -> AsyncIterator[GetKvSnapshotResponse]:
+        sequence, by_tier = self._blocks.snapshot()
+        incarnation = self._record().incarnation
+        by_tier.setdefault(Tier.ENGINE, [])  # an instance without blocks has a sequence, too
+        for tier, hashes in by_tier.items():
+            for start in range(0, max(len(hashes), 1), _HASHES_PER_PART):
+                yield GetKvSnapshotResponse(
+                    incarnation=incarnation,
+                    sequence=sequence,
+                    block_hashes=hashes[start : start + _HASHES_PER_PART],
+                    tier="" if tier is Tier.ENGINE else tier.value,
+                )

@@ -1,0 +1,67 @@
+"""Whom this instance pulls KV from, and what becomes known of them: the shell of `kv_sources` (F23, F24, F34)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from pdmesh.core.kv.transfer.source_exclusions import (
+    HeldSource,
+    KvSource,
+    KvSources,
+    SourceFault,
+)
+
+SOURCE_HELD: Final = "KV_SOURCE_QUARANTINED"
+SOURCE_RELEASED: Final = "KV_SOURCE_RELEASED"
+
+OnError = Callable[[str, str, str], None]  # reason, message, request id
+
+
+class SourceWatch:
+    """Each change is reported as an error event; `on_change`: the instance's record says otherwise now."""
+
+    def __init__(
+        self, clock: Callable[[], float], on_error: OnError, on_change: Callable[[], None]
+    ) -> None:
+        self._sources = KvSources()
+        self._clock, self._on_error, self._on_change = clock, on_error, on_change
+
+    def refuses(self, source: KvSource | None) -> bool:
+        return source is not None and self._sources.refuses(source, self._clock())
+
+    def succeeded(
+        self, source: KvSource | None, waited_s: float, compute_s: float, request_id: str
+    ) -> None:
+        """As `KvSources.succeeded`."""
+        if source is not None:
+            fault = self._sources.succeeded(source, waited_s, compute_s, self._clock())
+            self._tell_if_held(source, fault, request_id)
+
+    def failed(self, source: KvSource | None, cause: str, request_id: str) -> None:
+        """A pull from it failed; `cause` is the KV agent's reason, empty if it is not known."""
+        if source is None or not cause:
+            return
+        fault = self._sources.failed(source, cause, self._clock())
+        self._tell_if_held(source, fault, request_id)
+
+    def _tell_if_held(self, source: KvSource, fault: SourceFault | None, request_id: str) -> None:
+        if fault is not None:
+            self._on_error(SOURCE_HELD, f"{_name(source)}: {fault}", request_id)
+            self._on_change()
+
+    def held(self) -> list[HeldSource]:
+        """Whom no KV is, or had better not be, pulled from now. To be asked now and then: time ends it."""
+        for over in self._sources.release_due(self._clock()):
+            self._on_error(SOURCE_RELEASED, f"{_name(over.source)}: {over.fault}", "")
+        return self._sources.held()
+
+    def num_held(self, fault: SourceFault) -> int:
+        return sum(h.fault is fault for h in self._sources.held())
+
+    def check_invariants(self) -> None:
+        self._sources.check_invariants()
+
+
+def _name(source: KvSource) -> str:
+    return f"{source.instance_id}/{source.incarnation:016x}"

@@ -1,0 +1,379 @@
+"""The transfer agent of one rank: stages KV for others to pull, and pulls from others, on one event loop.
+
+One connection per peer carries all pulls at once, told apart by pull id. A prompt of at most 64 KiB costs three messages: PULL,
+META with the bytes, ACK; a longer one adds one META and one payload per further part of a few MiB. Sending is in
+`agent_sender`, receiving in `agent_receiver`; here is the door, and what the two share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout
+from pdmesh.core.kv.transfer import sender_events as tx
+from pdmesh.core.kv.transfer.quarantine import Quarantine
+from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.agent.arena_memory import ArenaMemory, HostArena
+from pdmesh.kv.agent.checksums import decode_hash, fingerprint_hash
+from pdmesh.kv.agent.connections import ConnectionPool, Peers
+from pdmesh.kv.agent.handler import AgentHandler
+from pdmesh.kv.agent.probes import Probe
+from pdmesh.kv.agent.pull_order import (
+    PullOrder,
+    bad_ticket,
+    check_ticket,
+    order_blocks,
+    order_ticket,
+)
+from pdmesh.kv.agent.receiver import ReceiverHalf
+from pdmesh.kv.agent.sender import SenderHalf
+from pdmesh.kv.agent.ticker import Ticker
+from pdmesh.kv.agent.types import (
+    AgentEvent,
+    AgentHooks,
+    AgentIdentity,
+    AgentStats,
+    BlockSource,
+    LandingFreed,
+    OnRange,
+    PullResult,
+)
+from pdmesh.kv.transport.base import ByteArray, KvConnection, KvTransport
+
+log = structlog.get_logger(__name__)
+
+_TICK_S = 0.05
+_CLOSE_S = 2.0
+
+
+class KvAgent:
+    """See the module. All methods on the loop of `start`; `on_event` is called on it too."""
+
+    def __init__(
+        self,
+        transport: KvTransport,
+        identity: AgentIdentity,
+        *,
+        staging_bytes: int,
+        landing_bytes: int,
+        on_event: Callable[[AgentEvent], None],
+        hooks: AgentHooks | None = None,
+        staging_arena: ArenaMemory | None = None,
+        landing_arena: ArenaMemory | None = None,
+        blocks: BlockSource | None = None,
+        quarantine: Quarantine[str] | None = None,
+        max_peers: int = 256,
+        on_peers: Callable[[int], None] = lambda _: None,  # how many connections are open
+    ) -> None:
+        self._transport = transport
+        self._identity = identity
+        self._on_event = on_event
+        self._staging = staging_arena or HostArena(staging_bytes)
+        self._landing = landing_arena or HostArena(landing_bytes)
+        self._fingerprint_hash = fingerprint_hash(identity.model_fingerprint)
+        self._pool = ConnectionPool(transport, max_peers, self._peers_in_use)
+        self._peers = Peers(self._pool, on_peers)
+        self._sender = SenderHalf(identity, self._staging, self._peers, on_event, hooks, blocks)
+        quarantine = Quarantine() if quarantine is None else quarantine  # an empty one is false
+        self._receiver = ReceiverHalf(self._peers, on_event, hooks, quarantine)
+        self._ticker = Ticker(_TICK_S, self._has_work, self._on_tick)
+        self._handler = AgentHandler(
+            self._peers, self._sender, self._receiver, self._do_posted, self._ticker.keep_going
+        )
+        self._is_closed = False
+        self.address = ""  # of the transport, once started
+        self._posted: deque[Callable[[], None]] = deque()
+
+    @property
+    def num_tickets(self) -> int:
+        return self._sender.num_tickets
+
+    @property
+    def num_pulls(self) -> int:
+        return self._receiver.num_pulls
+
+    def stats(self) -> AgentStats:
+        sender, receiver = self._sender, self._receiver
+        return AgentStats(
+            num_tickets=sender.num_tickets,
+            num_pulls=receiver.num_pulls,
+            num_sends=sender.num_sends,
+            num_peers=len(self._peers),
+            bytes_sent=sender.bytes_sent,
+            bytes_received=receiver.bytes_received,
+            num_corrupt=receiver.num_corrupt,
+            num_quarantined=receiver.num_quarantined,
+            messages_sent=self._peers.messages_sent,
+        )
+
+    async def start(self) -> str:
+        """Open the transport; returns its address. Raises KvTransferFailed."""
+        self._loop = asyncio.get_running_loop()
+        self.address = await self._transport.start(self._handler)
+        return self.address
+
+    # -- sending ----------------------------------------------------------------------------------
+
+    def staging(self, r: ArenaRange) -> ByteArray:
+        """A view of the staging arena, to gather into."""
+        return self._staging.view(r)
+
+    def open(
+        self,
+        ticket_id: str,
+        attempt: int,
+        r: ArenaRange,
+        layout: KvLayout,
+        lease_s: float,
+        *,
+        chunk_bytes: int | None = None,
+    ) -> None:
+        """Serve pulls of a prompt whose layers are yet to come: each waits until its bytes are `ready`.
+
+        Without `chunk_bytes` it is cut so that little is left to move after the last layer. Until all are, the caller writes the range, and must end the ticket: by the last layer or by `release`.
+        Raises ValueError if the ticket is open already, the range is too short or the layout is not ours.
+        """
+        is_tapered = not chunk_bytes
+        chunk_bytes = chunk_bytes or layout.layer_chunk_bytes
+        self._sender.open(ticket_id, attempt, r, layout, lease_s, chunk_bytes, is_tapered)
+
+    def completes_part(self, ticket_id: str, num_layers: int) -> bool:
+        """Thread-safe: whether `ready` of these layers lets a whole pull go on. Readers of other parts can wait for that."""
+        return self._sender.completes_part(ticket_id, num_layers)
+
+    def ready(self, ticket_id: str, num_layers: int) -> None:
+        """The layers below `num_layers` are in place. After the last one the lease begins. No news of others."""
+        self._sender.ready(ticket_id, num_layers)
+        self._ticker.keep_going()
+
+    def stage(
+        self,
+        ticket_id: str,
+        attempt: int,
+        r: ArenaRange,
+        layout: KvLayout,
+        lease_s: float,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        """`open` with all layers in place."""
+        self.open(ticket_id, attempt, r, layout, lease_s, chunk_bytes=chunk_bytes)
+        self.ready(ticket_id, layout.num_layers)
+
+    def release(self, ticket_id: str) -> None:
+        """Nobody will pull it and nobody writes it. TicketClosed follows, at once or when the last send ended."""
+        self._sender.handle(tx.Released(ticket_id))
+
+    # -- receiving --------------------------------------------------------------------------------
+
+    def landing(self, r: ArenaRange) -> ByteArray:
+        """A view of the landing arena, to scatter from."""
+        return self._landing.view(r)
+
+    async def connect(self, address: str, deadline_s: float = 5.0) -> KvConnection:
+        """Ours to a peer, opened if there is none. Raises KvTransferFailed."""
+        if self._is_closed:
+            raise KvTransferFailed("the KV agent is closing", reason=PullFailure.CLOSING)
+        connection = await self._pool.get(address, deadline_s)
+        self._peers.add(connection)
+        return connection
+
+    async def keep(self, ticket: Ticket, for_s: float) -> None:
+        """Renew a ticket's lease while it waits here for its turn: until its pull, `let_go`, or `for_s` from now.
+
+        Opens the connection, so that the pull finds it. Raises KvTransferFailed.
+        """
+        check_ticket(ticket)
+        connection = await self.connect(self._address(ticket, None))
+        self._receiver.keep(ticket, connection, for_s)
+        self._ticker.keep_going()
+
+    def let_go(self, ticket_id: str) -> None:
+        """Renew it no longer."""
+        self._receiver.let_go(ticket_id)
+
+    async def pull(
+        self,
+        ticket: Ticket,
+        landing: ArenaRange,
+        *,
+        deadline_s: float,
+        first_block: int = 0,
+        on_range: OnRange | None = None,
+        source_rank: int | None = None,
+        heads: tuple[int, int] | None = None,
+        num_takers: int = 1,
+        leg: int = 0,
+        stall_s: float = math.inf,
+        on_silent: Callable[[], None] = lambda: None,
+    ) -> PullResult:
+        """Pull a ticket's blocks from `first_block` on into the start of `landing`, and verify them.
+
+        The bytes lie there as in the sender's buffer, each layer without its first blocks; `heads` = (first, number) picks
+        some of a layout that tells heads apart. `num_takers` ranks of this instance pull the ticket from there for the same `leg`. `on_range` is told of verified bytes while others are on their way. Afterwards the landing range is the caller's
+        again. The sender may be silent for `stall_s`, if it has all of the bytes; `on_silent` is called when it has been for a
+        while, and the link is free for others. Raises KvTransferFailed; then, and when cancelled, the range is the
+        agent's until it says LandingFreed.
+        """
+        started, identity = time.monotonic(), self._identity
+        try:
+            order = order_ticket(
+                ticket,
+                self._landing.view(landing),
+                self._fingerprint_hash,
+                first_block=first_block,
+                heads=heads,
+                num_takers=num_takers,
+                decode=decode_hash(identity.instance_id, identity.incarnation, leg),
+                on_range=on_range,
+                on_silent=on_silent,
+                on_freed=lambda: self.give_back(landing),
+            )
+            address = self._address(ticket, source_rank)
+        except BaseException:
+            self.give_back(landing)  # nothing was asked for yet
+            raise
+        return await self._run(order, address, started, deadline_s, stall_s)
+
+    def expect(self, ticket_id: str, stall_s: float) -> None:
+        """The ticket's sender has all bytes by now: pulls of it that hear nothing for `stall_s` fail."""
+        self._receiver.expect(ticket_id, stall_s)
+
+    async def fetch(
+        self,
+        address: str,
+        incarnation: int,
+        names: Sequence[bytes],
+        targets: Sequence[ByteArray],
+        *,
+        deadline_s: float,
+        on_freed: Callable[[], None],
+        source: str = "",
+    ) -> Sequence[bytes]:
+        """Fetch the blocks that a peer's pool holds of the beginning of `names`; returns their checksums, all verified.
+
+        Block i goes to `targets[i]`. `on_freed` is called once, when no late write can reach the targets: before the return, or
+        after the failure. `source` is the peer's instance id. Raises KvTransferFailed.
+        """
+        started = time.monotonic()
+        try:
+            order = order_blocks(
+                names,
+                targets,
+                incarnation,
+                self._fingerprint_hash,
+                source=source,
+                on_freed=on_freed,
+            )
+        except BaseException:
+            on_freed()  # nothing was asked for yet
+            raise
+        result = await self._run(order, address, started, deadline_s)
+        on_freed()
+        return result.checksums
+
+    async def probe(
+        self, address: str, incarnation: int, *, deadline_s: float, source: str = ""
+    ) -> float:
+        """Verify the connection to a peer by a nonce that comes back as KV would (S16); seconds it took.
+
+        Raises KvTransferFailed: with `KV_REFUSED_WRONG_INCARNATION` or `KV_REFUSED_WRONG_MODEL` if it is not who is meant.
+        """
+        probe = Probe(incarnation, self._fingerprint_hash, source)
+        result = await self._run(probe.order, address, time.monotonic(), deadline_s)
+        probe.check()
+        return result.duration_s
+
+    def disconnect(self, address: str) -> None:
+        """The peer left: drop our connection to it, as soon as no pull is under way on it (S26)."""
+        self._pool.leave(address)
+        self._ticker.keep_going()
+
+    async def _run(
+        self,
+        order: PullOrder,
+        address: str,
+        started: float,
+        deadline_s: float,
+        stall_s: float = math.inf,
+    ) -> PullResult:
+        try:
+            self._receiver.check_askable(order.source)
+            connection = self._pool.find(address)
+            if connection is None:
+                connection = await self._receiver.opening(
+                    order, lambda: self.connect(address, deadline_s), stall_s
+                )
+            self._peers.add(connection)  # who opened it may not have run again yet
+        except BaseException:
+            order.on_freed()  # nothing was asked for yet
+            raise
+        self._ticker.keep_going(soon=True)
+        deadline = started + deadline_s
+        return await self._receiver.pull(order, connection, started, deadline, stall_s)
+
+    def give_back(self, landing: ArenaRange) -> None:
+        """LandingFreed for a pull that never began, or whose result found nobody to take it."""
+        self._on_event(LandingFreed(landing.offset))
+
+    # -- both -------------------------------------------------------------------------------------
+
+    def post(self, what: Callable[[], None]) -> None:
+        """Thread-safe: do `what` on the loop, before any message that arrives from now on."""
+        self._posted.append(what)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it all tickets
+            self._loop.call_soon_threadsafe(self._do_posted)
+
+    def _do_posted(self) -> None:
+        while self._posted:
+            what = self._posted.popleft()
+            try:
+                what()
+            except Exception as error:  # others' wait behind it
+                log.error("kv.posted.died", exc_info=error)
+
+    async def close(self) -> None:
+        """Drop all connections, close all tickets, fail all pulls. Bounded in time, idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._ticker.stop()
+        await self._pool.close()
+        await self._transport.close()
+        await self._receiver.close(_CLOSE_S)
+        await self._sender.close(_CLOSE_S)
+        self._staging.close()
+        self._landing.close()
+
+    def check_invariants(self) -> None:
+        self._sender.check_invariants()
+        self._receiver.check_invariants()
+
+    # -- small things -----------------------------------------------------------------------------
+
+    def _address(self, ticket: Ticket, source_rank: int | None) -> str:
+        rank = self._identity.rank if source_rank is None else source_rank
+        if not 0 <= rank < len(ticket.addresses):
+            raise bad_ticket(f"addresses: none of rank {rank}")
+        return ticket.addresses[rank]
+
+    def _peers_in_use(self) -> set[int]:
+        return self._receiver.peers_in_use()
+
+    def _has_work(self) -> bool:
+        """Whether there is something that time ends."""
+        return bool(self._sender.num_tickets or self._receiver.has_work or self._pool.is_leaving)
+
+    def _on_tick(self) -> None:
+        self._sender.tick()
+        self._receiver.tick()
+        self._pool.drop_left()

@@ -1,0 +1,56 @@
+"""Where an arena's bytes are: one private anonymous mapping, committed page by page as it is used.
+
+The seam for a GPU: another `ArenaMemory` whose views are device memory; the agent only slices, sends, receives
+and checksums what `view` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from typing import Protocol
+
+import numpy as np
+
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.kv.transport.base import ByteArray
+
+
+class ArenaMemory(Protocol):
+    """`size` contiguous bytes that the transport may read and write; who owns which is `core.instance.arena`'s."""
+
+    @property
+    def size(self) -> int: ...
+
+    def view(self, r: ArenaRange) -> ByteArray:
+        """The bytes of a range, not a copy. Raises IndexError outside the arena."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class HostArena:
+    """Page-aligned host memory."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        self._map = mmap.mmap(-1, max(size, mmap.PAGESIZE), flags=flags)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # gather, checksum and scatter take 5 to 20 % less time; the kernel may not have it
+            with contextlib.suppress(OSError):
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes: ByteArray = np.frombuffer(self._map, np.uint8)
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def view(self, r: ArenaRange) -> ByteArray:
+        if r.offset < 0 or r.length < 0 or r.offset + r.length > self._size:
+            raise IndexError(f"{r} is outside an arena of {self._size} bytes")
+        return self._bytes[r.offset : r.offset + r.length]
+
+    def close(self) -> None:
+        """Let go of the mapping; it is unmapped when the last view is gone."""
+        self._bytes = np.empty(0, np.uint8)

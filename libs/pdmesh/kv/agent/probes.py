@@ -1,0 +1,46 @@
+"""The probe that tells a connection that moves KV from one that merely opens (P/D-Serve 3.2, S16).
+
+The receiver sends a nonce, the sender answers with bytes that follow from it, on the lane and by the code that KV takes. They also
+follow from the sender's incarnation and the KV's fingerprint, so that nobody else's answer passes for its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+
+import numpy as np
+
+from pdmesh.core.kv.transfer.ticket import PullFailure
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.agent import wire
+from pdmesh.kv.agent.pull_order import PullOrder
+from pdmesh.kv.transport.base import ByteArray
+
+PROBE_BYTES = 2 * wire.MAX_INLINE  # too long to ride in a message: it goes from memory to memory
+
+
+def probe_bytes(nonce: bytes, incarnation: int, fingerprint_hash: int) -> ByteArray:
+    """What the sender of this incarnation answers to the nonce."""
+    seed = b"%b/%d/%d" % (nonce, incarnation, fingerprint_hash)
+    return np.frombuffer(hashlib.shake_128(seed).digest(PROBE_BYTES), np.uint8)
+
+
+class Probe:
+    """One question to a peer, and its answer once pulled."""
+
+    def __init__(self, incarnation: int, fingerprint_hash: int, source: str) -> None:
+        self._asked = (incarnation, fingerprint_hash)
+        self._nonce = secrets.token_bytes(wire.NAME_BYTES)
+        self._answer: ByteArray = np.zeros(PROBE_BYTES, np.uint8)
+        self.order = PullOrder(
+            self._message, (self._answer,), PROBE_BYTES, PROBE_BYTES, lambda: None, source=source
+        )
+
+    def check(self) -> None:
+        """Raises KvTransferFailed if the bytes are intact, but not the answer."""
+        if not np.array_equal(self._answer, probe_bytes(self._nonce, *self._asked)):
+            raise KvTransferFailed("a probe came back changed", reason=PullFailure.CORRUPT)
+
+    def _message(self, pull_id: int) -> wire.Question:
+        return wire.Probe(pull_id, *self._asked, self._nonce)

@@ -1,0 +1,78 @@
+"""Bytes that a ticket is for, as the sender reads them: part by part, each piece with its checksum."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdmesh.core.kv.layout.buffer_layout import KvLayout, KvPart
+from pdmesh.kv.agent.checksums import checksum
+from pdmesh.kv.agent.types import PinnedBlocks
+from pdmesh.kv.transport.base import ByteArray
+
+Piece = tuple[ByteArray, bytes]  # bytes and their checksum
+
+
+@dataclass(slots=True, eq=False)
+class StagedRange:
+    """A prompt's bytes in the arena. Checksums of a whole pull's parts are made as their layers get ready."""
+
+    data: ByteArray
+    layout: KvLayout
+    parts: tuple[KvPart, ...]  # of a pull of everything
+    checksums: list[bytes] = field(default_factory=list)
+    num_written: int = 0  # layers
+    hashing: asyncio.Task[None] | None = None
+    has_failed: bool = False  # its checksums could not be made: nobody is served
+
+    @property
+    def num_to_hash(self) -> int:
+        """Parts that are written and have no checksum."""
+        todo = self.parts[len(self.checksums) :]
+        return sum(part.end_layer <= self.num_written for part in todo)
+
+    @property
+    def num_ready(self) -> int:
+        """Layers in place, with the checksums of all parts they complete."""
+        if self.has_failed or not self.num_to_hash:
+            return self.num_written
+        return self.parts[len(self.checksums)].first_layer
+
+    def completes_part(self, num_layers: int) -> bool:
+        """Whether one of them ends with these layers. So near the end each layer counts as one: it may end a part of another pull."""
+        is_near_end = num_layers * 8 > self.layout.num_layers * 7
+        return is_near_end or any(part.end_layer == num_layers for part in self.parts)
+
+    def hash_next(self) -> None:
+        self.checksums.append(checksum(self._bytes(self.parts[len(self.checksums)])))
+
+    def pieces(self, part: KvPart) -> list[Piece]:
+        if len(part.spans) == 1:
+            data, start = self._bytes(part), part.spans[0].offset
+            if part is self.parts[0] and self.checksums:
+                return [(data, self.checksums[0])]
+            for known, digest in zip(self.parts, self.checksums, strict=False):
+                if known.spans[0].offset == start and known.length == part.length:
+                    return [(data, digest)]
+            return [(data, checksum(data))]
+        views = [self.data[s.offset : s.offset + s.length] for s in part.spans]
+        return [(view, checksum(view)) for view in views]
+
+    def _bytes(self, part: KvPart) -> ByteArray:
+        span = part.spans[0]
+        return self.data[span.offset : span.offset + span.length]
+
+
+@dataclass(slots=True, eq=False)
+class LentBlocks:
+    """Blocks of a pool, or a probe's, on their way to one peer."""
+
+    blocks: PinnedBlocks
+    unpin: Callable[[PinnedBlocks], None]
+
+    def pieces(self, part: KvPart) -> list[Piece]:
+        size = self.blocks.views[0].size
+        indices = range(part.offset // size, (part.offset + part.length) // size)
+        views, checksums = self.blocks.views, self.blocks.checksums
+        return [(views[i], checksums[i] if checksums else checksum(views[i])) for i in indices]

@@ -1,0 +1,116 @@
+"""What the users of a KV agent see of it: events, results, counters, and the pool that peers may fetch blocks from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdmesh.kv.transport.base import ByteArray
+
+
+@dataclass(frozen=True, slots=True)
+class AgentIdentity:
+    instance_id: str
+    incarnation: int
+    model_fingerprint: str
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TicketClosed:
+    """Nobody reads the ticket's staging range any more. Once per opened ticket."""
+
+    ticket_id: str
+    reason: str  # taken, released, expired, failed
+
+
+@dataclass(frozen=True, slots=True)
+class LandingFreed:
+    """No late write can reach the landing range at `offset`. Once per pull that raised or was cancelled."""
+
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceQuarantined:
+    """Pulls from this instance were corrupt too often (F34): none is asked for during the next `hold_s` seconds."""
+
+    instance_id: str
+    hold_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReleased:
+    """The quarantine of this instance is over."""
+
+    instance_id: str
+
+
+AgentEvent = TicketClosed | LandingFreed | SourceQuarantined | SourceReleased
+
+# Verified bytes that lie at `offset` of the landing range: in order, without gaps, in whole blocks. Must not raise.
+OnRange = Callable[[int, ByteArray], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    num_bytes: int
+    duration_s: float
+    first_range_s: float = 0.0  # from the call to the first verified bytes
+    num_ranges: int = 1
+    num_metas: int = 1
+    checksums: Sequence[bytes] = ()  # xxh3_128 of each range, in order
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStats:
+    """Counters since the start, and what is held now."""
+
+    num_tickets: int
+    num_pulls: int
+    num_sends: int
+    num_peers: int
+    bytes_sent: int
+    bytes_received: int
+    num_corrupt: int  # pulls whose checksum did not match
+    num_quarantined: int  # instances, now
+    messages_sent: dict[str, int]  # by kind: pull, meta, ack, refused, renew, fetch
+
+
+class AgentHooks:
+    """Faults for tests; production passes none. Override what should go wrong."""
+
+    def is_dropped(self, pull_id: int) -> bool:
+        """Receiver: the sender's answer is lost."""
+        return False
+
+    def on_received(self, payload: ByteArray) -> None:
+        """Receiver: a part's bytes landed and are not verified yet."""
+
+    def on_verified(self, payload: ByteArray) -> None:
+        """Receiver: a part's bytes were verified and are the caller's next."""
+
+    def part_delay_s(self, pull_id: int, offset: int) -> float:
+        """Sender: how long a part waits before it is announced."""
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedBlocks:
+    """Blocks of a pool that stay where they are until they are closed. All views have the same length."""
+
+    views: Sequence[ByteArray]
+    checksums: Sequence[bytes] = ()  # xxh3_128 digests, or none
+
+
+class BlockSource(Protocol):
+    """A pool whose blocks peers may fetch by name. Called on the agent's loop; must be quick."""
+
+    def open(self, names: Sequence[bytes]) -> PinnedBlocks | None:
+        """Pin the longest beginning of `names` that is held. None, or no views: nothing of it."""
+        ...
+
+    def close(self, pinned: PinnedBlocks) -> None:
+        """Nobody reads the views any more. Once per `open` that returned views."""
+        ...

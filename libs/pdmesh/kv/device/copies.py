@@ -1,0 +1,143 @@
+"""Between a device's paged blocks and a page-locked arena in host memory, beside the model's stream (S50).
+
+A side stream gathers into a scratch buffer on the device and copies from there by the copy engine, which leaves the
+compute units to the model. The streams wait for each other on the device, by events: the thread that asks queues the work
+and goes on. A thread of its own waits for the copies' ends and calls back.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import structlog
+import torch
+
+from pdmesh.kv.device.operators import DeviceBlocks
+from pdmesh.kv.transport.base import ByteArray
+
+log = structlog.get_logger(__name__)
+
+SCRATCH_BYTES = 256 << 20
+OnDone = Callable[[], None] | None  # None: the call waits for the end of its copy
+_Span = tuple[int, int]
+_Waiting = tuple[Any, Callable[[], None]]  # Any: torch's Event
+
+
+class DeviceCopies:
+    """One per cache, made on the model's thread. Callbacks come from a thread of this.
+
+    What waits is bounded by the ranges of the arena, each of which has one copy at most.
+    """
+
+    def __init__(self, blocks: DeviceBlocks, device: Any) -> None:
+        self._blocks, self._device = blocks, device
+        self._model = torch.cuda.current_stream(device)
+        self._stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):
+            self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
+        self._lock = threading.Lock()  # of the scratch buffer's order
+        self._waiting: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._wait, name="pdmesh-copies", daemon=True)
+        self._thread.start()
+
+    def gather(
+        self, block_ids: Sequence[int], out: ByteArray, layers: _Span, on_done: OnDone
+    ) -> None:
+        """What the model's stream has written so far; its next work waits until that is gathered, not until it is copied."""
+        model = torch.cuda.current_stream(self._device)
+        with self._lock, torch.cuda.stream(self._stream):
+            self._stream.wait_stream(model)
+            ids, target = self._ids(block_ids), torch.from_numpy(out)
+            for part, start, size in self._parts(len(block_ids), layers, self._num_heads):
+                scratch = self._scratch[:size]
+                self._blocks.gather(ids, scratch, part)
+                gathered = self._mark()
+                target[start : start + size].copy_(scratch, non_blocking=True)
+            copied = self._mark()
+        model.wait_event(gathered)
+        self._at_end(copied, on_done)
+
+    def scatter(
+        self, source: ByteArray, block_ids: Sequence[int], heads: _Span, on_done: OnDone
+    ) -> None:
+        """Complete on the device before anything the model's stream is given afterwards."""
+        scattered = self._queue_scatter(source, block_ids, (0, self._blocks.num_layers), heads)
+        torch.cuda.current_stream(self._device).wait_event(scattered)
+        self._at_end(scattered, on_done)
+
+    def scatter_now(
+        self, source: ByteArray, block_ids: Sequence[int], layers: _Span, heads: _Span | None
+    ) -> None:
+        """Complete when this returns; not for the model's thread. No request may have begun to read the blocks."""
+        self._queue_scatter(source, block_ids, layers, heads or (0, self._num_heads)).synchronize()
+
+    def _queue_scatter(
+        self, source: ByteArray, block_ids: Sequence[int], layers: _Span, heads: _Span
+    ) -> Any:
+        with self._lock, torch.cuda.stream(self._stream):
+            # Blocks may still be read by a step under way, for a request that had them before.
+            self._stream.wait_stream(self._model)
+            ids, landed = self._ids(block_ids), torch.from_numpy(source)
+            for part, start, size in self._parts(len(block_ids), layers, heads[1]):
+                scratch = self._scratch[:size]
+                scratch.copy_(landed[start : start + size], non_blocking=True)
+                self._blocks.scatter(scratch, ids, part, heads)
+            return self._mark()
+
+    def close(self) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+
+    @property
+    def _num_heads(self) -> int:
+        return self._blocks.where.heads.count
+
+    def _ids(self, block_ids: Sequence[int]) -> Any:
+        ids = torch.tensor(block_ids, dtype=torch.int64).pin_memory()
+        return ids.to(self._device, non_blocking=True)
+
+    def _parts(
+        self, num_blocks: int, layers: _Span, num_heads: int
+    ) -> list[tuple[_Span, int, int]]:
+        """(layers, begin in the buffer, bytes) of as many layers as the scratch buffer holds at once, which is at least one."""
+        layer_bytes = self._blocks.buffer_bytes(num_blocks, 1, num_heads)
+        if layer_bytes > self._scratch.numel():
+            self._scratch = torch.empty(layer_bytes, dtype=torch.uint8, device=self._device)
+        step = self._scratch.numel() // layer_bytes
+        first, count = layers
+        return [
+            ((first + i, min(step, count - i)), i * layer_bytes, min(step, count - i) * layer_bytes)
+            for i in range(0, count, step)
+        ]
+
+    def _mark(self) -> Any:
+        """An event after everything queued on the side stream so far."""
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def _at_end(self, event: Any, on_done: OnDone) -> None:
+        if on_done is None:
+            event.synchronize()
+        else:
+            self._waiting.put((event, on_done))
+
+    def _wait(self) -> None:
+        while (waiting := self._waiting.get()) is not None:
+            event, on_done = waiting
+            try:
+                event.synchronize()
+                on_done()
+            except Exception:  # other copies' ends wait behind it
+                log.exception("kv.copy.died")
+
+
+def lock_pages(memory: ByteArray) -> None:
+    """Make an arena's pages known to the device, so that it copies to and from them by itself. Raises OSError."""
+    status = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.size, 0)
+    if int(status):
+        raise OSError(f"cudaHostRegister of {memory.size} bytes: {status}")
+    log.info("kv.arena.locked", num_bytes=memory.size)

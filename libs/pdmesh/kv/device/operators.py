@@ -1,0 +1,150 @@
+"""Gather and RecvScatter as operators on a device's stream (S50): all layers of a prompt in one launch.
+
+The buffer is [layer][head][block][head's bytes], a layer's heads cut to those asked for. What each program of the
+kernels moves follows from `cache_word` and `buffer_word` alone: plain arithmetic that Triton compiles and that
+the tests run on arrays where there is no Triton. Memory is addressed in words, the widest that divide
+every stride; torch and Triton are imported where a device is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdmesh.core.kv.layout.head_blocks import HeadBlocks
+
+if TYPE_CHECKING:
+    import torch
+
+TILE_WORDS = 1024  # moved by one program
+_MAX_OUTER = 2  # K or V, and token
+_WORD_BYTES = (8, 4, 2, 1)
+
+
+# Ints, arrays or Triton's values, and without annotations: Triton would look for their names.
+def cache_word(word, run_words, inner_count, outer_stride, inner_stride):  # type: ignore[no-untyped-def]
+    """Where word `word` of a head's block lies, from the block's begin in the cache."""
+    run = word // run_words
+    outer = run // inner_count
+    inner = run % inner_count
+    return outer * outer_stride + inner * inner_stride + word % run_words
+
+
+def buffer_word(row, block, num_blocks, head_words):  # type: ignore[no-untyped-def]
+    """Where a head's block begins in the buffer. `row` counts layers, and in each the heads asked for."""
+    return (row * num_blocks + block) * head_words
+
+
+@dataclass(frozen=True, slots=True)
+class WordPlan:
+    """A layer's cache in words of `word_bytes`; what a kernel is told besides pointers and ids."""
+
+    word_bytes: int
+    head_words: int
+    run_words: int
+    inner_count: int
+    outer_stride: int
+    inner_stride: int
+    block_stride: int
+    head_stride: int
+
+    @property
+    def num_tiles(self) -> int:
+        """Programs per block of a head."""
+        return -(-self.head_words // TILE_WORDS)
+
+
+def word_plan(where: HeadBlocks) -> WordPlan:
+    """Raises ValueError for a cache with more axes than a block of attention has."""
+    if len(where.outer) > _MAX_OUTER:
+        raise ValueError(f"{len(where.outer)} axes around the runs of a head's block")
+    strides = [where.blocks.stride, where.heads.stride, *(axis.stride for axis in where.outer)]
+    size = next(w for w in _WORD_BYTES if not any(n % w for n in (where.run_bytes, *strides)))
+    outer, inner = [(1, 0)] * _MAX_OUTER, [(a.count, a.stride // size) for a in where.outer]
+    (_, outer_stride), (inner_count, inner_stride) = [*outer, *inner][-_MAX_OUTER:]
+    return WordPlan(
+        size,
+        where.head_bytes // size,
+        where.run_bytes // size,
+        inner_count,
+        outer_stride,
+        inner_stride,
+        where.blocks.stride // size,
+        where.heads.stride // size,
+    )
+
+
+class DeviceBlocks:
+    """The layers' paged caches on one device, all laid out alike. Calls return when the launch is queued.
+
+    Everything runs on the caller's current stream; ids and buffers are tensors on the caches' device.
+    """
+
+    def __init__(self, caches: Sequence[torch.Tensor], where: HeadBlocks) -> None:
+        import torch
+
+        from pdmesh.kv.device import kernels as device_kernels
+
+        self._kernels = device_kernels
+        self._plan = word_plan(where)
+        self.where = where
+        self.num_layers = len(caches)
+        self._caches = list(caches)  # keeps the memory behind the pointers
+        pointers = [cache.data_ptr() for cache in caches]
+        if any(p % self._plan.word_bytes for p in pointers):
+            raise ValueError("a cache begins between two words")
+        self._pointers = torch.tensor(pointers, dtype=torch.int64, device=caches[0].device)
+
+    def buffer_bytes(self, num_blocks: int, num_layers: int, num_heads: int) -> int:
+        return num_layers * num_heads * num_blocks * self.where.head_bytes
+
+    def gather(
+        self,
+        block_ids: torch.Tensor,
+        out: torch.Tensor,
+        layers: tuple[int, int] | None = None,
+        heads: tuple[int, int] | None = None,
+    ) -> None:
+        """Copy blocks into `out` (uint8), of the layers and heads (first, count) or of all. ValueError unless sizes match."""
+        self._move(block_ids, out, layers, heads, is_gather=True)
+
+    def scatter(
+        self,
+        source: torch.Tensor,
+        block_ids: torch.Tensor,
+        layers: tuple[int, int] | None = None,
+        heads: tuple[int, int] | None = None,
+    ) -> None:
+        """The inverse of `gather`."""
+        self._move(block_ids, source, layers, heads, is_gather=False)
+
+    def _move(
+        self,
+        block_ids: torch.Tensor,
+        buffer: torch.Tensor,
+        layers: tuple[int, int] | None,
+        heads: tuple[int, int] | None,
+        *,
+        is_gather: bool,
+    ) -> None:
+        first_layer, num_layers = layers or (0, self.num_layers)
+        first_head, num_heads = heads or (0, self.where.heads.count)
+        num_blocks = len(block_ids)
+        expected = self.buffer_bytes(num_blocks, num_layers, num_heads)
+        if buffer.numel() != expected or not buffer.is_contiguous():
+            raise ValueError(f"{num_blocks} blocks need {expected} bytes, not {buffer.numel()}")
+        if first_layer + num_layers > self.num_layers:
+            raise ValueError(f"layers {first_layer} to {first_layer + num_layers}")
+        if first_head + num_heads > self.where.heads.count:
+            raise ValueError(f"heads {first_head} to {first_head + num_heads}")
+        if expected:
+            self._kernels.move(
+                self._pointers[first_layer : first_layer + num_layers],
+                block_ids,
+                buffer,
+                self._plan,
+                first_head,
+                num_heads,
+                is_gather=is_gather,
+            )

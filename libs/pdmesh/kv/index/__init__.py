@@ -1,0 +1,1 @@
+"""The block index: kept true by deltas and snapshots, and mirrored in Redis."""

@@ -1,0 +1,273 @@
+"""Keeps a PrefixIndex true to what the instances hold: deltas by NATS, and snapshots wherever deltas are missing.
+
+Only instances that the registry knows, under the incarnation it knows, are listened to. Besides gaps, one instance in turn is
+asked for a snapshot every so often, since the loss of the last delta of all shows by nothing else. An instance that cannot
+be asked waits its turn without a place among the fetches in flight, so that it delays nobody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import structlog
+
+from pdmesh.core.kv.prefix.prefix_index import (
+    Delta,
+    Outcome,
+    PrefixIndex,
+    TierDelta,
+)
+from pdmesh.core.kv.prefix.snapshot_order import Repairs
+from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.errors import InvalidRequest, MeshError
+from pdmesh.events.v1.events_pb2 import KvBlocks
+from pdmesh.net import subjects
+from pdmesh.net.bus import Bus, Message, Subscription
+from pdmesh.net.events import decode_event
+from pdmesh.net.registry import RecordChanged, RegistryView
+from pdmesh.net.tasks import end, together
+from pdmesh.telemetry import metrics, names
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION, ROLE_PREFILL, InstanceRecord
+
+log = structlog.get_logger(__name__)
+
+_ROLES: Final = (ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION)
+_FETCH_S: Final = 5.0
+
+_gaps = metrics.counter(names.INDEX_GAPS, "Times deltas of an instance were missing")
+_snapshots = metrics.counter(names.INDEX_SNAPSHOTS, "Snapshots asked for, by outcome")
+_delay = metrics.histogram(
+    names.INDEX_DELTA_DELAY,
+    "From the publishing of a delta to its place in this copy",
+    buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All blocks of one incarnation after its delta `sequence`: the engine's, and those of its host pool."""
+
+    incarnation: int
+    sequence: int
+    blocks: tuple[bytes, ...]
+    host: tuple[bytes, ...] = ()
+
+
+Fetch = Callable[[InstanceRecord], Awaitable[Snapshot]]
+
+
+class Follower(Protocol):
+    """Is told what changed in the index, e.g. to copy it elsewhere."""
+
+    def on_delta(self, delta: Delta) -> None: ...
+    def on_replaced(self, instance_id: str) -> None: ...
+    def on_removed(self, instance_id: str) -> None: ...
+
+
+class IndexFeed:
+    """Owns `index`: nobody else may change it."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        bus: Bus,
+        view: RegistryView,
+        fetch: Fetch,
+        *,
+        follower: Follower | None = None,
+        resync_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.index = index
+        self._bus, self._view, self._fetch = bus, view, fetch
+        self._follower = follower
+        self._resync_s, self._clock = resync_s, clock
+        self._repairs = Repairs()
+        self._fetching: dict[str, asyncio.Task[bool]] = {}
+        self._wake = asyncio.Event()
+        self._subscription: Subscription | None = None
+        self._turn = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """True while no instance's snapshot is missing."""
+        return not self._repairs
+
+    def age_s(self) -> float:
+        """For how long the instance known worst has been without deltas that were missed; 0 if nothing is missing (S100).
+
+        A routine comparison with a snapshot is no doubt, and does not count.
+        """
+        doubted = [at for i, at in self._repairs.since() if not self.index.is_whole(i)]
+        return self._clock() - min(doubted) if doubted else 0.0
+
+    async def start(self) -> None:
+        """Listen. Nothing is repaired before `run`."""
+        self._subscription = await self._bus.subscribe(
+            subjects.kv_blocks(), self._on_message, on_gap=self._on_gap
+        )
+        self._view.on_change(self._on_record)
+        for record in tuple(self._view.records.values()):
+            if _has_blocks(record) and self.index.version(record.instance_id) is None:
+                self._mark(record.instance_id)
+
+    async def run(self) -> None:
+        """Repair until cancelled; raises what a bug raises, since an index that is not repaired must not look well."""
+        try:
+            await together(self._repair(), self._resync())
+        finally:
+            await end(self._fetching.values())
+
+    async def stop(self) -> None:
+        if self._subscription is not None:
+            await self._subscription.unsubscribe()
+
+    def resync_all(self) -> None:
+        """Ask everyone for a snapshot."""
+        for record in tuple(self._view.records.values()):
+            if _has_blocks(record):
+                self._mark(record.instance_id)
+
+    async def _on_message(self, message: Message) -> None:
+        try:
+            event = decode_event(message, KvBlocks)
+        except InvalidRequest as exc:
+            log.warning("index.bad_event", error=exc.message)
+            return
+        header = event.header
+        record = self._view.records.get(header.publisher_id)
+        if record is None or record.incarnation != header.incarnation:
+            return  # a snapshot is asked for when its record appears
+        delta = Delta(
+            header.publisher_id,
+            header.incarnation,
+            header.sequence,
+            tuple(event.removed),
+            tuple(event.stored),
+            event.is_cleared,
+            _host_part(event),
+        )
+        self._apply(delta)
+        _delay.record(max(0.0, time.time() - header.occurred_at.ToNanoseconds() / 1e9))
+
+    def _apply(self, delta: Delta) -> None:
+        was_whole = self.index.is_whole(delta.instance_id)
+        version = self.index.version(delta.instance_id)
+        outcome = self.index.apply(delta)
+        if outcome is Outcome.GAP:
+            if was_whole or version is None:
+                _gaps.add(1)
+                log.info("index.gap", instance_id=delta.instance_id, sequence=delta.sequence)
+            self._mark(delta.instance_id)
+        elif outcome is Outcome.APPLIED and self._follower is not None:
+            is_next = self.index.version(delta.instance_id) == (delta.incarnation, delta.sequence)
+            is_same_life = version is None or version[0] == delta.incarnation
+            if is_next and is_same_life and not delta.clears:
+                self._follower.on_delta(delta)
+            else:  # it brought waiting ones in, cleared all, or began a new life
+                self._follower.on_replaced(delta.instance_id)
+        self._pass_on_forgotten()
+
+    def _on_gap(self) -> None:
+        """The bus lost events, nobody knows whose."""
+        self.resync_all()
+
+    def _on_record(self, change: RecordChanged) -> None:
+        instance_id, record = change.instance_id, change.record
+        if record is None:
+            num_blocks = self.index.remove_instance(instance_id)
+            log.debug("index.instance_removed", instance_id=instance_id, num_blocks=num_blocks)
+            if change.is_lease_end:
+                self.index.forget_history(instance_id)  # it may live, and register again
+            if self._follower is not None:
+                self._follower.on_removed(instance_id)
+        elif _has_blocks(record):
+            version = self.index.version(instance_id)
+            if version is not None and version[0] != record.incarnation:
+                self.index.remove_instance(instance_id)
+                if self._follower is not None:
+                    self._follower.on_removed(instance_id)
+            if self.index.version(instance_id) is None:
+                self._mark(instance_id)
+
+    def _pass_on_forgotten(self) -> None:
+        """Copies follow what this one let go for lack of room."""
+        for delta in self.index.take_forgotten():
+            if self._follower is not None:
+                self._follower.on_delta(delta)
+
+    def _mark(self, instance_id: str) -> None:
+        self._repairs.want(instance_id, self._clock())
+        self._wake.set()
+
+    async def _repair(self) -> None:
+        while True:
+            self._wake.clear()
+            for instance_id, task in list(self._fetching.items()):
+                if task.done():
+                    del self._fetching[instance_id]
+                    self._repairs.ended(instance_id, task.result(), self._clock())
+            for instance_id in self._repairs.start(self._clock()):
+                task = asyncio.create_task(
+                    self._load_snapshot(instance_id), name=f"index-snapshot-{instance_id}"
+                )
+                task.add_done_callback(lambda _: self._wake.set())
+                self._fetching[instance_id] = task
+            due = self._repairs.next_start()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if due is None else due - self._clock()):
+                    await self._wake.wait()
+
+    async def _load_snapshot(self, instance_id: str) -> bool:
+        """True when done: loaded without a hole behind it, or the instance is gone."""
+        record = self._view.records.get(instance_id)
+        if record is None:
+            return True
+        try:
+            async with asyncio.timeout(_FETCH_S):
+                snapshot = await self._fetch(record)
+        except (MeshError, TimeoutError) as exc:
+            _snapshots.add(1, {names.ATTR_OUTCOME: "failed"})
+            log.debug("index.snapshot_failed", instance_id=instance_id, error=str(exc))
+            return False
+        now = self._view.records.get(instance_id)
+        if now is None:
+            return True
+        if now.incarnation != snapshot.incarnation:
+            return False
+        if self.index.version(instance_id) is None:
+            self.index.forget_history(instance_id)
+        outcome = self.index.load_snapshot(
+            instance_id, snapshot.incarnation, snapshot.sequence, snapshot.blocks, snapshot.host
+        )
+        _snapshots.add(1, {names.ATTR_OUTCOME: outcome.value})
+        if outcome is not Outcome.STALE and self._follower is not None:
+            self._follower.on_replaced(instance_id)
+        self._pass_on_forgotten()
+        # A stale one is older than deltas that came meanwhile: those are complete, unless a hole says otherwise.
+        return self.index.is_whole(instance_id)
+
+    async def _resync(self) -> None:
+        while True:
+            await asyncio.sleep(self._resync_s)
+            ids = self.index.instance_ids()
+            if ids:
+                self._turn = next((i for i in ids if i > self._turn), ids[0])
+                self._mark(self._turn)
+
+
+def _host_part(event: KvBlocks) -> TierDelta | None:
+    for part in event.tiers:
+        if part.tier == Tier.HOST:
+            return TierDelta(tuple(part.removed), tuple(part.stored), part.is_cleared)
+    return None
+
+
+def _has_blocks(record: InstanceRecord) -> bool:
+    """One that is loading still has a role, and nobody there to ask."""
+    return record.role in _ROLES and bool(record.grpc_address)

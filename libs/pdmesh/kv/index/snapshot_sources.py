@@ -1,0 +1,116 @@
+"""Where a snapshot of an instance's blocks comes from: the instance itself, or the kv-cache-index, which spares it the work."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Final
+
+import grpc
+
+from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.errors import Unavailable
+from pdmesh.kv.index.feed import Snapshot
+from pdmesh.net.grpc import rpc
+from pdmesh.net.registry import RegistryView
+from pdmesh.v1.common_pb2 import InstanceRecord
+from pdmesh.v1.instance_service_pb2 import GetKvSnapshotRequest
+from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
+from pdmesh.v1.kv_index_service_pb2 import SnapshotRequest
+from pdmesh.v1.kv_index_service_pb2_grpc import KvIndexServiceStub
+
+_TIMEOUT_S: Final = 4.0
+_ASK_INSTANCE_WITHIN_S: Final = 2.0
+
+
+class _Channels:
+    """Channels to who is in the registry; others are closed when a new one opens."""
+
+    def __init__(self, view: RegistryView) -> None:
+        self._view = view
+        self._open: dict[str, grpc.aio.Channel] = {}
+
+    async def to(self, address: str) -> grpc.aio.Channel:
+        if address not in self._open:
+            present = {record.grpc_address for record in self._view.records.values()}
+            for gone in [a for a in self._open if a not in present]:
+                await self._open.pop(gone).close(None)
+            self._open[address] = rpc.channel(address)
+        return self._open[address]
+
+    async def close(self) -> None:
+        for channel in self._open.values():
+            await channel.close(None)
+        self._open.clear()
+
+
+class InstanceSource:
+    """Asks the instance."""
+
+    def __init__(self, view: RegistryView) -> None:
+        self._channels = _Channels(view)
+
+    async def __call__(self, record: InstanceRecord) -> Snapshot:
+        if not record.grpc_address:
+            raise Unavailable(f"{record.instance_id} has no address")
+        stub = InstanceServiceStub(await self._channels.to(record.grpc_address))
+        return await _gather(stub.GetKvSnapshot(GetKvSnapshotRequest(), timeout=_TIMEOUT_S))
+
+    async def close(self) -> None:
+        await self._channels.close()
+
+
+class IndexSource:
+    """Asks the kv-cache-index, and the instance if there is none, it does not know, or its answer did not help."""
+
+    def __init__(self, view: RegistryView) -> None:
+        self._view = view
+        self._channels = _Channels(view)
+        self._instance = InstanceSource(view)
+        self._asked_at: dict[str, float] = {}
+
+    async def __call__(self, record: InstanceRecord) -> Snapshot:
+        now = time.monotonic()
+        self._asked_at = {
+            i: at for i, at in self._asked_at.items() if now - at < _ASK_INSTANCE_WITHIN_S
+        }
+        address = self._index_address()
+        if address and record.instance_id not in self._asked_at:
+            self._asked_at[record.instance_id] = now
+            stub = KvIndexServiceStub(await self._channels.to(address))
+            request = SnapshotRequest(instance_ids=[record.instance_id])
+            try:
+                snapshot = await _gather(stub.Snapshot(request, timeout=_TIMEOUT_S))
+            except Unavailable:
+                return await self._instance(record)
+            if snapshot.incarnation == record.incarnation:
+                return snapshot
+        return await self._instance(record)
+
+    async def close(self) -> None:
+        await self._channels.close()
+        await self._instance.close()
+
+    def _index_address(self) -> str:
+        found = [r for _, r in sorted(self._view.records.items()) if r.service == "kv-cache-index"]
+        return found[0].grpc_address if found else ""
+
+
+async def _gather(parts: Any) -> Snapshot:
+    """Any: a grpc.aio call of either message; both carry incarnation, sequence, tier and block_hashes."""
+    by_tier: dict[str, list[bytes]] = {Tier.ENGINE: [], Tier.HOST: []}
+    incarnation = sequence = 0
+    try:
+        async for part in parts:
+            incarnation, sequence = part.incarnation, part.sequence
+            if (held := by_tier.get(part.tier or Tier.ENGINE)) is not None:
+                held.extend(part.block_hashes)
+    except grpc.aio.AioRpcError as exc:
+        raise Unavailable(f"snapshot: {exc.code().name}") from exc
+    except asyncio.CancelledError as exc:
+        # The channel was closed under the call, as that of an instance that has left: nobody cancelled the caller.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise Unavailable("snapshot: the channel was closed") from exc
+    return Snapshot(incarnation, sequence, tuple(by_tier[Tier.ENGINE]), tuple(by_tier[Tier.HOST]))

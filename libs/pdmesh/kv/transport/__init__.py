@@ -1,0 +1,1 @@
+"""Moving bytes between two processes: the Protocol, and UCX."""

@@ -1,0 +1,353 @@
+"""`KvTransport` over UCX through ucxx: RDMA and cuda_ipc on a cluster, tcp and shared memory on a laptop.
+
+All connections share one receive for messages, so that the cost of a wake-up does not grow with the number
+of peers; a frame names the connection by a random number only the two ends know. What one turn of the loop says to a
+peer goes as one frame: a send and its receipt cost more than a small prompt's bytes. Payloads have a tag of their
+own, made of that number and the pull's key, and are received where they belong.
+
+Nothing listens: peers are reached by their worker's address, and say hello to its door (`ucx_handshake`). The transports of a
+process, one after the other, have the same door (`ucx_worker`). What tells them apart is the life that an address ends with: a hello
+that names another life than the present one makes no connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import structlog
+
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.transport.base import MAX_MESSAGE, ConnectionHandler, KvConnection
+from pdmesh.kv.transport.ucx_connection import UcxConnection
+from pdmesh.kv.transport.ucx_handshake import (
+    DOOR,
+    Address,
+    Hello,
+    pack_hello,
+    pack_welcome,
+    parse_address,
+    read_hello,
+    read_welcome,
+)
+from pdmesh.kv.transport.ucx_worker import (
+    FRAME,
+    MESSAGE_TAG,
+    UcxWorker,
+    close_endpoint,
+    give_worker_back,
+    is_local,
+    options_for,
+    take_worker,
+)
+
+log = structlog.get_logger(__name__)
+
+_LENGTH = struct.Struct("<I")  # before each message of a frame
+_MAX_FRAME = _LENGTH.size + MAX_MESSAGE  # without its header
+_AT_ONCE = 32 << 10  # a message so long is not copied to wait for others
+MAX_CONNECTIONS = 4096  # both directions
+_FLUSH_S = 0.2  # for last words, acks above all
+_DRAIN_S = 2.0
+_WARM_UP_S = 1.0
+
+
+class UcxTransport:
+    """Starts and connects on the running loop (asyncio's or uvloop's), and lives on it."""
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        """A loopback `host` keeps UCX to the loopback device; else it takes what `UCX_NET_DEVICES` says, or all there are."""
+        self._host = host
+        self._is_local = is_local(host)
+        self._handler: ConnectionHandler | None = None
+        self._ucx: UcxWorker | None = None
+        self._life = secrets.randbits(64)
+        self._is_closing = False
+        self._by_number: dict[int, UcxConnection] = {}
+        self._talking: dict[UcxConnection, None] = {}  # with messages that wait to be sent
+        self._emptied = asyncio.Event()  # since the start, no connection was left
+        self._dying: list[UcxConnection] = []  # endpoint to be closed
+        self._draining: list[UcxConnection] = []  # endpoint closed, requests not all ended
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._by_number)
+
+    async def start(self, handler: ConnectionHandler) -> str:
+        try:
+            ucx = self._ucx = take_worker(options_for(self._host), FRAME.size + _MAX_FRAME)
+        except Exception as exc:  # ucxx has a class per UCX status
+            raise KvTransferFailed(f"UCX does not start: {exc}", reason="KV_NO_TRANSPORT") from exc
+        self._array, self._tag = ucx.array, ucx.tag
+        self._ucx_error: type[Exception] = ucx.api.UCXError
+        self._handler = _Nobody()
+        ucx.begin(self._on_progressed)
+        if not ucx.is_warm:
+            await self._warm_up(ucx)
+        self._handler = handler
+        if not self._is_local and not ucx.has_fabric():
+            log.warning(
+                "kv.no_rdma", hint="this UCX has no verbs; KV goes over tcp or shared memory"
+            )
+        return self._address()
+
+    def _address(self) -> str:
+        assert self._ucx is not None
+        return str(Address(self._ucx.address, self._ucx.key, self._life))
+
+    async def _warm_up(self, ucx: UcxWorker) -> None:
+        """Connect to ourselves: what a worker's first connection costs is no request's to pay."""
+        try:
+            connection = await self.connect(self._address(), _WARM_UP_S)
+        except KvTransferFailed as error:
+            log.info("kv.not_warm", error=error.message)
+            return
+        ucx.is_warm = True
+        connection.abort("warm")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_WARM_UP_S):
+                await self._emptied.wait()
+
+    async def connect(self, address: str, timeout_s: float) -> KvConnection:
+        assert self._ucx is not None, "start() comes first"
+        connection: UcxConnection | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                there = parse_address(address)
+                connection = self._add(self._ucx.endpoint_to(there.worker))
+                connection.greeted = asyncio.get_running_loop().create_future()
+                connection.key_there = there.key
+                self._say_hello(connection, there)
+                await connection.greeted
+                if connection.close_reason:
+                    # It is buried as one that nobody knew: its end would never be told.
+                    raise ConnectionError(connection.close_reason)
+                connection.is_announced = True
+        except BaseException as exc:
+            if connection is not None:
+                if connection.greeted is not None:
+                    connection.greeted.cancel()  # its caller waits no more
+                connection.abort("not connected")
+            if not isinstance(exc, (OSError, ValueError, self._ucx_error)):
+                raise  # TimeoutError is an OSError
+            reason = str(exc) or "timed out"
+            raise KvTransferFailed(
+                f"no KV connection: {reason}", reason="KV_CONNECT_FAILED"
+            ) from exc
+        return connection
+
+    async def close(self) -> None:
+        ucx = self._ucx
+        if ucx is None or self._is_closing:
+            return
+        self._is_closing = True  # from here whoever connects is turned away
+        self._send_waiting()
+        ucx.drain(lambda: not any(c.num_unsent for c in self._by_number.values()), _FLUSH_S)
+        for connection in list(self._by_number.values()):
+            connection.abort("closing")
+        ucx.drain(lambda: not self._by_number and not ucx.num_pending, _DRAIN_S)
+        give_worker_back(ucx, is_quiet=not self._by_number and not ucx.num_pending)
+        self._ucx = None
+        for connection in self._draining:
+            connection.payloads.clear()  # the worker that could touch their buffers is never used again
+        self._bury_dead()
+
+    # -- what connections use ---------------------------------------------------------------------
+
+    def post(self, post: Any, buffer: Any, tag: int) -> Any:
+        """Post a tagged send or receive; None if the endpoint refuses it."""
+        try:
+            return post(self._array(buffer), self._tag(tag))
+        except self._ucx_error:
+            return None
+
+    def watch(self, request: Any, on_done: Callable[[bool], None], buffer: object) -> None:
+        if self._ucx is not None:
+            self._ucx.watch(request, on_done, buffer)
+
+    def add_message(self, connection: UcxConnection, parts: Sequence[bytes | memoryview]) -> None:
+        """Send it with the next frame to that peer, which leaves in this turn of the loop."""
+        size = sum(len(part) for part in parts)
+        assert 0 < size <= MAX_MESSAGE
+        length = _LENGTH.pack(size)
+        if connection.num_waiting_bytes + _LENGTH.size + size > _MAX_FRAME:
+            self.send_frame(connection)
+        if size >= _AT_ONCE:
+            self.send_frame(connection, length, *parts)
+            return
+        connection.waiting.append(b"".join((length, *parts)))
+        connection.num_waiting_bytes += _LENGTH.size + size
+        self._talking[connection] = None
+        if self._ucx is not None:
+            self._ucx.kick()
+
+    def _send_waiting(self) -> bool:
+        talking, self._talking = self._talking, {}
+        for connection in talking:
+            self.send_frame(connection)
+        return bool(talking)
+
+    def send_frame(self, connection: UcxConnection, *more: bytes | memoryview) -> None:
+        """Post what waits and then `more`, unless that is nothing."""
+        body, connection.waiting, connection.num_waiting_bytes = connection.waiting, [], 0
+        if connection.endpoint is None or not (body or more):
+            return
+        size = sum(map(len, body)) + sum(map(len, more))
+        frame = b"".join((FRAME.pack(connection.peer_number, size), *body, *more))
+        request = self.post(connection.endpoint.tag_send, frame, MESSAGE_TAG)
+        if request is None:
+            connection.abort("the endpoint refused a message")
+        elif request.completed:
+            if self._ucx is not None:
+                self._ucx.kick()
+        else:
+            connection.num_unsent += 1
+            self.watch(request, connection.on_posted, frame)
+
+    def bury(self, connection: UcxConnection) -> None:
+        """Close its endpoint soon: this may be a callback inside UCX, where nothing may be closed."""
+        _settle(connection.greeted, "the peer refused")
+        self._dying.append(connection)
+        if self._ucx is not None:
+            self._ucx.kick()
+
+    # -- what UCX tells ---------------------------------------------------------------------------
+
+    def _on_progressed(self) -> bool:
+        assert self._ucx is not None
+        has_work = self._ucx.read_inbox(self._on_frame)
+        has_work = self._bury_dead() or has_work
+        return self._send_waiting() or has_work
+
+    def _on_frame(self, view: memoryview) -> None:
+        number, size = FRAME.unpack_from(view)
+        if size > _MAX_FRAME:
+            return  # a stranger's
+        at, end = FRAME.size, FRAME.size + size
+        if number == DOOR:
+            self._on_hello(bytes(view[at:end]))
+            return
+        connection = self._by_number.get(number)
+        if connection is None:
+            return  # late, or a stranger's
+        if size == 0:
+            if not connection.is_fenced:
+                connection.lose("the peer said goodbye")
+            return
+        while at + _LENGTH.size <= end and not connection.is_fenced:
+            (length,) = _LENGTH.unpack_from(view, at)
+            at += _LENGTH.size
+            if not 0 < length <= end - at:
+                connection.abort("not a frame")
+                return
+            self._on_message(connection, view[at : at + length])
+            at += length
+
+    def _on_message(self, connection: UcxConnection, message: memoryview) -> None:
+        if connection.peer_number:
+            assert self._handler is not None
+            self._handler.on_message(connection, message)
+        else:
+            self._on_welcome(connection, message)
+
+    # -- the handshake ----------------------------------------------------------------------------
+
+    def _add(self, endpoint: Any) -> UcxConnection:
+        assert self._ucx is not None
+        key = self._ucx.next_key()
+        connection = UcxConnection(self, endpoint, key, secrets.randbits(32) << 32 | key)
+        self._by_number[connection.number] = connection
+        return connection
+
+    def _say_hello(self, connection: UcxConnection, there: Address) -> None:
+        assert self._ucx is not None
+        hello = pack_hello(Hello(there.life, connection.number, self._ucx.address), there.key)
+        frame = FRAME.pack(DOOR, len(hello)) + hello
+        request = self.post(connection.endpoint.tag_send, frame, MESSAGE_TAG)
+        if request is None:
+            raise ConnectionError("the endpoint refused a message")
+        connection.num_unsent += 1
+        self.watch(request, connection.on_posted, frame)
+
+    def _on_hello(self, data: bytes) -> None:
+        """A peer that knows our key may connect. One that means another life, or is one too many, is told so at once."""
+        assert self._ucx is not None
+        ucx = self._ucx
+        hello = read_hello(data, ucx.key)
+        if hello is None:
+            return
+        is_full = len(self._by_number) >= MAX_CONNECTIONS
+        if is_full:
+            log.warning("kv.connections.full", num_connections=len(self._by_number))
+        if is_full or self._is_closing or hello.life != self._life:
+            ucx.turn_away(hello.worker, hello.number)
+            return
+        try:
+            connection = self._add(ucx.endpoint_to(hello.worker))
+        except self._ucx_error:
+            return  # gone, or by a device that is not ours
+        connection.peer_number = hello.number
+        connection.is_announced = True
+        connection.send([pack_welcome(hello.number, connection.number, ucx.key)])
+        assert self._handler is not None
+        self._handler.on_connected(connection)
+
+    def _on_welcome(self, connection: UcxConnection, message: memoryview) -> None:
+        number = read_welcome(bytes(message), connection.number, connection.key_there)
+        if number is None:
+            connection.abort("no welcome")
+            return
+        connection.peer_number = number
+        _settle(connection.greeted, "")
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _bury_dead(self) -> bool:
+        """Close the endpoints of dying connections, and say so once UCX has let go of their buffers."""
+        has_work = bool(self._dying)
+        while self._dying:
+            connection = self._dying.pop()
+            self.send_frame(connection)
+            self._say_goodbye(connection)
+            endpoint, connection.endpoint = connection.endpoint, None
+            close_endpoint(endpoint)
+            self._draining.append(connection)
+        if self._ucx is not None and any(c.payloads for c in self._draining):
+            # Receives on an endpoint that ended by itself: ucxx notes them to be cancelled, and does it in its own way to
+            # progress, which is not ours. Without, one that nothing matches never ends, nor does the connection.
+            self._ucx.worker.cancel_inflight_requests()
+        for connection in [c for c in self._draining if not c.payloads]:
+            self._draining.remove(connection)
+            del self._by_number[connection.number]
+            if not self._by_number:
+                self._emptied.set()
+            if connection.is_announced and self._handler is not None:
+                self._handler.on_closed(connection, connection.close_reason)
+        return has_work
+
+    def _say_goodbye(self, connection: UcxConnection) -> None:
+        """Best effort: over shared memory nothing else tells the peer, while both processes live."""
+        if connection.is_announced and self._ucx is not None:
+            frame = FRAME.pack(connection.peer_number, 0)
+            self.post(connection.endpoint.tag_send, frame, MESSAGE_TAG)
+
+
+class _Nobody:
+    """Whoever there is before there is a handler."""
+
+    def on_connected(self, connection: KvConnection) -> None: ...
+    def on_message(self, connection: KvConnection, message: memoryview) -> None: ...
+    def on_closed(self, connection: KvConnection, reason: str) -> None: ...
+
+
+def _settle(future: asyncio.Future[None] | None, refusal: str) -> None:
+    if future is None or future.done():
+        return
+    if refusal:
+        future.set_exception(ConnectionError(refusal))
+    else:
+        future.set_result(None)

@@ -1,0 +1,94 @@
+"""One UCX endpoint as a `KvConnection`: what is posted on it, and what becomes of that when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pdmesh.kv.transport.base import ByteArray
+
+if TYPE_CHECKING:
+    from pdmesh.kv.transport.ucx import UcxTransport
+
+
+class UcxConnection:
+    """One endpoint. `number` is ours, `peer_number` the other side's; both make up tags."""
+
+    def __init__(self, transport: UcxTransport, endpoint: Any, key: int, number: int) -> None:
+        self.key = key
+        self.number = number
+        self.peer_number = 0  # not welcome yet
+        self.key_there = b""  # of the door that it knocks at
+        self.greeted: asyncio.Future[None] | None = None  # of one that we opened
+        self.endpoint = endpoint
+        self.is_announced = False
+        self.close_reason = ""
+        self.is_fenced = False  # we dropped it: what it still says is not heard
+        self.waiting: list[bytes] = []  # messages, each with its length, for the next frame
+        self.num_waiting_bytes = 0
+        self.num_unsent = 0  # frames on their way out
+        self.payloads: list[Any] = []  # requests that may still touch a caller's bytes
+        self._transport = transport
+        endpoint.set_close_callback(self._on_endpoint_closed)
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> None:
+        if not self.close_reason:
+            self._transport.add_message(self, parts)
+
+    def send_payload(self, key: int, buffer: ByteArray, on_sent: Callable[[], None]) -> None:
+        if not self.close_reason:
+            self._transport.send_frame(self)  # it announces the payload
+            self._post_payload(self.endpoint.tag_send, self.peer_number, key, buffer, on_sent)
+
+    def recv_payload(self, key: int, buffer: ByteArray, on_received: Callable[[], None]) -> None:
+        if not self.close_reason:
+            self._post_payload(self.endpoint.tag_recv, self.number, key, buffer, on_received)
+
+    def abort(self, reason: str) -> None:
+        self.is_fenced = True
+        self.lose(reason)
+
+    def lose(self, reason: str) -> None:
+        """The peer is gone; messages that have arrived already still count."""
+        if not self.close_reason:
+            self.close_reason = reason
+            self._transport.bury(self)
+
+    def _post_payload(
+        self, post: Any, number: int, key: int, buffer: ByteArray, on_done: Callable[[], None]
+    ) -> None:
+        # A strided array would be sent as wrong bytes, silently.
+        assert buffer.dtype == np.uint8
+        assert buffer.ndim == 1
+        assert buffer.flags.c_contiguous
+        request = self._transport.post(post, buffer, _tag(number, key))
+        if request is None:
+            self.abort("the endpoint refused a payload")
+            return
+        self.payloads.append(request)
+
+        def done(is_ok: bool) -> None:
+            self.payloads = [r for r in self.payloads if r is not request]
+            if is_ok and not self.close_reason:
+                on_done()
+            elif not is_ok:
+                self.lose("the peer is gone")
+
+        self._transport.watch(request, done, buffer)
+
+    def on_posted(self, is_ok: bool) -> None:
+        """A frame or greeting left, or could not."""
+        self.num_unsent -= 1
+        if not is_ok:
+            self.lose("the peer is gone")
+
+    def _on_endpoint_closed(self, *_: object) -> None:
+        self.lose("the peer is gone")
+
+
+def _tag(number: int, key: int) -> int:
+    """The lower half of a connection's number is unique at its receiver, and never 0."""
+    return (number & 0xFFFFFFFF) << 32 | key & 0xFFFFFFFF

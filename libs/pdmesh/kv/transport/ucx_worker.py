@@ -1,0 +1,322 @@
+"""One UCX worker for as long as the process lives; its event fd wakes the loop, so that idle costs nothing.
+
+ucxx's own asyncio front end either polls or progresses in a thread, and waits for a request by polling it
+(`sleep(0)`). Here the loop watches the worker's fd; when it is readable the worker progresses, completed
+requests are called back, and the worker is armed again. Nothing is awaited per message.
+
+There is no listener (ADR 0002): peers come by the worker's address, which they know from the mesh. The worker is never destroyed
+(ADR 0024), but lent to one transport after the other, and turns peers away in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import structlog
+
+from pdmesh.kv.transport.ucx_handshake import DOOR, make_key, read_hello
+from pdmesh.net.loopback import is_loopback
+
+log = structlog.get_logger(__name__)
+
+# TLS and devices are chosen per transport, see `options_for`.
+_ENVIRONMENT = {
+    "UCX_TCP_TX_SEG_SIZE": "256K",
+    "UCX_TCP_RX_SEG_SIZE": "256K",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "UCX_KEEPALIVE_INTERVAL": "1s",  # else the end of a peer that says nothing is not noticed
+    "UCX_TCP_CONN_NB": "y",  # else a peer that falls silent as it connects stops the loop for minutes
+    "UCX_RNDV_THRESH": "96K",  # inline payloads are eager; larger ones meet a posted receive
+    "UCX_POSIX_ERROR_HANDLING": "y",  # without these, shared memory is silently dropped for tcp
+    "UCX_SYSV_ERROR_HANDLING": "y",
+    # A receiver reads large payloads straight out of the sender's memory. With error handling on UCX wants to be able to revoke
+    # that, which one machine's memory cannot: a late read is torn at worst, and every byte has a checksum (ADR 0006).
+    "UCX_CMA_MEMORY_INVALIDATE": "y",
+    "UCX_MM_SEG_SIZE": "60K",  # shared memory moves pieces of this size, each with a wake-up; 8K by default, at most 64K
+    # A peer that dies is an event here, not an error of the library's: three loggers say so otherwise.
+    "UCX_LOG_LEVEL": "fatal",
+    "UCXX_LOG_LEVEL": "FATAL",
+    "UCXPY_LOG_LEVEL": "CRITICAL",
+}
+MESSAGE_TAG = 0  # of frames, which all connections receive in one inbox; payloads have other tags
+# Some transports' events do not reach the fd (ucxx guards against it too): look now and then.
+_GUARD_S = 0.5
+# A large payload must not keep the loop to itself. Not by `loop.time()`: uvloop's stands still meanwhile.
+_TURN_S = 0.002
+_CLOSE_NS = 1_000_000_000
+MAX_REFUSING = 64  # peers that are being turned away
+_REFUSE_S = 5.0
+FRAME = struct.Struct("<QI")  # receiver's number of the connection, bytes that follow; 0: goodbye
+
+
+def load_library() -> Any:  # ucxx has no type information
+    """Import ucxx with what must be set before; whatever the user has set wins. Returns `ucxx._lib.libucxx`."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import ucxx
+    from ucxx._lib import libucxx
+
+    assert ucxx is not None  # its import loads the shared library
+    return libucxx
+
+
+def is_local(host: str) -> bool:
+    """Whether `host` names this machine only."""
+    return is_loopback(host)
+
+
+def options_for(host: str) -> dict[str, str]:
+    """UCX options for an agent of one machine: tcp on loopback, so that it listens nowhere else. Those in the environment win."""
+    if not is_local(host):
+        return {}
+    options = {"TLS": "tcp", "NET_DEVICES": "lo"}
+    return {name: value for name, value in options.items() if f"UCX_{name}" not in os.environ}
+
+
+def close_endpoint(endpoint: Any) -> None:
+    """At once, without the peer's consent: what is posted on it ends. Not within a callback of UCX's."""
+    endpoint.close_blocking(period=_CLOSE_NS, max_attempts=1)
+    endpoint.remove_close_callback()
+
+
+class UcxWorker:
+    """Progress, completions and arrivals of one UCX context. Used on one loop at a time, and only there."""
+
+    def __init__(self, options: dict[str, str], inbox_bytes: int) -> None:
+        self.api = load_library()
+        from ucxx._lib.arr import Array
+        from ucxx.types import Tag
+
+        self.array, self.tag = Array, Tag
+        self.options = options
+        self.is_warm = False  # the first connection of a worker costs each end 30 ms of CPU
+        self._context = self.api.UCXContext(options)
+        self.worker = self.api.UCXWorker(
+            self._context, enable_delayed_submission=False, enable_python_future=False
+        )
+        self.worker.init_blocking_progress_mode()
+        self.address: bytes = self.worker.address.tobytes()
+        self.key = make_key()
+        self._refusing: dict[int, Any] = {}  # endpoints of peers that are being turned away
+        _keep_for_good(self._context, self.worker)
+        self._fd: int = self.worker.epoll_file_descriptor
+        self._inbox = np.empty(inbox_bytes, np.uint8)
+        self._inbox_array = Array(self._inbox)
+        self._post_inbox()
+        self._num_connections = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_progressed: Callable[[], bool] = self._turn_away
+        self._pending: list[tuple[Any, Callable[[bool], None], object]] = []
+        self._is_kicked = False
+        self._is_pumping = False
+        self._is_stopped = False
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def next_key(self) -> int:
+        """For a connection: unique as long as the process lives, so that no late byte is taken for another connection's."""
+        self._num_connections += 1
+        return self._num_connections
+
+    def has_fabric(self) -> bool:
+        """Whether UCX found an RDMA device (verbs, mlx5, EFA); the PyPI wheel of libucx never does."""
+        return any(word in self._context.info for word in ("rc_", "dc_", "ud_", "srd", "ib/"))
+
+    # -- who has it -------------------------------------------------------------------------------
+
+    def is_free_for(self, loop: asyncio.AbstractEventLoop) -> bool:
+        return self._loop is None or self._loop is loop or self._loop.is_closed()
+
+    def begin(self, on_progressed: Callable[[], bool]) -> None:
+        """Serve a transport on the running loop. `on_progressed` is called after each progress; True if it may have made new work."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop = loop
+            self._is_kicked = False
+            loop.add_reader(self._fd, self.pump)
+            loop.call_later(_GUARD_S, self._look)
+            self.pump()
+        self._on_progressed = on_progressed
+        self.kick()
+
+    def end(self) -> None:
+        """The transport is done: until the next one, whoever connects is turned away."""
+        self._on_progressed = self._turn_away
+        self.kick()
+
+    def stop(self) -> None:
+        """Never progress again: operations are left that would touch memory which is no longer theirs."""
+        self._is_stopped = True
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._fd)
+
+    def endpoint_to(self, address: bytes) -> Any:
+        """To a peer's worker, whose address is believed. Connects as it is used."""
+        there = self.api.UCXAddress.create_from_buffer(address)
+        return self.api.UCXEndpoint.create_from_worker_address(self.worker, there, True)
+
+    def turn_away(self, address: bytes, number: int) -> None:
+        """Say goodbye to a peer that connects, without a connection of our own, so that it need not wait for its deadline."""
+        if len(self._refusing) >= MAX_REFUSING or self._loop is None:
+            return
+        key, goodbye = self.next_key(), FRAME.pack(number, 0)
+        try:
+            endpoint = self.endpoint_to(address)
+            request = endpoint.tag_send(self.array(goodbye), self.tag(MESSAGE_TAG))
+        except self.api.UCXError:
+            return
+        self._refusing[key] = endpoint
+        self.watch(request, lambda _: self._refused(key), goodbye)
+        self._loop.call_later(_REFUSE_S, self._refused, key)
+
+    def _refused(self, key: int) -> None:
+        endpoint = self._refusing.pop(key, None)
+        if endpoint is not None:
+            close_endpoint(endpoint)
+            self.kick()
+
+    def _turn_away(self) -> bool:
+        return self.read_inbox(self._refuse)
+
+    def _refuse(self, frame: memoryview) -> None:
+        number, size = FRAME.unpack_from(frame)
+        if number == DOOR and size <= len(frame) - FRAME.size:
+            hello = read_hello(bytes(frame[FRAME.size : FRAME.size + size]), self.key)
+            if hello is not None:
+                self.turn_away(hello.worker, hello.number)
+
+    # -- frames -----------------------------------------------------------------------------------
+
+    def read_inbox(self, on_frame: Callable[[memoryview], None]) -> bool:
+        """Each frame that has arrived, valid during the call only. Returns whether there was one."""
+        has_read = False
+        while self._inbox_request.completed:
+            has_read = True
+            try:
+                self._inbox_request.check_error()
+                on_frame(memoryview(self._inbox))  # type: ignore[arg-type]  # numpy arrays are buffers
+            except self.api.UCXError:  # longer than any frame of ours; who sent it cannot be known
+                log.warning("kv.frame.refused")
+            finally:  # or nothing would be heard any more
+                self._post_inbox()
+        return has_read
+
+    def _post_inbox(self) -> None:
+        self._inbox_request = self.worker.tag_recv(self._inbox_array, self.tag(MESSAGE_TAG))
+
+    # -- progress ---------------------------------------------------------------------------------
+
+    def watch(self, request: Any, on_done: Callable[[bool], None], buffer: object) -> None:
+        """Call `on_done(is_ok)` once the request is complete, from the loop and never from here.
+
+        `buffer` is kept alive until then: a request does not hold on to the bytes it reads or writes.
+        """
+        self._pending.append((request, on_done, buffer))
+        self.kick()
+
+    def kick(self) -> None:
+        """Progress soon: new operations were posted while the worker may be armed."""
+        if self._loop is None or self._is_kicked or self._is_pumping or self._is_stopped:
+            return
+        self._is_kicked = True
+        self._loop.call_soon(self.pump)
+
+    def pump(self) -> None:
+        """Progress until there is nothing to do and arm the fd; or until others on the loop have waited enough."""
+        self._is_kicked = False
+        if self._is_stopped or self._is_pumping:
+            return
+        self._is_pumping = True
+        turn_ends = time.monotonic() + _TURN_S
+        try:
+            while self._step():
+                if time.monotonic() >= turn_ends:
+                    self._is_kicked = True
+                    assert self._loop is not None
+                    self._loop.call_soon(self.pump)
+                    return
+        finally:
+            self._is_pumping = False
+
+    def drain(self, is_done: Callable[[], bool], within_s: float) -> None:
+        """Progress, blocking the loop, until `is_done`. For the end of a transport."""
+        ends = time.monotonic() + within_s
+        while not is_done() and time.monotonic() < ends:
+            self._step()
+
+    def _step(self) -> bool:
+        """Returns False once there is nothing to do and the fd will tell when there is."""
+        if self._is_stopped:
+            return False
+        has_work = bool(self.worker.progress_once())
+        has_work = self._complete() or has_work
+        has_work = self._on_progressed() or has_work
+        return has_work or not (self._is_stopped or self.worker.arm())
+
+    def _look(self) -> None:
+        if self._is_stopped or self._loop is not asyncio.get_running_loop():
+            return
+        self._loop.call_later(_GUARD_S, self._look)
+        self.pump()
+
+    def _complete(self) -> bool:
+        done = [entry for entry in self._pending if entry[0].completed]
+        if not done:
+            return False
+        self._pending = [entry for entry in self._pending if not entry[0].completed]
+        for request, on_done, _ in done:
+            try:
+                on_done(self._is_ok(request))
+            except Exception as error:  # others have ended with it, and hear of it once
+                log.error("kv.completion.died", exc_info=error)
+        return True
+
+    def _is_ok(self, request: Any) -> bool:
+        try:
+            request.check_error()
+        except self.api.UCXError:
+            return False
+        return True
+
+
+_idle: list[UcxWorker] = []
+_idle_lock = threading.Lock()  # agents on threads of their own take and give back too
+
+
+def take_worker(options: dict[str, str], inbox_bytes: int) -> UcxWorker:
+    """The one given back last, or a new one: a process has as many as it ever had transports at once."""
+    loop = asyncio.get_running_loop()
+    with _idle_lock:
+        for worker in reversed(_idle):
+            if worker.options == options and worker.is_free_for(loop):
+                _idle.remove(worker)
+                return worker
+    return UcxWorker(options, inbox_bytes)
+
+
+def give_worker_back(worker: UcxWorker, is_quiet: bool) -> None:
+    """`is_quiet`: nothing that its last transport posted can touch any memory any more. If not, it is never used again."""
+    if not is_quiet:
+        log.error("kv.worker.abandoned", num_pending=worker.num_pending)
+        worker.stop()
+        return
+    worker.end()
+    with _idle_lock:
+        _idle.append(worker)
+
+
+def _keep_for_good(*objects: object) -> None:
+    """One reference more than anybody will ever drop: not even the end of the interpreter destroys them."""
+    for each in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))

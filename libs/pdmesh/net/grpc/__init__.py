@@ -1,0 +1,1 @@
+"""gRPC: channels, servers, credentials, and bounds on what strangers send."""

@@ -1,0 +1,67 @@
+"""Calls of the AdminService, at whichever master leads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import grpc
+
+from pdmesh.errors import MeshError, NotLeader, Unavailable
+from pdmesh.net.grpc import rpc
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
+from pdmesh.v1.admin_service_pb2_grpc import AdminServiceStub
+
+if TYPE_CHECKING:
+    from pdmesh.v1.admin_service_pb2_grpc import AdminServiceAsyncStub
+
+_MASTER: Final = "master-scheduler"
+_CALL_S: Final = 5.0
+_AGAIN_S: Final = 0.2
+_LEASE_S: Final = 3.0  # only to watch: nothing is registered
+
+T = TypeVar("T")
+Metadata = tuple[tuple[str, str], ...]
+# Makes one call, with a stub, metadata and a timeout in seconds.
+Invoke = Callable[["AdminServiceAsyncStub", Metadata, float], Awaitable[T]]
+
+
+async def call_leader(
+    bus: NatsBus,
+    token: str,
+    invoke: Invoke[T],
+    *,
+    within_s: float = _CALL_S,
+    mesh_token: str | None = None,
+) -> T:
+    """Ask whoever leads until he answers, and nobody else: the token is for no other eyes. Raises his refusal; Unavailable if none leads in time."""
+    deadline = asyncio.get_running_loop().time() + within_s
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    why: MeshError = Unavailable("no master says that it leads")
+    while asyncio.get_running_loop().time() < deadline:
+        if leader := await _leader(bus):
+            async with rpc.channel(leader, mesh_token) as channel:
+                try:
+                    return await invoke(AdminServiceStub(channel), metadata, _CALL_S)
+                except grpc.aio.AioRpcError as exc:
+                    why = rpc.from_rpc_error(exc)
+            if not isinstance(why, NotLeader | Unavailable):
+                raise why
+        await asyncio.sleep(_AGAIN_S)
+    raise Unavailable(f"no leading master answers: {why.message}")
+
+
+async def _leader(bus: NatsBus) -> str:
+    """The address of the leading master by its record; of two that say so, of the later epoch. Empty: none does."""
+    view = await NatsRegistry(bus, _LEASE_S).watch()
+    try:
+        leaders = [
+            r
+            for r in view.records.values()
+            if r.service == _MASTER and r.is_leader and r.grpc_address
+        ]
+    finally:
+        await view.close()
+    return max(leaders, key=lambda r: r.epoch).grpc_address if leaders else ""

@@ -1,0 +1,290 @@
+"""gRPC as this mesh needs it: channels and servers that notice a frozen peer, and errors that keep their meaning.
+
+grpcio's documented keepalive does not notice a frozen peer unless `grpc.http2.ping_timeout_ms` is set
+on both sides, and a malformed message comes back as UNKNOWN with parser text. So channels and servers are
+made here only, and requests are parsed by us (INVALID_ARGUMENT, no parser text).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Final, NoReturn
+
+import grpc
+import structlog
+from google.protobuf.any_pb2 import Any as AnyProto
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
+from pdmesh import errors
+from pdmesh.errors import InvalidRequest, MeshError
+from pdmesh.net.grpc.mesh_token import TokenChannel, TokenCheck
+from pdmesh.net.grpc.proto_bounds import check_num_fields
+
+log = structlog.get_logger(__name__)
+
+MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024  # between our own services; edges set their own
+_STATUS_DETAILS: Final = "grpc-status-details-bin"
+_DOMAIN: Final = "pdmesh"
+# Of one server. Each takes a descriptor, and a process without any loses its way to NATS, and a master its lease.
+_MAX_CONNECTIONS: Final = 1024
+_HANDSHAKE_MS: Final = 20_000  # from the connection to the first settings; 120 s by default
+
+# A peer that does not answer a ping for 1 s is gone; pings go every 2 s, also while idle. gRPC's default never pings.
+_KEEPALIVE: Final = (
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.http2.ping_timeout_ms", 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+_ERRORS_BY_CODE: Final[dict[str, type[MeshError]]] = {
+    "INVALID_ARGUMENT": errors.InvalidRequest,
+    "NOT_FOUND": errors.ModelNotFound,
+    "RESOURCE_EXHAUSTED": errors.Overloaded,
+    "FAILED_PRECONDITION": errors.Draining,
+    "ABORTED": errors.StalePlan,
+    "DEADLINE_EXCEEDED": errors.DeadlineExceeded,
+    "UNAVAILABLE": errors.Unavailable,
+}
+
+
+class _Credential:
+    """Of this process, which belongs to one mesh. Empty: the mesh has none."""
+
+    token = ""
+
+
+def use_mesh_token(token: str) -> None:
+    """What `channel` and `server` show and ask for from now on; said once, before the first of them is made."""
+    _Credential.token = token
+
+
+def mesh_token() -> str:
+    return _Credential.token
+
+
+def channel(address: str, mesh_token: str | None = None) -> grpc.aio.Channel:
+    """A channel that reports a dead or frozen peer within 3 s, and reconnects fast.
+
+    It shows the mesh's token: by default the one that this process uses, "" none. It goes straight to its peer, whatever the
+    environment says of proxies: those are for the way out of a mesh.
+    """
+    token = _Credential.token if mesh_token is None else mesh_token
+    made = _channel(address)
+    return TokenChannel(made, token) if token else made
+
+
+def _channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(
+        address,
+        options=(
+            *_KEEPALIVE,
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            # Also how long one attempt to connect may take: 100 ms fails on a busy machine.
+            ("grpc.min_reconnect_backoff_ms", 1000),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+            ("grpc.enable_retries", 0),
+            ("grpc.enable_http_proxy", 0),
+        ),
+    )
+
+
+def server(
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    *,
+    is_public: bool = False,
+    max_connections: int | None = None,
+    reuse_port: bool = False,
+    options: Sequence[tuple[str, int]] = (),
+    interceptors: Sequence[Any] = (),  # grpc-stubs and grpc.aio disagree on their type
+) -> grpc.aio.Server:
+    """A server that cancels the handlers of a dead or frozen client within 3 s. `options`: gRPC's own.
+
+    It asks every caller for the mesh's token, where this process uses one, unless it `is_public`.
+    """
+    token = "" if is_public else _Credential.token
+    return grpc.aio.server(
+        interceptors=[*([TokenCheck(token, fail)] if token else []), *interceptors],
+        options=(
+            *_KEEPALIVE,
+            ("grpc.http2.min_ping_interval_without_data_ms", 500),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+            ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+            ("grpc.max_allowed_incoming_connections", max_connections or _MAX_CONNECTIONS),
+            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.so_reuseport", int(reuse_port)),
+            *options,
+        ),
+    )
+
+
+async def start(target: grpc.aio.Server) -> None:
+    """Start it; given up meanwhile, it is stopped again.
+
+    A `start` that is cancelled itself leaves a server that listens and cannot be stopped any more.
+    """
+    starting = asyncio.ensure_future(target.start())
+    try:
+        await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await starting
+        await target.stop(None)
+        raise
+
+
+def add_service(
+    target: grpc.aio.Server,
+    service: ServiceDescriptor,
+    servicer: object,
+    max_fields: int | None = None,
+) -> None:
+    """Register every method of `service` that `servicer` implements, by name. `max_fields`: of a request, where strangers call.
+
+    Handlers take (request, context); a MeshError they raise becomes its gRPC status with ErrorInfo, any other
+    exception is logged and becomes INTERNAL without its text.
+    """
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+    for method in service.methods:
+        handler = getattr(servicer, method.name)
+        parse = _parser(method.input_type, max_fields)
+        serialize: Callable[[Any], bytes] = lambda message: message.SerializeToString()  # noqa: E731
+        if method.client_streaming and method.server_streaming:
+            handlers[method.name] = grpc.stream_stream_rpc_method_handler(
+                _stream_stream(handler, parse), response_serializer=serialize
+            )
+        elif method.server_streaming:
+            handlers[method.name] = grpc.unary_stream_rpc_method_handler(
+                _unary_stream(handler, parse), response_serializer=serialize
+            )
+        elif method.client_streaming:
+            raise ValueError(f"{method.full_name}: client streaming alone is not used here")
+        else:
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(
+                _unary_unary(handler, parse), response_serializer=serialize
+            )
+    target.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(service.full_name, handlers),)
+    )
+
+
+def _parser(message_type: Any, max_fields: int | None) -> Callable[[bytes], Message]:
+    make = GetMessageClass(message_type)
+
+    def parse(data: bytes) -> Message:
+        if max_fields is not None:
+            check_num_fields(data, message_type, max_fields)
+        try:
+            return make.FromString(data)
+        except DecodeError as exc:
+            raise InvalidRequest(f"not a valid {message_type.full_name}", field="request") from exc
+
+    return parse
+
+
+def _unary_unary(
+    handler: Callable[[Any, Any], Awaitable[Message]], parse: Callable[[bytes], Message]
+) -> Callable[[bytes, grpc.aio.ServicerContext[Any, Any]], Awaitable[Message]]:
+    async def call(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Message:
+        try:
+            return await handler(parse(data), context)
+        except Exception as exc:  # noqa: BLE001  # the edge: each becomes a status
+            await fail(context, exc)
+
+    return call
+
+
+def _unary_stream(
+    handler: Callable[[Any, Any], AsyncIterator[Message]], parse: Callable[[bytes], Message]
+) -> Callable[[bytes, grpc.aio.ServicerContext[Any, Any]], AsyncIterator[Message]]:
+    async def call(
+        data: bytes, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[Message]:
+        try:
+            async for response in handler(parse(data), context):
+                yield response
+        except Exception as exc:  # noqa: BLE001  # the edge: each becomes a status
+            await fail(context, exc)
+
+    return call
+
+
+def _stream_stream(
+    handler: Callable[[AsyncIterator[Any], Any], AsyncIterator[Message]],
+    parse: Callable[[bytes], Message],
+) -> Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext[Any, Any]], AsyncIterator[Message]]:
+    async def call(
+        chunks: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[Message]:
+        async def requests() -> AsyncIterator[Message]:
+            async for data in chunks:
+                yield parse(data)
+
+        try:
+            async for response in handler(requests(), context):
+                yield response
+        except Exception as exc:  # noqa: BLE001  # the edge: each becomes a status
+            await fail(context, exc)
+
+    return call
+
+
+async def fail(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> NoReturn:
+    """End the call with the status of this error."""
+    if isinstance(exc, grpc.aio.AbortError):
+        raise exc
+    if not isinstance(exc, MeshError):
+        log.error("rpc.bug", exc_info=exc)
+        exc = MeshError("internal error; the server's log has the cause")
+    status = to_status(exc)
+    context.set_trailing_metadata(((_STATUS_DETAILS, status.SerializeToString()),))
+    await context.abort(grpc.StatusCode[exc.grpc_code], exc.message)
+
+
+def to_status(exc: MeshError) -> Status:
+    """The error as google.rpc.Status: ErrorInfo always, BadRequest and RetryInfo where they say something."""
+    status = Status(code=grpc.StatusCode[exc.grpc_code].value[0], message=exc.message)
+    details: list[Message] = [ErrorInfo(reason=exc.reason, domain=_DOMAIN)]
+    if exc.field:
+        violation = BadRequest.FieldViolation(field=exc.field, description=exc.message)
+        details.append(BadRequest(field_violations=[violation]))
+    if exc.retry_after_ms is not None:
+        retry = RetryInfo()
+        retry.retry_delay.FromMilliseconds(exc.retry_after_ms)
+        details.append(retry)
+    for detail in details:
+        packed = AnyProto()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def from_rpc_error(exc: grpc.aio.AioRpcError) -> MeshError:
+    """The MeshError a peer raised, or the closest one to a failure of the transport itself."""
+    reason, field, retry_after_ms = "", None, None
+    trailing: Any = exc.trailing_metadata() or ()  # pairs; its stubs say otherwise
+    for key, value in trailing:
+        if key != _STATUS_DETAILS or not isinstance(value, bytes):
+            continue
+        for detail in Status.FromString(value).details:
+            info, bad, retry = ErrorInfo(), BadRequest(), RetryInfo()
+            if detail.Unpack(info):
+                reason = info.reason
+            elif detail.Unpack(bad) and bad.field_violations:
+                field = bad.field_violations[0].field
+            elif detail.Unpack(retry):
+                retry_after_ms = retry.retry_delay.ToMilliseconds()
+    code = exc.code().name
+    kind = errors.BY_REASON.get(reason) or _ERRORS_BY_CODE.get(code, MeshError)
+    return kind(
+        exc.details() or code, reason=reason or None, field=field, retry_after_ms=retry_after_ms
+    )

@@ -1,0 +1,151 @@
+"""What one service judges, where everybody can read it: a JetStream bucket with one message in JSON per instance.
+
+Entries outlive their writer: the last ones stand until another one writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import structlog
+from google.protobuf.json_format import Parse, ParseError
+from google.protobuf.message import Message
+
+from pdmesh.errors import VersionConflict
+from pdmesh.events.v1.events_pb2 import FaultReport, HealthChanged
+from pdmesh.net.event_json import to_json
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.kv_bucket import (
+    KvBucket,
+    KvEntry,
+    KvWatch,
+    WrongRevision,
+)
+from pdmesh.v1.admin_service_pb2 import Hold, Pin
+
+log = structlog.get_logger(__name__)
+
+
+M = TypeVar("M", bound=Message)
+
+
+class Board(Generic[M]):
+    """`kind` has a field `instance_id`, which is its key."""
+
+    def __init__(self, bucket: KvBucket, kind: type[M]) -> None:
+        self._bucket, self._kind = bucket, kind
+
+    async def write(self, instance_id: str, message: M, last: int | None = None) -> int:
+        """The new revision; raises Unavailable, VersionConflict unless the entry is at revision `last` (0: absent)."""
+        try:
+            return await self._bucket.put(instance_id, to_json(message), last=last)
+        except WrongRevision as exc:
+            raise VersionConflict(f"somebody else changed {instance_id} just now") from exc
+
+    async def forget(self, instance_id: str, last: int | None = None) -> int:
+        """As `write`."""
+        try:
+            return await self._bucket.delete(instance_id, last=last)
+        except WrongRevision as exc:
+            raise VersionConflict(f"somebody else changed {instance_id} just now") from exc
+
+    def watch(
+        self, on_entry: Callable[[M], None], on_gone: Callable[[str], None] = lambda _: None
+    ) -> BoardView[M]:
+        return BoardView(self._bucket, self._kind, on_entry, on_gone)
+
+
+class BoardView(Generic[M]):
+    """Hands out every entry there is, then each new one; all of them again after an outage.
+
+    If the bucket was wiped, what stood in it stays in `known`, and is `missing` until somebody writes it again.
+    """
+
+    def __init__(
+        self,
+        bucket: KvBucket,
+        kind: type[M],
+        on_entry: Callable[[M], None],
+        on_gone: Callable[[str], None],
+    ) -> None:
+        self._kind, self._on_known, self._on_gone = kind, on_entry, on_gone
+        self.known: dict[str, M] = {}
+        self.missing: set[str] = set()
+        self._revisions: dict[str, int] = {}  # of each key as last seen, removed ones too
+        self._unseen: set[str] = set()  # known before the watch opened again
+        self.loaded = asyncio.Event()
+        self._watch: KvWatch = bucket.watch(self._on_entry, self._on_loaded, self._on_reset)
+
+    @property
+    def is_current(self) -> bool:
+        """False while the store is away, or not all of it has been read: decide nothing from `known` then."""
+        return self._watch.is_live
+
+    def revision(self, key: str) -> int:
+        """To compare a write with; 0: the bucket does not have the key."""
+        return self._revisions.get(key, 0)
+
+    def wrote(self, key: str, message: M | None, revision: int) -> None:
+        """Whoever writes what he follows shows it at once."""
+        self._revisions[key] = revision
+        self.missing.discard(key)
+        if message is not None:
+            self.known[key] = message
+            self._on_known(message)
+        elif self.known.pop(key, None) is not None:
+            self._on_gone(key)
+
+    async def close(self) -> None:
+        await self._watch.close()
+
+    def _on_reset(self) -> None:
+        self._unseen = set(self._revisions)
+
+    def _on_loaded(self) -> None:
+        """A removed entry leaves a marker: what is neither there nor marked went with the bucket (F21)."""
+        for key in self._unseen:
+            self._revisions.pop(key, None)
+        self.missing |= self._unseen & self.known.keys()
+        self._unseen.clear()
+        self.loaded.set()
+
+    def _on_entry(self, entry: KvEntry) -> None:
+        is_reopening = entry.key in self._unseen
+        self._unseen.discard(entry.key)
+        if entry.revision <= self.revision(entry.key) and not is_reopening:
+            return  # of an own write
+        self._revisions[entry.key] = entry.revision
+        self.missing.discard(entry.key)
+        if entry.value is None:
+            if self.known.pop(entry.key, None) is not None:
+                self._on_gone(entry.key)
+            return
+        try:
+            message = Parse(entry.value, self._kind(), ignore_unknown_fields=True)
+        except ParseError:
+            log.warning("board.bad_entry", key=entry.key, kind=self._kind.DESCRIPTOR.name)
+            return
+        self.known[entry.key] = message
+        self._on_known(message)
+
+
+def health_board(bus: NatsBus) -> Board[HealthChanged]:
+    """The health-monitor's verdicts: who is alive."""
+    return Board(KvBucket(bus, "pdmesh-health"), HealthChanged)
+
+
+def fault_board(bus: NatsBus) -> Board[FaultReport]:
+    """The health-monitor's judgements: who is faulty, and what is to be done."""
+    return Board(KvBucket(bus, "pdmesh-faults"), FaultReport)
+
+
+def pin_board(bus: NatsBus) -> Board[Pin]:
+    """The leading master's list of prefixes that are not to be evicted; holds names of blocks, and no token."""
+    return Board(KvBucket(bus, "pdmesh-pins"), Pin)
+
+
+def hold_board(bus: NatsBus) -> Board[Hold]:
+    """The leading master's list of instances kept out of service. No heartbeat, incarnation or restart lifts a hold."""
+    return Board(KvBucket(bus, "pdmesh-holds"), Hold)

@@ -1,0 +1,299 @@
+"""The desired state in the registry, bucket `pdmesh-desired`: the current version and those before it.
+
+The key `current` holds version, text and author together, so one compare-and-set makes a version. Before it is replaced, its
+content is copied to a key of its own (`v7`): a writer that dies in between leaves a copy of what is current, nothing half-made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import structlog
+from google.protobuf.json_format import MessageToJson, Parse, ParseError
+from google.protobuf.message import Message
+
+from pdmesh.errors import NotLeader, VersionConflict
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.kv_bucket import (
+    KvBucket,
+    KvEntry,
+    KvWatch,
+    WrongRevision,
+)
+from pdmesh.v1.admin_service_pb2 import Adjustments, DesiredVersion, Upgrades
+
+log = structlog.get_logger(__name__)
+
+BUCKET: Final = "pdmesh-desired"
+VERSIONS_KEPT: Final = 100
+_UNCONDITIONAL_TRIES: Final = 5
+_CURRENT: Final = "current"
+ADJUSTED: Final = "adjusted"
+UPGRADES: Final = "upgrades"
+_KEYS: Final = (_CURRENT, ADJUSTED, UPGRADES)
+
+M = TypeVar("M", bound=Message)
+
+
+class DesiredStore:
+    """Every method raises Unavailable within about a second if the store does not answer."""
+
+    def __init__(self, bucket: KvBucket) -> None:
+        self._bucket = bucket
+
+    async def version(self, number: int = 0) -> DesiredVersion | None:
+        """That version, 0: the current one; None if it is not there."""
+        current = _parse(await self._get_current())
+        if current is None or number in (0, current.version):
+            return current
+        return _parse(await self._bucket.get(_key(number)))
+
+    async def apply(
+        self,
+        text: str,
+        *,
+        expected_version: int | None,
+        author: str,
+        reason: str,
+        canary_share: float = 0.0,
+    ) -> DesiredVersion:
+        """Make `text` the next version; raises VersionConflict if another than the expected one is current.
+
+        Who expects none means it whatever is current, also when somebody else applies at the same time: tried a few times.
+        """
+        num_tries = 1 if expected_version is not None else _UNCONDITIONAL_TRIES
+        while True:
+            num_tries -= 1
+            try:
+                return await self._apply_once(text, expected_version, author, reason, canary_share)
+            except VersionConflict:
+                if not num_tries:
+                    raise
+
+    async def _apply_once(
+        self, text: str, expected_version: int | None, author: str, reason: str, canary_share: float
+    ) -> DesiredVersion:
+        found = await self._get_current()
+        current = _parse(found)
+        number = current.version if current is not None else 0
+        if expected_version is not None and expected_version != number:
+            raise VersionConflict(f"version {number} is current, not {expected_version}")
+        if current is not None:
+            await self._bucket.put(_key(number), _encode(current))
+        after = DesiredVersion(
+            version=number + 1,
+            text=text,
+            author=author,
+            reason=reason,
+            canary_share=canary_share,
+        )
+        after.applied_at.GetCurrentTime()
+        try:
+            await self._bucket.put(_CURRENT, _encode(after), last=found.revision if found else 0)
+        except WrongRevision as exc:
+            raise VersionConflict("somebody else changed the desired state just now") from exc
+        if number > VERSIONS_KEPT:
+            await self._bucket.delete(_key(number - VERSIONS_KEPT))
+        return after
+
+    async def adjust(self, adjustments: Adjustments, last: int) -> int:
+        """Replace the adjustments as they were at revision `last` (0: none were there); the new revision.
+
+        Raises VersionConflict if somebody has written them since: what was decided from the old ones is to be decided anew.
+        Raises NotLeader if a later epoch wrote them, though they be known here.
+        """
+        return await self._replace(ADJUSTED, adjustments, last)
+
+    async def keep_upgrades(self, upgrades: Upgrades, last: int) -> int:
+        """Replace what is known of upgrades; as `adjust`."""
+        return await self._replace(UPGRADES, upgrades, last)
+
+    async def _replace(self, key: str, message: Adjustments | Upgrades, last: int) -> int:
+        await self._bucket.ensure()
+        before = _parse_as(await self._bucket.get(key), type(message))
+        if before is not None and before.epoch > message.epoch:
+            raise NotLeader(f"epoch {before.epoch} has written {key} since")
+        try:
+            return await self._bucket.put(key, _encode(message), last=last)
+        except WrongRevision as exc:
+            raise VersionConflict(f"somebody else wrote {key} just now") from exc
+
+    async def restore(self, view: DesiredView) -> None:
+        """Put back what the bucket lost and the view still knows, unless somebody has written it since (F21).
+
+        Earlier versions are lost: nobody keeps them in memory.
+        """
+        known: dict[str, Message | None] = {
+            _CURRENT: view.current,
+            ADJUSTED: view.adjustments,
+            UPGRADES: view.upgrades,
+        }
+        for key in sorted(view.missing):
+            message = known[key]
+            assert message is not None
+            try:
+                view.revisions[key] = await self._bucket.put(key, _encode(message), last=0)
+                log.warning("desired.restored", key=key)
+            except WrongRevision:
+                log.info("desired.not_restored", key=key)
+            view.missing.discard(key)
+
+    def watch(self, on_change: Callable[[], None]) -> DesiredView:
+        return DesiredView(self._bucket, on_change)
+
+    def watch_current(self, on_version: Callable[[DesiredVersion], None]) -> KvWatch:
+        """Hand out the current version, whenever it changes, and again after an outage."""
+
+        def on_entry(entry: KvEntry) -> None:
+            if (version := _parse(entry)) is not None:
+                on_version(version)
+
+        return self._bucket.watch(on_entry, lambda: None, lambda: None, key=_CURRENT)
+
+    def watch_upgrades(self, on_upgrades: Callable[[Upgrades], None]) -> KvWatch:
+        """Hand out what is known of upgrades, whenever it changes, and again after an outage."""
+
+        def on_entry(entry: KvEntry) -> None:
+            if (upgrades := _parse_as(entry, Upgrades)) is not None:
+                on_upgrades(upgrades)
+
+        return self._bucket.watch(on_entry, lambda: None, lambda: None, key=UPGRADES)
+
+    async def _get_current(self) -> KvEntry | None:
+        await self._bucket.ensure()
+        return await self._bucket.get(_CURRENT)
+
+
+class DesiredView:
+    """The current version, its adjustments and upgrades, followed. They stay while the store is away, and if the store is wiped."""
+
+    def __init__(self, bucket: KvBucket, on_change: Callable[[], None]) -> None:
+        self.current: DesiredVersion | None = None
+        self.adjustments = Adjustments()
+        self.upgrades = Upgrades()
+        self.missing: set[str] = set()  # keys that were wiped from the bucket and are not restored
+        self.revisions: dict[
+            str, int
+        ] = {}  # of each key as it is known here; a write is compared with it
+        self._on_change = on_change
+        self._seen: set[str] = set()  # keys that the bucket had, ever
+        self._unseen: set[str] = set()  # of them, before the watch opened again
+        self._loaded = {key: asyncio.Event() for key in _KEYS}
+        self._watches = [self._follow(bucket, key) for key in _KEYS]
+
+    def _follow(self, bucket: KvBucket, key: str) -> KvWatch:
+        return bucket.watch(
+            self._on_entry, lambda: self._on_loaded(key), lambda: self._on_reset(key), key=key
+        )
+
+    @property
+    def is_current(self) -> bool:
+        """False while the store is away, or not all of it has been read: decide nothing from it then."""
+        return all(watch.is_live for watch in self._watches)
+
+    async def until_loaded(self) -> None:
+        for loaded in self._loaded.values():
+            await loaded.wait()
+
+    async def close(self) -> None:
+        for watch in self._watches:
+            await watch.close()
+
+    def _on_reset(self, key: str) -> None:
+        self._unseen |= self._seen & {key}
+
+    def _on_loaded(self, key: str) -> None:
+        if key in self._unseen:  # nobody deletes these keys: the bucket was wiped
+            self._unseen.discard(key)
+            self.revisions.pop(key, None)
+            self.missing.add(key)
+            log.warning("desired.lost", key=key)
+            self._on_change()
+        self._loaded[key].set()
+
+    def take_adjustments(self, adjustments: Adjustments, revision: int) -> None:
+        """They were written just now."""
+        if self._is_latest(ADJUSTED, revision):
+            self.adjustments = adjustments
+
+    def take_upgrades(self, upgrades: Upgrades, revision: int) -> None:
+        """They were written just now."""
+        if self._is_latest(UPGRADES, revision):
+            self.upgrades = upgrades
+
+    def _is_latest(self, key: str, revision: int) -> bool:
+        """Of an own write: another's may have been heard of before its answer came."""
+        if revision < self.revisions.get(key, 0):
+            return False
+        self._seen.add(key)
+        self.revisions[key] = revision
+        return True
+
+    def _on_entry(self, entry: KvEntry) -> None:
+        is_reopening = entry.key in self._unseen
+        self._unseen.discard(entry.key)
+        self.missing.discard(entry.key)
+        if entry.revision < self.revisions.get(entry.key, 0) and not is_reopening:
+            return  # the own write is later than that
+        self.revisions[entry.key] = entry.revision
+        if entry.key == _CURRENT:
+            self._on_current(entry)
+        elif entry.key == ADJUSTED:
+            self._on_adjusted(entry)
+        else:
+            self._on_upgrades(entry)
+
+    def _on_adjusted(self, entry: KvEntry) -> None:
+        adjustments = _parse_as(entry, Adjustments)
+        if adjustments is None:
+            return
+        self._seen.add(ADJUSTED)
+        if adjustments != self.adjustments:
+            self.adjustments = adjustments
+            self._on_change()
+
+    def _on_upgrades(self, entry: KvEntry) -> None:
+        upgrades = _parse_as(entry, Upgrades)
+        if upgrades is None:
+            return
+        self._seen.add(UPGRADES)
+        if upgrades != self.upgrades:
+            self.upgrades = upgrades
+            self._on_change()
+
+    def _on_current(self, entry: KvEntry) -> None:
+        version = _parse(entry)
+        if version is None:
+            return
+        self._seen.add(_CURRENT)
+        if version != self.current:
+            self.current = version
+            self._on_change()
+
+
+def desired_store(bus: NatsBus) -> DesiredStore:
+    return DesiredStore(KvBucket(bus, BUCKET))
+
+
+def _key(number: int) -> str:
+    return f"v{number}"
+
+
+def _encode(message: Message) -> bytes:
+    return MessageToJson(message, indent=None).encode()
+
+
+def _parse(entry: KvEntry | None) -> DesiredVersion | None:
+    return _parse_as(entry, DesiredVersion)
+
+
+def _parse_as(entry: KvEntry | None, kind: type[M]) -> M | None:
+    if entry is None or entry.value is None:
+        return None
+    try:
+        return Parse(entry.value, kind(), ignore_unknown_fields=True)
+    except ParseError:
+        log.warning("desired.bad_value", key=entry.key)
+        return None

@@ -1,0 +1,247 @@
+"""The registry in JetStream: each record expires `lease_s` after its owner last renewed it.
+
+A new incarnation takes its id at once; the one before loses its compare-and-set and knows it was replaced. After any
+outage of the server a view judges nobody for one lease and a margin: the owners could not renew either (F18).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import structlog
+from google.protobuf.json_format import MessageToJson, Parse, ParseError
+
+from pdmesh.errors import Unavailable
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.kv_bucket import KvBucket, KvEntry, WrongRevision
+from pdmesh.net.registry import RecordChanged
+from pdmesh.net.tasks import end
+from pdmesh.v1.common_pb2 import InstanceRecord
+
+log = structlog.get_logger(__name__)
+
+BUCKET: Final = "pdmesh-instances"
+_MARGIN_S: Final = 0.5  # for an owner to notice that the server is back
+_RETRY_S: Final = 0.25
+_TICK_S: Final = 0.1
+
+
+class NatsRegistry:
+    """The adapter of `Registry`. `lease_s` must be the same for all processes of a mesh."""
+
+    def __init__(self, bus: NatsBus, lease_s: float, bucket: str = BUCKET) -> None:
+        self._bus = bus
+        self._lease_s = lease_s
+        self._bucket = KvBucket(bus, bucket, ttl_s=lease_s)
+
+    async def register(self, record: InstanceRecord) -> NatsLease:
+        """Take the id, from an earlier incarnation too. Waits for the store if it is away."""
+        lease = NatsLease(self._bus, self._bucket, record, self._lease_s)
+        while True:
+            try:
+                await self._bucket.ensure()
+                await lease.take()
+                return lease
+            except Unavailable as exc:
+                log.warning("registry.unavailable", error=exc.message)
+                await asyncio.sleep(_RETRY_S)
+
+    async def watch(self) -> NatsRegistryView:
+        """Waits for the store if it is away."""
+        view = NatsRegistryView(self._bus, self._bucket, self._lease_s)
+        await view.loaded.wait()
+        return view
+
+
+class NatsLease:
+    """The adapter of `Lease`."""
+
+    def __init__(
+        self, bus: NatsBus, bucket: KvBucket, record: InstanceRecord, lease_s: float
+    ) -> None:
+        self._bucket = bucket
+        self._record = _copy(record)
+        self._lease_s = lease_s
+        self._revision = 0
+        self._renewed_at = float("-inf")
+        self._was_replaced = False
+        self._wake = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self._forget = bus.on_restored(self._wake.set)
+
+    @property
+    def is_held(self) -> bool:
+        return not self._was_replaced and time.monotonic() - self._renewed_at < self._lease_s
+
+    @property
+    def was_replaced(self) -> bool:
+        return self._was_replaced
+
+    async def take(self) -> None:
+        """First registration; raises Unavailable."""
+        async with self._lock:
+            while True:
+                found = await self._bucket.get(self._record.instance_id)
+                self._revision = found.revision if found else 0
+                with contextlib.suppress(WrongRevision):
+                    await self._write()
+                    break
+        name = f"lease-{self._record.instance_id}"
+        self._task = asyncio.create_task(self._keep(), name=name)
+
+    async def update(self, record: InstanceRecord) -> None:
+        self._record = _copy(record)
+        with contextlib.suppress(Unavailable):
+            await self._renew()
+
+    async def release(self) -> None:
+        self._forget()
+        if self._task is not None:
+            await end([self._task])
+        if self._was_replaced:
+            return
+        self._renewed_at = float("-inf")
+        with contextlib.suppress(Unavailable, WrongRevision):
+            await self._bucket.delete(self._record.instance_id, last=self._revision)
+
+    async def _keep(self) -> None:
+        wait_s = self._lease_s / 3
+        while not self._was_replaced:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+            self._wake.clear()
+            try:
+                await self._renew()
+                wait_s = self._lease_s / 3
+            except Unavailable:
+                wait_s = _RETRY_S
+
+    async def _renew(self) -> None:
+        async with self._lock:
+            while not self._was_replaced:
+                try:
+                    await self._write()
+                    return
+                except WrongRevision:
+                    await self._reconcile()
+
+    async def _reconcile(self) -> None:
+        """The key is not as we left it: expired, wiped, an own write whose answer was lost, or taken."""
+        found = await self._bucket.get(self._record.instance_id)
+        self._revision = found.revision if found else 0
+        owner = _parse(found) if found else None
+        if owner is not None and owner.incarnation != self._record.incarnation:
+            self._was_replaced = True
+            log.warning("registry.replaced", instance_id=self._record.instance_id)
+
+    async def _write(self) -> None:
+        value = MessageToJson(self._record, indent=None).encode()
+        asked_at = time.monotonic()
+        self._revision = await self._bucket.put(
+            self._record.instance_id, value, last=self._revision
+        )
+        self._renewed_at = asked_at
+
+
+class NatsRegistryView:
+    """The adapter of `RegistryView`."""
+
+    def __init__(self, bus: NatsBus, bucket: KvBucket, lease_s: float) -> None:
+        self._bus = bus
+        self._grace_s = lease_s + _MARGIN_S
+        self._records: dict[str, InstanceRecord] = {}
+        self._missing: dict[str, None] = {}  # gone from the store, not yet judged
+        self._unseen: set[str] = set()  # known before the watch opened again
+        self._callbacks: list[Callable[[RecordChanged], None]] = []
+        self.loaded = asyncio.Event()
+        self._watch = bucket.watch(self._on_entry, self._on_loaded, self._on_reset)
+        self._task = asyncio.create_task(self._judge_often(), name="registry-view")
+
+    @property
+    def is_connected(self) -> bool:
+        return self._watch.is_live
+
+    @property
+    def records(self) -> Mapping[str, InstanceRecord]:
+        return self._records
+
+    def on_change(self, callback: Callable[[RecordChanged], None]) -> None:
+        self._callbacks.append(callback)
+
+    async def close(self) -> None:
+        await end([self._task])
+        await self._watch.close()
+
+    def _on_reset(self) -> None:
+        self._unseen = set(self._records)
+
+    def _on_entry(self, entry: KvEntry) -> None:
+        self._unseen.discard(entry.key)
+        record = _parse(entry)
+        if record is not None:
+            self._appeared(entry.key, record)
+        elif entry.is_expired:
+            self._expired(entry.key)
+        else:
+            self._vanished(entry.key, is_lease_end=False)
+
+    def _on_loaded(self) -> None:
+        for instance_id in sorted(self._unseen):
+            self._expired(instance_id)
+        self._unseen.clear()
+        self.loaded.set()
+
+    def _appeared(self, instance_id: str, record: InstanceRecord) -> None:
+        self._missing.pop(instance_id, None)
+        if self._records.get(instance_id) != record:
+            self._records[instance_id] = record
+            self._notify(RecordChanged(instance_id, record))
+
+    def _expired(self, instance_id: str) -> None:
+        if instance_id in self._records:
+            self._missing[instance_id] = None
+            self._judge()
+
+    def _vanished(self, instance_id: str, *, is_lease_end: bool) -> None:
+        self._missing.pop(instance_id, None)
+        if self._records.pop(instance_id, None) is not None:
+            self._notify(RecordChanged(instance_id, None, is_lease_end))
+
+    async def _judge_often(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            if self._missing:
+                self._judge()
+
+    def _judge(self) -> None:
+        """What is missing is dead, unless the server was away within the last lease."""
+        stable_s = time.monotonic() - self._bus.stable_since
+        if self._bus.is_connected and stable_s > self._grace_s:
+            for instance_id in tuple(self._missing):
+                self._vanished(instance_id, is_lease_end=True)
+
+    def _notify(self, change: RecordChanged) -> None:
+        for callback in self._callbacks:
+            callback(change)
+
+
+def _parse(entry: KvEntry) -> InstanceRecord | None:
+    if entry.value is None:
+        return None
+    try:
+        return Parse(entry.value, InstanceRecord(), ignore_unknown_fields=True)
+    except ParseError:
+        log.warning("registry.bad_record", key=entry.key)
+        return None
+
+
+def _copy(record: InstanceRecord) -> InstanceRecord:
+    copy = InstanceRecord()
+    copy.CopyFrom(record)
+    return copy

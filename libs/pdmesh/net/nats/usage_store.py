@@ -1,0 +1,51 @@
+"""The usage book in the registry: bucket `pdmesh-usage`, one key. Each write is compared with what its writer read or wrote last."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import structlog
+from google.protobuf.json_format import MessageToJson, Parse, ParseError
+
+from pdmesh.errors import VersionConflict
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.kv_bucket import KvBucket, WrongRevision
+from pdmesh.v1.admin_service_pb2 import UsageBook
+
+log = structlog.get_logger(__name__)
+
+BUCKET: Final = "pdmesh-usage"
+_KEY: Final = "book"
+
+
+class UsageStore:
+    """Both methods raise Unavailable within about a second if the store does not answer."""
+
+    def __init__(self, bucket: KvBucket) -> None:
+        self._bucket = bucket
+        self._revision = 0
+
+    async def load(self) -> UsageBook | None:
+        """None if nothing was ever counted, or what was cannot be read."""
+        await self._bucket.ensure()
+        found = await self._bucket.get(_KEY)
+        self._revision = found.revision if found is not None else 0
+        if found is None or found.value is None:
+            return None
+        try:
+            return Parse(found.value, UsageBook(), ignore_unknown_fields=True)
+        except ParseError:
+            log.warning("usage.bad_value")
+            return None
+
+    async def save(self, book: UsageBook) -> None:
+        """Raises VersionConflict if somebody else has written since `load` or `save`: load again."""
+        value = MessageToJson(book, indent=None).encode()
+        try:
+            self._revision = await self._bucket.put(_KEY, value, last=self._revision)
+        except WrongRevision as exc:
+            raise VersionConflict("somebody else wrote the usage book just now") from exc
+
+
+def usage_store(bus: NatsBus) -> UsageStore:
+    return UsageStore(KvBucket(bus, BUCKET))

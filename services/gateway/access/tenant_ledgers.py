@@ -1,0 +1,288 @@
+"""Tenants' limits over all gateways of a mesh: the ledgers of `core.tenancy.shared_limits`, in a bucket that all of them write.
+
+A call that finds a part of its limit here waits for nothing. One that does not makes the gateway ask for more, for half a second
+at most. While NATS is away every gateway goes on with the parts it holds and the tokens it leased.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Final, Literal, NamedTuple, Protocol
+
+import msgspec
+import structlog
+
+from pdmesh.core.tenancy.limits import (
+    Clock,
+    Tenant,
+    TenantLimits,
+    Tenants,
+)
+from pdmesh.core.tenancy.shared_limits import Ledger, TenantParts
+from pdmesh.errors import Unavailable
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.kv_bucket import (
+    KvBucket,
+    KvEntry,
+    KvWatch,
+    WrongRevision,
+)
+from pdmesh.net.tasks import end
+
+log = structlog.get_logger(__name__)
+
+BUCKET: Final = "pdmesh-tenants"
+_DAY_S: Final = 86400
+_TICK_S: Final = 1.0
+_ASK_S: Final = 0.5  # a call waits so long for a part
+_ASK_AGAIN_S: Final = 0.25  # after no gateway gave one
+_ATTEMPTS: Final = 5  # of a write, each time with what others wrote before
+_CLOSE_S: Final = 2.0  # all tenants together: who is told to stop waits for it
+_MAX_GONE: Final = 1024
+_GONE_S: Final = 3.0  # a gateway that starts holds parts before others see its record
+_ledgers: Final = msgspec.json.Decoder(Ledger)
+_encode: Final = msgspec.json.encode
+
+
+class LedgerBucket(Protocol):
+    """`KvBucket`, or a test's."""
+
+    async def get(self, key: str) -> KvEntry | None: ...
+
+    async def put(self, key: str, value: bytes, last: int | None = None) -> int: ...
+
+    def watch(
+        self,
+        on_entry: Callable[[KvEntry], None],
+        on_loaded: Callable[[], None],
+        on_reset: Callable[[], None],
+    ) -> KvWatch: ...
+
+
+def clock() -> Clock:
+    wall = time.time()
+    day = int(wall // _DAY_S)
+    return Clock(time.monotonic(), wall, day, (day + 1) * _DAY_S - wall)
+
+
+class _Ask(NamedTuple):
+    """Of a tenant's name."""
+
+    name: str
+    what: Literal["parts", "tokens"]
+
+
+class TenantLedgers:
+    """Of the gateway `me` (its id and incarnation). `known` are the tenants of the key file as it is now."""
+
+    def __init__(
+        self,
+        bucket: LedgerBucket,
+        me: str,
+        tenants: Tenants,
+        known: Callable[[], Mapping[str, Tenant]],
+    ) -> None:
+        self._bucket, self._me, self._known = bucket, me, known
+        self._parts = TenantParts(me, tenants)
+        self._tenants = tenants
+        self._names: dict[str, str] = {}  # by key
+        self._gone_at: dict[str, float] = {}
+        self._asking: dict[_Ask, asyncio.Task[None]] = {}
+        self._ask_again_at: dict[_Ask, float] = {}
+        self._changed: dict[_Ask, asyncio.Event] = {}
+        self._dirty: dict[str, None] = {}
+        self._has_dirty = asyncio.Event()
+        self._watch: KvWatch | None = None
+        self._living: Collection[str] = ()
+
+    async def more(self, tenant: Tenant) -> bool:
+        """Whether a part came. Tenants without limits have none."""
+        if self._parts.holds_all(tenant):
+            return False
+        return await self._more(tenant, _Ask(tenant.name, "parts"))
+
+    async def more_tokens(self, tenant: Tenant, num_tokens: int) -> bool:
+        """Whether more of today's came, for a call that needs so many."""
+        with self._parts.waiting(tenant, num_tokens):
+            has_more = await self._more(tenant, _Ask(tenant.name, "tokens"))
+        if not has_more:  # it waits no longer: nobody has to give up anything
+            self._mark(tenant.name)
+        return has_more
+
+    def left(self, tenant: Tenant) -> None:
+        """A call has ended: what waited for that can go."""
+        if self._parts.is_leaving(tenant):
+            self._mark(tenant.name)
+
+    def share(self, gateways: Collection[str]) -> None:
+        """Those whose records are there."""
+        self._living = gateways
+
+    async def run(self) -> None:
+        """Follow the bucket, hand over what others need, and tell what was used."""
+        self._watch = self._bucket.watch(self._on_entry, lambda: None, self._parts.forget)
+        tick_at = 0.0
+        while True:
+            wait_s = max(0.0, tick_at - time.monotonic())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._has_dirty.wait()
+            self._has_dirty.clear()
+            names, self._dirty = list(self._dirty), {}
+            for name in names:
+                await self._settle(name)
+            if time.monotonic() >= tick_at:
+                tick_at = time.monotonic() + _TICK_S
+                for name in [n for n, t in self._known().items() if self._has_any(t)]:
+                    await self._settle(name, tells_use=True)
+
+    async def close(self) -> None:
+        """Give everything back: no call is open any more."""
+        if self._watch is not None:
+            await self._watch.close()
+        await end(list(self._asking.values()))
+        names = [name for name, tenant in self._known().items() if self._has_any(tenant)]
+        try:
+            async with asyncio.timeout(_CLOSE_S), asyncio.TaskGroup() as tasks:
+                for name in names:
+                    tasks.create_task(self._settle(name, tells_use=True, is_leaving=True))
+        except TimeoutError:
+            log.warning("tenants.not_given_back", reason="NATS does not answer")
+
+    # --- the bucket ------------------------------------------------------------------------------
+
+    async def _more(self, tenant: Tenant, ask: _Ask) -> bool:
+        num = self._num(ask)
+        asking = self._asking.get(ask)
+        if asking is None:
+            if time.monotonic() < self._ask_again_at.get(ask, 0.0):
+                return False
+            asking = asyncio.create_task(self._ask(tenant, ask), name="tenant-ask")
+            self._asking[ask] = asking
+        await asyncio.shield(asking)
+        return self._num(ask) > num
+
+    async def _ask(self, tenant: Tenant, ask: _Ask) -> None:
+        more = self._parts.more if ask.what == "parts" else self._parts.more_tokens
+        num = self._num(ask)
+        changed = self._changed[ask] = asyncio.Event()
+        try:
+            async with asyncio.timeout(_ASK_S):
+                while True:
+                    changed.clear()
+                    self._look_who_lives(tenant)
+                    is_written = await self._write(tenant, more(tenant, clock()))
+                    if self._num(ask) > num:
+                        return
+                    if is_written:
+                        await changed.wait()
+        except TimeoutError:
+            self._ask_again_at[ask] = time.monotonic() + _ASK_AGAIN_S
+        except Unavailable as exc:
+            log.warning("tenants.no_ledger", reason=exc.message)
+            self._ask_again_at[ask] = time.monotonic() + _ASK_AGAIN_S
+        finally:
+            del self._changed[ask], self._asking[ask]
+
+    def _num(self, ask: _Ask) -> int:
+        """How much of it is here now."""
+        if ask.what == "parts":
+            return len(self._tenants.held(ask.name))
+        _, num_leased, _ = self._tenants.today(ask.name, clock().day)
+        return num_leased
+
+    async def _settle(
+        self, name: str, *, tells_use: bool = False, is_leaving: bool = False
+    ) -> None:
+        tenant = self._known().get(name)
+        if tenant is None or tenant.limits == TenantLimits():
+            return
+        try:
+            for _ in range(_ATTEMPTS):
+                self._look_who_lives(tenant)
+                ledger = self._parts.due(
+                    tenant, clock(), tells_use=tells_use, is_leaving=is_leaving
+                )
+                if await self._write(tenant, ledger):
+                    return
+        except Unavailable as exc:
+            log.debug("tenants.no_ledger", reason=exc.message)
+
+    async def _write(self, tenant: Tenant, ledger: Ledger | None) -> bool:
+        """False if another gateway wrote it before: then we know what. Raises Unavailable."""
+        if ledger is None:
+            return True
+        key, last = self._key(tenant.name), self._parts.revision(tenant)
+        try:
+            revision = await self._bucket.put(key, _encode(ledger), last)
+        except WrongRevision:
+            found = await self._bucket.get(key)
+            if found is None:  # the bucket is another one
+                self._parts.forget()
+            else:
+                self._see(tenant, found)
+            return False
+        self._parts.wrote(tenant, ledger, revision, clock())
+        return True
+
+    def _on_entry(self, entry: KvEntry) -> None:
+        tenant = self._known().get(self._name(entry.key))
+        if tenant is not None and tenant.limits != TenantLimits():
+            self._see(tenant, entry)
+            self._mark(tenant.name)
+            for ask, changed in self._changed.items():
+                if ask.name == tenant.name:
+                    changed.set()
+
+    def _see(self, tenant: Tenant, entry: KvEntry) -> None:
+        ledger = None
+        if entry.value is not None:
+            try:
+                ledger = _ledgers.decode(entry.value)
+            except msgspec.MsgspecError:
+                log.warning("tenants.bad_ledger", tenant=tenant.name)
+        self._parts.seen(tenant, ledger, entry.revision, clock())
+
+    def _has_any(self, tenant: Tenant) -> bool:
+        is_held = self._tenants.held(tenant.name) or self._parts.is_leaving(tenant)
+        return bool(is_held) or self._parts.has_lease(tenant, clock())
+
+    def _mark(self, name: str) -> None:
+        self._dirty[name] = None
+        self._has_dirty.set()
+
+    # --- names -----------------------------------------------------------------------------------
+
+    def _look_who_lives(self, tenant: Tenant) -> None:
+        """A gateway that is in the ledger without a record may not have written its record yet; but a life of ours before this one is over."""
+        now, own = time.monotonic(), self._me.partition("/")[0] + "/"
+        named = {name for name in self._parts.named(tenant) if not name.startswith(own)}
+        for name in named:
+            if name in self._living:
+                self._gone_at.pop(name, None)
+            else:
+                self._gone_at.setdefault(name, now)
+        late = {name for name, at in self._gone_at.items() if now - at < _GONE_S}
+        self._parts.alive = late.union(n for n in self._living if not n.startswith(own))
+        while len(self._gone_at) > _MAX_GONE:
+            del self._gone_at[next(iter(self._gone_at))]
+
+    def _key(self, name: str) -> str:
+        """Names may hold what keys may not."""
+        key = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+        self._names[key] = name
+        return key
+
+    def _name(self, key: str) -> str:
+        if key not in self._names:
+            for name in self._known():
+                self._key(name)
+        return self._names.get(key, "")
+
+
+def tenant_bucket(bus: NatsBus) -> KvBucket:
+    return KvBucket(bus, BUCKET)

@@ -1,0 +1,1 @@
+"""The mesh's own API for clients, over gRPC."""

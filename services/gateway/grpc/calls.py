@@ -1,0 +1,132 @@
+"""Requests of the gRPC API as call specs: validated, named, tokenized."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Final
+
+from pdmesh.core.kv.prefix.block_hash import token_array
+from pdmesh.core.tenancy.limits import Tenant
+from pdmesh.errors import InvalidRequest
+from pdmesh.v1 import inference_service_pb2 as pb
+from services.gateway.access.access_control import check_model
+from services.gateway.http.calls import chat_tokens, check_logprobs, text_tokens
+from services.gateway.request.bounds import (
+    MAX_MESSAGES,
+    check_choices,
+    check_names,
+    check_sampling,
+    check_text,
+    context_exceeded,
+    nul_refused,
+    stops_of,
+)
+from services.gateway.request.frontend import Frontend
+from services.gateway.request.spec import CallSpec, SamplingSpec
+
+_ROLES: Final = frozenset({"system", "user", "assistant"})
+
+
+async def generate_spec(
+    request: pb.GenerateRequest, frontend: Frontend, tenant: Tenant
+) -> CallSpec:
+    """Raises MeshError."""
+    model = _check_common(request, frontend)
+    check_model(tenant, model)
+    sampling = _sampling(request.params, model, frontend)
+    match request.WhichOneof("prompt"):
+        case "text":
+            check_text(text=request.text)
+            tokens = await text_tokens(request.text, model, frontend)
+        case "token_ids":
+            tokens = _checked_ids(request.token_ids.ids, model, frontend)
+        case _:
+            raise InvalidRequest("either text or token_ids is needed", field="prompt")
+    return CallSpec(
+        operation="text_completion",
+        model=model,
+        prompts=(tokens,),
+        sampling=sampling,
+        n=request.n or 1,
+        scenario=request.scenario,
+        chat_id=request.chat_id,
+        cache_salt=request.cache_salt,
+        tenant=tenant,
+    )
+
+
+async def chat_spec(request: pb.ChatRequest, frontend: Frontend, tenant: Tenant) -> CallSpec:
+    """Raises MeshError."""
+    model = _check_common(request, frontend)
+    check_model(tenant, model)
+    sampling = _sampling(request.params, model, frontend)
+    if not 0 < len(request.messages) <= MAX_MESSAGES:
+        raise InvalidRequest(f"1 to {MAX_MESSAGES} messages are needed", field="messages")
+    for index, message in enumerate(request.messages):
+        if message.role not in _ROLES:
+            field = f"messages[{index}].role"
+            raise InvalidRequest("a role is system, user or assistant", field=field)
+        if "\0" in message.content:
+            raise nul_refused(f"messages[{index}].content")
+    messages = [{"role": m.role, "content": m.content} for m in request.messages]
+    return CallSpec(
+        operation="chat",
+        model=model,
+        prompts=(await chat_tokens(messages, model, frontend),),
+        sampling=sampling,
+        n=request.n or 1,
+        scenario=request.scenario,
+        chat_id=request.chat_id,
+        cache_salt=request.cache_salt,
+        field_of_prompt="messages",
+        tenant=tenant,
+    )
+
+
+def _checked_ids(ids: Sequence[int], model: str, frontend: Frontend) -> array[int]:
+    context, vocab_size = (
+        frontend.context_length(model),
+        frontend.shared.tokenizer.vocab_size,
+    )
+    if len(ids) > context:
+        raise context_exceeded(f"{len(ids)} tokens", context, "token_ids")
+    if ids and max(ids) >= vocab_size:
+        raise InvalidRequest(f"token ids are 0 to {vocab_size - 1}", field="token_ids")
+    return token_array(ids)
+
+
+def _check_common(request: pb.GenerateRequest | pb.ChatRequest, frontend: Frontend) -> str:
+    """The model's real name. Raises MeshError."""
+    check_names(
+        model=request.model,
+        scenario=request.scenario,
+        chat_id=request.chat_id,
+        cache_salt=request.cache_salt,
+    )
+    seed = request.params.seed if request.params.HasField("seed") else None
+    check_choices(n=request.n or None, seed=seed)
+    return frontend.model_name(request.model)
+
+
+def _sampling(params: pb.GenerationParams, model: str, frontend: Frontend) -> SamplingSpec:
+    max_tokens = params.max_tokens if params.HasField("max_tokens") else None
+    temperature = params.temperature if params.HasField("temperature") else None
+    top_p = params.top_p if params.HasField("top_p") else None
+    num_logprobs = params.num_logprobs if params.HasField("num_logprobs") else None
+    stops = stops_of(list(params.stop))
+    for stop in stops:
+        check_text(stop=stop)
+    check_sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+    if num_logprobs is not None and num_logprobs > 20:
+        raise InvalidRequest("num_logprobs is at most 20", field="num_logprobs")
+    check_logprobs(frontend, model, num_logprobs)
+    return SamplingSpec(
+        max_tokens=max_tokens,
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+        seed=params.seed if params.HasField("seed") else None,
+        stop=stops,
+        ignore_eos=params.ignore_eos,
+        num_logprobs=num_logprobs,
+    )

@@ -1,0 +1,322 @@
+"""The mesh's own API for clients: pdmesh.v1.InferenceService, with health and reflection.
+
+The same path as HTTP: each method turns its request into a CallSpec and gives out the deltas of one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import structlog
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection
+
+from pdmesh.errors import MeshError
+from pdmesh.lifecycle import StartupError
+from pdmesh.net.grpc import rpc
+from pdmesh.net.grpc.incoming import READ_AHEAD, Incoming, IncomingGuard
+from pdmesh.net.loopback import join
+from pdmesh.v1 import inference_service_pb2 as pb
+from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, Usage
+from services.gateway.access.access_control import Door, Visit, charged
+from services.gateway.grpc.calls import chat_spec, generate_spec
+from services.gateway.grpc.health import HealthServicer
+from services.gateway.request.frontend import Call, Frontend, new_request_id
+from services.gateway.request.spec import CallSpec
+from services.gateway.text.choice_text import Delta
+
+log = structlog.get_logger(__name__)
+
+Context = Any  # grpc.aio.ServicerContext, generic in grpc-stubs and plain at run time
+SERVICE: Final = "pdmesh.v1.InferenceService"
+_SWEEP_S: Final = 0.5
+_HEALTH_SERVICE: Final = health_pb2.DESCRIPTOR.services_by_name["Health"]
+_HEALTH: Final = f"/{_HEALTH_SERVICE.full_name}/"
+_MAX_STREAMS: Final = 1024  # at once on one connection
+_MAX_METADATA_BYTES: Final = 16384
+_MAX_FIELDS: Final = 32_768  # of a request; a list of token ids is one
+_REASONS: Final[dict[str | None, FinishReason.ValueType]] = {
+    "stop": FINISH_REASON_STOP,
+    "length": FINISH_REASON_LENGTH,
+}
+
+
+class InferenceServicer:
+    """`write_timeout_s`: a client that takes nothing for so long is cut, as at the other door (F28)."""
+
+    def __init__(self, frontend: Frontend, door: Door, write_timeout_s: float) -> None:
+        self._frontend = frontend
+        self._door = door
+        self._write_timeout_s = write_timeout_s
+        self._writing: dict[_Writer, None] = {}
+
+    async def run(self) -> None:
+        """Cut clients that have not read for too long."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            limit = time.monotonic() - self._write_timeout_s
+            for writer in [w for w in self._writing if w.blocked_since < limit]:
+                log.info("grpc.client_not_reading", request_id=writer.request_id)
+                writer.cut()
+
+    async def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: Context
+    ) -> pb.GenerateResponse:
+        async with self._visit(context) as visit:
+            spec = await generate_spec(request, self._frontend, visit.tenant)
+            request_id, choices, usage = await self._whole(spec, visit, context)
+        first = choices[0]
+        return pb.GenerateResponse(
+            request_id=request_id,
+            model=spec.model,
+            text=first.text,
+            token_ids=first.token_ids,
+            finish_reason=first.finish_reason,
+            logprobs=first.logprobs,
+            usage=usage,
+            other_choices=choices[1:],
+        )
+
+    async def GenerateStream(  # noqa: N802
+        self, request: pb.GenerateStreamRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
+        async with self._visit(context) as visit:
+            spec = await generate_spec(request.request, self._frontend, visit.tenant)
+            async for call, delta, is_end in self._streamed(spec, visit, context):
+                response = pb.GenerateStreamResponse(
+                    request_id=call.request_id,
+                    index=delta.index,
+                    text=delta.text,
+                    token_ids=delta.token_ids,
+                    logprobs=delta.logprobs,
+                )
+                if delta.is_last:
+                    response.finish_reason = _REASONS[delta.finish_reason]
+                if is_end:
+                    response.usage.CopyFrom(_usage(call))
+                yield response
+
+    async def Chat(  # noqa: N802
+        self, request: pb.ChatRequest, context: Context
+    ) -> pb.ChatResponse:
+        async with self._visit(context) as visit:
+            spec = await chat_spec(request, self._frontend, visit.tenant)
+            request_id, choices, usage = await self._whole(spec, visit, context)
+        first = choices[0]
+        return pb.ChatResponse(
+            request_id=request_id,
+            model=spec.model,
+            message=pb.ChatMessage(role="assistant", content=first.text),
+            finish_reason=first.finish_reason,
+            logprobs=first.logprobs,
+            usage=usage,
+            other_choices=choices[1:],
+        )
+
+    async def ChatStream(  # noqa: N802
+        self, request: pb.ChatStreamRequest, context: Context
+    ) -> AsyncIterator[pb.ChatStreamResponse]:
+        async with self._visit(context) as visit:
+            spec = await chat_spec(request.request, self._frontend, visit.tenant)
+            async for call, delta, is_end in self._streamed(spec, visit, context):
+                response = pb.ChatStreamResponse(
+                    request_id=call.request_id,
+                    index=delta.index,
+                    content=delta.text,
+                    logprobs=delta.logprobs,
+                )
+                if delta.is_last:
+                    response.finish_reason = _REASONS[delta.finish_reason]
+                if is_end:
+                    response.usage.CopyFrom(_usage(call))
+                yield response
+
+    async def ListModels(  # noqa: N802
+        self, request: pb.ListModelsRequest, context: Context
+    ) -> pb.ListModelsResponse:
+        async with self._visit(context) as visit:
+            allowed = visit.tenant.models
+        models = self._frontend.shared.fleet.models()
+        return pb.ListModelsResponse(models=[m for m in models if not allowed or m in allowed])
+
+    @contextlib.asynccontextmanager
+    async def _visit(self, context: Context) -> AsyncIterator[Visit]:
+        """Raises MeshError."""
+        self._frontend.check_open()
+        visit = await self._door.enter(_metadata(context, "authorization"))
+        try:
+            yield visit
+        finally:
+            visit.leave()
+
+    async def _whole(
+        self, spec: CallSpec, visit: Visit, context: Context
+    ) -> tuple[str, list[pb.Choice], Usage]:
+        num_choices = spec.n * len(spec.prompts)
+        choices = [pb.Choice(index=i) for i in range(num_choices)]
+        texts: list[list[str]] = [[] for _ in range(num_choices)]
+        request_id, usage = "", Usage()
+        async for call, delta, is_end in self._deltas(spec, visit, context, is_streamed=False):
+            texts[delta.index].append(delta.text)
+            choice = choices[delta.index]
+            choice.token_ids.extend(delta.token_ids)
+            choice.logprobs.extend(delta.logprobs)
+            if delta.is_last:
+                choice.finish_reason = _REASONS[delta.finish_reason]
+            if is_end:
+                request_id, usage = call.request_id, _usage(call)
+        for choice, parts in zip(choices, texts, strict=True):
+            choice.text = "".join(parts)
+        return request_id, choices, usage
+
+    async def _streamed(
+        self, spec: CallSpec, visit: Visit, context: Context
+    ) -> AsyncIterator[tuple[Call, Delta, bool]]:
+        """The same deltas, with an eye on how long each takes to be written."""
+        writer = _Writer(asyncio.current_task())
+        self._writing[writer] = None
+        try:
+            async for call, delta, is_end in self._deltas(spec, visit, context, is_streamed=True):
+                writer.request_id = call.request_id
+                writer.blocked_since = time.monotonic()
+                yield call, delta, is_end
+                writer.blocked_since = math.inf
+        finally:
+            del self._writing[writer]
+
+    async def _deltas(
+        self, spec: CallSpec, visit: Visit, context: Context, *, is_streamed: bool
+    ) -> AsyncIterator[tuple[Call, Delta, bool]]:
+        """The call's deltas; with its last one, True. A client that goes away cancels us, and that frees the call."""
+        traceparent = _metadata(context, "traceparent")
+        call = await charged(
+            visit, lambda: self._frontend.open(spec, new_request_id(), visit, traceparent)
+        )
+        num_open, has_begun = len(call.generations), False
+        try:
+            while num_open:
+                await call.changed()
+                failed: MeshError | None = None
+                for taken in call.take():
+                    delta, failed = taken, failed or taken.error
+                    if taken.error is not None:  # its client gets what came before that
+                        delta = replace(taken, is_last=False, error=None)
+                    num_open -= delta.is_last
+                    if delta.is_last or delta.text or delta.token_ids:
+                        has_begun = True
+                        yield call, delta, not num_open
+                if failed is not None:
+                    call.is_void = not (is_streamed and has_begun)
+                    raise failed
+        finally:
+            self._frontend.close(call)
+
+
+class GrpcServer:
+    """The service with grpc.health.v1 and reflection. Health answers SERVING while the gateway is ready."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        door: Door,
+        host: str,
+        port: int,
+        *,
+        max_bytes: int,
+        max_incoming_bytes: int,
+        max_connections: int,
+        receive_timeout_s: float,
+        write_timeout_s: float,
+        reuse_port: bool,
+    ) -> None:
+        bounds = (
+            *READ_AHEAD,
+            ("grpc.max_concurrent_streams", _MAX_STREAMS),
+            ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
+        )
+
+        def admit(method: str, context: Context) -> None:
+            if not method.startswith(_HEALTH):
+                door.check(_metadata(context, "authorization"))
+
+        # Who has no key shares no room with those who have.
+        num_messages = max(2, max_incoming_bytes // max_bytes)
+        num_keyless = max(1, num_messages // 4)
+        of_all = Incoming(num_messages - num_keyless, receive_timeout_s)
+        of_keyless = Incoming(num_keyless, receive_timeout_s)
+
+        def incoming(method: str) -> Incoming:
+            return of_keyless if method.startswith(_HEALTH) else of_all
+
+        self._server = rpc.server(
+            max_bytes,
+            is_public=True,
+            max_connections=max_connections,
+            reuse_port=reuse_port,
+            options=bounds,
+            interceptors=[IncomingGuard(incoming, admit, rpc.fail)],
+        )
+        service = pb.DESCRIPTOR.services_by_name["InferenceService"]
+        self._servicer = InferenceServicer(frontend, door, write_timeout_s)
+        rpc.add_service(self._server, service, self._servicer, _MAX_FIELDS)
+        self._health = HealthServicer((SERVICE,))
+        rpc.add_service(self._server, _HEALTH_SERVICE, self._health, _MAX_FIELDS)
+        names = (SERVICE, _HEALTH_SERVICE.full_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        try:
+            self.port = self._server.add_insecure_port(join(host, port))
+        except RuntimeError as exc:
+            message = f"cannot listen on {host}:{port}; set PDMESH_GATEWAY_GRPC_PORT"
+            raise StartupError(message) from exc
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def run(self) -> None:
+        await self._servicer.run()
+
+    def set_serving(self, is_serving: bool) -> None:
+        self._health.set_serving(is_serving)
+
+    async def stop(self, grace_s: float) -> None:
+        self._health.close()
+        await self._server.stop(grace_s)
+
+
+class _Writer:
+    """One stream's handler: since when its client has not taken what was sent, and how to end it."""
+
+    __slots__ = ("_task", "blocked_since", "request_id")
+
+    def __init__(self, task: asyncio.Task[Any] | None) -> None:
+        self.request_id = ""
+        self.blocked_since = math.inf
+        self._task = task
+
+    def cut(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
+def _usage(call: Call) -> Usage:
+    return Usage(
+        num_prompt_tokens=call.num_prompt_tokens,
+        num_completion_tokens=call.num_completion_tokens,
+        num_cached_tokens=call.num_cached_tokens,
+    )
+
+
+def _metadata(context: Context, name: str) -> str:
+    """Empty if absent."""
+    pairs: Sequence[tuple[str, str | bytes]] = tuple(context.invocation_metadata() or ())
+    for key, value in pairs:
+        if key == name and isinstance(value, str):
+            return value
+    return ""

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible endpoint: requests parsed and validated, answers written."""

@@ -1,0 +1,323 @@
+"""The OpenAI-compatible endpoint: a raw ASGI application, as a framework would cost more than all else here.
+
+A stream's writer takes all text that gathered since its last write and sends it as one chunk for each choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Final
+from urllib.parse import unquote
+
+import msgspec
+import structlog
+
+from pdmesh.core.tenancy.limits import Tenant
+from pdmesh.errors import InvalidRequest, MeshError, shortened
+from services.gateway.access.access_control import (
+    Door,
+    Visit,
+    charged,
+    check_model,
+)
+from services.gateway.http.calls import chat_spec, completion_spec, tokenized
+from services.gateway.http.exchange import (
+    BodyRoom,
+    ClientGone,
+    Exchange,
+    Receive,
+    Scope,
+    Send,
+    WrongMethod,
+)
+from services.gateway.http.format import ChunkWriter, error_chunk, whole_body
+from services.gateway.http.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    parse_chat,
+    parse_completion,
+    parse_tokenize,
+)
+from services.gateway.request.frontend import Call, Frontend
+from services.gateway.request.spec import CallSpec
+from services.gateway.text.choice_text import Delta
+
+log = structlog.get_logger(__name__)
+
+_SWEEP_S: Final = 0.5
+_MODEL_PATH: Final = "/v1/models/"
+# Each is up to 21 tokens to spell: more of them are made beside the loop, which others need.
+_MAX_LOGPROBS_HERE: Final = 256
+_EVENT_STREAM: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+class NoRoute(InvalidRequest):
+    grpc_code, http_status, default_reason = "UNIMPLEMENTED", 404, "NOT_FOUND"
+
+
+class HttpApp:
+    def __init__(
+        self,
+        frontend: Frontend,
+        door: Door,
+        not_ready: Callable[[], list[str]],
+        *,
+        max_body_bytes: int,
+        max_incoming_bytes: int,
+        write_timeout_s: float,
+    ) -> None:
+        self.body_room = BodyRoom(max_incoming_bytes)
+        self._frontend = frontend
+        self._door = door
+        self._not_ready = not_ready
+        self._max_body_bytes = max_body_bytes
+        self._write_timeout_s = write_timeout_s
+        self._writing: dict[Exchange, None] = {}
+        self._routes: dict[str, tuple[str, Handler]] = {
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._completion),
+            "/v1/models": ("GET", self._models),
+            "/tokenize": ("POST", self._tokenize),
+            "/health/live": ("GET", self._live),
+            "/health/ready": ("GET", self._ready),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        exchange = Exchange(scope, receive, send)
+        self._writing[exchange] = None
+        try:
+            await self._route(scope["path"], scope["method"])(exchange)
+        except ClientGone:
+            pass
+        except MeshError as exc:
+            await self._fail(exchange, exc.with_traceback(None))  # whose frames hold the body
+        except Exception:
+            log.exception("http.bug", path=shortened(scope["path"]), request_id=exchange.request_id)
+            await self._fail(exchange, MeshError("internal error; the server's log has the cause"))
+        finally:
+            del self._writing[exchange]
+
+    async def _fail(self, exchange: Exchange, error: MeshError) -> None:
+        """An error response, or one error event and no [DONE] if the stream has begun."""
+        if exchange.has_started:
+            await exchange.write(error_chunk(error), is_last=True)
+        else:
+            await exchange.error(error)
+
+    async def run(self) -> None:
+        """Cut clients that have not read for too long."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            limit = time.monotonic() - self._write_timeout_s
+            for exchange in [e for e in self._writing if e.blocked_since < limit]:
+                log.info("http.client_not_reading", request_id=exchange.request_id)
+                exchange.cut()
+
+    def _route(self, path: str, method: str) -> Handler:
+        """`path` as it was sent: what is percent-encoded is no other path, but may be a model's name."""
+        found = self._routes.get(path)
+        if found is None and path.startswith(_MODEL_PATH):
+            name = unquote(path.removeprefix(_MODEL_PATH))
+            found = ("GET", lambda exchange: self._model(exchange, name))
+        if found is None:
+            raise NoRoute("no such path")
+        if found[0] != method:
+            raise WrongMethod(found[0])
+        return found[1]
+
+    # --- generation ------------------------------------------------------------------------------
+
+    async def _chat(self, exchange: Exchange) -> None:
+        visit = await self._enter(exchange)
+        try:
+            request = parse_chat(await exchange.body(self._max_body_bytes, self.body_room))
+            spec = await chat_spec(request, self._frontend, visit.tenant)
+            await self._answer(exchange, request, spec, visit)
+        finally:
+            visit.leave()
+
+    async def _completion(self, exchange: Exchange) -> None:
+        visit = await self._enter(exchange)
+        try:
+            request = parse_completion(await exchange.body(self._max_body_bytes, self.body_room))
+            spec = await completion_spec(request, self._frontend, visit.tenant)
+            await self._answer(exchange, request, spec, visit)
+        finally:
+            visit.leave()
+
+    async def _enter(self, exchange: Exchange) -> Visit:
+        """Raises MeshError, before anything is read."""
+        self._frontend.check_open()
+        return await self._door.enter(exchange.header(b"authorization"))
+
+    async def _answer(
+        self,
+        exchange: Exchange,
+        request: ChatCompletionRequest | CompletionRequest,
+        spec: CallSpec,
+        visit: Visit,
+    ) -> None:
+        is_quiet = not request.stream and not spec.sampling.stop
+        if request.stream_options is not None and not request.stream:
+            raise InvalidRequest("stream_options needs stream", field="stream_options")
+        traceparent = exchange.header(b"traceparent")
+        call = await charged(
+            visit,
+            lambda: self._frontend.open(
+                spec, exchange.request_id, visit, traceparent, is_quiet=is_quiet
+            ),
+        )
+        exchange.connection.watch(call.cancel)
+        error: MeshError | None = None
+        try:
+            if request.stream:
+                options = request.stream_options
+                include_usage = bool(options and options.include_usage)
+                await self._stream(exchange, call, include_usage)
+            else:
+                await self._whole(exchange, call)
+        except MeshError as exc:
+            error = exc
+            raise
+        finally:
+            exchange.connection.unwatch()
+            self._frontend.close(call, error)
+
+    async def _whole(self, exchange: Exchange, call: Call) -> None:
+        parts: list[list[Delta]] = [[] for _ in call.generations]
+        num_open = len(parts)
+        while num_open:
+            await call.changed()
+            for delta in call.take():
+                parts[delta.index].append(delta)
+                num_open -= delta.is_last
+                if delta.error is not None:
+                    call.is_void = True
+                _raise_if_ended_badly(delta)
+        deltas = [_joined(pieces) for pieces in parts]
+        tokenizer = self._frontend.shared.tokenizer
+        if sum(len(delta.logprobs) for delta in deltas) <= _MAX_LOGPROBS_HERE:
+            body = whole_body(call, deltas, tokenizer)
+        else:
+            body = await asyncio.to_thread(whole_body, call, deltas, tokenizer)
+        await exchange.json(body)
+
+    async def _stream(self, exchange: Exchange, call: Call, include_usage: bool) -> None:
+        chunks = ChunkWriter(
+            call,
+            self._frontend.shared.tokenizer,
+            include_usage=include_usage,
+            has_logprobs=call.spec.sampling.num_logprobs is not None,
+        )
+        num_open = len(call.generations)
+        pending: list[bytes] = [chunks.opening()]
+        while num_open:
+            await call.changed()
+            deltas = call.take()
+            for delta in map(_without_a_bad_end, deltas):
+                num_open -= delta.is_last
+                if len(delta.logprobs) <= _MAX_LOGPROBS_HERE:
+                    pending.append(chunks.chunk(delta))
+                else:
+                    pending.append(await asyncio.to_thread(chunks.chunk, delta))
+            for delta in deltas:
+                await self._end_if_badly(exchange, call, delta, pending)
+            if num_open == 0:
+                pending.append(chunks.closing())
+            data = b"".join(pending)
+            if not data or (len(pending) == 1 and not exchange.has_started):
+                continue
+            if not exchange.has_started:
+                await exchange.start(200, list(_EVENT_STREAM))
+            pending.clear()
+            await exchange.write(data, is_last=num_open == 0)
+
+    async def _end_if_badly(
+        self, exchange: Exchange, call: Call, delta: Delta, pending: list[bytes]
+    ) -> None:
+        """Send what came before an error, of all choices, then raise it: as a status if nothing was sent yet."""
+        if not delta.is_last or delta.finish_reason is not None:
+            return
+        if exchange.has_started and (data := b"".join(pending)):
+            await exchange.write(data)
+        call.is_void = delta.error is not None and not exchange.has_started
+        _raise_if_ended_badly(delta)
+
+    # --- the rest --------------------------------------------------------------------------------
+
+    async def _models(self, exchange: Exchange) -> None:
+        tenant = await self._known(exchange)
+        names = self._frontend.shared.fleet.models()
+        models = [_model_entry(n) for n in names if not tenant.models or n in tenant.models]
+        await exchange.json(msgspec.json.encode({"object": "list", "data": models}))
+
+    async def _model(self, exchange: Exchange, name: str) -> None:
+        tenant = await self._known(exchange)
+        model = self._frontend.model_name(name)
+        check_model(tenant, model)
+        await exchange.json(msgspec.json.encode(_model_entry(model)))
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        visit = await self._enter(exchange)
+        try:
+            request = parse_tokenize(await exchange.body(self._max_body_bytes, self.body_room))
+            tokens, context = await tokenized(request, self._frontend, visit.tenant)
+            await charged(visit, lambda: visit.charge(len(tokens)))
+            visit.settle(len(tokens))
+        finally:
+            visit.leave()
+        found = {"count": len(tokens), "max_model_len": context, "tokens": tokens.tolist()}
+        await exchange.json(msgspec.json.encode(found))
+
+    async def _known(self, exchange: Exchange) -> Tenant:
+        """Whoever asks. Raises MeshError; counts as a request."""
+        visit = await self._door.enter(exchange.header(b"authorization"))
+        visit.leave()
+        return visit.tenant
+
+    async def _live(self, exchange: Exchange) -> None:
+        await exchange.json(b'{"status":"live"}')
+
+    async def _ready(self, exchange: Exchange) -> None:
+        missing = self._not_ready()
+        body = {"status": "not ready" if missing else "ready", "waiting_for": missing}
+        await exchange.json(msgspec.json.encode(body), 503 if missing else 200)
+
+
+def _raise_if_ended_badly(delta: Delta) -> None:
+    if delta.is_last and delta.finish_reason is None:
+        raise delta.error if delta.error is not None else ClientGone
+
+
+def _without_a_bad_end(delta: Delta) -> Delta:
+    """What the client gets of one that ends in an error: its tokens, before the error. Chunks end in a reason."""
+    is_bad = delta.is_last and delta.finish_reason is None
+    return replace(delta, is_last=False, error=None) if is_bad else delta
+
+
+def _joined(pieces: list[Delta]) -> Delta:
+    if len(pieces) == 1:
+        return pieces[0]
+    last = pieces[-1]
+    return Delta(
+        last.index,
+        "".join(p.text for p in pieces),
+        [t for p in pieces for t in p.token_ids],
+        [lp for p in pieces for lp in p.logprobs],
+        True,
+        last.finish_reason,
+    )
+
+
+def _model_entry(name: str) -> dict[str, str | int]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "pdmesh"}

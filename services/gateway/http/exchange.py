@@ -1,0 +1,145 @@
+"""One HTTP request and its answer on raw ASGI: a bounded body, one place that writes, and who is still there.
+
+A client that does not read blocks only its own writer; `blocked_since` lets the server cut it (F28).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Protocol
+
+from pdmesh.errors import InvalidRequest, MeshError, Overloaded
+from pdmesh.httpd.guard import CONNECTION
+from services.gateway.http.format import error_body
+from services.gateway.request.frontend import new_request_id
+
+# Any: ASGI's messages and scopes are plain dicts.
+Scope = MutableMapping[str, Any]
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+_JSON = (b"content-type", b"application/json")
+
+
+class Connection(Protocol):
+    """The client's connection: tells when it is gone."""
+
+    def watch(self, on_gone: Callable[[], None]) -> None: ...
+
+    def unwatch(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+class BodyTooLarge(InvalidRequest):
+    grpc_code, http_status, default_reason = "RESOURCE_EXHAUSTED", 413, "BODY_TOO_LARGE"
+
+
+class WrongMethod(InvalidRequest):
+    grpc_code, http_status, default_reason = "UNIMPLEMENTED", 405, "METHOD_NOT_ALLOWED"
+
+    def __init__(self, allowed: str) -> None:
+        super().__init__(f"use {allowed} here")
+        self.allowed = allowed
+
+
+class ClientGone(Exception):
+    """Nobody is there to answer."""
+
+
+class BodyRoom:
+    """Bytes of bodies on their way in, of all clients together: thousands of connections may each have begun a large one (F31)."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises Overloaded."""
+        if self.num_bytes + num_bytes > self._max_bytes:
+            raise Overloaded("too many large requests are on their way in")
+        self.num_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+
+
+class Exchange:
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.request_id = new_request_id()
+        self.has_started = False
+        self.blocked_since = math.inf
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self.connection: Connection = scope[CONNECTION]
+
+    def header(self, name: bytes) -> str:
+        """Lower-case name. Empty if absent."""
+        for key, value in self._scope["headers"]:
+            if key == name:
+                return str(value, "latin-1")
+        return ""
+
+    async def body(self, max_bytes: int, room: BodyRoom) -> bytes:
+        """Raises BodyTooLarge before reading more than that, Overloaded while `room` is full, ClientGone."""
+        announced = self.header(b"content-length")
+        if announced.isdigit() and int(announced) > max_bytes:
+            raise BodyTooLarge(f"the body is over {max_bytes} bytes")
+        message = await self._next_message()
+        if not message.get("more_body", False) and len(message["body"]) <= max_bytes:
+            return bytes(message["body"])
+        body = bytearray()
+        try:
+            while True:
+                room.take(len(message["body"]))
+                body += message["body"]
+                if len(body) > max_bytes:
+                    raise BodyTooLarge(f"the body is over {max_bytes} bytes")
+                if not message.get("more_body", False):
+                    return bytes(body)
+                message = await self._next_message()
+        finally:
+            room.give_back(len(body))
+
+    async def _next_message(self) -> AsgiMessage:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        return message
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.has_started = True
+        headers.append((b"x-request-id", self.request_id.encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, data: bytes, *, is_last: bool = False) -> None:
+        self.blocked_since = time.monotonic()
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        self.blocked_since = math.inf
+
+    async def json(self, body: bytes, status: int = 200, headers: Headers | None = None) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        await self.start(status, [_JSON, length, *(headers or [])])
+        await self.write(body, is_last=True)
+
+    async def error(self, error: MeshError) -> None:
+        headers: Headers = []
+        if error.retry_after_ms is not None:
+            seconds = max(1, math.ceil(error.retry_after_ms / 1000))
+            headers.append((b"retry-after", str(seconds).encode()))
+        if error.http_status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        if isinstance(error, WrongMethod):
+            headers.append((b"allow", error.allowed.encode()))
+        with contextlib.suppress(OSError):
+            await self.json(error_body(error), error.http_status, headers)
+
+    def cut(self) -> None:
+        """Give up on a client that does not read: its writer goes on, and finds it gone."""
+        self.connection.abort()

@@ -1,0 +1,389 @@
+"""The OpenAI requests we take, as typed structs: what we do not know or cannot do gets a 400 that names the field.
+
+Fields that OpenAI defines and we do not support are listed in `_NEUTRAL` with the values that ask for nothing; any other
+value is refused, so that no client believes a setting had an effect. Every number, string and list has a bound.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+
+from pdmesh.errors import InvalidRequest, shortened
+from services.gateway.http.json_bounds import SMALL_BYTES, outline
+from services.gateway.request.bounds import (
+    MAX_MESSAGES,
+    check_choices,
+    check_names,
+    check_sampling,
+    context_exceeded,
+    in_range,
+    nul_refused,
+    stops_of,
+)
+
+MAX_CHOICES: Final = 64  # prompts times n
+_MAX_PARTS: Final = 256
+_MAX_PROMPTS: Final = 16
+
+# Any: these hold anything a client sends; `_check_neutral` compares them with what asks for nothing.
+_Anything = Any
+
+
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
+    """Only `type` text is served; the others are known, so that what is refused is the part and not its fields."""
+
+    type: str
+    text: str | None = None
+    image_url: _Anything = None
+    input_audio: _Anything = None
+    file: _Anything = None
+    refusal: _Anything = None
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """`developer` is what newer clients call `system`; the chat template may know it."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: _Anything = None
+    tool_calls: _Anything = None
+    function_call: _Anything = None
+    audio: _Anything = None
+    annotations: _Anything = None
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against traffic analysis; we add none
+
+
+class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both endpoints take. The last four are pdmesh's own."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: _Anything = None
+    ignore_eos: bool = False
+    cache_salt: str = ""
+    chat_id: str = ""
+    scenario: str = ""
+
+
+class ChatCompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    metadata: _Anything = None
+    store: _Anything = None
+    service_tier: _Anything = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    tools: _Anything = None
+    tool_choice: _Anything = None
+    parallel_tool_calls: _Anything = None
+    functions: _Anything = None
+    function_call: _Anything = None
+    response_format: _Anything = None
+    modalities: _Anything = None
+    audio: _Anything = None
+    prediction: _Anything = None
+    reasoning_effort: _Anything = None
+    verbosity: _Anything = None
+    web_search_options: _Anything = None
+    prompt_cache_retention: _Anything = None
+
+
+class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
+    prompt: (
+        str | list[_Anything]
+    )  # msgspec cannot tell list[str], list[int] and list[list[int]] apart
+    logprobs: int | None = None
+    echo: _Anything = None
+    suffix: _Anything = None
+    best_of: int | None = None
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """As vLLM's /tokenize: one of `prompt` and `messages`."""
+
+    model: str
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+
+# The values of unsupported fields that ask for nothing. None is always one.
+_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "prompt_cache_retention": (),
+    "service_tier": ("auto", "default"),
+    "echo": (False,),
+    "suffix": ("",),
+}
+_NEUTRAL_CHAT: Final = tuple(f for f in _NEUTRAL if f in ChatCompletionRequest.__struct_fields__)
+_NEUTRAL_COMPLETION: Final = tuple(f for f in _NEUTRAL if f in CompletionRequest.__struct_fields__)
+
+_chat_decoder: Final = msgspec.json.Decoder(ChatCompletionRequest)
+_completion_decoder: Final = msgspec.json.Decoder(CompletionRequest)
+_tokenize_decoder: Final = msgspec.json.Decoder(TokenizeRequest)
+# How msgspec's messages begin that name a field.
+_NAMES_A_FIELD: Final = {
+    "Object contains unknown field `": "UNKNOWN_FIELD",
+    "Object missing required field `": "MISSING_FIELD",
+}
+_MAX_EXPLAINED: Final = 256
+
+T = TypeVar("T")
+
+
+def parse_chat(body: bytes) -> ChatCompletionRequest:
+    """Raises InvalidRequest with the field."""
+    request = _decode(_chat_decoder, body)
+    _check_common(request, _NEUTRAL_CHAT)
+    _check_messages(request.messages)
+    in_range("max_completion_tokens", request.max_completion_tokens, 1, 1 << 31)
+    in_range("top_logprobs", request.top_logprobs, 0, 20)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
+    return request
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """Raises InvalidRequest with the field."""
+    request = _decode(_completion_decoder, body)
+    _check_common(request, _NEUTRAL_COMPLETION)
+    in_range("logprobs", request.logprobs, 0, 5)
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise InvalidRequest("best_of other than n is not supported", field="best_of")
+    return request
+
+
+def parse_tokenize(body: bytes) -> TokenizeRequest:
+    """Raises InvalidRequest with the field."""
+    request = _decode(_tokenize_decoder, body)
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequest("give either prompt or messages", field="prompt")
+    if request.messages is not None:
+        _check_messages(request.messages)
+    return request
+
+
+def messages_of(messages: list[Message]) -> list[dict[str, str | Sequence[str]]]:
+    """As a chat template takes them: role, content (text, or the texts of its parts), and the name where there is one."""
+    plain: list[dict[str, str | Sequence[str]]] = []
+    for message in messages:
+        content: str | Sequence[str] = ""
+        if isinstance(message.content, list):
+            content = [part.text or "" for part in message.content]
+        elif message.content:
+            content = message.content
+        given: dict[str, str | Sequence[str]] = {"role": message.role, "content": content}
+        if message.name:
+            given["name"] = message.name
+        plain.append(given)
+    return plain
+
+
+def prompts_of(
+    prompt: str | list[_Anything], vocab_size: int, max_tokens: int
+) -> list[str] | list[list[int]]:
+    """The prompts of a completion: text, or at most `max_tokens` token ids; one or several.
+
+    Lengths come first: looking at a million ids would keep everybody else waiting.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequest("prompt is empty", field="prompt")
+    if type(prompt[0]) is int:
+        return [_checked_ids(prompt, vocab_size, max_tokens)]
+    if len(prompt) > _MAX_PROMPTS:
+        raise InvalidRequest(f"at most {_MAX_PROMPTS} prompts", field="prompt")
+    if all(type(p) is str for p in prompt):
+        return list(prompt)
+    if all(type(p) is list and p for p in prompt):
+        return [_checked_ids(p, vocab_size, max_tokens) for p in prompt]
+    raise _wrong_prompt()
+
+
+def _wrong_prompt() -> InvalidRequest:
+    message = "prompt is a string, token ids, a list of strings, or a list of lists of token ids"
+    return InvalidRequest(message, field="prompt")
+
+
+def _checked_ids(ids: list[_Anything], vocab_size: int, max_tokens: int) -> list[int]:
+    if len(ids) > max_tokens:
+        raise context_exceeded(f"{len(ids)} tokens", max_tokens, "prompt")
+    if not all(type(i) is int for i in ids):
+        raise _wrong_prompt()
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise InvalidRequest(f"token ids are 0 to {vocab_size - 1}", field="prompt")
+    return ids
+
+
+def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    outlined = outline(body)
+    try:
+        request = decoder.decode(body)
+        _check_duplicates(outlined, body)
+    except msgspec.ValidationError as exc:
+        refusal = _explain(str(exc))
+    except (msgspec.DecodeError, ValueError):
+        refusal = InvalidRequest("the body is not valid JSON", reason="INVALID_JSON")
+    except RecursionError:
+        refusal = InvalidRequest("the body is nested too deeply", reason="INVALID_JSON")
+    else:
+        if b"\\u0000" in body:
+            _check_no_nul(request)
+        return request
+    raise refusal  # without the parser's error, which may hold all of the body
+
+
+def _refuse_duplicates(pairs: list[tuple[str, object]]) -> None:
+    """Two parsers may take different ones of two values: what a filter before us saw must be what we do."""
+    if len(dict(pairs)) == len(pairs):
+        return
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            field = shortened(key)
+            raise InvalidRequest(f"{field} is given twice", reason="DUPLICATE_FIELD", field=field)
+        seen.add(key)
+
+
+_find_duplicates: Final = json.JSONDecoder(object_pairs_hook=_refuse_duplicates).decode
+
+
+def _check_duplicates(outlined: bytes, body: bytes) -> None:
+    """msgspec takes the last of two equal keys without a word. The standard parser's hook costs 2 us for a usual body."""
+    try:
+        _find_duplicates(outlined.decode())
+    except InvalidRequest:
+        if len(body) > SMALL_BYTES:
+            raise
+        _find_duplicates(body.decode())  # a name that looks like a list of token ids
+
+
+def _explain(text: str) -> InvalidRequest:
+    """msgspec's message as ours, with the path of the field. What the client sent is in the middle of it, at any length."""
+    if len(text) > _MAX_EXPLAINED:
+        text = f"{text[:_MAX_EXPLAINED]}\u2026{text[-_MAX_EXPLAINED:]}"
+    what, _, where = text.rpartition(" - at `$")
+    if not what:
+        what, where = text, ""
+    where = where.removesuffix("`").removeprefix(".")
+    for kind, reason in _NAMES_A_FIELD.items():
+        if what.startswith(kind):
+            name = shortened(what.removeprefix(kind).removesuffix("`"))
+            field = f"{where}.{name}" if where else name
+            return InvalidRequest(
+                f"{reason.lower().replace('_', ' ')}: {field}", reason=reason, field=field
+            )
+    what = what[:1].lower() + what[1:]
+    return InvalidRequest(f"{where}: {what}" if where else what, field=where or None)
+
+
+def _check_no_nul(request: object) -> None:
+    """Raises InvalidRequest with the first field that holds a NUL, which C libraries behind us take for an end."""
+    left: list[tuple[str, object]] = [("", msgspec.to_builtins(request))]
+    while left:
+        where, value = left.pop()
+        if isinstance(value, str) and "\0" in value:
+            raise nul_refused(where)
+        if isinstance(value, dict):
+            for name, each in reversed(value.items()):
+                if "\0" in name:
+                    raise nul_refused(where)
+                left.append((f"{where}.{name}" if where else name, each))
+        elif isinstance(value, list):
+            left += [
+                (f"{where}[{at}]", each)
+                for at, each in enumerate(value)
+                if isinstance(each, str | dict | list)
+            ][::-1]
+
+
+def _check_common(request: _Common, neutral: tuple[str, ...]) -> None:
+    for field in neutral:
+        _check_neutral(field, getattr(request, field))
+    check_sampling(
+        max_tokens=request.max_tokens, temperature=request.temperature, top_p=request.top_p
+    )
+    check_choices(n=request.n, seed=request.seed)
+    stops_of(request.stop)
+    check_names(
+        model=request.model,
+        cache_salt=request.cache_salt,
+        chat_id=request.chat_id,
+        scenario=request.scenario,
+    )
+
+
+def _check_neutral(field: str, value: object) -> None:
+    if value is None or any(value == v for v in _NEUTRAL[field]):
+        return
+    raise InvalidRequest(f"{field} is not supported", reason="UNSUPPORTED_FIELD", field=field)
+
+
+def _check_messages(messages: list[Message]) -> None:
+    if not messages:
+        raise InvalidRequest("messages is empty", field="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"at most {MAX_MESSAGES} messages", field="messages")
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        for field in ("refusal", "tool_calls", "function_call", "audio", "annotations"):
+            if getattr(message, field):
+                raise InvalidRequest(
+                    f"{where}.{field} is not supported",
+                    reason="UNSUPPORTED_FIELD",
+                    field=f"{where}.{field}",
+                )
+        if message.content is None and message.role != "assistant":
+            raise InvalidRequest(f"{where}.content is missing", field=f"{where}.content")
+        if isinstance(message.content, list):
+            _check_parts(message.content, where)
+
+
+def _check_parts(parts: list[ContentPart], where: str) -> None:
+    if len(parts) > _MAX_PARTS:
+        raise InvalidRequest(f"at most {_MAX_PARTS} parts", field=f"{where}.content")
+    for index, part in enumerate(parts):
+        if part.type == "text" and part.text is None:
+            field = f"{where}.content[{index}].text"
+            raise InvalidRequest(f"missing field: {field}", reason="MISSING_FIELD", field=field)
+        if part.type != "text":
+            raise InvalidRequest(
+                f"content parts of type {part.type[:32]} are not supported; only text is",
+                reason="UNSUPPORTED_FIELD",
+                field=f"{where}.content[{index}]",
+            )

@@ -1,0 +1,360 @@
+"""A client's call, whatever door it came in by: one or more generations that yield deltas.
+
+`Frontend.open` starts a call, `Call.changed` waits for news and `Call.take` gives all of it at once. Whoever opened a
+call closes it, and closing frees everything it still holds (F27).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
+
+from opentelemetry.trace import Span
+
+from pdmesh.core.request.events import Complete, Fail
+from pdmesh.core.request.scenario_rules import ScenarioRule, scenario_by_rule
+from pdmesh.core.request.slo import Slos
+from pdmesh.errors import (
+    Draining,
+    InvalidRequest,
+    MeshError,
+    NoInstance,
+    Overloaded,
+    PoisonRequest,
+)
+from pdmesh.telemetry import metrics, names, traces
+from services.gateway.access.access_control import ANYONES_VISIT, Visit
+from services.gateway.request.bounds import context_exceeded
+from services.gateway.request.generation import Collaborators, Generation, unheard
+from services.gateway.request.leg_commands import Identity
+from services.gateway.request.observer import CallReport, Observer
+from services.gateway.request.pacer import Pacer
+from services.gateway.request.spec import CallSpec
+from services.gateway.text.choice_text import Delta
+from services.gateway.text.prompt import Prompt
+
+_scenarios = metrics.counter(
+    names.SCENARIO_CHOSEN, "Calls by what chose their scenario: its label, a rule, or nothing"
+)
+_ttft_slo = metrics.counter(
+    names.TTFT_SLO, "Calls by scenario, and by whether their first token came in time: met, missed"
+)
+_UNBOUNDED: Final = 1 << 31
+_BY_LABEL: Final = MappingProxyType({"by": "label"})  # clients may send any: not told apart
+_BY_DEFAULT: Final = MappingProxyType({"by": "default"})
+_MAX_TAKEN: Final = 16_384  # tokens whose text is made at once: some milliseconds of the loop
+
+
+class Call:
+    """Wakes whoever waits for news of it: at the first token and at an end at once, otherwise paced."""
+
+    def __init__(
+        self,
+        request_id: str,
+        spec: CallSpec,
+        span: Span,
+        pacer: Pacer,
+        visit: Visit = ANYONES_VISIT,
+    ) -> None:
+        self.request_id = request_id
+        self.spec = spec
+        self.span = span
+        self.visit = visit
+        self.num_prompt_tokens = sum(map(len, spec.prompts))
+        self.created = int(time.time())  # shown to clients; nothing decides on it
+        self.started_at = time.monotonic()
+        self.generations: list[Generation] = []
+        self.is_void = False  # an error is all that its client got
+        self._pacer = pacer
+        self._woken_at = -math.inf
+        self._is_paced = False  # to be woken by the pacer
+        self._is_dirty = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def on_tokens(self) -> None:
+        """The hot path: once for each token."""
+        if self._is_paced:
+            return
+        if time.monotonic() - self._woken_at < self._pacer.interval_s:
+            self._is_paced = True
+            self._pacer.later(self._on_pace)
+        else:
+            self.on_news()
+
+    def _on_pace(self) -> None:
+        self._is_paced = False
+        self.on_news()
+
+    def on_news(self) -> None:
+        waiter = self._waiter
+        if waiter is None:
+            self._is_dirty = True
+        elif not waiter.done():
+            waiter.set_result(None)
+
+    async def changed(self) -> None:
+        """Return when there is something to take. One waiter at a time."""
+        if not self._is_dirty:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._is_dirty = False
+        self._woken_at = time.monotonic()
+
+    def take(self) -> list[Delta]:
+        """What is new of each choice. If that is very much, some choices' comes at the next turn of the loop, and `changed` says so."""
+        taken: list[Delta] = []
+        num_tokens = 0
+        for generation in self.generations:
+            delta = generation.take()
+            if delta is not None:
+                taken.append(delta)
+                num_tokens += len(delta.token_ids)
+                if num_tokens > _MAX_TAKEN:
+                    asyncio.get_running_loop().call_soon(self.on_news)
+                    break
+        return taken
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(g.num_completion_tokens for g in self.generations)
+
+    @property
+    def num_used_tokens(self) -> int:
+        """What its tenant is charged: nothing if no instance took it, or if its client got an error and no token; of one that
+        fails on the way, the tokens that its client got."""
+        if self.is_void or not any(g.timings.accepted for g in self.generations):
+            return 0
+        if any(g.is_failed for g in self.generations):
+            return self.num_prompt_tokens + sum(g.num_taken_tokens for g in self.generations)
+        return self.num_prompt_tokens + self.num_completion_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of each prompt's first choice: its other choices share the prompt."""
+        return sum(g.core.num_cached_tokens for g in self.generations[:: self.spec.n])
+
+    def cancel(self, error: MeshError | None = None) -> None:
+        for generation in self.generations:
+            generation.cancel(error)
+
+
+def new_request_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
+
+
+class Frontend:
+    """Opens and closes calls within `max_calls`; knows every one that is open, for draining."""
+
+    def __init__(
+        self,
+        shared: Collaborators,
+        observer: Observer,
+        *,
+        default_max_tokens: int,
+        max_calls: int,
+        chunk_interval_s: float = 0.0,
+        scenario_rules: Sequence[ScenarioRule] = (),
+    ) -> None:
+        self.shared = shared
+        self._scenario_rules = scenario_rules
+        self.is_draining = False
+        self._observer = observer
+        self._default_max_tokens = default_max_tokens
+        self._max_calls = max_calls
+        self._pacer = Pacer(chunk_interval_s)
+        self._calls: dict[Call, None] = {}
+        self._is_idle = asyncio.Event()
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    def model_name(self, asked: str) -> str:
+        return self.shared.fleet.model_name(asked)
+
+    def check_open(self) -> None:
+        """Raises Draining or Overloaded: refuse before the work of reading and encoding (S97)."""
+        if self.is_draining:
+            raise Draining("this gateway is shutting down")
+        if len(self._calls) >= self._max_calls:
+            raise Overloaded("this gateway has too many open requests")
+
+    def open(
+        self,
+        spec: CallSpec,
+        request_id: str,
+        visit: Visit,
+        traceparent: str = "",
+        *,
+        is_quiet: bool = False,
+    ) -> Call:
+        """Raises InvalidRequest, NoInstance, Draining or Overloaded; otherwise the call must be closed."""
+        self.check_open()
+        spec = self._with_scenario(spec)
+        budgets = [self._max_tokens(spec, len(p)) for p in spec.prompts]
+        prompts = [
+            Prompt(tokens, self.shared.hash_secret, spec.tenant.name, spec.cache_salt)
+            for tokens in spec.prompts
+        ]
+        if self.shared.poison:
+            self._refuse_poison(prompts)
+        visit.charge(sum(map(len, spec.prompts)) + spec.n * sum(budgets))
+        span = self._observer.start_span(spec, traceparent)
+        call = Call(request_id, spec, span, self._pacer, visit)
+        on_tokens: Callable[[], None] = unheard if is_quiet else call.on_tokens
+        for prompt_index, prompt in enumerate(prompts):
+            for choice in range(spec.n):
+                index = prompt_index * spec.n + choice
+                identity = self._identity(call, index, choice, budgets[prompt_index])
+                generation = Generation(
+                    self.shared, spec, prompt, identity, on_tokens, call.on_news
+                )
+                call.generations.append(generation)
+        self._calls[call] = None  # from here on it must be closed
+        self._observer.on_accepted(spec)
+        for generation in call.generations:
+            generation.start()
+        return call
+
+    def _with_scenario(self, spec: CallSpec) -> CallSpec:
+        """Rules look at the longest of its prompts."""
+        if spec.scenario:
+            _scenarios.add(1, _BY_LABEL)
+            return spec
+        longest = max(map(len, spec.prompts), default=0)
+        found = scenario_by_rule(self._scenario_rules, spec.operation, longest)
+        if found is None:
+            _scenarios.add(1, _BY_DEFAULT)
+            return spec
+        _scenarios.add(1, {names.ATTR_SCENARIO: found, "by": "rule"})
+        return replace(spec, scenario=found)
+
+    def close(self, call: Call, error: MeshError | None = None) -> None:
+        """Free what still runs and report the call, once. `error`: what the client was told, if not by us."""
+        if self._calls.pop(call, _ABSENT) is _ABSENT:
+            return
+        if not self._calls:
+            self._is_idle.set()
+        call.cancel(error)
+        call.visit.settle(call.num_used_tokens)
+        self._judge(call)
+        self._observer.on_closed(_report(call))
+        for generation in call.generations:
+            generation.detach()
+
+    def _refuse_poison(self, prompts: Sequence[Prompt]) -> None:
+        now = time.monotonic()
+        if any(self.shared.poison.is_poison(p.digest, now) for p in prompts):
+            raise PoisonRequest("instances died of this prompt a while ago")
+
+    def _judge(self, call: Call) -> None:
+        """Remember a prompt that instances died of, unless one answered it after all, another choice of it included."""
+        poison = self.shared.poison
+        for generation in call.generations:
+            if victims := generation.core.deaths_witnessed:
+                poison.add(generation.prompt.digest, victims, time.monotonic())
+        if poison:
+            for generation in call.generations:
+                if isinstance(generation.core.outcome, Complete):
+                    poison.clear(generation.prompt.digest)
+        _count_slo(call, self.shared.slos)
+
+    async def drain(self, drain_s: float) -> None:
+        """Admit nothing more; let calls end for `drain_s`, then end the rest with an error."""
+        self.is_draining = True
+        self._is_idle.clear()
+        if self._calls:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_idle.wait(), drain_s)
+        for call in list(self._calls):
+            call.cancel(Draining("this gateway is shutting down"))
+
+    def _identity(self, call: Call, index: int, choice: int, max_tokens: int) -> Identity:
+        seed = call.spec.sampling.seed
+        return Identity(
+            request_id=call.request_id if index == 0 else f"{call.request_id}-{index}",
+            index=index,
+            traceparent=traces.traceparent(call.span),
+            seed=None if seed is None else seed + choice,
+            max_tokens=max_tokens,
+        )
+
+    def context_length(self, model: str) -> int:
+        """Tokens of prompt and answer together. Raises NoInstance."""
+        record = self.shared.fleet.reference(model)
+        if record is None:
+            raise NoInstance(f"no instance serves {model} now")
+        return record.max_model_len or _UNBOUNDED
+
+    def _max_tokens(self, spec: CallSpec, num_prompt_tokens: int) -> int:
+        """What may be produced after this prompt in the model's context."""
+        context = self.context_length(spec.model)
+        if not num_prompt_tokens:
+            raise InvalidRequest("the prompt is empty", field=spec.field_of_prompt)
+        room = context - num_prompt_tokens
+        asked = spec.sampling.max_tokens
+        if room < 1:
+            raise context_exceeded(f"{num_prompt_tokens} tokens", context, spec.field_of_prompt)
+        if asked is not None and asked > room:
+            field = spec.field_of_max_tokens
+            message = f"{field} is {asked}, but the context leaves {room} after this prompt"
+            raise InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field=field)
+        if asked is not None:
+            return asked
+        return min(spec.sampling.default_max_tokens or self._default_max_tokens, room)
+
+
+def _count_slo(call: Call, slos: Slos) -> None:
+    """Whether the first token came in time (S9). Who left before it could be missed does not count."""
+    first = call.generations[0]
+    if not first.timings.first_token and not isinstance(first.core.outcome, Fail):
+        return
+    limit_s = slos.limits_for(call.spec.scenario, len(first.prompt.tokens)).ttft_s
+    took_s = first.timings.first_token - call.started_at
+    outcome = "met" if first.timings.first_token and took_s <= limit_s else "missed"
+    label = slos.label(call.spec.scenario)
+    _ttft_slo.add(1, {names.ATTR_SCENARIO: label, names.ATTR_OUTCOME: outcome})
+
+
+_ABSENT: Final = object()
+
+
+def _report(call: Call) -> CallReport:
+    outcomes = [g.core.outcome for g in call.generations]
+    reasons = [o.finish_reason for o in outcomes if isinstance(o, Complete)]
+    failed = next((o.error for o in outcomes if isinstance(o, Fail)), None)
+    failed = failed or next((g.error for g in call.generations if g.error is not None), None)
+    is_completed = all(
+        isinstance(o, Complete) or g.is_stopped
+        for o, g in zip(outcomes, call.generations, strict=True)
+    )
+    if failed is not None:
+        outcome, reason = "failed", failed.reason
+    elif is_completed:
+        is_whole = bool(reasons) and not call.generations[0].is_stopped
+        outcome, reason = "completed", reasons[0] if is_whole else "stop"
+    else:
+        outcome, reason = "cancelled", "CLIENT_GONE"
+    return CallReport(
+        request_id=call.request_id,
+        spec=call.spec,
+        span=call.span,
+        outcome=outcome,
+        reason=reason,
+        started_at=call.started_at,
+        timings=[g.timings for g in call.generations],
+        cores=[g.core for g in call.generations],
+        num_prompt_tokens=call.num_prompt_tokens,
+        num_completion_tokens=call.num_completion_tokens,
+        num_cached_tokens=call.num_cached_tokens,
+    )

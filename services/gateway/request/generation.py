@@ -1,0 +1,437 @@
+"""The shell of one choice: turns the request core's effects into commands, and what instances say into events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import structlog
+
+from pdmesh.core.placement.plan import DEFAULT_SCENARIO
+from pdmesh.core.request.events import (
+    AbortLeg,
+    AskPlan,
+    Cancelled,
+    ClientGone,
+    Complete,
+    DecodeTokens,
+    Effect,
+    EmitTokens,
+    EngineWorked,
+    Event,
+    Fail,
+    FirstToken,
+    ForgetLeg,
+    KvReceived,
+    LegAccepted,
+    LegRejected,
+    PlanFailed,
+    ReleaseTicket,
+    RequestLimits,
+    SendJoin,
+    SendPrefill,
+    SendStart,
+    SlotFreed,
+    StopMatched,
+    Submitted,
+    Tick,
+    WaitForSlot,
+    WaitRefused,
+)
+from pdmesh.core.request.machine import Request
+from pdmesh.core.request.poison import PoisonBook
+from pdmesh.core.request.retry_budget import RetryBudget
+from pdmesh.core.request.slo import Slos
+from pdmesh.core.request.state import UNPLACED, WAITING, Phase
+from pdmesh.errors import MeshError, Overloaded
+from pdmesh.v1.common_pb2 import InstanceRecord, Ticket, TokenLogprob
+from pdmesh.v1.instance_service_pb2 import (
+    Abort,
+    Command,
+    Join,
+    KvTransfer,
+    Release,
+    SessionEvent,
+)
+from services.gateway.request.leg_commands import Identity, LegCommands
+from services.gateway.request.spec import CallSpec
+from services.gateway.request.timings import Timings
+from services.gateway.request.waiting import Waiting
+from services.gateway.routing.fleet import Fleet
+from services.gateway.routing.planner import Planner
+from services.gateway.routing.sessions import InstanceSession, SessionPool
+from services.gateway.text.choice_text import ChoiceText, Delta
+from services.gateway.text.prompt import Prompt
+from services.gateway.text.tokenizer import Tokenizer
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Collaborators:
+    """What every generation of a gateway shares."""
+
+    fleet: Fleet
+    sessions: SessionPool
+    planner: Planner
+    room: Waiting
+    tokenizer: Tokenizer
+    budget: RetryBudget
+    limits: RequestLimits
+    slos: Slos
+    poison: PoisonBook
+    hash_secret: bytes
+    next_key: Callable[[], int]
+    kv_transfer: Callable[[str], KvTransfer.ValueType]  # of a scenario
+
+
+class Generation:
+    """One choice of a call. `on_tokens` says that `take` has something, `on_end` that it will not get more."""
+
+    def __init__(
+        self,
+        shared: Collaborators,
+        spec: CallSpec,
+        prompt: Prompt,
+        identity: Identity,
+        on_tokens: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        sampling = spec.sampling
+        stop_ids = frozenset() if sampling.ignore_eos else shared.tokenizer.eos_token_ids
+        self.core = Request(
+            identity.max_tokens,
+            limits=shared.slos.limits_for(spec.scenario, len(prompt.tokens)),
+            budget=shared.budget,
+            next_key=shared.next_key,
+            num_prompt_tokens=len(prompt.tokens),
+            stop_token_ids=stop_ids,
+        )
+        self.index = identity.index
+        self.timings = Timings()
+        self.error: MeshError | None = None
+        self._shared = shared
+        self._spec = spec
+        self.prompt = prompt
+        self._identity = identity
+        self._commands = LegCommands(spec, prompt, identity, sorted(stop_ids))
+        self._on_tokens = on_tokens
+        self._on_end = on_end
+        self._sessions: dict[int, InstanceSession] = {}  # by leg key
+        self._ticket: Ticket | None = None
+        self._text = ChoiceText(
+            identity.index,
+            shared.tokenizer.text_stream(prompt.tokens, sampling.stop),
+            has_logprobs=sampling.num_logprobs is not None,
+            default_text=shared.slos.default_text(spec.scenario),
+        )
+        self._waiting_number: int | None = None
+        self._is_queued = False  # counted as one that no prefill has taken yet
+        self._events: deque[Event] = deque()
+        self._is_handling = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+
+    # --- what the client's side calls ------------------------------------------------------------
+
+    def start(self) -> None:
+        self.timings.submitted = time.monotonic()
+        self._identity.deadline = self.timings.submitted + self._shared.limits.deadline_s
+        self.on_event(Submitted())
+
+    @property
+    def is_ended(self) -> bool:
+        return self.core.outcome is not None
+
+    @property
+    def is_stopped(self) -> bool:
+        """A stop string was found in its text."""
+        return self._text.is_stopped
+
+    def cancel(self, error: MeshError | None = None) -> None:
+        """Stop whatever the state and free all it holds. `error` is for the client, if it still listens."""
+        if not self.is_ended:
+            self.error = error
+            self.on_event(ClientGone())
+
+    def detach(self) -> None:
+        """Nobody listens any more. Without the way back to its call the two are freed at once, not by the garbage collector."""
+        self._on_tokens = self._on_end = unheard
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return self._text.num_tokens(len(self.core.emitted))
+
+    @property
+    def num_taken_tokens(self) -> int:
+        """Of those, what its client was given, or will be by whoever took it."""
+        return self._text.num_taken
+
+    @property
+    def is_failed(self) -> bool:
+        return self.error is not None or isinstance(self.core.outcome, Fail)
+
+    def take(self) -> Delta | None:
+        """Everything since the last call, as text; None if there is nothing new."""
+        taken = self._text.take(self.core.emitted)
+        if taken is None:
+            return None
+        if self._text.is_stopped:
+            self.on_event(StopMatched())
+        if self.is_ended:
+            is_empty = not self.core.emitted
+            return self._text.last(taken, self.core.outcome, self.error, is_empty=is_empty)
+        return taken if taken.text or taken.token_ids else None
+
+    # --- what instances, planner and timers call --------------------------------------------------
+
+    def on_token(self, key: int, token_id: int, now: float) -> None:
+        """The hot path: one call for each token of each stream."""
+        if self.core.push_token(key, token_id, now):
+            self._on_tokens()
+        else:
+            self.on_event(DecodeTokens(key, (token_id,)))
+
+    def on_logprobs(self, key: int, logprobs: Sequence[TokenLogprob]) -> None:
+        if self.core.is_current(key):
+            self._text.add_logprobs(logprobs)
+            self._on_tokens()
+
+    def on_event(self, event: Event, detail: SessionEvent | None = None) -> None:
+        """An effect may cause the next event at once; those queue up behind the one being handled."""
+        if detail is not None:
+            self._note_detail(event, detail)
+        self._events.append(event)
+        if self._is_handling:
+            return
+        self._is_handling = True
+        try:
+            while self._events:
+                self._handle(self._events.popleft())
+        except Exception:
+            log.exception("generation.bug", request_id=self._identity.request_id)
+            self._end_by_bug()
+        finally:
+            self._is_handling = False
+        self._arm_timer()
+
+    def _handle(self, event: Event) -> None:
+        now = time.monotonic()
+        self.timings.note(event, now)
+        effects = self.core.handle(event, now)
+        if self._is_queued and self.core.phase not in UNPLACED:
+            self._queue(False)
+        if self._waiting_number is not None and self.core.phase not in WAITING:
+            self._shared.room.leave(self._waiting_number)
+            self._waiting_number = None
+        for effect in effects:
+            _APPLY[type(effect)](self, effect)
+
+    def _end_by_bug(self) -> None:
+        """Whoever told us of the event, a session or the planner, serves others too: only this choice ends."""
+        self._events.clear()
+        self.error = MeshError("internal error; the server's log has the cause")
+        self.core.handle(ClientGone(), time.monotonic())
+        self._queue(False)
+        if self._waiting_number is not None:
+            self._shared.room.leave(self._waiting_number)
+            self._waiting_number = None
+        for key in list(self._sessions):
+            self._abort_leg(AbortLeg(key))  # releases its ticket, too
+        self._end(Cancelled())
+
+    def _queue(self, is_queued: bool) -> None:
+        """Count in the scenario's queue, or no more."""
+        if is_queued is not self._is_queued:
+            self._is_queued = is_queued
+            priority = self._spec.tenant.priority
+            self._shared.room.count(self._scenario, priority, 1 if is_queued else -1)
+
+    def on_slot_freed(self, instance_id: str) -> None:
+        self._waiting_number = None  # being called is leaving
+        self.on_event(SlotFreed(instance_id))
+
+    def on_evicted(self) -> None:
+        self._waiting_number = None
+        self.on_event(WaitRefused())
+
+    def _note_detail(self, event: Event, detail: SessionEvent) -> None:
+        """What the core does not decide on but commands and traces need."""
+        if isinstance(event, LegAccepted) and self.core.is_current(event.key):
+            if event.ticket is not None:
+                self._ticket = detail.accepted.ticket
+        elif isinstance(event, FirstToken) and self.core.is_current(event.key):
+            first = detail.first_token
+            self._ticket = first.ticket if first.HasField("ticket") else None
+            if self._text.has_logprobs:
+                self._text.add_logprobs((first.logprob,))
+        elif isinstance(event, KvReceived):
+            received = detail.kv_received
+            self.timings.kv_transfer_us = received.duration_us
+
+    # --- effects ---------------------------------------------------------------------------------
+
+    def _ask_plan(self, effect: AskPlan) -> None:
+        if effect.plan == 1 and (refusal := self._refusal()) is not None:
+            self.on_event(PlanFailed(effect.plan, refusal))
+            return
+        core = self.core
+        reference = self._shared.fleet.reference(self._spec.model)
+        query = self._commands.plan_query(effect, reference, core.emitted, core.num_remaining)
+        self._shared.planner.ask(self, effect.plan, query)
+
+    def _refusal(self) -> Overloaded | None:
+        """A newcomer joins no queue that is too long for it, unless it would take somebody's place there."""
+        shared, tenant = self._shared, self._spec.tenant
+        if shared.room.yields_to(tenant):
+            return None
+        limits = shared.slos.limits_for(self._spec.scenario, len(self.prompt.tokens))
+        return shared.planner.refusal(self._scenario, tenant.priority, limits.ttft_s)
+
+    @property
+    def _scenario(self) -> str:
+        return self._spec.scenario or DEFAULT_SCENARIO
+
+    def _send_prefill(self, effect: SendPrefill) -> None:
+        record = self._shared.fleet.record(effect.to.instance_id, effect.to.incarnation)
+        if record is None:
+            self._refuse(effect.key)
+            return
+        kv_transfer = self._shared.kv_transfer(self._spec.scenario or record.scenario)
+        command = self._commands.prefill(effect, record, self.core.emitted, kv_transfer)
+        self._open_leg(effect.key, record, command)
+
+    def _send_start(self, effect: SendStart) -> None:
+        """After the writer of token 1, which was woken just now: the client need not wait for the hand-over."""
+        if effect.is_early:
+            self._start_decode(effect)
+        else:
+            asyncio.get_running_loop().call_soon(self._start_current, effect)
+
+    def _start_current(self, effect: SendStart) -> None:
+        if self.core.is_current(effect.key):  # else the client left meanwhile
+            self._start_decode(effect)
+
+    def _start_decode(self, effect: SendStart) -> None:
+        self.timings.decode_offered(effect.key)
+        record = self._shared.fleet.record(effect.to.instance_id, effect.to.incarnation)
+        if record is None or self._ticket is None:
+            self._refuse(effect.key)
+            return
+        command = self._commands.start(
+            effect, record, self.core.emitted, self._ticket, self.core.prompt_compute_s
+        )
+        self._open_leg(effect.key, record, command)
+
+    def _send_join(self, effect: SendJoin) -> None:
+        session = self._sessions.get(effect.key)
+        if session is not None:
+            join = Join(key=effect.key, first_token_id=effect.token_id)
+            session.send(Command(join=join))
+
+    def _open_leg(self, key: int, record: InstanceRecord, command: Command) -> None:
+        session = self._shared.sessions.session(record)
+        if session.open_leg(key, self, command):
+            self._sessions[key] = session
+        else:
+            self._refuse(key)
+
+    def _refuse(self, key: int) -> None:
+        """The instance cannot even be asked now: as good as a rejection, and no failure of the request's."""
+        self.on_event(LegRejected(key, is_final=True))
+
+    def _abort_leg(self, effect: AbortLeg) -> None:
+        session = self._sessions.pop(effect.key, None)
+        if session is not None:
+            session.forget(effect.key)
+            session.send(Command(abort=Abort(key=effect.key)))
+
+    def _release(self, effect: ReleaseTicket) -> None:
+        session = self._sessions.pop(effect.key, None)
+        if session is not None:
+            session.forget(effect.key)
+            release = Release(key=effect.key, ticket_id=effect.ticket_id)
+            session.send(Command(release=release))
+
+    def _forget_leg(self, effect: ForgetLeg) -> None:
+        session = self._sessions.pop(effect.key, None)
+        if session is not None:
+            session.forget(effect.key)
+
+    def _emit(self, effect: EmitTokens) -> None:
+        self._on_tokens()
+
+    def _wait(self, effect: WaitForSlot) -> None:
+        if self._waiting_number is not None:
+            return
+        if self.core.phase is Phase.WAITING_PREFILL:
+            self._queue(True)
+        self._waiting_number = self._shared.room.join(
+            self, effect.instance_ids, effect.until, self._spec.tenant, effect.num_tokens
+        )
+        if self._waiting_number is None:
+            self.on_event(WaitRefused())
+
+    def _end(self, effect: Effect) -> None:
+        self.timings.ended = time.monotonic()
+        self._on_end()
+
+    # --- time ------------------------------------------------------------------------------------
+
+    def _arm_timer(self) -> None:
+        """One timer, moved only when it would be late: progress makes it early, and then it re-arms itself."""
+        if self.core.outcome is not None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            return
+        wake_at = self.core.wake_at
+        if self._timer is not None:
+            if wake_at >= self._timer_at:
+                return
+            self._timer.cancel()
+        self._timer_at = wake_at
+        delay = max(0.0, wake_at - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._hear_engine()
+        self.on_event(Tick())
+
+    def _hear_engine(self) -> None:
+        """A leg that seems silent: what its instance last said of its engine."""
+        key = self.core.computing_key
+        session = self._sessions.get(key) if key is not None else None
+        if key is None or session is None:
+            return
+        if (worked := session.worked) is not None:
+            self.on_event(EngineWorked(key, worked.at, worked.num_tokens, worked.num_open_tokens))
+        elif self.core.phase is Phase.PREFILLING:
+            # An instance of an older release does not say: the request's deadline alone bounds its prefill.
+            self.on_event(EngineWorked(key, time.monotonic(), 0, 0))
+
+
+def unheard() -> None:
+    """Told, where nobody listens."""
+
+
+# Any: each function takes the one effect its key names.
+_APPLY: Final[dict[type, Callable[[Generation, Any], None]]] = {
+    AskPlan: Generation._ask_plan,
+    SendPrefill: Generation._send_prefill,
+    SendStart: Generation._send_start,
+    SendJoin: Generation._send_join,
+    AbortLeg: Generation._abort_leg,
+    ReleaseTicket: Generation._release,
+    ForgetLeg: Generation._forget_leg,
+    EmitTokens: Generation._emit,
+    WaitForSlot: Generation._wait,
+    Complete: Generation._end,
+    Fail: Generation._end,
+    Cancelled: Generation._end,
+}

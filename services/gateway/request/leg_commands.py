@@ -1,0 +1,137 @@
+"""What the request core wants of the master and of instances, as messages (protobuf)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdmesh.core.request.events import AskPlan, SendPrefill, SendStart
+from pdmesh.v1.common_pb2 import InstanceRecord, SamplingParams, Ticket
+from pdmesh.v1.instance_service_pb2 import Command, KvTransfer, Prefill, Start
+from pdmesh.v1.scheduler_service_pb2 import PlanQuery
+from services.gateway.request.spec import CallSpec
+from services.gateway.text.prompt import Prompt
+
+
+@dataclass(slots=True)
+class Identity:
+    """Names of one choice, as instances and the master see it."""
+
+    request_id: str
+    index: int
+    traceparent: str = ""
+    seed: int | None = None
+    max_tokens: int = 1
+    deadline: float = 0.0  # monotonic
+
+
+class LegCommands:
+    """Of one choice. `emitted` is always all it has emitted so far."""
+
+    __slots__ = ("_identity", "_prompt", "_spec", "_stop_token_ids")
+
+    def __init__(
+        self, spec: CallSpec, prompt: Prompt, identity: Identity, stop_token_ids: Sequence[int]
+    ) -> None:
+        self._spec, self._prompt, self._identity = spec, prompt, identity
+        self._stop_token_ids = stop_token_ids
+
+    def plan_query(
+        self,
+        effect: AskPlan,
+        reference: InstanceRecord | None,
+        emitted: Sequence[int],
+        num_remaining: int,
+    ) -> PlanQuery:
+        """`reference`: an instance that speaks for the model, if there is one."""
+        spec, prompt = self._spec, self._prompt
+        query = PlanQuery(
+            request_id=self._identity.request_id,
+            attempt=effect.attempt,
+            model=spec.model,
+            scenario=spec.scenario,
+            block_hashes=prompt.hashes(reference, emitted) if reference else (),
+            num_prompt_tokens=len(prompt.tokens) + len(emitted),
+            max_tokens=num_remaining,
+            chat_id=prompt.chat_key(spec.chat_id),
+            excluded_instance_ids=effect.excluded,
+            traceparent=self._identity.traceparent,
+        )
+        if reference is not None and reference.kv_tail_step and not emitted:
+            query.block_size = reference.block_size
+            for tail in prompt.tails(reference, self._stop_token_ids):
+                query.tails.add(
+                    num_blocks=tail.num_blocks, num_tokens=tail.num_tokens, name=tail.name
+                )
+        return query
+
+    def prefill(
+        self,
+        effect: SendPrefill,
+        record: InstanceRecord,
+        emitted: Sequence[int],
+        kv_transfer: KvTransfer.ValueType,
+    ) -> Command:
+        prompt, replayed = self._prompt, emitted[: effect.num_replayed]
+        return Command(
+            prefill=Prefill(
+                key=effect.key,
+                request_id=self._identity.request_id,
+                attempt=effect.attempt,
+                prompt_token_ids=prompt.with_replayed(replayed),
+                block_hashes=prompt.hashes(record, replayed),
+                sampling=self._sampling(effect.max_tokens, len(replayed)),
+                remaining_ms=self._remaining_ms(),
+                is_local=effect.to.is_local,
+                traceparent=self._identity.traceparent,
+                cache_salt=prompt.root(record.model_fingerprint).hex(),
+                kv_transfer=kv_transfer,
+            )
+        )
+
+    def start(
+        self,
+        effect: SendStart,
+        record: InstanceRecord,
+        emitted: Sequence[int],
+        ticket: Ticket,
+        prompt_compute_s: float,
+    ) -> Command:
+        """Token 1 is the last of those replayed, unless decode is to wait for it."""
+        prompt, replayed = self._prompt, list(emitted[: effect.num_replayed])
+        num_drawn = len(replayed) + effect.is_early
+        first_token = 0 if effect.is_early else replayed.pop()
+        return Command(
+            start=Start(
+                key=effect.key,
+                request_id=self._identity.request_id,
+                attempt=effect.attempt,
+                prompt_token_ids=prompt.with_replayed(replayed),
+                block_hashes=prompt.hashes(record, replayed),
+                first_token_id=first_token,
+                awaits_first_token=effect.is_early,
+                prompt_compute_ms=round(prompt_compute_s * 1000),
+                ticket=ticket,
+                sampling=self._sampling(effect.max_tokens, num_drawn),
+                remaining_ms=self._remaining_ms(),
+                traceparent=self._identity.traceparent,
+                cache_salt=prompt.root(record.model_fingerprint).hex(),
+            )
+        )
+
+    def _sampling(self, max_tokens: int, num_drawn: int) -> SamplingParams:
+        asked = self._spec.sampling
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            seed=self._identity.seed,
+            stop_token_ids=self._stop_token_ids,
+            ignore_eos=asked.ignore_eos,
+            num_logprobs=asked.num_logprobs,
+            num_drawn=num_drawn,
+        )
+
+    def _remaining_ms(self) -> int:
+        return max(1, int((self._identity.deadline - time.monotonic()) * 1000))

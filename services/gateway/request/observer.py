@@ -1,0 +1,255 @@
+"""What operators see of each call: counters, histograms, one log line, one event, one trace.
+
+All of it is made when the call is closed, from times noted on the way, so that nothing here delays a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import structlog
+from opentelemetry import trace
+from opentelemetry.trace import Span, SpanKind, StatusCode
+
+from pdmesh.core.request.machine import Request
+from pdmesh.events.v1.events_pb2 import RequestFinished
+from pdmesh.net import subjects
+from pdmesh.telemetry import metrics, names, traces
+from pdmesh.v1.common_pb2 import Usage
+from services.gateway.request.spec import CallSpec
+from services.gateway.request.timings import Timings
+
+log = structlog.get_logger(__name__)
+
+_MAX_EVENTS: Final = 1024  # waiting to be published; more are dropped and counted
+# Gathered for so long: one event at a time would wake the bus and all who listen for each request, a tenth of their CPU.
+_GATHER_S: Final = 0.02
+
+_accepted = metrics.counter(names.REQUESTS_ACCEPTED, "Calls that passed validation")
+_requests = metrics.counter(names.REQUESTS, "Calls that ended, by outcome")
+_rejections = metrics.histogram(
+    names.REQUEST_REJECTIONS, "Rejections that a call met on its way", "1", (0, 1, 2, 4, 8, 16, 32)
+)
+_migrations = metrics.counter(names.REQUEST_MIGRATIONS, "Choices planned again after a lost leg")
+_duration = metrics.histogram(names.REQUEST_DURATION, "From acceptance to the last token")
+_ttft = metrics.histogram(names.TIME_TO_FIRST_TOKEN, "From acceptance to the first token")
+_tpot = metrics.histogram(
+    names.TIME_PER_OUTPUT_TOKEN,
+    "Mean time between output tokens",
+    # Those of the semantic conventions, and as many again where fast models are: 1 to 10 ms.
+    buckets=(
+        0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04,
+        0.05, 0.06, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    ),
+)  # fmt: skip
+_tokens = metrics.counter(names.GATEWAY_TOKENS, "Tokens by direction")
+_dropped = metrics.counter(names.GATEWAY_EVENTS_DROPPED, "RequestFinished events not published")
+
+
+class Publisher(Protocol):
+    """`pdmesh.net.events.EventPublisher`, as far as it is used here."""
+
+    async def publish(self, subject: str, message: RequestFinished) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CallReport:
+    """A closed call."""
+
+    request_id: str
+    spec: CallSpec
+    span: Span
+    outcome: str  # completed, failed, cancelled
+    reason: str
+    started_at: float
+    timings: Sequence[Timings]
+    cores: Sequence[Request]
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+
+
+class Observer:
+    def __init__(self, gateway_id: str, publisher: Publisher | None) -> None:
+        self._subject = subjects.request_finished(gateway_id)
+        self._publisher = publisher
+        self._events: list[RequestFinished] = []
+        self._has_events = asyncio.Event()
+        self.num_accepted = 0
+        self.num_ended: dict[str, int] = {"completed": 0, "failed": 0, "cancelled": 0}
+
+    async def run(self) -> None:
+        """Publish events, off the request path and in bursts."""
+        while True:
+            await self._has_events.wait()
+            await asyncio.sleep(_GATHER_S)
+            await self.publish_rest()
+
+    async def publish_rest(self) -> None:
+        """What has gathered by now."""
+        events, self._events = self._events, []
+        self._has_events.clear()
+        if self._publisher is not None:
+            for event in events:
+                await self._publisher.publish(self._subject, event)
+
+    def start_span(self, spec: CallSpec, traceparent: str) -> Span:
+        name = names.SPAN_CALL.format(operation=spec.operation, model=spec.model)
+        return traces.start_root(name, traceparent)
+
+    def on_accepted(self, spec: CallSpec) -> None:
+        self.num_accepted += 1
+        _accepted.add(1)
+
+    def on_closed(self, report: CallReport) -> None:
+        self.num_ended[report.outcome] += 1
+        times = _Times(report)
+        self._count(report, times)
+        self._log(report, times)
+        self._publish(report, times)
+        if report.span.is_recording():
+            _finish_spans(report)
+        report.span.end()
+
+    def _count(self, report: CallReport, times: _Times) -> None:
+        kind = {
+            names.ATTR_OPERATION: report.spec.operation,
+            names.ATTR_PROVIDER: names.PROVIDER,
+            names.ATTR_REQUEST_MODEL: report.spec.model,
+        }
+        failure = {names.ATTR_ERROR_TYPE: report.reason} if report.outcome == "failed" else {}
+        _requests.add(1, {names.ATTR_OUTCOME: report.outcome, names.ATTR_REASON: report.reason})
+        _duration.record(times.e2e_s, kind | failure)
+        if times.ttft_s:
+            _ttft.record(times.ttft_s, kind)
+        if report.num_completion_tokens > len(report.cores):
+            _tpot.record(times.per_token_s, kind)
+        _tokens.add(report.num_prompt_tokens, {"direction": "input"})
+        _tokens.add(report.num_completion_tokens, {"direction": "output"})
+        _rejections.record(times.num_rejections)
+        if times.num_migrations:
+            _migrations.add(times.num_migrations)
+
+    def _log(self, report: CallReport, times: _Times) -> None:
+        log.info(
+            "request.finished",
+            request_id=report.request_id,
+            trace_id=_trace_id(report.span),
+            operation=report.spec.operation,
+            model=report.spec.model,
+            outcome=report.outcome,
+            reason=report.reason,
+            num_prompt_tokens=report.num_prompt_tokens,
+            num_completion_tokens=report.num_completion_tokens,
+            num_cached_tokens=report.num_cached_tokens,
+            num_rejections=times.num_rejections,
+            num_migrations=times.num_migrations,
+            prefill_id=report.cores[0].prefill_id,
+            decode_id=report.cores[0].decode_id,
+            plan_ms=round(times.plan_s * 1000, 3),
+            queue_ms=round(times.queue_s * 1000, 3),
+            ttft_ms=round(times.ttft_s * 1000, 3),
+            e2e_ms=round(times.e2e_s * 1000, 3),
+            kv_transfer_ms=round(times.kv_transfer_s * 1000, 3),
+            decode_queue_ms=round(times.decode_queue_s * 1000, 3),
+        )
+
+    def _publish(self, report: CallReport, times: _Times) -> None:
+        if self._publisher is None:
+            return
+        if len(self._events) >= _MAX_EVENTS:
+            _dropped.add(1)
+            return
+        event = RequestFinished(
+            request_id=report.request_id,
+            trace_id=_trace_id(report.span),
+            model=report.spec.model,
+            scenario=report.spec.scenario or "default",
+            outcome=report.outcome,
+            reason=report.reason,
+            usage=Usage(
+                num_prompt_tokens=report.num_prompt_tokens,
+                num_completion_tokens=report.num_completion_tokens,
+                num_cached_tokens=report.num_cached_tokens,
+            ),
+            prefill_id=report.cores[0].prefill_id,
+            decode_id=report.cores[0].decode_id,
+            num_rejections=times.num_rejections,
+            num_migrations=times.num_migrations,
+            queue_ms=times.queue_s * 1000,
+            ttft_ms=times.ttft_s * 1000,
+            e2e_ms=times.e2e_s * 1000,
+            kv_transfer_ms=times.kv_transfer_s * 1000,
+            decode_queue_ms=times.decode_queue_s * 1000,
+        )
+        self._events.append(event)
+        self._has_events.set()
+
+
+class _Times:
+    """Durations in seconds, of the first choice unless said otherwise; 0 where it did not come to that."""
+
+    __slots__ = (
+        "decode_queue_s",
+        "e2e_s",
+        "kv_transfer_s",
+        "num_migrations",
+        "num_rejections",
+        "per_token_s",
+        "plan_s",
+        "queue_s",
+        "ttft_s",
+    )
+
+    def __init__(self, report: CallReport) -> None:
+        first, start = report.timings[0], report.started_at
+        ended = max((t.ended for t in report.timings), default=0.0) or time.monotonic()
+        self.e2e_s = ended - start
+        self.plan_s = max(0.0, first.planned - start)
+        self.queue_s = max(0.0, first.accepted - start)
+        self.ttft_s = max(0.0, first.first_token - start)
+        self.kv_transfer_s = first.kv_transfer_us / 1e6
+        self.decode_queue_s = first.decode_queue_s
+        num_gaps = max(1, report.num_completion_tokens // len(report.cores) - 1)
+        self.per_token_s = max(0.0, ended - first.first_token) / num_gaps if self.ttft_s else 0.0
+        self.num_rejections = sum(c.num_rejections for c in report.cores)
+        self.num_migrations = sum(c.num_migrations for c in report.cores)
+
+
+def _trace_id(span: Span) -> str:
+    context = span.get_span_context()
+    return f"{context.trace_id:032x}" if context.is_valid else ""
+
+
+def _finish_spans(report: CallReport) -> None:
+    """Attributes of the root, and a child for each choice's planning: instances make the spans of their legs."""
+    span = report.span
+    span.set_attribute(names.ATTR_OPERATION, report.spec.operation)
+    span.set_attribute(names.ATTR_PROVIDER, names.PROVIDER)
+    span.set_attribute(names.ATTR_REQUEST_MODEL, report.spec.model)
+    span.set_attribute(names.ATTR_INPUT_TOKENS, report.num_prompt_tokens)
+    span.set_attribute(names.ATTR_OUTPUT_TOKENS, report.num_completion_tokens)
+    span.set_attribute(names.ATTR_CACHED_TOKENS, report.num_cached_tokens)
+    span.set_attribute(names.ATTR_REQUEST_ID, report.request_id)
+    span.set_attribute(names.ATTR_OUTCOME, report.outcome)
+    if report.outcome == "failed":
+        span.set_attribute(names.ATTR_ERROR_TYPE, report.reason)
+        span.set_status(StatusCode.ERROR)
+    to_unix_ns = _wall_clock()
+    context = trace.set_span_in_context(span)
+    for timings in report.timings:
+        if 0 < timings.submitted <= timings.planned:
+            plan = traces.tracer().start_span(
+                names.SPAN_PLAN, context, SpanKind.CLIENT, start_time=to_unix_ns(timings.submitted)
+            )
+            plan.end(end_time=to_unix_ns(timings.planned))
+
+
+def _wall_clock() -> Callable[[float], int]:
+    """Spans are stamped with wall time, made from monotonic times at one moment."""
+    offset_ns = time.time_ns() - time.monotonic_ns()
+    return lambda at: int(at * 1e9) + offset_ns

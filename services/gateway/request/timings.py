@@ -1,0 +1,60 @@
+"""When a choice reached each stage: what its log line, metrics, event and spans are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdmesh.core.request.events import (
+    Event,
+    FirstToken,
+    KvReceived,
+    LegAccepted,
+    PlanFailed,
+    PlanReceived,
+)
+
+
+@dataclass(slots=True)
+class Timings:
+    """Monotonic seconds, of the first time it happened; 0 where it did not. The hand-over is the first whose KV came; until
+    then the last one that was tried. KV: the last."""
+
+    submitted: float = 0.0
+    planned: float = 0.0
+    accepted: float = 0.0  # by a prefill
+    first_token: float = 0.0
+    handed_over: float = 0.0  # token 1 of the prefill whose KV the decode took
+    decode_accepted: float = 0.0
+    kv_received: float = 0.0
+    ended: float = 0.0
+    kv_transfer_us: int = 0  # of the KV that is noted next
+    _decode_key: int = 0  # of the leg that was offered to a decode last
+
+    def decode_offered(self, key: int) -> None:
+        self._decode_key = key
+        if not self.kv_received:
+            self.decode_accepted = 0.0
+
+    def note(self, event: Event, now: float) -> None:
+        match event:
+            case FirstToken():
+                self.first_token = self.first_token or now
+                self.accepted = self.accepted or now  # a fast prefill says both at once
+                if not self.kv_received:
+                    self.handed_over = now
+            case LegAccepted(key) if key != self._decode_key:
+                self.accepted = self.accepted or now
+            case LegAccepted() if not self.kv_received:
+                self.decode_accepted = now
+            case PlanReceived() | PlanFailed():
+                self.planned = self.planned or now
+            case KvReceived():
+                if not self.kv_received:  # a fast decode says that it accepted and this at once
+                    began_at = now - self.kv_transfer_us / 1e6
+                    self.decode_accepted = self.decode_accepted or began_at
+                self.kv_received = now
+
+    @property
+    def decode_queue_s(self) -> float:
+        """From token 1 until a decode took the request; 0 if there was none, or it had taken it before."""
+        return max(0.0, self.decode_accepted - self.handed_over) if self.handed_over else 0.0

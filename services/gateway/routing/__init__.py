@@ -1,0 +1,1 @@
+"""The instances and the master as this gateway sees them, and its streams to them."""

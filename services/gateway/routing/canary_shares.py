@@ -1,0 +1,39 @@
+"""How much of a scenario's requests its canary gets, as the leading master last wrote it: for a gateway that ranks by itself (S24).
+
+When the store is away the last word stands, as for holds (`kept_out`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from pdmesh.core.groups.revisions import canary_of, shares
+from pdmesh.net.nats.desired_store import DesiredStore
+from pdmesh.net.nats.kv_bucket import KvWatch
+from pdmesh.v1.admin_service_pb2 import Upgrades
+
+
+class CanaryShares:
+    """There are no canaries until `watch` has heard of some."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random()
+        self._shares: Mapping[str, float] = {}
+        self._watch: KvWatch | None = None
+
+    def watch(self, store: DesiredStore) -> None:
+        self._watch = store.watch_upgrades(self._on_upgrades)
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            await self._watch.close()
+
+    def draw(self, scenario: str) -> tuple[str, bool] | None:
+        """The canary's group and whether it shall have the next request; None: there is none that is served apart."""
+        group_id = canary_of(scenario)
+        share = self._shares.get(group_id)
+        return None if share is None else (group_id, self._rng.random() < share)
+
+    def _on_upgrades(self, upgrades: Upgrades) -> None:
+        self._shares = shares(upgrades.upgrades)

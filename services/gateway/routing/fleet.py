@@ -1,0 +1,253 @@
+"""The instances and the master as this gateway sees them, from its own copy of the registry.
+
+When the registry's store is away the last view goes on being used: its silence is not the instances' death (F18).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from pdmesh.core.kv.transfer.source_exclusions import NO_QUARRELS, Exchange
+from pdmesh.core.placement.plan import DEFAULT_MODEL, DEFAULT_SCENARIO
+from pdmesh.core.request.events import Candidate
+from pdmesh.errors import ModelNotFound, shortened
+from pdmesh.net.held_sources import held_from
+from pdmesh.net.registry import RecordChanged, RegistryView, takes_requests
+from pdmesh.v1.common_pb2 import (
+    ROLE_DECODE,
+    ROLE_FUSION,
+    ROLE_PREFILL,
+    InstanceRecord,
+)
+from services.gateway.routing.canary_shares import CanaryShares
+from services.gateway.routing.out_of_service import KeptOut
+
+_SERVING: Final = frozenset({ROLE_PREFILL, ROLE_DECODE, ROLE_FUSION})
+_MASTER: Final = "master-scheduler"
+_GATEWAY: Final = "gateway"
+
+
+def pair_of(record: InstanceRecord) -> str:
+    """Only instances with an equal pair may hand KV to each other (S13): an upgrade of the same model is another (S24), and
+    KV stays in its region (S58)."""
+    return f"{record.group_id}/{record.model_fingerprint}/{record.revision}/{record.kv_region}"
+
+
+def gateway_name(instance_id: str, incarnation: int) -> str:
+    """One life of a gateway."""
+    return f"{instance_id}/{incarnation}"
+
+
+class Fleet:
+    """`model` is what `default` means; empty: the first one seen. A model once seen keeps its name while its instances are away.
+
+    `region` is this gateway's own. `gateway_id` orders those it has used alike, so that gateways that rank alone do not all begin with the same one.
+    """
+
+    def __init__(
+        self,
+        view: RegistryView,
+        model: str,
+        clock: Callable[[], float],
+        region: str = "",
+        kept_out: KeptOut | None = None,
+        gateway_id: str = "",
+        canaries: CanaryShares | None = None,
+    ) -> None:
+        self._gateway_id = gateway_id
+        self._ties: dict[str, bytes] = {}
+        self.region, self._kept_out = region, kept_out or KeptOut()
+        self._canaries = canaries or CanaryShares()
+        self._view = view
+        self._clock = clock
+        self._model = model
+        self._connected_at = clock()
+        self._known_models: dict[str, InstanceRecord | None] = {model: None} if model else {}
+        self._served: set[tuple[str, str]] = set()  # model and scenario
+        self._records: dict[str, InstanceRecord] = {}
+        self._refresh()
+        view.on_change(self._on_change)
+
+    def _on_change(self, change: RecordChanged) -> None:
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self._records = dict(self._view.records)
+        self._ties = {i: self._ties.get(i) or self._tie(i) for i in self._records}
+        self._prefills = self._with_role(ROLE_PREFILL)
+        self._decodes = self._with_role(ROLE_DECODE)
+        self._fusions = self._with_role(ROLE_FUSION)
+        self._exchange = Exchange.of(
+            {r.instance_id: held_from(r) for r in self._decodes if r.held_kv_sources},
+            {i: r.incarnation for i, r in self._records.items()},
+        )
+        for record in (*self._prefills, *self._decodes, *self._fusions):
+            if record.model:
+                self._known_models[record.model] = record
+                self._served.add((record.model, record.scenario or DEFAULT_SCENARIO))
+
+    def _tie(self, instance_id: str) -> bytes:
+        name = instance_id.encode()
+        if not self._gateway_id:
+            return name
+        return hashlib.blake2b(name, key=self._gateway_id.encode()[:64], digest_size=8).digest()
+
+    def _with_role(self, role: int) -> list[InstanceRecord]:
+        found = (r for _, r in sorted(self._records.items()) if r.role == role)
+        return [r for r in found if takes_requests(r)]
+
+    def record(self, instance_id: str, incarnation: int) -> InstanceRecord | None:
+        found = self._records.get(instance_id)
+        return found if found is not None and found.incarnation == incarnation else None
+
+    def masters(self) -> list[InstanceRecord]:
+        return [r for _, r in sorted(self._records.items()) if r.service == _MASTER]
+
+    def gateways(self) -> frozenset[str]:
+        """Their ids and incarnations, this one's among them once it is registered."""
+        found = (r for r in self._records.values() if r.service == _GATEWAY)
+        return frozenset(gateway_name(r.instance_id, r.incarnation) for r in found)
+
+    def staleness_s(self) -> float:
+        """For how long the view may have been out of date, to the last time this was asked: ask it often."""
+        now = self._clock()
+        if self._view.is_connected:
+            self._connected_at = now
+        return now - self._connected_at
+
+    # --- models ----------------------------------------------------------------------------------
+
+    def models(self) -> list[str]:
+        """Names that can be asked for; the first is the default's real name."""
+        return list(self._known_models)
+
+    def model_name(self, asked: str) -> str:
+        """Raises ModelNotFound. A model whose instances are all away keeps its name."""
+        if asked in self._known_models:
+            return asked
+        if asked in {"", DEFAULT_MODEL}:
+            return next(iter(self._known_models), DEFAULT_MODEL)
+        raise ModelNotFound(f"the model {shortened(asked)!r} does not exist", field="model")
+
+    def reference(self, model: str) -> InstanceRecord | None:
+        """An instance that speaks for the model: its context length, block size and fingerprint. The last one, if all are gone."""
+        for records in (self._prefills, self._fusions, self._decodes):
+            for record in records:
+                if record.model == model:
+                    return record
+        return self._known_models.get(model)
+
+    def has_served(self, model: str, scenario: str) -> bool:
+        """Whether somebody ever did: then it is away, and not unknown."""
+        return (model, scenario or DEFAULT_SCENARIO) in self._served
+
+    def can_serve(self) -> bool:
+        """At least one instance: without the other role, one does both phases."""
+        return bool(self._fusions or self._prefills or self._decodes)
+
+    def paths(self) -> list[tuple[InstanceRecord, InstanceRecord | None]]:
+        """The ways of a request through prefill and decode, or through one that does both; neighbours in the list share the least."""
+        prefills, decodes, fusions = (
+            [r for r in records if not r.is_draining]
+            for records in (self._prefills, self._decodes, self._fusions)
+        )
+        partners = [(p, [d for d in decodes if pair_of(d) == pair_of(p)]) for p in prefills]
+        pairs = [
+            (prefill, able[(number + turn) % len(able)])
+            for turn in range(len(decodes))
+            for number, (prefill, able) in enumerate(partners)
+            if turn < len(able)
+        ]
+        alone = fusions or ([] if pairs else [*prefills, *decodes])
+        return [*pairs, *((record, None) for record in alone)]
+
+    # --- candidates ------------------------------------------------------------------------------
+
+    def candidate(
+        self,
+        instance_id: str,
+        incarnation: int,
+        num_matched_tokens: int = 0,
+        *,
+        is_local: bool = False,
+    ) -> Candidate | None:
+        """None if it is not there any more or isolated, so that a late plan never reaches it or a successor."""
+        record = self.record(instance_id, incarnation)
+        if record is None or record.role not in _SERVING or not takes_requests(record):
+            return None
+        if self._kept_out.is_isolated(instance_id):
+            return None
+        is_local = is_local or record.role == ROLE_FUSION
+        quarrels = self._exchange.quarrels(instance_id) if self._exchange else NO_QUARRELS
+        return Candidate(
+            instance_id, incarnation, pair_of(record), is_local, num_matched_tokens, quarrels
+        )
+
+    def least_loaded(
+        self,
+        model: str,
+        scenario: str,
+        excluded: Sequence[str],
+        num_open: Callable[[str, int], int],
+    ) -> tuple[list[Candidate], list[Candidate]]:
+        """Prefills (or fusions) and decodes of our region first, and of these with the fewest of our own open legs (S42, S58).
+
+        Where nobody is there of one role, those of the other do both phases. Who is about to leave, or is judged faulty, is named where
+        the others alone can serve nothing. A canary has its share of the requests, and more where nobody else serves (S24).
+        """
+        scenario = (
+            scenario or DEFAULT_SCENARIO
+        )  # as at the master: scenarios share no instances (S4)
+        doubtful = [
+            r.instance_id
+            for r in (*self._prefills, *self._decodes, *self._fusions)
+            if self._kept_out.is_last_resort(r.instance_id, r.incarnation)
+        ]
+        drawn = self._canaries.draw(scenario)
+        for left_out in ([*excluded, *doubtful], excluded) if doubtful else (excluded,):
+            able = self._able(model, scenario, left_out)
+            if drawn is not None:
+                group_id, is_its_turn = drawn
+                one_side = [r for r in able if (r.group_id == group_id) is is_its_turn]
+                if (found := self._ranked(one_side, num_open, may_be_alone=False))[0]:
+                    return found
+            if (found := self._ranked(able, num_open, may_be_alone=True))[0]:
+                return found
+        return [], []
+
+    def _able(self, model: str, scenario: str, excluded: Sequence[str]) -> list[InstanceRecord]:
+        return [
+            r
+            for r in (*self._prefills, *self._fusions, *self._decodes)
+            if r.model == model
+            and not r.is_draining
+            and r.instance_id not in excluded
+            and (r.scenario or scenario) == scenario
+        ]
+
+    def _ranked(
+        self,
+        able: Sequence[InstanceRecord],
+        num_open: Callable[[str, int], int],
+        *,
+        may_be_alone: bool,
+    ) -> tuple[list[Candidate], list[Candidate]]:
+        def order(record: InstanceRecord) -> tuple[bool, int, bytes]:
+            is_far = bool(self.region) and record.kv_region not in (self.region, "")
+            num = num_open(record.instance_id, record.incarnation)
+            return is_far, num, self._ties[record.instance_id]
+
+        def rank(*roles: int, is_local: bool = False) -> list[Candidate]:
+            own = sorted((r for r in able if r.role in roles), key=order)
+            found = (self.candidate(r.instance_id, r.incarnation, is_local=is_local) for r in own)
+            return [c for c in found if c is not None]
+
+        prefills, decodes = rank(ROLE_PREFILL, ROLE_FUSION), rank(ROLE_DECODE)
+        pairs = {c.pair for c in decodes}
+        if any(c.is_local or c.pair in pairs for c in prefills):
+            return prefills, decodes
+        if not may_be_alone:
+            return [], []
+        return rank(ROLE_PREFILL, is_local=True) or rank(ROLE_DECODE, is_local=True), []

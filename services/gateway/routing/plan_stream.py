@@ -1,0 +1,68 @@
+"""One stream of plans from one master. As a call of its own each plan costs three times as much as a message."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import grpc
+
+from pdmesh.errors import Unavailable
+from pdmesh.net.grpc import rpc
+from pdmesh.v1.scheduler_service_pb2 import PlanRequest, PlanResponse, PlanStreamRequest
+from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+
+_EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
+
+
+class PlanStream:
+    """Opened when first used and again after it broke. One question at a time."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = rpc.channel(address)
+        # Any: the stubs only know the call that takes an iterator of requests.
+        self._stub: Any = SchedulerServiceStub(self._channel)
+        self._call: Any = None
+
+    async def ask(self, request: PlanRequest, timeout_s: float) -> PlanResponse:
+        """Raises MeshError: what the master raised, or Unavailable."""
+        is_used = self._call is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                try:
+                    return await self._exchange(request)
+                except Unavailable:
+                    if not is_used:
+                        raise
+                    # It broke while nobody was looking, as when the master was restarted.
+                    return await self._exchange(request)
+        except TimeoutError as exc:
+            raise Unavailable("the master did not answer in time") from exc
+
+    async def _exchange(self, request: PlanRequest) -> PlanResponse:
+        """A question that was not answered in order leaves no stream behind for the next one to be confused by."""
+        if self._call is None:
+            self._call = self._stub.PlanStream()
+        call, is_answered = self._call, False
+        try:
+            await call.write(PlanStreamRequest(request=request))
+            response = await call.read()
+            is_answered = response is not _EOF
+        except grpc.aio.AioRpcError as exc:
+            raise rpc.from_rpc_error(exc) from exc
+        except asyncio.InvalidStateError as exc:
+            raise Unavailable("the stream of plans had ended") from exc
+        finally:
+            if not is_answered:
+                self._call = None
+                call.cancel()
+        if not is_answered:
+            raise Unavailable("the master ended the stream of plans")
+        plan: PlanResponse = response.response
+        return plan
+
+    async def close(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
+        await self._channel.close(None)

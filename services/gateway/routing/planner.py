@@ -1,0 +1,242 @@
+"""Where requests may go: asked of the master in batches, or ranked here while there is none (F11, F12).
+
+One Plan call is in flight at a time and the next takes every query that gathered meanwhile, so a busy gateway pays
+a fraction of a call for each request. An answer of an older epoch is refused (I7).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol
+
+import structlog
+
+from pdmesh.core.control.leadership import EpochFence
+from pdmesh.core.request.backpressure import Pressure, PressureView, Queue
+from pdmesh.core.request.events import (
+    Candidate,
+    Event,
+    PlanFailed,
+    PlanReceived,
+)
+from pdmesh.errors import (
+    InvalidRequest,
+    MeshError,
+    ModelNotFound,
+    NoInstance,
+    Overloaded,
+    ScenarioNotFound,
+    StalePlan,
+    Unavailable,
+)
+from pdmesh.telemetry import metrics, names
+from pdmesh.v1.common_pb2 import InstanceRecord
+from pdmesh.v1.scheduler_service_pb2 import (
+    Candidate as CandidateProto,
+)
+from pdmesh.v1.scheduler_service_pb2 import (
+    PlanQuery,
+    PlanRequest,
+    PlanResponse,
+    PlanResult,
+    ScenarioQueue,
+)
+from services.gateway.routing.fleet import Fleet
+from services.gateway.routing.plan_stream import PlanStream
+
+log = structlog.get_logger(__name__)
+
+_unasked = metrics.counter(
+    names.REFUSED_UNASKED,
+    "Requests refused for the length of the queue, before the master was asked",
+)
+
+_MAX_BATCH: Final = 256
+_RETRY_MASTER_S: Final = 0.25  # after a failure, rank here for so long before asking again
+
+
+class Asker(Protocol):
+    def on_event(self, event: Event) -> None: ...
+
+
+class _Ask:
+    __slots__ = ("asker", "plan", "query")
+
+    def __init__(self, asker: Asker, plan: int, query: PlanQuery) -> None:
+        self.asker, self.plan, self.query = asker, plan, query
+
+
+class Planner:
+    """`num_open(instance_id, incarnation)` counts our own legs there, to rank by while there is no master; `queues` says how
+    many of ours wait, by scenario and priority."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        gateway_id: str,
+        num_open: Callable[[str, int], int],
+        queues: Callable[[], Mapping[str, Queue]],
+        *,
+        timeout_s: float,
+        max_staleness_s: float,
+    ) -> None:
+        self._fleet = fleet
+        self._gateway_id = gateway_id
+        self._num_open = num_open
+        self._queues = queues
+        self._pressures = PressureView()
+        self._timeout_s = timeout_s
+        self._max_staleness_s = max_staleness_s
+        self._fence = EpochFence()
+        self._asks: list[_Ask] = []
+        self._has_asks = asyncio.Event()
+        self._streams: dict[str, PlanStream] = {}  # by address
+        self._leader = ""  # instance id of the master that answered last
+        self._ask_master_at = 0.0
+        self.num_planned = 0
+        self.num_fallbacks = 0
+
+    def ask(self, asker: Asker, plan: int, query: PlanQuery) -> None:
+        """Answered by PlanReceived or PlanFailed within the timeout."""
+        self._asks.append(_Ask(asker, plan, query))
+        self._has_asks.set()
+
+    def refusal(self, scenario: str, priority: int, ttft_s: float) -> Overloaded | None:
+        """Why a new request should not even ask: those who wait are too many, or take longer than it may (S97)."""
+        own = self._queues().get(scenario, {})
+        found = self._pressures.refusal(scenario, own, priority, ttft_s, time.monotonic())
+        if found is None:
+            return None
+        _unasked.add(1, {names.ATTR_REASON: found.reason})
+        return Overloaded(
+            "too many requests are waiting",
+            reason=found.reason,
+            retry_after_ms=max(1000, math.ceil(found.retry_after_s * 1000)),
+        )
+
+    async def run(self) -> None:
+        while True:
+            await self._has_asks.wait()
+            asks, self._asks = self._asks[:_MAX_BATCH], self._asks[_MAX_BATCH:]
+            if not self._asks:
+                self._has_asks.clear()
+            await self._answer(asks)
+
+    async def close(self) -> None:
+        streams, self._streams = list(self._streams.values()), {}
+        await asyncio.gather(*(stream.close() for stream in streams))
+
+    async def _answer(self, asks: Sequence[_Ask]) -> None:
+        try:
+            response = await self._ask_master([a.query for a in asks])
+        except MeshError as exc:
+            log.debug("plan.fallback", reason=exc.reason)
+            response = None
+        for index, ask in enumerate(asks):
+            if response is None or index >= len(response.results):
+                self.num_fallbacks += 1
+                ask.asker.on_event(self._rank_here(ask))
+            else:
+                self.num_planned += 1
+                ask.asker.on_event(self._from_result(ask, response.results[index]))
+
+    # --- the master ------------------------------------------------------------------------------
+
+    async def _ask_master(self, queries: Sequence[PlanQuery]) -> PlanResponse:
+        """Ask the leader; a standby refuses, and then the others are asked. Raises MeshError."""
+        masters = sorted(
+            self._fleet.masters(), key=lambda r: (not r.is_leader, r.instance_id != self._leader)
+        )
+        if not masters:
+            raise Unavailable("no master")
+        if time.monotonic() < self._ask_master_at:
+            raise Unavailable("the master failed a moment ago")
+        told = {scenario: dict(queue) for scenario, queue in self._queues().items()}
+        request = PlanRequest(
+            gateway_id=self._gateway_id,
+            queries=queries,
+            queues=[ScenarioQueue(scenario=s, num_waiting=queue) for s, queue in told.items()],
+            region=self._fleet.region,
+        )
+        error: MeshError = Unavailable("no master answered")
+        for master in masters:
+            try:
+                response = await self._call(master, request)
+            except MeshError as exc:
+                error = exc
+            else:
+                self._hear_pressures(response, told)
+                return response
+        self._ask_master_at = time.monotonic() + _RETRY_MASTER_S
+        raise error
+
+    async def _call(self, master: InstanceRecord, request: PlanRequest) -> PlanResponse:
+        address = master.grpc_address
+        stream = self._streams.get(address)
+        if stream is None:
+            self._drop_streams_but({m.grpc_address for m in self._fleet.masters()})
+            stream = self._streams[address] = PlanStream(address)
+        response = await stream.ask(request, self._timeout_s)
+        if not self._fence.admit(response.epoch, time.monotonic()):
+            raise StalePlan("a master of an older epoch answered")
+        self._leader = master.instance_id
+        return response
+
+    def _hear_pressures(self, response: PlanResponse, told: Mapping[str, Queue]) -> None:
+        now = time.monotonic()
+        for each in response.pressures:
+            scenario = each.queue.scenario
+            waiting = dict(each.queue.num_waiting)
+            pressure = Pressure(scenario, waiting, each.max_waiting, each.prefills_per_s)
+            self._pressures.hear(pressure, told.get(scenario, {}), now)
+
+    def _drop_streams_but(self, addresses: set[str]) -> None:
+        for address in [a for a in self._streams if a not in addresses]:
+            stream = self._streams.pop(address)
+            task = asyncio.ensure_future(stream.close())
+            task.add_done_callback(lambda done: done.exception())
+
+    def _from_result(self, ask: _Ask, result: PlanResult) -> Event:
+        if result.error_reason:
+            is_away = self._fleet.has_served(ask.query.model, ask.query.scenario)
+            return PlanFailed(ask.plan, _refusal(result, is_away))
+        prefills, decodes = self._resolve(result.prefills), self._resolve(result.decodes)
+        if not any(c.is_local for c in prefills) and not (prefills and decodes):
+            return self._rank_here(ask)  # the master sees more than we do already, or less
+        return PlanReceived(ask.plan, prefills, decodes, result.prompt_compute_ms / 1000)
+
+    def _resolve(self, candidates: Sequence[CandidateProto]) -> list[Candidate]:
+        found = (
+            self._fleet.candidate(
+                c.instance_id, c.incarnation, c.num_matched_tokens, is_local=c.is_local
+            )
+            for c in candidates
+        )
+        return [c for c in found if c is not None]
+
+    # --- without a master ------------------------------------------------------------------------
+
+    def _rank_here(self, ask: _Ask) -> Event:
+        if self._fleet.staleness_s() > self._max_staleness_s:
+            return PlanFailed(ask.plan, NoInstance("neither master nor registry for too long"))
+        query = ask.query
+        prefills, decodes = self._fleet.least_loaded(
+            query.model, query.scenario, query.excluded_instance_ids, self._num_open
+        )
+        return PlanReceived(ask.plan, prefills, decodes)
+
+
+def _refusal(result: PlanResult, is_away: bool) -> MeshError:
+    message = result.error_message or "nothing can serve this now"
+    match result.error_reason:
+        case "MODEL_NOT_FOUND" if not is_away:
+            return ModelNotFound(message, field="model")
+        case "SCENARIO_NOT_FOUND" if not is_away:
+            return ScenarioNotFound(message, field="scenario")
+        case "PROMPT_TOO_LONG":
+            # It fits the model's context, or the gateway had refused it: no instance has the memory.
+            return InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field="max_tokens")
+    return NoInstance(message)

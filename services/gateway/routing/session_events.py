@@ -1,0 +1,104 @@
+"""Session events (protobuf) as the request core's facts."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pdmesh import errors
+from pdmesh.core.request.events import (
+    Event,
+    FinishReason,
+    FirstToken,
+    KvAdvanced,
+    KvReceived,
+    KvStage,
+    LegAccepted,
+    LegFailed,
+    LegFinished,
+    LegRejected,
+    TicketHeld,
+)
+from pdmesh.errors import EngineFailed
+from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Ticket
+from pdmesh.v1.instance_service_pb2 import (
+    KV_STAGE_ARRIVED,
+    KV_STAGE_PULLING,
+    REJECT_REASON_DRAINING,
+    REJECT_REASON_SOURCE_QUARANTINED,
+    REJECT_REASON_TOO_LONG,
+    REJECT_REASON_WRONG_MODEL,
+    REJECT_REASON_WRONG_ROLE,
+    Accepted,
+    Failed,
+    Rejected,
+    SessionEvent,
+)
+from pdmesh.v1.instance_service_pb2 import FirstToken as FirstTokenProto
+
+_FINAL_REJECTS: Final = frozenset(
+    {
+        REJECT_REASON_DRAINING,
+        REJECT_REASON_SOURCE_QUARANTINED,
+        REJECT_REASON_WRONG_MODEL,
+        REJECT_REASON_WRONG_ROLE,
+    }
+)
+_FINISH: Final[dict[int, FinishReason]] = {
+    FINISH_REASON_STOP: "stop",
+    FINISH_REASON_LENGTH: "length",
+}
+_STAGES: Final = {KV_STAGE_PULLING: KvStage.PULLING, KV_STAGE_ARRIVED: KvStage.ARRIVED}
+
+
+def from_proto(event: SessionEvent, kind: str) -> Event | None:
+    """`kind` is `event.WhichOneof("event")`. None for what the core does not decide on."""
+    key = event.key
+    match kind:
+        case "accepted":
+            return _accepted(key, event.accepted)
+        case "rejected":
+            return _rejected(key, event.rejected)
+        case "first_token":
+            return _first_token(key, event.first_token)
+        case "kv_advanced":
+            stage = _STAGES.get(event.kv_advanced.stage)
+            return KvAdvanced(key, stage) if stage is not None else None
+        case "kv_received":
+            return KvReceived(key)
+        case "finished":
+            return LegFinished(key, _FINISH.get(event.finished.finish_reason, "stop"))
+        case "failed":
+            return _failed(key, event.failed)
+    return None
+
+
+def _accepted(key: int, accepted: Accepted) -> LegAccepted:
+    return LegAccepted(key, _held(accepted.ticket) if accepted.HasField("ticket") else None)
+
+
+def _held(ticket: Ticket) -> TicketHeld:
+    return TicketHeld(ticket.ticket_id, ticket.lease_ms / 1000)
+
+
+def _rejected(key: int, rejected: Rejected) -> LegRejected:
+    reason = rejected.reason
+    return LegRejected(
+        key,
+        retry_after_s=rejected.retry_after_ms / 1000,
+        is_final=reason in _FINAL_REJECTS,
+        is_too_long=reason == REJECT_REASON_TOO_LONG,
+        detail=rejected.detail,
+    )
+
+
+def _first_token(key: int, first: FirstTokenProto) -> FirstToken:
+    ticket = _held(first.ticket) if first.HasField("ticket") else None
+    finish = _FINISH.get(first.finish_reason)
+    return FirstToken(key, first.token_id, finish, ticket, first.num_cached_tokens)
+
+
+def _failed(key: int, failed: Failed) -> LegFailed:
+    """The instance's text is for its own log; a client gets the reason and a fixed sentence."""
+    kind = errors.BY_REASON.get(failed.reason, EngineFailed)
+    error = kind("the instance failed this request", reason=failed.reason or None)
+    return LegFailed(key, error, failed.is_retryable)

@@ -1,0 +1,300 @@
+"""One Session stream to each instance this gateway uses; it carries every request between the two (ADR 0001).
+
+The writer sends what one turn of the event loop gathered as one message. The reader hands tokens to their legs
+with a dict look-up each. When the stream breaks, every leg on it is lost at once; nothing has to time out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import grpc
+import structlog
+
+from pdmesh.core.request.events import Event, LegLost, LegRejected
+from pdmesh.net.grpc import rpc
+from pdmesh.v1.common_pb2 import InstanceRecord, TokenLogprob
+from pdmesh.v1.instance_service_pb2 import (
+    Command,
+    Hello,
+    Load,
+    Progress,
+    RejectReason,
+    SessionEvent,
+    SessionRequest,
+    SessionResponse,
+)
+from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
+from services.gateway.routing.session_events import from_proto
+
+log = structlog.get_logger(__name__)
+
+_EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
+_MAX_OUTBOX: Final = 8192  # commands; an instance that reads none of them is as good as gone
+_FIRST_BACKOFF_S: Final = 0.05
+_MAX_BACKOFF_S: Final = 1.0
+_BEFORE_TOKENS: Final = frozenset(
+    {"accepted", "rejected", "first_token", "kv_advanced", "kv_received"}
+)
+
+
+class LegOwner(Protocol):
+    """Whoever sent a leg; told all that happens to it."""
+
+    def on_token(self, key: int, token_id: int, now: float) -> None: ...
+
+    def on_event(self, event: Event, detail: SessionEvent | None = None) -> None: ...
+
+    def on_logprobs(self, key: int, logprobs: Sequence[TokenLogprob]) -> None: ...
+
+
+SlotsFreed = Callable[[str, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Worked:
+    """When the instance's engine was last heard to work, and how far it was."""
+
+    at: float
+    num_signs: int
+    num_tokens: int
+    num_open_tokens: int
+
+
+class InstanceSession:
+    """The stream to one incarnation of one instance, reconnected while the registry shows it."""
+
+    def __init__(self, record: InstanceRecord, hello: Hello, on_slots_freed: SlotsFreed) -> None:
+        self.instance_id = record.instance_id
+        self.incarnation = record.incarnation
+        self.load: Load | None = None
+        self.worked: Worked | None = None  # None: it has not said, as one of an older release
+        self._address = record.grpc_address
+        self._hello = hello
+        self._on_slots_freed = on_slots_freed
+        self._legs: dict[int, LegOwner] = {}
+        self._outbox: list[Command] = []
+        self._has_commands = asyncio.Event()
+        self._is_open = False
+        self._may_open_at = 0.0
+        self._backoff_s = _FIRST_BACKOFF_S
+        self._channel: grpc.aio.Channel | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_legs(self) -> int:
+        return len(self._legs)
+
+    @property
+    def is_usable(self) -> bool:
+        """Open, or not yet tried again since it broke and due to be."""
+        return self._is_open or time.monotonic() >= self._may_open_at
+
+    # --- commands --------------------------------------------------------------------------------
+
+    def open_leg(self, key: int, owner: LegOwner, command: Command) -> bool:
+        """Send the command that begins a leg. False if the stream is broken for now."""
+        if not self.is_usable or len(self._outbox) >= _MAX_OUTBOX:
+            return False
+        self._legs[key] = owner
+        self.send(command)
+        return True
+
+    def send(self, command: Command) -> None:
+        """Commands to a broken stream are dropped: the instance has aborted all its legs."""
+        if not self._is_open:
+            if time.monotonic() < self._may_open_at:
+                return
+            self._open()
+        self._outbox.append(command)
+        self._has_commands.set()
+
+    def forget(self, key: int) -> None:
+        self._legs.pop(key, None)
+
+    # --- the stream ------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._is_open = True
+        self._outbox = [Command(hello=self._hello)]
+        self._task = asyncio.create_task(self._run(), name=f"session-{self.instance_id}")
+
+    async def _run(self) -> None:
+        reason = "closed"
+        try:
+            if self._channel is None:
+                self._channel = rpc.channel(self._address)
+            # Any: the stubs only know the call that takes an iterator of requests.
+            stub: Any = InstanceServiceStub(self._channel)
+            call = stub.Session()
+            writer = asyncio.create_task(self._write(call))
+            try:
+                await self._read(call)
+            finally:
+                writer.cancel()
+                call.cancel()
+        except grpc.aio.AioRpcError as exc:
+            reason = exc.code().name
+        except Exception:
+            log.exception("session.bug", instance_id=self.instance_id)
+            reason = "BUG"
+        finally:
+            self._on_broken(reason)
+
+    # Any: grpc-stubs cannot type a call made by a generated stub for asyncio.
+    async def _write(self, call: Any) -> None:
+        try:
+            while True:
+                await self._has_commands.wait()
+                self._has_commands.clear()
+                commands, self._outbox = self._outbox, []
+                if commands:
+                    await call.write(SessionRequest(commands=commands))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            call.cancel()  # the reader sees the end and says why
+
+    async def _read(self, call: Any) -> None:
+        while True:
+            response = await call.read()
+            if response is _EOF:
+                return
+            self._backoff_s = _FIRST_BACKOFF_S
+            self._on_response(response)
+
+    def _on_response(self, response: SessionResponse) -> None:
+        """Beginnings, then tokens, then ends: within a leg that is the order in which they happened."""
+        ends: list[tuple[str, SessionEvent]] = []
+        kind: str | None
+        legs = self._legs
+        for event in response.events:
+            kind = event.WhichOneof("event")
+            if kind in _BEFORE_TOKENS:
+                self._dispatch(kind, event)
+            elif kind is not None:
+                ends.append((kind, event))
+        if response.HasField("tokens"):
+            now = time.monotonic()
+            tokens = response.tokens
+            for key, token_id in zip(tokens.keys, tokens.token_ids, strict=False):
+                owner = legs.get(key)
+                if owner is not None:
+                    owner.on_token(key, token_id, now)
+        for kind, event in ends:
+            self._dispatch(kind, event)
+        if response.HasField("load"):
+            self._on_load(response.load)
+        if response.HasField("progress"):
+            self._on_progress(response.progress)
+
+    def _dispatch(self, kind: str, event: SessionEvent) -> None:
+        owner = self._legs.get(event.key)
+        if owner is None:
+            return  # a leg given up: its output is dropped here
+        if kind == "rejected":
+            rejected = event.rejected
+            log.debug(
+                "leg.rejected",
+                instance_id=self.instance_id,
+                reason=RejectReason.Name(rejected.reason),
+                detail=rejected.detail,
+            )
+        elif kind == "logprobs_drawn":
+            owner.on_logprobs(event.key, event.logprobs_drawn.logprobs)
+            return
+        fact = from_proto(event, kind)
+        if fact is not None:
+            owner.on_event(fact, event)
+
+    def _on_load(self, load: Load) -> None:
+        """Only a rise wakes waiters: an instance may reject for other reasons while slots are free."""
+        num_free_before, self.load = _num_free(self.load), load
+        num_free = _num_free(load)
+        if num_free > num_free_before:
+            self._on_slots_freed(self.instance_id, num_free)
+
+    def _on_progress(self, said: Progress) -> None:
+        before, at = self.worked, time.monotonic()
+        if before is not None and before.num_signs == said.num_signs:
+            at = before.at
+        self.worked = Worked(at, said.num_signs, said.num_tokens, said.num_open_tokens)
+
+    def _on_broken(self, reason: str) -> None:
+        self._is_open, self.load, self.worked = False, None, None
+        self._may_open_at = time.monotonic() + self._backoff_s
+        self._backoff_s = min(_MAX_BACKOFF_S, self._backoff_s * 2)
+        was_reached = not self._is_unreachable()
+        lost, self._legs = self._legs, {}
+        self._outbox = []
+        log.info("session.broken", instance_id=self.instance_id, reason=reason, num_legs=len(lost))
+        for key, owner in lost.items():
+            # Who was never reached has not died of the request: that would make poison of an innocent prompt (F38).
+            owner.on_event(LegLost(key) if was_reached else LegRejected(key, is_final=True))
+
+    def _is_unreachable(self) -> bool:
+        """Connecting failed. A connection that was there and broke leaves the channel idle instead."""
+        if self._channel is None:
+            return True
+        return self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._channel is not None:
+            await self._channel.close(None)
+
+
+def _num_free(load: Load | None) -> int:
+    if load is None or load.is_draining:
+        return 0
+    return load.num_slots - load.num_slots_used
+
+
+class SessionPool:
+    """Sessions by (instance, incarnation), made on first use and kept while the registry shows them."""
+
+    def __init__(self, gateway_id: str, on_slots_freed: SlotsFreed) -> None:
+        self._gateway_id = gateway_id
+        self._on_slots_freed = on_slots_freed
+        self._sessions: dict[tuple[str, int], InstanceSession] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def session(self, record: InstanceRecord) -> InstanceSession:
+        key = (record.instance_id, record.incarnation)
+        found = self._sessions.get(key)
+        if found is None:
+            hello = Hello(
+                gateway_id=self._gateway_id,
+                instance_id=record.instance_id,
+                incarnation=record.incarnation,
+            )
+            found = self._sessions[key] = InstanceSession(record, hello, self._on_slots_freed)
+        return found
+
+    def num_open(self, instance_id: str, incarnation: int) -> int:
+        """Legs of ours on it; a broken stream counts as very busy."""
+        found = self._sessions.get((instance_id, incarnation))
+        if found is None:
+            return 0
+        return found.num_legs if found.is_usable else 1 << 30
+
+    def forget_gone(self, is_known: Callable[[str, int], bool]) -> None:
+        """Close idle sessions whose instance left the registry; those in use break by themselves."""
+        for key, session in list(self._sessions.items()):
+            if not is_known(*key) and not session.num_legs:
+                del self._sessions[key]
+                task = asyncio.create_task(session.close())
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+
+    def counts(self) -> tuple[int, int]:
+        """Sessions, and legs over all of them."""
+        return len(self._sessions), sum(s.num_legs for s in self._sessions.values())
+
+    async def close(self) -> None:
+        sessions, self._sessions = list(self._sessions.values()), {}
+        await asyncio.gather(*(s.close() for s in sessions), *self._closing)

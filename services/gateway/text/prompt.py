@@ -1,0 +1,90 @@
+"""A prompt as instances and the master take it: token bytes, and names of its KV blocks under each fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from array import array
+from collections.abc import Collection, Sequence
+
+from pdmesh.core.kv.prefix import partial_block_names as tail_names
+from pdmesh.core.kv.prefix.block_hash import block_hashes, tenant_root, tokens_to_bytes
+from pdmesh.v1.common_pb2 import InstanceRecord
+
+
+class Prompt:
+    """A prompt's tokens with their hashes, made once for all choices of it (S69, S80).
+
+    `data` is the tokens as little-endian uint32; a hash has 16 bytes, one per full block.
+    """
+
+    __slots__ = ("_hashes", "_roots", "_salt", "_secret", "_tenant", "data", "tokens")
+
+    def __init__(self, tokens: array[int], secret: bytes, tenant: str, salt: str) -> None:
+        self.tokens = tokens
+        self.data = tokens_to_bytes(tokens)
+        self._secret, self._tenant, self._salt = secret, tenant, salt
+        self._roots: dict[str, bytes] = {}
+        self._hashes: dict[tuple[str, int], list[bytes]] = {}
+
+    @property
+    def digest(self) -> bytes:
+        """Names the prompt of this tenant; gives nothing of it away."""
+        key = hmac.digest(self._secret, self._tenant.encode(), "sha256")
+        return hashlib.blake2b(self.data, digest_size=16, key=key).digest()
+
+    def chat_key(self, chat_id: str) -> str:
+        """Names a conversation of this tenant; tenants with equal ids have nothing in common. Empty: none."""
+        if not chat_id:
+            return ""
+        key = hmac.digest(self._secret, self._tenant.encode(), "sha256")
+        return hashlib.blake2b(
+            chat_id.encode(), digest_size=16, key=key, person=b"chat"
+        ).hexdigest()
+
+    def root(self, fingerprint: str) -> bytes:
+        """What the chain of hashes begins with: prefixes are shared only under an equal one."""
+        found = self._roots.get(fingerprint)
+        if found is None:
+            found = tenant_root(self._secret, self._tenant, self._salt, fingerprint)
+            self._roots[fingerprint] = found
+        return found
+
+    def hashes(self, record: InstanceRecord, replayed: Sequence[int] = ()) -> list[bytes]:
+        """Hashes of the full blocks of prompt + replayed tokens."""
+        fingerprint, block_size = record.model_fingerprint, record.block_size
+        if not block_size:
+            return []
+        if replayed:
+            tokens = self.tokens + array("I", replayed)
+            return block_hashes(self.root(fingerprint), tokens, block_size)
+        key = (fingerprint, block_size)
+        found = self._hashes.get(key)
+        if found is None:
+            found = block_hashes(self.root(fingerprint), self.tokens, block_size)
+            self._hashes[key] = found
+        return found
+
+    def tails(
+        self, record: InstanceRecord, stop_token_ids: Collection[int]
+    ) -> list[tail_names.TailName]:
+        """Names of beginnings of blocks that earlier turns of this conversation may have left; few."""
+        sampling = tail_names.TailSampling(record.kv_tail_start, record.kv_tail_step)
+        size = record.block_size
+        if not (sampling and size and stop_token_ids):
+            return []
+        root, hashes = self.root(record.model_fingerprint), self.hashes(record)
+        tails = []
+        for end in tail_names.turn_ends(self.data, stop_token_ids):
+            num_blocks, within = divmod(end, size)
+            if not (positions := sampling.positions(within)):
+                continue
+            data = self.data[4 * num_blocks * size : 4 * end]
+            parent = hashes[num_blocks - 1] if num_blocks else b""
+            names = tail_names.tail_names(root, parent, data, positions[-1:])
+            tails += [tail_names.TailName(num_blocks, p, name) for p, name in names.items()]
+        return tails
+
+    def with_replayed(self, replayed: Sequence[int]) -> bytes:
+        """`data` of prompt + replayed tokens."""
+        return self.data + tokens_to_bytes(replayed) if replayed else self.data

@@ -1,0 +1,202 @@
+"""The text of one choice as its tokens arrive: what they add to the text of the prompt and of the tokens before them.
+
+A token's text depends on what stands before it: SentencePiece decoders take the space away that begins a text, and a
+character may be spread over several tokens. So each step decodes a few tokens that are known already together with the new
+ones, and shows the difference. An incomplete character is never shown. How the tokens are cut into pieces changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+from tokenizers import Tokenizer as HfTokenizer
+
+from pdmesh.core.request.stop_strings import StopText
+
+_INCOMPLETE: Final = "\ufffd"
+_AT_ONCE: Final = 64  # tokens that are decoded together
+_MAX_CONTEXT: Final = 8  # a character has at most four bytes
+# Tokens whose text is not whole: more of them are shown as they are, as decoding them again and again is quadratic.
+_MAX_PENDING: Final = 64
+# The names of bytes in vocabularies: of SentencePiece, and of GPT-2's byte-level tokens.
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_PLAIN: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS: Final = tuple(byte for byte in range(256) if byte not in _PLAIN)
+_BYTE_LEVEL: Final = {chr(byte): byte for byte in _PLAIN} | {
+    chr(256 + place): byte for place, byte in enumerate(_OTHERS)
+}
+
+
+class Detokenizer:
+    """Decodes without special tokens, as the text of an answer shows none. Shared by all streams."""
+
+    def __init__(self, tokenizer: HfTokenizer) -> None:
+        self._decode = tokenizer.decode
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.lone_text = lru_cache(maxsize=16_384)(self._decode_lone)
+        self.own_bytes = lru_cache(maxsize=16_384)(self._own_bytes)
+        self._tokenizer = tokenizer
+        # What stands before a token that is decoded on its own, so that it keeps its space: any piece of plain text.
+        any_ids = range(tokenizer.get_vocab_size())
+        self._before = next((i for i in any_ids if self._decode_lone(i).isalpha()), None)
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._decode(ids))
+
+    def _decode_lone(self, token_id: int) -> str:
+        """Empty unless it is whole characters."""
+        text = self.decode([token_id])
+        return "" if _INCOMPLETE in text else text
+
+    def _own_bytes(self, token_id: int) -> bytes:
+        """Of the token itself, special or not, as it stands within a text. They need not make whole characters."""
+        before = [] if self._before is None else [self._before]
+        known = self._decode(before, skip_special_tokens=False)
+        text = str(self._decode([*before, token_id], skip_special_tokens=False))[len(known) :]
+        if _INCOMPLETE not in text:
+            return text.encode()
+        token = self._tokenizer.id_to_token(token_id) or ""
+        if found := _BYTE_TOKEN.fullmatch(token):
+            return bytes((int(found[1], 16),))
+        if all(char in _BYTE_LEVEL for char in token):
+            return bytes(_BYTE_LEVEL[char] for char in token)
+        return text.encode()
+
+
+class TextStream:
+    """`prompt_ids`: the tokens it goes on from. `num_tokens` were used when a stop string was found."""
+
+    __slots__ = (
+        "_context", "_decoder", "_known", "_pending", "_prompt_ids", "_shown", "_stops", "num_tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self, decoder: Detokenizer, prompt_ids: Sequence[int], stops: Sequence[str]
+    ) -> None:
+        self._decoder = decoder
+        self._prompt_ids: Sequence[int] | None = prompt_ids  # until the first token
+        self._stops = StopText(stops) if stops else None
+        self._context: list[int] = []  # the last tokens whose text is out, or is the prompt's
+        self._shown = ""  # their text
+        self._pending: list[int] = []  # their text is not whole yet
+        self._known = (
+            ""  # where the prompt ends in half a character: `_shown` and what that looks like
+        )
+        self.num_tokens = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stops is not None and self._stops.is_stopped
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text these tokens completed."""
+        if self._prompt_ids is not None:
+            self._begin_after(self._prompt_ids)
+            self._prompt_ids = None
+        if self._stops is None:
+            self.num_tokens += len(token_ids)
+            if len(token_ids) == 1:
+                return self._add_one(token_ids[0])
+            return "".join(
+                self._add(token_ids[begin : begin + _AT_ONCE])
+                for begin in range(0, len(token_ids), _AT_ONCE)
+            )
+        parts: list[str] = []
+        for token_id in token_ids:
+            if self._stops.is_stopped:
+                break
+            self.num_tokens += 1
+            if text := self._add_one(token_id):
+                parts.append(self._stops.feed(text))
+        return "".join(parts)
+
+    def finish(self) -> str:
+        """What was held back: for a stop string that did not come, or for a character that stays incomplete.
+
+        Of the latter only the whole characters before it are shown.
+        """
+        rest = ""
+        if self._pending:
+            text = self._decoder.decode(self._context + self._pending)
+            known = self._known or self._shown
+            rest = text[len(known) :].rstrip(_INCOMPLETE) if text.startswith(known) else ""
+        return rest if self._stops is None else self._stops.feed(rest) + self._stops.flush()
+
+    def _begin_after(self, prompt_ids: Sequence[int]) -> None:
+        tail: list[int] = []
+        for at in range(len(prompt_ids) - 1, -1, -1):
+            if prompt_ids[at] not in self._decoder.special_ids:
+                tail.append(prompt_ids[at])
+                if len(tail) == _MAX_CONTEXT:
+                    break
+        tail.reverse()
+        for num_pending in range(min(3, len(tail)) + 1):  # up to three bytes of a character
+            end = len(tail) - num_pending
+            self._set_context(tail[:end])
+            if not self._shown.endswith(_INCOMPLETE):
+                self._pending = tail[end:]
+                break
+        if self._pending:
+            self._known = self._decoder.decode(self._context + self._pending)
+
+    def _add(self, token_ids: Sequence[int]) -> str:
+        """All at once, if nothing in it is incomplete or broken; else one by one, so that the pieces do not matter."""
+        special_ids = self._decoder.special_ids
+        ids = [i for i in token_ids if i not in special_ids]
+        text = self._decoder.decode([*self._context, *self._pending, *ids])
+        if self._known or _INCOMPLETE in text or not text.startswith(self._shown):
+            return "".join(map(self._add_one, ids))
+        added = text[len(self._shown) :]
+        self._set_context([*self._context, *self._pending, *ids])
+        self._pending = []
+        return added
+
+    def _add_one(self, token_id: int) -> str:
+        if token_id in self._decoder.special_ids:
+            return ""
+        pending = self._pending
+        pending.append(token_id)
+        text = self._decoder.decode([*self._context, *pending])
+        is_incomplete = text.endswith(_INCOMPLETE) or self._shown.startswith(text)
+        if is_incomplete and len(pending) < _MAX_PENDING:
+            return ""
+        shown = self._shown
+        added = text[len(shown) :]
+        if self._known or not text.startswith(shown):
+            added = self._added(text)
+            self._known = ""
+        self._pending = []
+        self._set_context(pending)
+        return added
+
+    def _added(self, text: str) -> str:
+        """What `text`, of the context and all that is pending, adds to what is out."""
+        if self._known and text.startswith(self._known):
+            return text[len(self._known) :]
+        if text.startswith(self._shown):
+            return text[len(self._shown) :]
+        # Bytes that make no character have changed how the text before them decodes: only what came after them counts.
+        broken = self._decoder.decode(self._context + self._pending[:-1])
+        if text.startswith(broken):
+            return text[len(broken) :]
+        pairs = enumerate(zip(text, self._shown, strict=False))
+        num_alike = next((at for at, (new, old) in pairs if new != old), len(self._shown))
+        return text[num_alike:]
+
+    def _set_context(self, ids: list[int]) -> None:
+        """The fewest of the last tokens that have a text of their own, of whole characters."""
+        if ids and (text := self._decoder.lone_text(ids[-1])):
+            self._context, self._shown = ids[-1:], text
+            return
+        for num in range(2, min(len(ids), _MAX_CONTEXT) + 1):
+            context = ids[-num:]
+            text = self._decoder.decode(context)
+            if text and _INCOMPLETE not in text:
+                self._context, self._shown = context, text
+                return
+        self._context = ids[-_MAX_CONTEXT:]
+        self._shown = self._decoder.decode(self._context) if self._context else ""

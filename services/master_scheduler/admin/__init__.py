@@ -1,0 +1,1 @@
+"""AdminService and the operators' page."""

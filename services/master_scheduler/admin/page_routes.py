@@ -1,0 +1,132 @@
+"""The operators' page and, under it, AdminService as JSON over HTTP: the same methods, checks and refusals as over gRPC.
+
+POST /admin/<method> with a JSON request. A browser sends such a request to another site only after asking that site, and is never
+allowed to; where no token is set, the address must also be one of this machine's, so that no name of somebody else's leads here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+from google.protobuf.json_format import MessageToDict, Parse, ParseError
+from google.protobuf.message_factory import GetMessageClass
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from pdmesh.desired_file import MAX_BYTES
+from pdmesh.errors import InvalidRequest, MeshError, NotAllowed
+from pdmesh.net.loopback import is_loopback
+from pdmesh.v1 import admin_service_pb2
+from services.master_scheduler.admin.servicer import AdminServicer
+
+log = structlog.get_logger(__name__)
+
+_FILES: Final = Path(__file__).with_name("page")
+_TYPES: Final = {"page.html": "text/html", "page.js": "text/javascript"}
+_MAX_BODY: Final = 2 * MAX_BYTES  # a text with all of it escaped
+_MAX_READING: Final = 8  # bodies on their way in; the next ones wait
+_SERVICE: Final = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"]
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'unsafe-inline';"
+    " frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class _Caller:
+    """As much of a gRPC context as the servicer looks at."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return tuple(self._request.headers.items())
+
+    def peer(self) -> str:
+        client = self._request.client
+        if client is None:
+            return ""
+        host = f"[{client.host}]" if ":" in client.host else client.host
+        return f"ipv{6 if ':' in client.host else 4}:{host}:{client.port}"
+
+
+def page_routes(servicer: AdminServicer, *, has_token: bool) -> list[Route]:
+    reading = asyncio.Semaphore(_MAX_READING)
+
+    async def call(request: Request) -> Response:
+        try:
+            _check_origin(request, has_token=has_token)
+            method = _SERVICE.methods_by_name.get(request.path_params["method"])
+            if method is None:
+                return _error(InvalidRequest("there is no such method"), 404)
+            caller: Any = _Caller(request)
+            servicer.check_access(caller)  # before anything is read
+            empty = GetMessageClass(method.input_type)()
+            async with reading:
+                # Off the loop, both ways: protobuf's JSON takes seconds for a longest one.
+                message = await asyncio.to_thread(Parse, await _body(request), empty)
+            answer = await getattr(servicer, method.name)(message, caller)
+            return await asyncio.to_thread(_answer, answer)
+        except ParseError as exc:
+            return _error(InvalidRequest(f"not a valid request: {exc}"))
+        except MeshError as exc:
+            return _error(exc)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception:  # the edge: a caller learns nothing of it, the log does
+            log.exception("page.bug")
+            return _error(MeshError("internal error; the server's log has the cause"))
+
+    def show(name: str) -> Route:
+        content = (_FILES / name).read_bytes()
+
+        async def shown(_: Request) -> Response:
+            return Response(content, media_type=_TYPES[name], headers=_HEADERS)
+
+        return Route("/" if name == "page.html" else f"/{name}", shown)
+
+    return [*map(show, _TYPES), Route("/admin/{method}", call, methods=["POST"])]
+
+
+def _check_origin(request: Request, *, has_token: bool) -> None:
+    """Raises NotAllowed for what some other page in the operator's browser may have sent."""
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise NotAllowed("the content type must be application/json")
+    origin, host = request.headers.get("origin"), request.headers.get("host", "")
+    if origin is not None and origin.partition("://")[2] != host:
+        raise NotAllowed("this comes from another site's page")
+    if not has_token and not _is_own(host):
+        raise NotAllowed("without an admin token the address must be localhost or a loopback one")
+
+
+def _is_own(host: str) -> bool:
+    return is_loopback(host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host)
+
+
+async def _body(request: Request) -> bytes:
+    """Raises InvalidRequest beyond the bound."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MAX_BODY:
+            raise InvalidRequest(f"more than {_MAX_BODY} bytes")
+    return bytes(body) or b"{}"
+
+
+def _answer(message: Any) -> Response:
+    """Also what has its default value: the page need not know which is which."""
+    found: dict[str, Any] = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return JSONResponse(found, headers={"Cache-Control": "no-store"})
+
+
+def _error(exc: MeshError, status: int = 0) -> Response:
+    error = {"reason": exc.reason, "message": exc.message, "field": exc.field}
+    return JSONResponse({"error": error}, status_code=status or exc.http_status)

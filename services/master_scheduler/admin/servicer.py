@@ -1,0 +1,357 @@
+"""AdminService: the desired state, holds and pins, changed by operators at the leading master."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import grpc
+import structlog
+
+from pdmesh.core.groups.adjustments import CannotMove
+from pdmesh.core.groups.desired import (
+    DEFAULT_NAME,
+    Change,
+    Desired,
+    Service,
+    diff,
+)
+from pdmesh.core.moves.move import Plan, Trigger
+from pdmesh.core.placement.fleet import Role
+from pdmesh.desired_file import read
+from pdmesh.errors import InvalidRequest, NotLeader, Unavailable
+from pdmesh.instance.incarnation.assignment import ROLES
+from pdmesh.net.nats.desired_store import DesiredStore
+from pdmesh.net.registry import RegistryView
+from pdmesh.v1 import admin_service_pb2 as pb
+from pdmesh.v1.common_pb2 import INSTANCE_PHASE_BLANK
+from services.master_scheduler.admin.access import AdminAccess
+from services.master_scheduler.admin.pins import Pins
+from services.master_scheduler.groups.desired_reader import TextWorker
+from services.master_scheduler.groups.group_loop import GroupLoop
+from services.master_scheduler.groups.group_state import group_states
+from services.master_scheduler.groups.holds import Holds
+from services.master_scheduler.groups.upgrade_convert import state_to
+from services.master_scheduler.plans.plan_loop import PlanLoop
+from services.master_scheduler.plans.ratio_convert import moves_from, profile_from
+from services.master_scheduler.plans.upgrade_loop import UpgradeLoop
+
+log = structlog.get_logger(__name__)
+
+_MAX_WORDS: Final = 1024  # of an author or reason
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class AdminServicer:
+    """`leadership` returns (whether this process leads, its epoch) now; `usage` the book as of now, or it raises Unavailable."""
+
+    def __init__(
+        self,
+        access: AdminAccess,
+        loop: GroupLoop,
+        upgrades: UpgradeLoop,
+        plans: PlanLoop,
+        store: DesiredStore,
+        holds: Holds,
+        pins: Pins,
+        view: RegistryView,
+        leadership: Callable[[], tuple[bool, int]],
+        usage: Callable[[], pb.UsageBook],
+        page_url: Callable[[], str] = str,
+    ) -> None:
+        self._access, self._loop, self._store, self._holds = access, loop, store, holds
+        self._upgrades, self._plans, self._pins, self._view = upgrades, plans, pins, view
+        self._leadership, self._usage, self._page_url = leadership, usage, page_url
+        self._texts = TextWorker()
+
+    async def GetDesired(  # noqa: N802
+        self, request: pb.GetDesiredRequest, context: Context
+    ) -> pb.GetDesiredResponse:
+        self._enter(context)
+        found = await self._store.version(request.version)
+        if found is None and request.version:
+            raise InvalidRequest(f"there is no version {request.version}", field="version")
+        return pb.GetDesiredResponse(desired=found)
+
+    async def DiffDesired(  # noqa: N802
+        self, request: pb.DiffDesiredRequest, context: Context
+    ) -> pb.DiffDesiredResponse:
+        self._enter(context)
+        after = await self._texts.run(partial(read, request.text))
+        current = await self._store.version()
+        compared = await self._texts.run(partial(_compared, current, after))
+        return pb.DiffDesiredResponse(
+            version=current.version if current else 0, changes=compared.changes
+        )
+
+    async def ApplyDesired(  # noqa: N802
+        self, request: pb.ApplyDesiredRequest, context: Context
+    ) -> pb.ApplyDesiredResponse:
+        self._enter(context)
+        expected = request.expected_version if request.HasField("expected_version") else None
+        version, changes = await self._apply(
+            request.text,
+            expected,
+            request.author,
+            request.reason,
+            allow_empty=request.allow_empty,
+            canary_share=request.canary_share,
+        )
+        return pb.ApplyDesiredResponse(version=version, changes=changes)
+
+    async def RollbackDesired(  # noqa: N802
+        self, request: pb.RollbackDesiredRequest, context: Context
+    ) -> pb.RollbackDesiredResponse:
+        self._enter(context)
+        current = await self._store.version()
+        number = request.version or (current.version - 1 if current else 0)
+        old = await self._store.version(number) if number > 0 else None
+        if current is None or old is None:
+            which = f"version {number}" if number > 0 else "earlier version"
+            raise InvalidRequest(f"there is no {which} to go back to", field="version")
+        reason = request.reason or f"back to version {number}"
+        version, changes = await self._apply(
+            old.text, current.version, request.author, reason, allow_empty=request.allow_empty
+        )
+        return pb.RollbackDesiredResponse(version=version, restored_version=number, changes=changes)
+
+    async def PromoteUpgrade(  # noqa: N802
+        self, request: pb.PromoteUpgradeRequest, context: Context
+    ) -> pb.PromoteUpgradeResponse:
+        self._enter(context)
+        promoted = await self._upgrades.promote(request.scenario)
+        if not promoted:
+            which = f"scenario {request.scenario}" if request.scenario else "any scenario"
+            raise InvalidRequest(f"there is no canary of {which}", field="scenario")
+        log.info("admin.promoted", scenarios=promoted)
+        return pb.PromoteUpgradeResponse(scenarios=promoted)
+
+    async def PlanMoves(  # noqa: N802
+        self, request: pb.PlanMovesRequest, context: Context
+    ) -> pb.PlanMovesResponse:
+        epoch = self._enter(context)
+        scenario = request.scenario or DEFAULT_NAME
+        if bool(request.moves) is request.HasField("profile"):
+            raise InvalidRequest("either moves or a profile", field="moves")
+        reason = _words(request.reason, "reason") or "asked for by an operator"
+        moves = moves_from(request, reason)
+        try:
+            if request.HasField("profile"):
+                profile = profile_from(request.profile)
+                told = self._plans.profiled(scenario, profile, epoch)
+            else:
+                plan = Plan(scenario, Trigger.OPERATOR, moves, reason, request.is_forced)
+                told = self._plans.ask(plan, epoch)
+        except CannotMove as exc:
+            raise InvalidRequest(str(exc), field="scenario") from exc
+        log.info("admin.planned", scenario=scenario, num_moves=len(moves), reason=reason)
+        return pb.PlanMovesResponse(decisions=told)
+
+    async def ListGroupStates(  # noqa: N802
+        self, request: pb.ListGroupStatesRequest, context: Context
+    ) -> pb.ListGroupStatesResponse:
+        epoch = self._enter(context)
+        desired, observed = self._loop.desired, self._loop.observed
+        response = pb.ListGroupStatesResponse(
+            epoch=epoch,
+            version=desired.version if desired else 0,
+            holds=self._holds.known,
+            adjustments=self._loop.adjustments.groups,
+            paused=self._loop.paused,
+            upgrades=map(state_to, self._upgrades.reports),
+            decisions=self._plans.decisions,
+            page_url=self._page_url(),
+        )
+        if observed is not None and observed.epoch == epoch:
+            reports = self._loop.controller.reports
+            response.groups.extend(group_states(observed, reports.values()))
+        held = {hold.instance_id for hold in self._holds.known}
+        response.blank_instance_ids.extend(
+            instance_id
+            for instance_id, record in sorted(self._view.records.items())
+            if record.phase == INSTANCE_PHASE_BLANK and instance_id not in held
+        )
+        return response
+
+    async def GetUsage(  # noqa: N802
+        self, request: pb.GetUsageRequest, context: Context
+    ) -> pb.GetUsageResponse:
+        self._enter(context)
+        return pb.GetUsageResponse(book=self._usage())
+
+    async def HoldInstance(  # noqa: N802
+        self, request: pb.HoldInstanceRequest, context: Context
+    ) -> pb.HoldInstanceResponse:
+        epoch = self._enter(context)
+        _check_kind(request.kind)
+        self._check_can_be_held(request.instance_id, request.kind)
+        reason = _words(request.reason, "reason") or "asked for by an operator"
+        hold = pb.Hold(instance_id=request.instance_id, kind=request.kind, reason=reason)
+        await self._holds.hold(hold, epoch)
+        log.info("admin.held", instance_id=request.instance_id, kind=request.kind, reason=reason)
+        return pb.HoldInstanceResponse(hold=hold)
+
+    async def ReleaseInstance(  # noqa: N802
+        self, request: pb.ReleaseInstanceRequest, context: Context
+    ) -> pb.ReleaseInstanceResponse:
+        epoch = self._enter(context)
+        _check_kind(request.kind)
+        fault = await self._holds.release(request.instance_id, request.kind, epoch)
+        log.info("admin.released", instance_id=request.instance_id, fault=fault)
+        return pb.ReleaseInstanceResponse(fault=fault)
+
+    async def AddPin(  # noqa: N802
+        self, request: pb.AddPinRequest, context: Context
+    ) -> pb.AddPinResponse:
+        epoch = self._enter(context)
+        for field in ("reason", "model", "tenant", "cache_salt", "scenario"):
+            _words(getattr(request, field), field)
+        return pb.AddPinResponse(pin=await self._pins.add(request, epoch))
+
+    async def ListPins(  # noqa: N802
+        self, request: pb.ListPinsRequest, context: Context
+    ) -> pb.ListPinsResponse:
+        self._enter(context)
+        return pb.ListPinsResponse(pins=self._pins.states())
+
+    async def RemovePin(  # noqa: N802
+        self, request: pb.RemovePinRequest, context: Context
+    ) -> pb.RemovePinResponse:
+        await self._pins.remove(request.pin_id, self._enter(context))
+        return pb.RemovePinResponse()
+
+    def check_access(self, context: Context) -> None:
+        """Raises NotAllowed."""
+        metadata: Any = context.invocation_metadata() or ()  # pairs; its stubs say otherwise
+        self._access.check(metadata, context.peer())
+
+    def _enter(self, context: Context) -> int:
+        """The epoch of the own leadership; raises NotAllowed before anything else is told."""
+        self.check_access(context)
+        is_leader, epoch = self._leadership()
+        if not is_leader:
+            leader = next((r for r in self._view.records.values() if r.is_leader), None)
+            where = f"; {leader.instance_id} does, at {leader.grpc_address}" if leader else ""
+            raise NotLeader(f"this master does not lead{where}")
+        return epoch
+
+    def _check_can_be_held(self, instance_id: str, kind: int) -> None:
+        """Raises InvalidRequest."""
+        is_assigned = self._loop.is_assigned(instance_id)  # also between two lives
+        record = self._view.records.get(instance_id)
+        if record is None and not is_assigned:
+            raise InvalidRequest(f"there is no {instance_id}", field="instance_id")
+        if record is not None and record.role not in ROLES:
+            raise InvalidRequest(
+                f"{instance_id} is no instance but a {record.service}", field="instance_id"
+            )
+        if record is None or is_assigned or kind != pb.HOLD_KIND_DRAIN:
+            return
+        current = self._loop.current
+        is_named = current is not None and record.group_id in current[0].groups
+        if ROLES.get(record.role, Role.NONE) is not Role.NONE and not is_named:
+            raise InvalidRequest(
+                f"{instance_id} has its role by its own settings and no desired group names it, so nobody would"
+                " drain it: stop it, or isolate it so that it gets no new requests",
+                field="instance_id",
+            )
+
+    def _check_canary(self, share: float, after: Desired) -> None:
+        """Raises InvalidRequest where a canary would not be what the caller thinks it is."""
+        if not 0 < share < 1:
+            raise InvalidRequest(
+                "a canary's share is more than 0 and less than 1", field="canary_share"
+            )
+        upgrades, services = self._loop.upgrades, _runs(after)
+        changed = [
+            s for s, each in upgrades.items() if services.get(s, each.settled) != each.settled
+        ]
+        if not changed:
+            raise InvalidRequest(
+                "no service that runs is changed, so there is nothing to try out",
+                field="canary_share",
+            )
+        if busy := [s for s in changed if not upgrades[s].is_idle]:
+            raise InvalidRequest(
+                f"an upgrade of scenario {busy[0]} is under way: promote it or roll it back first",
+                field="canary_share",
+            )
+
+    async def _apply(
+        self,
+        text: str,
+        expected: int | None,
+        author: str,
+        reason: str,
+        *,
+        allow_empty: bool,
+        canary_share: float = 0.0,
+    ) -> tuple[int, list[pb.DesiredChange]]:
+        author, reason = _words(author, "author"), _words(reason, "reason")
+        after = await self._texts.run(partial(read, text))
+        current = await self._store.version()
+        if current is not None and current.text == text and expected in (None, current.version):
+            return current.version, []
+        compared = await self._texts.run(partial(_compared, current or self._loop.desired, after))
+        changes = compared.changes
+        is_emptied = not after.groups and compared.had_groups
+        if is_emptied and not allow_empty:
+            raise InvalidRequest(
+                "it has no groups, so every instance would be let go; say --allow-empty (allow_empty)"
+                " if that is meant",
+                field="groups",
+            )
+        if canary_share:
+            self._check_canary(canary_share, after)
+        if not self._leadership()[0]:
+            raise Unavailable("this master has just ceased to lead; nothing was changed")
+        applied = await self._store.apply(
+            text,
+            expected_version=expected,
+            author=author,
+            reason=reason,
+            canary_share=canary_share,
+        )
+        log.info("admin.applied", version=applied.version, author=author, num_changes=len(changes))
+        return applied.version, changes
+
+
+def _runs(desired: Desired) -> dict[str, Service]:
+    """By scenario."""
+    return {g.scenario: desired.service_of(g) for g in desired.groups.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    changes: list[pb.DesiredChange]
+    had_groups: bool
+
+
+def _compared(current: pb.DesiredVersion | None, after: Desired) -> _Compared:
+    """One that cannot be read, as an earlier release took it, may have had groups; all of the new one is a change then."""
+    before, had_groups = Desired(), False
+    if current is not None:
+        try:
+            before = read(current.text)
+            had_groups = bool(before.groups)
+        except InvalidRequest:
+            had_groups = True
+            log.warning("admin.unreadable", version=current.version)
+    return _Compared([_change_to(change) for change in diff(before, after)], had_groups)
+
+
+def _change_to(change: Change) -> pb.DesiredChange:
+    return pb.DesiredChange(path=change.path, before=change.before, after=change.after)
+
+
+def _check_kind(kind: int) -> None:
+    if kind not in (pb.HOLD_KIND_DRAIN, pb.HOLD_KIND_ISOLATE):
+        raise InvalidRequest(f"hold kind {kind} is not known", field="kind")
+
+
+def _words(text: str, field: str) -> str:
+    if len(text) > _MAX_WORDS:
+        raise InvalidRequest(f"at most {_MAX_WORDS} characters", field=field)
+    return text

@@ -1,0 +1,1 @@
+"""Groups: the loop that makes them what they shall be, and what it reads and writes."""

@@ -1,0 +1,69 @@
+"""Reads texts of the desired state off the loop: a longest one takes a second, and a lease must be renewed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+import structlog
+
+from pdmesh.core.groups.desired import Desired
+from pdmesh.desired_file import read
+from pdmesh.errors import InvalidRequest, Overloaded
+from pdmesh.v1.admin_service_pb2 import DesiredVersion
+
+log = structlog.get_logger(__name__)
+
+MAX_WAITING: Final = 8  # texts that callers have sent
+
+T = TypeVar("T")
+
+
+class DesiredReader:
+    """The desired state of the current version, read once. Until one could be read there is none, which is not an empty one.
+
+    `problem`: why the version asked for last could not be read.
+    """
+
+    def __init__(self) -> None:
+        self._text: str | None = None
+        self._desired: Desired | None = None
+        self.problem = ""
+
+    async def read(self, version: DesiredVersion) -> None:
+        """What was stored was valid once; if this release refuses it, the last one that it could read stands, if any."""
+        if version.text == self._text:
+            return
+        desired, problem = self._desired, ""
+        try:
+            desired = await asyncio.to_thread(read, version.text)
+        except InvalidRequest as exc:
+            problem = f"version {version.version} cannot be read: {exc.message}"
+            log.error("groups.unreadable", version=version.version, error=exc.message)
+        self._text, self._desired, self.problem = version.text, desired, problem
+
+    def has_read(self, version: DesiredVersion) -> bool:
+        return version.text == self._text
+
+    def known(self, version: DesiredVersion) -> Desired | None:
+        """None also while it has not been read."""
+        return self._desired if self.has_read(version) else None
+
+
+class TextWorker:
+    """Works on callers' texts off the loop, one at a time; raises Overloaded where too many wait."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="desired-text")
+        self._num = 0
+
+    async def run(self, work: Callable[[], T]) -> T:
+        if self._num >= MAX_WAITING:
+            raise Overloaded(f"{MAX_WAITING} texts of the desired state are being read already")
+        self._num += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._num -= 1

@@ -1,0 +1,72 @@
+"""Between records and assignments as they travel and as the group controller compares them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pdmesh.core.groups.facts import Seen
+from pdmesh.core.instance.lifecycle_events import Assignment, PeerId, Phase
+from pdmesh.core.placement.fleet import Role
+from pdmesh.instance.incarnation.assignment import ROLES, TO_PROTO
+from pdmesh.v1 import groups_pb2
+from pdmesh.v1.common_pb2 import InstanceRecord, PeerRef
+
+_PHASES: Final = {int(phase): phase for phase in Phase}
+
+
+def seen_from(record: InstanceRecord, num_slots_used: int) -> Seen | None:
+    """None for a process that is not an instance, or whose phase is not known here."""
+    phase = _PHASES.get(record.phase)
+    if phase is None:
+        return None
+    return Seen(
+        instance_id=record.instance_id,
+        incarnation=record.incarnation,
+        phase=phase,
+        role=ROLES.get(record.role, Role.NONE),
+        group_id=record.group_id,
+        scenario=record.scenario,
+        revision=record.revision,
+        assignment_id=record.assignment_id,
+        region=record.region,
+        rack=record.rack,
+        kv_region=record.kv_region,
+        kv_addresses=tuple(record.kv_addresses),
+        verified=frozenset(map(_peer_id, record.verified_peers)),
+        failed=frozenset(map(_peer_id, record.failed_peers)),
+        failure=record.failure,
+        num_slots_used=num_slots_used,
+    )
+
+
+def assignment_to(instance_id: str, assignment: Assignment) -> groups_pb2.Assignment:
+    duty = assignment.duty
+    return groups_pb2.Assignment(
+        instance_id=instance_id,
+        incarnation=assignment.incarnation,
+        epoch=assignment.epoch,
+        assignment_id=assignment.assignment_id,
+        stage=groups_pb2.Stage.ValueType(assignment.stage),
+        role=TO_PROTO[duty.role],
+        group_id=duty.group_id,
+        scenario=duty.scenario,
+        revision=duty.revision,
+        model=duty.model,
+        model_dir=duty.model_dir,
+        manifest=duty.manifest,
+        engine_options=dict(duty.options),
+        spans_regions=duty.spans_regions,
+        peers=[
+            groups_pb2.Peer(
+                instance_id=peer.id.instance_id,
+                incarnation=peer.id.incarnation,
+                role=TO_PROTO[peer.role],
+                kv_addresses=peer.addresses,
+            )
+            for peer in assignment.peers
+        ],
+    )
+
+
+def _peer_id(ref: PeerRef) -> PeerId:
+    return PeerId(ref.instance_id, ref.incarnation)

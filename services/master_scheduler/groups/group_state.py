@@ -1,0 +1,63 @@
+"""A group as operators see it: what is wanted of it, its members, how far they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pdmesh.core.groups.controller import GroupReport
+from pdmesh.core.groups.facts import Observed, WantedGroup
+from pdmesh.core.placement.fleet import Role
+from pdmesh.instance.incarnation.assignment import TO_PROTO
+from pdmesh.v1 import admin_service_pb2 as pb
+from pdmesh.v1.common_pb2 import InstancePhase
+from pdmesh.v1.groups_pb2 import Stage
+
+
+def group_states(observed: Observed, reports: Iterable[GroupReport]) -> list[pb.GroupState]:
+    members: dict[str, list[str]] = {}
+    for instance_id, given in sorted(observed.given.items()):
+        members.setdefault(given.duty.group_id, []).append(instance_id)
+    return [_group_state(observed, r, members.get(r.group_id, ())) for r in reports]
+
+
+def _group_state(
+    observed: Observed, report: GroupReport, instance_ids: Iterable[str]
+) -> pb.GroupState:
+    group = observed.wanted.groups.get(report.group_id)
+    state = pb.GroupState(
+        group_id=report.group_id, state=report.state.value, detail=report.detail, **_wanted(group)
+    )
+    for instance_id in instance_ids:
+        given, seen = observed.given[instance_id], observed.seen.get(instance_id)
+        if seen is None:
+            continue
+        state.scenario = given.duty.scenario
+        if seen.incarnation == given.incarnation:
+            if seen.region and seen.region not in state.regions:
+                state.regions.append(seen.region)
+            state.members.append(
+                pb.GroupMember(
+                    instance_id=instance_id,
+                    incarnation=seen.incarnation,
+                    role=TO_PROTO[given.duty.role],
+                    phase=InstancePhase.ValueType(seen.phase),
+                    stage=Stage.ValueType(given.stage),
+                    revision=given.duty.revision,
+                    assignment_id=given.assignment_id,
+                )
+            )
+    return state
+
+
+def _wanted(group: WantedGroup | None) -> dict[str, Any]:
+    """Fields of GroupState."""
+    if group is None:
+        return {}
+    return {
+        "scenario": group.scenario,
+        "num_prefill_wanted": group.counts[Role.PREFILL],
+        "num_decode_wanted": group.counts[Role.DECODE],
+        "num_fusion_wanted": group.counts[Role.FUSION],
+        "revision": group.revision,
+    }

@@ -1,0 +1,190 @@
+"""Keeps the scenarios' numbers from what gateways say of each finished request, and shows them (S138)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import msgspec
+import structlog
+
+from pdmesh.core.placement.fleet import Fleet
+from pdmesh.core.placement.plan import DEFAULT_SCENARIO
+from pdmesh.core.ratio.model import Phi
+from pdmesh.core.ratio.scenario_stats import (
+    Finished,
+    Places,
+    Scenarios,
+    ScenarioStats,
+    places,
+)
+from pdmesh.core.ratio.scenario_windows import ScenarioWindows
+from pdmesh.net import subjects
+from pdmesh.net.bus import Bus, Message
+from pdmesh.telemetry import metrics, names
+
+log = structlog.get_logger(__name__)
+
+
+class _Usage(msgspec.Struct, rename="camel"):
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+class RequestFinishedJson(msgspec.Struct, rename="camel"):
+    """What is needed of a RequestFinished, in protobuf's JSON: protobuf's own parser takes a quarter of a millisecond for it,
+    and one comes with every request."""
+
+    scenario: str = ""
+    outcome: str = ""
+    prefill_id: str = ""
+    usage: _Usage = msgspec.field(default_factory=_Usage)
+    queue_ms: float = 0.0
+    ttft_ms: float = 0.0
+    e2e_ms: float = 0.0
+    kv_transfer_ms: float = 0.0
+    decode_queue_ms: float = 0.0
+
+
+_decoder = msgspec.json.Decoder(RequestFinishedJson)
+
+
+class ScenarioFeed:
+    """`on_completed` hears of each request that was answered."""
+
+    def __init__(
+        self,
+        scenarios: Scenarios,
+        windows: ScenarioWindows,
+        fleet: Fleet,
+        bus: Bus,
+        on_completed: Callable[[RequestFinishedJson], None] = lambda event: None,
+    ) -> None:
+        self._scenarios, self._windows = scenarios, windows
+        self._fleet, self._bus = fleet, bus
+        self._on_completed = on_completed
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        self._observe()
+        subscription = await self._bus.subscribe(subjects.request_finished(), self._on_finished)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await subscription.unsubscribe()
+
+    async def _on_finished(self, message: Message) -> None:
+        """A lost or repeated one moves a mean a little: no sequence is kept."""
+        try:
+            event = _decoder.decode(message.data)
+        except msgspec.MsgspecError as exc:
+            log.warning("scenario.bad_event", error=str(exc))
+            return
+        if event.outcome == "completed":
+            finished = finished_of(event)
+            self._scenarios.handle(finished, time.monotonic())
+            self._windows.finished(finished)
+            self._on_completed(event)
+            return
+        scenario = event.scenario or DEFAULT_SCENARIO
+        self._scenarios.unanswered(scenario, time.monotonic())
+        if event.outcome == "failed":
+            self._windows.failed(scenario)
+
+    def _observe(self) -> None:
+        for name, help_text, unit, read in _MEANS:
+            metrics.gauge(name, help_text, partial(self._means, read), unit)
+        metrics.gauge(
+            names.SCENARIO_RATE,
+            "Requests/s that bound a scenario's throughput: arrivals I_t, prefill n_p b_p / T_p, decode n_d b_d / T_d",
+            self._rates,
+        )
+        metrics.gauge(
+            names.SCENARIO_PHI,
+            "Phi, requests/s per instance: the least of the three rates over n_p + n_d",
+            lambda: [(phi.value, {"scenario": scenario}) for scenario, phi in self._phis()],
+        )
+        metrics.gauge(
+            names.SCENARIO_INSTANCES,
+            "Usable instances by role (n_p, n_d)",
+            lambda: self._places(lambda places: places.num_instances),
+        )
+        metrics.gauge(
+            names.SCENARIO_SLOTS,
+            "Requests they take at once, by role (n_p b_p, n_d b_d); a decode's few that wait for their turn are among them, as in T_d",
+            lambda: self._places(lambda places: places.num_slots),
+        )
+
+    def _means(self, read: Callable[[ScenarioStats], float]) -> list[tuple[float, dict[str, str]]]:
+        return [(read(s), {"scenario": scenario}) for scenario, s in self._scenarios.items()]
+
+    def _rates(self) -> list[tuple[float, dict[str, str]]]:
+        shown = []
+        for scenario, phi in self._phis():
+            terms = {"arrivals": phi.arriving, "prefill": phi.prefill, "decode": phi.decode}
+            shown += [
+                (rate, {"scenario": scenario, "term": term})
+                for term, rate in terms.items()
+                if math.isfinite(rate)
+            ]
+        return shown
+
+    def _phis(self) -> list[tuple[str, Phi]]:
+        now, instances = time.monotonic(), list(self._fleet.instances.values())
+        return [(s, self._scenarios.phi(s, instances, now)) for s, _ in self._scenarios.items()]
+
+    def _places(self, read: Callable[[Places], int]) -> list[tuple[float, dict[str, str]]]:
+        instances = list(self._fleet.instances.values())
+        return [
+            (read(found), {"scenario": scenario, "role": role.value})
+            for scenario, _ in self._scenarios.items()
+            for role, found in places(scenario, instances).items()
+        ]
+
+
+# What each is, in which unit, for docs/telemetry.md too.
+_MEANS: Final[tuple[tuple[str, str, str, Callable[[ScenarioStats], float]], ...]] = (
+    (names.SCENARIO_QUEUE, "Wait until a prefill accepted", "s", lambda s: s.queue),
+    (names.SCENARIO_T_P, "T_p, from a prefill's acceptance to token 1", "s", lambda s: s.t_p),
+    (
+        names.SCENARIO_DECODE_QUEUE,
+        "Wait from token 1 until a decode accepted",
+        "s",
+        lambda s: s.decode_queue,
+    ),
+    (
+        names.SCENARIO_T_D,
+        "T_d, from a decode's acceptance to the last token",
+        "s",
+        lambda s: s.t_d,
+    ),
+    (names.SCENARIO_XI, "xi, what of T_d the KV transfer took", "s", lambda s: s.xi),
+    (
+        names.SCENARIO_TPOT,
+        "TPOT, time per output token after the first without xi",
+        "s",
+        lambda s: s.tpot,
+    ),
+    (names.SCENARIO_HITS, "Share of prompt tokens found cached", "1", lambda s: s.hit_share),
+    (names.SCENARIO_T_P_SHARE, "T_p / (T_p + T_d)", "1", lambda s: s.t_p_share),
+)
+
+
+def finished_of(event: RequestFinishedJson) -> Finished:
+    usage = event.usage
+    return Finished(
+        event.scenario or DEFAULT_SCENARIO,
+        usage.num_prompt_tokens,
+        usage.num_cached_tokens,
+        usage.num_completion_tokens,
+        event.queue_ms / 1e3,
+        event.ttft_ms / 1e3,
+        event.e2e_ms / 1e3,
+        event.kv_transfer_ms / 1e3,
+        event.decode_queue_ms / 1e3,
+    )

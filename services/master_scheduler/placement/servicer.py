@@ -1,0 +1,163 @@
+"""SchedulerService: plans by the leader only, answered from memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Final
+
+import grpc
+import structlog
+from opentelemetry.trace import SpanKind
+
+from pdmesh.core.groups.observed import GroupChanged, GroupTracker
+from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
+from pdmesh.core.placement.fleet import Fleet, Instance
+from pdmesh.core.placement.plan import DEFAULT_SCENARIO, NoPlan, Placement
+from pdmesh.core.request.backpressure import Backpressure
+from pdmesh.errors import InvalidRequest, NotLeader
+from pdmesh.net.registry import RegistryView
+from pdmesh.telemetry import metrics, names, traces
+from pdmesh.v1 import scheduler_service_pb2 as pb
+from services.master_scheduler.placement import convert
+
+log = structlog.get_logger(__name__)
+
+_MAX_QUERIES: Final = 4096
+
+_plans = metrics.counter(names.PLANS, "Queries planned, by outcome")
+_duration = metrics.histogram(
+    names.PLAN_DURATION,
+    "Time to plan one query",
+    buckets=(0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05),
+)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class SchedulerServicer:
+    """`leadership` returns (whether this process leads, its epoch) now."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        index: PrefixIndex,
+        groups: GroupTracker,
+        backpressure: Backpressure,
+        view: RegistryView,
+        leadership: Callable[[], tuple[bool, int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._placement, self._index, self._groups = placement, index, groups
+        self._backpressure = backpressure
+        self._view, self._leadership, self._clock = view, leadership, clock
+
+    async def Plan(self, request: pb.PlanRequest, context: Context) -> pb.PlanResponse:  # noqa: N802
+        epoch = self._epoch_of_leader()
+        if len(request.queries) > _MAX_QUERIES:
+            raise InvalidRequest(f"at most {_MAX_QUERIES} queries", field="queries")
+        now = self._clock()
+        self._backpressure.book.tell(request.gateway_id, convert.queues_from(request.queues), now)
+        scenarios = dict.fromkeys(q.scenario or DEFAULT_SCENARIO for q in request.queries)
+        return pb.PlanResponse(
+            epoch=epoch,
+            results=[self._plan(q, request.region) for q in request.queries],
+            pressures=[convert.pressure_to(self._backpressure.pressure(s, now)) for s in scenarios],
+        )
+
+    async def PlanStream(  # noqa: N802
+        self, requests: AsyncIterator[pb.PlanStreamRequest], context: Context
+    ) -> AsyncIterator[pb.PlanStreamResponse]:
+        async for request in requests:
+            response = await self.Plan(request.request, context)
+            yield pb.PlanStreamResponse(response=response)
+
+    async def ListGroups(  # noqa: N802
+        self, request: pb.ListGroupsRequest, context: Context
+    ) -> pb.ListGroupsResponse:
+        epoch = self._epoch_of_leader()
+        return pb.ListGroupsResponse(
+            epoch=epoch, groups=[self._group(group) for group in self._groups.groups]
+        )
+
+    def _epoch_of_leader(self) -> int:
+        is_leader, epoch = self._leadership()
+        if not is_leader:
+            raise NotLeader("this master stands by")
+        return epoch
+
+    def _plan(self, query: pb.PlanQuery, region: str = "") -> pb.PlanResult:
+        parent = traces.sampled_context(query.traceparent)
+        if parent is None:  # a span that is not recorded costs as much as the plan
+            return self._plan_untraced(query, region)
+        with traces.tracer().start_as_current_span(
+            names.SPAN_PLAN, parent, SpanKind.SERVER
+        ) as span:
+            span.set_attribute(names.ATTR_REQUEST_ID, query.request_id)
+            result = self._plan_untraced(query, region)
+            span.set_attribute(names.ATTR_GROUP_ID, result.group_id)
+            return result
+
+    def _plan_untraced(self, message: pb.PlanQuery, region: str) -> pb.PlanResult:
+        began = time.perf_counter()
+        query = convert.query_from(message, region)
+        matches: Mapping[str, float] = (blocks := self._index.match(query.block_hashes))
+        if query.tails:
+            matches = self._index.with_tails(blocks, query.tails, query.block_size)
+        plan = self._placement.plan(
+            query,
+            matches,
+            self._clock(),
+            self._index.peer_runs(query.block_hashes),
+            num_cached=self._index.num_blocks_of,
+        )
+        result = convert.result_to(message.request_id, plan)
+        _duration.record(time.perf_counter() - began)
+        if isinstance(plan, NoPlan):
+            _plans.add(1, {names.ATTR_OUTCOME: plan.reason})
+            log.debug("plan.refused", request_id=message.request_id, reason=plan.reason)
+        else:
+            _plans.add(1, {names.ATTR_OUTCOME: "planned"})
+            log.debug(
+                "plan.made",
+                request_id=message.request_id,
+                attempt=message.attempt,
+                group_id=plan.group_id,
+                prefill_id=plan.prefills[0].instance_id,
+                decode_id=plan.decodes[0].instance_id if plan.decodes else "",
+                num_matched_tokens=plan.prefills[0].num_matched_tokens,
+            )
+        return result
+
+    def _group(self, group: GroupChanged) -> pb.Group:
+        fleet: Fleet = self._placement.fleet
+        members = (*group.prefill_ids, *group.decode_ids, *group.fusion_ids)
+        return pb.Group(
+            group_id=group.group_id,
+            scenario=group.scenario,
+            model=group.model,
+            instances=[self._state(fleet.instances[i]) for i in members if i in fleet.instances],
+        )
+
+    def _state(self, instance: Instance) -> pb.InstanceState:
+        instance_id = instance.identity.instance_id
+        age_s = 0.0 if instance.reported_at is None else self._clock() - instance.reported_at
+        return pb.InstanceState(
+            record=self._view.records.get(instance_id),
+            health=convert.health_to(instance.health),
+            num_slots_used=instance.num_slots_used,
+            num_kv_blocks_free=instance.num_kv_blocks_free,
+            load_age_ms=int(age_s * 1000),
+            num_indexed_blocks=self._index.num_blocks_of(instance_id),
+            **_fault(instance),
+        )
+
+
+def _fault(instance: Instance) -> dict[str, Any]:
+    """Fields of InstanceState: what is held against it, for a person."""
+    fault = instance.fault
+    if fault is None:
+        return {}
+    reasons = ", ".join(dict.fromkeys(fault.reasons))
+    held = f" (held back: {fault.held_back})" if fault.held_back else ""
+    return {"fault_level": int(fault.level), "fault_reasons": f"{reasons}{held}"}

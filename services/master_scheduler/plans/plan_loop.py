@@ -1,0 +1,395 @@
+"""Makes plans come true while this master leads: schedules and ratios ask for them, one move at a time goes through (S21, S28, S29).
+
+A move is made by writing an adjustment of the desired state, and has ended when the groups it touches are what they then shall be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+import structlog
+
+from pdmesh.core.groups import adjustments
+from pdmesh.core.groups.adjustments import CannotMove
+from pdmesh.core.groups.controller import GroupState
+from pdmesh.core.groups.desired import Desired, Scenario, ScheduleLine
+from pdmesh.core.moves.move import (
+    Groups,
+    GroupShape,
+    MoveKind,
+    Plan,
+    Trigger,
+    applied,
+    refusal,
+    serving,
+    serving_by_scenario,
+)
+from pdmesh.core.moves.plan_runner import (
+    Event,
+    GroupsSeen,
+    MoveEnded,
+    MoveMade,
+    MoveNotBegun,
+    MoveSeen,
+    PlanAsked,
+    PlanEnded,
+    PlanResumed,
+    PlanRunner,
+    StartMove,
+)
+from pdmesh.core.moves.schedule import Schedule
+from pdmesh.core.placement.fleet import Fleet, Role
+from pdmesh.core.ratio.loop import (
+    AskPlan,
+    Decided,
+    OperatorAsked,
+    Profiled,
+    RatioController,
+    RatioLimits,
+    WindowSeen,
+)
+from pdmesh.core.ratio.model import Profile
+from pdmesh.core.ratio.role_loads import RoleLoads
+from pdmesh.core.ratio.scenario_windows import ScenarioWindows
+from pdmesh.errors import NotLeader, Unavailable, VersionConflict
+from pdmesh.net.nats.desired_store import ADJUSTED, DesiredStore
+from pdmesh.v1 import admin_service_pb2 as pb
+from services.master_scheduler.groups.desired_convert import (
+    adjustments_to,
+    entries_from,
+    pending_from,
+)
+from services.master_scheduler.groups.group_loop import GroupLoop
+from services.master_scheduler.plans.ratio_convert import decision_to, move_text, shape_fields
+
+log = structlog.get_logger(__name__)
+
+_TICK_S: Final = 1.0
+_NUM_SHOWN: Final = 50  # decisions
+RESUME_WITHIN_S: Final = 3600.0  # of when a schedule asked: groups lent later are missed too soon
+WINDOW_S: Final = (
+    30.0  # of requests, by which a ratio is steered, unless the settings say otherwise
+)
+
+
+class PlanLoop:
+    """`leadership` returns (whether this process leads, its epoch) now; `wall` is unix time."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        groups: GroupLoop,
+        store: DesiredStore,
+        windows: ScenarioWindows,
+        leadership: Callable[[], tuple[bool, int]],
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        window_s: float = WINDOW_S,
+    ) -> None:
+        self._window_s = window_s
+        self._fleet, self._groups, self._store = fleet, groups, store
+        self._windows, self._closed_at = windows, clock()
+        self._ratio, self._loads = RatioController(_limits(window_s)), RoleLoads()
+        self._leadership, self._clock, self._wall = leadership, clock, wall
+        self._epoch = 0
+        self._runner = PlanRunner()
+        self._schedule = Schedule(())
+        self._lines: tuple[ScheduleLine, ...] | None = None  # that it is of
+        self._disturbed: set[str] = set()  # scenarios, since the window began
+        self._states: Groups = {}  # those with a ratio, as of the last round
+        self.decisions: deque[pb.RatioDecision] = deque(maxlen=_NUM_SHOWN)  # of this leadership
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            try:
+                await self.round()
+            except (Unavailable, NotLeader, VersionConflict) as exc:
+                log.info("plans.unavailable", error=exc.message)
+            except Exception:  # a bug here must not end the planning of requests
+                log.exception("plans.bug")
+            await asyncio.sleep(_TICK_S)
+
+    async def round(self) -> None:
+        is_leader, epoch = self._leadership()
+        current = self._groups.current
+        if not is_leader or current is None or self._groups.observed is None:
+            return
+        if self._groups.observed.epoch != epoch:
+            return  # it has not looked yet
+        desired, known = current[0], adjustments.valid(*current)  # the others are erased below
+        is_new = epoch != self._epoch
+        if is_new:  # plans of ratios are gone: what they rest on is measured anew
+            self._epoch = epoch
+            self._runner = PlanRunner(gather_s=self._groups.controller.clock.limits.gather_s)
+            self._ratio, self._loads = RatioController(_limits(self._window_s)), RoleLoads()
+            self._closed_at = self._clock()
+            self._windows.serve(())
+            self._schedule, self._lines = Schedule((), fired=dict(self._groups.fired)), None
+            self.decisions.clear()
+        self._loads.sample(list(self._fleet.instances.values()), self._clock())
+        loads = self._loads
+        blanks = self._groups.blanks()
+        shapes = adjustments.group_shapes(desired, known, lambda g, role: loads.busy([g], role))
+        states = {
+            i: self._in_its_place(shape, desired.groups[i].racks) for i, shape in shapes.items()
+        }
+        self._states = {i: shape for i, shape in states.items() if shape.has_ratio}
+        if is_new:
+            self._resume(states)
+        self._ask(desired, states)
+        self._steer(desired, self._states, blanks.total())
+        self._notice_ends(known, desired)
+        seen = GroupsSeen(states, blanks.total(), self._being_upgraded(is_out=True))
+        await self._make(self._feed(seen), desired, known)
+
+    def ask(self, plan: Plan, epoch: int) -> list[pb.RatioDecision]:
+        """An operator's moves; raises CannotMove with why the first that may not be made must not be, before any is begun."""
+        groups = self._own(plan.scenario, epoch)
+        for move in plan.moves:
+            num_blank = self._groups.blanks().total()
+            why = refusal(
+                move, groups, self._runner.max_busy, is_forced=plan.is_forced, num_blank=num_blank
+            )
+            if why is not None:
+                raise CannotMove(why)
+            if any(
+                groups[g].scenario != plan.scenario for g in (move.group_id, move.to_group) if g
+            ):
+                raise CannotMove(f"group {move.group_id} is of another scenario")
+            groups = applied(groups, move)
+        return self._decide(self._ratio.handle(OperatorAsked(plan), self._clock()))
+
+    def profiled(self, scenario: str, profile: Profile, epoch: int) -> list[pb.RatioDecision]:
+        """What the scenario's requests take was measured; raises CannotMove."""
+        groups = self._own(scenario, epoch)
+        return self._decide(self._ratio.handle(Profiled(scenario, profile, groups), self._clock()))
+
+    def _own(self, scenario: str, epoch: int) -> Groups:
+        """All groups, if some of the scenario serve and have a ratio."""
+        if self._groups.current is None or epoch != self._epoch:
+            raise CannotMove(self._groups.paused or "this master has not looked at the groups yet")
+        if not serving(self._states, scenario):
+            raise CannotMove(f"no group of prefills and decodes serves scenario {scenario}")
+        return self._states
+
+    def busy(self, group_id: str, role: Role) -> float | None:
+        """Share of the role's slots that was taken lately; None: not known."""
+        return self._loads.busy([group_id], role)
+
+    def planning(self) -> frozenset[str]:
+        """Scenarios in which plans move something, or are about to."""
+        current = self._groups.current
+        scenarios = {g.scenario for g in current[0].groups.values()} if current else set()
+        return frozenset(s for s in scenarios if self._runner.is_busy(s))
+
+    def gathering(self) -> frozenset[str]:
+        """Of these, scenarios whose plan waits for instances alone."""
+        return self._runner.gathering
+
+    def _being_upgraded(self, *, is_out: bool) -> frozenset[str]:
+        """Scenarios with a group that gets another revision now; `is_out`: and does not serve whole."""
+        reports = self._groups.controller.reports
+        return frozenset(
+            scenario
+            for scenario, upgrade in self._groups.upgrades.items()
+            if upgrade.current
+            and not (
+                is_out
+                and upgrade.current in reports
+                and reports[upgrade.current].state is GroupState.SERVING
+            )
+        )
+
+    def _in_its_place(self, group: GroupShape, racks: tuple[str, ...]) -> GroupShape:
+        """With the region that it is in, and how many could join it there."""
+        region, blanks = (
+            self._groups.controller.regions.get(group.group_id),
+            self._groups.blanks(racks),
+        )
+        num_blank = blanks.total() if region is None else blanks[region]
+        return replace(group, region=region, num_blank=num_blank)
+
+    def _resume(self, states: Groups) -> None:
+        """Schedules fire once: what an earlier leader did not get done of their plans is done now, unless it is too late."""
+        for left in pending_from(self._groups.adjustments):
+            plan, age_s = left.plan, self._wall() - left.plan.asked_at
+            if age_s > RESUME_WITHIN_S:
+                plan = replace(plan, moves=plan.moves[: left.is_moving])
+            log.info("plan.resumed", scenario=plan.scenario, num_moves=len(plan.moves), age_s=age_s)
+            self._feed(PlanResumed(replace(left, plan=plan), states))
+
+    def _ask(self, desired: Desired, states: Groups) -> None:
+        if desired.schedules is not self._lines:
+            self._lines = desired.schedules
+            self._schedule.replace_entries(entries_from(self._lines))
+        for due in self._schedule.tick(self._runner.expected(states), self._wall()):
+            log.info("plan.due", schedule=due.entry.name, late_s=due.late_s, reason=due.reason)
+            if due.plan is not None:
+                self._feed(PlanAsked(due.plan))
+
+    def _steer(self, desired: Desired, states: Groups, num_blank: int) -> None:
+        """The ratio of scenarios that want it so, once in a window; one with a set-up or a loss in it says nothing of the ratio."""
+        scenarios = dict(sorted(serving_by_scenario(states).items()))
+        self._windows.serve(scenarios)
+        self._ratio.keep_only(scenarios)
+        self._disturbed.update(s for s, own in scenarios.items() if not self._is_steady(s, own))
+        self._disturbed |= self._being_upgraded(is_out=False)
+        window_s = self._clock() - self._closed_at
+        if window_s < self._window_s:
+            return
+        self._closed_at = self._clock()
+        self._loads.close()
+        disturbed, self._disturbed = self._disturbed, set()
+        for scenario, own in scenarios.items():
+            ids = [g.group_id for g in own]
+            window = self._windows.close(
+                scenario,
+                self._loads.busy(ids, Role.PREFILL),
+                self._loads.busy(ids, Role.DECODE),
+                window_s,
+            )
+            if scenario in disturbed:
+                window = None
+            if desired.scenarios.get(scenario, Scenario()).has_auto_ratio:
+                rate = window.num_requests / window_s if window else 0.0
+                seen = WindowSeen(scenario, window, states, num_blank, rate)
+                self._decide(self._ratio.handle(seen, self._clock()))
+
+    def _is_steady(self, scenario: str, own: Sequence[GroupShape]) -> bool:
+        reports = self._groups.controller.reports
+        ids = [g.group_id for g in own]
+        is_serving = all(i in reports and reports[i].state is GroupState.SERVING for i in ids)
+        return is_serving and not self._runner.is_busy(scenario)
+
+    def _decide(self, effects: Sequence[AskPlan | Decided]) -> list[pb.RatioDecision]:
+        told: list[pb.RatioDecision] = []
+        for effect in effects:
+            match effect:
+                case AskPlan(plan):
+                    self._feed(PlanAsked(plan))
+                case Decided(scenario, action, reason, window, groups, moves):
+                    told.append(decision_to(effect, self._wall()))
+                    self.decisions.append(told[-1])
+                    log.info(
+                        "ratio.decided",
+                        scenario=scenario,
+                        action=action.value,
+                        reason=reason,
+                        e2e_s=window.e2e_s if window else None,
+                        prefill_share=window.prefill_share if window else None,
+                        groups=[shape_fields(group) for group in groups],
+                        moves=[move_text(move) for move in moves],
+                    )
+        return told
+
+    def _notice_ends(self, known: adjustments.Adjustments, desired: Desired) -> None:
+        for scenario, move in self._runner.moving.items():
+            touched = [move.group_id, *([move.to_group] if move.role and move.to_group else [])]
+            states = [self._state_of(group_id, known, desired) for group_id in touched]
+            if GroupState.FAILED in states:
+                why = self._groups.controller.reports[move.group_id].detail
+                self._feed(MoveEnded(scenario, is_done=False, detail=why))
+            elif all(state is GroupState.SERVING for state in states):
+                self._feed(MoveEnded(scenario, is_done=True))
+            else:
+                waiting = [
+                    g for g, s in zip(touched, states, strict=True) if s is not GroupState.SERVING
+                ]
+                reports = [self._groups.controller.reports.get(group_id) for group_id in waiting]
+                lacks = [report.lacks if report else "" for report in reports]
+                is_known = None not in states
+                self._feed(MoveSeen(scenario, "; ".join(lacks) if is_known and all(lacks) else ""))
+
+    def _state_of(
+        self, group_id: str, known: adjustments.Adjustments, desired: Desired
+    ) -> GroupState | None:
+        """None until the group's controller has seen what it shall be. A lent group that is gone is what it shall be."""
+        observed = self._groups.observed
+        assert observed is not None
+        wanted = observed.wanted.groups.get(group_id)
+        shall_be = adjustments.adjusted(desired, known).groups.get(group_id)
+        report = self._groups.controller.reports.get(group_id)
+        if shall_be is None or wanted is None:
+            is_gone = shall_be is None and wanted is None and report is None
+            return GroupState.SERVING if is_gone else None
+        counts = (wanted.counts[Role.PREFILL], wanted.counts[Role.DECODE])
+        is_seen = counts == (shall_be.prefill, shall_be.decode)
+        return report.state if is_seen and report is not None else None
+
+    async def _make(
+        self, starts: Sequence[StartMove], desired: Desired, known: adjustments.Adjustments
+    ) -> None:
+        """Begin the moves, with one write: what was not written is tried again at the next look."""
+        begun: list[StartMove] = []
+        for start in starts:
+            try:
+                known = adjustments.after(start.move, desired, known)
+                begun.append(start)
+            except CannotMove as exc:
+                self._feed(MoveEnded(start.plan.scenario, is_done=False, detail=str(exc)))
+        try:
+            await self._write(known)
+        except (Unavailable, NotLeader, VersionConflict):
+            for start in begun:
+                self._feed(MoveNotBegun(start.plan.scenario))
+            raise
+        for start in begun:
+            move = start.move
+            log.info(
+                "plan.move",
+                scenario=start.plan.scenario,
+                group_id=move.group_id,
+                kind=move.kind.value,
+                role=move.role.value if move.role else "",
+                reason=move.reason,
+            )
+
+    def _feed(self, event: Event) -> list[StartMove]:
+        """The moves to begin. How a plan ended is for the log."""
+        starts: list[StartMove] = []
+        for effect in self._runner.handle(event, self._clock()):
+            match effect:
+                case StartMove():
+                    starts.append(effect)
+                case MoveMade(plan, move, took_s):
+                    log.info(
+                        "plan.moved", scenario=plan.scenario, move=move_text(move), took_s=took_s
+                    )
+                    if move.kind is MoveKind.RECLAIM:
+                        self._schedule.set_up_took(plan.scenario, took_s)
+                case PlanEnded(plan, outcome, num_moves, detail):
+                    self._decide(self._ratio.handle(effect, self._clock()))
+                    log.info(
+                        "plan.ended",
+                        scenario=plan.scenario,
+                        trigger=plan.trigger.value,
+                        reason=plan.reason,
+                        outcome=outcome.value,
+                        num_moves=num_moves,
+                        detail=detail,
+                    )
+        return starts
+
+    async def _write(self, known: adjustments.Adjustments) -> None:
+        """With what fired and what is left of it, so that a successor neither repeats nor forgets anything."""
+        left = self._runner.outstanding()
+        pending = [each for each in left if each.plan.trigger is Trigger.SCHEDULE]
+        stored = self._groups.adjustments
+        message = adjustments_to(known, self._schedule.fired, pending, stored.epoch)
+        if message == stored:
+            return
+        message.epoch = self._epoch
+        last = self._groups.revision_of(ADJUSTED)  # nothing was awaited since the look at them
+        revision = await self._store.adjust(message, last)
+        self._groups.take_adjustments(message, revision)
+
+
+def _limits(window_s: float) -> RatioLimits:
+    """What is waited for is so many windows."""
+    return RatioLimits(settle_s=window_s, hold_s=10 * window_s, max_hold_s=120 * window_s)

@@ -1,0 +1,88 @@
+"""Between decisions about ratios as the core makes them and as operators ask for them and see them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Final
+
+from pdmesh.core.moves.move import GroupShape, Move, MoveKind
+from pdmesh.core.ratio.loop import Decided
+from pdmesh.core.ratio.model import Profile
+from pdmesh.errors import InvalidRequest
+from pdmesh.v1 import admin_service_pb2 as pb
+from services.master_scheduler.groups.desired_convert import move_from, move_to
+
+MAX_MOVES: Final = 256  # of an operator's plan
+
+
+def moves_from(request: pb.PlanMovesRequest, reason: str) -> tuple[Move, ...]:
+    """Raises InvalidRequest. Each move is checked against all groups, so there are not many of them."""
+    if len(request.moves) > MAX_MOVES:
+        raise InvalidRequest(f"more than {MAX_MOVES} moves", field="moves")
+    moves: list[Move] = []
+    for number, each in enumerate(request.moves):
+        field = f"moves[{number}]"
+        try:
+            move = move_from(each)
+        except ValueError as exc:
+            raise InvalidRequest(f"{field}: {exc}", field=field) from exc
+        if move.role is None:
+            raise InvalidRequest(f"{field}: groups are lent by schedules", field=field)
+        if (move.kind is MoveKind.MOVE) is not bool(move.to_group):
+            raise InvalidRequest(f"{field}: to_group is for {MoveKind.MOVE.value}", field=field)
+        moves.append(replace(move, reason=reason))
+    return tuple(moves)
+
+
+def profile_from(message: pb.ScenarioProfile) -> Profile:
+    """Raises InvalidRequest."""
+    for name in ("t_p_s", "num_prefill_slots", "t_d_s", "num_decode_slots"):
+        value = getattr(message, name)
+        if not (math.isfinite(value) and value > 0):
+            raise InvalidRequest("must be a positive number", field=f"profile.{name}")
+    return Profile(
+        message.t_p_s, message.num_prefill_slots, message.t_d_s, message.num_decode_slots
+    )
+
+
+def decision_to(decided: Decided, at: float) -> pb.RatioDecision:
+    """`at` in unix seconds."""
+    window = decided.window
+    message = pb.RatioDecision(
+        scenario=decided.scenario,
+        action=decided.action.value,
+        reason=decided.reason,
+        moves=map(move_to, decided.moves),
+        e2e_s=window.e2e_s if window else None,
+        prefill_share=window.prefill_share if window else None,
+        groups=map(_load_to, decided.groups),
+    )
+    message.decided_at.FromMilliseconds(int(1000 * at))
+    return message
+
+
+def _load_to(group: GroupShape) -> pb.GroupLoad:
+    return pb.GroupLoad(
+        group_id=group.group_id,
+        num_prefill=group.num_prefill,
+        num_decode=group.num_decode,
+        prefill_busy=group.prefill_busy,
+        decode_busy=group.decode_busy,
+    )
+
+
+def shape_fields(group: GroupShape) -> dict[str, str | int | float | None]:
+    """For the log."""
+    return {
+        "group_id": group.group_id,
+        "num_prefill": group.num_prefill,
+        "num_decode": group.num_decode,
+        "prefill_busy": group.prefill_busy,
+        "decode_busy": group.decode_busy,
+    }
+
+
+def move_text(move: Move) -> str:
+    parts = (move.group_id, move.kind.value, move.role.value if move.role else "", move.to_group)
+    return " ".join(part for part in parts if part)

@@ -1,0 +1,79 @@
+"""Tells the upgrades how each revision answers: what gateways say of requests, and instances of legs that failed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import structlog
+
+from pdmesh.core.placement.fleet import Fleet
+from pdmesh.core.upgrade.revision_health import Answered, Cell, LegFailed
+from pdmesh.net import subjects
+from pdmesh.net.bus import Bus, Message
+from services.master_scheduler.placement.scenario_feed import RequestFinishedJson
+
+log = structlog.get_logger(__name__)
+
+# Said beside the failure that led to it.
+_NO_FAILURES: Final = frozenset({"KV_SOURCE_QUARANTINED", "KV_SOURCE_RELEASED"})
+
+
+class _Header(msgspec.Struct, rename="camel"):
+    publisher_id: str = ""
+
+
+class _ErrorJson(msgspec.Struct, rename="camel"):
+    """What is needed of an ErrorReported."""
+
+    header: _Header = msgspec.field(default_factory=_Header)
+    reason: str = ""
+    request_id: str = ""
+
+
+_error = msgspec.json.Decoder(_ErrorJson)
+
+
+class UpgradeFeed:
+    """`tell` hears of each answer and failure, by group and revision of the instance."""
+
+    def __init__(
+        self, fleet: Fleet, bus: Bus, tell: Callable[[Answered | LegFailed], None]
+    ) -> None:
+        self._fleet, self._bus, self._tell = fleet, bus, tell
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        subscription = await self._bus.subscribe(subjects.error_reported(), self._on_error)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await subscription.unsubscribe()
+
+    def answered(self, event: RequestFinishedJson) -> None:
+        """A completed request. It is its prefill's group's and revision's, which are its decode's too."""
+        cell = self._cell(event.prefill_id)
+        if cell is None:
+            return
+        num_after = event.usage.num_completion_tokens - 1
+        decode_s = max(0.0, event.e2e_ms - event.ttft_ms) / 1e3
+        t_p_s = max(0.0, event.ttft_ms - event.queue_ms) / 1e3
+        self._tell(Answered(cell, t_p_s, decode_s / num_after if num_after > 0 else None))
+
+    async def _on_error(self, message: Message) -> None:
+        try:
+            event = _error.decode(message.data)
+        except msgspec.MsgspecError as exc:
+            log.warning("upgrade.bad_event", error=str(exc))
+            return
+        cell = self._cell(event.header.publisher_id)
+        if cell is not None and event.request_id and event.reason not in _NO_FAILURES:
+            self._tell(LegFailed(cell))
+
+    def _cell(self, instance_id: str) -> Cell | None:
+        instance = self._fleet.instances.get(instance_id)
+        if instance is None:
+            return None
+        return (instance.identity.group_id, instance.identity.revision)

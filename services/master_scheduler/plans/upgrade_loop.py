@@ -1,0 +1,247 @@
+"""Runs upgrades while this master leads: a look at the groups in, records and new versions of the desired state out (S24).
+
+What each group shall run is kept in the registry before it is done, by the group loop, from that record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol
+
+import structlog
+
+from pdmesh.core.groups.adjustments import adjusted
+from pdmesh.core.groups.revisions import Upgrade, shares
+from pdmesh.core.groups.steps import Step
+from pdmesh.core.placement.fleet import Fleet, Role
+from pdmesh.core.upgrade.controller import UpgradeController
+from pdmesh.core.upgrade.events import (
+    Drop,
+    Effect,
+    Keep,
+    MemberLost,
+    Promoted,
+    RestoreVersion,
+    Told,
+    UpgradeReport,
+)
+from pdmesh.core.upgrade.observation import Surroundings, look_at
+from pdmesh.core.upgrade.revision_health import Answered, Cell, LegFailed
+from pdmesh.desired_file import read
+from pdmesh.errors import InvalidRequest, NotLeader, Unavailable, VersionConflict
+from pdmesh.events.v1.events_pb2 import UpgradeStep
+from pdmesh.net import subjects
+from pdmesh.net.events import EventPublisher
+from pdmesh.net.nats.desired_store import UPGRADES, DesiredStore
+from pdmesh.telemetry import metrics, names
+from services.master_scheduler.groups.group_loop import KV_TRANSPORT, GroupLoop
+from services.master_scheduler.groups.upgrade_convert import upgrades_to
+
+log = structlog.get_logger(__name__)
+
+_TICK_S: Final = 1.0
+_AUTHOR: Final = "master-scheduler"
+_UNWELL: Final = frozenset({"lost", "failed"})  # steps that speak against what an instance runs
+_OF_HARDWARE: Final = ("DEVICE_", "NODE_")  # faults that a revision has nothing to do with
+
+
+class Plans(Protocol):
+    """What upgrades ask of the plan loop."""
+
+    def busy(self, group_id: str, role: Role) -> float | None: ...
+    def planning(self) -> frozenset[str]: ...
+    def gathering(self) -> frozenset[str]: ...
+
+
+class UpgradeLoop:
+    """`leadership` returns (whether this process leads, its epoch) now; `on_shares` hears what canaries may get of the requests."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        groups: GroupLoop,
+        store: DesiredStore,
+        plans: Plans,
+        publisher: EventPublisher,
+        leadership: Callable[[], tuple[bool, int]],
+        on_shares: Callable[[Mapping[str, float]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet, self._groups, self._store, self._plans = fleet, groups, store, plans
+        self._publisher, self._leadership, self._clock = publisher, leadership, clock
+        self._on_shares = on_shares
+        self._epoch = 0
+        self._controller = UpgradeController(KV_TRANSPORT)
+        self._lost_versions: set[int] = set()
+        self._turn = asyncio.Lock()  # from the look at a record until what follows is written
+        groups.on_step = self._on_step
+
+    @property
+    def reports(self) -> list[UpgradeReport]:
+        """Of upgrades that are under way or went back, by scenario."""
+        return [report for _, report in sorted(self._controller.reports.items())]
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            try:
+                await self.round()
+            except (Unavailable, NotLeader, VersionConflict) as exc:
+                log.info("upgrades.unavailable", error=exc.message)
+            except Exception:  # a bug here must not end the planning of requests
+                log.exception("upgrades.bug")
+            await asyncio.sleep(_TICK_S)
+
+    async def round(self) -> None:
+        """Look, decide and write, if this master leads and its group loop acts."""
+        # Every master's: it may plan the next moment.
+        self._on_shares(shares(self._groups.upgrades.values()))
+        async with self._turn:
+            await self._look()
+
+    async def _look(self) -> None:
+        is_leader, epoch = self._leadership()
+        current, observed = self._groups.current, self._groups.observed
+        version = self._groups.desired
+        if not is_leader or current is None or version is None or observed is None:
+            return
+        if (observed.epoch, observed.version) != (epoch, version.version):
+            return  # the group loop has not looked yet
+        if epoch != self._epoch:  # times of an earlier leadership mean nothing now
+            self._epoch, self._controller = epoch, UpgradeController(KV_TRANSPORT)
+        asked, known = current
+        look = look_at(
+            asked,
+            adjusted(asked, known),
+            self._groups.upgrades,
+            observed,
+            self._groups.controller.reports,
+            Surroundings(
+                self._plans.busy,
+                self._unwell(),
+                self._plans.planning(),
+                self._plans.gathering(),
+                version.canary_share,
+                frozenset(self._lost_versions),
+            ),
+        )
+        await self._carry_out(self._controller.handle(look, self._clock()))
+
+    async def promote(self, scenario: str) -> list[str]:
+        """Its canary's revision goes to all groups, empty: each scenario's; the scenarios that had one."""
+        async with self._turn:  # one that is being turned back now is not to be promoted
+            chosen: list[Upgrade] = [
+                each
+                for name, each in sorted(self._groups.upgrades.items())
+                if each.canary_share and scenario in ("", name)
+            ]
+            now = self._clock()
+            effects = [e for each in chosen for e in self._controller.handle(Promoted(each), now)]
+            await self._carry_out(effects)
+        return [upgrade.scenario for upgrade in chosen]
+
+    def tell(self, event: Answered | LegFailed) -> None:
+        """How an instance's revision answers."""
+        self._controller.handle(event, self._clock())
+
+    def _on_step(self, step: Step) -> None:
+        observed = self._groups.observed
+        if step.step not in _UNWELL or not step.instance_id or observed is None:
+            return
+        given = observed.given.get(step.instance_id)
+        if given is not None and given.incarnation == step.incarnation:
+            cell = (step.group_id, given.duty.revision)
+            self._controller.handle(MemberLost(cell, step.instance_id), self._clock())
+
+    def _unwell(self) -> Mapping[Cell, Mapping[str, str]]:
+        """Instances that a fault of their own speaks against, if only as a suspicion."""
+        found: dict[Cell, dict[str, str]] = {}
+        for instance in self._fleet.instances.values():
+            fault = instance.fault
+            own = [r for r in fault.reasons if not r.startswith(_OF_HARDWARE)] if fault else []
+            if own and fault is not None and fault.level:
+                cell = (instance.identity.group_id, instance.identity.revision)
+                found.setdefault(cell, {})[instance.id] = own[0]
+        return found
+
+    async def _carry_out(self, effects: Sequence[Effect]) -> None:
+        """Records first: what is told and restored follows from them."""
+        await self._keep(effects)
+        for effect in effects:
+            match effect:
+                case RestoreVersion():
+                    await self._restore(effect)
+                case Told():
+                    await self._tell(effect)
+
+    async def _keep(self, effects: Sequence[Effect]) -> None:
+        upgrades = dict(self._groups.upgrades)
+        for effect in effects:
+            match effect:
+                case Keep(upgrade):
+                    upgrades[upgrade.scenario] = upgrade
+                case Drop(scenario):
+                    upgrades.pop(scenario, None)
+        if upgrades == self._groups.upgrades:
+            return
+        is_leader, epoch = self._leadership()
+        if not is_leader:
+            raise NotLeader("this master has just ceased to lead")
+        message = upgrades_to(upgrades, epoch)
+        last = self._groups.revision_of(UPGRADES)  # nothing was awaited since the look at them
+        revision = await self._store.keep_upgrades(message, last)
+        self._groups.take_upgrades(message, revision)
+        self._on_shares(shares(upgrades.values()))
+
+    async def _restore(self, effect: RestoreVersion) -> None:
+        """Level-triggered: what fails here is asked for again at the next look, but for a version that is not there any more."""
+        before = await self._store.version(effect.version)
+        if before is None or not await asyncio.to_thread(_can_read, before.text):
+            log.warning("upgrade.version_lost", version=effect.version)
+            self._lost_versions.add(effect.version)
+            return
+        applied = await self._store.apply(
+            before.text, expected_version=effect.bad, author=_AUTHOR, reason=effect.reason
+        )
+        log.warning(
+            "upgrade.restored",
+            version=applied.version,
+            restored_version=effect.version,
+            reason=effect.reason,
+        )
+
+    async def _tell(self, told: Told) -> None:
+        _steps.add(1, {names.ATTR_STEP: told.step})
+        log.info(
+            "upgrade.step",
+            scenario=told.scenario,
+            step=told.step,
+            group_id=told.group_id,
+            version=told.version,
+            reason=told.reason,
+        )
+        await self._publisher.publish(
+            subjects.upgrade_step(told.scenario),
+            UpgradeStep(
+                scenario=told.scenario,
+                step=told.step,
+                group_id=told.group_id,
+                version=told.version,
+                reason=told.reason,
+                epoch=self._epoch,
+            ),
+        )
+
+
+def _can_read(text: str) -> bool:
+    """Else it would be the desired state that no master can act on."""
+    try:
+        read(text)
+    except InvalidRequest:
+        return False
+    return True
+
+
+_steps = metrics.counter(names.UPGRADE_STEPS, "Steps of upgrades, by kind")

@@ -1,0 +1,177 @@
+"""What `pdmesh up` finds wrong before anything starts, and the mesh that it asks for."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdmesh.cli import app
+from pdmesh.cli.commands import up
+from pdmesh.cli.errors import CommandFailed
+from pdmesh.embedded.ports import PortReservation, PortTaken
+from pdmesh.launcher import state
+from pdmesh.launcher.mesh import Mesh, MeshFailed
+from pdmesh.launcher.spec import MeshSpec, Ports, Wiring, asked_of, services
+
+
+async def test_two_doors_on_one_port_are_refused(tmp_path: Path) -> None:
+    """Both would listen there, and every other call reach the wrong one."""
+    with PortReservation("127.0.0.1", 0) as free:
+        port = free.port
+    spec = MeshSpec(engine="sim", http_port=port, grpc_port=port)
+    with pytest.raises(PortTaken, match=f"port {port} is asked for twice.*--grpc-port"):
+        async with Mesh(spec, tmp_path):
+            raise AssertionError("it started")
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (MeshSpec(nats_url="nats://127.0.0.1:1"), "NATS does not answer.*leave out --nats-url"),
+        (MeshSpec(redis_url="redis://127.0.0.1:1"), "Redis: .*leave out --redis-url"),
+        (MeshSpec(nats_url="nats://me:pa/ss@host"), "^--nats-url: not an address as [a-z:/@]+ "),
+        (MeshSpec(redis_url="redis://:pa#ss@host"), "^--redis-url: not an address as [a-z:/@]+ "),
+    ],
+)
+async def test_a_server_of_ones_own_that_is_not_there_is_named_before_anything_starts(
+    spec: MeshSpec, said: str, tmp_path: Path
+) -> None:
+    mesh = Mesh(replace(spec, engine="sim", http_port=0, grpc_port=0), tmp_path)
+    with pytest.raises(MeshFailed, match=said):
+        await mesh.__aenter__()
+    assert mesh.names == []
+
+
+def test_a_model_that_is_no_model_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["up", "--engine", "sim", "--model", str(tmp_path), "--state-dir", str(tmp_path)]
+    with pytest.raises(SystemExit) as exit_info:
+        app.main(arguments)
+    assert exit_info.value.code == 1
+    assert "is not a Hugging Face model directory (no config.json)" in capsys.readouterr().err
+    assert not (tmp_path / "lock").exists()
+
+
+def test_a_mesh_has_the_regions_that_its_file_names(tmp_path: Path) -> None:
+    file = tmp_path / "groups.yaml"
+    file.write_text("regions: [eu, us]\ngroups:\n  chat: {prefill: 2, decode: 2}\n")
+    asked = ["up", "--engine", "sim", "--groups", str(file), "--blank", "2"]
+    spec = up._spec(app.build_parser().parse_args(asked))
+    assert spec.regions == ("eu", "us")
+    ports = {"eu": Ports(8000, 8001), "us": Ports(8010, 8011)}
+    wiring = Wiring("nats://x", "redis://x", ports, "secret", "token", tmp_path, tmp_path / "model")
+    found = {process.name: process for process in services(spec, wiring)}
+    own = {f"{r}-{name}" for r in ports for name in ("instance-0", "instance-1", "gateway-0")}
+    masters = {f"{region}-master-scheduler" for region in ports}
+    assert found.keys() == own | masters | {"kv-cache-index", "health-monitor"}
+    assert found["us-gateway-0"].env["PDMESH_GATEWAY_HTTP_PORT"] == "8010"
+    assert found["us-instance-1"].env["PDMESH_INSTANCE_REGION"] == "us"
+    assert found["health-monitor"].region == ""
+
+
+@pytest.mark.parametrize(
+    ("regions", "message"),
+    [("eu,eu", "named twice"), ("eu,", "'' is not a name"), ("eu", "also names us")],
+)
+def test_regions_that_cannot_be_are_refused(tmp_path: Path, regions: str, message: str) -> None:
+    file = tmp_path / "groups.yaml"
+    file.write_text("regions: [eu, us]\ngroups:\n  chat: {prefill: 2, decode: 2}\n")
+    asked = ["up", "--engine", "sim", "--groups", str(file), "--regions", regions]
+    with pytest.raises(CommandFailed, match=message):
+        up._spec(app.build_parser().parse_args(asked))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["--keys", "{}/none.json"], "make one with: pdmesh keys add TENANT --file {}/none.json"),
+        (["--host", "0.0.0.0"], "--keys FILE .* or --allow-anonymous"),
+        (["--host", "a-host"], "others can reach a-host"),
+    ],
+)
+def test_a_door_that_would_not_open_is_said_before_anything_starts(
+    tmp_path: Path, asked: list[str], message: str
+) -> None:
+    asked = [each.format(tmp_path) for each in asked]
+    with pytest.raises(CommandFailed, match=message.format(tmp_path)):
+        up._spec(app.build_parser().parse_args(["up", "--engine", "sim", *asked]))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_nobody_needs_a_key_where_nobody_else_comes(host: str) -> None:
+    spec = up._spec(app.build_parser().parse_args(["up", "--engine", "sim", "--host", host]))
+    assert (spec.host, spec.keys_file) == (host, None)
+
+
+def test_whether_keys_are_needed_may_be_said_to_the_gateways(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PDMESH_GATEWAY_ALLOW_ANONYMOUS", "true")
+    spec = up._spec(app.build_parser().parse_args(["up", "--engine", "sim", "--host", "0.0.0.0"]))
+    assert spec.host == "0.0.0.0"
+
+
+def test_the_mesh_of_other_options_is_not_the_one_that_was_asked_for(tmp_path: Path) -> None:
+    def spec(*asked: str) -> MeshSpec:
+        return up._spec(app.build_parser().parse_args(["up", "--engine", "sim", *asked]))
+
+    running = state.MeshState(
+        7, "ready", "sim", "sim", "http://127.0.0.1:8000", "127.0.0.1:8001", "nats://x", "unix:///x",
+        asked=asked_of(spec("--nats-url", "nats://me:quiet@x:1")),
+    )  # fmt: skip
+    assert "quiet" not in str(running.asked)
+    assert up._is_up_already(running, spec("--nats-url", "nats://me:quiet@x:1"), tmp_path) == 0
+    with pytest.raises(CommandFailed) as said:
+        up._is_up_already(running, spec("--nats-url", "nats://y", "--host", "localhost"), tmp_path)
+    assert str(said.value) == (
+        "a mesh is up already (pid 7) with other options: --host 127.0.0.1, not localhost; "
+        f"--nats-url nats://***@x:1, not nats://y; stop it with: pdmesh down --state-dir {tmp_path}"
+    )
+
+
+def test_what_is_shown_to_be_typed_has_all_it_needs(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    spec = MeshSpec(engine="sim", keys_file=keys)
+    shown = up._what_next("http://[::1]:8000", "[::1]:8001", tmp_path, spec)
+    commands = [line.strip() for line in shown.splitlines() if "pdmesh " in line]
+    assert len(commands) == 5
+    assert all(f"--state-dir {tmp_path}" in line for line in commands)
+    assert f"keys add TENANT --file {keys}" in commands[0]
+    assert "Authorization: Bearer $PDMESH_API_KEY" in shown
+    assert "curl -g http://[::1]:8000/v1/chat/completions" in shown
+    assert "PDMESH_API_KEY" not in up._what_next("http://x", "x:1", tmp_path, MeshSpec())
+
+
+def test_a_mesh_may_listen_on_ipv6(tmp_path: Path) -> None:
+    with PortReservation("::1", 0) as first:
+        assert first.address == f"[::1]:{first.port}"
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+            port = taken.getsockname()[1]
+            with pytest.raises(PortTaken, match=f"port {port} on ::1 is taken"):
+                PortReservation("::1", port)
+
+
+def test_a_launcher_that_cannot_say_why_it_ended_does_not_end_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk its words go nowhere: `up --detach` returned 1 and said nothing."""
+    ends = "import os; os.kill(os.getpid(), 9)"
+    options = app.build_parser().parse_args(["up", "--state-dir", str(tmp_path)])
+    with (tmp_path / "log").open("w+") as lines:
+        silent = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+        with pytest.raises(CommandFailed, match="ended with code 1 and could not say why"):
+            up._follow(silent, lines, options)
+        killed = subprocess.Popen([sys.executable, "-c", ends])
+        with pytest.raises(CommandFailed, match="was killed by signal 9"):
+            up._follow(killed, lines, options)
+    with (tmp_path / "log").open("w+") as lines:
+        said = "import sys; print('pdmesh: no room', file=sys.stderr); sys.exit(3)"
+        with (tmp_path / "log").open("a") as output:
+            told = subprocess.Popen([sys.executable, "-c", said], stderr=output)
+        assert up._follow(told, lines, options) == 3

@@ -1,0 +1,458 @@
+"""Groups set up, changed, drained and repaired, one scenario a test; the property test tries every order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdmesh.core.groups.desired import (
+    Desired,
+    Group,
+    Scenario,
+    Service,
+)
+from pdmesh.core.instance.lifecycle_events import Duty, Phase, Stage
+from pdmesh.core.placement.fleet import Role
+from pdmesh.desired_file import read
+from tests.fakes.group_world import LIMITS, World
+
+TWO_BY_TWO = Desired(groups={"chat": Group("default", 2, 2)})
+SINGLE = {"default": Scenario(allow_single=True)}
+THREE_BY_ONE = Desired(scenarios=SINGLE, groups={"chat": Group("default", 3, 1)})
+
+
+def steps_of(world: World, instance_id: str) -> list[str]:
+    return [s.step for s in world.steps if s.instance_id == instance_id]
+
+
+@pytest.mark.req("S14", "S15", "S16", "S18", "S19", "S23")
+def test_a_group_is_set_up_from_blank_instances_and_its_prefills_come_last() -> None:
+    world = World(TWO_BY_TWO)
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    names = ["assigned", "loaded", "connecting", "connected", "serving", "ready"]
+    for instance_id in ("i-0", "i-1", "i-2", "i-3"):
+        assert steps_of(world, instance_id) == names
+    roles = {s.instance_id: s.role for s in world.steps if s.step == "assigned"}
+    serving = [roles[s.instance_id] for s in world.steps if s.step == "serving"]
+    assert serving == ["decode", "decode", "prefill", "prefill"]
+    assert [s.step for s in world.steps if not s.instance_id] == ["forming", "complete"]
+
+
+@pytest.mark.req("S15")
+def test_without_enough_instances_none_is_taken_and_it_is_said_how_many_lack() -> None:
+    world = World(TWO_BY_TWO, num=3)
+    world.settle()
+    assert world.given == {}
+    assert world.controller.reports["chat"].detail == "1 more blank instance needed"
+    world.start("late")
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+
+
+@pytest.mark.req("S15")
+def test_a_group_that_loses_an_instance_while_it_forms_gives_the_others_back() -> None:
+    world = World(TWO_BY_TWO, num=4)
+    world.round()
+    world.kill("i-3")
+    world.settle()
+    assert world.given == {}
+    assert {p.life.phase for p in world.processes.values()} == {Phase.BLANK}
+    assert "setup_failed" in [s.step for s in world.steps]
+
+
+@pytest.mark.req("S16")
+def test_a_pair_that_cannot_be_verified_is_named_and_its_instance_replaced() -> None:
+    world = World(TWO_BY_TWO, num=5)
+    bad = "i-2"  # a decode whose connections all fail
+    for _ in range(120):
+        world.now += 1
+        world.round()
+        for instance_id in list(world.processes):
+            world.hear(instance_id)
+            world.work(instance_id, fails=world.processes[instance_id].life.phase is Phase.CONNECTING
+                       and instance_id == bad)  # fmt: skip
+            world.tell(instance_id)
+    failed = [s for s in world.steps if s.step == "failed"]
+    assert [s.instance_id for s in failed] == [bad]
+    assert failed[0].detail.startswith(f"no verified connection from {bad} to i-")
+    assert world.counts() == {"chat": (2, 2, 0)}
+    assert bad not in world.ready("chat", Role.DECODE)
+
+
+@pytest.mark.req("S25", "S26", "S28")
+def test_a_ratio_changes_by_adding_first_and_draining_then() -> None:
+    world = World(TWO_BY_TWO)
+    world.settle()
+    world.steps.clear()
+    world.apply(THREE_BY_ONE)
+    world.settle()
+    assert world.counts() == {"chat": (3, 1, 0)}
+    told = [(s.step, s.role) for s in world.steps if s.instance_id]
+    assert told.index(("ready", "prefill")) < told.index(("draining", "decode"))
+    leaving = next(s.instance_id for s in world.steps if s.step == "draining")
+    assert steps_of(world, leaving) == ["draining", "drained", "disconnected", "released"]
+
+
+def test_without_spare_instances_a_role_is_changed_in_place() -> None:
+    world = World(TWO_BY_TWO, num=4)
+    world.settle()
+    world.apply(THREE_BY_ONE)
+    world.settle()
+    assert world.counts() == {"chat": (3, 1, 0)}
+
+
+@pytest.mark.req("S35", "S36")
+def test_a_lost_instance_is_replaced_by_exactly_one_and_nobody_else_is_touched() -> None:
+    world = World(TWO_BY_TWO)
+    world.settle()
+    before = {i: p.life.incarnation for i, p in world.processes.items()}
+    assignments = {i: a.assignment_id for i, a in world.given.items()}
+    world.steps.clear()
+    lost = world.ready("chat", Role.DECODE)[0]
+    world.kill(lost)
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    assigned = [s for s in world.steps if s.step == "assigned"]
+    assert [s.replaces for s in assigned] == [lost]
+    for instance_id, assignment_id in assignments.items():
+        if instance_id != lost:
+            assert world.given[instance_id].assignment_id == assignment_id
+            assert world.processes[instance_id].life.incarnation == before[instance_id]
+    assert lost not in world.given
+
+
+@pytest.mark.req("S15", "S35")
+def test_an_assignment_that_kills_whoever_takes_it_is_a_set_up_that_fails() -> None:
+    """An engine that dies of its model takes the process with it; without an end, every blank instance would die of it in turn."""
+    world = World(TWO_BY_TWO, num=6)
+    num_deaths = 0
+    for _ in range(40):  # less than the group cools down for
+        world.now += 0.5
+        world.round()
+        for instance_id, given in sorted(world.given.items()):
+            if given.stage is Stage.LOAD and given.duty.role is Role.DECODE:
+                world.kill(instance_id)
+                world.start(instance_id)
+                num_deaths += 1
+    assert num_deaths <= 2 * LIMITS.max_tries
+    report = world.controller.reports["chat"]
+    assert (report.state, "was lost while it was set up" in report.detail) == ("failed", True)
+    assert world.counts() == {}
+    assert "setup_failed" in [s.step for s in world.steps if s.group_id == "chat"]
+    world.now += LIMITS.cool_s
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+
+
+@pytest.mark.fault("F41")
+def test_processes_that_are_restarted_one_after_the_other_are_no_failures() -> None:
+    """They drain by themselves, longer than one that came to nothing may take."""
+    world = World(TWO_BY_TWO, num=5)
+    world.settle()
+    world.steps.clear()
+    for role in (Role.PREFILL, Role.DECODE, Role.PREFILL, Role.DECODE):
+        going = world.ready("chat", role)[0]
+        world.stop(going)
+        for _ in range(int(LIMITS.serve_s) + 5):
+            world.work_round()
+        assert world.counts()["chat"] == (2, 2, 0), "its place is filled while it drains"
+        world.kill(going)
+        world.start(going)
+        world.settle()
+    told = {s.step for s in world.steps}
+    assert told.isdisjoint({"failed", "lost", "setup_failed"})
+    assert world.counts() == {"chat": (2, 2, 0)}
+
+
+def test_one_that_ceased_to_be_ready_has_the_time_of_one_that_begins() -> None:
+    world = World(TWO_BY_TWO)
+    world.settle()
+    odd = world.ready("chat", Role.DECODE)[0]
+    for num_seconds, is_kept in ((0, True), (LIMITS.serve_s, True), (1, False)):
+        world.now += num_seconds
+        world.records[odd] = replace(world.records[odd], phase=Phase.CONNECTING)
+        world.round()
+        assert (world.given[odd].stage is Stage.SERVE) == is_kept
+
+
+@pytest.mark.req("S23")
+def test_one_that_does_not_become_blank_is_named_once() -> None:
+    world = World(TWO_BY_TWO, num=5)
+    world.settle()
+    odd = world.ready("chat", Role.DECODE)[0]
+    world.isolated.add(odd)
+    for _ in range(int(LIMITS.erase_s) + 5):
+        world.now += 1
+        world.round()
+    assert steps_of(world, odd).count("stuck") == 1
+    world.settle()
+    assert world.processes[odd].life.phase is Phase.BLANK
+
+
+@pytest.mark.req("S35")
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_one_blank_instance_repairs_a_group_that_lost_all_of_a_role(role: Role) -> None:
+    world = World(TWO_BY_TWO, num=4)
+    world.settle()
+    for instance_id in world.ready("chat", role):
+        world.kill(instance_id)
+    world.start("spare")
+    world.settle()
+    assert world.counts() == {"chat": (1, 2, 0) if role is Role.PREFILL else (2, 1, 0)}
+
+
+def test_the_first_substitute_gets_the_role_that_nobody_has() -> None:
+    world = World(TWO_BY_TWO, num=4)
+    world.settle()
+    for instance_id in [world.ready("chat", Role.PREFILL)[0], *world.ready("chat", Role.DECODE)]:
+        world.kill(instance_id)
+    world.start("spare")
+    world.settle()
+    assert world.counts() == {"chat": (1, 1, 0)}
+
+
+@pytest.mark.fault("F11", "F13")
+@pytest.mark.parametrize("num_rounds", range(12))
+def test_a_new_leader_goes_on_where_the_old_one_stopped(num_rounds: int) -> None:
+    """In whatever round the old one stops: no instance is assigned twice, none is left over."""
+    world = World(TWO_BY_TWO)
+    for _ in range(num_rounds):
+        world.now += 1
+        world.round(num_written=2)
+        for instance_id in list(world.processes):
+            world.hear(instance_id)
+            world.work(instance_id)
+            world.tell(instance_id)
+    world.elect()
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    assert len(world.given) == 4
+    assert {a.epoch for a in world.given.values()} == {2}
+
+
+@pytest.mark.fault("F21")
+def test_lost_assignments_are_written_anew_from_the_records() -> None:
+    world = World(TWO_BY_TWO)
+    world.settle()
+    before, world.given = world.given, {}
+    world.settle()
+    assert world.given == before
+
+
+def test_an_isolated_instance_is_erased_replaced_and_never_chosen_until_it_is_healed() -> None:
+    world = World(TWO_BY_TWO, num=5)
+    world.settle()
+    bad = world.ready("chat", Role.PREFILL)[0]
+    world.isolated.add(bad)
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    assert world.processes[bad].life.phase is Phase.BLANK
+    world.kill(bad)
+    world.start(bad)  # coming back heals nothing
+    other = world.ready("chat", Role.PREFILL)[0]
+    world.kill(other)
+    world.settle()
+    assert world.counts() == {"chat": (1, 2, 0)}
+    world.isolated.clear()
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+
+
+@pytest.mark.req("S26", "S35")
+def test_a_drained_instance_leaves_after_its_substitute_has_come() -> None:
+    world = World(TWO_BY_TWO, num=5)
+    world.settle()
+    world.steps.clear()
+    going = world.ready("chat", Role.DECODE)[0]
+    world.drained.add(going)
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    told = [s.step for s in world.steps]
+    assert told.index("ready") < told.index("draining")
+    assert world.processes[going].life.phase is Phase.BLANK
+
+
+@pytest.mark.req("S31")
+def test_the_last_ones_of_a_scenario_are_not_drained_without_a_substitute() -> None:
+    world = World(TWO_BY_TWO, num=4)
+    world.settle()
+    world.drained.add(world.ready("chat", Role.DECODE)[0])
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    assert "scenario default would be left with 1 decode" in world.controller.reports["chat"].detail
+
+
+@pytest.mark.req("S22")
+def test_a_group_that_is_wanted_no_more_is_drained_and_given_back() -> None:
+    world = World(TWO_BY_TWO)
+    world.settle()
+    world.apply(Desired())
+    world.settle()
+    assert world.counts() == {}
+    assert world.given == {}
+    assert {p.life.phase for p in world.processes.values()} == {Phase.BLANK}
+
+
+def released(release: str, *counts: tuple[int, int]) -> Desired:
+    """Groups a, b... of one scenario, all of one revision."""
+    groups = {name: Group("default", *each) for name, each in zip("abc", counts, strict=False)}
+    return Desired(services={"default": Service(release=release)}, groups=groups)
+
+
+def ready_of(world: World, revision: str) -> list[str]:
+    lives = {i: p.life for i, p in world.processes.items()}
+    return [
+        i
+        for i, life in lives.items()
+        if life.phase is Phase.READY and life.duty and life.duty.revision == revision
+    ]
+
+
+@pytest.mark.req("S24")
+def test_another_revision_is_served_whole_before_any_of_the_old_one_leaves() -> None:
+    world = World(released("1", (4, 4)), num=16)
+    world.settle()
+    world.steps.clear()
+    world.apply(released("2", (4, 4)))
+    world.settle()
+    assert world.counts() == {"a": (4, 4, 0)}
+    assert len({a.duty.revision for a in world.given.values()}) == 1
+    told = [s.step for s in world.steps]
+    assert told.count("draining") == 8
+    assert told[: told.index("draining")].count("ready") == 8
+
+
+def of_scenario(name: str, prefill: int = 2, decode: int = 2) -> Desired:
+    scenarios = {name: Scenario(service="model")}
+    groups = {"a": Group(name, prefill, decode)}
+    return Desired({"model": Service(release="1")}, scenarios, groups)
+
+
+def scenarios_of(world: World) -> set[str]:
+    return {p.life.duty.scenario for p in world.processes.values() if p.life.duty}
+
+
+@pytest.mark.req("S4")
+@pytest.mark.parametrize("num", [4, 8])
+def test_a_group_that_is_to_serve_another_scenario_serves_it_with_other_instances(num: int) -> None:
+    """An instance keeps its scenario for life; it used to be taken for a member of the group as it is now."""
+    world = World(of_scenario("chat"), num=num)
+    world.settle()
+    assert scenarios_of(world) == {"chat"}
+    world.steps.clear()
+    world.apply(of_scenario("summaries"))
+    world.settle()
+    assert world.counts() == {"a": (2, 2, 0)}
+    assert scenarios_of(world) == {"summaries"}
+    told = [s.step for s in world.steps]
+    if num == 8:  # those that come are there before the others leave
+        assert told[: told.index("draining")].count("ready") == 4
+
+
+@pytest.mark.req("F21")
+def test_a_member_of_another_scenario_is_known_as_one_when_assignments_are_lost() -> None:
+    world = World(of_scenario("chat"), num=8)
+    world.settle()
+    world.given.clear()
+    world.apply(of_scenario("summaries"))
+    world.settle()
+    assert scenarios_of(world) == {"summaries"}
+    assert {a.duty.scenario for a in world.given.values()} == {"summaries"}
+
+
+@pytest.mark.req("S24")
+def test_without_spare_instances_one_group_of_a_scenario_at_a_time_makes_room() -> None:
+    """Three groups, and not one blank instance: the first one's leave, and the others carry its traffic until its place is taken."""
+    world = World(released("1", (2, 2), (2, 2), (2, 2)), num=12)
+    world.settle()
+    (old,) = {a.duty.revision for a in world.given.values()}
+    world.apply(released("2", (2, 2), (2, 2), (2, 2)))
+    fewest = 12
+    for _ in range(200):
+        world.now += 1
+        world.round()
+        going = {a.duty.group_id for a in world.given.values() if a.stage is Stage.DRAIN}
+        assert len(going) <= 1
+        for instance_id in list(world.processes):
+            for act in (world.hear, world.work, world.tell):
+                act(instance_id)
+        ready = sum(p.life.phase is Phase.READY for p in world.processes.values())
+        fewest = min(fewest, ready)
+    assert fewest == 8
+    assert world.counts() == dict.fromkeys("abc", (2, 2, 0))
+    assert not ready_of(world, old)
+
+
+@pytest.mark.req("S24", "S31")
+@pytest.mark.parametrize(("num_spare", "is_changed"), [(0, False), (3, False), (4, True)])
+def test_an_old_revision_leaves_only_if_that_makes_enough_room(
+    num_spare: int, is_changed: bool
+) -> None:
+    """Eight new ones are needed and four of the old ones may go: with three blank instances they would go for nothing."""
+    world = World(released("1", (4, 4)), num=8 + num_spare)
+    world.settle()
+    (old,) = {a.duty.revision for a in world.given.values()}
+    world.apply(released("2", (4, 4)))
+    world.settle()
+    assert world.counts() == {"a": (4, 4, 0)}
+    assert bool(ready_of(world, old)) is not is_changed
+    if not is_changed:
+        assert "4 instances may leave" in world.upgrading.reports["default"].detail
+
+
+@pytest.mark.req("S10")
+def test_instances_with_a_role_of_their_own_are_adopted_where_they_are_wanted() -> None:
+    world = World(TWO_BY_TWO, num=0)
+    for i, role in enumerate((Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)):
+        world.start(f"own-{i}", Duty(role, "chat", "default"))
+    world.start("other", Duty(Role.DECODE, "elsewhere", "default"))
+    world.settle()
+    assert world.counts()["chat"] == (2, 2, 0)
+    assert {a.stage for a in world.given.values()} == {Stage.SERVE}
+    assert "other" not in world.given
+
+
+def test_without_any_desired_state_nothing_is_touched() -> None:
+    world = World(Desired())
+    world.version = 0
+    world.start("own", Duty(Role.FUSION, "chat", "default"))
+    world.settle()
+    assert world.given == {}
+
+
+def test_fusion_groups_and_regions() -> None:
+    text = """
+groups:
+  a: {fusion: 2, region: eu}
+  b: {prefill: 2, decode: 2, region: us}
+regions: [eu, us]
+"""
+    world = World(read(text), num=8)
+    for i, process in enumerate(world.processes.values()):
+        process.region = "eu" if i % 2 else "us"
+        world.tell(process.instance_id)
+    world.settle()
+    assert world.counts() == {"a": (0, 0, 2), "b": (2, 2, 0)}
+    assert world.ready("a", Role.FUSION) == ["i-1", "i-3"]
+
+
+@pytest.mark.req("S54")
+def test_a_group_takes_instances_of_its_racks_alone_and_moves_when_they_change() -> None:
+    world = World(Desired(groups={"chat": Group("chat", 2, 2, racks=("r1",))}), num=8)
+    for number in range(8):
+        world.processes[f"i-{number}"].rack = "r1" if number < 3 else "r2"
+        world.tell(f"i-{number}")
+    for _ in range(5):
+        world.work_round()
+    assert world.counts() == {}
+    assert world.controller.reports["chat"].detail == "1 more blank instance needed in rack r1"
+    world.apply(Desired(groups={"chat": Group("chat", 2, 2, racks=("r1", "r2"))}))
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0)}
+    world.apply(Desired(groups={"chat": Group("chat", 2, 2, racks=("r2",))}))
+    world.settle()
+    serving = [i for role in (Role.PREFILL, Role.DECODE) for i in world.ready("chat", role)]
+    assert {world.processes[i].rack for i in serving} == {"r2"}
+    assert len(serving) == 4

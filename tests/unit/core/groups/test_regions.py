@@ -1,0 +1,301 @@
+"""Regions (S58): where groups are, where they go when a region is lost and when it returns, and where requests go."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from pdmesh.core.groups.adjustments import Adjustment, adjusted, num_lent
+from pdmesh.core.groups.round import Round
+from pdmesh.core.moves.move import (
+    GroupShape,
+    Move,
+    MoveKind,
+    refusal,
+)
+from pdmesh.core.placement.fleet import (
+    Fleet,
+    Identity,
+    RecordSeen,
+    RecordVanished,
+    Role,
+)
+from pdmesh.core.placement.fleet import LoadReported as Load
+from pdmesh.core.placement.plan import Placement, Plan
+from pdmesh.core.placement.policies import Query
+from pdmesh.core.ratio.planner import Choice, PlannerLimits, one_step
+from pdmesh.desired_file import read
+from pdmesh.errors import InvalidRequest
+from pdmesh.v1.common_pb2 import (
+    INSTANCE_PHASE_READY,
+    ROLE_DECODE,
+    ROLE_PREFILL,
+    InstanceRecord,
+)
+from services.gateway.routing.fleet import Fleet as GatewayFleet
+from services.gateway.routing.fleet import pair_of
+from tests.fakes.group_world import LIMITS, World
+from tests.fakes.memory_registry import MemoryStore, MemoryView
+
+HOME_AND_FAILOVER = """
+regions: [eu, us]
+groups:
+  chat: {prefill: 2, decode: 2, region: eu, failover: [us]}
+"""
+ANYWHERE = "regions: [eu, us]\ngroups:\n  chat: {prefill: 2, decode: 2}\n"
+SPANNING = "regions: [eu, us]\ngroups:\n  chat: {prefill: 2, decode: 2, spans_regions: true}\n"
+
+pytestmark = pytest.mark.req("S58")
+
+
+def world_of(text: str, **num: int) -> World:
+    """So many instances in each region: eu-0, us-0 and so on."""
+    world = World(read(text), num=0)
+    for region, count in num.items():
+        for i in range(count):
+            start(world, f"{region}-{i}")
+    return world
+
+
+def start(world: World, name: str) -> None:
+    world.start(name)
+    world.processes[name].region = name.partition("-")[0]
+    world.tell(name)
+
+
+def regions(world: World) -> set[str]:
+    roles = (Role.PREFILL, Role.DECODE)
+    return {name.partition("-")[0] for role in roles for name in world.ready("chat", role)}
+
+
+def test_a_group_goes_to_its_failover_when_its_region_is_lost_and_back_when_that_is_whole() -> None:
+    world = world_of(HOME_AND_FAILOVER, eu=4, us=4)
+    world.settle()
+    assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"eu"})
+
+    for i in range(4):
+        world.kill(f"eu-{i}")
+    world.settle()
+    assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"us"})
+
+    for i in range(3):
+        start(world, f"eu-{i}")
+    world.settle()
+    assert regions(world) == {"us"}  # three are not all of it
+    world.steps.clear()
+    start(world, "eu-3")
+    world.settle()
+    assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"eu"})
+    told = [(s.step, s.instance_id[:2]) for s in world.steps if s.step in ("ready", "draining")]
+    assert told == [("ready", "eu")] * 4 + [("draining", "us")] * 4
+
+
+def test_a_home_that_returns_in_part_takes_nothing_over_and_leaves_nothing_half_made() -> None:
+    world = world_of(HOME_AND_FAILOVER, us=4)
+    world.settle()
+    for i in range(4):
+        start(world, f"eu-{i}")
+    for _ in range(3):
+        world.work_round()
+    world.kill("eu-0")
+    world.settle()
+    assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"us"})
+    assert {i[:2] for i in world.given} == {"us"}
+
+
+def test_a_group_that_may_be_anywhere_is_in_one_region_and_stays_while_it_serves() -> None:
+    world = world_of(ANYWHERE, eu=3, us=5)
+    world.settle()
+    assert regions(world) == {"us"}
+    for i in (3, 4, 5, 6):
+        start(world, f"eu-{i}")
+    world.kill("us-0")
+    world.settle()
+    assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"us"})
+    for i in (1, 2, 3, 4):
+        world.kill(f"us-{i}")
+    world.settle()
+    assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"eu"})
+
+
+def test_a_lost_region_takes_no_failed_set_ups_with_it() -> None:
+    """Its leases end one after the other: the group first takes spares of the region, whose leases end, too."""
+    world = world_of(ANYWHERE, eu=12, us=4)
+    world.settle()
+    assert regions(world) == {"eu"}
+    order = random.Random(3).sample(range(12), 12)
+    for i in order:
+        world.kill(f"eu-{i}")
+        world.round()
+        world.round()
+    assert not any(step.step == "setup_failed" for step in world.steps)
+    began = world.now
+    while regions(world) != {"us"}:
+        world.work_round()
+        assert world.now - began < 10, world.describe()
+
+
+def test_one_crash_in_a_region_of_two_is_no_lost_region() -> None:
+    """What it was given kills each that takes it: a set-up that fails, not a region that is gone."""
+    text = "scenarios: {default: {allow_single: true}}\ngroups:\n  chat: {prefill: 1, decode: 1, region: eu}\nregions: [eu]\n"
+    world = world_of(text, eu=2)
+    world.round()
+    for _ in range(LIMITS.max_tries):
+        world.kill("eu-0")
+        world.round()
+        start(world, "eu-0")
+        world.round()
+    assert "setup_failed" in [step.step for step in world.steps], world.describe()
+
+
+@pytest.mark.req("S25")
+def test_a_group_changes_its_region_without_a_gap() -> None:
+    single = "scenarios: {default: {allow_single: true}}\n"
+    text = single + HOME_AND_FAILOVER.replace(", failover: [us]", "")
+    world = world_of(text, eu=4, us=3)
+    world.settle()
+    world.apply(read(text.replace("region: eu", "region: us")))
+    world.settle()
+    assert regions(world) == {"eu"}
+    assert world.controller.reports["chat"].detail == "1 more blank instance needed in region us"
+    start(world, "us-3")
+    world.settle()
+    assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"us"})
+
+
+@pytest.mark.req("S13")
+def test_kv_crosses_regions_only_where_the_file_says_so() -> None:
+    world = world_of(SPANNING, eu=2, us=2)
+    world.settle()
+    assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"eu", "us"})
+    assert {r.kv_region for r in world.records.values()} == {""}
+
+    world = world_of(ANYWHERE, eu=3, us=3)
+    world.settle()
+    assert world.counts() == {}
+    assert world.controller.reports["chat"].detail == "1 more blank instance needed in region eu"
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ("{region: eu}", "groups.chat: scenario default would be lost with region eu"),
+        ("{region: eu, failover: [eu]}", "groups.chat.failover[0]: eu is named twice"),
+        ("{region: eu, failover: [asia]}", "groups.chat.failover[0]: there is no region asia"),
+        ("{failover: [us]}", "groups.chat.failover: says where"),
+        ("{region: eu, spans_regions: true}", "groups.chat.spans_regions: contradicts region eu"),
+    ],
+)
+def test_what_is_wrong_with_a_place_is_said(group: str, message: str) -> None:
+    text = f"regions: [eu, us]\ngroups:\n  chat: {{prefill: 2, decode: 2, {group[1:]}"
+    with pytest.raises(InvalidRequest) as caught:
+        read(text)
+    assert caught.value.message.startswith(f"line 3: {message}")
+
+
+@pytest.mark.req("S11")
+def test_what_is_kept_for_a_lent_group_is_of_its_region() -> None:
+    """So another group of eu cannot take it, and eu's groups find their failover when eu is lost."""
+    text = HOME_AND_FAILOVER + "  night: {prefill: 2, decode: 2, region: eu, failover: [us]}\n"
+    desired = read(text)
+    world = world_of(text, eu=8, us=4)
+    lent = {"night": Adjustment(2, 2, (2, 2), "training")}
+    world.desired, world.num_lent = adjusted(desired, lent), num_lent(desired, lent)
+    world.settle()
+    assert regions(world) == {"eu"}
+    assert {seen.region for seen in Round(world.observe()).blanks()} == {"us"}
+    for i in range(8):
+        world.kill(f"eu-{i}")
+    world.settle()
+    assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"us"})
+
+
+def test_a_ratio_takes_instances_from_its_own_region_alone() -> None:
+    """The other region's group has room, and blank instances: neither can help here."""
+    short = GroupShape("a", "chat", 2, 2, 0.95, 0.9, region="eu", num_blank=0)
+    idle = GroupShape("b", "chat", 3, 3, 0.1, 0.1, region="us", num_blank=4)
+    near = replace(idle, group_id="c", region="eu", num_blank=0)
+
+    def step(*groups: GroupShape) -> Choice:
+        named = {group.group_id: group for group in groups}
+        return one_step(Role.PREFILL, "chat", named, 4, PlannerLimits(), "too slow")
+
+    assert step(short, idle).move is None
+    assert "add: no blank instance in region eu" in step(short, idle).reasons
+    moved = step(short, idle, near).move
+    assert moved is not None
+    assert (moved.kind, moved.group_id, moved.to_group) == (MoveKind.MOVE, "c", "a")
+    asked = Move("b", MoveKind.MOVE, Role.PREFILL, "a")
+    assert refusal(asked, {"a": short, "b": idle}, 0.9) == "group a is in another region"
+
+
+# --- requests --------------------------------------------------------------------------------------
+
+
+def identity(region: str, role: Role, kv_region: str | None = None) -> Identity:
+    return Identity(
+        f"{region}-{role.value}", 1, role, f"chat-{region}", "default", "m", "f", 64, 2, 1000, 8192,
+        region=region, kv_region=region if kv_region is None else kv_region,
+    )  # fmt: skip
+
+
+def placement() -> Placement:
+    fleet = Fleet()
+    for region in ("eu", "us"):
+        for role in (Role.PREFILL, Role.DECODE):
+            fleet.handle(RecordSeen(identity(region, role)), now=0.0)
+    return Placement(fleet, random.Random(1))
+
+
+def place(among: Placement, region: str, **matches: int) -> str:
+    named = {name.replace("_", "-"): n for name, n in matches.items()}
+    query = Query(model="m", num_prompt_tokens=640, block_hashes=(b"x",) * 10, region=region)
+    plan = among.plan(query, named, 0.0)
+    assert isinstance(plan, Plan), plan
+    return plan.group_id
+
+
+def busy(name: str) -> Load:
+    return Load(name, 1, 2, 2, 1000, is_draining=False)
+
+
+def test_requests_stay_in_their_region_even_where_another_holds_their_prefix() -> None:
+    assert place(placement(), "eu", us_prefill=10) == "chat-eu"
+    assert place(placement(), "us", eu_prefill=10) == "chat-us"
+    assert place(placement(), "", us_prefill=10) == "chat-us"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_requests_go_to_another_region_when_theirs_is_full_or_gone(role: str) -> None:
+    among = placement()
+    among.fleet.handle(busy(f"eu-{role}"), 0.0)
+    assert place(among, "eu") == "chat-us"
+    among.fleet.handle(busy(f"us-{role}"), 0.0)
+    assert place(among, "eu") == "chat-eu"
+    among.fleet.handle(RecordVanished(f"eu-{role}"), 0.0)
+    assert place(among, "eu") == "chat-us"
+
+
+async def test_a_gateway_without_a_master_asks_its_own_region_first() -> None:
+    store = MemoryStore()
+    for region in ("eu", "us"):
+        for name, role in (("prefill", ROLE_PREFILL), ("decode", ROLE_DECODE)):
+            store.records[f"{region}-{name}"] = InstanceRecord(
+                instance_id=f"{region}-{name}",
+                incarnation=1,
+                role=role,
+                phase=INSTANCE_PHASE_READY,
+                group_id=f"chat-{region}",
+                model="m",
+                kv_region=region,
+            )
+    fleet = GatewayFleet(MemoryView(store), "m", lambda: 0.0, region="us")
+    prefills, decodes = fleet.least_loaded("m", "", (), lambda i, n: 5 * i.startswith("us"))
+    assert [c.instance_id for c in prefills] == ["us-prefill", "eu-prefill"]
+    assert [c.instance_id for c in decodes] == ["us-decode", "eu-decode"]
+    assert prefills[0].pair == decodes[0].pair != decodes[1].pair
+    mixed = store.records["eu-decode"]
+    mixed.group_id = "chat-us"
+    assert pair_of(mixed) != pair_of(store.records["us-prefill"])

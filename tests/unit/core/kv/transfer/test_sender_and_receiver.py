@@ -1,0 +1,535 @@
+"""What the transfer machines do at once: the cases a random walk rarely meets."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdmesh.core.kv.layout.buffer_layout import KvLayout, KvPart, KvSpan
+from pdmesh.core.kv.transfer import receiver_events as rx
+from pdmesh.core.kv.transfer import sender_events as tx
+from pdmesh.core.kv.transfer.lease_renewal import LeaseKeeper
+from pdmesh.core.kv.transfer.quarantine import Quarantine
+from pdmesh.core.kv.transfer.receiver import (
+    LET_GO_S,
+    SILENT_S,
+    STOP_S,
+    PullBook,
+)
+from pdmesh.core.kv.transfer.sender import (
+    MAX_DECODES,
+    MAX_LEASES,
+    MAX_PULLS_PER_TICKET,
+    WINDOW,
+    TicketBook,
+)
+from pdmesh.core.kv.transfer.ticket import CloseReason, PullFailure, Refusal
+
+LAYOUT = KvLayout(num_layers=4, num_blocks=4, block_bytes=10)
+WHOLE = KvPart(0, 160, (KvSpan(0, 160),), 0, 4)
+LAYERS = LAYOUT.parts(chunk_bytes=40)  # one layer each
+
+
+def book_with_ticket(
+    lease_s: float = 10.0, *, num_ready: int = 4, chunk_bytes: int = 1000, is_single: bool = False
+) -> TicketBook:
+    book = TicketBook(incarnation=7, fingerprint_hash=11)
+    book.handle(tx.Opened("t", 1, LAYOUT, lease_s, chunk_bytes, is_single), now=0.0)
+    book.handle(tx.LayersReady("t", num_ready), now=0.0)
+    return book
+
+
+def ask(
+    pull_id: int = 1,
+    *,
+    peer: int = 1,
+    ticket_id: str = "t",
+    attempt: int = 1,
+    incarnation: int = 7,
+    fingerprint: int = 11,
+    first_block: int = 0,
+    heads: tuple[int, int] | None = None,
+    num_takers: int = 1,
+    decode: int = 0,
+) -> tx.PullAsked:
+    return tx.PullAsked(
+        peer,
+        pull_id,
+        ticket_id,
+        attempt,
+        incarnation,
+        fingerprint,
+        first_block,
+        heads,
+        num_takers,
+        decode,
+    )
+
+
+def send(part: KvPart, *, peer: int = 1, pull_id: int = 1) -> tx.SendPart:
+    return tx.SendPart(peer, pull_id, "t", part, LAYOUT.total_bytes)
+
+
+@pytest.mark.req("S41")
+def test_a_taken_ticket_is_closed_by_the_ack_and_not_by_the_lease() -> None:
+    book = book_with_ticket()
+    assert book.handle(ask(), now=1.0) == [send(WHOLE)]
+    assert book.handle(tx.PartSent(1, 1), now=1.1) == []
+    assert book.handle(tx.PullAcked(1, 1, True), now=1.2) == [
+        tx.CloseTicket("t", CloseReason.TAKEN)
+    ]
+    assert len(book) == 0
+
+
+def test_an_ack_that_overtakes_the_end_of_its_send_waits_for_it() -> None:
+    book = book_with_ticket()
+    book.handle(ask(), now=1.0)
+    assert book.handle(tx.PullAcked(1, 1, True), now=1.1) == []
+    assert book.handle(tx.PartSent(1, 1), now=1.2) == [tx.CloseTicket("t", CloseReason.TAKEN)]
+
+
+@pytest.mark.fault("F4", "F5", "F34", "F35")
+@pytest.mark.parametrize(
+    ("pull", "refusal"),
+    [
+        (ask(incarnation=8), Refusal.WRONG_INCARNATION),
+        (ask(fingerprint=12), Refusal.WRONG_MODEL),
+        (ask(ticket_id="u"), Refusal.UNKNOWN_TICKET),
+        (ask(attempt=2), Refusal.WRONG_ATTEMPT),
+        (ask(first_block=5), Refusal.BAD_RANGE),
+        (ask(heads=(0, 2)), Refusal.BAD_RANGE),
+    ],
+)
+def test_a_pull_that_means_something_else_is_refused(pull: tx.PullAsked, refusal: Refusal) -> None:
+    assert book_with_ticket().handle(pull, now=1.0) == [tx.Refuse(1, 1, refusal)]
+
+
+def test_a_pull_after_the_lease_is_refused_even_before_the_next_tick() -> None:
+    assert book_with_ticket().handle(ask(), now=10.0) == [tx.Refuse(1, 1, Refusal.LEASE_ENDED)]
+
+
+def test_pulls_of_one_ticket_are_bounded() -> None:
+    book = book_with_ticket()
+    for pull_id in range(MAX_PULLS_PER_TICKET):
+        assert isinstance(book.handle(ask(pull_id), now=1.0)[0], tx.SendPart)
+    assert book.handle(ask(99), now=1.0) == [tx.Refuse(1, 99, Refusal.TOO_MANY_PULLS)]
+
+
+def test_the_same_pull_again_changes_nothing() -> None:
+    book = book_with_ticket()
+    book.handle(ask(), now=1.0)
+    assert book.handle(ask(), now=1.1) == []
+    assert book.num_sends == 1
+
+
+@pytest.mark.req("S48")
+def test_a_pull_waits_for_each_layer_and_is_served_as_they_come() -> None:
+    book = book_with_ticket(num_ready=0, chunk_bytes=40)
+    assert book.handle(ask(), now=1.0) == []
+    for number, part in enumerate(LAYERS):
+        assert book.handle(tx.LayersReady("t", number + 1), now=1.0) == [send(part)]
+        assert book.handle(tx.PartSent(1, 1), now=1.0) == []
+    assert book.handle(tx.PullAcked(1, 1, True), now=1.2) == [
+        tx.CloseTicket("t", CloseReason.TAKEN)
+    ]
+
+
+@pytest.mark.req("S49", "S52")
+def test_a_window_of_parts_is_on_its_way_at_once() -> None:
+    book = book_with_ticket(chunk_bytes=40)
+    assert book.handle(ask(), now=1.0) == [send(part) for part in LAYERS[:WINDOW]]
+    assert book.handle(tx.PartSent(1, 1), now=1.0) == [send(LAYERS[WINDOW])]
+
+
+@pytest.mark.fault("F35")
+def test_nothing_but_its_engine_ends_an_open_ticket() -> None:
+    """The range is still being written: freed, it would be somebody else's."""
+    book = book_with_ticket(num_ready=3, chunk_bytes=40)
+    assert book.handle(tx.Tick(), now=1e6) == []
+    assert book.handle(tx.LayersReady("t", 4), now=1e6) == []
+    assert book.handle(tx.Tick(), now=1e6 + 9.9) == []
+    assert book.handle(tx.Tick(), now=1e6 + 10) == [tx.CloseTicket("t", CloseReason.EXPIRED)]
+
+
+@pytest.mark.fault("F27")
+def test_an_open_ticket_that_is_released_tells_those_who_wait() -> None:
+    book = book_with_ticket(num_ready=0)
+    book.handle(ask(), now=1.0)
+    assert book.handle(tx.Released("t"), now=1.1) == [
+        tx.Refuse(1, 1, Refusal.TICKET_CLOSED),
+        tx.CloseTicket("t", CloseReason.RELEASED),
+    ]
+
+
+@pytest.mark.fault("F6", "F27")
+def test_an_open_ticket_released_under_a_frozen_reader_is_freed_within_a_lease() -> None:
+    book = book_with_ticket(num_ready=1, chunk_bytes=40)
+    book.handle(ask(), now=1.0)
+    book.handle(tx.Released("t"), now=2.0)
+    assert book.handle(tx.Tick(), now=11.9) == []
+    assert book.handle(tx.Tick(), now=12.0) == [tx.AbortPeer(1)]
+    assert book.handle(tx.PeerLost(1), now=12.1) == [tx.CloseTicket("t", CloseReason.RELEASED)]
+
+
+def test_a_ticket_that_is_taken_while_it_is_written_closes_with_its_last_layer() -> None:
+    book = book_with_ticket(num_ready=0)
+    empty = KvPart(0, 0, (), 0, 0)
+    assert book.handle(ask(first_block=4), now=1.0) == [tx.SendPart(1, 1, "t", empty, 0)]
+    book.handle(tx.PartSent(1, 1), now=1.0)
+    assert book.handle(tx.PullAcked(1, 1, True), now=1.0) == []
+    assert book.handle(tx.LayersReady("t", 4), now=1.1) == [tx.CloseTicket("t", CloseReason.TAKEN)]
+
+
+@pytest.mark.fault("F27")
+def test_release_during_a_send_frees_when_the_send_ended() -> None:
+    book = book_with_ticket()
+    book.handle(ask(), now=1.0)
+    assert book.handle(tx.Released("t"), now=1.1) == []
+    assert book.handle(ask(2), now=1.2) == [tx.Refuse(1, 2, Refusal.TICKET_CLOSED)]
+    assert book.handle(tx.PartSent(1, 1), now=1.3) == [tx.CloseTicket("t", CloseReason.RELEASED)]
+
+
+@pytest.mark.fault("F27")
+def test_a_receiver_that_gives_up_gets_no_further_part_and_an_answer() -> None:
+    book = book_with_ticket(chunk_bytes=40)
+    book.handle(ask(), now=1.0)
+    assert book.handle(tx.PullAcked(1, 1, False), now=1.1) == [tx.Refuse(1, 1, Refusal.STOPPED)]
+    assert book.handle(tx.PartSent(1, 1), now=1.2) == []
+    assert book.handle(tx.PartSent(1, 1), now=1.2) == []
+    assert book.num_sends == 0
+    assert len(book) == 1, "the ticket is there for another pull"
+
+
+@pytest.mark.fault("F6")
+def test_a_send_to_a_frozen_receiver_is_aborted_at_the_end_of_the_lease() -> None:
+    book = book_with_ticket()
+    book.handle(ask(), now=5.0)
+    assert book.handle(tx.Tick(), now=14.9) == [], "the pull renewed the lease"
+    assert book.handle(tx.Tick(), now=15.0) == [tx.AbortPeer(1)]
+    assert book.handle(tx.PeerLost(1), now=15.1) == [tx.CloseTicket("t", CloseReason.EXPIRED)]
+
+
+@pytest.mark.fault("F24")
+def test_a_slow_receiver_keeps_the_lease_by_what_it_takes() -> None:
+    book = book_with_ticket(chunk_bytes=40)
+    book.handle(ask(), now=0.0)
+    for now in (9.0, 18.0, 27.0):
+        book.handle(tx.PartSent(1, 1), now=now)
+        assert book.handle(tx.Tick(), now=now + 9.9) == []
+
+
+def test_renewing_keeps_a_waiting_ticket() -> None:
+    book = book_with_ticket()
+    book.handle(tx.LeaseRenewed("t", 1, 7), now=9.0)
+    assert book.handle(tx.Tick(), now=18.9) == []
+    assert book.handle(tx.Tick(), now=19.0) == [tx.CloseTicket("t", CloseReason.EXPIRED)]
+
+
+@pytest.mark.fault("F35")
+def test_renewing_has_an_end() -> None:
+    book = book_with_ticket()
+    now = 0.0
+    while len(book):
+        now += 5.0
+        book.handle(tx.LeaseRenewed("t", 1, 7), now)
+        book.handle(tx.Tick(), now)
+    assert now == MAX_LEASES * 10.0
+
+
+@pytest.mark.fault("F35")
+@pytest.mark.parametrize("renewal", [("t", 2, 7), ("t", 1, 8), ("u", 1, 7)])
+def test_a_renewal_of_something_else_keeps_nothing(renewal: tuple[str, int, int]) -> None:
+    book = book_with_ticket()
+    book.handle(tx.LeaseRenewed(*renewal), now=9.0)
+    assert book.handle(tx.Tick(), now=10.0) == [tx.CloseTicket("t", CloseReason.EXPIRED)]
+
+
+def test_a_pull_that_failed_leaves_the_ticket_for_another() -> None:
+    book = book_with_ticket()
+    book.handle(ask(), now=1.0)
+    book.handle(tx.PartSent(1, 1), now=1.1)
+    assert book.handle(tx.PullAcked(1, 1, False), now=1.2) == []
+    assert book.handle(ask(2, peer=2), now=1.3) == [send(WHOLE, peer=2, pull_id=2)]
+
+
+@pytest.mark.req("S57")
+def test_a_ticket_for_two_takers_waits_for_both() -> None:
+    book = book_with_ticket()
+    for peer in (1, 2):
+        book.handle(ask(peer=peer, num_takers=2), now=1.0)
+        book.handle(tx.PartSent(peer, 1), now=1.0)
+    assert book.handle(tx.PullAcked(1, 1, True), now=1.1) == []
+    assert book.handle(tx.PullAcked(1, 1, True), now=1.1) == [], "the same again"
+    assert book.handle(tx.PullAcked(2, 1, True), now=1.2) == [
+        tx.CloseTicket("t", CloseReason.TAKEN)
+    ]
+
+
+@pytest.mark.req("S57")
+def test_what_a_rank_of_a_failed_decode_took_does_not_count_for_the_next_decode() -> None:
+    """A decode of two ranks fails when one of them has its part. The next one's ranks must both get theirs."""
+    book = book_with_ticket()
+    for peer, decode in ((1, 5), (3, 6), (4, 6)):
+        book.handle(ask(peer=peer, num_takers=2, decode=decode), now=1.0)
+        if peer != 4:  # whose bytes are still on their way
+            book.handle(tx.PartSent(peer, 1), now=1.0)
+            assert book.handle(tx.PullAcked(peer, 1, True), now=1.1) == []
+    book.handle(tx.PartSent(4, 1), now=1.2)
+    assert book.handle(tx.PullAcked(4, 1, True), now=1.3) == [
+        tx.CloseTicket("t", CloseReason.TAKEN)
+    ]
+
+
+def test_takers_of_no_more_than_so_many_decodes_are_remembered() -> None:
+    book = book_with_ticket()
+    for decode in range(3 * MAX_DECODES):
+        book.handle(ask(decode, num_takers=2, decode=decode), now=1.0)
+        book.handle(tx.PartSent(1, decode), now=1.0)
+        assert book.handle(tx.PullAcked(1, decode, True), now=1.0) == []
+        book.check_invariants()
+
+
+@pytest.mark.parametrize("end", [tx.PullAcked(1, 1, False), tx.PeerLost(1)])
+def test_a_ticket_for_one_pull_ends_with_it(end: tx.SenderEvent) -> None:
+    book = book_with_ticket(is_single=True)
+    book.handle(ask(), now=1.0)
+    book.handle(tx.PartSent(1, 1), now=1.0)
+    assert book.handle(end, now=1.1) == [tx.CloseTicket("t", CloseReason.RELEASED)]
+
+
+@pytest.mark.fault("F23")
+def test_a_pull_that_nothing_comes_of_is_told_once_and_goes_on() -> None:
+    book = PullBook()
+    book.handle(rx.PullRequested(1, 5, 100, 100, deadline=20.0, stall_s=19.0), now=0.0)
+    assert book.handle(rx.Tick(), now=SILENT_S - 0.01) == []
+    assert book.handle(rx.MetaArrived(5, 1, 100, 0, 60, False), now=0.2) == [rx.ReceivePart(1, 0)]
+    assert book.handle(rx.Tick(), now=SILENT_S) == []
+    assert book.handle(rx.Tick(), now=0.2 + SILENT_S) == [rx.TellSilent(1)]
+    assert book.handle(rx.Tick(), now=0.3 + SILENT_S) == []
+    assert book.handle(rx.PartArrived(1, 0), now=9.0) == [rx.CheckPart(1, 0)]
+    assert book.handle(rx.Tick(), now=19.0) == []
+
+
+def requested(deadline: float = 2.0) -> PullBook:
+    book = PullBook()
+    assert book.handle(rx.PullRequested(1, 5, 100, 100, deadline), now=0.0) == [rx.SendPull(1)]
+    return book
+
+
+def meta(
+    offset: int = 0,
+    length: int = 100,
+    *,
+    peer: int = 5,
+    pull_id: int = 1,
+    num_bytes: int = 100,
+    is_inline: bool = False,
+) -> rx.MetaArrived:
+    return rx.MetaArrived(peer, pull_id, num_bytes, offset, length, is_inline)
+
+
+def test_a_pull_completes_once_its_bytes_are_verified() -> None:
+    book = requested()
+    assert book.handle(meta(), now=0.1) == [rx.ReceivePart(1, 0)]
+    assert book.handle(rx.PartArrived(1, 0), now=0.2) == [rx.CheckPart(1, 0)]
+    assert book.handle(rx.PartChecked(1, 0, True), now=0.3) == [
+        rx.DeliverPart(1, 0),
+        rx.SendAck(1, True),
+        rx.Complete(1),
+    ]
+    assert len(book) == 0
+
+
+@pytest.mark.req("S48", "S52")
+def test_parts_are_delivered_in_order_while_others_are_on_their_way() -> None:
+    book = requested()
+    for number in range(3):
+        book.handle(meta(number * 30, 30), now=0.1)
+        book.handle(rx.PartArrived(1, number), now=0.1)
+    assert book.handle(rx.PartChecked(1, 1, True), now=0.2) == []
+    assert book.handle(rx.PartChecked(1, 0, True), now=0.2) == [
+        rx.DeliverPart(1, 0),
+        rx.DeliverPart(1, 1),
+    ]
+    assert book.handle(rx.PartChecked(1, 2, True), now=0.2) == [rx.DeliverPart(1, 2)]
+    assert book.handle(meta(90, 10, is_inline=True), now=0.3) == [rx.CheckPart(1, 3)]
+    assert book.handle(rx.PartChecked(1, 3, True), now=0.3)[-1] == rx.Complete(1)
+
+
+@pytest.mark.fault("F34")
+def test_bytes_that_fail_their_checksum_are_never_completed() -> None:
+    book = requested()
+    book.handle(meta(is_inline=True), now=0.1)
+    assert book.handle(rx.PartChecked(1, 0, False), now=0.2) == [
+        rx.SendAck(1, False),
+        rx.Fail(1, PullFailure.CORRUPT),
+        rx.FreeLanding(1),
+    ]
+
+
+@pytest.mark.fault("F34")
+def test_a_corrupt_part_stops_the_rest_and_waits_for_what_is_on_its_way() -> None:
+    book = requested()
+    book.handle(meta(0, 30), now=0.1)
+    book.handle(meta(30, 30), now=0.1)
+    book.handle(rx.PartArrived(1, 0), now=0.1)
+    assert book.handle(rx.PartChecked(1, 0, False), now=0.2) == [
+        rx.SendAck(1, False),
+        rx.Fail(1, PullFailure.CORRUPT),
+    ]
+    assert book.handle(rx.PullRefused(5, 1, "KV_REFUSED_STOPPED"), now=0.3) == []
+    assert book.handle(rx.PartArrived(1, 1), now=0.4) == [rx.FreeLanding(1)]
+
+
+@pytest.mark.fault("F4")
+def test_a_missed_deadline_fails_at_once_and_frees_after_the_abort() -> None:
+    book = requested()
+    book.handle(meta(), now=0.1)
+    assert book.handle(rx.Tick(), now=2.0) == [
+        rx.SendAck(1, False),
+        rx.Fail(1, PullFailure.TIMEOUT),
+    ]
+    assert book.handle(rx.Tick(), now=2.0 + STOP_S) == [rx.AbortPeer(5)]
+    assert book.handle(rx.PeerLost(5), now=3.1) == [rx.FreeLanding(1)]
+
+
+@pytest.mark.fault("F24")
+def test_a_sender_that_answers_in_time_keeps_its_connection() -> None:
+    """A prefill that is late for one request must not cost the others their transfers."""
+    book = requested()
+    book.handle(rx.Tick(), now=2.0)
+    assert book.handle(rx.PullRefused(5, 1, "KV_REFUSED_STOPPED"), now=2.1) == [rx.FreeLanding(1)]
+    assert book.handle(rx.Tick(), now=9.0) == []
+
+
+@pytest.mark.fault("F27")
+def test_a_pull_nobody_waits_for_is_drained_before_its_bytes_are_reused() -> None:
+    book = requested()
+    book.handle(meta(), now=0.1)
+    assert book.handle(rx.CallerLeft(1), now=0.2) == [rx.SendAck(1, False)]
+    assert book.handle(rx.PartArrived(1, 0), now=0.3) == [rx.FreeLanding(1)]
+
+
+@pytest.mark.fault("F27")
+def test_a_pull_given_up_before_its_first_part_is_let_go_with_the_answer() -> None:
+    book = requested()
+    assert book.handle(rx.CallerLeft(1), now=0.2) == [rx.SendAck(1, False)]
+    assert book.handle(rx.PullRefused(5, 1, "KV_REFUSED_STOPPED"), now=0.3) == [rx.FreeLanding(1)]
+
+
+@pytest.mark.fault("F25", "F27")
+def test_a_pull_given_up_long_before_its_deadline_does_not_wait_for_it() -> None:
+    """Found by the nemesis: what asked for the KV was lost on its way, the client left, and slot and landing stayed taken for minutes,
+    since a pull that waits for prefill may take as long as its request."""
+    book = requested(deadline=600.0)
+    assert book.handle(rx.CallerLeft(1), now=1.0) == [rx.SendAck(1, False)]
+    assert book.handle(rx.Tick(), now=1.1) == []
+    assert book.handle(rx.Tick(), now=6.0) == []
+    assert book.handle(rx.Tick(), now=1.1 + LET_GO_S + STOP_S) == [rx.AbortPeer(5)]
+    assert book.handle(rx.PeerLost(5), now=7.0) == [rx.FreeLanding(1)]
+
+
+def test_a_refusal_that_comes_while_the_last_bytes_arrive_is_ignored() -> None:
+    book = requested()
+    book.handle(meta(), now=0.1)
+    assert book.handle(rx.PullRefused(5, 1, "KV_REFUSED_TICKET_CLOSED"), now=0.2) == []
+    assert book.handle(rx.PullRefused(6, 1, "KV_REFUSED_TICKET_CLOSED"), now=0.2) == []
+
+
+@pytest.mark.fault("F3")
+def test_a_sender_that_dies_after_its_last_byte_does_not_fail_the_pull() -> None:
+    book = requested()
+    book.handle(meta(is_inline=True), now=0.1)
+    assert book.handle(rx.PeerLost(5), now=0.2) == []
+    assert book.handle(rx.PartChecked(1, 0, True), now=0.3) == [
+        rx.DeliverPart(1, 0),
+        rx.Complete(1),
+    ]
+
+
+@pytest.mark.fault("F25", "F34")
+@pytest.mark.parametrize(
+    "second",
+    [
+        meta(40, 50),  # a gap
+        meta(20, 50),  # an overlap
+        meta(30, 80),  # past the end
+        meta(30, 0),
+        meta(30, 50, num_bytes=90),  # another size
+    ],
+)
+def test_parts_that_do_not_go_on_are_a_protocol_error(second: rx.MetaArrived) -> None:
+    book = requested()
+    book.handle(meta(0, 30, is_inline=True), now=0.1)
+    assert book.handle(second, now=0.1) == [
+        rx.SendAck(1, False),
+        rx.Fail(1, PullFailure.PROTOCOL),
+        rx.AbortPeer(5),
+    ]
+
+
+@pytest.mark.parametrize("size", [99, 101])
+def test_another_size_than_the_ticket_says_is_a_protocol_error(size: int) -> None:
+    book = requested()
+    assert book.handle(meta(0, size, num_bytes=size), now=0.1)[1:] == [
+        rx.Fail(1, PullFailure.PROTOCOL),
+        rx.AbortPeer(5),
+    ]
+    assert book.handle(rx.PeerLost(5), now=0.2) == [rx.FreeLanding(1)]
+
+
+def test_bytes_announced_for_no_pull_of_ours_end_the_connection() -> None:
+    assert requested().handle(meta(pull_id=2), now=0.1) == [rx.AbortPeer(5)]
+    assert requested().handle(meta(peer=6), now=0.1) == [rx.AbortPeer(6)]
+    assert requested().handle(meta(pull_id=2, is_inline=True), now=0.1) == []
+
+
+@pytest.mark.fault("F35")
+def test_a_waiting_ticket_is_renewed_three_times_a_lease_until_its_time_is_over() -> None:
+    leases = LeaseKeeper()
+    assert leases.keep("t", 3.0, until=3.0, now=0.0)
+    assert leases.due(0.9) == ([], [])
+    assert leases.due(1.0) == (["t"], [])
+    assert leases.due(1.9) == ([], [])
+    assert leases.due(2.0) == (["t"], [])
+    assert leases.due(3.0) == ([], ["t"])
+    assert len(leases) == 0
+    assert not leases.keep("t", 0.0, until=3.0, now=0.0), "it has no lease to renew"
+
+
+@pytest.mark.fault("F34")
+def test_the_third_corruption_within_the_window_quarantines_a_source_for_a_while() -> None:
+    quarantine: Quarantine[str] = Quarantine(limit=3, window_s=60, hold_s=30)
+    assert [quarantine.record("p0", now) for now in (0.0, 61.0, 62.0)] == [False] * 3
+    assert not quarantine.record("p1", 63.0), "another source"
+    assert quarantine.record("p0", 63.0)
+    assert not quarantine.record("p0", 64.0), "told once"
+    assert quarantine.is_held("p0", 92.9)
+    assert not quarantine.is_held("p1", 92.9)
+    assert not quarantine.is_held("p0", 93.0)
+    assert quarantine.release_due(92.9) == []
+    assert quarantine.release_due(93.0) == ["p0"]
+    assert [quarantine.record("p0", now) for now in (94.0, 95.0)] == [False, False]
+    quarantine.check_invariants()
+
+
+@pytest.mark.fault("F23", "F24")
+def test_silence_ends_a_pull_long_before_its_deadline_and_progress_does_not() -> None:
+    book = PullBook()
+    book.handle(rx.PullRequested(1, 7, 100, 100, deadline=60.0, stall_s=2.0), now=0.0)
+    assert book.handle(rx.Tick(), now=1.9) == [rx.TellSilent(1)]
+    for number in range(5):  # a slow link, and each part comes in time
+        now = 1.9 * (number + 1)
+        book.handle(rx.MetaArrived(7, 1, 100, 20 * number, 20, is_inline=False), now=now)
+    assert book.handle(rx.Tick(), now=9.5 + 1.9) == []
+    assert rx.Fail(1, PullFailure.TIMEOUT) in book.handle(rx.Tick(), now=9.5 + 2.0)
+    assert rx.AbortPeer(7) in book.handle(rx.Tick(), now=9.5 + 2.0 + STOP_S)
+
+
+@pytest.mark.fault("F23")
+def test_a_pull_that_waits_for_prefill_may_be_silent_until_that_is_done() -> None:
+    book = PullBook()
+    book.handle(rx.PullRequested(1, 7, 100, 100, deadline=60.0), now=0.0)
+    assert book.handle(rx.Tick(), now=30.0) == []
+    book.handle(rx.SourceComplete(1, 2.0), now=30.0)
+    assert book.handle(rx.Tick(), now=31.9) == [rx.TellSilent(1)]
+    assert rx.Fail(1, PullFailure.TIMEOUT) in book.handle(rx.Tick(), now=32.0)

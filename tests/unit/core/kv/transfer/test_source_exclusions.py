@@ -1,0 +1,167 @@
+"""Who should exchange KV with whom: what one decode finds out, and what is made of what all decodes say."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdmesh.core.kv.transfer.source_exclusions import (
+    Exchange,
+    Fit,
+    HeldSource,
+    KvSource,
+    KvSources,
+    SourceFault,
+)
+from pdmesh.core.kv.transfer.ticket import PullFailure
+from pdmesh.core.request.events import Candidate
+
+P0, P0_AGAIN, P1 = KvSource("p0", 1), KvSource("p0", 2), KvSource("p1", 1)
+CORRUPT, UNREACHABLE, SLOW = SourceFault.CORRUPT, SourceFault.UNREACHABLE, SourceFault.SLOW
+QUICK = (0.1, 1.0)  # seconds that the KV was waited for, and that computing it takes
+LATE = (3.0, 1.0)
+
+
+def sources() -> KvSources:
+    return KvSources()
+
+
+@pytest.mark.fault("F34")
+def test_the_third_corrupt_pull_makes_a_decode_refuse_a_source_for_a_minute() -> None:
+    record = sources()
+    assert [record.failed(P0, "KV_CORRUPT", t) for t in (0.0, 1.0)] == [None, None]
+    assert (
+        record.succeeded(P0, *QUICK, 1.5) is None
+    )  # what corrupts at times is not cleared by a good pull
+    assert record.failed(P0, "KV_CORRUPT", 2.0) is CORRUPT
+    assert record.refuses(P0, 61.9)
+    assert not record.refuses(P0_AGAIN, 3.0), "a restarted one has a clean record"
+    assert not record.refuses(P1, 3.0)
+    assert record.held() == [HeldSource(P0, CORRUPT)]
+    assert record.release_due(61.9) == []
+    assert record.release_due(62.0) == [HeldSource(P0, CORRUPT)]
+    assert record.held() == []
+    record.check_invariants()
+
+
+@pytest.mark.fault("F34")
+def test_a_source_that_the_kv_agent_asks_no_more_is_refused_at_once() -> None:
+    """It counts blocks of peers' pools too, of which the host hears nothing."""
+    record = sources()
+    assert record.failed(P0, "KV_SOURCE_QUARANTINED", 0.0) is CORRUPT
+    assert record.failed(P0, "KV_SOURCE_QUARANTINED", 0.1) is None, "told once"
+    assert record.refuses(P0, 1.0)
+
+
+@pytest.mark.fault("F23")
+@pytest.mark.parametrize("reason", ["KV_TRANSFER_TIMEOUT", "KV_PEER_LOST", "KV_CONNECT_FAILED"])
+def test_a_source_out_of_reach_twice_in_a_row_is_avoided_and_not_refused(reason: str) -> None:
+    record = sources()
+    assert record.failed(P0, reason, 0.0) is None
+    record.succeeded(P0, *QUICK, 0.5)
+    assert record.failed(P0, reason, 1.0) is None, "not in a row"
+    assert record.failed(P0, reason, 2.0) is UNREACHABLE
+    assert not record.refuses(P0, 3.0)
+    assert record.held() == [HeldSource(P0, UNREACHABLE)]
+    assert record.release_due(32.0) == [HeldSource(P0, UNREACHABLE)]
+
+
+@pytest.mark.fault("F24")
+def test_a_source_slower_than_computing_three_times_is_avoided_and_then_on_probation() -> None:
+    record = sources()
+    assert [record.succeeded(P0, *LATE, t) for t in (10.0, 20.0)] == [None, None]
+    assert record.succeeded(P0, *QUICK, 25.0) is None, "which clears it"
+    assert [record.succeeded(P0, *LATE, t) for t in (30.0, 40.0)] == [None, None]
+    assert record.succeeded(P0, *LATE, 50.0) is SLOW
+    assert record.succeeded(P0, *LATE, 51.0) is None, "told once"
+    assert record.held() == [HeldSource(P0, SLOW)]
+    assert not record.refuses(P0, 52.0), "what comes late is right"
+    assert record.release_due(80.0) == [HeldSource(P0, SLOW)]
+    assert record.succeeded(P0, *LATE, 82.0) is None, "it was asked for while the source was held"
+    assert record.succeeded(P0, *LATE, 84.0) is SLOW, "the first that was asked for since"
+    record.release_due(114.0)
+    record.succeeded(P0, *QUICK, 115.0)
+    assert record.succeeded(P0, *LATE, 120.0) is None
+    record.check_invariants()
+
+
+@pytest.mark.fault("F24")
+@pytest.mark.parametrize(
+    ("waited_s", "compute_s"),
+    [
+        pytest.param(1.9, 1.0, id="computing costs other requests, too"),
+        pytest.param(0.9, 0.01, id="nobody notices"),
+        pytest.param(60.0, 0.0, id="not known what computing takes"),
+    ],
+)
+def test_what_is_no_proof_of_a_slow_source_neither_strikes_nor_clears(
+    waited_s: float, compute_s: float
+) -> None:
+    record = sources()
+    assert [record.succeeded(P0, waited_s, compute_s, 100.0 * t) for t in range(4)] == [None] * 4
+    for t in (500.0, 600.0):
+        assert record.succeeded(P0, *LATE, t) is None
+        assert record.succeeded(P0, waited_s, compute_s, t + 65.0) is None
+    assert record.succeeded(P0, *LATE, 700.0) is SLOW
+
+
+@pytest.mark.fault("F24")
+def test_pulls_that_waited_together_are_one_observation() -> None:
+    """A decode that stood still for a while finds all of its sources slow at once."""
+    record = sources()
+    assert [record.succeeded(P0, *LATE, 10.0 + t) for t in (0.0, 0.1, 0.2, 2.9)] == [None] * 4
+    assert record.succeeded(P0, *LATE, 13.1) is None
+    assert record.succeeded(P0, *LATE, 16.2) is SLOW
+
+
+def test_a_slow_pair_is_avoided_as_a_pair() -> None:
+    exchange = Exchange.of({"d0": [HeldSource(P0, SLOW)]}, {"p0": 1, "p1": 1})
+    assert (exchange.fit("d0", "p0"), exchange.fit("d1", "p0")) == (Fit.AVOIDED, Fit.GOOD)
+
+
+def test_failures_that_are_nobodys_fault_are_not_counted() -> None:
+    record = sources()
+    for reason in ("KV_TOO_MANY_PULLS", "KV_AGENT_CLOSING", "KV_REFUSED_LEASE_ENDED", ""):
+        assert [record.failed(P0, reason, 0.0) for _ in range(4)] == [None] * 4
+    assert record.held() == []
+
+
+@pytest.mark.fault("F23", "F34")
+def test_one_decode_quarrels_for_itself_and_two_condemn_a_source() -> None:
+    incarnations = {"p0": 1, "p1": 1}
+    one = Exchange.of({"d0": [HeldSource(P0, CORRUPT)]}, incarnations)
+    assert (one.fit("d0", "p0"), one.fit("d0", "p1")) == (Fit.REFUSED, Fit.GOOD)
+    assert one.fit("d1", "p0") is Fit.GOOD
+    both = Exchange.of(
+        {"d0": [HeldSource(P0, CORRUPT)], "d1": [HeldSource(P0, CORRUPT)]}, incarnations
+    )
+    assert both.fit("d2", "p0") is Fit.REFUSED, "two decodes do not fail alike by themselves"
+    cut = Exchange.of({d: [HeldSource(P0, UNREACHABLE)] for d in ("d0", "d1")}, incarnations)
+    assert (cut.fit("d0", "p0"), cut.fit("d2", "p0")) == (Fit.AVOIDED, Fit.GOOD)
+
+
+def test_what_is_said_of_another_incarnation_counts_no_more() -> None:
+    assert not Exchange.of({"d0": [HeldSource(P0, CORRUPT)]}, {"p0": 2})
+    assert not Exchange.of({"d0": [HeldSource(P0, CORRUPT)]}, {})
+    assert not Exchange()
+
+
+@pytest.mark.fault("F23", "F34")
+def test_the_takers_of_a_prefill_leave_out_who_refuses_it_and_end_with_who_avoids_it() -> None:
+    exchange = Exchange.of(
+        {"d0": [HeldSource(P0, UNREACHABLE)], "d1": [HeldSource(P0, CORRUPT)]}, {"p0": 1, "p1": 1}
+    )
+    decodes = [
+        Candidate(d, 1, "g/f", quarrels=exchange.quarrels(d)) for d in ("d0", "d1", "d2")
+    ] + [Candidate("d3", 1, "other/f")]
+    taker_ids = {
+        p: [c.instance_id for c in Candidate(p, 1, "g/f").takers(decodes)] for p in ("p0", "p1")
+    }
+    assert taker_ids == {"p0": ["d2", "d0"], "p1": ["d0", "d1", "d2"]}
+
+
+@pytest.mark.fault("F23", "F24")
+def test_a_pull_that_was_overdue_at_this_end_says_nothing_of_its_source() -> None:
+    record = sources()
+    for n in range(9):
+        assert record.failed(P0, PullFailure.OVERDUE, float(n)) is None
+    assert record.held() == []

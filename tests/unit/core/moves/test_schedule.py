@@ -1,0 +1,298 @@
+"""Schedules on virtual time: what a cron expression means, that each time fires once, and that lent groups are back in time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta, tzinfo
+from zoneinfo import ZoneInfo
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdmesh.core.groups.desired import ScheduleLine
+from pdmesh.core.moves.cron import Cron
+from pdmesh.core.moves.move import (
+    TRAINING_POOL,
+    GroupShape,
+    Move,
+    MoveKind,
+    Plan,
+    Trigger,
+    applied,
+)
+from pdmesh.core.moves.plan_runner import (
+    GroupsSeen,
+    MoveEnded,
+    PlanAsked,
+    PlanRunner,
+    StartMove,
+)
+from pdmesh.core.moves.schedule import Entry, Schedule, What
+from services.master_scheduler.groups.desired_convert import entries_from
+
+DAY = 86_400.0
+MIDNIGHT = datetime(2026, 11, 21, tzinfo=UTC).timestamp()  # a Saturday
+GROUPS = {f"chat-{i}": GroupShape(f"chat-{i}", "chat", 3, 5, 0.1, 0.1) for i in range(4)}
+
+
+def at(text: str, start: float = MIDNIGHT, zone: str = "UTC", count: int = 1) -> list[str]:
+    cron, times, now = Cron.parse(text), [], start
+    for _ in range(count):
+        found = cron.next_after(now, ZoneInfo(zone))
+        assert found is not None
+        now = found
+        times.append(datetime.fromtimestamp(now, ZoneInfo(zone)).strftime("%a %m-%d %H:%M"))
+    return times
+
+
+@pytest.mark.req("S21")
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0 8 * * *", ["Sat 11-21 08:00", "Sun 11-22 08:00"]),
+        ("30 8 * * 1-5", ["Mon 11-23 08:30", "Tue 11-24 08:30"]),
+        ("*/20 23 * * 7", ["Sun 11-22 23:00", "Sun 11-22 23:20"]),
+        ("0 0 1,15 * *", ["Tue 12-01 00:00", "Tue 12-15 00:00"]),
+        ("0 12 13 * 5", ["Fri 11-27 12:00", "Fri 12-04 12:00"]),  # the 13th, or any Friday
+        ("0 0 29 2 *", ["Tue 02-29 00:00"]),
+    ],
+)
+def test_cron_fires_when_cron_does(text: str, expected: list[str]) -> None:
+    assert at(text, count=len(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("0 8 * *", "five fields"),
+        ("60 8 * * *", "minute '60'"),
+        ("0 8-5 * * *", "8 is after 5"),
+        ("0 8 * * mon", "day of week 'mon'"),
+        ("0 8 */0 * *", "day of month '0'"),
+        ("0 0 30 2 *", "no such day"),
+        ("0 ٨ * * *", "hour"),
+    ],
+)
+def test_a_wrong_expression_is_refused_by_field(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Cron.parse(text)
+
+
+def test_a_skipped_local_time_fires_once_later_and_a_repeated_one_once() -> None:
+    """Berlin, 2026: 02:30 does not exist on 29 March and comes twice on 25 October."""
+    spring = datetime(2026, 3, 28, 12, tzinfo=UTC).timestamp()
+    assert at("30 2 * * *", spring, "Europe/Berlin", 2) == ["Sun 03-29 03:30", "Mon 03-30 02:30"]
+    autumn = datetime(2026, 10, 24, 12, tzinfo=UTC).timestamp()
+    assert at("30 2 * * *", autumn, "Europe/Berlin", 2) == ["Sun 10-25 02:30", "Mon 10-26 02:30"]
+
+
+@given(
+    minute=st.integers(0, 59), hour=st.integers(0, 23), weekday=st.integers(0, 6),
+    start=st.floats(0, 4e9),
+)  # fmt: skip
+def test_the_next_time_is_later_and_matches(
+    minute: int, hour: int, weekday: int, start: float
+) -> None:
+    found = Cron.parse(f"{minute} {hour} * * {weekday}").next_after(start)
+    assert found is not None
+    assert start < found <= start + 7 * DAY
+    when = datetime.fromtimestamp(found, UTC)
+    assert (when.minute, when.hour, when.isoweekday() % 7) == (minute, hour, weekday)
+
+
+# --- entries ---------------------------------------------------------------------------------------
+
+
+def entry(what: What, cron: str, count: int = 2, name: str = "") -> Entry:
+    return Entry(name or what.value, "chat", Cron.parse(cron), what, count)
+
+
+@pytest.mark.req("S21")
+def test_two_groups_at_a_time_fire_within_a_second_of_it_once_a_day() -> None:
+    schedule, fired = Schedule([entry(What.LEND, "0 8 * * *")]), []
+    for day in range(3):
+        for second in range(-60, 60):  # a shell that ticks every second
+            now = MIDNIGHT + day * DAY + 8 * 3600 + second + 0.5
+            fired += [(now, due) for due in schedule.tick(GROUPS, now)]
+    assert [due.at - MIDNIGHT for _, due in fired] == [8 * 3600 + n * DAY for n in range(3)]
+    for now, due in fired:
+        assert 0 <= now - due.at < 1
+        assert due.plan is not None
+        assert due.plan.trigger is Trigger.SCHEDULE
+        assert [(m.kind, m.role, m.group_id) for m in due.plan.moves] == [
+            (MoveKind.LEND, None, "chat-3"),
+            (MoveKind.LEND, None, "chat-2"),
+        ]
+
+
+def test_ticking_more_often_fires_no_more() -> None:
+    schedule = Schedule([entry(What.LEND, "0 8 * * *")])
+    fired = [
+        due
+        for minute in range(24 * 60 * 2)
+        for due in schedule.tick(GROUPS, MIDNIGHT + 60 * minute)
+    ]
+    assert len(fired) == 2
+
+
+@pytest.mark.req("S11")
+def test_a_cron_is_asked_for_its_next_time_once_not_at_every_tick() -> None:
+    """A thousand of them would take the leader's loop a tenth of each second."""
+    asked: list[float] = []
+
+    class Counted(Cron):
+        def next_after(self, now: float, zone: tzinfo = UTC) -> float | None:
+            asked.append(now)
+            return Cron.next_after(self, now, zone)
+
+    schedule = Schedule([Entry("lend", "chat", Counted.parse("0 12 * * *"), What.LEND, 1)])
+    for second in range(60):
+        schedule.tick({}, MIDNIGHT + second)
+    assert len(asked) == 1
+
+
+def test_lent_groups_serve_again_at_the_time_that_was_asked_for() -> None:
+    """Set-ups take ten minutes: the reclaim begins a quarter of an hour before, as the slowest of late with a margin says."""
+    night = [entry(What.LEND, "0 22 * * *"), entry(What.RECLAIM, "0 7 * * *")]
+    schedule = Schedule(night)
+    schedule.tick(GROUPS, MIDNIGHT + 8 * 3600)
+    schedule.set_up_took("chat", 600.0)
+    (due,) = schedule.tick(GROUPS, MIDNIGHT + 22 * 3600)
+    assert due.plan is not None
+    lent = GROUPS
+    for move in due.plan.moves:
+        assert (move.kind, move.to_group) == (MoveKind.LEND, TRAINING_POOL)
+        lent = applied(lent, move)
+    begin = MIDNIGHT + DAY + 7 * 3600 - 900
+    assert schedule.tick(lent, begin - 1) == []
+    (back,) = schedule.tick(lent, begin)
+    assert back.plan is not None
+    assert sorted(m.group_id for m in back.plan.moves) == sorted(m.group_id for m in due.plan.moves)
+    assert {m.kind for m in back.plan.moves} == {MoveKind.RECLAIM}
+
+
+def test_the_least_busy_groups_are_lent_and_of_equals_the_newest() -> None:
+    groups = {**GROUPS, "chat-1": GroupShape("chat-1", "chat", 3, 5, 0.0, 0.05),
+              "chat-3": GroupShape("chat-3", "chat", 3, 5, None, None)}  # fmt: skip
+    schedule = Schedule([entry(What.LEND, "0 8 * * *")])
+    schedule.tick(groups, MIDNIGHT)
+    (due,) = schedule.tick(groups, MIDNIGHT + 8 * 3600)
+    assert due.plan is not None
+    assert [m.group_id for m in due.plan.moves] == ["chat-1", "chat-2"]
+
+
+def test_a_master_that_was_away_makes_up_for_it_within_the_grace_and_says_so_beyond() -> None:
+    entries = [entry(What.LEND, "0 8 * * *")]
+    first = Schedule(entries)
+    first.tick(GROUPS, MIDNIGHT)
+    for away_s, is_done in ((600, True), (3600, False)):
+        successor = Schedule(entries, fired=dict(first.fired))
+        (due,) = successor.tick(GROUPS, MIDNIGHT + 8 * 3600 + away_s)
+        assert due.late_s == away_s
+        assert (due.plan is not None) == is_done
+        assert successor.tick(GROUPS, MIDNIGHT + 8 * 3600 + away_s + 1) == []
+    years = Schedule(entries, fired=dict(first.fired))
+    assert len(years.tick(GROUPS, MIDNIGHT + 3650 * DAY)) == 1
+
+
+def test_a_clock_that_was_years_ahead_for_a_moment_stops_no_schedule() -> None:
+    """A machine without a battery boots, or a time server lies: what fired then would be in the way until that year."""
+    schedule = Schedule([entry(What.LEND, "0 8 * * *")])
+    schedule.tick(GROUPS, MIDNIGHT)
+    schedule.tick(GROUPS, MIDNIGHT + 3650 * DAY)
+    assert schedule.tick(GROUPS, MIDNIGHT + 60) == []
+    (due,) = schedule.tick(GROUPS, MIDNIGHT + 8 * 3600)
+    assert due.plan is not None
+
+
+@pytest.mark.parametrize("seconds", [1.0, 3600.0, 0.9 * DAY])
+def test_a_clock_that_is_set_back_a_little_fires_nothing_twice(seconds: float) -> None:
+    schedule = Schedule([entry(What.LEND, "0 8 * * *")])
+    schedule.tick(GROUPS, MIDNIGHT)
+    assert len(schedule.tick(GROUPS, MIDNIGHT + 8 * 3600)) == 1
+    for _ in range(2):
+        assert schedule.tick(GROUPS, MIDNIGHT + 8 * 3600 - seconds) == []
+    assert schedule.tick(GROUPS, MIDNIGHT + 8 * 3600 + 1) == []
+
+
+def test_an_entry_that_came_with_a_change_of_the_file_does_not_fire_for_the_past() -> None:
+    schedule = Schedule([entry(What.LEND, "0 8 * * *")])
+    schedule.tick(GROUPS, MIDNIGHT + 9 * 3600)
+    schedule.replace_entries(
+        [entry(What.LEND, "0 8 * * *"), entry(What.LEND, "59 8 * * *", name="late")]
+    )
+    assert schedule.tick(GROUPS, MIDNIGHT + 9 * 3600 + 60) == []
+    with pytest.raises(ValueError, match="twice"):
+        schedule.replace_entries([entry(What.LEND, "0 8 * * *")] * 2)
+
+
+@pytest.mark.req("S21")
+def test_a_reclaim_that_comes_within_its_lead_time_begins_at_once_and_once() -> None:
+    """It is 06:56, and the groups are to be back at 7: the lead is five minutes, and there are four."""
+    lent = {i: replace(group, pool=TRAINING_POOL) for i, group in GROUPS.items()}
+    schedule = Schedule([entry(What.LEND, "0 8 * * *")])
+    schedule.tick(lent, MIDNIGHT)
+    now = MIDNIGHT + 7 * 3600 - 240
+    schedule.replace_entries([entry(What.LEND, "0 8 * * *"), entry(What.RECLAIM, "0 7 * * *")])
+    (due,) = schedule.tick(lent, now)
+    assert due.plan is not None
+    assert due.at == MIDNIGHT + 7 * 3600
+    assert not any(schedule.tick(lent, now + second) for second in range(1, 600))
+
+
+def test_a_reclaim_with_a_long_lead_is_not_missed_before_its_time() -> None:
+    lent = {i: replace(group, pool=TRAINING_POOL) for i, group in GROUPS.items()}
+    schedule = Schedule([entry(What.RECLAIM, "0 7 * * *")], fired={"reclaim": MIDNIGHT})
+    schedule.set_up_took("chat", 1200.0)  # it is to begin half an hour before
+    (due,) = schedule.tick(lent, MIDNIGHT + 7 * 3600 - 60)
+    assert due.plan is not None
+    assert due.late_s == 1740
+
+
+def test_a_line_keeps_its_name_wherever_it_stands_and_however_it_is_spaced() -> None:
+    lend = ScheduleLine("0 22 * * *", "chat", "lend")
+    spaced = ScheduleLine(" 0  22 * * * ", "chat", "lend")
+    other = ScheduleLine("0 21 * * *", "chat", "lend")
+    more = ScheduleLine("0 22 * * *", "chat", "lend", pool="lab")
+    (name,) = (e.name for e in entries_from([lend]))
+    assert [e.name for e in entries_from([other, spaced])][1] == name
+    assert len({e.name for e in entries_from([lend, lend, more, other])}) == 4
+
+
+def test_there_may_be_nothing_to_do() -> None:
+    schedule = Schedule([entry(What.RECLAIM, "0 8 * * *")])
+    schedule.tick(GROUPS, MIDNIGHT)
+    (due,) = schedule.tick(GROUPS, MIDNIGHT + 8 * 3600)
+    assert (due.plan, due.reason) == (None, "no group to reclaim")
+
+
+@pytest.mark.req("S21")
+@given(delays=st.lists(st.floats(1, timedelta(minutes=30).total_seconds()), min_size=6, max_size=6))
+def test_timed_and_manual_plans_of_a_scenario_never_overlap(delays: list[float]) -> None:
+    schedule = Schedule(
+        [entry(What.LEND, "0 8 * * *", 1, "first"), entry(What.LEND, "10 8 * * *", 1, "second")]
+    )
+    runner, groups, now = PlanRunner(), dict(GROUPS), MIDNIGHT + 7 * 3600
+    by_hand = Move("chat-0", MoveKind.LEND, None, TRAINING_POOL)
+    manual = [Plan("chat", Trigger.OPERATOR, (by_hand,), "by hand")]
+    moving: tuple[float, StartMove] | None = None
+    num_moves = 0
+    while now < MIDNIGHT + 11 * 3600:
+        now += 30
+        plans = [due.plan for due in schedule.tick(runner.expected(groups), now)]
+        plans += [manual.pop()] if manual and now > MIDNIGHT + 8 * 3600 + 300 else []
+        for plan in plans:
+            assert plan is not None
+            runner.handle(PlanAsked(plan), now)
+        if moving is not None and moving[0] <= now:
+            groups = applied(groups, moving[1].move)
+            moving = None
+            runner.handle(MoveEnded("chat", True), now)
+        for effect in runner.handle(GroupsSeen(groups), now):
+            if isinstance(effect, StartMove):
+                assert moving is None
+                moving = (now + delays[num_moves], effect)
+                num_moves += 1
+        runner.check_invariants()
+    assert num_moves == 3

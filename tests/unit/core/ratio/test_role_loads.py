@@ -1,0 +1,72 @@
+"""Loads of roles over a window, from what instances report."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdmesh.core.placement.fleet import (
+    Fleet,
+    Identity,
+    LoadReported,
+    PrefillComputed,
+    RecordSeen,
+    Role,
+)
+from pdmesh.core.ratio.role_loads import RoleLoads
+
+P, D = Role.PREFILL, Role.DECODE
+
+
+def fleet() -> Fleet:
+    found = Fleet()
+    for name, role in (("p0", P), ("p1", P), ("d0", D)):
+        found.handle(RecordSeen(Identity(name, 1, role, "g", "chat", "m", "f", 64, 4, 100, 0)), 0.0)
+    return found
+
+
+def report(found: Fleet, name: str, used: int, free: int = 100, computed_s: float = 0.0) -> None:
+    computed = [PrefillComputed("r", 1000, 0, computed_s)] if computed_s else []
+    found.handle(LoadReported(name, 1, 4, used, free, False, (), computed), 1.0)
+
+
+def sample(found: Fleet, loads: RoleLoads, start: int, until: int) -> None:
+    for second in range(start, until):
+        loads.sample(found.instances.values(), float(second))
+
+
+@pytest.mark.req("S41")
+def test_a_prefill_is_busy_while_it_computes_not_while_its_prompts_wait_for_a_decode() -> None:
+    found, loads = fleet(), RoleLoads()
+    for name in ("p0", "p1"):
+        report(found, name, used=0)
+    report(found, "d0", used=1, free=10)
+    sample(found, loads, 0, 1)
+    for name in ("p0", "p1"):
+        report(found, name, used=4, computed_s=3.0)
+    sample(found, loads, 1, 11)
+    loads.close()
+    assert loads.busy(["g"], P) == pytest.approx(0.3)
+    assert loads.busy(["g"], D) == pytest.approx(0.9)  # its KV, of which a tenth is free
+
+
+@pytest.mark.req("S28")
+def test_one_that_never_reported_makes_its_roles_load_unknown() -> None:
+    found, loads = fleet(), RoleLoads()
+    report(found, "p0", used=1)
+    report(found, "d0", used=1)
+    sample(found, loads, 0, 10)
+    assert loads.busy(["g"], P) is None
+    assert loads.busy(["g"], D) == pytest.approx(0.25)  # of a window that is not closed yet
+    assert loads.busy(["nobody"], P) is None
+
+
+def test_a_window_forgets_the_one_before() -> None:
+    found, loads = fleet(), RoleLoads()
+    report(found, "d0", used=4)
+    sample(found, loads, 0, 10)
+    loads.close()
+    report(found, "d0", used=0)
+    sample(found, loads, 10, 20)
+    assert loads.busy(["g"], D) == 1.0
+    loads.close()
+    assert loads.busy(["g"], D) == 0.0

@@ -1,0 +1,119 @@
+"""The sim engine's pulls without a transport: what is under way, what waits, and what is said of either."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.transfer.source_exclusions import KvSource, KvSources
+from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
+from pdmesh.engine.base import DecodeJob, Failed, KvPulling, LandingFreed, Output, Sampling
+from pdmesh.engine.sim.block_pool import BlockPool
+from pdmesh.engine.sim.memory import PagedMemory
+from pdmesh.engine.sim.model import SimModel, SimParams
+from pdmesh.engine.sim.retrieval import Retriever
+from tests.support.waiting import until
+
+NUM_BLOCKS = 16
+LONG_S = 600.0
+
+
+class Agent:
+    """An agent whose pulls never end by themselves."""
+
+    def __init__(self) -> None:
+        self.pulled: list[str] = []
+        self.let_gone: list[str] = []
+
+    async def pull(self, ticket: Ticket, *_: object, **__: object) -> None:
+        self.pulled.append(ticket.ticket_id)
+        await asyncio.Event().wait()
+
+    async def keep(self, ticket: Ticket, for_s: float) -> None: ...
+
+    def let_go(self, ticket_id: str) -> None:
+        self.let_gone.append(ticket_id)
+
+
+class Half:
+    """A decode half whose pulls are all from one sender."""
+
+    def __init__(self, max_pulls: int) -> None:
+        params = SimParams(block_size=4)
+        model = SimModel(params)
+        self.agent, self.said = Agent(), list[Output]()
+        self.pool = BlockPool(NUM_BLOCKS, params.block_size)
+        self.deaths: list[BaseException] = []
+        agent: Any = self.agent
+        self.retriever = Retriever(
+            model,
+            PagedMemory(model, NUM_BLOCKS),
+            self.pool,
+            agent,
+            max_pulls,
+            self.said.append,
+            lambda _: None,
+            self.deaths.append,
+        )
+
+    def begin(self, leg: int, num_mib: int, deadline_s: float) -> None:
+        prompt = array("I", range(8))
+        ticket = Ticket(
+            f"t{leg}", "r", 0, "prefill-0", 7, "fp", 8, num_mib << 20, ("address",), 5000
+        )
+        landing = ArenaRange(4096 * leg, 4096)
+        self.retriever.begin(
+            DecodeJob(leg, "r", 0, prompt, 5, ticket, landing, Sampling(4), deadline_s)
+        )
+
+    @property
+    def failed(self) -> list[Failed]:
+        return [output for output in self.said if isinstance(output, Failed)]
+
+
+@pytest_asyncio.fixture
+async def half() -> AsyncIterator[Half]:
+    half = Half(max_pulls=8)
+    yield half
+    await half.retriever.stop()
+    assert not half.deaths
+
+
+@pytest.mark.fault("F23", "F24")
+async def test_several_whose_time_in_the_queue_is_over_at_once_leave_and_none_of_them_begins(
+    half: Half,
+) -> None:
+    """The end of the long one makes room for the short one, whose time is over too. Nothing of this is the source's fault."""
+    for leg, num_mib, deadline_s in ((1, 40, LONG_S), (2, 40, 0.0), (3, 10, 0.0), (4, 10, LONG_S)):
+        half.begin(leg, num_mib, deadline_s)
+    await until(lambda: len(half.failed) == 2 and len(half.agent.pulled) == 2)
+    assert half.agent.pulled == ["t1", "t4"]
+    assert [failed.leg for failed in half.failed] == [2, 3]
+    assert [output.leg for output in half.said if isinstance(output, LandingFreed)] == [2, 3]
+    assert half.agent.let_gone == ["t2", "t3"]
+    sources = KvSources()
+    for failed in half.failed:
+        assert failed.cause == PullFailure.OVERDUE
+        assert sources.failed(KvSource("prefill-0", 7), failed.cause, 0.0) is None
+    assert half.retriever.num_queued == 0
+
+
+async def test_a_turn_is_said_once_when_it_comes_and_not_of_one_that_never_had_it(
+    half: Half,
+) -> None:
+    def turns() -> list[int]:
+        return [output.leg for output in half.said if isinstance(output, KvPulling)]
+
+    for leg in (1, 2, 3):
+        half.begin(leg, 60, LONG_S)
+    assert turns() == [1]
+    half.retriever.abort(2)
+    half.retriever.abort(1)
+    await until(lambda: "t3" in half.agent.pulled)
+    assert turns() == [1, 3]

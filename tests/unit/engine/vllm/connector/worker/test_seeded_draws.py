@@ -1,0 +1,128 @@
+"""Where a request's noise is, whichever engine drew the answer's tokens before."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from pdmesh.engine.base import Sampling
+from pdmesh.engine.vllm.connector.worker.seeded_draws import SeededDraws, put_generators
+from pdmesh.engine.vllm.host.sampling import NUM_DRAWN, honoured
+
+VOCABULARY = 997
+SEED, NUM_TOKENS = 42, 40
+
+
+def word(generator: Any) -> int:
+    """As vLLM's sampler for CPUs draws."""
+    drawn = torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
+    return int(drawn.item())
+
+
+def row(generator: Any) -> list[float]:
+    """As its sampler for any device does."""
+    return list(torch.empty(VOCABULARY).exponential_(generator=generator).tolist())
+
+
+def uninterrupted(draw: Any) -> list[Any]:
+    """Of the generator that plain vLLM makes and never touches again."""
+    generator = torch.Generator(device="cpu")
+    generator.manual_seed(SEED)
+    return [draw(generator) for _ in range(NUM_TOKENS)]
+
+
+class Runner:
+    """What of vLLM's runner counts here: one seeded request in its batch."""
+
+    def __init__(self, num_drawn: int = 0, *, forward: str = "forward_cpu") -> None:
+        def sample() -> None: ...
+
+        sample.__name__ = forward
+        self.sampler = SimpleNamespace(
+            topk_topp_sampler=SimpleNamespace(forward=sample, use_fp64_gumbel=False)
+        )
+        params = SimpleNamespace(
+            seed=SEED, extra_args={NUM_DRAWN: num_drawn} if num_drawn else None
+        )
+        made = torch.Generator(device="cpu")
+        made.manual_seed(SEED)
+        self.state = SimpleNamespace(
+            sampling_params=params, generator=made, output_token_ids=list[int]()
+        )
+        self.requests = {"other": None, "r": self.state}
+        self.input_batch = SimpleNamespace(generators={1: made}, req_ids=["other", "r"])
+        self.speculative_config: object = None
+
+    def step(self, draw: Any, *, is_discarded: bool = False) -> Any:
+        put_generators(self, torch.zeros(2, VOCABULARY))
+        generator = self.input_batch.generators[1]
+        drawn = draw(generator)
+        if is_discarded:
+            generator.set_offset(generator.get_offset() - 4)  # as vLLM does, on every device
+        else:
+            self.state.output_token_ids.append(7)
+        return drawn
+
+
+@pytest.mark.req("S37")
+@pytest.mark.parametrize(("forward", "draw"), [("forward_cpu", word), ("forward_native", row)])
+def test_a_request_that_goes_on_at_any_token_draws_what_one_engine_would(
+    forward: str, draw: Any
+) -> None:
+    expected = uninterrupted(draw)
+    for num_drawn in range(NUM_TOKENS):
+        runner = Runner(num_drawn, forward=forward)
+        got = [runner.step(draw) for _ in range(NUM_TOKENS - num_drawn)]
+        assert got == expected[num_drawn:], num_drawn
+
+
+def test_a_draw_that_is_discarded_is_drawn_again() -> None:
+    """Of a prompt that is computed in chunks beside others' decodes."""
+    expected, runner = uninterrupted(word), Runner()
+    for _ in range(3):
+        assert runner.step(word, is_discarded=True) == expected[0]
+    assert [runner.step(word) for _ in range(5)] == expected[:5]
+
+
+def test_tokens_that_vllm_drops_are_drawn_again() -> None:
+    """As after KV that failed to load: the request goes back to fewer tokens."""
+    expected, runner = uninterrupted(word), Runner(num_drawn=3)
+    assert [runner.step(word) for _ in range(6)] == expected[3:9]
+    del runner.state.output_token_ids[2:]
+    assert runner.step(word) == expected[5]
+
+
+def test_a_request_keeps_its_generator_when_it_leaves_the_batch_and_comes_back() -> None:
+    runner = Runner()
+    runner.step(word)
+    assert isinstance(runner.state.generator, SeededDraws)
+    assert runner.input_batch.generators[1] is runner.state.generator
+
+
+def test_with_speculation_a_generator_is_put_where_its_request_begins_and_left_alone() -> None:
+    expected, runner = uninterrupted(word), Runner(num_drawn=5)
+    runner.speculative_config = object()
+    assert runner.step(word) == expected[5]
+    runner.state.output_token_ids += [7, 7]  # proposed, and accepted
+    assert runner.step(word) == expected[6]
+
+
+def test_every_seed_is_one_that_vllm_honours() -> None:
+    vllm = pytest.importorskip("vllm")
+    from pdmesh.engine.vllm.host.sampling import sampling_params
+
+    assert vllm.SamplingParams(seed=-1).seed is None, "why there is a stand-in"
+    seeds = [-(1 << 63), -2, -1, 0, 1, (1 << 63) - 17]
+    taken = [sampling_params(Sampling(3, 1.0, seed=seed), 3).seed for seed in seeds]
+    assert [t for t, s in zip(taken, seeds, strict=True) if s != -1] == [
+        s for s in seeds if s != -1
+    ]
+    assert None not in taken
+    assert len(set(taken)) == len(seeds)
+    assert honoured(None) is None

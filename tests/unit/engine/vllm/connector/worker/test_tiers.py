@@ -1,0 +1,362 @@
+"""The vLLM engine's tiers without vLLM: what the scheduler's half plans, the ranks' half carries out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from pdmesh.core.kv.prefix.block_hash import block_hashes
+from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.core.kv.tiers.load_plan import Tier
+from pdmesh.engine.base import BlocksChanged, TiersReported
+from pdmesh.engine.vllm.connector.scheduler.tier_plan import (
+    TierLoad,
+    TierPlan,
+    TierPlanner,
+    TierSave,
+)
+from pdmesh.engine.vllm.connector.worker.tier_worker import TierWorker, news_of
+from pdmesh.engine.vllm.host.tier_client import TierClient, outputs_of
+from pdmesh.engine.vllm.messages import (
+    MAX_FRAME,
+    Fetch,
+    Fetched,
+    Forget,
+    FrameBuffer,
+    Message,
+    Pin,
+    TierNews,
+    decode_to_host,
+    encode_frame,
+)
+from pdmesh.kv.device.scatter import gather, recv_scatter
+from pdmesh.kv.tiers.config import TierConfig
+from pdmesh.kv.tiers.owner import owner_of
+from pdmesh.kv.tiers.report import TierReport
+from pdmesh.kv.transport.base import ByteArray
+
+ROOT = bytes(range(16))
+SALT = ROOT.hex()
+OWNER = owner_of(SALT)
+BLOCKS = [10, 11, 12, 13, 14]
+TOKENS = list(range(100, 120))
+NAMES = tuple(block_hashes(ROOT, TOKENS, 4))
+
+
+def planner(offer: Sequence[int] | None = None, num_tokens: int = 18) -> TierPlanner:
+    core = TierPlanner(4)
+    core.add("a", SALT, TOKENS[:num_tokens], offer)
+    return core
+
+
+def test_a_lease_continues_what_the_engine_holds() -> None:
+    core = planner(offer=(7, 1, 3))
+    assert core.num_external_tokens("a", 4) == 12
+    assert core.num_external_tokens("a", 8) == 8, "the engine held more than was known"
+    assert core.num_external_tokens("a", 8) == 8, "asked again, since there was no room"
+    core.allocated("a", BLOCKS, 8)
+    assert core.num_external_tokens("a", 0) == 0, "preempted: it computes"
+    core.scheduled("a", 16, 2, lambda: BLOCKS)
+    plan = core.take_plan()
+    assert plan.loads == [TierLoad(7, 2, (12, 13))]
+    core.finished("a")
+    assert core.take_plan() == TierPlan()
+    assert core.is_idle
+
+
+@pytest.mark.parametrize("num_local", [0, 16])
+def test_a_lease_that_does_not_continue_them_is_given_back(num_local: int) -> None:
+    core = planner(offer=(7, 1, 3))
+    assert core.num_external_tokens("a", num_local) == 0
+    core.allocated("a", BLOCKS, 0)
+    assert core.take_plan().loads == [TierLoad(7, 4, ())]
+
+
+def test_the_lease_of_a_request_that_ends_before_its_turn_is_given_back() -> None:
+    core = planner(offer=(7, 1, 3))
+    core.finished("a")
+    assert core.take_plan().loads == [TierLoad(7)]
+    assert core.is_idle
+
+
+def test_blocks_are_saved_as_they_become_full_under_their_mesh_names() -> None:
+    core = planner()
+    core.scheduled("a", 0, 7, lambda: BLOCKS)
+    core.scheduled("a", 7, 3, lambda: BLOCKS)
+    core.scheduled("a", 10, 1, lambda: BLOCKS)
+    plan = core.take_plan()
+    assert plan.saves == [
+        TierSave(NAMES[:1], OWNER, (10,)),
+        TierSave(NAMES[:2], OWNER, (11,)),
+    ]
+    assert plan.num_tokens == 11
+
+
+def test_a_draft_that_may_be_rejected_has_no_name() -> None:
+    tokens = TOKENS[:6]
+    core = TierPlanner(4)
+    core.add("a", SALT, tokens, None)
+    core.scheduled("a", 5, 4, lambda: BLOCKS)
+    assert [len(save.names) for save in core.take_plan().saves] == [1]
+    tokens += TOKENS[6:9]
+    core.scheduled("a", 7, 2, lambda: BLOCKS)
+    assert core.take_plan().saves == [TierSave(NAMES[:2], OWNER, (11,))]
+
+
+def test_of_a_pulled_prompt_only_the_answer_is_saved() -> None:
+    tokens = TOKENS[:10]
+    core = TierPlanner(4)
+    core.add("a", SALT, tokens, None, is_pulled=True)
+    core.scheduled("a", 9, 1, lambda: BLOCKS)
+    assert core.take_plan().saves == []
+    tokens += TOKENS[10:12]
+    core.scheduled("a", 11, 1, lambda: BLOCKS)
+    assert core.take_plan().saves == [TierSave(NAMES[:3], OWNER, (12,))]
+
+
+@pytest.mark.fault("F40")
+@pytest.mark.parametrize("salt", [None, "", "not hex, but of thirty-two chars", "ab"])
+def test_a_request_without_a_root_has_no_names(salt: str | None) -> None:
+    core = TierPlanner(4)
+    core.add("a", salt, TOKENS, None)
+    core.scheduled("a", 0, 20, lambda: BLOCKS)
+    assert core.take_plan().saves == []
+
+
+class ArrayCaches:
+    """A paged cache of two layers in plain memory."""
+
+    def __init__(self, num_blocks: int = 32, block_bytes: int = 2048) -> None:
+        rng = np.random.default_rng(1)
+        self.rows = [rng.integers(0, 256, (num_blocks, block_bytes), np.uint8) for _ in range(2)]
+        self.num_layers, self.block_bytes = 2, block_bytes
+
+    def wait_for_model(self) -> None:
+        pass
+
+    def gather(self, block_ids: Sequence[int], out: ByteArray) -> None:
+        gather(self.rows, block_ids, out)
+
+    def scatter(self, source: ByteArray, block_ids: Sequence[int]) -> None:
+        recv_scatter(source, self.rows, block_ids)
+
+
+class Rank:
+    """A worker with what it says to the host."""
+
+    def __init__(self) -> None:
+        self.caches = ArrayCaches()
+        self.said: list[Message] = []
+        config = TierConfig(host_pool_bytes=16 * 4096).to_plain()
+        self.died: list[BaseException] = []
+        self.now = 100.0
+        self.worker = TierWorker(
+            config,
+            cast(Any, self.caches),
+            "fp",
+            4,
+            0,
+            1,
+            self.said.append,
+            self.died.append,
+            self.clock,
+        )
+
+    def clock(self) -> float:
+        return self.now
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        end = time.monotonic() + 30
+        while not is_so():
+            assert time.monotonic() < end, self.said
+            time.sleep(0.005)
+
+    def fetch(self, leg: int, names: Sequence[bytes], first: int = 0) -> int:
+        self.worker.handle(Fetch(leg, list(names), OWNER, first, 5.0))
+        answers: list[int] = []
+
+        def is_answered() -> bool:
+            answers[:] = [
+                m.end - m.first for m in self.said if isinstance(m, Fetched) and m.leg == leg
+            ]
+            return bool(answers)
+
+        self.until(is_answered)
+        return answers[0]
+
+
+@pytest.fixture
+def expected_deaths() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def rank(expected_deaths: list[str]) -> Iterator[Rank]:
+    made = Rank()
+    yield made
+    made.worker.close()
+    made.worker.stack.pool.check_invariants()
+    assert [str(error) for error in made.died] == expected_deaths
+    assert made.worker.stack.pool.num_pinned == 0
+
+
+@pytest.mark.parametrize("what", ["report", "fetch"])
+def test_a_part_of_the_tiers_that_dies_ends_the_worker(
+    rank: Rank, what: str, expected_deaths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host would wait for each fetch, and hear of no disk and no block any more, and call it well."""
+
+    def broken(*_: object) -> None:
+        raise ValueError(f"a bug in {what}")
+
+    expected_deaths.append(f"a bug in {what}")
+    monkeypatch.setattr(rank.worker.stack, what, broken)
+    if what == "fetch":
+        rank.worker.handle(Fetch(1, list(NAMES), OWNER, 0, 5.0))
+    rank.until(lambda: bool(rank.died))
+
+
+@pytest.mark.req("S76", "S77")
+def test_what_a_step_saved_a_later_step_loads_into_other_blocks(rank: Rank) -> None:
+    rank.worker.save(TierPlan(saves=[TierSave(NAMES[:3], OWNER, (4, 9, 2))]))
+    assert rank.fetch(1, NAMES) == 3
+    rank.worker.load(TierPlan(loads=[TierLoad(1, 1, (20, 21))]))
+    for row in rank.caches.rows:
+        assert np.array_equal(row[[20, 21]], row[[9, 2]])
+    assert rank.worker.take_failed_blocks() == set()
+
+
+@pytest.mark.req("S77")
+def test_computing_is_timed_from_the_step_s_beginning_whenever_vllm_says_load(rank: Rank) -> None:
+    """vLLM calls for loads after the forward in steps that load nothing. Timed from there, computing seemed to take
+    0.4 ms a block, so that no load was worth its while and all that the tiers held was computed again.
+    """
+    costs = rank.worker.stack.costs
+    costs.weight = 1.0
+    rank.worker.begin()
+    rank.now += 3.0  # the forward
+    plan = TierPlan(loads=[TierLoad(9)], saves=[TierSave(NAMES[:3], OWNER, (4, 9, 2))])
+    plan.num_tokens = 12
+    rank.worker.load(plan)
+    rank.worker.save(plan)
+    assert costs.recompute_block_s == 1.0
+
+
+@pytest.mark.req("S77")
+def test_loading_is_no_part_of_what_computing_takes(rank: Rank) -> None:
+    costs = rank.worker.stack.costs
+    costs.weight = 1.0
+    rank.worker.save(TierPlan(saves=[TierSave(NAMES[:2], OWNER, (4, 9))]))
+    assert rank.fetch(1, NAMES) == 2
+    plan = TierPlan([TierLoad(1, 0, (20, 21))], [TierSave(NAMES[:3], OWNER, (2,))], num_tokens=4)
+    rank.worker.begin()
+    rank.now += 5.0
+    rank.worker.load(plan)
+    rank.now += 2.0
+    rank.worker.save(plan)
+    assert costs.recompute_block_s == 2.0
+
+
+@pytest.mark.req("S78")
+def test_every_rank_keeps_the_blocks_of_a_pinned_prefix(rank: Rank) -> None:
+    client = TierClient(lambda message: rank.worker.handle(message), 1, 5.0)
+    client.pin([PinnedPrefix(NAMES[:2], OWNER, 2e9)])
+    rank.worker.save(TierPlan(saves=[TierSave(NAMES[:2], OWNER, (4, 9))]))
+    rank.until(lambda: any(isinstance(m, TierNews) and m.num_pinned == 2 for m in rank.said))
+    others = [n.to_bytes(16, "big") for n in range(40)]
+    for name in others:  # more than the pool has slots for
+        rank.worker.save(TierPlan(saves=[TierSave((name,), OWNER, (7,))]))
+    assert rank.fetch(1, NAMES) == 2
+    rank.worker.handle(Forget(1))
+    longest = Pin([(OWNER, 2e9, [*(n.to_bytes(16, "big") for n in range(32))])] * 64)
+    assert len(encode_frame(longest)) <= MAX_FRAME
+
+
+def test_a_lease_nobody_needs_is_closed(rank: Rank) -> None:
+    rank.worker.save(TierPlan(saves=[TierSave(NAMES[:3], OWNER, (4, 9, 2))]))
+    assert rank.fetch(1, NAMES) == 3
+    rank.worker.load(TierPlan(loads=[TierLoad(1)]))
+    assert rank.fetch(2, NAMES) == 3
+    rank.worker.handle(Forget(2))
+    rank.until(lambda: rank.worker.stack.pool.num_pinned == 0)
+
+
+def test_a_load_without_its_lease_is_told_to_vllm_and_touches_nothing(rank: Rank) -> None:
+    before = [row.copy() for row in rank.caches.rows]
+    rank.worker.load(TierPlan(loads=[TierLoad(5, 0, (20, 21))]))
+    assert rank.worker.take_failed_blocks() == {20, 21}
+    assert rank.worker.take_failed_blocks() == set()
+    assert all(np.array_equal(a, b) for a, b in zip(before, rank.caches.rows, strict=True))
+
+
+@pytest.mark.req("S78", "S98")
+def test_news_of_a_rank_are_outputs_of_the_engine(rank: Rank) -> None:
+    rank.worker.save(TierPlan(saves=[TierSave(NAMES[:2], OWNER, (4, 9))]))
+    rank.until(lambda: any(isinstance(m, TierNews) and m.stored for m in rank.said))
+    outputs = [o for m in rank.said if isinstance(m, TierNews) for o in outputs_of(m)]
+    (changed,) = (o for o in outputs if isinstance(o, BlocksChanged))
+    assert (set(changed.stored), changed.tier) == (set(NAMES[:2]), Tier.HOST)
+    counts = [o.report.counts for o in outputs if isinstance(o, TiersReported)]
+    assert {("host", "stored"): 2} in counts
+
+
+def test_a_long_report_is_told_in_frames_of_bounded_size() -> None:
+    names = tuple(n.to_bytes(16, "big") for n in range(9000))
+    news = news_of(TierReport({}, {}, {}, stored=names, removed=names[:3000]), 0)
+    frames = [encode_frame(message) for message in news]
+    assert max(map(len, frames)) < MAX_FRAME
+    told = [decode_to_host(f) for f in FrameBuffer().feed(b"".join(frames))]
+    stored = [name for m in told if isinstance(m, TierNews) for name in m.stored]
+    assert tuple(stored) == names
+
+
+def test_only_the_first_rank_counts_and_every_rank_tells_its_faults() -> None:
+    report = TierReport({("host", "served"): 3}, {}, {}, NAMES)
+    assert news_of(report, 1) == []
+
+
+async def answered(client: TierClient, *answers: Fetched) -> tuple[int, int, int] | None:
+    task = asyncio.create_task(client.fetch(3, NAMES, OWNER, 1))
+    await asyncio.sleep(0)
+    for answer in answers:
+        client.on_fetched(answer)
+    return await task
+
+
+@pytest.mark.req("S57", "S77")
+async def test_the_host_offers_what_all_ranks_hold() -> None:
+    said: list[Message] = []
+    client = TierClient(said.append, 2, 5.0)
+    assert await answered(client, Fetched(0, 3, 0, 4), Fetched(1, 3, 1, 3)) == (3, 1, 2)
+    assert said == [Fetch(3, list(NAMES), OWNER, 1, 5.0)]
+    assert client.is_idle
+
+
+@pytest.mark.req("S77", "S106")
+async def test_a_rank_that_has_nothing_or_does_not_answer_means_nothing_is_offered() -> None:
+    said: list[Message] = []
+    client = TierClient(said.append, 2, 0.0)
+    assert await answered(client, Fetched(0, 3, 1, 4), Fetched(1, 3, 1, 1)) is None
+    assert said[-1] == Forget(3)
+    assert await asyncio.wait_for(answered(client, Fetched(0, 3, 1, 4)), 60) is None
+    assert said[-1] == Forget(3)
+    client.on_fetched(Fetched(1, 3, 1, 4))  # too late, and nobody minds
+    assert client.is_idle
+
+
+async def test_an_abort_that_meets_the_answer_is_not_lost_and_gives_the_lease_back() -> None:
+    said: list[Message] = []
+    client = TierClient(said.append, 1, 5.0)
+    task = asyncio.create_task(client.fetch(3, NAMES, OWNER, 1))
+    await asyncio.sleep(0)
+    client.on_fetched(Fetched(0, 3, 1, 4))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert said[-1] == Forget(3)
+    assert client.is_idle

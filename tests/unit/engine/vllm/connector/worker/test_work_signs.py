@@ -1,0 +1,54 @@
+"""What vLLM's worker says of itself within a step: often enough to be told from one that hangs, and no oftener."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdmesh.engine.vllm.connector.worker.work_signs import EVERY_S, WorkSigns
+from pdmesh.engine.vllm.messages import Message, Working, decode_to_host, encode_frame
+
+pytestmark = pytest.mark.req("S33")
+
+
+class Host:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.heard: list[Working] = []
+        self.signs = WorkSigns(1, self.hear, lambda: self.now)
+
+    def hear(self, message: Message) -> None:
+        assert decode_to_host(encode_frame(message)[4:]) == message
+        assert isinstance(message, Working)
+        self.heard.append(message)
+
+
+def test_a_step_that_takes_long_is_heard_of_with_each_layer() -> None:
+    host = Host()
+    host.signs.step(512)
+    for _ in range(3):
+        host.now += 5.0
+        host.signs.layer()
+    assert host.heard == [Working(1, number, 512) for number in (1, 2, 3, 4)]
+
+
+def test_short_steps_say_so_a_few_times_a_second() -> None:
+    host = Host()
+    num_steps = 1000
+    for _ in range(num_steps):
+        host.signs.step(8)
+        for _ in range(30):
+            host.signs.layer()
+        host.now += 0.002
+    seconds = num_steps * 0.002
+    assert seconds / EVERY_S - 1 <= len(host.heard) <= seconds / EVERY_S + 1
+    signs = [word.num_signs for word in host.heard]
+    assert signs == sorted(set(signs)), "each says something new"
+
+
+def test_a_step_that_computes_nothing_is_no_sign() -> None:
+    """vLLM turns without end while every request waits for its KV."""
+    host = Host()
+    for _ in range(10):
+        host.signs.step(0)
+        host.now += 5.0
+    assert not host.heard

@@ -1,0 +1,374 @@
+"""The worker's half of the hand-off, without vLLM: what comes in, and what goes out."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.transfer.source_exclusions import KvSource, KvSources
+from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
+from pdmesh.engine.vllm.connector.scheduler.handoff import (
+    Entered,
+    Load,
+    Store,
+    StorePart,
+)
+from pdmesh.engine.vllm.messages import (
+    Arrived,
+    LandingClear,
+    Message,
+    Open,
+    Opened,
+    PullFailed,
+    Pulling,
+    Received,
+    TicketEnded,
+)
+from pdmesh.errors import KvTransferFailed
+
+pytest.importorskip("torch")
+
+from pdmesh.engine.vllm.connector.worker.incoming import Incoming
+from pdmesh.engine.vllm.connector.worker.outgoing import Outgoing
+from pdmesh.engine.vllm.connector.worker.piece_pulls import Share
+from pdmesh.kv.agent.types import PullResult
+
+NUM_LAYERS, NUM_BLOCKS, WIDTH = 3, 8, 16
+
+
+ALL_CAME = PullResult(2 * NUM_LAYERS * WIDTH, 0.0)  # of two blocks
+
+
+class Caches:
+    """Layer l's block b is full of 10 l + b."""
+
+    num_layers, num_heads, block_bytes = NUM_LAYERS, 1, WIDTH
+
+    def __init__(self) -> None:
+        self.scattered: list[tuple[int, int, tuple[int, ...]]] = []
+
+    def gather_layer(
+        self, layer: int, block_ids: Any, out: Any, on_done: Any = lambda: None
+    ) -> None:
+        if out.size != len(block_ids) * WIDTH:
+            raise ValueError("sizes")
+        out.reshape(-1, WIDTH)[:] = np.array([[10 * layer + b] for b in block_ids], np.uint8)
+        on_done()
+
+    def gather(self, block_ids: Any, out: Any, on_done: Any) -> None:
+        for layer, part in enumerate(np.split(out, NUM_LAYERS)):
+            self.gather_layer(layer, block_ids, part)
+        on_done()
+
+    def scatter(self, source: Any, block_ids: Any) -> None: ...
+
+    def scatter_part(self, data: Any, offset: int, block_ids: Any, heads: Any) -> None:
+        assert heads is None, "of a sender with as many ranks"
+        self.scattered.append((offset, data.size, tuple(block_ids)))
+
+
+class Agent:
+    """An agent whose pulls end when the test says so."""
+
+    def __init__(self) -> None:
+        self.arena = np.zeros(4096, np.uint8)
+        self.said: list[tuple[Any, ...]] = []
+        self.pulls: dict[str, Future[Any]] = {}
+        self.on_range: dict[str, Any] = {}
+        self.options: dict[str, dict[str, Any]] = {}
+
+    def staging(self, r: ArenaRange) -> Any:
+        return self.arena[r.offset : r.offset + r.length]
+
+    landing = staging
+
+    def open(self, ticket_id: str, *_: object) -> Future[None]:
+        self.said.append(("open", ticket_id))
+        return _done()
+
+    def stage(self, ticket_id: str, *_: object) -> Future[None]:
+        self.said.append(("stage", ticket_id))
+        return _done()
+
+    def ready(self, ticket_id: str, num_layers: int) -> None:
+        self.said.append(("ready", ticket_id, num_layers))
+
+    def release(self, ticket_id: str) -> None:
+        self.said.append(("release", ticket_id))
+
+    def keep(self, ticket: Ticket, for_s: float) -> None:
+        self.said.append(("keep", ticket.ticket_id))
+
+    def let_go(self, ticket_id: str) -> None:
+        self.said.append(("let_go", ticket_id))
+
+    def expect(self, ticket_id: str, stall_s: float) -> None:
+        self.said.append(("expect", ticket_id, stall_s))
+
+    def pull(self, ticket: Ticket, *_: object, on_range: Any = None, **more: Any) -> Future[Any]:
+        self.options[ticket.ticket_id] = more
+        self.on_range[ticket.ticket_id] = on_range
+        pull: Future[Any] = Future()
+        self.pulls[ticket.ticket_id] = pull
+        return pull
+
+
+def _done() -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
+class Rank:
+    def __init__(self, max_pulls: int = 1) -> None:
+        self.agent, self.caches, self.sent = Agent(), Caches(), list[Message]()
+        caches: Any = self.caches
+        agent: Any = self.agent
+        self.incoming = Incoming(Share(1, 1, 0), caches, agent, max_pulls, self.sent.append)
+        self.outgoing = Outgoing(0, caches, "fp", agent, self.sent.append)
+
+    def heard(self) -> list[Message]:
+        sent, self.sent[:] = list(self.sent), []
+        return sent
+
+
+def load(n: int, *, is_early: bool = False, block_ids: tuple[int, ...] = (5, 6)) -> Load:
+    ticket = Ticket(f"t{n}", "r", 0, "prefill-0", 7, "fp", 8, 128, ("addr",), 5000)
+    landing = ArenaRange(128 * n, 128)
+    num_local = 0 if block_ids else 2
+    return Load(f"k{n}", n, ticket, landing, 1e9, 8, is_early, num_local, block_ids)
+
+
+def test_a_ticket_taken_without_bytes_frees_its_landing_though_vllm_runs_no_step() -> None:
+    """All blocks were cached and the answer was one token: vLLM may be idle by the time the ack has gone out."""
+    rank = Rank()
+    rank.incoming.pull(load(3, block_ids=()))
+    rank.agent.pulls["t3"].set_result(PullResult(0, 0.0))
+    assert rank.heard() == [LandingClear(0, 3)]
+
+
+@pytest.mark.req("S52")
+def test_ranges_are_scattered_as_they_land_and_the_load_is_over_with_the_last() -> None:
+    rank = Rank()
+    rank.incoming.pull(load(1))
+    rank.agent.on_range["t1"](32, np.zeros(16, np.uint8))
+    assert rank.caches.scattered == [(32, 16, (5, 6))]
+    assert rank.incoming.take_results() == (set(), set())
+    rank.agent.pulls["t1"].set_result(ALL_CAME)
+    assert rank.incoming.take_results() == ({"k1"}, set())
+    rank.incoming.entered(Entered(1, 0))
+    pulling, arrived, cleared, received = rank.heard()
+    assert (pulling, arrived, cleared) == (Pulling(0, 1), Arrived(0, 1), LandingClear(0, 1))
+    assert isinstance(received, Received)
+    assert received.kv_bytes == 2 * NUM_LAYERS * WIDTH
+
+
+@pytest.mark.req("S53")
+def test_pulls_take_turns_and_one_that_ends_lets_the_next_begin() -> None:
+    rank = Rank(max_pulls=1)
+    for n in (1, 2, 3):
+        rank.incoming.pull(load(n))
+    assert list(rank.agent.pulls) == ["t1"]
+    assert rank.heard() == [Pulling(0, 1)]
+    assert rank.agent.said == [("keep", "t2"), ("keep", "t3")]
+    rank.agent.pulls["t1"].set_exception(KvTransferFailed("x", reason="KV_PEER_LOST"))
+    assert list(rank.agent.pulls) == ["t1", "t2"]
+    failed, pulling = rank.heard()
+    assert isinstance(failed, PullFailed)
+    assert pulling == Pulling(0, 2)
+    assert rank.incoming.take_results() == (set(), {"k1"})
+    assert rank.heard() == [], "all of it was said already"
+    rank.incoming.cancel(load(3))
+    assert rank.incoming.take_results() == (set(), {"k3"})
+    assert rank.heard() == [LandingClear(0, 3)]
+    assert rank.agent.said[-1] == ("let_go", "t3")
+    rank.agent.pulls["t2"].set_result(ALL_CAME)
+    assert rank.incoming.take_results() == ({"k2"}, set())
+
+
+@pytest.mark.fault("F23", "F24")
+def test_one_whose_turn_does_not_come_fails_without_a_word_against_its_source() -> None:
+    rank = Rank(max_pulls=1)
+    rank.incoming.pull(load(1))
+    rank.incoming.pull(replace(load(2), timeout_s=0.0))
+    assert rank.incoming.take_results() == (set(), {"k2"})
+    pulling, cleared, failed = rank.heard()
+    assert (pulling, cleared) == (Pulling(0, 1), LandingClear(0, 2))
+    assert isinstance(failed, PullFailed)
+    assert failed.cause == PullFailure.OVERDUE
+    assert rank.agent.said[-1] == ("let_go", "t2")
+    assert KvSources().failed(KvSource("prefill-0", 7), failed.cause, 0.0) is None
+    rank.agent.pulls["t1"].set_result(ALL_CAME)
+    assert rank.incoming.take_results() == ({"k1"}, set())
+
+
+@pytest.mark.fault("F23", "F24")
+def test_several_whose_time_is_over_at_once_all_leave_and_none_of_them_begins() -> None:
+    """The end of the first makes room for the second: pulled and given up, it would land in bytes that are another's by then."""
+    rank = Rank(max_pulls=8)
+    for n, num_bytes, timeout_s in ((1, 40, 1e9), (2, 40, 0.0), (3, 10, 0.0), (4, 10, 1e9)):
+        waiting = replace(load(n), timeout_s=timeout_s)
+        rank.incoming.pull(
+            replace(waiting, ticket=replace(waiting.ticket, kv_bytes=num_bytes << 20))
+        )
+    assert list(rank.agent.pulls) == ["t1"]
+    assert rank.incoming.take_results() == (set(), {"k2", "k3"})
+    assert list(rank.agent.pulls) == ["t1", "t4"]
+    cleared = [LandingClear(0, 2), LandingClear(0, 3)]
+    assert rank.heard()[:4] == [Pulling(0, 1), *cleared, Pulling(0, 4)]
+    for ticket_id in ("t1", "t4"):
+        rank.agent.pulls[ticket_id].set_result(ALL_CAME)
+    assert rank.incoming.take_results() == ({"k1", "k4"}, set())
+
+
+@pytest.mark.fault("F23")
+def test_a_pull_counts_its_time_from_its_turn_and_gives_the_turn_up_when_it_falls_silent() -> None:
+    rank = Rank(max_pulls=1)
+    for n in (1, 2, 3):
+        rank.incoming.pull(replace(load(n), timeout_s=4.5))
+    assert list(rank.agent.pulls) == ["t1"]
+    assert rank.agent.options["t1"]["deadline_s"] == 4.5
+    rank.agent.options["t1"]["on_silent"]()
+    assert list(rank.agent.pulls) == ["t1", "t2"]
+    assert rank.agent.options["t2"]["deadline_s"] == 4.5
+    rank.agent.pulls["t1"].set_result(ALL_CAME)
+    assert list(rank.agent.pulls) == ["t1", "t2"], "one at a time but for silent ones"
+    rank.agent.pulls["t2"].set_result(ALL_CAME)
+    rank.agent.pulls["t3"].set_result(ALL_CAME)
+    assert rank.incoming.take_results() == ({"k1", "k2", "k3"}, set())
+
+
+@pytest.mark.fault("F8", "F23")
+def test_what_becomes_of_a_pull_is_said_at_once_and_not_with_the_next_step() -> None:
+    """A step may take longer than a pull and the grace after it. Nobody asks for results here."""
+    rank = Rank(max_pulls=1)
+    for n in (1, 2, 3):
+        rank.incoming.pull(load(n))
+    rank.agent.pulls["t1"].set_result(ALL_CAME)
+    assert rank.heard() == [Pulling(0, 1), Arrived(0, 1), Pulling(0, 2)]
+    rank.agent.pulls["t2"].set_exception(KvTransferFailed("x", reason=PullFailure.TIMEOUT))
+    failed, pulling = rank.heard()
+    assert isinstance(failed, PullFailed)
+    assert (failed.leg, failed.cause) == (2, PullFailure.TIMEOUT)
+    assert pulling == Pulling(0, 3)
+    rank.incoming.cancel(load(3))
+    assert not [m for m in rank.heard() if isinstance(m, PullFailed | Arrived)], "it was aborted"
+
+
+@pytest.mark.req("S48")
+@pytest.mark.parametrize("is_token_first", [False, True])
+def test_an_early_load_is_over_when_both_its_kv_and_token_1_are_there(is_token_first: bool) -> None:
+    rank = Rank(max_pulls=1)
+    rank.incoming.pull(load(1))
+    rank.incoming.pull(load(2, is_early=True))
+    assert "t2" in rank.agent.pulls, "it waits for prefill, not for its turn"
+    if is_token_first:
+        rank.incoming.join(2, 77)
+    rank.agent.pulls["t2"].set_result(ALL_CAME)
+    if not is_token_first:
+        assert rank.incoming.take_results() == (set(), set())
+        rank.incoming.join(2, 77)
+    assert rank.incoming.take_results() == ({"k2"}, set())
+    assert rank.incoming.take_first_tokens() == {2: 77}
+    assert rank.incoming.take_first_tokens() == {}
+
+
+def test_an_early_load_given_up_while_it_waits_for_token_1_gives_its_blocks_back() -> None:
+    rank = Rank()
+    rank.incoming.pull(load(2, is_early=True))
+    rank.agent.pulls["t2"].set_result(ALL_CAME)
+    assert rank.incoming.take_results() == (set(), set())
+    rank.incoming.cancel(load(2, is_early=True))
+    assert rank.incoming.take_results() == (set(), {"k2"})
+
+
+STORE = Store("t1", 0, ArenaRange(64, 9 * WIDTH), 5.0, 9, is_per_layer=True)
+ORDER = Open("t1", 0, 64, 9 * WIDTH, 9, 3, 5.0)
+
+
+@pytest.mark.req("S48")
+def test_layers_are_gathered_as_they_are_computed_and_ready_with_the_last_chunk() -> None:
+    rank = Rank()
+    rank.outgoing.open(ORDER)
+    assert rank.heard() == [Opened(0, "t1")]
+    first = StorePart(STORE, 3, 0, (4, 5), is_last=False)
+    last = StorePart(STORE, 3, 2, (4, 5, 7), is_last=True)
+    for layer in range(NUM_LAYERS):
+        rank.outgoing.put_layer([first], layer)
+    rank.outgoing.end_step([first])
+    assert rank.agent.said == [("open", "t1")]
+    rank.outgoing.put_layer([last], 0)
+    assert rank.agent.said[1:] == [("ready", "t1", 1)]
+    rank.outgoing.end_step([last])
+    assert rank.agent.said[2:] == [("ready", "t1", 2), ("ready", "t1", 3)], "no layer is left out"
+    staged = rank.agent.staging(STORE.staging).reshape(-1, WIDTH)[:, 0]
+    assert staged.tolist() == [4, 5, 7, 14, 15, 17, 24, 25, 27]
+
+
+def test_a_step_may_come_before_the_hosts_order_and_opens_the_ticket_itself() -> None:
+    rank = Rank()
+    rank.outgoing.put_layer([StorePart(STORE, 3, 0, (4, 5, 7), is_last=True)], 0)
+    rank.outgoing.open(ORDER)
+    assert rank.agent.said == [("open", "t1"), ("ready", "t1", 1)]
+
+
+@pytest.mark.fault("F27")
+def test_nothing_is_written_for_a_ticket_that_was_closed() -> None:
+    rank = Rank()
+    rank.outgoing.open(ORDER)
+    rank.outgoing.release("t1")
+    rank.outgoing.closed("t1", "released")
+    rank.agent.said.clear()
+    rank.outgoing.put_layer([StorePart(STORE, 3, 0, (4, 5, 7), is_last=True)], 0)
+    rank.outgoing.drop("t1")
+    assert rank.agent.said == []
+    assert rank.agent.arena.sum() == 0
+    assert rank.heard() == [Opened(0, "t1"), TicketEnded(0, "t1", "released")]
+
+
+def test_a_ticket_released_before_its_prompt_is_staged_is_ended_in_its_step() -> None:
+    rank = Rank()
+    store = Store("t1", 0, ArenaRange(0, 9 * WIDTH), 5.0, 9, block_ids=(1, 2, 3))
+    rank.outgoing.release("t1")
+    rank.outgoing.stage([store])
+    assert rank.heard() == [TicketEnded(0, "t1", "released")]
+    assert rank.agent.said == []
+
+
+def test_what_lands_after_a_cancel_is_not_scattered_into_blocks_that_were_given_back() -> None:
+    """The agent's thread hears of the cancel later than vLLM hears that the blocks are free."""
+    rank = Rank()
+    rank.incoming.pull(load(1))
+    rank.incoming.cancel(load(1))
+    assert rank.incoming.take_results() == (set(), {"k1"})
+    rank.agent.on_range["t1"](0, np.zeros(16, np.uint8))
+    assert rank.caches.scattered == []
+
+
+def test_a_cancelled_load_keeps_its_blocks_until_the_range_under_way_is_scattered() -> None:
+    rank = Rank()
+    rank.incoming.pull(load(1))
+    entered, may_leave = threading.Event(), threading.Event()
+
+    def scatter_part(*_: object) -> None:
+        entered.set()
+        assert may_leave.wait(60)
+
+    rank.caches.scatter_part = scatter_part  # type: ignore[method-assign,assignment]
+    landing = threading.Thread(target=rank.agent.on_range["t1"], args=(0, np.zeros(16, np.uint8)))
+    landing.start()
+    assert entered.wait(60)
+    step = threading.Thread(target=rank.incoming.cancel, args=(load(1),))
+    step.start()
+    step.join(0.05)
+    assert rank.incoming.take_results() == (set(), set())
+    may_leave.set()
+    landing.join(60)
+    step.join(60)
+    assert rank.incoming.take_results() == (set(), {"k1"})

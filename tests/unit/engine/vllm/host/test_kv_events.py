@@ -1,0 +1,134 @@
+"""vLLM's cache events in mesh hashes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from pdmesh.core.kv.prefix.block_hash import block_hashes
+from pdmesh.engine.base import BlocksChanged
+from pdmesh.engine.vllm.config import VllmConfig, events_endpoint
+from pdmesh.engine.vllm.engine import VllmEngine
+from pdmesh.engine.vllm.host.kv_events import (
+    AllBlocksCleared,
+    BlockNames,
+    BlockRemoved,
+    BlockStored,
+    decode_batch,
+)
+from pdmesh.errors import EngineFailed
+
+ROOT = bytes(range(16))
+TOKENS = list(range(12))
+NAMES = block_hashes(ROOT, TOKENS, 4)
+
+
+def stored(first: int, last: int, salt: str | None = ROOT.hex()) -> BlockStored:
+    """Blocks `first`..`last` of TOKENS; vLLM's hash of block i is b"v<i>"."""
+    return BlockStored(
+        [b"v%d" % i for i in range(first, last)],
+        b"v%d" % (first - 1) if first else None,
+        TOKENS[4 * first : 4 * last],
+        4,
+        [[salt] if salt and i == 0 else None for i in range(first, last)],
+    )
+
+
+def names(capacity: int = 100) -> BlockNames:
+    return BlockNames(capacity, 4)
+
+
+@pytest.mark.req("S80")
+def test_a_chain_continues_over_events() -> None:
+    view = names()
+    assert view.handle(0, [stored(0, 2)]) == BlocksChanged(tuple(NAMES[:2]))
+    assert view.handle(1, [stored(2, 3)]) == BlocksChanged((NAMES[2],))
+
+
+def test_a_block_told_again_changes_nothing() -> None:
+    view = names()
+    view.handle(0, [stored(0, 2)])
+    assert view.handle(1, [stored(0, 2)]) is None
+
+
+def test_removed_blocks_are_named_and_can_still_be_parents() -> None:
+    view = names()
+    view.handle(0, [stored(0, 2)])
+    assert view.handle(1, [BlockRemoved([b"v1"])]) == BlocksChanged((), (NAMES[1],))
+    assert view.handle(2, [stored(2, 3)]) == BlocksChanged((NAMES[2],))
+
+
+def test_a_block_that_came_and_went_in_one_batch_is_in_neither() -> None:
+    assert names().handle(0, [stored(0, 1), BlockRemoved([b"v0"])]) is None
+
+
+def test_clearing_starts_the_view_again() -> None:
+    view = names()
+    view.handle(0, [stored(0, 2)])
+    assert view.handle(1, [AllBlocksCleared(), stored(0, 1)]) == BlocksChanged(
+        (NAMES[0],), (), is_cleared=True
+    )
+
+
+def test_after_a_gap_nothing_is_believed_but_what_comes() -> None:
+    """The lost batch removed block 0: nobody would ever say so again. It is still known as a parent."""
+    view = names()
+    view.handle(0, [stored(0, 1)])
+    assert view.handle(2, [stored(1, 2)]) == BlocksChanged((NAMES[1],), (), is_cleared=True)
+    assert view.num_held(NAMES) == 0
+    assert view.handle(3, [stored(0, 1)]) == BlocksChanged((NAMES[0],))
+    assert view.num_held(NAMES) == 2
+
+
+def test_blocks_without_a_salt_have_no_name() -> None:
+    view = names()
+    assert view.handle(0, [stored(0, 1, salt=None), stored(1, 2)]) is None
+    assert view.handle(1, [BlockRemoved([b"v0"])]) is None
+
+
+def test_the_memory_of_names_is_bounded_and_forgetting_is_told() -> None:
+    view = names(capacity=2)
+    view.handle(0, [stored(0, 2)])
+    assert view.handle(1, [stored(2, 3)]) == BlocksChanged((NAMES[2],), (NAMES[0],))
+
+
+def test_a_batch_is_read_as_vllm_packs_it() -> None:
+    """Array for the batch, tagged maps for the events, fields unknown here skipped."""
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [b"v0"],
+        "parent_block_hash": None,
+        "token_ids": TOKENS[:4],
+        "block_size": 4,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "extra_keys": [[ROOT.hex()]],
+        "group_idx": 0,
+    }
+    payload = msgspec.msgpack.encode([1.5, [event, {"type": "AllBlocksCleared"}], 0])
+    assert decode_batch(payload) == [stored(0, 1), AllBlocksCleared()]
+
+
+async def test_events_that_cannot_be_read_end_the_engine(tmp_path: Path) -> None:
+    """Unread, they would leave the mesh's index wrong for as long as the engine lives."""
+    engine = VllmEngine(VllmConfig("p0", 1, tmp_path, "m"))
+    engine._private_dir = tmp_path
+    context = zmq.asyncio.Context()
+    publisher = context.socket(zmq.PUB)
+    publisher.bind(events_endpoint(tmp_path))
+    engine._events = engine._watched(engine._follow_events(), "vllm-kv-events")
+    try:
+        while not engine._events.done():
+            await publisher.send_multipart([b"", bytes(8), b"no batch"])
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineFailed, match="vllm-kv-events failed"):
+            await anext(engine.outputs())
+    finally:
+        publisher.close(linger=0)
+        context.term()

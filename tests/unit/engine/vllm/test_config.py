@@ -1,0 +1,158 @@
+"""What vLLM is told, and what makes two engines able to exchange blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdmesh.core.instance.speculation import Speculation
+from pdmesh.engine.base import (
+    BlocksChanged,
+    Failed,
+    Finished,
+    FinishReason,
+    LandingFreed,
+    Output,
+    Prefilled,
+    Tokens,
+)
+from pdmesh.engine.vllm.child.preflight import (
+    RUNTIME_BYTES,
+    available_bytes,
+    check_memory,
+    needed_bytes,
+)
+from pdmesh.engine.vllm.config import (
+    VllmConfig,
+    engine_seed,
+    environment,
+    speculative_config,
+    thread_binding,
+    usable_cores,
+)
+from pdmesh.engine.vllm.engine import VllmEngine
+from pdmesh.engine.vllm.host.outputs import OutputQueue
+from pdmesh.engine.vllm.model.fingerprint import computation_digest, cpu_kernels, digest
+from pdmesh.errors import EngineFailed
+
+CPU = VllmConfig("prefill-0", 1, Path("model"), "m", device="cpu")
+CUDA = replace(CPU, device="cuda")
+
+
+def test_a_laptop_computes_in_fp32_and_eagerly_a_gpu_as_the_model_says() -> None:
+    assert (CPU.effective_dtype, CPU.is_eager) == ("float32", True)
+    assert (CUDA.effective_dtype, CUDA.is_eager) == ("auto", False)
+
+
+@pytest.mark.req("S33")
+def test_steps_are_bounded_on_a_cpu_and_as_vllm_chooses_on_a_gpu() -> None:
+    assert (CPU.step_tokens, CUDA.step_tokens) == (512, 0)
+    assert [replace(c, max_num_batched_tokens=64).step_tokens for c in (CPU, CUDA)] == [64, 64]
+    assert replace(CPU, max_num_batched_tokens=4, max_num_seqs=16).step_tokens == 16
+
+
+def test_what_the_user_set_in_the_environment_is_kept() -> None:
+    assert "OMP_NUM_THREADS" in environment(CPU, {})
+    assert "OMP_NUM_THREADS" not in environment(CPU, {"OMP_NUM_THREADS": "7"})
+
+
+def test_a_gpu_gets_no_setting_of_the_cpu_backend() -> None:
+    assert environment(CUDA, {}).keys() < environment(CPU, {}).keys()
+    assert environment(CUDA, {})["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.mark.req("S118")
+def test_vllm_is_told_how_many_tokens_to_propose_by_the_size_of_the_batch() -> None:
+    told = speculative_config(replace(CPU, max_num_seqs=256, speculation=Speculation(4, 0.6, 0.01)))
+    schedule = told["num_speculative_tokens_per_batch_size"]
+    assert schedule[0] == (1, 7, 4)
+    assert schedule[-1] == (111, 256, 0)
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes(b"weights" * 100)
+    return tmp_path
+
+
+def test_everything_that_changes_what_is_computed_changes_its_digest() -> None:
+    base = ("model", "float32", "0.32.0")
+    variants = [base, ("other", *base[1:]), ("model", "bfloat16", "0.32.0"), (*base[:2], "0.33.0")]
+    assert len({computation_digest(*v) for v in variants}) == len(variants)
+    assert digest(["ab", "c"]) != digest(["a", "bc"])
+
+
+def test_engines_draw_without_a_seed_each_its_own_way() -> None:
+    """From one beginning, a decode would draw token 2 with the noise of token 1."""
+    lives = [CPU, replace(CPU, instance_id="decode-0"), replace(CPU, incarnation=2)]
+    assert len({engine_seed(life) for life in lives}) == len(lives)
+    assert engine_seed(CPU) == engine_seed(replace(CPU)), "all ranks of one have the same"
+
+
+@pytest.mark.req("S57")
+def test_ranks_compute_on_cores_of_their_own_if_there_are_enough() -> None:
+    assert thread_binding([0, 1], 2) == "0|1"
+    assert thread_binding([2, 3, 6, 7, 9], 2) == "2,3|6,7"
+    assert thread_binding([0, 1, 2, 3], 2, num_threads=1) == "0|2"
+    assert thread_binding([0], 2) == "nobind"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment(CPU, {})
+    two = environment(replace(CPU, tensor_parallel_size=2), {})
+    assert two["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert two["VLLM_CPU_OMP_THREADS_BIND"] == thread_binding(usable_cores(), 2)
+
+
+def test_the_instruction_sets_that_pack_kv_are_read_from_cpuinfo() -> None:
+    text = "processor : 0\nflags\t\t: fpu sse2 avx2 avx512f amx_tile\nbugs : x\n"
+    assert cpu_kernels(text) == "amx_tile avx2 avx512f"
+    assert cpu_kernels("") == ""
+
+
+def test_memory_is_checked_before_vllm_is_started(model_dir: Path) -> None:
+    assert available_bytes("MemTotal: 9 kB\nMemAvailable:    2048 kB\n") == 2 << 20
+    assert available_bytes("") is None
+    assert needed_bytes(CPU, 100) == 200 + CPU.kv_cache_bytes + RUNTIME_BYTES
+    with pytest.raises(EngineFailed, match="lower kv_cache_bytes") as caught:
+        check_memory(replace(CPU, model_dir=model_dir, kv_cache_bytes=1 << 60))
+    assert caught.value.reason == "OUT_OF_MEMORY"
+
+
+async def test_a_missing_model_ends_the_start_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+    engine = VllmEngine(replace(CPU, model_dir=tmp_path))
+    with pytest.raises(EngineFailed, match="no model in"):
+        await engine.start()
+    await engine.stop()
+
+
+async def test_outputs_of_an_aborted_leg_are_dropped_but_its_ranges_are_not() -> None:
+    queue = OutputQueue()
+    changed = BlocksChanged((b"h",))
+    queue.put([Tokens(1, [2]), LandingFreed(1), Finished(2, FinishReason.STOP), changed])
+    queue.drop(1)
+    batch = await anext(queue.batches())
+    assert batch == [LandingFreed(1), Finished(2, FinishReason.STOP), changed]
+
+
+@pytest.mark.fault("F27")
+async def test_the_end_of_a_prefill_is_read_though_it_was_aborted_meanwhile() -> None:
+    """No TicketClosed follows it, so the host gives the staging range back when it reads the end."""
+    ends: list[Output] = [
+        Prefilled(1, 7, None, 0, FinishReason.LENGTH),
+        Failed(1, "KV_TRANSFER_FAILED", "the staged KV ended"),
+    ]
+    queue = OutputQueue()
+    queue.put(ends)
+    queue.drop(1)
+    assert await anext(queue.batches()) == ends
+
+
+async def test_what_was_said_before_the_engine_died_is_still_read() -> None:
+    queue = OutputQueue()
+    queue.put([Tokens(1, [2])])
+    queue.fail(EngineFailed("dead"))
+    queue.fail(EngineFailed("later"))
+    batches = queue.batches()
+    assert await anext(batches) == [Tokens(1, [2])]
+    with pytest.raises(EngineFailed, match="dead"):
+        await anext(batches)

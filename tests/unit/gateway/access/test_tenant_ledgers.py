@@ -1,0 +1,65 @@
+"""The shell around ledgers of parts, with a bucket that does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from pdmesh.core.tenancy.limits import Tenant, TenantLimits, Tenants
+from pdmesh.core.tenancy.shared_limits import num_parts
+from pdmesh.net.nats.kv_bucket import KvEntry, KvWatch
+from services.gateway.access.tenant_ledgers import TenantLedgers
+
+pytestmark = pytest.mark.req("S97")
+
+
+class FreezingBucket:
+    """It takes writes until it is frozen, and answers none after that."""
+
+    def __init__(self) -> None:
+        self.is_frozen = False
+        self.waiting: set[str] = set()
+
+    async def get(self, key: str) -> KvEntry | None:
+        return None
+
+    async def put(self, key: str, value: bytes, last: int | None = None) -> int:
+        if self.is_frozen:
+            self.waiting.add(key)
+            await asyncio.Event().wait()
+        return (last or 0) + 1
+
+    def watch(
+        self,
+        on_entry: Callable[[KvEntry], None],
+        on_loaded: Callable[[], None],
+        on_reset: Callable[[], None],
+    ) -> KvWatch:
+        raise NotImplementedError
+
+
+async def test_a_frozen_nats_does_not_hold_up_the_end_tenant_by_tenant() -> None:
+    limits = TenantLimits(max_concurrent=4, tokens_per_day=1000)
+    known = {name: Tenant(name, limits) for name in (f"tenant-{i}" for i in range(40))}
+    bucket = FreezingBucket()
+    ledgers = TenantLedgers(bucket, "g0/1", Tenants(num_parts), lambda: known)
+    for tenant in known.values():
+        assert await ledgers.more(tenant)
+    bucket.is_frozen = True
+    async with asyncio.timeout(60):  # it would never end
+        await ledgers.close()
+    assert len(bucket.waiting) == len(known), "all of them are asked at once"
+
+
+async def test_tokens_that_were_leased_and_not_granted_are_given_back_at_the_end() -> None:
+    """Of a tenant that has no parts, either."""
+    tenant = Tenant("acme", TenantLimits(tokens_per_day=3200))
+    bucket, tenants = FreezingBucket(), Tenants(num_parts)
+    ledgers = TenantLedgers(bucket, "g0/1", tenants, lambda: {"acme": tenant})
+    assert await ledgers.more_tokens(tenant, 10)
+    num_leased = tenants.today("acme", 0)[1]
+    assert num_leased == 100, "a 32nd of the day"
+    await ledgers.close()
+    assert tenants.today("acme", 0)[1] == 0

@@ -1,0 +1,36 @@
+"""docs/api.md names every field that the gateway takes or refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdmesh.v1.inference_service_pb2 import DESCRIPTOR
+from services.gateway.http import schema as openai_schema
+from services.gateway.http.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    Message,
+    StreamOptions,
+)
+
+_TEXT = (Path(__file__).parents[4] / "docs" / "api.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "struct", [ChatCompletionRequest, CompletionRequest, Message, StreamOptions]
+)
+def test_every_http_field_is_in_the_page(struct: type) -> None:
+    fields: tuple[str, ...] = struct.__struct_fields__  # type: ignore[attr-defined]  # msgspec's
+    assert [f for f in fields if f"`{f}`" not in _TEXT] == []
+
+
+def test_every_field_that_is_refused_stands_among_the_refused() -> None:
+    refused = _TEXT.partition("### Refused")[2].partition("### Answers")[0]
+    assert [f for f in openai_schema._NEUTRAL if f"`{f}`" not in refused] == []
+
+
+def test_every_grpc_method_is_in_the_page() -> None:
+    methods = DESCRIPTOR.services_by_name["InferenceService"].methods
+    assert [m.name for m in methods if f"`{m.name}`" not in _TEXT] == []

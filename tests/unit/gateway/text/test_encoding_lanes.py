@@ -1,0 +1,87 @@
+"""Text waits for a thread: in batches, bounded, and the short never behind the long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from array import array
+from collections.abc import Sequence
+
+import pytest
+
+from pdmesh.errors import Overloaded
+from services.gateway.text.encoding_lanes import EncodingLanes
+from tests.support.waiting import until
+
+LONG = "x" * 70_000
+
+
+class Encoder:
+    """Token = length of the text; blocks on request; remembers its batches."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __call__(self, texts: Sequence[str], add_special_tokens: bool) -> list[array[int]]:
+        self.batches.append([len(t) for t in texts])
+        assert self.gate.wait(60)
+        if any("!" in t for t in texts):
+            raise ValueError("no")
+        return [array("I", [len(t), int(add_special_tokens)]) for t in texts]
+
+
+async def test_what_gathers_while_a_thread_works_goes_together() -> None:
+    encoder = Encoder()
+    lanes = EncodingLanes(encoder, num_threads=1)
+    encoder.gate.clear()
+    asks = [asyncio.create_task(lanes.encode("a" * i, i == 4)) for i in range(1, 7)]
+    await until(lambda: encoder.batches == [[1]])
+    asks[2].cancel()
+    await asyncio.sleep(0)
+    encoder.gate.set()
+    done = await asyncio.gather(*asks, return_exceptions=True)
+    assert encoder.batches == [[1], [2], [4], [5, 6]], "alike goes together, the cancelled nowhere"
+    assert [d[0] for d in done if not isinstance(d, BaseException)] == [1, 2, 4, 5, 6]
+    assert lanes.num_pending_chars == 0
+    lanes.close()
+
+
+@pytest.mark.fault("F31")
+async def test_a_short_text_does_not_wait_for_a_long_one() -> None:
+    encoder = Encoder()
+    lanes = EncodingLanes(encoder, num_threads=1)
+    encoder.gate.clear()
+    long = asyncio.create_task(lanes.encode(LONG, False))
+    await until(lambda: encoder.batches == [[len(LONG)]])
+    short = asyncio.create_task(lanes.encode("abc", False))
+    await until(lambda: encoder.batches[1:] == [[3]])  # another thread has it already
+    encoder.gate.set()
+    assert list(await short) == [3, 0]
+    assert (await long)[0] == len(LONG)
+    lanes.close()
+
+
+@pytest.mark.fault("F31")
+async def test_text_beyond_the_bound_is_refused_and_room_comes_back() -> None:
+    encoder = Encoder()
+    lanes = EncodingLanes(encoder, num_threads=1, max_pending_chars=10)
+    encoder.gate.clear()
+    first = asyncio.create_task(lanes.encode("a" * 8, False))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await lanes.encode("b" * 3, False)
+    encoder.gate.set()
+    await first
+    assert list(await lanes.encode("b" * 3, False)) == [3, 0]
+    lanes.close()
+
+
+async def test_a_text_that_cannot_be_encoded_fails_its_batch_and_nothing_after_it() -> None:
+    lanes = EncodingLanes(Encoder(), num_threads=1)
+    with pytest.raises(ValueError, match="no"):
+        await lanes.encode("!", False)
+    assert list(await lanes.encode("ab", False)) == [2, 0]
+    assert lanes.num_pending_chars == 0
+    lanes.close()

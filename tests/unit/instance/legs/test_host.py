@@ -1,0 +1,152 @@
+"""What an instance's host makes of its engine's outputs when a gateway gives a leg up at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import cast
+
+import pytest
+
+from pdmesh.core.instance.admission import Admission, Capacity, Work
+from pdmesh.core.kv.prefix.block_hash import tokens_to_bytes
+from pdmesh.core.kv.prefix.pins import PinnedPrefix
+from pdmesh.engine.base import (
+    DecodeJob,
+    Engine,
+    EngineInfo,
+    EngineStats,
+    Failed,
+    FinishReason,
+    KvPeer,
+    Output,
+    Prefilled,
+    PrefillJob,
+)
+from pdmesh.instance.legs.host import InstanceHost
+from pdmesh.v1 import common_pb2
+from pdmesh.v1 import instance_service_pb2 as pb
+
+
+class EndedEngine:
+    """Its job has ended by itself, and the host has not read that yet: there is nothing left to abort."""
+
+    def __init__(self, end: Output) -> None:
+        self._end = end
+        self.prefills: list[PrefillJob] = []
+
+    async def start(self) -> EngineInfo:
+        raise NotImplementedError
+
+    async def stop(self) -> None: ...
+
+    def prefill(self, job: PrefillJob) -> None:
+        self.prefills.append(job)
+
+    def decode(self, job: DecodeJob) -> None: ...
+
+    def abort(self, leg: int) -> None: ...
+
+    def release(self, ticket_id: str) -> None: ...
+
+    async def verify_peer(self, peer: KvPeer, timeout_s: float) -> None: ...
+
+    def forget_peer(self, peer: KvPeer) -> None: ...
+    def pin(self, prefixes: Sequence[PinnedPrefix]) -> None: ...
+
+    async def outputs(self) -> AsyncIterator[list[Output]]:
+        yield [self._end]
+
+    async def ping(self) -> None: ...
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+
+def capacity(num_slots: int = 1) -> Capacity:
+    return Capacity(
+        works=frozenset({Work.PREFILL}),
+        num_slots=num_slots,
+        num_blocks=64,
+        block_size=4,
+        block_bytes=64,
+        max_model_len=128,
+        staging_bytes=1 << 16,
+        landing_bytes=0,
+        max_retrievals=1,
+    )
+
+
+def prefill(key: int, max_tokens: int = 1) -> pb.Command:
+    return pb.Command(
+        prefill=pb.Prefill(
+            key=key,
+            request_id="r",
+            prompt_token_ids=tokens_to_bytes([1, 2, 3]),
+            sampling=common_pb2.SamplingParams(max_tokens=max_tokens, top_p=1.0),
+            remaining_ms=1000,
+        )
+    )
+
+
+@pytest.mark.fault("F27")
+@pytest.mark.parametrize(
+    "end",
+    [
+        Prefilled(1, 7, None, 0, FinishReason.LENGTH),
+        Prefilled(1, 7, None, 0, FinishReason.STOP),
+        Failed(1, "KV_TRANSFER_FAILED", "the staged KV ended"),
+    ],
+)
+async def test_a_client_that_leaves_as_its_prefill_ends_costs_no_slot(end: Output) -> None:
+    """The end waits to be read when the abort comes; neither says a word about the staging range after that."""
+    host = InstanceHost(cast(Engine, EndedEngine(end)), Admission(capacity()), time.monotonic)
+    outbox = host.open("gateway-0")
+    host.apply(outbox, [prefill(5)])
+    assert host.admission.num_slots_used == 1
+    host.apply(outbox, [pb.Command(abort=pb.Abort(key=5))])
+    await host.run()
+    async with asyncio.timeout(30):
+        await host.wait_idle()
+    assert host.admission.num_slots_used == 0
+    assert host.admission.staging_bytes_used == 0
+    assert host.num_tickets == 0
+    host.check_invariants()
+
+
+def tickets_of(host: InstanceHost, engine: EndedEngine, num: int) -> list[str]:
+    host.apply(host.open("gateway-0"), [prefill(key, max_tokens=2) for key in range(1, num + 1)])
+    return [job.ticket_id for job in engine.prefills]
+
+
+def make_host(engine: EndedEngine, **changes: Callable[[], str]) -> InstanceHost:
+    admission = Admission(capacity(num_slots=16))
+    return InstanceHost(cast(Engine, engine), admission, time.monotonic, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.fault("F39")
+def test_who_holds_a_ticket_can_guess_no_other() -> None:
+    """A ticket is all that it takes to pull a prompt's KV: its id has 128 bits that no other one has."""
+    engine = EndedEngine(Failed(1, "", ""))
+    tickets = tickets_of(make_host(engine), engine, 16)
+    assert len(tickets) == 16
+    secrets = []
+    for number, ticket in enumerate(tickets, 1):
+        found = re.fullmatch(r"([0-9a-f]+)-([0-9a-f]{32})", ticket)
+        assert found, ticket
+        assert int(found[1], 16) == number, "the part that may be logged tells tickets apart"
+        secrets.append(found[2])
+    for one, other in itertools.combinations(secrets, 2):
+        num_same_bytes = sum(
+            a == b for a, b in zip(bytes.fromhex(one), bytes.fromhex(other), strict=True)
+        )
+        assert num_same_bytes < 8, "16 random bytes agree in eight places once in 10**15 pairs"
+
+
+def test_a_tickets_secret_comes_from_outside_where_a_run_must_repeat() -> None:
+    engine, numbers = EndedEngine(Failed(1, "", "")), itertools.count(7)
+    host = make_host(engine, new_secret=lambda: f"s{next(numbers)}")
+    assert tickets_of(host, engine, 2) == ["1-s7", "2-s8"]

@@ -1,0 +1,117 @@
+"""Every bit of every control message of a pull, changed on the way: no request ever gets another's KV (F34)."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from pdmesh.core.instance.arena import ArenaRange
+from pdmesh.core.kv.layout.buffer_layout import KvLayout
+from pdmesh.core.kv.transfer.quarantine import Quarantine
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.agent import wire
+from tests.fakes.kv_pair import KvPair, kv_pair, pattern, ticket_for
+from tests.fakes.memory_transport import MemoryTransport
+
+LAYOUT = KvLayout(num_layers=1, num_blocks=1, block_bytes=64)
+SIZE = LAYOUT.total_bytes
+# One bit apart, as are their attempts' pulls.
+DATA = {name: pattern(SIZE, seed) for seed, name in enumerate(("t", "u"))}
+
+
+@dataclass
+class Flip:
+    """Changes one bit of the message that is sent as number `message`, of both directions together."""
+
+    message: int
+    bit: int
+    num_sent: int = 0
+    has_hit: bool = False
+
+    def __call__(self, raw: bytes) -> bytes:
+        number, self.num_sent = self.num_sent, self.num_sent + 1
+        if number != self.message or self.bit >= 8 * len(raw):
+            return raw
+        self.has_hit = True
+        changed = bytearray(raw)
+        changed[self.bit // 8] ^= 1 << self.bit % 8
+        return bytes(changed)
+
+
+async def _pull_both(pair: KvPair, flip: Flip) -> None:
+    for transport in (pair.sender_transport, pair.receiver_transport):
+        assert isinstance(transport, MemoryTransport)
+        transport.tamper = flip
+
+    async def pull(name: str, offset: int) -> bool:
+        r = ArenaRange(offset, SIZE)
+        pair.landed(SIZE, offset)[:] = 0
+        try:
+            await pair.receiver.pull(ticket_for(pair.address, LAYOUT, name), r, deadline_s=5.0)
+        except KvTransferFailed:
+            return False
+        assert np.array_equal(pair.landed(SIZE, offset), DATA[name]), "another request's KV"
+        return True
+
+    for number, name in enumerate(DATA):
+        r = ArenaRange(4096 * (number + 1), SIZE)
+        pair.sender.staging(r)[:] = DATA[name]
+        pair.sender.stage(name, 1, r, LAYOUT, 30.0)
+    came = await asyncio.gather(pull("t", 0), pull("u", 4096))
+    assert flip.has_hit or all(came)
+    for name in DATA:
+        pair.sender.release(name)
+    while pair.sender.num_tickets or pair.receiver.num_pulls:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.fault("F34")
+async def test_no_bit_changed_on_the_way_gives_a_request_the_kv_of_another() -> None:
+    async with kv_pair(MemoryTransport, quarantine=Quarantine(limit=1 << 20)) as pair:
+        await _pull_both(pair, Flip(-1, 0))  # connects
+        for message in range(6):  # two of PULL, META and ACK each
+            bit, flip = 0, Flip(message, 0)
+            await _pull_both(pair, flip)
+            while flip.has_hit:
+                bit += 1
+                flip = Flip(message, bit)
+                await _pull_both(pair, flip)
+            assert bit > 8 * 20, "no such message"
+
+
+@pytest.mark.fault("F34")
+async def test_a_sound_answer_to_another_pull_is_refused() -> None:
+    """As a sender gives that mixed two pulls up: seal and checksums are right, and the bytes another's."""
+    async with kv_pair(MemoryTransport) as pair:
+        await _pull_both(pair, Flip(-1, 0))
+        assert isinstance(pair.sender_transport, MemoryTransport)
+        metas: list[wire.Meta] = []
+
+        def swap(raw: bytes) -> bytes:
+            message = wire.parse(memoryview(raw))
+            if not isinstance(message, wire.Meta):
+                return raw
+            metas.append(message)
+            other = metas[0]
+            forged = wire.Meta(
+                message.pull_id, other.num_bytes, other.ranges, other.inline, other.question
+            )
+            return b"".join(wire.encode(forged))
+
+        pair.sender_transport.tamper = swap
+        data = [pair.stage(LAYOUT, name, offset=8192 * n) for n, name in enumerate(("v", "w"))]
+        pulls = [
+            pair.receiver.pull(
+                ticket_for(pair.address, LAYOUT, name), ArenaRange(4096 * n, SIZE), deadline_s=5.0
+            )
+            for n, name in enumerate(("v", "w"))
+        ]
+        results = await asyncio.gather(*pulls, return_exceptions=True)
+        assert not all(isinstance(r, KvTransferFailed) for r in results[:1]), "the first is sound"
+        assert isinstance(results[1], KvTransferFailed)
+        assert results[1].reason == "KV_PROTOCOL_ERROR"
+        assert len(metas) == len(data) == 2
+        pair.sender.release("w")

@@ -1,0 +1,68 @@
+"""Addresses and the two messages that open a connection: what is changed in any bit, or was made with another key, is nothing."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdmesh.kv.transport import ucx_handshake as door
+
+KEY, OTHER = bytes(range(16)), bytes(16)
+WORKER = bytes(range(52))
+HELLO = door.Hello(7, 9, WORKER)
+
+
+def flips(data: bytes) -> list[bytes]:
+    return [
+        bytes(b ^ (1 << bit % 8) if n == bit // 8 else b for n, b in enumerate(data))
+        for bit in range(8 * len(data))
+    ]
+
+
+def test_an_address_says_what_it_was_made_of() -> None:
+    address = door.Address(WORKER, KEY, 2**64 - 1)
+    assert door.parse_address(str(address)) == address
+    assert str(address).count("/") == 1
+
+
+@pytest.mark.fault("F34")
+def test_no_changed_character_of_an_address_reaches_ucx() -> None:
+    address = door.Address(WORKER, KEY, 0xABC)
+    text = str(address)
+    end = text.index("/")  # the life is compared at the door
+    for at in range(end):
+        for other in "Aaf0-_.x":
+            with contextlib.suppress(
+                ValueError
+            ):  # or it says the same, as bits behind the last byte do
+                changed = text[:at] + other + text[at + 1 :]
+                assert door.parse_address(changed) == address
+
+
+@given(st.text(max_size=200))
+def test_what_is_no_address_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError):
+        door.parse_address(text)
+
+
+@pytest.mark.fault("F34", "F39")
+def test_a_hello_and_its_welcome_are_heard_with_the_key_alone_and_unchanged() -> None:
+    hello, welcome = door.pack_hello(HELLO, KEY), door.pack_welcome(9, 11, KEY)
+    assert door.read_hello(hello, KEY) == HELLO
+    assert door.read_welcome(welcome, 9, KEY) == 11
+    assert door.read_hello(hello, OTHER) is None
+    assert door.read_welcome(welcome, 9, OTHER) is None
+    assert door.read_welcome(welcome, 8, KEY) is None, "an answer to another hello"
+    assert door.read_hello(welcome, KEY) is None
+    assert door.read_welcome(hello, 9, KEY) is None
+    assert not any(door.read_hello(changed, KEY) for changed in flips(hello))
+    assert not any(door.read_welcome(changed, 9, KEY) for changed in flips(welcome))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_at_the_door_are_ignored(data: bytes) -> None:
+    assert door.read_hello(data, KEY) is None
+    assert door.read_welcome(data, 9, KEY) is None

@@ -1,0 +1,107 @@
+"""The operators' page: AdminService as JSON over HTTP, with the same checks, and nothing for other sites' pages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
+from services.master_scheduler.admin.page_routes import page_routes
+from tests.support.master_site import CHAT, Site
+
+HERE, JSON = "http://127.0.0.1:9", {"content-type": "application/json"}
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    site = Site()
+    site.add("p-0", ROLE_PREFILL, "chat")
+    site.add("d-0", ROLE_DECODE, "chat")
+    await site.apply(CHAT)
+    await site.start()
+    await site.loop.round()
+    yield site
+    await site.close()
+
+
+def browser(
+    site: Site, *, has_token: bool = False, client: str = "127.0.0.1", url: str = HERE
+) -> httpx.AsyncClient:
+    app = Starlette(routes=page_routes(site.admin, has_token=has_token))
+    transport = httpx.ASGITransport(app, client=(client, 4711))
+    return httpx.AsyncClient(transport=transport, base_url=url)
+
+
+async def ask(
+    client: httpx.AsyncClient, method: str, headers: dict[str, str] | None = None, **request: Any
+) -> tuple[int, Any]:
+    answer = await client.post(
+        f"/admin/{method}", content=json.dumps(request), headers=headers or JSON
+    )
+    return answer.status_code, answer.json()
+
+
+@pytest.mark.req("S21")
+async def test_what_the_page_shows_and_changes_is_what_the_admin_service_does(site: Site) -> None:
+    async with browser(site) as client:
+        status, states = await ask(client, "ListGroupStates")
+        assert (status, [g["group_id"] for g in states["groups"]]) == (200, ["chat"])
+        text = CHAT.replace("allow_single: true", "allow_single: true, ratio: auto")
+        _, diff = await ask(client, "DiffDesired", text=text)
+        assert diff["changes"][0]["path"] == "scenarios.default.ratio"
+        _, applied = await ask(client, "ApplyDesired", text=text, expected_version="1")
+        assert applied["version"] == "2"
+        status, late = await ask(client, "ApplyDesired", text=CHAT, expected_version="1")
+        assert (status, late["error"]["message"]) == (409, "version 2 is current, not 1")
+        status, wrong = await ask(client, "ApplyDesired", text="groups:\n  chat: {prefil: 2}\n")
+        assert (status, wrong["error"]["field"]) == (400, "groups.chat.prefil")
+        assert wrong["error"]["message"].startswith("line 2: groups.chat.prefil: is not known")
+        _, back = await ask(client, "RollbackDesired")
+        assert (back["version"], back["restored_version"]) == ("3", "1")
+
+
+async def test_a_request_that_is_none_is_refused_in_words(site: Site) -> None:
+    async with browser(site) as client:
+        assert (await ask(client, "Nothing"))[0] == 404
+        status, answer = await ask(client, "DiffDesired", texts=1)
+        assert (status, answer["error"]["reason"]) == (400, "INVALID_REQUEST")
+        answer = await client.post("/admin/DiffDesired", content="{" * 5_000_000, headers=JSON)
+        assert answer.status_code == 400
+        status, answer = await ask(client, "HoldInstance", instance_id="x", kind="HOLD_KIND_DRAIN")
+        assert (status, answer["error"]["message"]) == (400, "there is no x")
+
+
+@pytest.mark.parametrize(
+    ("headers", "client", "url", "says"),
+    [
+        ({}, "127.0.0.1", HERE, "the content type must be"),
+        (JSON | {"origin": "http://evil.example"}, "127.0.0.1", HERE, "another site's page"),
+        (JSON, "127.0.0.1", "http://evil.example:9", "must be localhost or a loopback one"),
+        (JSON, "10.0.0.7", HERE, "only calls from this machine"),
+    ],
+)
+async def test_nobody_elses_page_and_no_other_machine_changes_anything_without_a_token(
+    site: Site, headers: dict[str, str], client: str, url: str, says: str
+) -> None:
+    """A page of another site in the operator's browser, also by a name that leads here (DNS rebinding)."""
+    async with browser(site, client=client, url=url) as each:
+        status, answer = await ask(
+            each, "ListGroupStates", headers or {"content-type": "text/plain"}
+        )
+        assert status == 403
+        assert says in answer["error"]["message"]
+
+
+async def test_the_page_itself_runs_no_script_but_its_own(site: Site) -> None:
+    async with browser(site) as client:
+        page = await client.get("/")
+        script = await client.get("/page.js")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "script-src 'self'" in page.headers["content-security-policy"]
+    assert '<script src="page.js">' in page.text
+    assert "innerHTML" not in script.text

@@ -1,0 +1,269 @@
+"""The shell of the group controller: when it may decide, what it puts back, and whom it keeps out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pdmesh.core.health.fault_levels import Level
+from pdmesh.errors import InvalidRequest, NotAllowed, NotLeader, VersionConflict
+from pdmesh.v1 import admin_service_pb2 as pb
+from pdmesh.v1.admin_service_pb2 import HOLD_KIND_DRAIN, HOLD_KIND_ISOLATE, Hold
+from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, InstanceRecord
+from pdmesh.v1.groups_pb2 import STAGE_LOAD, STAGE_SERVE, Assignment
+from tests.support.master_site import CHAT, Caller, Site
+
+UNREADABLE = "groups:\n  chat: {prefill: 1, decode: 1, of_a_later_release: 1}\n"
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    site = Site()
+    yield site
+    await site.close()
+
+
+async def serving(site: Site) -> None:
+    site.add("p-0", ROLE_PREFILL, "chat")
+    site.add("d-0", ROLE_DECODE, "chat")
+    await site.apply(CHAT)
+    await site.start()
+    await site.loop.round()
+    assert site.stages() == {"d-0": STAGE_SERVE, "p-0": STAGE_SERVE}
+
+
+@pytest.mark.fault("F20")
+async def test_a_new_master_that_cannot_read_the_desired_state_changes_nothing_and_says_so(
+    site: Site,
+) -> None:
+    """An upgrade of the master that no longer takes a field must not drain the fleet."""
+    await serving(site)
+    await site.apply(UNREADABLE)
+    site.leadership = (True, 2)
+    await site.start()
+    await site.loop.round()
+    assert site.stages() == {"d-0": STAGE_SERVE, "p-0": STAGE_SERVE}
+    assert site.loop.current is None
+    states = await site.ask("ListGroupStates", pb.ListGroupStatesRequest())
+    assert "of_a_later_release" in states.paused
+    await site.apply(CHAT)
+    await site.loop.round()
+    assert not site.loop.paused
+
+
+async def test_a_text_without_groups_is_applied_only_if_that_is_meant(site: Site) -> None:
+    await serving(site)
+    with pytest.raises(InvalidRequest, match="no earlier version to go back to"):
+        await site.ask("RollbackDesired", pb.RollbackDesiredRequest())
+    request = pb.ApplyDesiredRequest(text="")
+    with pytest.raises(InvalidRequest, match="allow-empty"):
+        await site.ask("ApplyDesired", request)
+    request.allow_empty = True
+    assert (await site.ask("ApplyDesired", request)).version == 2
+    await site.ask("RollbackDesired", pb.RollbackDesiredRequest())
+    with pytest.raises(InvalidRequest, match="allow-empty"):
+        await site.ask("RollbackDesired", pb.RollbackDesiredRequest(version=2))
+
+
+@pytest.mark.fault("F18")
+@pytest.mark.parametrize("which", ["registry", "given", "desired_bucket", "hold_bucket"])
+async def test_nothing_is_decided_from_a_view_that_may_be_old(site: Site, which: str) -> None:
+    site.add("i-0")
+    site.add("i-1")
+    await site.apply(CHAT)
+    await site.start()
+    getattr(site, which).is_up = False
+    await site.loop.round()
+    assert site.loop.paused
+    assert site.loop.current is None  # plans wait too
+    assert not site.stages()
+    getattr(site, which).is_up = True
+    await site.loop.round()
+    assert site.stages() == {"i-0": STAGE_LOAD, "i-1": STAGE_LOAD}
+
+
+@pytest.mark.fault("F18")
+async def test_where_nothing_was_ever_applied_an_outage_is_over_when_it_is_over(site: Site) -> None:
+    await site.start()
+    site.hold_bucket.lose()
+    await site.loop.round()
+    assert site.loop.paused == "the view of the holds is not current"
+    site.hold_bucket.come_back()
+    await site.loop.round()
+    assert site.loop.paused  # the server answers, but what stands there has not been read yet
+    site.reopen()
+    await site.loop.round()
+    assert not site.loop.paused
+
+
+@pytest.mark.fault("F21")
+async def test_a_wiped_desired_state_and_wiped_holds_are_written_back(site: Site) -> None:
+    await serving(site)
+    await site.hold("p-0", HOLD_KIND_ISOLATE)
+    await site.hold("d-0", HOLD_KIND_ISOLATE)
+    release = pb.ReleaseInstanceRequest(instance_id="d-0", kind=HOLD_KIND_ISOLATE)
+    await site.ask("ReleaseInstance", release)
+    before = await site.store.version()
+    for bucket in (site.desired_bucket, site.hold_bucket):
+        bucket.come_back(is_wiped=True)
+    site.reopen()
+    assert site.fleet.instances["p-0"].is_isolated
+    site.leadership = (False, 1)  # only the leader writes
+    await site.loop.round()
+    assert await site.store.version() is None
+    site.leadership = (True, 2)
+    await site.loop.round()
+    assert await site.store.version() == before
+    assert list(site.stored_holds()) == ["p-0"]
+    await site.start()  # and whoever comes next knows them
+    assert site.holds.held(HOLD_KIND_ISOLATE) == {"p-0"}
+
+
+async def test_what_was_written_after_a_wipe_is_not_overwritten_by_what_was_before(
+    site: Site,
+) -> None:
+    await serving(site)
+    site.desired_bucket.come_back(is_wiped=True)
+    view = site.loop._desired
+    assert view is not None
+    await site.apply(UNREADABLE)  # by another, before the watch is open again
+    view.missing.add("current")
+    await site.store.restore(view)
+    found = await site.store.version()
+    assert found is not None
+    assert found.text == UNREADABLE
+
+
+@pytest.mark.fault("F20")
+async def test_a_leader_that_is_voted_out_within_a_round_writes_nothing_more(site: Site) -> None:
+    site.add("i-0")
+    site.add("i-1")
+    await site.apply(CHAT)
+    await site.start()
+    asked = iter([(True, 1), (True, 1), (True, 1)])  # when it looks, begins, writes the first
+    site.loop._leadership = lambda: next(asked, (False, 1))
+    await site.loop.round()
+    assert site.stages() == {"i-0": STAGE_LOAD}
+    with pytest.raises(NotLeader):
+        await site.holds.hold(Hold(instance_id="i-1", kind=HOLD_KIND_DRAIN), epoch=0)
+    assert not site.stored_holds()
+
+
+async def test_of_two_masters_that_change_a_hold_one_is_told(site: Site) -> None:
+    await serving(site)
+    late = site.hold_bucket.watches[0]
+    late.is_live = False  # what it was told is old
+    await site.hold_bucket.put("p-0", b'{"instanceId": "p-0", "kind": "HOLD_KIND_ISOLATE"}')
+    with pytest.raises(VersionConflict):
+        await site.hold("p-0", HOLD_KIND_DRAIN)
+
+
+async def test_an_isolated_instance_is_not_drained_but_a_drained_one_can_be_isolated(
+    site: Site,
+) -> None:
+    await serving(site)
+    await site.hold("p-0", HOLD_KIND_DRAIN)
+    await site.hold("p-0", HOLD_KIND_ISOLATE)
+    with pytest.raises(InvalidRequest, match="heal it first"):
+        await site.hold("p-0", HOLD_KIND_DRAIN)
+    assert site.holds.held(HOLD_KIND_ISOLATE) == {"p-0"}
+
+
+async def test_a_worse_fault_turns_a_drain_into_an_isolation(site: Site) -> None:
+    await serving(site)
+    site.break_("p-0", Level.INSTANCE)
+    await site.loop.round()
+    assert site.holds.held(HOLD_KIND_DRAIN) == {"p-0"}
+    site.break_("p-0", Level.LOST)
+    await site.loop.round()
+    assert site.holds.held(HOLD_KIND_ISOLATE) == {"p-0"}
+    site.break_("p-0", Level.INSTANCE)
+    await site.loop.round()
+    assert site.holds.held(HOLD_KIND_ISOLATE) == {"p-0"}
+
+
+async def test_an_instance_between_two_lives_can_be_isolated(site: Site) -> None:
+    await site.apply(CHAT)
+    last = Assignment(instance_id="i-9", incarnation=1, epoch=1, stage=STAGE_SERVE)
+    site.given.put("i-9", last, last=0)
+    await site.start()
+    await site.hold("i-9", HOLD_KIND_ISOLATE)
+    assert site.holds.held(HOLD_KIND_ISOLATE) == {"i-9"}
+    with pytest.raises(InvalidRequest, match="there is no"):
+        await site.hold("i-8", HOLD_KIND_ISOLATE)
+
+
+async def test_only_instances_can_be_held(site: Site) -> None:
+    gateway = InstanceRecord(instance_id="gateway-0", incarnation=7, service="gateway")
+    site.registry.records["gateway-0"] = gateway
+    await site.start()
+    with pytest.raises(InvalidRequest, match="gateway-0 is no instance but a gateway"):
+        await site.hold("gateway-0", HOLD_KIND_ISOLATE)
+    assert site.stored_holds() == {}
+
+
+async def test_faults_hold_at_most_a_fifth_of_the_instances_over_time(site: Site) -> None:
+    """A sensor that is wrong everywhere, one instance after the other, never trips a rule that looks at one moment."""
+    for i in range(10):
+        site.add(f"p-{i}", ROLE_PREFILL, "chat")
+    await site.apply(CHAT)
+    await site.start()
+    await site.hold("p-9", HOLD_KIND_ISOLATE)  # an operator's does not count
+    for i in range(9):
+        site.break_(f"p-{i}", Level.LOST)
+        await site.loop.round()
+    assert site.holds.held(HOLD_KIND_ISOLATE) == {"p-0", "p-1", "p-9"}
+    release = pb.ReleaseInstanceRequest(instance_id="p-1", kind=HOLD_KIND_ISOLATE)
+    await site.ask("ReleaseInstance", release)
+    site.break_("p-1", Level.WELL)
+    await site.loop.round()
+    assert site.holds.held(HOLD_KIND_ISOLATE) == {"p-0", "p-2", "p-9"}
+
+
+async def test_one_whose_hold_was_lifted_is_held_again_for_what_is_judged_since_alone(
+    site: Site,
+) -> None:
+    site.add("p-0", ROLE_PREFILL, "chat")
+    await site.apply(CHAT)
+    await site.start()
+    site.break_("p-0", Level.LOST, since=1.0)
+    await site.loop.round()
+    release = pb.ReleaseInstanceRequest(instance_id="p-0", kind=HOLD_KIND_ISOLATE)
+    answer = await site.ask("ReleaseInstance", release)
+    assert answer.fault == "fault level 5: ECC"
+    await site.loop.round()
+    assert site.holds.held(HOLD_KIND_ISOLATE) == set()  # the judge has not heard of it yet
+    site.break_("p-0", Level.LOST, since=2.0)
+    await site.loop.round()
+    assert site.holds.held(HOLD_KIND_ISOLATE) == {"p-0"}
+
+
+async def test_a_drain_that_nobody_would_carry_out_is_refused(site: Site) -> None:
+    site.add("p-0", ROLE_PREFILL, "own")
+    site.add("i-0")
+    await site.start()
+    with pytest.raises(InvalidRequest, match="isolate it"):
+        await site.hold("p-0", HOLD_KIND_DRAIN)
+    await site.hold("i-0", HOLD_KIND_DRAIN)  # it gets no role
+    await site.hold("p-0", HOLD_KIND_ISOLATE)
+    assert site.fleet.instances["p-0"].is_isolated
+
+
+@pytest.mark.parametrize("field", ["reason", "tenant", "cache_salt", "scenario"])
+async def test_words_of_a_pin_that_are_too_long_are_named(site: Site, field: str) -> None:
+    await site.start()
+    request = pb.AddPinRequest(pin_id="a", **{field: "x" * 2000})  # type: ignore[arg-type]  # as the test names them
+    with pytest.raises(InvalidRequest, match="at most 1024") as caught:
+        await site.ask("AddPin", request)
+    assert caught.value.field == field
+
+
+async def test_without_a_token_only_callers_of_this_machine_are_served(site: Site) -> None:
+    class Stranger(Caller):
+        def peer(self) -> str:
+            return "ipv4:10.0.0.9:4711"
+
+    await site.start()
+    with pytest.raises(NotAllowed):
+        await site.admin.ListGroupStates(pb.ListGroupStatesRequest(), Stranger())  # type: ignore[arg-type]

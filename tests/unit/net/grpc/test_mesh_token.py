@@ -1,0 +1,148 @@
+"""The mesh's token on inner calls: shown by every channel, asked for by every server, before anything else is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from pdmesh.errors import WrongMeshToken
+from pdmesh.net.grpc import rpc
+from pdmesh.net.grpc.mesh_token import METADATA_KEY
+from pdmesh.v1.common_pb2 import InstanceRecord
+from pdmesh.v1.instance_service_pb2 import (
+    DESCRIPTOR,
+    GetKvSnapshotRequest,
+    GetKvSnapshotResponse,
+    GetStatusRequest,
+    GetStatusResponse,
+    SessionRequest,
+    SessionResponse,
+)
+from pdmesh.v1.instance_service_pb2_grpc import InstanceServiceStub
+
+TOKEN = "0123456789abcdef0123"
+STATUS = "/pdmesh.v1.InstanceService/GetStatus"
+WRONG = [
+    (),
+    ((METADATA_KEY, ""),),
+    ((METADATA_KEY, TOKEN[:-1]),),
+    ((METADATA_KEY, TOKEN + "0"),),
+    ((METADATA_KEY, "of-another-mesh-0000"),),
+    (("authorization", f"Bearer {TOKEN}"),),
+    ((METADATA_KEY, "of-another-mesh-0000"), (METADATA_KEY, TOKEN)),
+]
+
+
+class Servicer:
+    """Counts the calls that reached it."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    async def GetStatus(self, request: GetStatusRequest, context: object) -> GetStatusResponse:
+        self.num_calls += 1
+        return GetStatusResponse(record=InstanceRecord(instance_id="i-0"))
+
+    async def GetKvSnapshot(
+        self, request: GetKvSnapshotRequest, context: object
+    ) -> AsyncIterator[GetKvSnapshotResponse]:
+        self.num_calls += 1
+        yield GetKvSnapshotResponse(sequence=7)
+
+    async def Session(
+        self, requests: AsyncIterator[SessionRequest], context: object
+    ) -> AsyncIterator[SessionResponse]:
+        self.num_calls += 1
+        async for _ in requests:
+            yield SessionResponse()
+
+
+@pytest.fixture(autouse=True)
+def the_process_has_its_own_token_again() -> Iterator[None]:
+    before = rpc.mesh_token()
+    yield
+    rpc.use_mesh_token(before)
+
+
+@asynccontextmanager
+async def serving(token: str, *, is_public: bool = False) -> AsyncIterator[tuple[str, Servicer]]:
+    rpc.use_mesh_token(token)
+    server, servicer = rpc.server(is_public=is_public), Servicer()
+    rpc.add_service(server, DESCRIPTOR.services_by_name["InstanceService"], servicer)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await rpc.start(server)
+    try:
+        yield f"127.0.0.1:{port}", servicer
+    finally:
+        await server.stop(None)
+
+
+async def ask_all_ways(channel: grpc.aio.Channel) -> tuple[str, int, int]:
+    stub: Any = InstanceServiceStub(channel)  # grpc-stubs cannot type calls for asyncio
+    status = await stub.GetStatus(GetStatusRequest(), metadata=(("x-other", "1"),))
+    sequences = [part.sequence async for part in stub.GetKvSnapshot(GetKvSnapshotRequest())]
+    call = stub.Session()
+    await call.write(SessionRequest())
+    await call.read()
+    await call.done_writing()
+    return status.record.instance_id, sequences[0], 1
+
+
+async def test_a_process_that_uses_the_token_is_served_by_one_that_does() -> None:
+    async with serving(TOKEN) as (address, servicer), rpc.channel(address) as channel:
+        assert await ask_all_ways(channel) == ("i-0", 7, 1)
+        assert servicer.num_calls == 3
+
+
+@pytest.mark.parametrize("metadata", WRONG)
+async def test_a_call_without_it_reaches_no_handler(metadata: tuple[tuple[str, str], ...]) -> None:
+    async with serving(TOKEN) as (address, servicer), rpc.channel(address, "") as channel:
+        stub: Any = InstanceServiceStub(channel)
+        calls = (
+            lambda: stub.GetStatus(GetStatusRequest(), metadata=metadata),
+            lambda: stub.GetKvSnapshot(GetKvSnapshotRequest(), metadata=metadata).read(),
+            lambda: stub.Session(metadata=metadata).read(),
+        )
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call()
+            assert type(rpc.from_rpc_error(refused.value)) is WrongMeshToken
+        assert servicer.num_calls == 0
+
+
+async def test_it_is_refused_before_its_message_has_come_and_whatever_its_method_is() -> None:
+    """A stranger would make the server take 64 MiB into memory before it is turned away."""
+    async with serving(TOKEN) as (address, _), rpc.channel(address, "") as channel:
+        open_stream: Any = channel.stream_stream  # its stubs ask for serializers
+        for method in (STATUS, "/nobody.Service/Method"):
+            call = open_stream(method)()  # nothing is ever sent
+            assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_public_server_neither_asks_for_it_nor_minds_it() -> None:
+    async with serving(TOKEN, is_public=True) as (address, servicer):
+        for shown in ("", TOKEN):
+            async with rpc.channel(address, shown) as channel:
+                assert await ask_all_ways(channel) == ("i-0", 7, 1)
+        assert servicer.num_calls == 6
+
+
+async def test_where_the_mesh_has_none_nobody_is_asked() -> None:
+    async with serving("") as (address, _), rpc.channel(address) as channel:
+        assert await ask_all_ways(channel) == ("i-0", 7, 1)
+
+
+async def test_a_proxy_of_the_environment_is_not_asked_the_way_to_a_neighbour(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found by a user behind a company proxy: a mesh that said it was ready and answered every request with 503."""
+    for variable in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:1")  # nobody listens there
+    for variable in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    async with serving(TOKEN) as (address, _), rpc.channel(address) as channel:
+        assert await ask_all_ways(channel) == ("i-0", 7, 1)

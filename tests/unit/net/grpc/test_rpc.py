@@ -1,0 +1,55 @@
+"""Starting a gRPC server that is given up in the middle of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pdmesh.net.grpc import rpc
+from tests.support.raw_http2 import HELLO
+
+
+@pytest.mark.req("S23")
+async def test_a_server_that_is_given_up_while_it_starts_listens_no_more() -> None:
+    """Found by the nemesis: the group was changed while an instance loaded for it, whose server then could not be stopped any more."""
+    server = rpc.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    starting = asyncio.create_task(rpc.start(server))
+    await asyncio.sleep(0)  # it has begun
+    await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    with pytest.raises(OSError, match="Connect call failed"):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_a_server_that_is_started_listens() -> None:
+    server = rpc.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await rpc.start(server)
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.close()
+    await writer.wait_closed()
+    await server.stop(None)
+
+
+@pytest.mark.fault("F29")
+async def test_connections_have_a_bound_whoever_opens_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20,000 of somebody without a token took a master's descriptors, and its lease with them."""
+    monkeypatch.setattr(rpc, "_MAX_CONNECTIONS", 3, raising=False)
+    server = rpc.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await rpc.start(server)
+    opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+    for _, writer in opened:
+        writer.write(HELLO)
+    answers = [asyncio.create_task(reader.read(1)) for reader, _ in opened]
+    async with asyncio.timeout(30):
+        await asyncio.wait(answers)
+    given = sorted(a.result() if a.exception() is None else b"" for a in answers)
+    assert [bool(each) for each in given] == [False, False, True, True, True]
+    for _, writer in opened:
+        writer.transport.abort()
+    await server.stop(None)

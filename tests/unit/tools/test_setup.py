@@ -1,0 +1,149 @@
+"""Setting up fails in one line that names the remedy (requirements/install.sh, Makefile)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[3]
+
+
+def run(*command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(c) for c in command],
+        env={"PATH": os.environ["PATH"], **env},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("pip_says", "told"),
+    [
+        ("Failed to establish a new connection: NewConnectionError", "set PIP_INDEX_URL"),
+        ("OSError: [Errno 28] No space left on device", "the disk is full; base needs about 1500 MB"),
+        ("THESE PACKAGES DO NOT MATCH THE HASHES", "a package differs from the pinned one"),
+        ("ERROR: No matching distribution found for x", "No matching distribution found for x"),
+    ],
+)  # fmt: skip
+def test_a_failed_installation_is_explained(tmp_path: Path, pip_says: str, told: str) -> None:
+    script(tmp_path / "venv/bin/python", f'echo "{pip_says}"; exit 1')
+    df = script(tmp_path / "bin/df", 'echo header; echo "disk 9 9 999999 1% /"').parent
+    path = f"{df}:{os.environ['PATH']}"
+    done = run(_ROOT / "requirements/install.sh", tmp_path / "venv", "base", PATH=path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("setup: ")
+    assert told in line
+
+
+def test_too_little_room_is_told_before_anything_is_fetched(tmp_path: Path) -> None:
+    script(tmp_path / "venv/bin/python", f"touch {tmp_path}/fetched")
+    df = script(tmp_path / "bin/df", 'echo header; echo "disk 9 9 100 99% /"').parent
+    path = f"{df}:{os.environ['PATH']}"
+    done = run(_ROOT / "requirements/install.sh", tmp_path / "venv", "vllm", PATH=path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "setup: the disk has 100 MB left; vllm needs about 5000 MB\n"
+    assert not (tmp_path / "fetched").exists()
+
+
+def test_another_python_is_refused_with_what_to_install(tmp_path: Path) -> None:
+    shutil.copy(_ROOT / "Makefile", tmp_path)
+    python = script(tmp_path / "python3.9", '[ "$1" = --version ] && echo "Python 3.9.2" || exit 1')
+    done = run("make", "-C", tmp_path, f"PYTHON={python}", ".venv/.done/venv")
+    assert done.returncode != 0
+    assert 'needs Python 3.11, and "' in done.stderr
+    assert "is: Python 3.9.2 - install it (apt install python3.11 python3.11-venv)" in done.stderr
+
+
+HASH = "sha256:6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
+
+
+@pytest.fixture
+def asked_of_pip(tmp_path: Path) -> Path:
+    """A virtual environment whose pip notes what it is asked, and fails offline; the disk has room, and libnuma is there."""
+    script(
+        tmp_path / "venv/bin/python",
+        f"""case "$*" in *ctypes*) exit 0;; esac
+echo "extra=[$PIP_EXTRA_INDEX_URL] index=[$PIP_INDEX_URL] $*" >> {tmp_path}/asked
+case "$*" in *--no-index*) exit 1;; esac""",
+    )
+    script(tmp_path / "bin/df", 'echo header; echo "disk 9 9 999999 1% /"')
+    return tmp_path
+
+
+def test_torch_comes_by_its_hash_from_one_folder_or_one_index(asked_of_pip: Path) -> None:
+    """Two indexes of which either might have it would let a stranger's package of that name in."""
+    path = f"{asked_of_pip / 'bin'}:{os.environ['PATH']}"
+    done = run(
+        _ROOT / "requirements/install.sh", asked_of_pip / "venv", "vllm",
+        PATH=path, PIP_EXTRA_INDEX_URL="https://elsewhere/simple", PIP_INDEX_URL="https://mirror/simple",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    local, index, *others = (asked_of_pip / "asked").read_text().splitlines()
+    for line in (local, index):
+        assert "--require-hashes" in line
+        assert line.endswith("requirements/torch.txt")
+    assert "--no-index" in local
+    only = "https://download.pytorch.org/whl/cpu"
+    assert index.startswith(f"extra=[{only}] ")
+    assert f"--index-url {only} " in index
+    assert "extra-index" not in index
+    assert [line.rpartition("/")[2] for line in others] == ["vllm.txt", "model.txt"]
+    assert all("--require-hashes" in line for line in others)
+
+
+def test_every_package_that_is_installed_has_a_hash() -> None:
+    """Also those of the environments that make fuzz and the images have."""
+    for name in ("base", "dev", "vllm", "torch", "model", "fuzz"):
+        text = (_ROOT / f"requirements/{name}.txt").read_text()
+        pinned = [
+            line for line in text.splitlines() if line and not line.startswith(("#", " ", "-"))
+        ]
+        assert pinned
+        assert all(line.endswith("\\") for line in pinned), name
+    assert f"--hash={HASH}" in (_ROOT / "requirements/torch.txt").read_text()
+    installs = [
+        (file, line)
+        for file in ("Makefile", "Dockerfile", "requirements/install.sh")
+        for line in (_ROOT / file).read_text().splitlines()
+        if re.search(r"pip install --|\binstall --", line) and '"$@"' not in line
+    ]
+    assert len(installs) >= 7
+    for file, line in installs:
+        assert "--require-hashes" in line or "--no-index" in line, (file, line)
+
+
+DIGEST = "sha256:" + "0" * 64
+
+
+@pytest.mark.parametrize("is_online", [True, False])
+def test_images_are_pinned_by_digest_all_of_them_or_none(tmp_path: Path, is_online: bool) -> None:
+    says = "exit 1"
+    if is_online:
+        says = f'case "$1" in pull) ;; image) echo "${{5%%:*}}@{DIGEST}";; esac'
+    engine = script(tmp_path / "engine", says)
+    file = tmp_path / "images.env"
+    done = run(_ROOT / "deploy/docker/lock-images", file, CONTAINER_ENGINE=str(engine))
+    assert (done.returncode == 0) == is_online, done.stderr
+    assert file.exists() == is_online
+    if not is_online:
+        assert done.stderr.startswith("lock-images: cannot pull ")
+        return
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+    names = {"NATS_IMAGE": "nats", "PYTHON_IMAGE": "python", "REDIS_IMAGE": "redis"}
+    assert lines == [f"{variable}={name}@{DIGEST}" for variable, name in names.items()]
