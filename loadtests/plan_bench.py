@@ -25,14 +25,14 @@ from loadtests.results import quantile, write
 from loadtests.workloads import block_name
 from pdmesh.core.groups.observed import GroupTracker
 from pdmesh.core.kv.prefix.prefix_index import Delta, PrefixIndex
+from pdmesh.core.model import Role
 from pdmesh.core.placement.fleet import (
     Fleet,
-    Identity,
     LoadReported,
     PrefillComputed,
     RecordSeen,
-    Role,
 )
+from pdmesh.core.placement.instance import Identity
 from pdmesh.core.placement.plan import Placement, Plan
 from pdmesh.core.placement.policies import Query
 from pdmesh.core.request.backpressure import Backpressure

@@ -23,10 +23,10 @@ from pdmesh.core.groups.desired import (
     UpgradeLimits,
     problems,
 )
+from pdmesh.core.model import Role
 from pdmesh.core.moves.cron import Cron
 from pdmesh.core.moves.move import OFF_POOL, TRAINING_POOL
 from pdmesh.core.moves.schedule import MAX_ENTRIES, What
-from pdmesh.core.placement.fleet import Role
 from pdmesh.core.request.slo import ScenarioSlo
 from pdmesh.errors import InvalidRequest
 

@@ -14,6 +14,7 @@ from typing import Final
 from loadtests.sim.live import ROLES, Group, LiveMesh
 from pdmesh.core.groups.desired import Service, UpgradeLimits, revision_of
 from pdmesh.core.groups.revisions import Upgrade
+from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (
     Groups,
     GroupShape,
@@ -33,7 +34,6 @@ from pdmesh.core.moves.plan_runner import (
     StartMove,
 )
 from pdmesh.core.moves.schedule import Schedule
-from pdmesh.core.placement.fleet import Role
 from pdmesh.core.ratio.detector import Window
 from pdmesh.core.ratio.loop import (
     Action,

@@ -22,9 +22,9 @@ from loadtests.sim.live import LiveMesh
 from loadtests.sim.load import Lengths, merged, poisson
 from loadtests.sim.ratio.loop import SHAPE
 from pdmesh.core.groups.desired import UpgradeLimits
+from pdmesh.core.model import Role
 from pdmesh.core.moves.cron import Cron
 from pdmesh.core.moves.schedule import Entry, Schedule, What
-from pdmesh.core.placement.fleet import Role
 from pdmesh.core.ratio.loop import RatioLimits
 
 DAY_S: Final = 86_400.0

@@ -14,6 +14,7 @@ from typing import Final
 from loadtests.sim.mesh import MeshShape, Served, VirtualMesh, _Life
 from loadtests.sim.worker import Job, Worker
 from loadtests.workloads import Arrival
+from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (
     TRAINING_POOL,
     GroupShape,
@@ -21,7 +22,7 @@ from pdmesh.core.moves.move import (
     MoveKind,
     other,
 )
-from pdmesh.core.placement.fleet import RecordSeen, RecordVanished, Role
+from pdmesh.core.placement.fleet import RecordSeen, RecordVanished
 from pdmesh.core.placement.policies import Weights
 from pdmesh.core.ratio.detector import Window
 from pdmesh.core.request.events import (

@@ -26,15 +26,15 @@ from pdmesh.core.instance.admission import (
     Work,
 )
 from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, Delta, PrefixIndex
+from pdmesh.core.model import Role
 from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.fleet import (
     Fleet,
-    Identity,
     LoadReported,
     PrefillComputed,
     RecordSeen,
-    Role,
 )
+from pdmesh.core.placement.instance import Identity
 from pdmesh.core.placement.plan import (
     DEFAULT_SCENARIO,
     NoPlan,

@@ -13,7 +13,7 @@ from typing import Final
 import structlog
 
 from pdmesh.core.health.canary import CanaryRota, Probe, Subject
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Role
 from pdmesh.net.grpc.canary_call import Canary, CanaryFailed, CanaryRefused
 from pdmesh.net.registry import RegistryView
 from pdmesh.telemetry import metrics, names

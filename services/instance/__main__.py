@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Role
 from pdmesh.instance.service import serve
 from pdmesh.lifecycle import App, run
 from services.instance.settings import Settings

@@ -17,8 +17,7 @@ from pdmesh.core.groups.steps import Step
 from pdmesh.core.groups.timeouts import StageClock, StageLimits
 from pdmesh.core.instance import lifecycle_events as events
 from pdmesh.core.instance.lifecycle import InstanceLife
-from pdmesh.core.instance.lifecycle_events import Assignment, PeerId, Phase
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Assignment, PeerId, Phase, Role, RoleSpec
 from pdmesh.core.upgrade.controller import UpgradeController
 from pdmesh.core.upgrade.events import (
     Drop,
@@ -50,20 +49,20 @@ class Process:
     is_stopping: bool = False
 
     def record(self) -> Seen:
-        duty = self.life.duty
+        role_spec = self.life.role_spec
         return Seen(
             self.instance_id,
             self.life.incarnation,
-            Phase.DRAINING if self.is_stopping and self.life.duty else self.life.phase,
-            duty.role if duty else Role.NONE,
-            duty.group_id if duty else "",
-            duty.scenario if duty else "",
-            duty.revision if duty else "",
+            Phase.DRAINING if self.is_stopping and self.life.role_spec else self.life.phase,
+            role_spec.role if role_spec else Role.NONE,
+            role_spec.group_id if role_spec else "",
+            role_spec.scenario if role_spec else "",
+            role_spec.revision if role_spec else "",
             self.life.assignment.assignment_id if self.life.assignment else 0,
             self.region,
             self.rack,
             kv_addresses=(f"{self.instance_id}:1",),
-            kv_region="" if duty is not None and duty.spans_regions else self.region,
+            kv_region="" if role_spec is not None and role_spec.spans_regions else self.region,
             verified=frozenset(self.life.verified_peers),
             failed=frozenset(self.life.failed_peers),
             failure=self.life.failure,
@@ -103,7 +102,7 @@ class World:
 
     # --- what happens to processes -------------------------------------------------------------------
 
-    def start(self, instance_id: str, own: events.Duty | None = None) -> None:
+    def start(self, instance_id: str, own: RoleSpec | None = None) -> None:
         self.incarnations += 1
         life, before = InstanceLife(self.incarnations, own), self.processes.get(instance_id)
         process = Process(instance_id, life)
@@ -197,7 +196,7 @@ class World:
         for step in (e for e in effects if isinstance(e, Step)):
             given = observed.given.get(step.instance_id)
             if given is not None and step.step in ("lost", "failed"):
-                lost = MemberLost((step.group_id, given.duty.revision), step.instance_id)
+                lost = MemberLost((step.group_id, given.role_spec.revision), step.instance_id)
                 self.upgrading.handle(lost, self.now)
         self._upgrade(observed)
         return writes
@@ -231,12 +230,12 @@ class World:
     def answer(self, sick: str = "", num: int = 5) -> None:
         """Every group answers some requests; instances of the revision `sick` fail as many."""
         for process in self.processes.values():
-            duty = process.life.duty
-            if process.record().phase is Phase.READY and duty is not None:
-                cell = (duty.group_id, duty.revision)
+            role_spec = process.life.role_spec
+            if process.record().phase is Phase.READY and role_spec is not None:
+                cell = (role_spec.group_id, role_spec.revision)
                 for _ in range(num):
                     self.upgrading.handle(Answered(cell, 0.1, 0.01), self.now)
-                    if sick and duty.revision == sick:
+                    if sick and role_spec.revision == sick:
                         self.upgrading.handle(LegFailed(cell), self.now)
 
     def elect(self) -> None:
@@ -281,15 +280,17 @@ class World:
             p.instance_id
             for p in self.processes.values()
             if p.record().phase is Phase.READY
-            and p.life.duty is not None
-            and (p.life.duty.group_id, p.life.duty.role) == (group_id, role)
+            and p.life.role_spec is not None
+            and (p.life.role_spec.group_id, p.life.role_spec.role) == (group_id, role)
         )
 
     def counts(self) -> dict[str, tuple[int, int, int]]:
         roles = (Role.PREFILL, Role.DECODE, Role.FUSION)
         found = {
             group_id: tuple(len(self.ready(group_id, role)) for role in roles)
-            for group_id in {p.life.duty.group_id for p in self.processes.values() if p.life.duty}
+            for group_id in {
+                p.life.role_spec.group_id for p in self.processes.values() if p.life.role_spec
+            }
         }
         return {g: (c[0], c[1], c[2]) for g, c in sorted(found.items()) if any(c)}
 
@@ -297,10 +298,10 @@ class World:
         lines = [f"{r}" for r in self.controller.reports.values()]
         for instance_id, process in sorted(self.processes.items()):
             given = self.given.get(instance_id)
-            duty = given.duty if given else None
+            role_spec = given.role_spec if given else None
             lines.append(
                 f"{instance_id}#{process.life.incarnation} {process.life.phase.name} "
-                f"{given.stage.name if given else '-'} {duty.group_id if duty else ''} "
-                f"{duty.role.value if duty else ''} {duty.revision if duty else ''}"
+                f"{given.stage.name if given else '-'} {role_spec.group_id if role_spec else ''} "
+                f"{role_spec.role.value if role_spec else ''} {role_spec.revision if role_spec else ''}"
             )
         return "\n".join(lines)

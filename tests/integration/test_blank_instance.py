@@ -152,7 +152,7 @@ async def test_what_is_meant_for_another_time_is_not_followed(site: Site, master
     await master.until("p", INSTANCE_PHASE_READY)
     loaded = master.record("p").incarnation
     await master.assign("p", ROLE_DECODE, assignment_id=2, stage=STAGE_SERVE)
-    await site.until(lambda: Ignored.OTHER_DUTY.value in p.log_file.read_text())
+    await site.until(lambda: Ignored.OTHER_ROLE.value in p.log_file.read_text())
     raw = KvBucket(site.bus, BUCKET)  # a leader that lost the lead writes without looking
     old = Assignment()
     old.CopyFrom(master.given["p"])

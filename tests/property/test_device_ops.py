@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdmesh.core.kv.layout.head_blocks import HeadBlocks, head_blocks, opaque_blocks
-from pdmesh.kv.device.operators import (
+from pdmesh.kv.device.operators import DeviceBlocks
+from pdmesh.kv.device.words import (
     TILE_WORDS,
-    DeviceBlocks,
     buffer_word,
     cache_word,
     word_plan,

@@ -26,13 +26,8 @@ from pdmesh.core.groups.desired import (
 )
 from pdmesh.core.groups.join import sorted_out
 from pdmesh.core.groups.round import Round
-from pdmesh.core.instance.lifecycle_events import (
-    Assigned,
-    Assignment,
-    Phase,
-    Stage,
-)
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.instance.lifecycle_events import Assigned
+from pdmesh.core.model import Assignment, Phase, Role, Stage
 from tests.fakes.group_world import World
 
 NUM = 9
@@ -158,7 +153,7 @@ class GroupMachine(RuleBasedStateMachine):
             assert given.epoch == world.epoch
             was = turn.plan.get(write.instance_id)
             if was is not None:
-                assert (given.duty, given.assignment_id) == (was.duty, was.assignment_id)
+                assert (given.role_spec, given.assignment_id) == (was.role_spec, was.assignment_id)
                 assert given.stage >= was.stage
             elif given.stage is Stage.LOAD and record.assignment_id == 0:
                 assert record.phase is Phase.BLANK
@@ -175,15 +170,15 @@ class GroupMachine(RuleBasedStateMachine):
     def _check_entrance(self, turn: Round, instance_id: str) -> None:
         """It may serve: each pair with one that stays is verified, and a prefill finds a decode that serves already (S19)."""
         given, seen = turn.plan[instance_id], turn.observed.seen[instance_id]
-        group = turn.observed.wanted.groups[given.duty.group_id]
+        group = turn.observed.wanted.groups[given.role_spec.group_id]
         here = replace(group, region=None if group.spans_regions else seen.region)
         staying, _ = sorted_out(turn, here)
         others = [member for member in staying if member.is_ready]
-        if given.duty.role is Role.PREFILL:
+        if given.role_spec.role is Role.PREFILL:
             decodes = [m for m in others if m.role is Role.DECODE]
             assert decodes
             assert all(seen.id in m.seen.verified for m in decodes)
-        if given.duty.role is Role.DECODE:
+        if given.role_spec.role is Role.DECODE:
             assert all(m.seen.id in seen.verified for m in others if m.role is Role.PREFILL)
 
     def _check_floors(self, turn: Round, drained: list[str]) -> None:
@@ -206,18 +201,25 @@ class GroupMachine(RuleBasedStateMachine):
         for instance_id in after.keys() - before.keys():
             given = after[instance_id]
             if given.stage is Stage.LOAD and self.world.records[instance_id].assignment_id == 0:
-                duty, place = given.duty, self._place_of(instance_id, given)
-                assert counts[place] <= groups[duty.group_id].counts[duty.role]
+                role_spec, place = given.role_spec, self._place_of(instance_id, given)
+                assert counts[place] <= groups[role_spec.group_id].counts[role_spec.role]
 
     def _place_of(
         self, instance_id: str, given: Assignment
     ) -> tuple[str, str, str, str, str, Role]:
-        record, duty = self.world.records.get(instance_id), given.duty
+        record, role_spec = self.world.records.get(instance_id), given.role_spec
         region = record.region if record is not None else ""
-        kept_in = "" if duty.spans_regions else region
+        kept_in = "" if role_spec.spans_regions else region
         if record is not None and record.phase is not Phase.BLANK:
             kept_in = record.kv_region
-        return duty.group_id, duty.scenario, duty.revision, region, kept_in, duty.role
+        return (
+            role_spec.group_id,
+            role_spec.scenario,
+            role_spec.revision,
+            region,
+            kept_in,
+            role_spec.role,
+        )
 
     def _check_peers(self, after: dict[str, Assignment]) -> None:
         for given in after.values():
@@ -225,9 +227,9 @@ class GroupMachine(RuleBasedStateMachine):
                 other = after.get(peer.id.instance_id)
                 if other is None or other.incarnation != peer.id.incarnation:
                     continue  # named by an earlier round that could not be amended
-                assert {given.duty.role, other.duty.role} == {Role.PREFILL, Role.DECODE}
-                assert given.duty.revision == other.duty.revision
-                assert given.duty.group_id == other.duty.group_id
+                assert {given.role_spec.role, other.role_spec.role} == {Role.PREFILL, Role.DECODE}
+                assert given.role_spec.revision == other.role_spec.revision
+                assert given.role_spec.group_id == other.role_spec.group_id
 
     @invariant()
     def instances_hold_together(self) -> None:
@@ -236,7 +238,7 @@ class GroupMachine(RuleBasedStateMachine):
         for process in self.world.processes.values():
             process.life.check_invariants()
         for given in self.world.given.values():
-            assert given.duty.role in SERVING_ROLES
+            assert given.role_spec.role in SERVING_ROLES
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -254,9 +256,9 @@ class GroupMachine(RuleBasedStateMachine):
         }
         assert world.counts() == wanted, world.describe()
         assert len(world.given) == sum(map(sum, wanted.values())), world.describe()
-        revisions = {g.duty.revision for g in world.given.values()}
+        revisions = {g.role_spec.revision for g in world.given.values()}
         assert len(revisions) == bool(wanted)
-        scenarios = {g.duty.group_id: g.duty.scenario for g in world.given.values()}
+        scenarios = {g.role_spec.group_id: g.role_spec.scenario for g in world.given.values()}
         assert scenarios == {g: group.scenario for g, group in world.desired.groups.items()}
 
 

@@ -11,18 +11,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pdmesh.core.instance import lifecycle_events as life
 from pdmesh.core.instance.lifecycle import RETRY_S, InstanceLife
-from pdmesh.core.instance.lifecycle_events import (
+from pdmesh.core.model import (
     Assignment,
-    Duty,
     Peer,
     PeerId,
     Phase,
+    Role,
+    RoleSpec,
     Stage,
 )
-from pdmesh.core.placement.fleet import Role
 
 INCARNATION = 7
-DUTIES = [Duty(role, "g", "s", "r1") for role in (Role.PREFILL, Role.DECODE, Role.FUSION)]
+ROLE_SPECS = [RoleSpec(role, "g", "s", "r1") for role in (Role.PREFILL, Role.DECODE, Role.FUSION)]
 PEERS = [
     Peer(PeerId(f"{role.value}-{n}", 1 + n), role, (f"10.0.0.{n}:1",))
     for role in (Role.PREFILL, Role.DECODE)
@@ -33,12 +33,12 @@ PEERS = [
 class InstanceLifeMachine(RuleBasedStateMachine):
     """The model: a world in which effects become work, and work may end in any order, or after it is wanted no more."""
 
-    @initialize(own=st.sampled_from([None, *DUTIES]))
-    def begin(self, own: Duty | None) -> None:
+    @initialize(own=st.sampled_from([None, *ROLE_SPECS]))
+    def begin(self, own: RoleSpec | None) -> None:
         self.now = 0.0
         self.own = own
         self.life = InstanceLife(INCARNATION, own)
-        self.loads: list[Duty] = []
+        self.loads: list[RoleSpec] = []
         self.is_loading = False
         self.is_admitting = own is not None
         self.is_erased = False
@@ -57,14 +57,14 @@ class InstanceLifeMachine(RuleBasedStateMachine):
     def carry_out(self, effect: life.Effect) -> None:
         assert not self.is_erased or isinstance(effect, life.Ignored), "nothing after Erase"
         match effect:
-            case life.Load(duty):
+            case life.Load(role_spec):
                 assert self.own is None
-                self.loads.append(duty)
+                self.loads.append(role_spec)
                 self.is_loading = True
             case life.Verify(peer):
                 assert peer.role is Role.PREFILL, "no connection between equals (S25)"
-                assert self.life.duty is not None
-                assert self.life.duty.role is Role.DECODE
+                assert self.life.role_spec is not None
+                assert self.life.role_spec.role is Role.DECODE
                 assert peer.id not in self.asked, "one probe at a time"
                 self.asked.add(peer.id)
             case life.ForgetPeer(peer):
@@ -87,9 +87,9 @@ class InstanceLifeMachine(RuleBasedStateMachine):
         epoch=st.integers(1, 3),
         number=st.integers(1, 3),
         stage=st.sampled_from(Stage),
-        duty=st.sampled_from(DUTIES),
+        role_spec=st.sampled_from(ROLE_SPECS),
         peers=st.lists(st.sampled_from(PEERS), unique=True).map(tuple),
-        same_duty=st.booleans(),
+        same_role_spec=st.booleans(),
     )
     def assign(
         self,
@@ -97,20 +97,20 @@ class InstanceLifeMachine(RuleBasedStateMachine):
         epoch: int,
         number: int,
         stage: Stage,
-        duty: Duty,
+        role_spec: RoleSpec,
         peers: tuple[Peer, ...],
-        same_duty: bool,
+        same_role_spec: bool,
     ) -> None:
-        if same_duty and self.life.duty is not None:
-            duty = self.life.duty
-        before = (self.life.phase, self.life.duty, self.life.assignment)
-        given = Assignment(incarnation, epoch, number, stage, duty, peers)
+        if same_role_spec and self.life.role_spec is not None:
+            role_spec = self.life.role_spec
+        before = (self.life.phase, self.life.role_spec, self.life.assignment)
+        given = Assignment(incarnation, epoch, number, stage, role_spec, peers)
         effects = self.step(life.Assigned(given))
         if incarnation != INCARNATION or epoch < self.highest[0]:
             assert len(effects) == 1
             assert isinstance(effects[0], life.Ignored)
         if any(isinstance(e, life.Ignored) for e in effects):
-            assert before == (self.life.phase, self.life.duty, self.life.assignment)
+            assert before == (self.life.phase, self.life.role_spec, self.life.assignment)
             return
         assert (epoch, number) >= self.highest
         self.highest, self.last_stage = (epoch, number), stage
@@ -174,7 +174,7 @@ class InstanceLifeMachine(RuleBasedStateMachine):
             assert self.num_running == 0, "nothing is cut by being erased now (S22)"
         if self.life.assignment is None and self.own is None:
             assert phase is Phase.BLANK
-        assert len(self.loads) <= 1, "one duty in its life"
+        assert len(self.loads) <= 1, "one role spec in its life"
 
     @invariant()
     def it_goes_no_further_than_it_may(self) -> None:
@@ -193,8 +193,8 @@ class TestInstanceLife(InstanceLifeMachine.TestCase):  # type: ignore[valid-type
 
 
 def assigned(stage: Stage, role: Role = Role.PREFILL, *peers: Peer, **changes: Any) -> life.Event:
-    duty = next(d for d in DUTIES if d.role is role)
-    return life.Assigned(replace(Assignment(INCARNATION, 1, 1, stage, duty, peers), **changes))
+    role_spec = next(d for d in ROLE_SPECS if d.role is role)
+    return life.Assigned(replace(Assignment(INCARNATION, 1, 1, stage, role_spec, peers), **changes))
 
 
 @pytest.mark.req("S16", "S23")
@@ -202,7 +202,7 @@ def test_a_blank_instance_becomes_a_decode_step_by_step_and_blank_again() -> Non
     peer = PEERS[0]
     blank = InstanceLife(INCARNATION)
     assert blank.phase is Phase.BLANK
-    assert blank.handle(assigned(Stage.LOAD, Role.DECODE), 0) == [life.Load(DUTIES[1])]
+    assert blank.handle(assigned(Stage.LOAD, Role.DECODE), 0) == [life.Load(ROLE_SPECS[1])]
     assert blank.phase is Phase.LOADING
     assert blank.handle(life.Loaded(), 1) == []
     assert blank.phase is Phase.LOADED
@@ -270,25 +270,25 @@ def test_a_master_that_was_followed_by_another_is_not_heeded() -> None:
 
 
 @pytest.mark.fault("F21")
-def test_a_master_that_knows_less_of_the_duty_than_was_loaded_is_heeded() -> None:
+def test_a_master_that_knows_less_of_the_role_than_was_loaded_is_heeded() -> None:
     """Assignments are lost with their bucket, and written again from what the records say."""
     one = InstanceLife(INCARNATION)
-    duty = replace(DUTIES[0], model="m", options=(("num_slots", "4"),))
-    one.handle(life.Assigned(Assignment(INCARNATION, 1, 1, Stage.SERVE, duty)), 0)
+    role_spec = replace(ROLE_SPECS[0], model="m", options=(("num_slots", "4"),))
+    one.handle(life.Assigned(Assignment(INCARNATION, 1, 1, Stage.SERVE, role_spec)), 0)
     one.handle(life.Loaded(), 0)
-    again = Assignment(INCARNATION, 2, 1, Stage.DRAIN, DUTIES[0])
+    again = Assignment(INCARNATION, 2, 1, Stage.DRAIN, ROLE_SPECS[0])
     assert one.handle(life.Assigned(again), 1) == [life.Refuse()]
-    assert one.duty == duty
-    upgrade = replace(again, stage=Stage.SERVE, duty=replace(duty, revision="r2"))
-    assert one.handle(life.Assigned(upgrade), 2) == [life.Ignored.OTHER_DUTY]
+    assert one.role_spec == role_spec
+    upgrade = replace(again, stage=Stage.SERVE, role_spec=replace(role_spec, revision="r2"))
+    assert one.handle(life.Assigned(upgrade), 2) == [life.Ignored.OTHER_ROLE]
 
 
 def test_one_with_a_role_of_its_own_takes_the_revision_it_is_given() -> None:
-    one = InstanceLife(INCARNATION, Duty(Role.DECODE, "g", "s", model="mine"))
+    one = InstanceLife(INCARNATION, RoleSpec(Role.DECODE, "g", "s", model="mine"))
     assert one.handle(assigned(Stage.SERVE, Role.DECODE, PEERS[0]), 0) == [life.Verify(PEERS[0])]
     assert one.phase is Phase.READY
-    assert one.duty is not None
-    assert (one.duty.revision, one.duty.model) == ("r1", "mine")
+    assert one.role_spec is not None
+    assert (one.role_spec.revision, one.role_spec.model) == ("r1", "mine")
 
 
 @pytest.mark.req("S23")
@@ -297,12 +297,12 @@ def test_another_role_needs_another_incarnation() -> None:
     one.handle(assigned(Stage.SERVE, Role.PREFILL), 0)
     one.handle(life.Loaded(), 0)
     other = assigned(Stage.SERVE, Role.DECODE, assignment_id=2)
-    assert one.handle(other, 1) == [life.Ignored.OTHER_DUTY]
+    assert one.handle(other, 1) == [life.Ignored.OTHER_ROLE]
     assert one.phase is Phase.READY
 
 
 def test_one_that_is_not_drained_to_its_end_may_be_taken_back() -> None:
-    one = InstanceLife(INCARNATION, DUTIES[0])
+    one = InstanceLife(INCARNATION, ROLE_SPECS[0])
     assert one.handle(assigned(Stage.DRAIN), 0) == [life.Refuse()]
     assert one.handle(assigned(Stage.SERVE), 1) == [life.Admit()]
     assert one.handle(life.BecameIdle(), 1) == []

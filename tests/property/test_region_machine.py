@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from pdmesh.core.groups.desired import Desired
-from pdmesh.core.instance.lifecycle_events import Assignment
+from pdmesh.core.model import Assignment
 from pdmesh.desired_file import read
 from tests.fakes.group_world import World
 from tests.property.test_group_machine import GroupMachine
@@ -98,7 +98,7 @@ class RegionMachine(GroupMachine):
                 other = records.get(peer.id.instance_id)
                 if other is not None and other.id == peer.id:
                     assert own.kv_region == other.kv_region
-            group = groups.get(given.duty.group_id)
+            group = groups.get(given.role_spec.group_id)
             is_new = instance_id not in self.world.given
             if group is not None and group.regions and is_new and not own.assignment_id:
                 assert own.region in group.regions
@@ -115,7 +115,7 @@ class RegionMachine(GroupMachine):
         world.settle()
         for group_id, group in world.desired.groups.items():
             assert world.counts()[group_id] == (group.prefill, group.decode, 0), world.describe()
-            own = [i for i, given in world.given.items() if given.duty.group_id == group_id]
+            own = [i for i, given in world.given.items() if given.role_spec.group_id == group_id]
             regions = {world.records[i].region for i in own}
             if group.spans_regions:
                 assert len(regions) == 2  # five in each, and six are wanted

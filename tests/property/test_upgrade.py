@@ -24,8 +24,7 @@ from pdmesh.core.groups.revisions import (
     with_canaries,
 )
 from pdmesh.core.groups.round import Round
-from pdmesh.core.instance.lifecycle_events import Phase, Stage
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Phase, Role, Stage
 from pdmesh.core.upgrade.controller import UpgradeController
 from pdmesh.core.upgrade.events import (
     Keep,
@@ -70,9 +69,9 @@ def running(world: World) -> dict[str, set[str]]:
     """The revisions of instances that take requests, by group."""
     found: dict[str, set[str]] = {}
     for process in world.processes.values():
-        duty = process.life.duty
-        if duty is not None and process.record().phase is Phase.READY:
-            found.setdefault(duty.group_id, set()).add(duty.revision)
+        role_spec = process.life.role_spec
+        if role_spec is not None and process.record().phase is Phase.READY:
+            found.setdefault(role_spec.group_id, set()).add(role_spec.revision)
     return found
 
 
@@ -107,9 +106,12 @@ def play(
         for instance_id in list(world.processes):
             world.hear(instance_id)
             process = world.processes[instance_id]
-            duty = process.life.duty
-            is_loading = process.life.phase is Phase.LOADING and duty is not None
-            world.work(instance_id, fails=is_loading and duty is not None and fails(duty.revision))
+            role_spec = process.life.role_spec
+            is_loading = process.life.phase is Phase.LOADING and role_spec is not None
+            world.work(
+                instance_id,
+                fails=is_loading and role_spec is not None and fails(role_spec.revision),
+            )
             world.tell(instance_id)
 
 

@@ -16,12 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdmesh.core.groups.observed import GroupTracker
-from pdmesh.core.placement.fleet import (
-    Fleet,
-    Identity,
-    RecordSeen,
-    Role,
-)
+from pdmesh.core.model import Role
+from pdmesh.core.placement.fleet import Fleet, RecordSeen
+from pdmesh.core.placement.instance import Identity
 from pdmesh.core.placement.plan import Placement, Plan
 from pdmesh.core.placement.policies import Query
 from pdmesh.core.placement.reservations import ADMISSION_S

@@ -12,6 +12,7 @@ from loadtests.sim.load import poisson
 from loadtests.sim.ratio import aggregated, faults, loop
 from loadtests.sim.ratio.sweep import PAPER, WORKLOADS, ClosedLoop, best
 from pdmesh.core.groups.desired import UpgradeLimits
+from pdmesh.core.model import Role
 from pdmesh.core.moves.cron import Cron
 from pdmesh.core.moves.move import (
     Move,
@@ -20,7 +21,6 @@ from pdmesh.core.moves.move import (
     Trigger,
 )
 from pdmesh.core.moves.schedule import Entry, Schedule, What
-from pdmesh.core.placement.fleet import Role
 from pdmesh.core.ratio.model import Split
 
 

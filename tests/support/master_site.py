@@ -7,7 +7,8 @@ from typing import Any
 
 from pdmesh.core.health.fault_levels import Level
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
-from pdmesh.core.placement.fleet import FaultJudged, Fleet, RecordSeen
+from pdmesh.core.placement.fleet import Fleet, RecordSeen
+from pdmesh.core.placement.instance import FaultJudged
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.net.events import EventPublisher
 from pdmesh.net.nats.board import Board

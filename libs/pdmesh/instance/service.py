@@ -11,8 +11,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 from pdmesh import failpoints
-from pdmesh.core.placement.fleet import Role
-from pdmesh.instance.incarnation import duties
+from pdmesh.core.model import Role
+from pdmesh.instance.incarnation import role_settings
 from pdmesh.instance.incarnation.loading import LoadedEngine, load
 from pdmesh.instance.incarnation.member import Member
 from pdmesh.instance.settings import InstanceSettings
@@ -54,7 +54,7 @@ async def serve(settings: InstanceSettings, app: App, role: Role) -> None:
 
 async def _load_own(settings: InstanceSettings, app: App, role: Role) -> LoadedEngine | None:
     """None if the process was asked to stop first: loading a model takes longer than anybody waits for that."""
-    work = load(settings, duties.own_duty(settings, role), app.incarnation)
+    work = load(settings, role_settings.own_role_spec(settings, role), app.incarnation)
     loading = asyncio.create_task(work, name="engine-start")
     await app.until_stopping(loading)
     if loading.done():

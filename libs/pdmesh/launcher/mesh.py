@@ -343,11 +343,11 @@ class Mesh:
         return f"not ready in time: {rest} (logs: {self.state_dir / 'logs'})"
 
     async def _keep_house(self) -> None:
-        """Bound the logs, and restart what runs but does not answer. One duty that fails keeps it from no other."""
+        """Bound the logs, and restart what runs but does not answer. One chore that fails keeps it from no other."""
         while True:
-            for duty in (self._bound_logs, self.health.kill_silent, self.health.note_ready):
+            for chore in (self._bound_logs, self.health.kill_silent, self.health.note_ready):
                 try:
-                    await duty()
+                    await chore()
                 except Exception as exc:  # noqa: BLE001  # the mesh goes on, and this does
                     self._report_problem(f"housekeeping failed: {exc!r}")
             self._write_state()

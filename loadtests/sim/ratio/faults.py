@@ -19,7 +19,7 @@ from loadtests.sim.control import Control, count
 from loadtests.sim.live import LiveMesh
 from loadtests.sim.load import poisson
 from loadtests.sim.ratio.loop import BALANCED, SHAPE
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Role
 
 NUM_DEVICES: Final = 10_000
 DEVICES_PER_INSTANCE: Final = 8

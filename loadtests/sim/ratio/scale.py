@@ -9,17 +9,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from pdmesh.core.groups.observed import GroupTracker
+from pdmesh.core.model import Role
 from pdmesh.core.moves.cron import Cron
 from pdmesh.core.moves.move import GroupShape
 from pdmesh.core.moves.plan_runner import GroupsSeen, PlanRunner
 from pdmesh.core.moves.schedule import Entry, Schedule, What
-from pdmesh.core.placement.fleet import (
-    Fleet,
-    Identity,
-    LoadReported,
-    RecordSeen,
-    Role,
-)
+from pdmesh.core.placement.fleet import Fleet, LoadReported, RecordSeen
+from pdmesh.core.placement.instance import Identity
 from pdmesh.core.placement.plan import Placement
 from pdmesh.core.placement.policies import Query
 from pdmesh.core.ratio.detector import Window

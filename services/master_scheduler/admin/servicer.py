@@ -18,8 +18,8 @@ from pdmesh.core.groups.desired import (
     Service,
     diff,
 )
+from pdmesh.core.model import Role
 from pdmesh.core.moves.move import Plan, Trigger
-from pdmesh.core.placement.fleet import Role
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest, NotLeader, Unavailable
 from pdmesh.instance.incarnation.assignment import ROLES

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from pdmesh.core.groups.adjustments import Adjustment, Adjustments
 from pdmesh.core.groups.desired import ScheduleLine
+from pdmesh.core.model import Role
 from pdmesh.core.moves.cron import Cron
 from pdmesh.core.moves.move import (
     Move,
@@ -16,7 +17,6 @@ from pdmesh.core.moves.move import (
 )
 from pdmesh.core.moves.plan_runner import Outstanding
 from pdmesh.core.moves.schedule import Entry, What
-from pdmesh.core.placement.fleet import Role
 from pdmesh.v1 import admin_service_pb2 as pb
 
 

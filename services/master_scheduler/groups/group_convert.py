@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from pdmesh.core.groups.facts import Seen
-from pdmesh.core.instance.lifecycle_events import Assignment, PeerId, Phase
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Assignment, PeerId, Phase, Role
 from pdmesh.instance.incarnation.assignment import ROLES, TO_PROTO
 from pdmesh.v1 import groups_pb2
 from pdmesh.v1.common_pb2 import InstanceRecord, PeerRef
@@ -40,22 +39,22 @@ def seen_from(record: InstanceRecord, num_slots_used: int) -> Seen | None:
 
 
 def assignment_to(instance_id: str, assignment: Assignment) -> groups_pb2.Assignment:
-    duty = assignment.duty
+    role_spec = assignment.role_spec
     return groups_pb2.Assignment(
         instance_id=instance_id,
         incarnation=assignment.incarnation,
         epoch=assignment.epoch,
         assignment_id=assignment.assignment_id,
         stage=groups_pb2.Stage.ValueType(assignment.stage),
-        role=TO_PROTO[duty.role],
-        group_id=duty.group_id,
-        scenario=duty.scenario,
-        revision=duty.revision,
-        model=duty.model,
-        model_dir=duty.model_dir,
-        manifest=duty.manifest,
-        engine_options=dict(duty.options),
-        spans_regions=duty.spans_regions,
+        role=TO_PROTO[role_spec.role],
+        group_id=role_spec.group_id,
+        scenario=role_spec.scenario,
+        revision=role_spec.revision,
+        model=role_spec.model,
+        model_dir=role_spec.model_dir,
+        manifest=role_spec.manifest,
+        engine_options=dict(role_spec.options),
+        spans_regions=role_spec.spans_regions,
         peers=[
             groups_pb2.Peer(
                 instance_id=peer.id.instance_id,

@@ -32,7 +32,7 @@ from pdmesh.core.groups.facts import (
 from pdmesh.core.groups.revisions import NO_UPGRADES, Upgrades
 from pdmesh.core.groups.round import Round
 from pdmesh.core.groups.steps import Step
-from pdmesh.core.instance.lifecycle_events import Assignment
+from pdmesh.core.model import Assignment
 from pdmesh.core.placement.fleet import Fleet, IsolationSeen
 from pdmesh.errors import InvalidRequest, NotLeader, Unavailable, VersionConflict
 from pdmesh.events.v1.events_pb2 import GroupStep

@@ -7,7 +7,7 @@ from typing import Any
 
 from pdmesh.core.groups.controller import GroupReport
 from pdmesh.core.groups.facts import Observed, WantedGroup
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Role
 from pdmesh.instance.incarnation.assignment import TO_PROTO
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import InstancePhase
@@ -17,7 +17,7 @@ from pdmesh.v1.groups_pb2 import Stage
 def group_states(observed: Observed, reports: Iterable[GroupReport]) -> list[pb.GroupState]:
     members: dict[str, list[str]] = {}
     for instance_id, given in sorted(observed.given.items()):
-        members.setdefault(given.duty.group_id, []).append(instance_id)
+        members.setdefault(given.role_spec.group_id, []).append(instance_id)
     return [_group_state(observed, r, members.get(r.group_id, ())) for r in reports]
 
 
@@ -32,7 +32,7 @@ def _group_state(
         given, seen = observed.given[instance_id], observed.seen.get(instance_id)
         if seen is None:
             continue
-        state.scenario = given.duty.scenario
+        state.scenario = given.role_spec.scenario
         if seen.incarnation == given.incarnation:
             if seen.region and seen.region not in state.regions:
                 state.regions.append(seen.region)
@@ -40,10 +40,10 @@ def _group_state(
                 pb.GroupMember(
                     instance_id=instance_id,
                     incarnation=seen.incarnation,
-                    role=TO_PROTO[given.duty.role],
+                    role=TO_PROTO[given.role_spec.role],
                     phase=InstancePhase.ValueType(seen.phase),
                     stage=Stage.ValueType(given.stage),
-                    revision=given.duty.revision,
+                    revision=given.role_spec.revision,
                     assignment_id=given.assignment_id,
                 )
             )

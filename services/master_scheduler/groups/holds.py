@@ -13,7 +13,8 @@ from typing import Final
 import structlog
 
 from pdmesh.core.health.fault_levels import EJECTS_FROM, RESPONSES, Level
-from pdmesh.core.placement.fleet import FaultJudged, Fleet, Instance
+from pdmesh.core.placement.fleet import Fleet
+from pdmesh.core.placement.instance import FaultJudged, Instance
 from pdmesh.errors import InvalidRequest, NotLeader
 from pdmesh.net.nats.board import Board, BoardView
 from pdmesh.v1.admin_service_pb2 import HOLD_KIND_DRAIN, HOLD_KIND_ISOLATE, Hold, HoldKind

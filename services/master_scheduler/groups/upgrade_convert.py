@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pdmesh.core.groups.desired import Service
 from pdmesh.core.groups.revisions import Upgrade, Upgrades
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Role
 from pdmesh.core.upgrade.events import UpgradeReport
 from pdmesh.v1 import admin_service_pb2 as pb
 

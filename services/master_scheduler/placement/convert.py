@@ -8,7 +8,8 @@ from typing import Final
 from pdmesh.core.health.liveness import Health
 from pdmesh.core.kv.prefix.block_hash import HASH_BYTES
 from pdmesh.core.kv.prefix.partial_block_names import TailName
-from pdmesh.core.placement.fleet import Identity, Role
+from pdmesh.core.model import Role
+from pdmesh.core.placement.instance import Identity
 from pdmesh.core.placement.plan import Candidate, NoPlan, Plan
 from pdmesh.core.placement.policies import Query
 from pdmesh.core.request.backpressure import Pressure, Queue

@@ -17,7 +17,6 @@ from pdmesh.core.health.fault_levels import level_of
 from pdmesh.core.health.liveness import Health
 from pdmesh.core.placement.fleet import (
     FaultForgotten,
-    FaultJudged,
     Fleet,
     HealthJudged,
     JudgeLost,
@@ -26,6 +25,7 @@ from pdmesh.core.placement.fleet import (
     RecordSeen,
     RecordVanished,
 )
+from pdmesh.core.placement.instance import FaultJudged
 from pdmesh.errors import InvalidRequest
 from pdmesh.events.v1.events_pb2 import FaultReport, GroupChanged, HealthChanged, InstanceLoad
 from pdmesh.net import subjects

@@ -12,7 +12,8 @@ from opentelemetry.trace import SpanKind
 
 from pdmesh.core.groups.observed import GroupChanged, GroupTracker
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
-from pdmesh.core.placement.fleet import Fleet, Instance
+from pdmesh.core.placement.fleet import Fleet
+from pdmesh.core.placement.instance import Instance
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO, NoPlan, Placement
 from pdmesh.core.request.backpressure import Backpressure
 from pdmesh.errors import InvalidRequest, NotLeader

@@ -18,6 +18,7 @@ from pdmesh.core.groups import adjustments
 from pdmesh.core.groups.adjustments import CannotMove
 from pdmesh.core.groups.controller import GroupState
 from pdmesh.core.groups.desired import Desired, Scenario, ScheduleLine
+from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (
     Groups,
     GroupShape,
@@ -43,7 +44,7 @@ from pdmesh.core.moves.plan_runner import (
     StartMove,
 )
 from pdmesh.core.moves.schedule import Schedule
-from pdmesh.core.placement.fleet import Fleet, Role
+from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.ratio.loop import (
     AskPlan,
     Decided,

@@ -15,7 +15,8 @@ import structlog
 from pdmesh.core.groups.adjustments import adjusted
 from pdmesh.core.groups.revisions import Upgrade, shares
 from pdmesh.core.groups.steps import Step
-from pdmesh.core.placement.fleet import Fleet, Role
+from pdmesh.core.model import Role
+from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.upgrade.controller import UpgradeController
 from pdmesh.core.upgrade.events import (
     Drop,
@@ -152,7 +153,7 @@ class UpgradeLoop:
             return
         given = observed.given.get(step.instance_id)
         if given is not None and given.incarnation == step.incarnation:
-            cell = (step.group_id, given.duty.revision)
+            cell = (step.group_id, given.role_spec.revision)
             self._controller.handle(MemberLost(cell, step.instance_id), self._clock())
 
     def _unwell(self) -> Mapping[Cell, Mapping[str, str]]:

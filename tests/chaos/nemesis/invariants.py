@@ -22,7 +22,7 @@ import httpx
 
 from loadtests.leak import gauges, held
 from pdmesh.core.groups.desired import SERVING_ROLES
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Role
 from pdmesh.desired_file import read
 from pdmesh.errors import MeshError
 from pdmesh.instance.incarnation.assignment import ROLES

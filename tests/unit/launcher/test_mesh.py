@@ -107,7 +107,7 @@ def test_on_a_full_disk_a_log_over_its_bound_is_cut_all_the_same(
     assert [(p.name, p.stat().st_size) for p in tmp_path.iterdir()] == [("a.log", 0)]
 
 
-async def test_one_duty_of_the_launcher_that_fails_keeps_it_from_no_other(
+async def test_one_chore_of_the_launcher_that_fails_keeps_it_from_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []

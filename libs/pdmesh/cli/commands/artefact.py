@@ -6,13 +6,13 @@ import argparse
 
 from pdmesh.cli.errors import CommandFailed
 from pdmesh.instance.incarnation import artefact
-from pdmesh.instance.incarnation.duties import DutyRefused
+from pdmesh.instance.incarnation.role_settings import RoleRefused
 
 
 def run(options: argparse.Namespace) -> int:
     try:
         return {"build": _build, "verify": _verify}[options.action](options)
-    except DutyRefused as exc:
+    except RoleRefused as exc:
         raise CommandFailed(f"{exc.reason}: {exc.message}") from exc
     except OSError as exc:
         raise CommandFailed(f"{exc.filename}: {exc.strerror}") from exc

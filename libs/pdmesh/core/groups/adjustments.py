@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pdmesh.core.groups.desired import Desired, Group
+from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (
     OFF_POOL,
     GroupShape,
     Move,
     applied,
 )
-from pdmesh.core.placement.fleet import Role
 
 
 @dataclass(frozen=True, slots=True)

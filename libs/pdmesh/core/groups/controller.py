@@ -31,13 +31,13 @@ from pdmesh.core.groups.region import RegionWatch, placed
 from pdmesh.core.groups.round import Member, Round
 from pdmesh.core.groups.steps import Step, StepTeller
 from pdmesh.core.groups.timeouts import StageClock
-from pdmesh.core.instance.lifecycle_events import (
+from pdmesh.core.model import (
     Assignment,
-    Duty,
     Phase,
+    Role,
+    RoleSpec,
     Stage,
 )
-from pdmesh.core.placement.fleet import Role
 
 IDS_PER_EPOCH: Final = 1_000_000  # so that assignment ids of different leaders differ
 
@@ -129,13 +129,13 @@ class GroupController:
         unmade: dict[str, str] = {}  # one of each group: a node takes several with it
         for instance_id, assignment in sorted(turn.observed.given.items()):
             if instance_id not in turn.plan and assignment.stage < Stage.DRAIN:
-                duty = assignment.duty
+                role_spec = assignment.role_spec
                 if self._steps.lost(instance_id, assignment):
                     self.clock.avoid(instance_id, now)
-                    self._record(duty.group_id).vacate(duty.role, instance_id)
+                    self._record(role_spec.group_id).vacate(role_spec.role, instance_id)
                     is_alone = not self._region_watch.is_losing(instance_id)
                     if assignment.stage < Stage.SERVE and is_alone:
-                        unmade.setdefault(duty.group_id, instance_id)
+                        unmade.setdefault(role_spec.group_id, instance_id)
         for group_id, instance_id in unmade.items():
             self._steps.group_id = group_id
             self._fail(turn, group_id, f"{instance_id} was lost while it was set up", now)
@@ -145,7 +145,7 @@ class GroupController:
         for instance_id, assignment in sorted(turn.plan.items()):
             member = Member(turn.observed.seen[instance_id], assignment)
             if member.is_departing:
-                self._record(assignment.duty.group_id).vacate(member.role, instance_id)
+                self._record(assignment.role_spec.group_id).vacate(member.role, instance_id)
                 turn.set_stage(member, Stage.DRAIN)
 
     def _recover(self, turn: Round) -> None:
@@ -163,8 +163,8 @@ class GroupController:
         for instance_id, seen in sorted(turn.observed.seen.items()):
             is_lost = seen.assignment_id and instance_id not in turn.plan
             if is_lost and seen.phase in stages:
-                duty = self._duty_of(turn, seen)
-                self._give(turn, seen, duty, stages[seen.phase], seen.assignment_id)
+                role_spec = self._role_spec_of(turn, seen)
+                self._give(turn, seen, role_spec, stages[seen.phase], seen.assignment_id)
 
     def _adopt(self, turn: Round) -> None:
         """Instances that have their role by their own settings belong to a group that is wanted."""
@@ -174,17 +174,17 @@ class GroupController:
             if not is_own or group is None or instance_id in turn.plan:
                 continue
             if seen.role in group.counts and seen.scenario == group.scenario:
-                duty = self._duty_of(turn, seen)
-                self._give(turn, seen, duty, Stage.SERVE, self._next_id(turn))
+                role_spec = self._role_spec_of(turn, seen)
+                self._give(turn, seen, role_spec, Stage.SERVE, self._next_id(turn))
                 self._steps.tell("adopted", turn.plan[instance_id], instance_id)
 
-    def _duty_of(self, turn: Round, seen: Seen) -> Duty:
+    def _role_spec_of(self, turn: Round, seen: Seen) -> RoleSpec:
         group = turn.observed.wanted.groups.get(seen.group_id)
-        if group is not None and seen.role in group.duties:
-            duty = group.duties[seen.role]
-            if (duty.revision, duty.scenario) == (seen.revision, seen.scenario):
-                return duty
-        return Duty(seen.role, seen.group_id, seen.scenario, seen.revision)
+        if group is not None and seen.role in group.role_specs:
+            role_spec = group.role_specs[seen.role]
+            if (role_spec.revision, role_spec.scenario) == (seen.revision, seen.scenario):
+                return role_spec
+        return RoleSpec(seen.role, seen.group_id, seen.scenario, seen.revision)
 
     def _in_order(self, turn: Round) -> list[str]:
         """Groups that serve come first: what they lack is a fault, what a new one lacks is a delay."""
@@ -294,7 +294,7 @@ class GroupController:
                 )
                 candidates.remove(seen)
                 racks.append(seen.rack)
-                self._give(turn, seen, group.duties[role], Stage.LOAD, self._next_id(turn))
+                self._give(turn, seen, group.role_specs[role], Stage.LOAD, self._next_id(turn))
                 replaces = self._record(group.group_id).fill(role)
                 given = turn.plan[seen.instance_id]
                 self._steps.tell("assigned", given, seen.instance_id, replaces=replaces)
@@ -347,9 +347,11 @@ class GroupController:
         self._last_id = max(self._last_id, turn.observed.epoch * IDS_PER_EPOCH) + 1
         return self._last_id
 
-    def _give(self, turn: Round, seen: Seen, duty: Duty, stage: Stage, assignment_id: int) -> None:
+    def _give(
+        self, turn: Round, seen: Seen, role_spec: RoleSpec, stage: Stage, assignment_id: int
+    ) -> None:
         turn.plan[seen.instance_id] = Assignment(
-            seen.incarnation, turn.observed.epoch, assignment_id, stage, duty
+            seen.incarnation, turn.observed.epoch, assignment_id, stage, role_spec
         )
 
     def _writes(self, turn: Round) -> Iterator[Effect]:

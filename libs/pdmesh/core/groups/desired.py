@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Final
 
+from pdmesh.core.model import Role
 from pdmesh.core.moves.move import MIN_PER_SCENARIO, OFF_POOL, TRAINING_POOL
-from pdmesh.core.placement.fleet import Role
 from pdmesh.core.request.slo import ScenarioSlo
 
 DEFAULT_NAME: Final = "default"

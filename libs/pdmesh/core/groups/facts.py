@@ -14,14 +14,14 @@ from pdmesh.core.groups.revisions import (
     services,
     with_canaries,
 )
-from pdmesh.core.instance.lifecycle_events import (
+from pdmesh.core.model import (
     Assignment,
-    Duty,
     PeerId,
     Phase,
+    Role,
+    RoleSpec,
 )
 from pdmesh.core.moves.move import MIN_PER_SCENARIO
-from pdmesh.core.placement.fleet import Role
 
 NONE_LENT: Final[Mapping[str, int]] = MappingProxyType({})
 
@@ -31,7 +31,7 @@ class WantedGroup:
     group_id: str
     scenario: str
     counts: Mapping[Role, int]
-    duties: Mapping[Role, Duty]
+    role_specs: Mapping[Role, RoleSpec]
     regions: tuple[str, ...] = ()  # that it may be in, the preferred one first; empty: in any one
     spans_regions: bool = False  # its instances may be of several at once
     region: str | None = None  # that it is to be in now (`group_place`); None: in any
@@ -39,7 +39,7 @@ class WantedGroup:
 
     @property
     def revision(self) -> str:
-        return next(iter(self.duties.values())).revision
+        return next(iter(self.role_specs.values())).revision
 
     @property
     def size(self) -> int:
@@ -77,8 +77,8 @@ def wanted_of(
         revision = revisions.get(id(service))
         if revision is None:
             revision = revisions[id(service)] = revision_of(service, kv_transport)
-        duties = {
-            role: Duty(
+        role_specs = {
+            role: RoleSpec(
                 role=role,
                 group_id=group_id,
                 scenario=group.scenario,
@@ -96,7 +96,7 @@ def wanted_of(
             group_id,
             group.scenario,
             counts,
-            duties,
+            role_specs,
             group.regions,
             group.spans_regions,
             racks=group.racks,

@@ -7,8 +7,7 @@ from collections import Counter
 from pdmesh.core.groups.facts import WantedGroup
 from pdmesh.core.groups.region import is_misplaced
 from pdmesh.core.groups.round import Member, Round, unverified_pairs
-from pdmesh.core.instance.lifecycle_events import Phase, Stage
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Phase, Role, Stage
 
 
 def sorted_out(turn: Round, group: WantedGroup) -> tuple[list[Member], list[Member]]:

@@ -14,8 +14,7 @@ from typing import Final
 from pdmesh.core.groups.facts import WantedGroup
 from pdmesh.core.groups.region import is_misplaced
 from pdmesh.core.groups.round import Member, Round
-from pdmesh.core.instance.lifecycle_events import Phase, Stage
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Phase, Role, Stage
 
 MAX_VACANCIES: Final = 64  # of a role in a group, whose substitutes are named
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pdmesh.core.health.liveness import Health
-from pdmesh.core.placement.fleet import Instance, Role
+from pdmesh.core.model import Role
+from pdmesh.core.placement.instance import Instance
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from typing import Final
 
 from pdmesh.core.groups.facts import Seen, WantedGroup
 from pdmesh.core.groups.round import Member, Round
-from pdmesh.core.instance.lifecycle_events import Phase, Stage
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Phase, Role, Stage
 
 _LOSS_S: Final = 10.0  # in which the leases of a region that is gone end
 _MIN_LOST: Final = 2  # instances: one is a crash, also if it is half of its region
@@ -29,7 +28,7 @@ def placed(turn: Round, group: WantedGroup) -> WantedGroup:
 
 def is_misplaced(member: Member, group: WantedGroup) -> bool:
     """Of another region or rack than its group is to be in, or with KV that goes elsewhere than its group's may."""
-    seen, spans = member.seen, member.assignment.duty.spans_regions
+    seen, spans = member.seen, member.assignment.role_spec.spans_regions
     is_elsewhere = group.region is not None and seen.region != group.region
     is_elsewhere = is_elsewhere or bool(group.racks and seen.rack not in group.racks)
     kept_in = seen.kv_region if seen.phase is not Phase.BLANK else _kept_in(seen, spans)

@@ -18,7 +18,7 @@ from pdmesh.core.groups.desired import (
     Group,
     Service,
 )
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Role
 
 
 @dataclass(frozen=True, slots=True)

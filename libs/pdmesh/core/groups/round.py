@@ -10,13 +10,13 @@ from itertools import islice
 
 from pdmesh.core.groups.facts import Observed, Seen, WantedGroup
 from pdmesh.core.groups.revisions import is_canary
-from pdmesh.core.instance.lifecycle_events import (
+from pdmesh.core.model import (
     Assignment,
     Peer,
     Phase,
+    Role,
     Stage,
 )
-from pdmesh.core.placement.fleet import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Member:
 
     @property
     def role(self) -> Role:
-        return self.assignment.duty.role
+        return self.assignment.role_spec.role
 
     @property
     def stage(self) -> Stage:
@@ -40,12 +40,12 @@ class Member:
 
     @property
     def revision(self) -> str:
-        return self.assignment.duty.revision
+        return self.assignment.role_spec.revision
 
     def is_stale(self, group: WantedGroup) -> bool:
         """It serves a scenario or a revision that its group is not to serve any more: neither changes in an instance's life."""
-        duty = self.assignment.duty
-        return (duty.scenario, duty.revision) != (group.scenario, group.revision)
+        role_spec = self.assignment.role_spec
+        return (role_spec.scenario, role_spec.revision) != (group.scenario, group.revision)
 
     @property
     def is_ready(self) -> bool:
@@ -67,10 +67,10 @@ class Member:
 
     @property
     def is_elsewhere(self) -> bool:
-        """It had taken another duty before this one was written, and an incarnation takes only one."""
-        seen, duty = self.seen, self.assignment.duty
+        """It had taken another role spec before this one was written, and an incarnation takes only one."""
+        seen, role_spec = self.seen, self.assignment.role_spec
         told = (seen.role, seen.group_id, seen.scenario, seen.revision)
-        given = (duty.role, duty.group_id, duty.scenario, duty.revision)
+        given = (role_spec.role, role_spec.group_id, role_spec.scenario, role_spec.revision)
         return seen.assignment_id != 0 and told != given
 
 
@@ -110,13 +110,13 @@ class Round:
         if len(self.plan) == self._num_indexed:
             return
         for instance_id in islice(self.plan, self._num_indexed, None):
-            group_id = self.plan[instance_id].duty.group_id
+            group_id = self.plan[instance_id].role_spec.group_id
             insort(self._ids.setdefault(group_id, []), instance_id)
         self._num_indexed = len(self.plan)
 
     def group_ids(self) -> list[str]:
         """Of all that are wanted or have members."""
-        own = {assignment.duty.group_id for assignment in self.plan.values()}
+        own = {assignment.role_spec.group_id for assignment in self.plan.values()}
         return sorted(own | self.observed.wanted.groups.keys())
 
     def set_stage(self, member: Member, stage: Stage) -> None:
@@ -180,9 +180,9 @@ class Round:
         for instance_id, assignment in self.plan.items():
             member = Member(self.observed.seen[instance_id], assignment)
             is_counted = member.is_ready and instance_id not in self.observed.isolated
-            is_counted = is_counted and not is_canary(assignment.duty.group_id)
-            if is_counted and instance_id != without and assignment.duty.scenario == scenario:
-                key = (assignment.duty.group_id, member.revision, member.seen.kv_region)
+            is_counted = is_counted and not is_canary(assignment.role_spec.group_id)
+            if is_counted and instance_id != without and assignment.role_spec.scenario == scenario:
+                key = (assignment.role_spec.group_id, member.revision, member.seen.kv_region)
                 cells.setdefault(key, Counter())[member.role] += 1
         total: Counter[Role] = Counter()
         for cell in cells.values():
@@ -195,17 +195,19 @@ class Round:
         """What its going would leave too little of, by our own doing; empty if it may go."""
         if not member.is_ready:
             return ""
-        duty = member.assignment.duty
-        before = self.capacity(duty.scenario)
-        after = self.capacity(duty.scenario, without=member.instance_id)
+        role_spec = member.assignment.role_spec
+        before = self.capacity(role_spec.scenario)
+        after = self.capacity(role_spec.scenario, without=member.instance_id)
         for role in (Role.PREFILL, Role.DECODE):
-            floor = self.observed.wanted.floor(duty.scenario, role)
+            floor = self.observed.wanted.floor(role_spec.scenario, role)
             if after[role] < floor and after[role] < before[role]:
-                return f"scenario {duty.scenario} would be left with {after[role]} {role.value}"
+                return (
+                    f"scenario {role_spec.scenario} would be left with {after[role]} {role.value}"
+                )
         if not may_empty_group:
-            others = [m for m in self.members(duty.group_id) if m.role is member.role]
+            others = [m for m in self.members(role_spec.group_id) if m.role is member.role]
             if not any(m.is_ready for m in others if m.instance_id != member.instance_id):
-                return f"group {duty.group_id} would be left without {member.role.value}"
+                return f"group {role_spec.group_id} would be left without {member.role.value}"
         return ""
 
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from pdmesh.core.groups.facts import Observed
 from pdmesh.core.groups.round import Round
-from pdmesh.core.instance.lifecycle_events import Assignment, Phase, Stage
+from pdmesh.core.model import Assignment, Phase, Stage
 
 _OF_PHASE: Final = {
     Phase.LOADED: "loaded",
@@ -123,14 +123,14 @@ class StepTeller:
 def _step(
     step: str, assignment: Assignment, instance_id: str, *, detail: str = "", replaces: str = ""
 ) -> Step:
-    duty = assignment.duty
+    role_spec = assignment.role_spec
     return Step(
-        duty.group_id,
+        role_spec.group_id,
         step,
         instance_id,
         assignment.incarnation,
         assignment.assignment_id,
-        duty.role.value,
+        role_spec.role.value,
         replaces,
         detail,
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdmesh.core.groups.round import Member, Round, unverified_pairs
-from pdmesh.core.instance.lifecycle_events import Phase, Stage
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Phase, Role, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class StageClock:
 
     def _why_unconnected(self, turn: Round, member: Member, now: float) -> str:
         """Of the two of a pair, the one that fails in more pairs is blamed; the others get the time to meet its substitute."""
-        pairs = unverified_pairs(turn.members(member.assignment.duty.group_id))
+        pairs = unverified_pairs(turn.members(member.assignment.role_spec.group_id))
         own = [pair for pair in pairs if member in pair]
         if not own:
             if member.seen.phase is Phase.CONNECTING:
@@ -98,7 +97,7 @@ class StageClock:
             )
             if is_other_to_blame:
                 return ""
-        for each in turn.members(member.assignment.duty.group_id):
+        for each in turn.members(member.assignment.role_spec.group_id):
             if each.stage is Stage.CONNECT:
                 self._since[each.instance_id] = (self._since[each.instance_id][0], now)
         return f"no verified connection from {decode.instance_id} to {prefill.instance_id}"

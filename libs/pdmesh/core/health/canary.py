@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.core.health.fault_judge import Signal
 from pdmesh.core.health.fault_levels import Level
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Role
 
 CANARY_FAILED = "CANARY_FAILED"
 

@@ -1,7 +1,7 @@
 """How far one incarnation of an instance is between blank and serving, by what the master assigns it (P/D-Serve 3.2, 3.3).
 
 The assignment's stage says how far the instance may go; what is done is said by events; the phase follows from both. So an
-assignment that is repeated, or comes after some that were never seen, leads to the same state. An incarnation takes one duty
+assignment that is repeated, or comes after some that were never seen, leads to the same state. An incarnation takes one role spec
 in its life: another role means to drain, to be erased, and to begin anew under another incarnation (S23), so
 that nothing of the old role can act again.
 """
@@ -14,9 +14,7 @@ from dataclasses import InitVar, dataclass, field, replace
 from pdmesh.core.instance.lifecycle_events import (
     Admit,
     Assigned,
-    Assignment,
     BecameIdle,
-    Duty,
     Effect,
     Erase,
     Event,
@@ -25,16 +23,20 @@ from pdmesh.core.instance.lifecycle_events import (
     Load,
     Loaded,
     LoadFailed,
-    Peer,
     PeerFailed,
-    PeerId,
     PeerVerified,
-    Phase,
     Refuse,
-    Stage,
     Verify,
 )
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import (
+    Assignment,
+    Peer,
+    PeerId,
+    Phase,
+    Role,
+    RoleSpec,
+    Stage,
+)
 
 RETRY_S = (1.0, 15.0)  # a failed peer is verified again after so long; doubled up to the second
 MAX_PEERS = 1024  # of one assignment; more are not verified
@@ -58,15 +60,15 @@ class _PeerState:
 class InstanceLife:
     """One incarnation. The only way to change state is `handle`.
 
-    `own_duty`: its settings gave the instance a role, and it is loaded: it serves at once, until assignments of that duty
+    `own_role_spec`: its settings gave the instance a role, and it is loaded: it serves at once, until assignments of that role spec
     say otherwise. `epoch` is the highest the process has seen.
     """
 
     incarnation: int
-    own_duty: InitVar[Duty | None] = None
+    own_role_spec: InitVar[RoleSpec | None] = None
     epoch: int = 0
     assignment: Assignment | None = None
-    duty: Duty | None = None  # what it is, or is to be; as first assigned
+    role_spec: RoleSpec | None = None  # what it is, or is to be; as first assigned
     failure: str = ""
     is_over: bool = False
     _is_asked_to_load: bool = False
@@ -76,9 +78,9 @@ class InstanceLife:
     _is_idle: bool = True
     _peers: dict[PeerId, _PeerState] = field(default_factory=dict)
 
-    def __post_init__(self, own_duty: Duty | None) -> None:
-        if own_duty is not None:
-            self.duty = own_duty
+    def __post_init__(self, own_role_spec: RoleSpec | None) -> None:
+        if own_role_spec is not None:
+            self.role_spec = own_role_spec
             self._is_asked_to_load = self._is_loaded = self._was_ready = True
             self._is_admitting, self._is_idle = True, False
 
@@ -88,7 +90,7 @@ class InstanceLife:
     def phase(self) -> Phase:
         if self.failure:
             return Phase.FAILED
-        if self.duty is None:
+        if self.role_spec is None:
             return Phase.BLANK
         if self._stage >= Stage.DRAIN:
             return Phase.DRAINED if self._is_idle else Phase.DRAINING
@@ -114,7 +116,9 @@ class InstanceLife:
         assert not self._is_admitting or (self._is_loaded and not self.failure)
         assert (self.phase is Phase.READY) == (self._is_admitting and not self.is_over)
         assert self._is_loaded or not self._peers
-        assert not (self._peers and self.duty is not None and self.duty.role is not Role.DECODE)
+        assert not (
+            self._peers and self.role_spec is not None and self.role_spec.role is not Role.DECODE
+        )
         assert all(s.peer.role is Role.PREFILL for s in self._peers.values())
         assert not any(s.is_verified and s.failure for s in self._peers.values())
 
@@ -149,28 +153,28 @@ class InstanceLife:
             return Ignored.OLDER
         if current is not None and order < (current.epoch, current.assignment_id):
             return Ignored.OLDER
-        if assignment.stage is not Stage.BLANK and not self._is_same(assignment.duty):
-            return Ignored.OTHER_DUTY
+        if assignment.stage is not Stage.BLANK and not self._is_same(assignment.role_spec):
+            return Ignored.OTHER_ROLE
         return None
 
-    def _is_same(self, duty: Duty) -> bool:
-        """What is loaded stays; so whatever else a duty says may change as long as the revision does not."""
-        mine = self.duty
+    def _is_same(self, role_spec: RoleSpec) -> bool:
+        """What is loaded stays; so whatever else a role spec says may change as long as the revision does not."""
+        mine = self.role_spec
         if mine is None:
             return True
         is_own = self.assignment is None  # by its settings, which know no revision
         same = (mine.role, mine.group_id, mine.scenario) == (
-            duty.role,
-            duty.group_id,
-            duty.scenario,
+            role_spec.role,
+            role_spec.group_id,
+            role_spec.scenario,
         )
-        return same and (is_own or mine.revision == duty.revision)
+        return same and (is_own or mine.revision == role_spec.revision)
 
     def _take(self, assignment: Assignment) -> None:
-        if self.duty is None:
-            self.duty = assignment.duty
+        if self.role_spec is None:
+            self.role_spec = assignment.role_spec
         elif self.assignment is None:
-            self.duty = replace(self.duty, revision=assignment.duty.revision)
+            self.role_spec = replace(self.role_spec, revision=assignment.role_spec.revision)
         self.assignment = assignment
         self.epoch = assignment.epoch
 
@@ -191,7 +195,7 @@ class InstanceLife:
         return self.assignment.stage if self.assignment is not None else Stage.SERVE
 
     def _advance(self, now: float) -> Iterator[Effect]:
-        if self.duty is None:
+        if self.role_spec is None:
             return
         if self._stage is Stage.BLANK:
             self.is_over, self._is_admitting = True, False
@@ -202,7 +206,7 @@ class InstanceLife:
             return
         if not self._is_asked_to_load and self._stage < Stage.DRAIN:
             self._is_asked_to_load = True
-            yield Load(self.duty)
+            yield Load(self.role_spec)
         if not self._is_loaded:
             return
         yield from self._meet_peers(now)
@@ -224,7 +228,11 @@ class InstanceLife:
 
     def _wanted_peers(self) -> dict[PeerId, Peer]:
         """KV is pulled: a decode connects to each prefill, and nobody else to anybody (S25)."""
-        if self.assignment is None or self.duty is None or self.duty.role is not Role.DECODE:
+        if (
+            self.assignment is None
+            or self.role_spec is None
+            or self.role_spec.role is not Role.DECODE
+        ):
             return {}
         peers = (p for p in self.assignment.peers if p.role is Role.PREFILL and p.addresses)
         return {peer.id: peer for peer, _ in zip(peers, range(MAX_PEERS), strict=False)}

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Role
 
 TRAINING_POOL: Final = "training"
 OFF_POOL: Final = (

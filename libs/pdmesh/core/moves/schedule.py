@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, tzinfo
 from typing import Final
 
+from pdmesh.core.model import Role
 from pdmesh.core.moves.cron import Cron
 from pdmesh.core.moves.move import (
     TRAINING_POOL,
@@ -24,7 +25,6 @@ from pdmesh.core.moves.move import (
     Trigger,
     serving,
 )
-from pdmesh.core.placement.fleet import Role
 
 MAX_ENTRIES: Final = 1000
 _MAX_AHEAD_S: Final = 86_400.0  # of the next time; a clock set back by less fires nothing twice

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdmesh.core.placement.fleet import Instance
+from pdmesh.core.placement.instance import Instance
 from pdmesh.core.placement.policies import (
     InTurn,
     Known,

@@ -17,9 +17,11 @@ from typing import Final
 
 from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, PeerRuns
 from pdmesh.core.kv.transfer.source_exclusions import Exchange, Fit
+from pdmesh.core.model import Role
 from pdmesh.core.placement.affinity import ChatAffinity
 from pdmesh.core.placement.baselines import POLICIES
-from pdmesh.core.placement.fleet import Fleet, Instance, Role
+from pdmesh.core.placement.fleet import Fleet
+from pdmesh.core.placement.instance import Booking, Instance
 from pdmesh.core.placement.policies import (
     Known,
     Policy,
@@ -27,7 +29,6 @@ from pdmesh.core.placement.policies import (
     Scored,
     Weights,
 )
-from pdmesh.core.placement.reservations import Booking
 
 DEFAULT_MODEL = "default"  # names whatever model the scenario serves
 DEFAULT_SCENARIO = "default"

@@ -15,7 +15,7 @@ from typing import Final
 
 from pdmesh.core.kv.prefix.partial_block_names import TailName
 from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, PeerRuns
-from pdmesh.core.placement.fleet import Instance
+from pdmesh.core.placement.instance import Instance
 from pdmesh.core.placement.predictor import LatencyPredictor
 
 # Scores this close to the best, relative to it, count as equal. At 10 % the Mooncake trace costs 2 % more mean TTFT (see

@@ -12,24 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pdmesh.core.placement.instance import Booking
+
 if TYPE_CHECKING:
-    from pdmesh.core.placement.fleet import Instance
+    from pdmesh.core.placement.instance import Instance
 
 ADMISSION_S = 1.0  # a request that nobody admitted by then went away, or waits and is booked anew
 BACKLOG_S = 120.0  # an admitted prompt that nobody computed by then is lost
 MAX_BOOKINGS = 65_536
-
-
-@dataclass(slots=True)
-class Booking:
-    """A share of one request in one instance. `seconds` and `num_new_blocks` are its prefill's, 0 for decode."""
-
-    instance: Instance
-    num_blocks: int
-    seconds: float
-    num_new_blocks: int
-    at: float
-    is_admitted: bool = False
 
 
 @dataclass(slots=True)

@@ -16,8 +16,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
+from pdmesh.core.model import Role
 from pdmesh.core.moves.move import other
-from pdmesh.core.placement.fleet import Role
 
 FULL: Final = 0.95  # of a role's slots and KV: whoever comes next waits
 

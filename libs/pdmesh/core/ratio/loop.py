@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
+from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (
     Groups,
     GroupShape,
@@ -25,7 +26,6 @@ from pdmesh.core.moves.move import (
     serving,
 )
 from pdmesh.core.moves.plan_runner import Outcome, PlanEnded
-from pdmesh.core.placement.fleet import Role
 from pdmesh.core.ratio.detector import (
     BottleneckDetector,
     DetectorLimits,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (
     MIN_PER_GROUP,
     Groups,
@@ -15,7 +16,6 @@ from pdmesh.core.moves.move import (
     refusal,
     serving,
 )
-from pdmesh.core.placement.fleet import Role
 from pdmesh.core.ratio.model import Profile, Split
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from pdmesh.core.placement.fleet import Instance, Role
+from pdmesh.core.model import Role
+from pdmesh.core.placement.instance import Instance
 
 
 @dataclass(slots=True)

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdmesh.core.placement.fleet import Instance, Role
+from pdmesh.core.model import Role
+from pdmesh.core.placement.instance import Instance
 from pdmesh.core.ratio.model import Phi
 
 MAX_SCENARIOS: Final = 256

@@ -15,9 +15,8 @@ from typing import Final
 from pdmesh.core.groups.adjustments import Adjustments, valid
 from pdmesh.core.groups.desired import Desired, Scenario
 from pdmesh.core.groups.facts import Observed
-from pdmesh.core.instance.lifecycle_events import Phase
+from pdmesh.core.model import Phase, Role
 from pdmesh.core.moves.move import OFF_POOL
-from pdmesh.core.placement.fleet import Role
 
 FREE_POOL: Final = "free"
 MAX_ACCOUNTS: Final = 4096
@@ -117,7 +116,7 @@ def accounts_of(observed: Observed, desired: Desired, adjustments: Adjustments) 
     for instance_id, seen in observed.seen.items():
         given = observed.given.get(instance_id)
         if given is not None and given.incarnation == seen.incarnation:
-            nums[_account(desired, given.duty.scenario, given.duty.group_id)] += 1
+            nums[_account(desired, given.role_spec.scenario, given.role_spec.group_id)] += 1
         elif seen.role is not Role.NONE:
             nums[_account(desired, seen.scenario, seen.group_id)] += 1
         elif seen.phase is Phase.BLANK:

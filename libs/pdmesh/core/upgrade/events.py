@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pdmesh.core.groups.desired import Service, UpgradeLimits
 from pdmesh.core.groups.revisions import Upgrade, Upgrades, is_canary
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Role
 from pdmesh.core.upgrade.revision_health import Answered, Cell, LegFailed
 
 

@@ -10,7 +10,7 @@ from pdmesh.core.groups.desired import Desired, Group
 from pdmesh.core.groups.facts import Observed
 from pdmesh.core.groups.revisions import Upgrades, with_canaries
 from pdmesh.core.groups.round import Round
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Role
 from pdmesh.core.upgrade.events import GroupSeen, Looked
 from pdmesh.core.upgrade.revision_health import Cell
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from pdmesh.core.groups.desired import Service, revision_of
 from pdmesh.core.groups.revisions import Upgrade, canary_of
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Role
 from pdmesh.core.upgrade.events import (
     Effect,
     GroupSeen,

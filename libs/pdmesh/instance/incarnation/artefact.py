@@ -21,8 +21,8 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pdmesh.atomic_file import write_atomically
-from pdmesh.core.placement.fleet import Role
-from pdmesh.instance.incarnation.duties import OPTIONS, DutyRefused
+from pdmesh.core.model import Role
+from pdmesh.instance.incarnation.role_settings import OPTIONS, RoleRefused
 from pdmesh.kv.agent.wire import VERSION as KV_WIRE_VERSION
 
 MANIFEST: Final = "manifest.json"
@@ -67,34 +67,34 @@ class Artefact:
 
 
 def read(path: Path) -> Artefact:
-    """Raises DutyRefused: BAD_MANIFEST."""
+    """Raises RoleRefused: BAD_MANIFEST."""
     try:
         if path.stat().st_size > _MAX_MANIFEST:
-            raise DutyRefused(f"{path} is too long for a manifest", reason="BAD_MANIFEST")
+            raise RoleRefused(f"{path} is too long for a manifest", reason="BAD_MANIFEST")
         manifest = Manifest.model_validate_json(path.read_bytes())
     except OSError as exc:
-        raise DutyRefused(f"{path}: {exc.strerror}", reason="BAD_MANIFEST") from exc
+        raise RoleRefused(f"{path}: {exc.strerror}", reason="BAD_MANIFEST") from exc
     except ValidationError as exc:
         error = exc.errors(include_url=False, include_context=False, include_input=False)[0]
         field = ".".join(map(str, error["loc"]))
         text = f"{path}: {field}: {error['msg']}"
-        raise DutyRefused(text, reason="BAD_MANIFEST", field=field) from None
+        raise RoleRefused(text, reason="BAD_MANIFEST", field=field) from None
     for entry in manifest.files:
         parts = PurePosixPath(entry.path).parts
         if ".." in parts or entry.path.startswith("/"):
-            raise DutyRefused(f"{path}: {entry.path} leads elsewhere", reason="BAD_MANIFEST")
+            raise RoleRefused(f"{path}: {entry.path} leads elsewhere", reason="BAD_MANIFEST")
     return Artefact(manifest, path.parent / _FILES)
 
 
 def check_role(artefact: Artefact, role: Role) -> None:
-    """Raises DutyRefused: WRONG_ROLE."""
+    """Raises RoleRefused: WRONG_ROLE."""
     if artefact.manifest.role != role.value:
         text = f"the artefact was made for {artefact.manifest.role}, not for {role.value}"
-        raise DutyRefused(text, reason="WRONG_ROLE", field="role")
+        raise RoleRefused(text, reason="WRONG_ROLE", field="role")
 
 
 def fetch(artefact: Artefact, cache_dir: Path) -> Artefact:
-    """A copy in the cache, which one process makes once; others find it. Blocks. Raises DutyRefused: FETCH_FAILED."""
+    """A copy in the cache, which one process makes once; others find it. Blocks. Raises RoleRefused: FETCH_FAILED."""
     target = cache_dir / artefact.key
     if not target.is_dir():
         try:
@@ -108,14 +108,14 @@ def fetch(artefact: Artefact, cache_dir: Path) -> Artefact:
                 with contextlib.suppress(OSError):  # another process was first
                     (Path(making) / _FILES).rename(target)
         except OSError as exc:
-            raise DutyRefused(f"{exc.filename}: {exc.strerror}", reason="FETCH_FAILED") from exc
+            raise RoleRefused(f"{exc.filename}: {exc.strerror}", reason="FETCH_FAILED") from exc
         if not target.is_dir():
-            raise DutyRefused(f"{target} cannot be made", reason="FETCH_FAILED")
+            raise RoleRefused(f"{target} cannot be made", reason="FETCH_FAILED")
     return Artefact(artefact.manifest, target)
 
 
 def fetch_again(artefact: Artefact, cache_dir: Path) -> Artefact:
-    """In place of a copy that `verify` found damaged; the damaged one is gone then. Blocks. Raises DutyRefused: FETCH_FAILED.
+    """In place of a copy that `verify` found damaged; the damaged one is gone then. Blocks. Raises RoleRefused: FETCH_FAILED.
 
     Processes that share the cache do this one after the other, and a copy that another one has mended stays.
     """
@@ -132,24 +132,24 @@ def fetch_again(artefact: Artefact, cache_dir: Path) -> Artefact:
 
 
 def verify(artefact: Artefact) -> None:
-    """Every file is there and as it was built. Blocks. Raises DutyRefused: WRONG_HASH."""
+    """Every file is there and as it was built. Blocks. Raises RoleRefused: WRONG_HASH."""
     for entry in artefact.manifest.files:
         path = artefact.folder / entry.path
         try:
             is_right = path.stat().st_size == entry.size and _sha256(path) == entry.sha256
         except OSError as exc:
-            raise DutyRefused(
+            raise RoleRefused(
                 f"{path}: {exc.strerror}", reason="WRONG_HASH", field=entry.path
             ) from exc
         if not is_right:
             text = f"{path} is not the file of the manifest"
-            raise DutyRefused(text, reason="WRONG_HASH", field=entry.path)
+            raise RoleRefused(text, reason="WRONG_HASH", field=entry.path)
 
 
 def _is_whole(artefact: Artefact) -> bool:
     try:
         verify(artefact)
-    except DutyRefused:
+    except RoleRefused:
         return False
     return True
 
@@ -168,19 +168,19 @@ def build(
     model: str = "",
     config: dict[str, str] | None = None,
 ) -> Path:
-    """Make the artefact in `out`, which must not exist; returns its manifest's path. Raises DutyRefused, OSError.
+    """Make the artefact in `out`, which must not exist; returns its manifest's path. Raises RoleRefused, OSError.
 
     Files are linked where that is possible, else copied. `out` appears when it is whole.
     """
     config = dict(sorted((config or {}).items()))
     for name in config:
         if name not in OPTIONS:
-            raise DutyRefused(f"{name} is no option of an engine", reason="BAD_OPTION", field=name)
+            raise RoleRefused(f"{name} is no option of an engine", reason="BAD_OPTION", field=name)
     if out.exists():
-        raise DutyRefused(f"{out} exists already", reason="BAD_MANIFEST", field="out")
+        raise RoleRefused(f"{out} exists already", reason="BAD_MANIFEST", field="out")
     sources = sorted(_files_in(model_dir))
     if not sources:
-        raise DutyRefused(f"{model_dir} holds no files", reason="BAD_MANIFEST", field="model_dir")
+        raise RoleRefused(f"{model_dir} holds no files", reason="BAD_MANIFEST", field="model_dir")
     out.parent.mkdir(parents=True, exist_ok=True)
     making = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from pdmesh.core.instance.lifecycle_events import (
+from pdmesh.core.model import (
     Assignment,
-    Duty,
     Peer,
     PeerId,
+    Role,
+    RoleSpec,
     Stage,
 )
-from pdmesh.core.placement.fleet import Role
 from pdmesh.errors import InvalidRequest
 from pdmesh.v1 import groups_pb2
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION, ROLE_NONE, ROLE_PREFILL
@@ -36,7 +36,7 @@ def assignment_from(m: groups_pb2.Assignment) -> Assignment:
         epoch=m.epoch,
         assignment_id=m.assignment_id,
         stage=stage,
-        duty=Duty(
+        role_spec=RoleSpec(
             role=_role(m.role, "role"),
             group_id=m.group_id,
             scenario=m.scenario,

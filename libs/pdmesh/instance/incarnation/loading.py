@@ -1,4 +1,4 @@
-"""From a duty to a loaded engine: the artefact is found, fetched and verified, the engine built; each part is timed (S20)."""
+"""From a role spec to a loaded engine: the artefact is found, fetched and verified, the engine built; each part is timed (S20)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 import structlog
 
 from pdmesh.core.instance.admission import Admission
-from pdmesh.core.instance.lifecycle_events import Duty
+from pdmesh.core.model import RoleSpec
 from pdmesh.engine.base import Engine, EngineInfo
 from pdmesh.engine.factory import BuiltEngine, build_engine
-from pdmesh.instance.incarnation import artefact, duties
+from pdmesh.instance.incarnation import artefact, role_settings
 from pdmesh.instance.incarnation.artefact import Artefact
-from pdmesh.instance.incarnation.duties import DutyRefused
+from pdmesh.instance.incarnation.role_settings import RoleRefused
 from pdmesh.instance.legs import instruments
 from pdmesh.instance.settings import InstanceSettings
 from pdmesh.kv.tiers.holders import HolderDirectory
@@ -53,7 +53,7 @@ class Timings:
 class LoadedEngine:
     """An engine that has started, and under which settings."""
 
-    duty: Duty
+    role_spec: RoleSpec
     settings: InstanceSettings
     built: BuiltEngine
     info: EngineInfo
@@ -65,8 +65,8 @@ class LoadedEngine:
         return self.built.engine
 
     def admission(self) -> Admission:
-        role = self.duty.role
-        return Admission(duties.capacity_of(self.settings, role, self.built, self.info))
+        role = self.role_spec.role
+        return Admission(role_settings.capacity_of(self.settings, role, self.built, self.info))
 
     async def stop(self) -> None:
         await self.engine.stop()
@@ -74,11 +74,11 @@ class LoadedEngine:
             await self.holders.close()
 
 
-async def load(settings: InstanceSettings, duty: Duty, incarnation: int) -> LoadedEngine:
-    """Raises EngineFailed (DutyRefused among them). Cancelled, it takes apart what it has built so far."""
+async def load(settings: InstanceSettings, role_spec: RoleSpec, incarnation: int) -> LoadedEngine:
+    """Raises EngineFailed (RoleRefused among them). Cancelled, it takes apart what it has built so far."""
     timings = Timings()
-    settings, verified = await with_artefact(settings, duty, timings)
-    wanted = duties.engine_settings(settings, duty.role, incarnation)
+    settings, verified = await with_artefact(settings, role_spec, timings)
+    wanted = role_settings.engine_settings(settings, role_spec.role, incarnation)
     if verified is not None and settings.model_dir == verified.folder:
         wanted = replace(wanted, file_digests=verified.digests)
     tiers = wanted.tiers
@@ -91,18 +91,18 @@ async def load(settings: InstanceSettings, duty: Duty, incarnation: int) -> Load
         await built.engine.stop()
         raise
     seconds = {part: round(s, 3) for part, s in timings.seconds.items()}
-    log.info("engine.started", engine=info.engine, role=duty.role.value, seconds=seconds)
-    return LoadedEngine(duty, settings, built, info, holders, timings)
+    log.info("engine.started", engine=info.engine, role=role_spec.role.value, seconds=seconds)
+    return LoadedEngine(role_spec, settings, built, info, holders, timings)
 
 
 async def with_artefact(
-    settings: InstanceSettings, duty: Duty, timings: Timings
+    settings: InstanceSettings, role_spec: RoleSpec, timings: Timings
 ) -> tuple[InstanceSettings, Artefact | None]:
-    """As the duty and its artefact say, which is there and whole. Raises DutyRefused."""
-    if not duty.manifest:
-        return duties.settings_for(settings, duty, {}), None
-    found = await asyncio.to_thread(artefact.read, Path(duty.manifest))
-    artefact.check_role(found, duty.role)
+    """As the role spec and its artefact say, which is there and whole. Raises RoleRefused."""
+    if not role_spec.manifest:
+        return role_settings.settings_for(settings, role_spec, {}), None
+    found = await asyncio.to_thread(artefact.read, Path(role_spec.manifest))
+    artefact.check_role(found, role_spec.role)
     if settings.model_cache_dir is not None:
         found = await _from_cache(found, settings.model_cache_dir, timings)
     else:
@@ -110,7 +110,7 @@ async def with_artefact(
             await asyncio.to_thread(artefact.verify, found)
     manifest = found.manifest
     changed = settings.model_copy(update={"model": manifest.model, "model_dir": found.folder})
-    return duties.settings_for(changed, duty, manifest.config), found
+    return role_settings.settings_for(changed, role_spec, manifest.config), found
 
 
 async def _from_cache(source: Artefact, cache_dir: Path, timings: Timings) -> Artefact:
@@ -120,7 +120,7 @@ async def _from_cache(source: Artefact, cache_dir: Path, timings: Timings) -> Ar
     try:
         with timings.measure("verify"):
             await asyncio.to_thread(artefact.verify, copy)
-    except DutyRefused as exc:
+    except RoleRefused as exc:
         log.warning("artefact.damaged", folder=str(copy.folder), error=exc.message)
         with timings.measure("fetch"):
             copy = await asyncio.to_thread(artefact.fetch_again, source, cache_dir)

@@ -17,7 +17,7 @@ import structlog
 from pdmesh.config import node_status_file
 from pdmesh.core.instance import lifecycle_events as life
 from pdmesh.core.instance.lifecycle import InstanceLife
-from pdmesh.core.instance.lifecycle_events import Peer, Phase
+from pdmesh.core.model import Peer, Phase, RoleSpec
 from pdmesh.engine.base import KvPeer
 from pdmesh.errors import EngineFailed, InvalidRequest, MeshError
 from pdmesh.instance.incarnation.assignment import assignment_from
@@ -64,7 +64,9 @@ class Member:
         self._registry, self._assignments = registry, assignments
         self._faults, self._pin_board = fault_board(bus), pin_board(bus)
         self._pins: PinFollower | None = None
-        self._life = InstanceLife(app.incarnation, own.duty if own is not None else None, epoch)
+        self._life = InstanceLife(
+            app.incarnation, own.role_spec if own is not None else None, epoch
+        )
         self._own = own
         self._events = EventPublisher(bus, app.instance_id, app.incarnation)
         self._presence = Presence(
@@ -157,8 +159,8 @@ class Member:
 
     def _carry_out(self, effect: life.Effect) -> None:
         match effect:
-            case life.Load(duty):
-                self._loading = self._spawn(self._load(duty), "load")
+            case life.Load(role_spec):
+                self._loading = self._spawn(self._load(role_spec), "load")
             case life.Verify(peer):
                 self._spawn(self._verify(peer), f"verify-{peer.id.instance_id}")
             case life.ForgetPeer(peer):
@@ -175,9 +177,9 @@ class Member:
             case life.Ignored():
                 log.warning("assignment.ignored", why=effect.value)
 
-    async def _load(self, duty: life.Duty) -> None:
+    async def _load(self, role_spec: RoleSpec) -> None:
         try:
-            loaded = await load(self._settings, duty, self._app.incarnation)
+            loaded = await load(self._settings, role_spec, self._app.incarnation)
         except EngineFailed as exc:
             log.error("instance.load_failed", reason=exc.reason, error=exc.message)
             self._step(life.LoadFailed(f"{exc.reason}: {exc.message}"))
@@ -331,7 +333,7 @@ _NOT_READY: Final = (Phase.LOADING, Phase.FAILED)
 
 def _pin(loaded: LoadedEngine, pins: Sequence[Pin]) -> None:
     """An operator's pins that are meant for this engine."""
-    scenario = loaded.duty.scenario
+    scenario = loaded.role_spec.scenario
     loaded.engine.pin(prefixes_for(pins, loaded.info.model_fingerprint, scenario))
 
 

@@ -6,10 +6,9 @@ import os
 
 from pdmesh import __version__
 from pdmesh.core.instance.lifecycle import InstanceLife
-from pdmesh.core.instance.lifecycle_events import Duty, PeerId, Phase
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import PeerId, Phase, Role, RoleSpec
 from pdmesh.instance.incarnation.assignment import TO_PROTO
-from pdmesh.instance.incarnation.duties import tiers_of
+from pdmesh.instance.incarnation.role_settings import tiers_of
 from pdmesh.instance.incarnation.self_check import device_names
 from pdmesh.instance.incarnation.serving import Serving
 from pdmesh.instance.settings import InstanceSettings
@@ -18,7 +17,7 @@ from pdmesh.net.held_sources import held_to_proto
 from pdmesh.net.registry import takes_requests
 from pdmesh.v1.common_pb2 import InstancePhase, InstanceRecord, PeerRef
 
-_NO_DUTY = Duty(Role.NONE, "", "")
+_NO_ROLE = RoleSpec(Role.NONE, "", "")
 
 
 def record_of(
@@ -29,16 +28,16 @@ def record_of(
     is_stopping: bool,
 ) -> InstanceRecord:
     """`is_stopping`: the process was asked to end, whatever the master wants of it."""
-    duty = life.duty or _NO_DUTY
+    role_spec = life.role_spec or _NO_ROLE
     phase = Phase.DRAINING if is_stopping and serving is not None else life.phase
     record = InstanceRecord(
         instance_id=app.instance_id,
         incarnation=app.incarnation,
         service=app.service,
-        role=TO_PROTO[duty.role],
-        group_id=duty.group_id,
-        scenario=duty.scenario,
-        revision=duty.revision,
+        role=TO_PROTO[role_spec.role],
+        group_id=role_spec.group_id,
+        scenario=role_spec.scenario,
+        revision=role_spec.revision,
         phase=InstancePhase.ValueType(phase),
         is_draining=phase in (Phase.DRAINING, Phase.DRAINED),
         assignment_id=life.assignment.assignment_id if life.assignment is not None else 0,
@@ -49,7 +48,7 @@ def record_of(
         engine=settings.engine,
         region=settings.region,
         rack=settings.rack,
-        kv_region="" if duty.spans_regions else settings.region,
+        kv_region="" if role_spec.spans_regions else settings.region,
         ops_address=app.ops_address,
         version=__version__,
         pid=os.getpid(),

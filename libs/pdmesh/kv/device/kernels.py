@@ -1,4 +1,4 @@
-"""The Triton kernel behind `device_ops`: one program moves one tile of one block of one head of one layer."""
+"""The Triton kernel behind `operators`: one program moves one tile of one block of one head of one layer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pdmesh.kv.device import operators as device_ops
-from pdmesh.kv.device.operators import TILE_WORDS, WordPlan
+from pdmesh.kv.device import words
+from pdmesh.kv.device.words import TILE_WORDS, WordPlan
 
 
 def _compiled(arithmetic: Callable[..., Any]) -> Any:
@@ -18,8 +18,8 @@ def _compiled(arithmetic: Callable[..., Any]) -> Any:
     return arithmetic if triton.knobs.runtime.interpret else triton.jit(arithmetic)
 
 
-_cache_word = _compiled(device_ops.cache_word)
-_buffer_word = _compiled(device_ops.buffer_word)
+_cache_word = _compiled(words.cache_word)
+_buffer_word = _compiled(words.buffer_word)
 _WORDS = {
     8: (tl.int64, torch.int64),
     4: (tl.int32, torch.int32),

@@ -15,8 +15,8 @@ from pdmesh.core.groups.adjustments import (
     num_lent,
 )
 from pdmesh.core.groups.desired import Desired, Group
+from pdmesh.core.model import Role
 from pdmesh.core.moves.move import Move, MoveKind, inverse
-from pdmesh.core.placement.fleet import Role
 from services.master_scheduler.groups.desired_convert import adjustments_from, adjustments_to
 
 DESIRED = Desired(

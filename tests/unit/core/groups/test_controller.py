@@ -12,8 +12,7 @@ from pdmesh.core.groups.desired import (
     Scenario,
     Service,
 )
-from pdmesh.core.instance.lifecycle_events import Duty, Phase, Stage
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Phase, Role, RoleSpec, Stage
 from pdmesh.desired_file import read
 from tests.fakes.group_world import LIMITS, World
 
@@ -132,7 +131,7 @@ def test_an_assignment_that_kills_whoever_takes_it_is_a_set_up_that_fails() -> N
         world.now += 0.5
         world.round()
         for instance_id, given in sorted(world.given.items()):
-            if given.stage is Stage.LOAD and given.duty.role is Role.DECODE:
+            if given.stage is Stage.LOAD and given.role_spec.role is Role.DECODE:
                 world.kill(instance_id)
                 world.start(instance_id)
                 num_deaths += 1
@@ -306,7 +305,7 @@ def ready_of(world: World, revision: str) -> list[str]:
     return [
         i
         for i, life in lives.items()
-        if life.phase is Phase.READY and life.duty and life.duty.revision == revision
+        if life.phase is Phase.READY and life.role_spec and life.role_spec.revision == revision
     ]
 
 
@@ -318,7 +317,7 @@ def test_another_revision_is_served_whole_before_any_of_the_old_one_leaves() -> 
     world.apply(released("2", (4, 4)))
     world.settle()
     assert world.counts() == {"a": (4, 4, 0)}
-    assert len({a.duty.revision for a in world.given.values()}) == 1
+    assert len({a.role_spec.revision for a in world.given.values()}) == 1
     told = [s.step for s in world.steps]
     assert told.count("draining") == 8
     assert told[: told.index("draining")].count("ready") == 8
@@ -331,7 +330,7 @@ def of_scenario(name: str, prefill: int = 2, decode: int = 2) -> Desired:
 
 
 def scenarios_of(world: World) -> set[str]:
-    return {p.life.duty.scenario for p in world.processes.values() if p.life.duty}
+    return {p.life.role_spec.scenario for p in world.processes.values() if p.life.role_spec}
 
 
 @pytest.mark.req("S4")
@@ -359,7 +358,7 @@ def test_a_member_of_another_scenario_is_known_as_one_when_assignments_are_lost(
     world.apply(of_scenario("summaries"))
     world.settle()
     assert scenarios_of(world) == {"summaries"}
-    assert {a.duty.scenario for a in world.given.values()} == {"summaries"}
+    assert {a.role_spec.scenario for a in world.given.values()} == {"summaries"}
 
 
 @pytest.mark.req("S24")
@@ -367,13 +366,13 @@ def test_without_spare_instances_one_group_of_a_scenario_at_a_time_makes_room() 
     """Three groups, and not one blank instance: the first one's leave, and the others carry its traffic until its place is taken."""
     world = World(released("1", (2, 2), (2, 2), (2, 2)), num=12)
     world.settle()
-    (old,) = {a.duty.revision for a in world.given.values()}
+    (old,) = {a.role_spec.revision for a in world.given.values()}
     world.apply(released("2", (2, 2), (2, 2), (2, 2)))
     fewest = 12
     for _ in range(200):
         world.now += 1
         world.round()
-        going = {a.duty.group_id for a in world.given.values() if a.stage is Stage.DRAIN}
+        going = {a.role_spec.group_id for a in world.given.values() if a.stage is Stage.DRAIN}
         assert len(going) <= 1
         for instance_id in list(world.processes):
             for act in (world.hear, world.work, world.tell):
@@ -393,7 +392,7 @@ def test_an_old_revision_leaves_only_if_that_makes_enough_room(
     """Eight new ones are needed and four of the old ones may go: with three blank instances they would go for nothing."""
     world = World(released("1", (4, 4)), num=8 + num_spare)
     world.settle()
-    (old,) = {a.duty.revision for a in world.given.values()}
+    (old,) = {a.role_spec.revision for a in world.given.values()}
     world.apply(released("2", (4, 4)))
     world.settle()
     assert world.counts() == {"a": (4, 4, 0)}
@@ -406,8 +405,8 @@ def test_an_old_revision_leaves_only_if_that_makes_enough_room(
 def test_instances_with_a_role_of_their_own_are_adopted_where_they_are_wanted() -> None:
     world = World(TWO_BY_TWO, num=0)
     for i, role in enumerate((Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)):
-        world.start(f"own-{i}", Duty(role, "chat", "default"))
-    world.start("other", Duty(Role.DECODE, "elsewhere", "default"))
+        world.start(f"own-{i}", RoleSpec(role, "chat", "default"))
+    world.start("other", RoleSpec(Role.DECODE, "elsewhere", "default"))
     world.settle()
     assert world.counts()["chat"] == (2, 2, 0)
     assert {a.stage for a in world.given.values()} == {Stage.SERVE}
@@ -417,7 +416,7 @@ def test_instances_with_a_role_of_their_own_are_adopted_where_they_are_wanted() 
 def test_without_any_desired_state_nothing_is_touched() -> None:
     world = World(Desired())
     world.version = 0
-    world.start("own", Duty(Role.FUSION, "chat", "default"))
+    world.start("own", RoleSpec(Role.FUSION, "chat", "default"))
     world.settle()
     assert world.given == {}
 

@@ -18,7 +18,7 @@ from pdmesh.core.groups.desired import (
     diff,
     revision_of,
 )
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Role
 from pdmesh.core.request.slo import ScenarioSlo
 from pdmesh.desired_file import MAX_BYTES, MAX_EVENTS, read
 from pdmesh.errors import InvalidRequest

@@ -23,13 +23,13 @@ from pdmesh.core.groups.desired import (
 from pdmesh.core.groups.facts import Observed, Seen, wanted_of
 from pdmesh.core.groups.revisions import with_canaries
 from pdmesh.core.groups.round import Round
-from pdmesh.core.instance.lifecycle_events import (
+from pdmesh.core.model import (
     Assignment,
-    Duty,
     Phase,
+    Role,
+    RoleSpec,
     Stage,
 )
-from pdmesh.core.placement.fleet import Role
 from pdmesh.core.upgrade.controller import UpgradeController
 from pdmesh.core.upgrade.events import Keep
 from pdmesh.core.upgrade.observation import Surroundings, look_at
@@ -193,7 +193,7 @@ class CountingPlan(dict[str, Assignment]):
 def test_each_instance_is_looked_at_once_for_the_members_of_all_groups() -> None:
     num = 200
     given = {
-        f"i{i}": Assignment(1, 1, i, Stage.SERVE, Duty(Role.DECODE, f"g{i % 50}", "s", ""))
+        f"i{i}": Assignment(1, 1, i, Stage.SERVE, RoleSpec(Role.DECODE, f"g{i % 50}", "s", ""))
         for i in range(num)
     }
     seen = {i: Seen(i, 1, Phase.READY) for i in [*given, "new"]}

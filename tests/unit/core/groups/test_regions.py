@@ -9,20 +9,16 @@ import pytest
 
 from pdmesh.core.groups.adjustments import Adjustment, adjusted, num_lent
 from pdmesh.core.groups.round import Round
+from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (
     GroupShape,
     Move,
     MoveKind,
     refusal,
 )
-from pdmesh.core.placement.fleet import (
-    Fleet,
-    Identity,
-    RecordSeen,
-    RecordVanished,
-    Role,
-)
+from pdmesh.core.placement.fleet import Fleet, RecordSeen, RecordVanished
 from pdmesh.core.placement.fleet import LoadReported as Load
+from pdmesh.core.placement.instance import Identity
 from pdmesh.core.placement.plan import Placement, Plan
 from pdmesh.core.placement.policies import Query
 from pdmesh.core.ratio.planner import Choice, PlannerLimits, one_step

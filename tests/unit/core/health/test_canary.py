@@ -10,7 +10,7 @@ from pdmesh.core.health.canary import (
     Probe,
     Subject,
 )
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Role
 
 pytestmark = pytest.mark.req("S34")
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (
     MIN_PER_SCENARIO,
     TRAINING_POOL,
@@ -19,7 +20,6 @@ from pdmesh.core.moves.move import (
     refusal,
     serving,
 )
-from pdmesh.core.placement.fleet import Role
 
 P, D = Role.PREFILL, Role.DECODE
 CHAT = GroupShape("chat-0", "chat", 3, 5, 0.3, 0.2)

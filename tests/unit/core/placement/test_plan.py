@@ -14,20 +14,19 @@ from pdmesh.core.health.fault_levels import Level
 from pdmesh.core.health.liveness import Health
 from pdmesh.core.kv.prefix.prefix_index import Delta, PeerRuns, PrefixIndex
 from pdmesh.core.kv.transfer.source_exclusions import HeldSource, KvSource, SourceFault
+from pdmesh.core.model import Role
 from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.fleet import (
-    FaultJudged,
     Fleet,
     HealthJudged,
-    Identity,
     IsolationSeen,
     JudgeLost,
     LoadReported,
     PrefillComputed,
     RecordSeen,
     RecordVanished,
-    Role,
 )
+from pdmesh.core.placement.instance import FaultJudged, Identity
 from pdmesh.core.placement.plan import NoPlan, Placement, Plan
 from pdmesh.core.placement.policies import Query, Weights
 

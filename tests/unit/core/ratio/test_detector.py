@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Role
 from pdmesh.core.ratio.detector import (
     BottleneckDetector,
     DetectorLimits,

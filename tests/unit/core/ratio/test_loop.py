@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (
     GroupShape,
     Move,
@@ -25,7 +26,6 @@ from pdmesh.core.moves.plan_runner import (
     PlanRunner,
     StartMove,
 )
-from pdmesh.core.placement.fleet import Role
 from pdmesh.core.ratio.detector import Window
 from pdmesh.core.ratio.loop import (
     Action,

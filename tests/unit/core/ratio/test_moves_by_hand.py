@@ -7,13 +7,13 @@ import pytest
 from pdmesh.cli import app
 from pdmesh.cli.commands.ratio import decisions_text
 from pdmesh.core.groups.adjustments import CannotMove
+from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (
     Move,
     MoveKind,
     Plan,
     Trigger,
 )
-from pdmesh.core.placement.fleet import Role
 from pdmesh.core.ratio.model import Profile
 from pdmesh.errors import InvalidRequest
 from pdmesh.v1 import admin_service_pb2 as pb

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from pdmesh.core.model import Role
 from pdmesh.core.placement.fleet import (
     Fleet,
-    Identity,
     LoadReported,
     PrefillComputed,
     RecordSeen,
-    Role,
 )
+from pdmesh.core.placement.instance import Identity
 from pdmesh.core.ratio.role_loads import RoleLoads
 
 P, D = Role.PREFILL, Role.DECODE

@@ -7,12 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from pdmesh.core.placement.fleet import (
-    Fleet,
-    Identity,
-    RecordSeen,
-    Role,
-)
+from pdmesh.core.model import Role
+from pdmesh.core.placement.fleet import Fleet, RecordSeen
+from pdmesh.core.placement.instance import Identity
 from pdmesh.core.ratio.scenario_stats import (
     MAX_SCENARIOS,
     Finished,

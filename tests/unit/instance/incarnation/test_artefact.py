@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from pdmesh.cli.app import main
-from pdmesh.core.instance.lifecycle_events import Duty
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Role, RoleSpec
 from pdmesh.engine.factory import EngineSettings
 from pdmesh.errors import EngineFailed
 from pdmesh.instance.incarnation import artefact, loading
-from pdmesh.instance.incarnation.duties import DutyRefused, settings_for
 from pdmesh.instance.incarnation.loading import Timings, with_artefact
+from pdmesh.instance.incarnation.role_settings import RoleRefused, settings_for
 from services.instance.settings import Settings
 
 pytestmark = pytest.mark.req("S17", "S20")
@@ -83,7 +82,7 @@ def test_a_file_that_is_not_as_it_was_built_is_named(
 ) -> None:
     found = artefact.read(artefact.build(model_dir, "prefill", tmp_path / "p"))
     damage(found.folder)
-    with pytest.raises(DutyRefused) as refused:
+    with pytest.raises(RoleRefused) as refused:
         artefact.verify(found)
     assert refused.value.reason == "WRONG_HASH"
     assert refused.value.field in ("weights.bin", "tokenizer/vocab.json")
@@ -91,7 +90,7 @@ def test_a_file_that_is_not_as_it_was_built_is_named(
 
 def test_the_other_roles_artefact_is_refused(model_dir: Path, tmp_path: Path) -> None:
     found = artefact.read(artefact.build(model_dir, "prefill", tmp_path / "p"))
-    with pytest.raises(DutyRefused) as refused:
+    with pytest.raises(RoleRefused) as refused:
         artefact.check_role(found, Role.DECODE)
     assert refused.value.reason == "WRONG_ROLE"
 
@@ -112,7 +111,7 @@ def test_a_bad_manifest_is_refused_with_its_field(
 ) -> None:
     path = artefact.build(model_dir, "prefill", tmp_path / "p")
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(DutyRefused) as refused:
+    with pytest.raises(RoleRefused) as refused:
         artefact.read(path)
     assert (refused.value.reason, refused.value.field) == ("BAD_MANIFEST", field)
 
@@ -121,9 +120,9 @@ def test_a_bad_manifest_is_refused_with_its_field(
 def test_what_is_no_manifest_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(DutyRefused, match=r"manifest\.json"):
+    with pytest.raises(RoleRefused, match=r"manifest\.json"):
         artefact.read(path)
-    with pytest.raises(DutyRefused, match="No such file"):
+    with pytest.raises(RoleRefused, match="No such file"):
         artefact.read(tmp_path / "away.json")
 
 
@@ -138,7 +137,7 @@ def test_one_copy_serves_both_roles_and_a_damaged_source_makes_none(
     assert artefact.fetch(d, cache).folder == copied.folder
     assert [x.name for x in cache.iterdir()] == [copied.folder.name]
     _remove(d.folder)
-    with pytest.raises(DutyRefused) as refused:
+    with pytest.raises(RoleRefused) as refused:
         artefact.fetch(d, tmp_path / "other")
     assert refused.value.reason == "FETCH_FAILED"
     assert not list((tmp_path / "other").iterdir())
@@ -156,8 +155,8 @@ async def test_a_damaged_copy_in_the_cache_is_fetched_once_more(
     path = artefact.build(model_dir, "prefill", tmp_path / "p")
     copy = artefact.fetch(artefact.read(path), tmp_path / "cache")
     damage(copy.folder)
-    duty = Duty(Role.PREFILL, "g", "s", manifest=str(path))
-    found, verified = await with_artefact(cached_settings(tmp_path / "cache"), duty, Timings())
+    role_spec = RoleSpec(Role.PREFILL, "g", "s", manifest=str(path))
+    found, verified = await with_artefact(cached_settings(tmp_path / "cache"), role_spec, Timings())
     assert found.model_dir == copy.folder
     assert verified == copy
     artefact.verify(copy)
@@ -169,7 +168,7 @@ async def test_a_damaged_copy_in_the_cache_is_fetched_once_more(
 async def test_the_engine_gets_the_digests_of_the_files_that_were_verified(
     is_elsewhere: bool, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not those of the artefact if the duty names another folder."""
+    """Not those of the artefact if the role spec names another folder."""
     path = artefact.build(model_dir, "prefill", tmp_path / "p")
     asked: list[EngineSettings] = []
 
@@ -178,9 +177,11 @@ async def test_the_engine_gets_the_digests_of_the_files_that_were_verified(
         raise EngineFailed("not here")
 
     monkeypatch.setattr(loading, "build_engine", build)
-    duty = Duty(Role.PREFILL, "g", "s", manifest=str(path), model_dir=str(model_dir) * is_elsewhere)
+    role_spec = RoleSpec(
+        Role.PREFILL, "g", "s", manifest=str(path), model_dir=str(model_dir) * is_elsewhere
+    )
     with pytest.raises(EngineFailed, match="not here"):
-        await loading.load(cached_settings(tmp_path / "cache"), duty, 1)
+        await loading.load(cached_settings(tmp_path / "cache"), role_spec, 1)
     files = artefact.read(path).manifest.files
     expected = {} if is_elsewhere else {entry.path: entry.sha256 for entry in files}
     assert asked[0].file_digests == expected
@@ -191,9 +192,9 @@ async def test_a_damaged_source_is_refused_also_where_copies_are_kept(
 ) -> None:
     path = artefact.build(model_dir, "prefill", tmp_path / "p")
     _change(path.parent / "files")
-    duty = Duty(Role.PREFILL, "g", "s", manifest=str(path))
-    with pytest.raises(DutyRefused) as refused:
-        await with_artefact(cached_settings(tmp_path / "cache"), duty, Timings())
+    role_spec = RoleSpec(Role.PREFILL, "g", "s", manifest=str(path))
+    with pytest.raises(RoleRefused) as refused:
+        await with_artefact(cached_settings(tmp_path / "cache"), role_spec, Timings())
     assert refused.value.reason == "WRONG_HASH"
 
 
@@ -230,9 +231,9 @@ def test_the_command_builds_and_verifies(
 
 
 def test_an_assignment_says_how_a_model_is_loaded_and_nothing_else() -> None:
-    duty = Duty(Role.DECODE, "g", "s", model="m", options=(("block_size", "32"),))
+    role_spec = RoleSpec(Role.DECODE, "g", "s", model="m", options=(("block_size", "32"),))
     settings = Settings(instance_id="i-0", nats_url="nats://here:1")
-    done = settings_for(settings, duty, {"block_size": "16", "dtype": "float32"})
+    done = settings_for(settings, role_spec, {"block_size": "16", "dtype": "float32"})
     assert (done.block_size, done.dtype, done.model) == (32, "float32", "m")
     assert (done.group_id, done.scenario, done.num_slots) == ("g", "s", 64)
     assert (done.instance_id, done.nats_url) == ("i-0", "nats://here:1")
@@ -241,8 +242,8 @@ def test_an_assignment_says_how_a_model_is_loaded_and_nothing_else() -> None:
         ((("block_size", "no number"),), "block_size"),
         ((("block_size", "0"),), "block_size"),
     ):
-        with pytest.raises(DutyRefused) as refused:
-            settings_for(settings, Duty(Role.DECODE, "g", "s", options=options), {})
+        with pytest.raises(RoleRefused) as refused:
+            settings_for(settings, RoleSpec(Role.DECODE, "g", "s", options=options), {})
         assert (refused.value.reason, refused.value.field) == ("BAD_OPTION", field)
-    with pytest.raises(DutyRefused):
-        settings_for(settings, Duty(Role.NONE, "g", "s"), {})
+    with pytest.raises(RoleRefused):
+        settings_for(settings, RoleSpec(Role.NONE, "g", "s"), {})

@@ -23,6 +23,7 @@ from pdmesh.core.groups.desired import (
 from pdmesh.core.groups.facts import Observed
 from pdmesh.core.groups.revisions import Upgrade
 from pdmesh.core.groups.round import Round
+from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (
     Move,
     MoveKind,
@@ -31,12 +32,11 @@ from pdmesh.core.moves.move import (
 )
 from pdmesh.core.placement.fleet import (
     Fleet,
-    Identity,
     LoadReported,
     PrefillComputed,
     RecordSeen,
-    Role,
 )
+from pdmesh.core.placement.instance import Identity
 from pdmesh.core.ratio.scenario_stats import Finished
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.desired_file import read

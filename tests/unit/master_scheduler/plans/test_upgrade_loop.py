@@ -9,12 +9,9 @@ import pytest
 from google.protobuf.json_format import MessageToJson
 
 from pdmesh.core.groups.desired import Service, revision_of
-from pdmesh.core.placement.fleet import (
-    Fleet,
-    Identity,
-    RecordSeen,
-    Role,
-)
+from pdmesh.core.model import Role
+from pdmesh.core.placement.fleet import Fleet, RecordSeen
+from pdmesh.core.placement.instance import Identity
 from pdmesh.core.upgrade.events import RestoreVersion
 from pdmesh.core.upgrade.revision_health import Answered, LegFailed
 from pdmesh.errors import InvalidRequest, NotLeader, VersionConflict

@@ -11,10 +11,9 @@ from typing import Final, TypeVar
 from pydantic import ValidationError
 
 from pdmesh.core.instance.admission import Capacity, Work
-from pdmesh.core.instance.lifecycle_events import Duty
 from pdmesh.core.instance.speculation import Speculation
 from pdmesh.core.kv.prefix.partial_block_names import TailSampling
-from pdmesh.core.placement.fleet import Role
+from pdmesh.core.model import Role, RoleSpec
 from pdmesh.engine.base import EngineInfo
 from pdmesh.engine.factory import BuiltEngine, EngineSettings
 from pdmesh.errors import EngineFailed
@@ -40,38 +39,38 @@ OPTIONS: Final = frozenset(
 )  # fmt: skip
 
 
-class DutyRefused(EngineFailed):
+class RoleRefused(EngineFailed):
     """What was assigned cannot be; `reason` says what is wrong with it."""
 
     default_reason = "BAD_ASSIGNMENT"
 
 
-def own_duty(settings: InstanceSettings, role: Role) -> Duty:
+def own_role_spec(settings: InstanceSettings, role: Role) -> RoleSpec:
     """Of an instance whose settings give it a role."""
-    return Duty(role, settings.group_id, settings.scenario, model=model_name(settings))
+    return RoleSpec(role, settings.group_id, settings.scenario, model=model_name(settings))
 
 
-def settings_for(settings: S, duty: Duty, artefact: Mapping[str, str]) -> S:
-    """The settings under which the duty is done; its own options come before the artefact's. Raises DutyRefused."""
-    if duty.role not in WORKS:
-        raise DutyRefused(f"an instance cannot be {duty.role.value}")
-    changes: dict[str, object] = {**artefact, **dict(duty.options)}
+def settings_for(settings: S, role_spec: RoleSpec, artefact: Mapping[str, str]) -> S:
+    """The settings under which the role spec is done; its own options come before the artefact's. Raises RoleRefused."""
+    if role_spec.role not in WORKS:
+        raise RoleRefused(f"an instance cannot be {role_spec.role.value}")
+    changes: dict[str, object] = {**artefact, **dict(role_spec.options)}
     for name in changes:
         if name not in OPTIONS:
-            raise DutyRefused(f"{name} is no option of an engine", reason="BAD_OPTION", field=name)
-    changes |= {"group_id": duty.group_id, "scenario": duty.scenario}
-    if duty.model:
-        changes["model"] = duty.model
-    if duty.model_dir:
-        changes["model_dir"] = duty.model_dir
+            raise RoleRefused(f"{name} is no option of an engine", reason="BAD_OPTION", field=name)
+    changes |= {"group_id": role_spec.group_id, "scenario": role_spec.scenario}
+    if role_spec.model:
+        changes["model"] = role_spec.model
+    if role_spec.model_dir:
+        changes["model_dir"] = role_spec.model_dir
     if not (settings.num_slots or changes.get("num_slots")):
-        changes["num_slots"] = _SLOTS[duty.role]
+        changes["num_slots"] = _SLOTS[role_spec.role]
     try:
         return type(settings)(**{**settings.model_dump(), **changes})
     except ValidationError as exc:
         error = exc.errors(include_url=False, include_context=False, include_input=False)[0]
         name = str(error["loc"][0]) if error["loc"] else ""
-        raise DutyRefused(f"{name}: {error['msg']}", reason="BAD_OPTION", field=name) from None
+        raise RoleRefused(f"{name}: {error['msg']}", reason="BAD_OPTION", field=name) from None
 
 
 def model_name(settings: InstanceSettings) -> str:

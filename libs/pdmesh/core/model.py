@@ -1,0 +1,79 @@
+"""Words that several rooms share: what an instance may be, how far it is, and what the master assigns it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Role(enum.Enum):
+    NONE = "none"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FUSION = "fusion"
+
+
+class Stage(enum.IntEnum):
+    """How far the master lets an instance go. The numbers are those of `pdmesh.v1.Stage`."""
+
+    LOAD = 1
+    CONNECT = 2
+    SERVE = 3
+    DRAIN = 4
+    BLANK = 5
+
+
+class Phase(enum.IntEnum):
+    """How far it is. The numbers are those of `pdmesh.v1.InstancePhase`."""
+
+    BLANK = 1
+    LOADING = 2
+    LOADED = 3
+    CONNECTING = 4
+    CONNECTED = 5
+    READY = 6
+    DRAINING = 7
+    DRAINED = 8
+    FAILED = 9
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PeerId:
+    instance_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An instance of the same group. `addresses` are of its KV transport, one per device, in device order (S14)."""
+
+    id: PeerId
+    role: Role
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """What an instance is to be. It never changes within an incarnation."""
+
+    role: Role
+    group_id: str
+    scenario: str
+    revision: str = ""  # of model, KV layout and transport
+    model: str = ""  # the name clients use
+    model_dir: str = ""  # empty: as the instance's settings say
+    manifest: str = ""  # path of the artefact's manifest; empty: the model is loaded unchecked
+    options: tuple[tuple[str, str], ...] = ()  # settings of the instance, by name
+    spans_regions: bool = False  # KV of its group may go from one region to another
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The master's word. Mirrors `pdmesh.v1.Assignment`."""
+
+    incarnation: int
+    epoch: int
+    assignment_id: int
+    stage: Stage
+    role_spec: RoleSpec
+    peers: tuple[Peer, ...] = ()

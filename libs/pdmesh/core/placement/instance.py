@@ -1,0 +1,138 @@
+"""One instance as placement sees it: what its record says, how it fares, and what was sent there since its last report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdmesh.core.health.fault_levels import EJECTS_FROM, Level
+from pdmesh.core.health.liveness import Health
+from pdmesh.core.kv.transfer.source_exclusions import HeldSource
+from pdmesh.core.model import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What an instance's record says. Two instances may hand KV to each other if `cell` is equal (S13)."""
+
+    instance_id: str
+    incarnation: int
+    role: Role
+    group_id: str
+    scenario: str
+    model: str
+    model_fingerprint: str
+    block_size: int
+    num_slots: int
+    num_kv_blocks: int
+    max_model_len: int
+    is_draining: bool = False
+    held_sources: tuple[HeldSource, ...] = ()  # of a decode: whom it refuses or avoids
+    is_ready: bool = True  # else it is not connected with its peers yet
+    revision: str = ""  # of what was assigned: model, KV layout, transport
+    fetches_from_peers: bool = False  # blocks out of their host pools
+    region: str = ""
+    kv_region: str = ""  # that its KV stays in; empty: its group spans regions
+
+    @property
+    def cell(self) -> tuple[str, str]:
+        return (self.group_id, f"{self.model_fingerprint}/{self.revision}/{self.kv_region}")
+
+
+@dataclass(frozen=True, slots=True)
+class FaultJudged:
+    """What the health-monitor holds against one incarnation. `held_back` is empty if it is to be acted on."""
+
+    instance_id: str
+    incarnation: int
+    level: Level
+    reasons: tuple[str, ...] = ()
+    held_back: str = ""
+    since: float = 0.0  # unix seconds, by the health-monitor's clock
+
+
+@dataclass(slots=True)
+class Instance:
+    """One instance as placement sees it."""
+
+    identity: Identity
+    health: Health = Health.HEALTHY
+    fault: FaultJudged | None = None
+    is_isolated: bool = False
+    num_slots: int = 0
+    num_slots_used: int = 0
+    num_kv_blocks_free: int = 0
+    is_draining: bool = False
+    reported_at: float | None = None
+    computed_s: float = 0.0  # of prefills, all so far, as it timed them
+    id: str = field(init=False)
+    kind: str = field(init=False)  # instances of one kind take equally long for a prompt
+    available_at: float = 0.0  # when what is booked here is predicted to be computed (S93)
+    backlog_s: float = 0.0
+    num_backlog_blocks: int = 0  # to be computed
+    num_booked: int = 0  # requests that no report shows yet
+    num_booked_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        self.id = self.identity.instance_id
+        self.kind = f"{self.identity.model_fingerprint}/{self.identity.role.value}"
+
+    @property
+    def is_usable(self) -> bool:
+        is_going = self.is_draining or self.identity.is_draining
+        is_there = self.health is Health.HEALTHY and self.identity.is_ready
+        return is_there and not (is_going or self.is_ejected or self.is_isolated)
+
+    @property
+    def is_ejected(self) -> bool:
+        """It gets no requests for a fault that is acted on (S34)."""
+        fault = self.fault
+        return fault is not None and fault.level >= EJECTS_FROM and not fault.held_back
+
+    @property
+    def is_decode(self) -> bool:
+        return self.identity.role is Role.DECODE
+
+    def used_slots(self) -> int:
+        """Reported ones and those dispatched since."""
+        return self.num_slots_used + self.num_booked
+
+    def free_blocks(self) -> int:
+        return max(0, self.num_kv_blocks_free - self.num_booked_blocks)
+
+    def add_booking(self, booking: Booking, now: float) -> None:
+        self.num_booked += 1
+        self.num_booked_blocks += booking.num_blocks
+        self.add_backlog(booking, now)
+
+    def remove_booking(self, booking: Booking, now: float) -> None:
+        self.num_booked -= 1
+        self.num_booked_blocks -= booking.num_blocks
+        self.remove_backlog(booking, now)
+
+    def add_backlog(self, booking: Booking, now: float) -> None:
+        self.backlog_s += booking.seconds
+        self.num_backlog_blocks += booking.num_new_blocks
+        self.available_at = max(self.available_at, now) + booking.seconds
+
+    def remove_backlog(self, booking: Booking, now: float) -> None:
+        self.num_backlog_blocks -= booking.num_new_blocks
+        self.backlog_s = (
+            max(0.0, self.backlog_s - booking.seconds) if self.num_backlog_blocks else 0.0
+        )
+        self.available_at = max(now, self.available_at - booking.seconds)
+
+    def resume_backlog(self, now: float) -> None:
+        """A prompt was computed just now, so the next begins: the prediction starts from here."""
+        self.available_at = now + self.backlog_s
+
+
+@dataclass(slots=True)
+class Booking:
+    """A share of one request in one instance. `seconds` and `num_new_blocks` are its prefill's, 0 for decode."""
+
+    instance: Instance
+    num_blocks: int
+    seconds: float
+    num_new_blocks: int
+    at: float
+    is_admitted: bool = False

@@ -1,0 +1,68 @@
+"""Where each word of a block lies, in the cache and in the buffer: arithmetic that Triton compiles and tests run on arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdmesh.core.kv.layout.head_blocks import HeadBlocks
+
+TILE_WORDS = 1024  # moved by one program
+
+
+_MAX_OUTER = 2  # K or V, and token
+
+
+_WORD_BYTES = (8, 4, 2, 1)
+
+
+# Ints, arrays or Triton's values, and without annotations: Triton would look for their names.
+def cache_word(word, run_words, inner_count, outer_stride, inner_stride):  # type: ignore[no-untyped-def]
+    """Where word `word` of a head's block lies, from the block's begin in the cache."""
+    run = word // run_words
+    outer = run // inner_count
+    inner = run % inner_count
+    return outer * outer_stride + inner * inner_stride + word % run_words
+
+
+def buffer_word(row, block, num_blocks, head_words):  # type: ignore[no-untyped-def]
+    """Where a head's block begins in the buffer. `row` counts layers, and in each the heads asked for."""
+    return (row * num_blocks + block) * head_words
+
+
+@dataclass(frozen=True, slots=True)
+class WordPlan:
+    """A layer's cache in words of `word_bytes`; what a kernel is told besides pointers and ids."""
+
+    word_bytes: int
+    head_words: int
+    run_words: int
+    inner_count: int
+    outer_stride: int
+    inner_stride: int
+    block_stride: int
+    head_stride: int
+
+    @property
+    def num_tiles(self) -> int:
+        """Programs per block of a head."""
+        return -(-self.head_words // TILE_WORDS)
+
+
+def word_plan(where: HeadBlocks) -> WordPlan:
+    """Raises ValueError for a cache with more axes than a block of attention has."""
+    if len(where.outer) > _MAX_OUTER:
+        raise ValueError(f"{len(where.outer)} axes around the runs of a head's block")
+    strides = [where.blocks.stride, where.heads.stride, *(axis.stride for axis in where.outer)]
+    size = next(w for w in _WORD_BYTES if not any(n % w for n in (where.run_bytes, *strides)))
+    outer, inner = [(1, 0)] * _MAX_OUTER, [(a.count, a.stride // size) for a in where.outer]
+    (_, outer_stride), (inner_count, inner_stride) = [*outer, *inner][-_MAX_OUTER:]
+    return WordPlan(
+        size,
+        where.head_bytes // size,
+        where.run_bytes // size,
+        inner_count,
+        outer_stride,
+        inner_stride,
+        where.blocks.stride // size,
+        where.heads.stride // size,
+    )
