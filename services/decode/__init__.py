@@ -1,0 +1,1 @@
+"""The decode service: its settings and its entry point."""

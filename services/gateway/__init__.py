@@ -1,0 +1,1 @@
+"""The gateway: clients' way into the mesh, over HTTP and gRPC."""

@@ -19,12 +19,9 @@ from pdmesh.core.kv.layout.rank_heads import heads_of  # noqa: E402
 from pdmesh.core.kv.transfer.ticket import Ticket  # noqa: E402
 from pdmesh.engine.vllm.connector.kv_facts import BESIDE  # noqa: E402
 from pdmesh.engine.vllm.connector.scheduler.handoff import Load  # noqa: E402
+from pdmesh.engine.vllm.connector.worker.cache_choice import paged_caches  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.cache_layout import read_layout  # noqa: E402
-from pdmesh.engine.vllm.connector.worker.caches import (  # noqa: E402
-    PagedCaches,
-    layout_of,
-    paged_caches,
-)
+from pdmesh.engine.vllm.connector.worker.caches import PagedCaches, layout_of  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.incoming import Incoming  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.piece_pulls import (  # noqa: E402
     Share,

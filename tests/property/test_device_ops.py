@@ -215,8 +215,9 @@ def test_device_caches_move_layers_parts_and_heads(
     """Whatever fits the scratch buffer at once. Streams are stood in for: only a GPU shows what overlaps."""
     import torch
 
-    from pdmesh.engine.vllm.connector.worker.caches import HostHeads, PagedCaches
+    from pdmesh.engine.vllm.connector.worker.caches import PagedCaches
     from pdmesh.engine.vllm.connector.worker.device_caches import DeviceCaches
+    from pdmesh.engine.vllm.connector.worker.host_caches import HostHeads
     from pdmesh.kv.device import copies as device_copies
 
     monkeypatch.setattr(device_copies, "SCRATCH_BYTES", scratch_bytes)

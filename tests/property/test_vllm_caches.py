@@ -14,12 +14,9 @@ torch = pytest.importorskip("torch")
 
 from pdmesh.core.kv.layout.buffer_layout import KvShape  # noqa: E402
 from pdmesh.core.kv.layout.rank_heads import heads_of, pieces  # noqa: E402
+from pdmesh.engine.vllm.connector.worker.cache_choice import paged_caches  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.cache_layout import read_layout  # noqa: E402
-from pdmesh.engine.vllm.connector.worker.caches import (  # noqa: E402
-    PagedCaches,
-    layout_of,
-    paged_caches,
-)
+from pdmesh.engine.vllm.connector.worker.caches import PagedCaches, layout_of  # noqa: E402
 
 NUM_LAYERS, NUM_BLOCKS, TOKENS, HEAD_DIM = 2, 6, 4, 8
 # The axes of the tensor that vLLM registers, and their order in memory.

@@ -12,7 +12,7 @@ import grpc
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.engine.base import BlocksChanged
 from pdmesh.instance.incarnation.loading import LoadedEngine
-from pdmesh.instance.legs import instruments
+from pdmesh.instance.legs import gauges
 from pdmesh.instance.legs.host import HostConfig, InstanceHost
 from pdmesh.instance.legs.publishing import ErrorPublisher, KvBlocksPublisher, LoadPublisher
 from pdmesh.instance.legs.servicer import InstanceServicer
@@ -75,7 +75,7 @@ class Serving:
         )
         self.address = join(self._settings.reachable_host, _listen(self._server, self._settings))
         await rpc.start(self._server)  # an assignment may be taken back while it loads
-        instruments.show(self.host)
+        gauges.show(self.host)
         works = {
             "outputs": self.host.run(),
             "progress": self.host.tell_progress(),
@@ -110,7 +110,7 @@ class Serving:
         self.host.close_all()
         if self._server is not None:
             await self._server.stop(_CLOSE_S)
-        instruments.show(None)
+        gauges.show(None)
         await self.loaded.stop()
 
     async def _quiesce(self) -> None:

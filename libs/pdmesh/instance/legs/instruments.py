@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from pdmesh.core.instance.admission import RefusalReason
 from pdmesh.core.kv.tiers.load_plan import Tier
-from pdmesh.core.kv.transfer.source_exclusions import SourceFault
 from pdmesh.kv.tiers.report import TierReport
 from pdmesh.telemetry import metrics, names
-
-if TYPE_CHECKING:
-    from pdmesh.instance.legs.host import InstanceHost
 
 admissions: Final = metrics.counter(
     names.ADMISSIONS, "Legs asked for, by outcome: accepted, or the reason of the rejection"
@@ -55,66 +50,6 @@ tier_leased: Final[dict[str, int]] = {}
 ACCEPTED: Final = {names.ATTR_OUTCOME: "accepted"}
 REFUSED: Final = {reason: {names.ATTR_OUTCOME: reason.name.lower()} for reason in RefusalReason}
 
-
-class _Shown:
-    """Whose state is at /metrics: the present run's, or nobody's."""
-
-    host: InstanceHost | None = None
-
-
-def show(host: InstanceHost | None) -> None:
-    """Show this host's state at /metrics from now on; None: the instance was erased."""
-    _Shown.host = host
-    tier_bytes_used.clear()
-    tier_pinned.clear()
-    tier_leased.clear()
-    if host is None:
-        load_seconds.clear()
-
-
-def _gauge(name: str, help_text: str, read: Callable[[InstanceHost], float], unit: str) -> None:
-    def observe() -> Iterable[tuple[float, metrics.Labels]]:
-        return [] if _Shown.host is None else [(read(_Shown.host), {})]
-
-    metrics.gauge(name, help_text, observe, unit)
-
-
-for _name, _help, _read, _unit in (
-    (names.SLOTS, "Legs it takes at once", lambda h: h.admission.num_places, "1"),
-    (names.SLOTS_USED, "Slots held", lambda h: h.admission.num_slots_used, "1"),
-    (names.KV_BLOCKS_FREE, "KV blocks not reserved", lambda h: h.admission.num_blocks_free, "1"),
-    (
-        names.KV_ENGINE_BLOCKS_FREE,
-        "KV blocks that no sequence of the engine holds, evictable ones included",
-        lambda h: h.num_engine_blocks_free,
-        "1",
-    ),
-    (
-        names.KV_CONNECTIONS,
-        "Open KV connections of all ranks, whoever opened them",
-        lambda h: h.num_kv_connections,
-        "1",
-    ),
-    (names.KV_TICKETS, "Prefills with a ticket", lambda h: h.num_tickets, "1"),
-    (names.STAGING_BYTES_USED, "Staging arena", lambda h: h.admission.staging_bytes_used, "By"),
-    (names.LANDING_BYTES_USED, "Landing arena", lambda h: h.admission.landing_bytes_used, "By"),
-    (names.RETRIEVALS, "Requests whose KV is not here", lambda h: h.admission.num_retrieving, "1"),
-    (names.PULLS_QUEUED, "KV pulls that wait their turn", lambda h: h.num_pulls_queued, "1"),
-    (names.SESSIONS, "Open gateway sessions", lambda h: h.num_sessions, "1"),
-):
-    _gauge(_name, _help, _read, _unit)
-metrics.gauge(
-    names.KV_SOURCES_HELD,
-    "Senders of KV in quarantine here, by fault",
-    lambda: (
-        []
-        if (host := _Shown.host) is None
-        else [
-            (host.num_sources_held(fault), {names.ATTR_REASON: fault.value})
-            for fault in SourceFault
-        ]
-    ),
-)
 metrics.gauge(
     names.KV_TIER_BYTES,
     "Bytes of KV in a tier",
@@ -141,6 +76,12 @@ metrics.gauge(
 peer_checks: Final = metrics.counter(
     names.PEER_CHECKS, "Probes of KV connections to peers, by outcome: verified, or the reason"
 )
+
+
+def forget_tiers() -> None:
+    """What was reported is of a run that has ended."""
+    for by_tier in (tier_bytes_used, tier_pinned, tier_leased):
+        by_tier.clear()
 
 
 def count_tiers(report: TierReport) -> None:

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from pdmesh.kv.transport.base import ByteArray
 
-if TYPE_CHECKING:
-    from pdmesh.kv.transport.ucx import UcxTransport
+
+class Owner(Protocol):
+    """What a connection asks of its transport."""
+
+    def post(self, post: Any, buffer: Any, tag: int) -> Any: ...
+
+    def watch(self, request: Any, on_done: Callable[[bool], None], buffer: object) -> None: ...
+
+    def add_message(
+        self, connection: UcxConnection, parts: Sequence[bytes | memoryview]
+    ) -> None: ...
+
+    def send_frame(self, connection: UcxConnection, *more: bytes | memoryview) -> None: ...
+
+    def bury(self, connection: UcxConnection) -> None: ...
 
 
 class UcxConnection:
     """One endpoint. `number` is ours, `peer_number` the other side's; both make up tags."""
 
-    def __init__(self, transport: UcxTransport, endpoint: Any, key: int, number: int) -> None:
+    def __init__(self, transport: Owner, endpoint: Any, key: int, number: int) -> None:
         self.key = key
         self.number = number
         self.peer_number = 0  # not welcome yet

@@ -14,8 +14,8 @@ from pdmesh.core.kv.layout.compatibility import KvFormat
 from pdmesh.core.kv.layout.rank_heads import heads_of
 from pdmesh.engine.vllm.connector.kv_facts import KvFacts
 from pdmesh.engine.vllm.connector.scheduler.handoff import StepPlan
+from pdmesh.engine.vllm.connector.worker.cache_choice import paged_caches
 from pdmesh.engine.vllm.connector.worker.cache_layout import read_layout
-from pdmesh.engine.vllm.connector.worker.caches import paged_caches
 from pdmesh.engine.vllm.connector.worker.incoming import Incoming
 from pdmesh.engine.vllm.connector.worker.outgoing import Outgoing
 from pdmesh.engine.vllm.connector.worker.peer_checks import PeerProber

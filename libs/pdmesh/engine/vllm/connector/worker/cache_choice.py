@@ -1,0 +1,26 @@
+"""Which way over a rank's paged KV cache is taken: by where the cache is, and by whether its heads can be told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from pdmesh.engine.vllm.connector.worker.cache_layout import CacheLayout, block_rows
+from pdmesh.engine.vllm.connector.worker.caches import PagedCaches
+from pdmesh.engine.vllm.connector.worker.host_caches import HostCaches, HostHeads
+
+
+def paged_caches(
+    kv_caches: Mapping[str, torch.Tensor], layout: CacheLayout, num_blocks: int
+) -> PagedCaches:
+    caches = list(kv_caches.values())
+    if caches[0].device.type != "cpu":
+        from pdmesh.engine.vllm.connector.worker.device_caches import (  # Triton, where a GPU is
+            DeviceCaches,
+        )
+
+        return DeviceCaches(caches, layout.where)
+    if layout.is_opaque:
+        return HostCaches([block_rows(cache, num_blocks).numpy() for cache in caches])
+    return HostHeads(caches, layout.where)

@@ -1,0 +1,126 @@
+"""vLLM's paged KV cache in host memory: `PagedCaches` by numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pdmesh.core.kv.layout.head_blocks import HeadBlocks
+from pdmesh.engine.vllm.connector.worker.caches import OnDone, Span, part_rows
+from pdmesh.kv.device.scatter import HostBlocks
+from pdmesh.kv.transport.base import ByteArray
+
+
+class HostCaches:
+    """Opaque blocks in host memory."""
+
+    def __init__(self, rows: Sequence[npt.NDArray[np.uint8]]) -> None:
+        self._blocks = HostBlocks(rows)
+        self._layers = [HostBlocks([row]) for row in rows]
+        self.num_layers, self.num_heads = len(rows), 1
+        self.block_bytes = int(rows[0].shape[1])
+
+    def wait_for_model(self) -> None:
+        """It computes on the thread that asks."""
+
+    def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
+        self._blocks.gather(block_ids, out)
+        if on_done is not None:
+            on_done()
+
+    def gather_layer(
+        self, layer: int, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None
+    ) -> None:
+        self._layers[layer].gather(block_ids, out)
+        if on_done is not None:
+            on_done()
+
+    def scatter(
+        self,
+        source: ByteArray,
+        block_ids: Sequence[int],
+        on_done: OnDone = None,
+        heads: Span | None = None,
+    ) -> None:
+        assert heads in (None, (0, 1)), "opaque blocks have no heads"
+        self._blocks.scatter(source, block_ids)
+        if on_done is not None:
+            on_done()
+
+    def scatter_part(
+        self, data: ByteArray, offset: int, block_ids: Sequence[int], heads: Span | None = None
+    ) -> None:
+        assert heads in (None, (0, 1)), "opaque blocks have no heads"
+        self._blocks.scatter_part(data, offset, block_ids)
+
+
+class HostHeads:
+    """Blocks whose heads can be told apart, in host memory: what the device operators do, by numpy."""
+
+    def __init__(self, caches: Sequence[torch.Tensor], where: HeadBlocks) -> None:
+        self._where = where
+        self._layers = [_by_head(cache, where) for cache in caches]
+        self.num_layers, self.num_heads = len(caches), where.heads.count
+        self.block_bytes = where.block_bytes
+
+    def wait_for_model(self) -> None:
+        """It computes on the thread that asks."""
+
+    def gather(self, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None) -> None:
+        by_layer = self._buffer(out, self.num_layers, self.num_heads, len(block_ids))
+        for target, cache in zip(by_layer, self._layers, strict=True):
+            target[...] = cache[:, np.asarray(block_ids)]
+        if on_done is not None:
+            on_done()
+
+    def gather_layer(
+        self, layer: int, block_ids: Sequence[int], out: ByteArray, on_done: OnDone = None
+    ) -> None:
+        (target,) = self._buffer(out, 1, self.num_heads, len(block_ids))
+        target[...] = self._layers[layer][:, np.asarray(block_ids)]
+        if on_done is not None:
+            on_done()
+
+    def scatter(
+        self,
+        source: ByteArray,
+        block_ids: Sequence[int],
+        on_done: OnDone = None,
+        heads: Span | None = None,
+    ) -> None:
+        first, count = heads or (0, self.num_heads)
+        by_layer = self._buffer(source, self.num_layers, count, len(block_ids))
+        for landed, cache in zip(by_layer, self._layers, strict=True):
+            cache[first : first + count, np.asarray(block_ids)] = landed
+        if on_done is not None:
+            on_done()
+
+    def scatter_part(
+        self, data: ByteArray, offset: int, block_ids: Sequence[int], heads: Span | None = None
+    ) -> None:
+        rows = part_rows(self._where, data, offset, len(block_ids), heads)
+        for layer, head, first, landed in rows:
+            ids = np.asarray(block_ids[first : first + len(landed)])
+            shape = [len(landed), *(axis.count for axis in self._where.outer), -1]
+            self._layers[layer][head, ids] = landed.reshape(shape)
+
+    def _buffer(
+        self, data: ByteArray, num_layers: int, num_heads: int, num_blocks: int
+    ) -> npt.NDArray[np.uint8]:
+        where = self._where
+        outer = [axis.count for axis in where.outer]
+        return data.reshape(num_layers, num_heads, num_blocks, *outer, where.run_bytes)
+
+
+def _by_head(cache: torch.Tensor, where: HeadBlocks) -> npt.NDArray[Any]:
+    """A writable view [head, block, outer axes..., bytes of a run] of the cache's memory."""
+    num_items = cache.untyped_storage().nbytes() // cache.element_size() - cache.storage_offset()
+    memory = cache.as_strided((num_items,), (1,)).view(torch.uint8).numpy()
+    axes = (where.heads, where.blocks, *where.outer)
+    shape = [*(axis.count for axis in axes), where.run_bytes]
+    strides = [*(axis.stride for axis in axes), 1]
+    return np.lib.stride_tricks.as_strided(memory, shape, strides)

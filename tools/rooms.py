@@ -1,0 +1,69 @@
+"""What keeps the tree readable, checked: `python -m tools.rooms`. Folders of at most 15 files, each saying what it is for; names once.
+
+`make check` runs it. Circles between rooms are import-linter's business (pyproject.toml).
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_FILES = 15
+CODE = ("libs", "services", "tools")
+SERVICES = ("libs/pdmesh", "services")
+# Generated, or one in each service by its own contract.
+GENERATED = ("libs/pdmesh/v1", "libs/pdmesh/events/v1")
+# Class name -> why it is defined more than once.
+SHARED_NAMES = {
+    "Settings": "each service reads its own; tools find them by this name",
+}
+
+
+def modules(root: Path, *folders: str) -> Iterator[Path]:
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            if not any(path.is_relative_to(root / made) for made in GENERATED):
+                yield path
+
+
+def crowded(root: Path) -> Iterator[str]:
+    """Folders with more files than a reader takes in at a glance."""
+    counts: dict[Path, int] = defaultdict(int)
+    for path in modules(root, *CODE):
+        counts[path.parent] += path.name != "__init__.py"
+    for folder, count in sorted(counts.items()):
+        if count > MAX_FILES:
+            yield f"{folder.relative_to(root)}: {count} files, more than {MAX_FILES}"
+
+
+def silent(root: Path) -> Iterator[str]:
+    """Modules and packages that do not say what is in them."""
+    for path in modules(root, *CODE):
+        if ast.get_docstring(ast.parse(path.read_text())) is None:
+            yield f"{path.relative_to(root)}: no docstring says what is decided or done there"
+
+
+def namesakes(root: Path) -> Iterator[str]:
+    """Public classes of one name in two places: a reader who searches for one finds the other."""
+    homes: dict[str, list[str]] = defaultdict(list)
+    for path in modules(root, *SERVICES):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(str(path.relative_to(root)))
+    for name, paths in sorted(homes.items()):
+        if len(paths) > 1 and name not in SHARED_NAMES:
+            yield f"class {name} is defined in {', '.join(paths)}"
+
+
+def main() -> int:
+    root = Path(__file__).parents[1]
+    found = [*crowded(root), *silent(root), *namesakes(root)]
+    print(*found, sep="\n", end="\n" * bool(found))
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
