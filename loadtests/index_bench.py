@@ -26,7 +26,7 @@ from typing import Final, Protocol
 
 import psutil
 
-from pdmesh.core.kv.prefix.prefix_index import Delta, PrefixIndex
+from pdmesh.core.kv.prefix.prefix_index import IndexDelta, PrefixIndex
 
 _RESULTS: Final = Path(__file__).resolve().parent / "results"
 _BLOCKS: Final = (1, 4, 16, 64, 256, 1000, 4000)
@@ -41,7 +41,7 @@ _MOST_SLOWDOWN: Final = (
 
 
 class Index(Protocol):
-    def apply(self, delta: Delta) -> object: ...
+    def apply(self, delta: IndexDelta) -> object: ...
     def remove_instance(self, instance_id: str) -> object: ...
     def match(self, block_hashes: Sequence[bytes]) -> dict[str, int]: ...
 
@@ -76,7 +76,7 @@ class PerWorker:
     def __init__(self) -> None:
         self.sets: dict[str, set[bytes]] = {}
 
-    def apply(self, delta: Delta) -> None:
+    def apply(self, delta: IndexDelta) -> None:
         self.sets.setdefault(delta.instance_id, set()).update(delta.stored)
 
     def remove_instance(self, instance_id: str) -> None:
@@ -102,7 +102,7 @@ class SetPerBlock:
         self.holders: dict[bytes, set[str]] = {}
         self.sets: dict[str, set[bytes]] = {}
 
-    def apply(self, delta: Delta) -> None:
+    def apply(self, delta: IndexDelta) -> None:
         self.sets.setdefault(delta.instance_id, set()).update(delta.stored)
         for block in delta.stored:
             self.holders.setdefault(block, set()).add(delta.instance_id)
@@ -172,7 +172,7 @@ def _match_rows(num_workers: int, lengths: Sequence[int]) -> Iterator[MatchRow]:
             for worker in range(num_workers):
                 depth = length if spread == "all hold all" else rng.randint(0, length)
                 for way in ways.values():
-                    way.apply(Delta(f"worker-{worker}", 1, 1, stored=prompt[:depth]))
+                    way.apply(IndexDelta(f"worker-{worker}", 1, 1, stored=prompt[:depth]))
             asked = [bytes(bytearray(block)) for block in prompt[:length]]  # as off the wire
             answers = [way.match(asked) for way in ways.values()]
             assert answers[0] == answers[1] == answers[2]
@@ -218,7 +218,7 @@ def measure_memory(way: str, holders: int, num_workers: int, num_blocks: int) ->
             stored = [seed.randbytes(16) for _ in range(min(_DELTA_BLOCKS, num_blocks - batch))]
             sequences[worker] += 1
             began = time.perf_counter()
-            index.apply(Delta(names[worker], 1, sequences[worker], stored=stored))
+            index.apply(IndexDelta(names[worker], 1, sequences[worker], stored=stored))
             spent += time.perf_counter() - began
     grown = psutil.Process().memory_info().rss - before
     entries = num_blocks * holders

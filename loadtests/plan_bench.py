@@ -24,13 +24,13 @@ from loadtests.processes import ProcessSet, cpu_between
 from loadtests.results import quantile, write
 from loadtests.workloads import block_name
 from pdmesh.core.groups.observed import GroupTracker
-from pdmesh.core.kv.prefix.prefix_index import Delta, PrefixIndex
+from pdmesh.core.kv.prefix.prefix_index import IndexDelta, PrefixIndex
 from pdmesh.core.model import Role
 from pdmesh.core.placement.fleet import (
     Fleet,
+    InstanceRecorded,
     LoadReported,
     PrefillComputed,
-    RecordSeen,
 )
 from pdmesh.core.placement.instance import Identity
 from pdmesh.core.placement.plan import Placement, Plan
@@ -57,7 +57,7 @@ def build(num_workers: int) -> tuple[Placement, PrefixIndex]:
     ):
         for name in names:
             identity = Identity(name, 1, role, "g0", "default", "m", "f", 64, 64, 16384, 131_072)
-            fleet.handle(RecordSeen(identity), 0.0)
+            fleet.handle(InstanceRecorded(identity), 0.0)
             done = [PrefillComputed(f"x{i}", 1000 * i, 0, 0.02 * i) for i in range(1, 6)]
             report = LoadReported(name, 1, 64, rng.randrange(60), 9000, False, (), done)
             fleet.handle(report, 0.0)
@@ -66,7 +66,7 @@ def build(num_workers: int) -> tuple[Placement, PrefixIndex]:
         for name in rng.sample(prefills, min(3, len(prefills))):
             sequences[name] += 1
             blocks = prompt(prefix)[: NUM_BLOCKS // 2]
-            index.apply(Delta(name, 1, sequences[name], stored=blocks))
+            index.apply(IndexDelta(name, 1, sequences[name], stored=blocks))
     return Placement(fleet, random.Random(2)), index
 
 

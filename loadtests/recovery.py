@@ -29,7 +29,7 @@ from pdmesh.atomic_file import write_atomically
 from pdmesh.core.health.fault_levels import (
     EJECTS_FROM,
     RESPONSES,
-    Action,
+    FaultAction,
     Level,
 )
 from pdmesh.errors import InvalidRequest
@@ -96,7 +96,7 @@ class Repair:
 def cases() -> list[Case]:
     """Roles take turns."""
     processes = [Case(fault, role) for fault in ("SIGKILL", "SIGSTOP") for role in ROLES]
-    levels = [level for level in Level if RESPONSES[level].action is not Action.IGNORE]
+    levels = [level for level in Level if RESPONSES[level].action is not FaultAction.IGNORE]
     return [*processes, *(Case("device", role, int(level)) for level in levels for role in ROLES)]
 
 

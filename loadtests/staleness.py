@@ -23,7 +23,7 @@ from typing import Final
 from loadtests.processes import ProcessSet, cpu_between
 from loadtests.results import quantile, write
 from pdmesh.core.groups.observed import GroupTracker
-from pdmesh.core.kv.prefix.prefix_index import Delta, Outcome, PrefixIndex
+from pdmesh.core.kv.prefix.prefix_index import DeltaOutcome, IndexDelta, PrefixIndex
 from pdmesh.core.placement.fleet import Event, Fleet, LoadReported
 from pdmesh.embedded.servers import NatsServer, running
 from pdmesh.engine.base import BlocksChanged
@@ -145,7 +145,7 @@ class _TimedIndex(PrefixIndex):
         super().__init__()
         self._ages = ages
 
-    def apply(self, delta: Delta) -> Outcome:
+    def apply(self, delta: IndexDelta) -> DeltaOutcome:
         outcome = super().apply(delta)
         self._ages.num_events += 1
         now_ms = time.monotonic() * 1e3

@@ -22,7 +22,7 @@ from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout
 from pdmesh.core.kv.transfer.ticket import Ticket
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.thread import AgentThread
-from pdmesh.kv.agent.types import AgentEvent, AgentIdentity, TicketClosed
+from pdmesh.kv.agent.types import AgentEvent, AgentIdentity, AgentTicketClosed
 from pdmesh.kv.transport.base import ByteArray
 from pdmesh.kv.transport.ucx import UcxTransport
 
@@ -92,7 +92,7 @@ class Sender:
         )
 
     def _on_event(self, event: AgentEvent) -> None:
-        if isinstance(event, TicketClosed):
+        if isinstance(event, AgentTicketClosed):
             self._closed.set()
 
     def run(self, command: Command, cache: PagedCache, ids: BlockIds) -> Times:

@@ -20,7 +20,7 @@ from pdmesh.core.moves.move import (
     GroupShape,
     Move,
     MoveKind,
-    Plan,
+    MovePlan,
 )
 from pdmesh.core.moves.plan_runner import Effect as RunnerEffect
 from pdmesh.core.moves.plan_runner import Event as RunnerEvent
@@ -36,11 +36,11 @@ from pdmesh.core.moves.plan_runner import (
 from pdmesh.core.moves.schedule import Schedule
 from pdmesh.core.ratio.detector import Window
 from pdmesh.core.ratio.loop import (
-    Action,
-    AskPlan,
+    AskMoves,
     Decided,
     OperatorAsked,
     Profiled,
+    RatioAction,
     RatioController,
     RatioLimits,
     WindowSeen,
@@ -121,7 +121,7 @@ class Control:
     def profile(self, scenario: str, profile: Profile) -> None:
         self._ratio(Profiled(scenario, profile, self.mesh.states()))
 
-    def ask(self, plan: Plan) -> None:
+    def ask(self, plan: MovePlan) -> None:
         self._ratio(OperatorAsked(plan))
 
     def release(self, scenario: str, release: str) -> None:
@@ -210,7 +210,7 @@ class Control:
                     self._note(
                         "decided", effect.scenario, f"{effect.action.value}: {effect.reason}"
                     )
-                case AskPlan():
+                case AskMoves():
                     self._run(PlanAsked(effect.plan))
 
     def _run(self, event: RunnerEvent) -> None:
@@ -271,7 +271,7 @@ def count(log: Sequence[Entry], kind: str, text: str = "") -> int:
 
 
 def planned(log: Sequence[Entry]) -> list[Entry]:
-    return [e for e in log if e.kind == "decided" and e.text.startswith(Action.PLANNED.value)]
+    return [e for e in log if e.kind == "decided" and e.text.startswith(RatioAction.PLANNED.value)]
 
 
 def _text(move: Move) -> str:

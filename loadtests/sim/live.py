@@ -22,7 +22,7 @@ from pdmesh.core.moves.move import (
     MoveKind,
     other,
 )
-from pdmesh.core.placement.fleet import RecordSeen, RecordVanished
+from pdmesh.core.placement.fleet import InstanceRecorded, InstanceUnrecorded
 from pdmesh.core.placement.policies import Weights
 from pdmesh.core.ratio.detector import Window
 from pdmesh.core.request.events import (
@@ -354,7 +354,7 @@ class LiveMesh(VirtualMesh):
     def _drain_one(self, name: str, drained: Callable[[], None]) -> None:
         del self.groups[self._group_of[name]].members[name]
         identity = self.fleet.instances[name].identity
-        self.fleet.handle(RecordSeen(replace(identity, is_draining=True)), self.clock.now)
+        self.fleet.handle(InstanceRecorded(replace(identity, is_draining=True)), self.clock.now)
         self._draining[name] = drained
         self.clock.after(self.shape.hop_s * 4, lambda: self._close(name))
 
@@ -424,7 +424,7 @@ class LiveMesh(VirtualMesh):
                 raise AssertionError(move)
 
     def _forget(self, name: str) -> None:
-        self.fleet.handle(RecordVanished(name), self.clock.now)
+        self.fleet.handle(InstanceUnrecorded(name), self.clock.now)
         self.index.remove_instance(name)
 
     # --- how busy ----------------------------------------------------------------------------------

@@ -25,14 +25,14 @@ from pdmesh.core.instance.admission import (
     Capacity,
     Work,
 )
-from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, Delta, PrefixIndex
-from pdmesh.core.model import Role
+from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, IndexDelta, PrefixIndex
+from pdmesh.core.model import Role, Tick
 from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.fleet import (
     Fleet,
+    InstanceRecorded,
     LoadReported,
     PrefillComputed,
-    RecordSeen,
 )
 from pdmesh.core.placement.instance import Identity
 from pdmesh.core.placement.plan import (
@@ -41,7 +41,7 @@ from pdmesh.core.placement.plan import (
     Placement,
     Plan,
 )
-from pdmesh.core.placement.plan import Candidate as Ranked
+from pdmesh.core.placement.plan import RankedInstance as Ranked
 from pdmesh.core.placement.policies import Query, Weights
 from pdmesh.core.request.events import (
     AskPlan,
@@ -52,9 +52,9 @@ from pdmesh.core.request.events import (
     Event,
     Fail,
     FirstToken,
-    KvReceived,
     LegAccepted,
     LegFinished,
+    LegKvReceived,
     LegRejected,
     PlanFailed,
     PlanReceived,
@@ -63,7 +63,6 @@ from pdmesh.core.request.events import (
     SendStart,
     SlotFreed,
     Submitted,
-    Tick,
     TicketHeld,
     WaitForSlot,
     WaitRefused,
@@ -216,7 +215,7 @@ class VirtualMesh:
             0,
             fetches_from_peers=bool(shape.host_blocks),
         )
-        self.fleet.handle(RecordSeen(identity), self.clock.now)
+        self.fleet.handle(InstanceRecorded(identity), self.clock.now)
 
     def run(self, arrivals: Sequence[Arrival]) -> None:
         for number, arrival in enumerate(arrivals):
@@ -367,7 +366,7 @@ class VirtualMesh:
         stored, removed = worker.pool.take_changes()
         sequence = self._sequences[name] = self._sequences.get(name, 0) + 1
         host = self.host_pools.take_changes(name)
-        self.index.apply(Delta(name, 1, sequence, removed, stored, host=host))
+        self.index.apply(IndexDelta(name, 1, sequence, removed, stored, host=host))
 
     # --- instances -------------------------------------------------------------------------------
 
@@ -442,7 +441,7 @@ class VirtualMesh:
         decode, waiting = life.jobs[key]
         decode.admission.computed(key)
         decode.begin(waiting)
-        self._later(life, KvReceived(key))
+        self._later(life, LegKvReceived(key))
 
     def _release(self, worker: Worker, job: Job) -> None:
         worker.release(job)

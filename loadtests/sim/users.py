@@ -28,7 +28,7 @@ from loadtests.users_plan import (
 )
 from loadtests.workloads import Arrival
 from pdmesh.core.placement.baselines import ShortestQueue
-from pdmesh.core.placement.plan import Candidate, Plan
+from pdmesh.core.placement.plan import Plan, RankedInstance
 from pdmesh.core.placement.policies import Weights
 from pdmesh.engine.sim.config import CHUNK_TOKENS
 
@@ -104,7 +104,7 @@ class UsersMesh(VirtualMesh):
             self.submit(self._num_asked, replace(self._next(), at_s=self.clock.now))
 
 
-def _by_report_s(best: Candidate, arrival: Arrival) -> float:
+def _by_report_s(best: RankedInstance, arrival: Arrival) -> float:
     """Time to token 1 behind the tokens that the queue's last report told of; they are the policy's score."""
     num_before = -best.score * BLOCK_SIZE
     return (num_before + arrival.num_prompt_tokens - best.num_matched_tokens) * _TOKEN_S

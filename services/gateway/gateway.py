@@ -26,7 +26,7 @@ from services.gateway.request.generation import Collaborators
 from services.gateway.request.observer import Observer, Publisher
 from services.gateway.request.waiting import Waiting
 from services.gateway.routing.canary_shares import CanaryShares
-from services.gateway.routing.fleet import Fleet
+from services.gateway.routing.fleet import FleetView
 from services.gateway.routing.out_of_service import KeptOut
 from services.gateway.routing.planner import Planner
 from services.gateway.routing.sessions import SessionPool
@@ -54,7 +54,7 @@ class Gateway:
         self._door = door or OpenDoor()
         gateway_id = settings.instance_id
         self._settings = settings
-        self.fleet = Fleet(
+        self.fleet = FleetView(
             view,
             settings.model,
             time.monotonic,

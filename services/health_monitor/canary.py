@@ -12,7 +12,7 @@ from typing import Final
 
 import structlog
 
-from pdmesh.core.health.canary import CanaryRota, Probe, Subject
+from pdmesh.core.health.canary import CanaryProbe, CanaryRota, Subject
 from pdmesh.core.model import Role
 from pdmesh.net.grpc.canary_call import Canary, CanaryFailed, CanaryRefused
 from pdmesh.net.registry import RegistryView
@@ -78,7 +78,7 @@ class CanaryRunner:
                 signals = self._rota.signals(subject)
                 self._faults.tell("canary", record, signals, 3 * self._timeout_s)
 
-    async def _try(self, probe: Probe) -> None:
+    async def _try(self, probe: CanaryProbe) -> None:
         guilty: list[Subject] = []
         detail = ""
         try:
@@ -94,7 +94,7 @@ class CanaryRunner:
         _probes.add(1, {names.ATTR_OUTCOME: "failed" if guilty else "passed"})
         self._rota.ended(probe, guilty, detail, self._clock())
 
-    def _canary(self, probe: Probe) -> Canary:
+    def _canary(self, probe: CanaryProbe) -> Canary:
         """Raises KeyError."""
         records = self._view.records
         decode = None if probe.decode is None else records[probe.decode.instance_id]

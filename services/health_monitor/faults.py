@@ -19,18 +19,18 @@ from pdmesh.core.health.fault_judge import (
     Event,
     FaultJudge,
     Healed,
-    HearsAgain,
     InstanceGone,
     InstanceSeen,
     Judged,
     JudgePolicy,
     Signal,
     SignalsHeard,
-    Tick,
-    WentDeaf,
+    SignalsLost,
+    SignalsRestored,
 )
 from pdmesh.core.health.fault_levels import EJECTS_FROM, Level
 from pdmesh.core.health.vitals import VitalsBook
+from pdmesh.core.model import Tick
 from pdmesh.errors import InvalidRequest, Unavailable
 from pdmesh.events.v1.events_pb2 import FaultReport, InstanceHealth, NodeReported
 from pdmesh.net import subjects
@@ -201,10 +201,10 @@ class FaultWatch:
         self._feed(SignalsHeard(teller, instance_id, incarnation, signals, ttl_s))
 
     def _on_lost(self) -> None:
-        self._feed(WentDeaf())
+        self._feed(SignalsLost())
 
     def _on_restored(self) -> None:
-        self._feed(HearsAgain())
+        self._feed(SignalsRestored())
         for judged in self.judge.current():  # the store may have been wiped
             self._unwritten[judged.instance_id] = self._report(judged)
 

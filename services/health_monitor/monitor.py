@@ -14,6 +14,7 @@ import structlog
 
 from pdmesh.core.health import liveness as health
 from pdmesh.core.health.liveness import Health, HealthTracker
+from pdmesh.core.model import Tick
 from pdmesh.errors import InvalidRequest, Unavailable
 from pdmesh.events.v1.events_pb2 import HealthChanged, InstanceHealth
 from pdmesh.net import subjects
@@ -114,7 +115,7 @@ class HealthMonitor:
     async def _tick_often(self) -> None:
         while True:
             await asyncio.sleep(self._lease_s / _TICKS_PER_LEASE)
-            self._step(health.Tick())
+            self._step(Tick())
             self._forget_old()
             await self._write_board()
 

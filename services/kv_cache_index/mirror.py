@@ -15,7 +15,7 @@ from typing import Final
 
 import structlog
 
-from pdmesh.core.kv.prefix.prefix_index import TIERS, Delta, PrefixIndex
+from pdmesh.core.kv.prefix.prefix_index import TIERS, IndexDelta, PrefixIndex
 from pdmesh.errors import Unavailable
 from pdmesh.kv.index.redis_index import RedisIndex, StoredInstance
 from pdmesh.telemetry import metrics, names
@@ -41,7 +41,7 @@ class RedisMirror:
     ) -> None:
         self._index, self._store = index, store
         self._fingerprint_of = fingerprint_of
-        self._pending: dict[str, list[Delta] | _Work] = {}
+        self._pending: dict[str, list[IndexDelta] | _Work] = {}
         self._wake = asyncio.Event()
         self._epoch = ""
         self._is_store_up = True
@@ -62,7 +62,7 @@ class RedisMirror:
     def num_pending(self) -> int:
         return len(self._pending)
 
-    def on_delta(self, delta: Delta) -> None:
+    def on_delta(self, delta: IndexDelta) -> None:
         pending = self._pending.setdefault(delta.instance_id, [])
         if isinstance(pending, list):
             pending.append(delta)
@@ -139,7 +139,7 @@ class RedisMirror:
             finally:
                 self._is_writing = False
 
-    async def _write(self, instance_id: str, work: list[Delta] | _Work) -> None:
+    async def _write(self, instance_id: str, work: list[IndexDelta] | _Work) -> None:
         fingerprint = self._fingerprint_of(instance_id)
         version = self._index.version(instance_id)
         if work is _Work.GONE or version is None:

@@ -17,10 +17,10 @@ from pdmesh.kv.agent.checksums import checksum
 from pdmesh.kv.agent.types import (
     AgentHooks,
     AgentIdentity,
-    LandingFreed,
+    AgentLandingFreed,
+    AgentTicketClosed,
     PinnedBlocks,
     SourceQuarantined,
-    TicketClosed,
 )
 from pdmesh.kv.transport.base import ByteArray, KvTransport
 from pdmesh.kv.transport.ucx import UcxTransport
@@ -97,7 +97,7 @@ async def test_layers_arrive_while_later_ones_are_not_there_yet(
         num_parts = -(-LAYERS.num_layers // chunk_layers)
         assert (result.num_metas, result.num_ranges) == (num_parts, num_parts)
         assert 0 < result.first_range_s < result.duration_s
-        await until(lambda: pair.sender_events == [TicketClosed("t", "taken")])
+        await until(lambda: pair.sender_events == [AgentTicketClosed("t", "taken")])
 
 
 @pytest.mark.req("S48")
@@ -184,7 +184,7 @@ async def test_some_heads_of_every_layer_can_be_pulled_by_each_of_their_takers(
             )
             wanted = by_head[:, heads[0] : sum(heads)].reshape(-1)
             assert (agent.landing(ArenaRange(0, result.num_bytes)) == wanted).all()
-        await until(lambda: pair.sender_events == [TicketClosed("t", "taken")])
+        await until(lambda: pair.sender_events == [AgentTicketClosed("t", "taken")])
         await other.close()
 
 
@@ -236,8 +236,8 @@ async def test_an_open_ticket_released_fails_the_pull_that_waits(transport: Make
         with pytest.raises(KvTransferFailed) as caught:
             await pull
         assert caught.value.reason == "KV_REFUSED_TICKET_CLOSED"
-        assert pair.sender_events == [TicketClosed("t", "released")]
-        assert pair.receiver_events == [LandingFreed(0)]
+        assert pair.sender_events == [AgentTicketClosed("t", "released")]
+        assert pair.receiver_events == [AgentLandingFreed(0)]
 
 
 @pytest.mark.fault("F24", "F27")
@@ -257,7 +257,7 @@ async def test_giving_up_on_a_late_prefill_leaves_the_connection_to_others(
             pull.cancel()
         with pytest.raises((KvTransferFailed, asyncio.CancelledError)):
             await pull
-        await until(lambda: pair.receiver_events == [LandingFreed(0)])
+        await until(lambda: pair.receiver_events == [AgentLandingFreed(0)])
         for layer in range(1, LAYERS.num_layers):
             write_layer(pair, LAYERS, data, layer)
         await pair.receiver.pull(ticket, whole(LAYERS), deadline_s=30)
@@ -293,7 +293,7 @@ async def test_a_bit_flipped_in_any_part_fails_the_pull_and_is_never_handed_on(
         assert caught.value.reason == "KV_CORRUPT"
         assert ranges.end == (number - 1) * LAYER_BYTES
         assert pair.receiver.stats().num_corrupt == 1
-        await until(lambda: pair.receiver_events == [LandingFreed(0)])
+        await until(lambda: pair.receiver_events == [AgentLandingFreed(0)])
         await pair.receiver.pull(ticket, whole(LAYERS), deadline_s=30)
 
 
@@ -317,7 +317,7 @@ async def test_a_source_that_corrupts_three_times_is_asked_no_more(
             reasons.append(caught.value.reason)
         assert reasons == ["KV_CORRUPT"] * 3 + ["KV_SOURCE_QUARANTINED"]
         assert SourceQuarantined("prefill-0", 60.0) in pair.receiver_events
-        assert pair.receiver_events.count(LandingFreed(0)) == 4
+        assert pair.receiver_events.count(AgentLandingFreed(0)) == 4
         stats = pair.receiver.stats()
         assert (stats.num_corrupt, stats.num_quarantined) == (3, 1)
         assert stats.messages_sent["pull"] == 3, "the fourth was not asked for"

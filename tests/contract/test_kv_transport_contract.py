@@ -14,7 +14,7 @@ from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.engine.base import KvPeer
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent import wire
-from pdmesh.kv.agent.types import AgentHooks, LandingFreed, TicketClosed
+from pdmesh.kv.agent.types import AgentHooks, AgentLandingFreed, AgentTicketClosed
 from pdmesh.kv.transport import ucx
 from pdmesh.kv.transport.base import ByteArray, KvTransport
 from pdmesh.kv.transport.ucx import UcxTransport
@@ -50,7 +50,7 @@ async def test_a_pull_brings_the_staged_bytes_and_closes_the_ticket(
         result = await pair.receiver.pull(ticket_for(pair.address, layout), landing, deadline_s=30)
         assert result.num_bytes == layout.total_bytes
         assert (pair.landed(layout.total_bytes) == data).all()
-        await until(lambda: pair.sender_events == [TicketClosed("t", "taken")])
+        await until(lambda: pair.sender_events == [AgentTicketClosed("t", "taken")])
         assert pair.receiver_events == [], "the landing range is the caller's"
 
 
@@ -70,7 +70,7 @@ async def test_a_suffix_of_the_blocks_comes_without_the_first_of_each_layer(
         wanted = blocks[:, first:].reshape(-1)
         assert result.num_bytes == wanted.size
         assert (pair.landed(wanted.size) == wanted).all()
-        await until(lambda: pair.sender_events == [TicketClosed("t", "taken")])
+        await until(lambda: pair.sender_events == [AgentTicketClosed("t", "taken")])
 
 
 async def test_many_pulls_share_one_connection(transport: MakeTransport) -> None:
@@ -118,7 +118,7 @@ async def test_a_ticket_of_another_time_is_refused(
     async with kv_pair(transport) as pair:
         pair.stage(SMALL)
         assert await refused(pair, **changes) == reason
-        assert pair.receiver_events == [LandingFreed(0)]
+        assert pair.receiver_events == [AgentLandingFreed(0)]
         assert pair.sender.num_tickets == 1, "a refusal costs the ticket nothing"
 
 
@@ -180,7 +180,7 @@ async def test_one_flipped_bit_fails_the_pull_and_not_the_ticket(
         with pytest.raises(KvTransferFailed) as caught:
             await pair.receiver.pull(ticket_for(pair.address, layout), landing, deadline_s=30)
         assert caught.value.reason == "KV_CORRUPT"
-        assert pair.receiver_events == [LandingFreed(0)]
+        assert pair.receiver_events == [AgentLandingFreed(0)]
         assert pair.sender.num_tickets == 1
 
 
@@ -216,7 +216,7 @@ async def test_a_lost_answer_fails_at_the_deadline_and_frees_the_landing(
             )
         assert caught.value.reason == "KV_TRANSFER_TIMEOUT"
         assert asyncio.get_running_loop().time() - started >= 0.2
-        await until(lambda: pair.receiver_events == [LandingFreed(0)])
+        await until(lambda: pair.receiver_events == [AgentLandingFreed(0)])
 
 
 @pytest.mark.fault("F35")
@@ -224,7 +224,7 @@ async def test_the_end_of_the_lease_frees_a_ticket_nobody_pulls(transport: MakeT
     async with kv_pair(transport) as pair:
         staged = loop_time()
         pair.stage(SMALL, lease_s=0.1)
-        await until(lambda: pair.sender_events == [TicketClosed("t", "expired")])
+        await until(lambda: pair.sender_events == [AgentTicketClosed("t", "expired")])
         assert loop_time() - staged >= 0.1, "not before"
         assert await refused(pair) == "KV_REFUSED_UNKNOWN_TICKET"
 
@@ -241,7 +241,7 @@ async def test_a_receiver_that_waits_keeps_the_lease_alive_until_it_lets_go(
         await until(lambda: pair.sender.num_tickets == 0 or loop_time() - staged > 6.0)
         assert pair.sender.num_tickets == 1, "three leases later it is there"
         pair.receiver.let_go("t")
-        await until(lambda: pair.sender_events == [TicketClosed("t", "expired")])
+        await until(lambda: pair.sender_events == [AgentTicketClosed("t", "expired")])
 
 
 @pytest.mark.fault("F27")
@@ -250,7 +250,7 @@ async def test_a_released_ticket_is_freed_and_refused(transport: MakeTransport) 
         pair.stage(SMALL)
         pair.sender.release("t")
         pair.sender.release("t")
-        assert pair.sender_events == [TicketClosed("t", "released")]
+        assert pair.sender_events == [AgentTicketClosed("t", "released")]
         assert await refused(pair) == "KV_REFUSED_UNKNOWN_TICKET"
 
 
@@ -267,7 +267,7 @@ async def test_a_cancelled_pull_gives_its_landing_back_and_leaves_the_ticket(
         pull.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pull
-        await until(lambda: pair.receiver_events == [LandingFreed(0)])
+        await until(lambda: pair.receiver_events == [AgentLandingFreed(0)])
         await until(lambda: pair.receiver.num_pulls == 0)
         assert pair.sender.num_tickets == 1
         await pair.receiver.pull(ticket, landing, deadline_s=30)
@@ -282,7 +282,7 @@ async def test_nothing_at_the_address_fails_within_the_deadline(transport: MakeT
                 ticket_for(pair.address, SMALL), ArenaRange(0, 1 << 16), deadline_s=1.0
             )
         assert caught.value.reason in {"KV_CONNECT_FAILED", "KV_TRANSFER_TIMEOUT"}
-        assert pair.receiver_events == [LandingFreed(0)]
+        assert pair.receiver_events == [AgentLandingFreed(0)]
 
 
 async def test_an_agent_that_has_just_started_has_no_connection(transport: MakeTransport) -> None:
@@ -336,5 +336,5 @@ async def test_a_peer_that_dies_between_greeting_and_answer_is_no_connection(
         with pytest.raises(KvTransferFailed):
             async with asyncio.timeout(60):
                 await pair.receiver.pull(ticket_for(pair.address, SMALL), landing, deadline_s=5)
-        await until(lambda: pair.receiver_events == [LandingFreed(0)])
+        await until(lambda: pair.receiver_events == [AgentLandingFreed(0)])
         assert pair.receiver.num_pulls == 0

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from pdmesh.core.groups.controller import Forget, Give, GroupController
+from pdmesh.core.groups.controller import ForgetAssignment, GiveAssignment, GroupController
 from pdmesh.core.groups.desired import Desired, UpgradeLimits
 from pdmesh.core.groups.facts import Observed, Seen, wanted_of
 from pdmesh.core.groups.revisions import Upgrade
-from pdmesh.core.groups.steps import Step
+from pdmesh.core.groups.steps import AnnounceStep
 from pdmesh.core.groups.timeouts import StageClock, StageLimits
 from pdmesh.core.instance import lifecycle_events as events
 from pdmesh.core.instance.lifecycle import InstanceLife
-from pdmesh.core.model import Assignment, PeerId, Phase, Role, RoleSpec
+from pdmesh.core.model import Assignment, PeerId, Phase, Role, RoleSpec, Tick
 from pdmesh.core.upgrade.controller import UpgradeController
 from pdmesh.core.upgrade.events import (
     Drop,
@@ -27,7 +27,7 @@ from pdmesh.core.upgrade.events import (
     Told,
 )
 from pdmesh.core.upgrade.observation import Surroundings, look_at
-from pdmesh.core.upgrade.revision_health import Answered, LegFailed
+from pdmesh.core.upgrade.revision_health import LegFailureReported, RequestAnswered
 
 KV = "kv/1"
 SOAK_S = 5.0
@@ -83,7 +83,7 @@ class World:
     given: dict[str, Assignment] = field(default_factory=dict)
     drained: set[str] = field(default_factory=set)
     isolated: set[str] = field(default_factory=set)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[AnnounceStep] = field(default_factory=list)
     incarnations: int = 0
     upgrading: UpgradeController = field(default_factory=lambda: UpgradeController(KV))
     upgrades: dict[str, Upgrade] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class World:
 
     def _done(self, effect: events.Effect, fails: bool) -> Iterator[events.Event]:
         match effect:
-            case events.Load():
+            case events.LoadEngine():
                 yield events.LoadFailed("LOAD_FAILED: no such file") if fails else events.Loaded()
             case events.Verify(peer):
                 is_there = self._is_reachable(peer.id) and not fails
@@ -151,7 +151,7 @@ class World:
                     if is_there
                     else events.PeerFailed(peer.id, "silent")
                 )
-            case events.Refuse():
+            case events.RefuseRequests():
                 yield events.BecameIdle()
 
     def _is_reachable(self, peer: PeerId) -> bool:
@@ -181,19 +181,19 @@ class World:
             frozenset(self.isolated),
         )
 
-    def round(self, num_written: int | None = None) -> list[Give | Forget]:
+    def round(self, num_written: int | None = None) -> list[GiveAssignment | ForgetAssignment]:
         """One round; of its writes only the first `num_written` arrive (the leader died, or the store went away)."""
         observed = self.observe()
         effects = self.controller.handle(observed, self.now)
-        self.steps += [e for e in effects if isinstance(e, Step)]
-        writes = [e for e in effects if isinstance(e, Give | Forget)]
+        self.steps += [e for e in effects if isinstance(e, AnnounceStep)]
+        writes = [e for e in effects if isinstance(e, GiveAssignment | ForgetAssignment)]
         for write in writes[:num_written]:
             match write:
-                case Give(instance_id, assignment):
+                case GiveAssignment(instance_id, assignment):
                     self.given[instance_id] = assignment
-                case Forget(instance_id):
+                case ForgetAssignment(instance_id):
                     del self.given[instance_id]
-        for step in (e for e in effects if isinstance(e, Step)):
+        for step in (e for e in effects if isinstance(e, AnnounceStep)):
             given = observed.given.get(step.instance_id)
             if given is not None and step.step in ("lost", "failed"):
                 lost = MemberLost((step.group_id, given.role_spec.revision), step.instance_id)
@@ -234,9 +234,9 @@ class World:
             if process.record().phase is Phase.READY and role_spec is not None:
                 cell = (role_spec.group_id, role_spec.revision)
                 for _ in range(num):
-                    self.upgrading.handle(Answered(cell, 0.1, 0.01), self.now)
+                    self.upgrading.handle(RequestAnswered(cell, 0.1, 0.01), self.now)
                     if sick and role_spec.revision == sick:
-                        self.upgrading.handle(LegFailed(cell), self.now)
+                        self.upgrading.handle(LegFailureReported(cell), self.now)
 
     def elect(self) -> None:
         """Another master leads: it knows what the registry knows."""
@@ -268,7 +268,7 @@ class World:
             self.hear(instance_id)
             while self.processes[instance_id].todo:
                 self.work(instance_id)
-            self._feed(instance_id, events.Tick())
+            self._feed(instance_id, Tick())
             before = self.records.get(instance_id)
             self.tell(instance_id)
             is_quiet = is_quiet and self.records[instance_id] == before

@@ -17,7 +17,7 @@ from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent
-from pdmesh.kv.agent.types import AgentEvent, AgentIdentity, LandingFreed
+from pdmesh.kv.agent.types import AgentEvent, AgentIdentity, AgentLandingFreed
 from pdmesh.kv.transport.base import ByteArray
 from pdmesh.kv.transport.ucx import UcxTransport
 from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, pattern, ticket_for
@@ -25,7 +25,7 @@ from tests.fakes.kv_sender_process import NUM_LAYERS, lines_of_stdin, log_to_std
 
 
 def on_event(event: AgentEvent) -> None:
-    if isinstance(event, LandingFreed):
+    if isinstance(event, AgentLandingFreed):
         say("freed")
 
 

@@ -16,7 +16,7 @@ import structlog
 from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout
 from pdmesh.kv.agent.agent import KvAgent
-from pdmesh.kv.agent.types import AgentEvent, AgentIdentity, TicketClosed
+from pdmesh.kv.agent.types import AgentEvent, AgentIdentity, AgentTicketClosed
 from pdmesh.kv.transport.ucx import UcxTransport
 from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, pattern
 
@@ -43,7 +43,7 @@ async def lines_of_stdin() -> AsyncIterator[list[str]]:
 
 
 def on_event(event: AgentEvent) -> None:
-    if isinstance(event, TicketClosed):
+    if isinstance(event, AgentTicketClosed):
         say(f"closed {event.ticket_id} {event.reason}")
 
 

@@ -171,7 +171,7 @@ def examples() -> list[bytes]:
         wire.Meta(1, 0, (), memoryview(b"")),
         wire.Ack(1, True),
         wire.Ack(2, False),
-        wire.Refused(1, Refusal.STOPPED),
+        wire.PullRefusal(1, Refusal.STOPPED),
         wire.Renew("t", 1, 7),
         wire.Fetch(4, 7, HASH, (bytes(16), bytes(range(16)))),
         wire.Probe(5, 7, HASH, bytes(16)),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pdmesh.core.kv.prefix.prefix_index import Delta, TierDelta
+from pdmesh.core.kv.prefix.prefix_index import IndexDelta, TierDelta
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.errors import Unavailable
 from pdmesh.events.v1.events_pb2 import KvBlocks
@@ -351,15 +351,15 @@ async def test_a_feed_that_fails_ends_its_service(
 
 
 async def test_redis_agrees_with_the_deltas_applied(store: RedisIndex) -> None:
-    await store.apply(Delta("a", 1, 1, stored=chain(5)), FINGERPRINT)
-    await store.apply(Delta("b", 1, 1, stored=[*chain(2), *chain(1, start=4)]), FINGERPRINT)
-    await store.apply(Delta("a", 1, 2, removed=chain(1, start=3)), FINGERPRINT)
+    await store.apply(IndexDelta("a", 1, 1, stored=chain(5)), FINGERPRINT)
+    await store.apply(IndexDelta("b", 1, 1, stored=[*chain(2), *chain(1, start=4)]), FINGERPRINT)
+    await store.apply(IndexDelta("a", 1, 2, removed=chain(1, start=3)), FINGERPRINT)
     assert await store.match(FINGERPRINT, chain(6)) == {"a": 3, "b": 2}
     assert await store.match("other-model", chain(6)) == {}
     await store.replace("a", StoredInstance(2, 7, "f1", frozenset(chain(1))))
     assert await store.match(FINGERPRINT, chain(6)) == {"b": 2}
     assert await store.load("a") == StoredInstance(2, 7, "f1", frozenset(chain(1)))
-    await store.apply(Delta("a", 2, 8, host=TierDelta(stored=chain(2))), "f1")
+    await store.apply(IndexDelta("a", 2, 8, host=TierDelta(stored=chain(2))), "f1")
     assert await store.match("f1", chain(6), Tier.HOST) == {"a": 2}
     await store.remove("a")
     assert await store.match("f1", chain(6), Tier.HOST) == {}

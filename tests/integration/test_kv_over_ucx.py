@@ -25,7 +25,7 @@ from pdmesh.core.kv.transfer.ticket import Ticket
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.thread import AgentThread
-from pdmesh.kv.agent.types import AgentEvent, AgentIdentity, LandingFreed
+from pdmesh.kv.agent.types import AgentEvent, AgentIdentity, AgentLandingFreed
 from pdmesh.kv.transport.base import KvConnection
 from pdmesh.kv.transport.ucx import UcxTransport
 from pdmesh.kv.transport.ucx_handshake import parse_address
@@ -134,7 +134,7 @@ async def test_a_sender_killed_in_mid_transfer_fails_the_pull_at_once() -> None:
         with pytest.raises(KvTransferFailed) as caught:
             await asyncio.wait_for(pull, PATIENCE_S)  # far from its deadline
         assert caught.value.reason == "KV_PEER_LOST"
-        await until(lambda: events == [LandingFreed(0)])
+        await until(lambda: events == [AgentLandingFreed(0)])
         before = view.copy()
         await asyncio.sleep(0.05)
         assert (view == before).all(), "a late write after the landing was given back"
@@ -155,7 +155,7 @@ async def test_a_frozen_sender_fails_the_pull_at_its_deadline_and_never_writes_a
             await pull
         assert caught.value.reason == "KV_TRANSFER_TIMEOUT"
         assert time.monotonic() - started >= 3.0
-        await until(lambda: events == [LandingFreed(0)])
+        await until(lambda: events == [AgentLandingFreed(0)])
         view[:] = 0
         prefill.process.send_signal(signal.SIGCONT)
         await asyncio.sleep(0.2)
@@ -230,7 +230,7 @@ async def test_over_shared_memory_parts_are_read_in_place_and_a_frozen_sender_ho
         prefill.process.send_signal(signal.SIGSTOP)
         with pytest.raises(KvTransferFailed):
             await decode.pull(second, landing(LARGE), deadline_s=0.3)
-        await until(lambda: events == [LandingFreed(0)])
+        await until(lambda: events == [AgentLandingFreed(0)])
         view = decode.landing(landing(LARGE))
         view[:] = 0
         prefill.process.send_signal(signal.SIGCONT)

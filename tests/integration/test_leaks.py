@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 
 from loadtests.leak import leak_mesh, leak_test
 from loadtests.leftovers import lasting_keys, num_consumers, shared_memory, still_there
-from pdmesh.core.kv.prefix.prefix_index import Delta
+from pdmesh.core.kv.prefix.prefix_index import IndexDelta
 from pdmesh.kv.index import redis_keys as keys
 from pdmesh.kv.index.redis_index import RedisIndex
 from tests.support import servers
@@ -79,7 +79,7 @@ async def test_keys_that_nothing_would_remove_are_seen(tmp_path: Path) -> None:
     try:
         await index.epoch("e")
         for instance_id in ("p0", "p1"):
-            await index.apply(Delta(instance_id, 1, 1, stored=[b"a" * 16, b"b" * 16]), "m")
+            await index.apply(IndexDelta(instance_id, 1, 1, stored=[b"a" * 16, b"b" * 16]), "m")
         await redis.set("soon gone", 1, ex=1000)
         clean = {"block of nobody": 0, "other": 0}
         assert await lasting_keys(server.url, ["p0", "p1"]) == clean

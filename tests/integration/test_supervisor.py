@@ -14,12 +14,12 @@ import pytest
 
 from pdmesh.core.control.supervision import (
     GiveUp,
-    Phase,
+    ProcessPhase,
     RestartPolicy,
     RestartScheduled,
 )
 from pdmesh.embedded import child
-from pdmesh.launcher.spec import ProcessSpec, Tier
+from pdmesh.launcher.spec import ProcessSpec, StopOrder
 from pdmesh.launcher.supervisor import Notice, Supervisor
 from tests.support.processes import is_alive
 from tests.support.waiting import until
@@ -30,7 +30,7 @@ STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=
 
 def program(name: str, source: str) -> ProcessSpec:
     return ProcessSpec(
-        name, name, Tier.SERVER, (sys.executable, "-c", source), env=dict(os.environ)
+        name, name, StopOrder.SERVER, (sys.executable, "-c", source), env=dict(os.environ)
     )
 
 
@@ -91,7 +91,7 @@ async def test_what_could_not_be_started_can_be_stopped(
     supervised = Supervised(tmp_path)
     supervised.supervisor.start(program("a", OBEDIENT))
     await supervised.supervisor.stop("a")  # before its end has been told
-    assert supervised.supervisor.phase("a") is Phase.STOPPED
+    assert supervised.supervisor.phase("a") is ProcessPhase.STOPPED
     assert "cannot start: Resource temporarily unavailable" in (
         supervised.supervisor.log_file("a").read_text()
     )
@@ -112,7 +112,7 @@ async def test_what_is_stopped_ends_in_order_and_stays_down(mesh: Supervised) ->
     pid = await mesh.until_up("a")
     await mesh.supervisor.stop("a")
     assert not is_alive(pid)
-    assert mesh.supervisor.phase("a") is Phase.STOPPED
+    assert mesh.supervisor.phase("a") is ProcessPhase.STOPPED
     assert not any(isinstance(n, RestartScheduled) for n in mesh.notices)
 
 
@@ -120,7 +120,7 @@ async def test_what_ignores_the_request_to_stop_is_killed_after_its_grace(
     mesh: Supervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(
-        __import__("pdmesh.launcher.supervisor", fromlist=["x"]).STOP_GRACE_S, Tier.SERVER, 0.2
+        __import__("pdmesh.launcher.supervisor", fromlist=["x"]).STOP_GRACE_S, StopOrder.SERVER, 0.2
     )
     mesh.supervisor.start(program("a", STUBBORN))
     pid = await mesh.until_up("a")
@@ -159,7 +159,7 @@ async def test_a_program_that_keeps_dying_is_given_up_and_its_log_says_why(tmp_p
 
 async def test_a_program_that_does_not_exist_is_a_death_like_any_other(tmp_path: Path) -> None:
     supervised = Supervised(tmp_path, RestartPolicy(max_deaths=1))
-    missing = ProcessSpec("a", "a", Tier.SERVER, ("/nonexistent/program",), env={})
+    missing = ProcessSpec("a", "a", StopOrder.SERVER, ("/nonexistent/program",), env={})
     supervised.supervisor.start(missing)
     await supervised.until(lambda: GiveUp("a", code=1, deaths=1) in supervised.notices)
     assert "cannot run /nonexistent/program" in supervised.supervisor.log_file("a").read_text()

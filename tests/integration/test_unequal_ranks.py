@@ -18,25 +18,25 @@ from pdmesh.core.kv.layout.compatibility import UNSCALED, KvFormat  # noqa: E402
 from pdmesh.core.kv.layout.rank_heads import heads_of  # noqa: E402
 from pdmesh.core.kv.transfer.ticket import Ticket  # noqa: E402
 from pdmesh.engine.vllm.connector.kv_facts import BESIDE  # noqa: E402
-from pdmesh.engine.vllm.connector.scheduler.handoff import Load  # noqa: E402
+from pdmesh.engine.vllm.connector.scheduler.handoff import KvLoad  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.cache_choice import paged_caches  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.cache_layout import read_layout  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.caches import PagedCaches, layout_of  # noqa: E402
-from pdmesh.engine.vllm.connector.worker.incoming import Incoming  # noqa: E402
+from pdmesh.engine.vllm.connector.worker.incoming import IncomingKv  # noqa: E402
 from pdmesh.engine.vllm.connector.worker.piece_pulls import (  # noqa: E402
     Share,
     TogetherPull,
     pull_pieces,
 )
-from pdmesh.engine.vllm.messages import LandingClear, Message, PullFailed  # noqa: E402
+from pdmesh.engine.vllm.messages import PullFailed, RankLandingFreed, RankMessage  # noqa: E402
 from pdmesh.errors import KvTransferFailed  # noqa: E402
 from pdmesh.kv.agent.agent import KvAgent  # noqa: E402
 from pdmesh.kv.agent.thread import AgentThread  # noqa: E402
 from pdmesh.kv.agent.types import (  # noqa: E402
     AgentEvent,
     AgentIdentity,
-    LandingFreed,
-    TicketClosed,
+    AgentLandingFreed,
+    AgentTicketClosed,
 )
 from pdmesh.kv.transport.ucx import UcxTransport  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
@@ -201,7 +201,7 @@ def test_every_rank_gets_its_heads_and_every_source_its_word(
             assert target.holds(wanted, fresh)
         for source in sources:
             wait_until(lambda source=source: source.events)  # type: ignore[misc]
-            assert source.events == [TicketClosed("t", "taken")]
+            assert source.events == [AgentTicketClosed("t", "taken")]
 
 
 @pytest.mark.req("S126")
@@ -287,14 +287,14 @@ def test_a_rank_waits_for_all_its_sources_and_fails_with_any(
         if is_one_lost:
             sources[-1].agent.release("t")
             wait_until(lambda: sources[-1].events)
-        said: list[Message] = []
-        incoming = Incoming(
+        said: list[RankMessage] = []
+        incoming = IncomingKv(
             Share(num_heads, 1, 0), target.caches, target.agent, max_pulls=1, send=said.append
         )
         target.on_event = lambda event: (
-            incoming.landing_freed(event.offset) if isinstance(event, LandingFreed) else None
+            incoming.landing_freed(event.offset) if isinstance(event, AgentLandingFreed) else None
         )
-        load = Load(
+        load = KvLoad(
             "key",
             3,
             ticket_of(sources),
@@ -313,9 +313,9 @@ def test_a_rank_waits_for_all_its_sources_and_fails_with_any(
             return bool(received or failed)
 
         wait_until(is_over)
-        wait_until(lambda: LandingClear(0, 3) in said)
+        wait_until(lambda: RankLandingFreed(0, 3) in said)
         assert (received, failed) == ((set(), {"key"}) if is_one_lost else ({"key"}, set()))
-        assert said.count(LandingClear(0, 3)) == 1
+        assert said.count(RankLandingFreed(0, 3)) == 1
         lost = [m for m in said if isinstance(m, PullFailed)]
         assert len(lost) == is_one_lost
         assert all(m.message.startswith("KV_REFUSED_") for m in lost)

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_DECODE, ROLE_PREFILL, InstanceRecord
-from services.gateway.routing.fleet import Fleet
+from services.gateway.routing.fleet import FleetView
 from tests.fakes.memory_registry import MemoryStore, MemoryView
 
 _NUM_EACH = 5
 _EVENTS = st.lists(st.tuples(st.booleans(), st.integers(0, 2 * _NUM_EACH - 1)), max_size=60)
 
 
-def fleet(gateway_id: str = "") -> Fleet:
+def fleet(gateway_id: str = "") -> FleetView:
     store = MemoryStore()
     for name, role in (("p", ROLE_PREFILL), ("d", ROLE_DECODE)):
         for i in range(_NUM_EACH):
@@ -27,7 +27,7 @@ def fleet(gateway_id: str = "") -> Fleet:
                 model="m",
                 phase=INSTANCE_PHASE_READY,
             )
-    return Fleet(MemoryView(store), "m", lambda: 0.0, gateway_id=gateway_id)
+    return FleetView(MemoryView(store), "m", lambda: 0.0, gateway_id=gateway_id)
 
 
 @pytest.mark.req("S42")

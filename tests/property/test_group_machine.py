@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdmesh.core.groups.controller import Forget, Give
+from pdmesh.core.groups.controller import ForgetAssignment, GiveAssignment
 from pdmesh.core.groups.desired import (
     SERVING_ROLES,
     Desired,
@@ -70,7 +70,9 @@ class GroupMachine(RuleBasedStateMachine):
         before, seen = dict(world.given), world.observe()
         writes = world.round(num_written)
         self._check_writes(writes, before, _with_recovered(Round(seen), writes))
-        self.old_words += [(w.instance_id, w.assignment) for w in writes if isinstance(w, Give)]
+        self.old_words += [
+            (w.instance_id, w.assignment) for w in writes if isinstance(w, GiveAssignment)
+        ]
         del self.old_words[:-20]
 
     @rule()
@@ -138,13 +140,16 @@ class GroupMachine(RuleBasedStateMachine):
     # --- what must be true -------------------------------------------------------------------------
 
     def _check_writes(
-        self, writes: list[Give | Forget], before: dict[str, Assignment], turn: Round
+        self,
+        writes: list[GiveAssignment | ForgetAssignment],
+        before: dict[str, Assignment],
+        turn: Round,
     ) -> None:
         world, observed = self.world, turn.observed
         after = dict(turn.plan)
         drained: list[str] = []
         for write in writes:
-            if isinstance(write, Forget):
+            if isinstance(write, ForgetAssignment):
                 record = observed.seen.get(write.instance_id)
                 assert record is None or record.incarnation != before[write.instance_id].incarnation
                 continue
@@ -262,11 +267,11 @@ class GroupMachine(RuleBasedStateMachine):
         assert scenarios == {g: group.scenario for g, group in world.desired.groups.items()}
 
 
-def _with_recovered(turn: Round, writes: list[Give | Forget]) -> Round:
+def _with_recovered(turn: Round, writes: list[GiveAssignment | ForgetAssignment]) -> Round:
     """Those that serve by an assignment that the store has lost serve all the same."""
     for write in writes:
         seen = turn.observed.seen.get(write.instance_id)
-        if not isinstance(write, Give) or seen is None or write.instance_id in turn.plan:
+        if not isinstance(write, GiveAssignment) or seen is None or write.instance_id in turn.plan:
             continue
         if seen.phase is Phase.READY and seen.assignment_id:
             turn.plan[write.instance_id] = replace(write.assignment, stage=Stage.SERVE)

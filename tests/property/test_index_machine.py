@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pdmesh.core.kv.prefix.prefix_index import (
     TIERS,
-    Delta,
-    Outcome,
+    DeltaOutcome,
+    IndexDelta,
     PrefixIndex,
     TierDelta,
 )
@@ -38,7 +38,7 @@ class IndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.workers = {name: Worker(name, 1) for name in NAMES}
-        self.bag: list[Delta] = []
+        self.bag: list[IndexDelta] = []
         self.snapshots: list[tuple[str, int, int, frozenset[bytes], frozenset[bytes]]] = []
         self.copy = PrefixIndex()
 
@@ -56,7 +56,7 @@ class IndexMachine(RuleBasedStateMachine):
         part = TierDelta(removed, stored, clears)
         number = (name, worker.incarnation, worker.sequence)
         self.bag.append(
-            Delta(*number, host=part) if host else Delta(*number, removed, stored, clears)
+            IndexDelta(*number, host=part) if host else IndexDelta(*number, removed, stored, clears)
         )
 
     @precondition(lambda self: self.bag)
@@ -109,7 +109,7 @@ class IndexMachine(RuleBasedStateMachine):
             if self.copy.version(name) != (worker.incarnation, worker.sequence):
                 held = (worker.held[tier] for tier in TIERS)
                 outcome = self.copy.load_snapshot(name, worker.incarnation, worker.sequence, *held)
-                assert outcome is Outcome.APPLIED
+                assert outcome is DeltaOutcome.APPLIED
         self.what_is_whole_and_up_to_date_is_true()
         rng = random.Random(0)
         for _ in range(5):

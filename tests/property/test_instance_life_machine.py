@@ -19,6 +19,7 @@ from pdmesh.core.model import (
     Role,
     RoleSpec,
     Stage,
+    Tick,
 )
 
 INCARNATION = 7
@@ -57,7 +58,7 @@ class InstanceLifeMachine(RuleBasedStateMachine):
     def carry_out(self, effect: life.Effect) -> None:
         assert not self.is_erased or isinstance(effect, life.Ignored), "nothing after Erase"
         match effect:
-            case life.Load(role_spec):
+            case life.LoadEngine(role_spec):
                 assert self.own is None
                 self.loads.append(role_spec)
                 self.is_loading = True
@@ -70,11 +71,11 @@ class InstanceLifeMachine(RuleBasedStateMachine):
             case life.ForgetPeer(peer):
                 self.asked.discard(peer.id)
                 self.met.discard(peer.id)
-            case life.Admit():
+            case life.AdmitRequests():
                 assert not self.is_admitting
                 assert not self.is_loading, "no request before the engine is there (S19)"
                 self.is_admitting = True
-            case life.Refuse():
+            case life.RefuseRequests():
                 assert self.is_admitting
                 self.is_admitting = False
             case life.Erase():
@@ -157,7 +158,7 @@ class InstanceLifeMachine(RuleBasedStateMachine):
     @rule(seconds=st.floats(0.1, 20))
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        self.step(life.Tick())
+        self.step(Tick())
 
     # -- always --------------------------------------------------------------------------------------
 
@@ -202,7 +203,7 @@ def test_a_blank_instance_becomes_a_decode_step_by_step_and_blank_again() -> Non
     peer = PEERS[0]
     blank = InstanceLife(INCARNATION)
     assert blank.phase is Phase.BLANK
-    assert blank.handle(assigned(Stage.LOAD, Role.DECODE), 0) == [life.Load(ROLE_SPECS[1])]
+    assert blank.handle(assigned(Stage.LOAD, Role.DECODE), 0) == [life.LoadEngine(ROLE_SPECS[1])]
     assert blank.phase is Phase.LOADING
     assert blank.handle(life.Loaded(), 1) == []
     assert blank.phase is Phase.LOADED
@@ -210,9 +211,9 @@ def test_a_blank_instance_becomes_a_decode_step_by_step_and_blank_again() -> Non
     assert blank.phase is Phase.CONNECTING
     assert blank.handle(life.PeerVerified(peer.id), 3) == []
     assert blank.phase is Phase.CONNECTED
-    assert blank.handle(assigned(Stage.SERVE, Role.DECODE, peer), 4) == [life.Admit()]
+    assert blank.handle(assigned(Stage.SERVE, Role.DECODE, peer), 4) == [life.AdmitRequests()]
     assert blank.phase is Phase.READY
-    assert blank.handle(assigned(Stage.DRAIN, Role.DECODE, peer), 5) == [life.Refuse()]
+    assert blank.handle(assigned(Stage.DRAIN, Role.DECODE, peer), 5) == [life.RefuseRequests()]
     assert blank.phase is Phase.DRAINING
     assert blank.handle(life.BecameIdle(), 6) == []
     assert blank.phase is Phase.DRAINED
@@ -229,11 +230,11 @@ def test_a_pair_that_fails_is_named_and_tried_again_ever_more_rarely() -> None:
     assert one.handle(life.PeerFailed(peer.id, "KV_CONNECT_FAILED"), 0) == []
     assert (one.phase, one.failed_peers) == (Phase.CONNECTING, {peer.id: "KV_CONNECT_FAILED"})
     first, most = RETRY_S
-    assert one.handle(life.Tick(), first / 2) == []
-    assert one.handle(life.Tick(), first) == [life.Verify(peer)]
+    assert one.handle(Tick(), first / 2) == []
+    assert one.handle(Tick(), first) == [life.Verify(peer)]
     one.handle(life.PeerFailed(peer.id, "KV_CONNECT_FAILED"), first)
-    assert one.handle(life.Tick(), 2 * first) == []
-    assert one.handle(life.Tick(), 3 * first) == [life.Verify(peer)]
+    assert one.handle(Tick(), 2 * first) == []
+    assert one.handle(Tick(), 3 * first) == [life.Verify(peer)]
     one.handle(life.PeerVerified(peer.id), 4 * first)
     assert (one.phase, one.failed_peers) == (Phase.CONNECTED, {})
     assert most > first
@@ -245,7 +246,7 @@ def test_peers_come_and_go_while_it_serves() -> None:
     one = InstanceLife(INCARNATION)
     one.handle(assigned(Stage.SERVE, Role.DECODE, old), 0)
     one.handle(life.Loaded(), 0)
-    assert one.handle(life.PeerVerified(old.id), 0) == [life.Admit()]
+    assert one.handle(life.PeerVerified(old.id), 0) == [life.AdmitRequests()]
     effects = one.handle(assigned(Stage.SERVE, Role.DECODE, new), 1)
     assert effects == [life.ForgetPeer(old), life.Verify(new)]
     assert one.phase is Phase.READY
@@ -277,7 +278,7 @@ def test_a_master_that_knows_less_of_the_role_than_was_loaded_is_heeded() -> Non
     one.handle(life.Assigned(Assignment(INCARNATION, 1, 1, Stage.SERVE, role_spec)), 0)
     one.handle(life.Loaded(), 0)
     again = Assignment(INCARNATION, 2, 1, Stage.DRAIN, ROLE_SPECS[0])
-    assert one.handle(life.Assigned(again), 1) == [life.Refuse()]
+    assert one.handle(life.Assigned(again), 1) == [life.RefuseRequests()]
     assert one.role_spec == role_spec
     upgrade = replace(again, stage=Stage.SERVE, role_spec=replace(role_spec, revision="r2"))
     assert one.handle(life.Assigned(upgrade), 2) == [life.Ignored.OTHER_ROLE]
@@ -303,10 +304,10 @@ def test_another_role_needs_another_incarnation() -> None:
 
 def test_one_that_is_not_drained_to_its_end_may_be_taken_back() -> None:
     one = InstanceLife(INCARNATION, ROLE_SPECS[0])
-    assert one.handle(assigned(Stage.DRAIN), 0) == [life.Refuse()]
-    assert one.handle(assigned(Stage.SERVE), 1) == [life.Admit()]
+    assert one.handle(assigned(Stage.DRAIN), 0) == [life.RefuseRequests()]
+    assert one.handle(assigned(Stage.SERVE), 1) == [life.AdmitRequests()]
     assert one.handle(life.BecameIdle(), 1) == []
-    assert one.handle(assigned(Stage.DRAIN), 2) == [life.Refuse()]
+    assert one.handle(assigned(Stage.DRAIN), 2) == [life.RefuseRequests()]
     assert one.phase is Phase.DRAINING
 
 

@@ -32,7 +32,7 @@ def metas(draw: st.DrawFn) -> wire.Meta:
 messages = st.one_of(
     st.builds(wire.Pull, u64, ids, u32, u64, u64, u32, u32, u32, st.integers(1, 255), u64),
     metas(),
-    st.builds(wire.Refused, u64, st.sampled_from(Refusal)),
+    st.builds(wire.PullRefusal, u64, st.sampled_from(Refusal)),
     st.builds(wire.Ack, u64, st.booleans()),
     st.builds(wire.Renew, ids, u32, u64),
     st.builds(wire.Probe, u64, u64, u64, st.binary(min_size=16, max_size=16)),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdmesh.core.kv.prefix.prefix_index import Delta, Outcome, PrefixIndex
+from pdmesh.core.kv.prefix.prefix_index import DeltaOutcome, IndexDelta, PrefixIndex
 
 BLOCKS = [bytes([i]) * 16 for i in range(12)]
 INSTANCES = ["p0", "p1", "p2"]
@@ -22,7 +22,7 @@ class Worker:
     def __init__(self, name: str, incarnation: int) -> None:
         self.name, self.incarnation = name, incarnation
         self.cache: set[bytes] = set()
-        self.deltas: list[Delta] = []
+        self.deltas: list[IndexDelta] = []
 
     def change(self, is_cleared: bool, removed: list[bytes], stored: list[bytes]) -> None:
         if is_cleared:
@@ -31,7 +31,9 @@ class Worker:
         self.cache |= set(stored)
         sequence = len(self.deltas) + 1
         self.deltas.append(
-            Delta(self.name, self.incarnation, sequence, tuple(removed), tuple(stored), is_cleared)
+            IndexDelta(
+                self.name, self.incarnation, sequence, tuple(removed), tuple(stored), is_cleared
+            )
         )
 
 
@@ -114,16 +116,16 @@ def test_late_deltas_of_an_earlier_incarnation_change_nothing(
     for worker in new:
         worker.change(False, [], rng.sample(BLOCKS, 3))
     for worker in new:
-        assert index.apply(worker.deltas[0]) is Outcome.APPLIED
+        assert index.apply(worker.deltas[0]) is DeltaOutcome.APPLIED
     for worker in old:
         for delta in worker.deltas:
-            assert index.apply(delta) is Outcome.STALE
+            assert index.apply(delta) is DeltaOutcome.STALE
         late_snapshot = index.load_snapshot(worker.name, 7, 99, BLOCKS)
-        assert late_snapshot is (Outcome.STALE if worker.deltas else Outcome.APPLIED)
+        assert late_snapshot is (DeltaOutcome.STALE if worker.deltas else DeltaOutcome.APPLIED)
         if not worker.deltas:  # the index never heard of incarnation 7; nothing says which is newer
             index.remove_instance(worker.name)
             index.apply(
-                Delta(worker.name, 8, 1, (), tuple(new[INSTANCES.index(worker.name)].cache))
+                IndexDelta(worker.name, 8, 1, (), tuple(new[INSTANCES.index(worker.name)].cache))
             )
             new[INSTANCES.index(worker.name)].cache = set(index.blocks(worker.name))
     assert_equals_truth(index, new, rng)

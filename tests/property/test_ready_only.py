@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdmesh.core.placement.baselines import POLICIES
-from pdmesh.core.placement.fleet import Fleet, RecordSeen
+from pdmesh.core.placement.fleet import Fleet, InstanceRecorded
 from pdmesh.core.placement.plan import NoPlan, Placement, Plan
 from pdmesh.core.placement.policies import Query
 from pdmesh.net.registry import RecordChanged
@@ -23,7 +23,7 @@ from pdmesh.v1.common_pb2 import (
     InstancePhase,
     InstanceRecord,
 )
-from services.gateway.routing.fleet import Fleet as GatewayFleet
+from services.gateway.routing.fleet import FleetView as GatewayFleet
 from services.gateway.routing.fleet import pair_of
 from services.master_scheduler.placement.convert import identity_from
 
@@ -93,7 +93,7 @@ def test_a_master_plans_only_ready_ones(records: dict[str, InstanceRecord], poli
     fleet = Fleet()
     for record in records.values():
         if (identity := identity_from(record)) is not None:
-            fleet.handle(RecordSeen(identity), 0.0)
+            fleet.handle(InstanceRecorded(identity), 0.0)
     placement = Placement(fleet, random.Random(1), POLICIES[policy]())
     plan = placement.plan(Query("m", "default", num_prompt_tokens=100), {}, 0.0)
     if isinstance(plan, NoPlan):

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from pdmesh.core.model import Tick
 from pdmesh.core.request.events import (
     AbortLeg,
     AskPlan,
@@ -32,11 +33,11 @@ from pdmesh.core.request.events import (
     Fail,
     FirstToken,
     KvAdvanced,
-    KvReceived,
     KvStage,
     LegAccepted,
     LegFailed,
     LegFinished,
+    LegKvReceived,
     LegLost,
     LegRejected,
     PlanFailed,
@@ -49,7 +50,6 @@ from pdmesh.core.request.events import (
     SlotFreed,
     StopMatched,
     Submitted,
-    Tick,
     TicketHeld,
     WaitForSlot,
     WaitRefused,
@@ -216,7 +216,7 @@ class RequestMachine(RuleBasedStateMachine):
             case "decoding" if leg is not None and leg.is_open:
                 if self.tickets.get(leg.ticket_id) == "open":
                     self.take_ticket(leg)
-                    self.feed(KvReceived(leg.key))
+                    self.feed(LegKvReceived(leg.key))
                 else:
                     self.draw(leg, 1, data.draw(st.booleans()))
 
@@ -310,7 +310,7 @@ class RequestMachine(RuleBasedStateMachine):
         if leg and leg.is_decode and leg.is_open:
             leg.is_accepted = True
             self.take_ticket(leg)
-            self.feed(KvReceived(leg.key))
+            self.feed(LegKvReceived(leg.key))
 
     def take_ticket(self, leg: Leg) -> None:
         if self.tickets.get(leg.ticket_id) == "open":

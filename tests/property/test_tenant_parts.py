@@ -20,7 +20,7 @@ from pdmesh.core.tenancy.limits import (
     Charge,
     Clock,
     Limit,
-    Refused,
+    LimitRefused,
     Tenant,
     TenantLimits,
     Tenants,
@@ -71,16 +71,16 @@ class Gateway:
     def settle(self, clock: Clock, *, is_leaving: bool = False) -> None:
         self.write(self.parts.due(self.tenant, clock, is_leaving=is_leaving), clock)
 
-    def charge(self, num_tokens: int, clock: Clock) -> Charge | Refused:
+    def charge(self, num_tokens: int, clock: Clock) -> Charge | LimitRefused:
         """A call that finds too few asks once, with what is known here."""
         found = self.try_charge(num_tokens, clock)
-        if isinstance(found, Refused) and found.num_lacking:
+        if isinstance(found, LimitRefused) and found.num_lacking:
             with self.parts.waiting(self.tenant, num_tokens):
                 self.write(self.parts.more_tokens(self.tenant, clock), clock)
                 return self.try_charge(num_tokens, clock)
         return found
 
-    def try_charge(self, num_tokens: int, clock: Clock) -> Charge | Refused:
+    def try_charge(self, num_tokens: int, clock: Clock) -> Charge | LimitRefused:
         return self.tenants.charge(self.tenant, num_tokens, clock.now, clock.day, 9.0)
 
     def enter(self, clock: Clock) -> bool:
@@ -338,7 +338,7 @@ class Fleet:
             gateway.look(self.clock)
             gateway.settle(self.clock)
 
-    def call(self, gateway: Gateway, num_tokens: int, num_used: int) -> Refused | None:
+    def call(self, gateway: Gateway, num_tokens: int, num_used: int) -> LimitRefused | None:
         """It waits, as calls do, while others may give something up."""
         if gateway.tenants.enter(self.tenant, self.clock.now) is None:
             gateway.tenants.leave(self.tenant)
@@ -354,7 +354,7 @@ class Fleet:
                         other.parts.due(self.tenant, self.clock, tells_use=False), self.clock
                     )
             else:
-                assert isinstance(charge, Refused)
+                assert isinstance(charge, LimitRefused)
                 return charge
         gateway.tenants.settle(self.tenant, charge, num_used)
         self.granted += num_used
@@ -480,14 +480,14 @@ def test_a_write_without_an_answer_grants_nothing_twice() -> None:
         giver.look(clock)
         lost = giver.parts.due(tenant, clock, tells_use=False)
         assert lost is not None
-        assert isinstance(giver.try_charge(1, clock), Refused)
+        assert isinstance(giver.try_charge(1, clock), LimitRefused)
         giver.look(clock)
-        assert isinstance(giver.try_charge(1, clock), Refused), "though the ledger says it may"
+        assert isinstance(giver.try_charge(1, clock), LimitRefused), "though the ledger says it may"
         store.put(lost, store.revision)  # late
         taker.look(clock)
         assert isinstance(taker.try_charge(3100, clock), Charge)
     giver.look(clock)
-    assert isinstance(giver.try_charge(1, clock), Refused)
+    assert isinstance(giver.try_charge(1, clock), LimitRefused)
 
 
 def test_a_quota_that_shrinks_is_kept_from_then_on() -> None:

@@ -21,6 +21,7 @@ from pdmesh.core.kv.transfer import sender_events as tx
 from pdmesh.core.kv.transfer.receiver import SILENT_S, STOP_S, PullBook
 from pdmesh.core.kv.transfer.sender import MAX_LEASES, TicketBook
 from pdmesh.core.kv.transfer.ticket import CloseReason
+from pdmesh.core.model import Tick
 from pdmesh.kv.agent import wire
 
 FINGERPRINT = 11
@@ -92,7 +93,7 @@ class TransferMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, attempt=st.integers(1, 2), chunk=CHUNKS, is_whole=st.booleans())
     def open(self, name: str, attempt: int, chunk: int, is_whole: bool) -> None:
-        event = tx.Opened(name, attempt, LAYOUT, LEASE_S, chunk)
+        event = tx.OpenAsked(name, attempt, LAYOUT, LEASE_S, chunk)
         if name in self.tickets:
             with pytest.raises(ValueError, match="open already"):
                 self.sender.handle(event, self.now)
@@ -190,7 +191,7 @@ class TransferMachine(RuleBasedStateMachine):
 
     @rule()
     def tick(self) -> None:
-        self.at_sender(tx.Tick())
+        self.at_sender(Tick())
         self.at_receiver(rx.Tick())
 
     # -- crashes ----------------------------------------------------------------------------------
@@ -321,7 +322,7 @@ class TransferMachine(RuleBasedStateMachine):
             return
         self.tickets[name] = Ticket(0, True, 1, self.now)
         layout = KvLayout(1, 3, 20)
-        self.at_sender(tx.Opened(name, 0, layout, LEASE_S, 20, is_single=True))
+        self.at_sender(tx.OpenAsked(name, 0, layout, LEASE_S, 20, is_single=True))
         self.at_sender(tx.LayersReady(name, 1))
         self.at_sender(tx.PullAsked(link.key, pull_id, name, 0, self.incarnation, FINGERPRINT))
 
@@ -346,7 +347,7 @@ class TransferMachine(RuleBasedStateMachine):
                         message.inline is not None,
                     )
                 )
-            case wire.Refused(pull_id, refusal):
+            case wire.PullRefusal(pull_id, refusal):
                 self.at_receiver(rx.PullRefused(link.key, pull_id, refusal.name))
 
     @staticmethod
@@ -404,8 +405,8 @@ class TransferMachine(RuleBasedStateMachine):
                     case tx.SendPart():
                         if self.send(effect):
                             events.append(tx.PartSent(effect.peer, effect.pull_id))
-                    case tx.Refuse(peer, pull_id, refusal):
-                        self.links[peer - 1].to_receiver.append(wire.Refused(pull_id, refusal))
+                    case tx.RefusePull(peer, pull_id, refusal):
+                        self.links[peer - 1].to_receiver.append(wire.PullRefusal(pull_id, refusal))
                     case tx.AbortPeer(peer):
                         self.aborts.append((self.links[peer - 1], "sender"))
                     case tx.CloseTicket(ticket_id, reason):
@@ -490,11 +491,11 @@ class TransferMachine(RuleBasedStateMachine):
 
     def apply_end(self, effect: rx.ReceiverEffect, pull: Pull, pull_id: int) -> None:
         match effect:
-            case rx.Complete():
+            case rx.CompletePull():
                 assert not pull.has_left
                 assert not pull.outcome
                 self.end(pull, pull_id, "complete")
-            case rx.Fail():
+            case rx.FailPull():
                 assert not pull.outcome, "told twice"
                 assert not pull.has_left, "told nobody"
                 pull.outcome = "failed"

@@ -33,9 +33,9 @@ from pdmesh.core.upgrade.events import (
     Promoted,
 )
 from pdmesh.core.upgrade.revision_health import (
-    Answered,
     Answers,
-    LegFailed,
+    LegFailureReported,
+    RequestAnswered,
     Tally,
     verdict,
 )
@@ -562,8 +562,8 @@ def test_answers_are_compared_only_where_there_are_enough() -> None:
 def test_answers_are_kept_for_ten_minutes_by_group_and_revision() -> None:
     answers = Answers()
     for second in range(0, 1200, 5):
-        answers.handle(Answered(("a", NEW), 0.1, None), float(second))
-    answers.handle(LegFailed(("a", OLD)), 1200.0)
+        answers.handle(RequestAnswered(("a", NEW), 0.1, None), float(second))
+    answers.handle(LegFailureReported(("a", OLD)), 1200.0)
     assert answers.of([("a", NEW)], 0.0, 1300.0).num == 120
     assert answers.of([("a", NEW), ("a", OLD)], 1190.0, 1300.0).num_failed == 1
     assert answers.of([("b", NEW)], 0.0, 1300.0) == Tally()

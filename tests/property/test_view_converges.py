@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pdmesh.core.groups.observed import GroupTracker
 from pdmesh.core.model import Role
-from pdmesh.core.placement.fleet import Fleet, RecordSeen
+from pdmesh.core.placement.fleet import Fleet, InstanceRecorded
 from pdmesh.core.placement.instance import Identity
 from pdmesh.core.placement.plan import Placement, Plan
 from pdmesh.core.placement.policies import Query
@@ -107,7 +107,7 @@ class Master:
         for name in NAMES:
             role = Role(name.partition("-")[0])
             identity = Identity(name, 1, role, "g", "default", "m", "f", 64, 8, 100, 4096)
-            self.fleet.handle(RecordSeen(identity), 0.0)
+            self.fleet.handle(InstanceRecorded(identity), 0.0)
         placement = Placement(self.fleet, random.Random(1))
         for i in range(NUM_REQUESTS):
             query = Query(model="m", num_prompt_tokens=64, request_id=f"r{i}")

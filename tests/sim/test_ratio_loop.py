@@ -17,7 +17,7 @@ from pdmesh.core.moves.cron import Cron
 from pdmesh.core.moves.move import (
     Move,
     MoveKind,
-    Plan,
+    MovePlan,
     Trigger,
 )
 from pdmesh.core.moves.schedule import Entry, Schedule, What
@@ -135,7 +135,9 @@ def test_lending_an_upgrade_and_a_role_change_lose_no_request() -> None:
     control = Control(mesh, loop.WINDOW_S, 2400.0, schedule=schedule, wall=1_795_219_200.0)
     control.start()
     change = Move("chat-1", MoveKind.CHANGE_ROLE, Role.DECODE)
-    mesh.clock.at(300.0, lambda: control.ask(Plan("chat", Trigger.OPERATOR, (change,), "by hand")))
+    mesh.clock.at(
+        300.0, lambda: control.ask(MovePlan("chat", Trigger.OPERATOR, (change,), "by hand"))
+    )
     control.upgrade_limits = UpgradeLimits(soak_s=30.0)
     mesh.clock.at(1000.0, lambda: control.release("chat", "r2"))
     rng = random.Random(3)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pdmesh.core.health.fault_levels import Level
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
-from pdmesh.core.placement.fleet import Fleet, RecordSeen
+from pdmesh.core.placement.fleet import Fleet, InstanceRecorded
 from pdmesh.core.placement.instance import FaultJudged
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.net.events import EventPublisher
@@ -126,7 +126,7 @@ class Site:
         )  # fmt: skip
         self.registry.records[name] = record
         if identity := identity_from(record):
-            self.fleet.handle(RecordSeen(identity), 0.0)
+            self.fleet.handle(InstanceRecorded(identity), 0.0)
 
     def break_(self, name: str, level: Level, since: float = 0.0) -> None:
         self.fleet.handle(FaultJudged(name, 7, level, ("ECC",), held_back="", since=since), 0.0)

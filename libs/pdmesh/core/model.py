@@ -77,3 +77,8 @@ class Assignment:
     stage: Stage
     role_spec: RoleSpec
     peers: tuple[Peer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed: the event that cores get when nothing else happens."""

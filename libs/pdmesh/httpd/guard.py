@@ -27,7 +27,7 @@ _MAX_PIPELINED: Final = 16
 _LINGER_S: Final = 1.0
 
 
-class Refused(Exception):
+class GuardRefused(Exception):
     """Not for anyone to catch but the parser: it ends there."""
 
 
@@ -155,10 +155,10 @@ class _Guarded(HttpToolsProtocol):
 
     def on_headers_complete(self) -> Any:
         if len(self.pipeline) >= _MAX_PIPELINED:
-            raise Refused
+            raise GuardRefused
         if status := refusal(self.parser.get_http_version(), self.headers):
             self._status = HTTPStatus(status)
-            raise Refused
+            raise GuardRefused
         scope = cast("dict[str, Any]", self.scope)  # ASGI allows keys of our own
         scope[CONNECTION] = self
         self.bounds.answers(self.abort)
@@ -192,7 +192,7 @@ class _Guarded(HttpToolsProtocol):
         self._num_field_bytes += num_bytes
         if self._num_field_bytes > self.bounds.max_header_bytes:
             self._status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-            raise Refused
+            raise GuardRefused
 
     def _start_clock(self) -> None:
         self._deadline = self.loop.call_later(

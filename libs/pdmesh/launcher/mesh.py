@@ -20,7 +20,7 @@ from typing import Final, Self
 from pdmesh.config import BadSetting
 from pdmesh.core.control.supervision import (
     GiveUp,
-    Phase,
+    ProcessPhase,
     RestartPolicy,
     RestartScheduled,
 )
@@ -32,7 +32,7 @@ from pdmesh.launcher import first_groups, log_files, state
 from pdmesh.launcher.external import nats_problem, redis_problem
 from pdmesh.launcher.gateway_ports import reserve_ports
 from pdmesh.launcher.process_health import ProcessHealth
-from pdmesh.launcher.spec import MeshSpec, ProcessSpec, Tier, Wiring, asked_of, services
+from pdmesh.launcher.spec import MeshSpec, ProcessSpec, StopOrder, Wiring, asked_of, services
 from pdmesh.launcher.supervisor import Notice, Supervisor
 from pdmesh.net.loopback import join
 
@@ -233,7 +233,9 @@ class Mesh:
         file = self.spec.groups_file
         if file is None:
             return
-        await self.wait_ready(n for n, s in self.supervisor.specs.items() if s.tier is Tier.CONTROL)
+        await self.wait_ready(
+            n for n, s in self.supervisor.specs.items() if s.tier is StopOrder.CONTROL
+        )
         try:
             await first_groups.apply(
                 file, self.nats_url, {**os.environ, **self.spec.env}, self.wiring.mesh_token
@@ -246,7 +248,7 @@ class Mesh:
         spec = self.spec
         serves = spec.groups_file or spec.num_prefill or spec.num_decode or spec.num_fusion
         specs = self.supervisor.specs
-        return [name for name, s in specs.items() if serves or s.tier is not Tier.GATEWAY]
+        return [name for name, s in specs.items() if serves or s.tier is not StopOrder.GATEWAY]
 
     def _wire(self) -> Wiring:
         spec = self.spec
@@ -298,12 +300,12 @@ class Mesh:
                 command = tuple(server.command())
             except ServerNotFound as exc:
                 raise MeshFailed(str(exc)) from exc
-            self.supervisor.start(ProcessSpec(name, name, Tier.SERVER, command, env={}))
+            self.supervisor.start(ProcessSpec(name, name, StopOrder.SERVER, command, env={}))
         await self.wait_ready(self._servers)
 
     async def _stop_processes(self) -> None:
         self._write_state()
-        for tier in sorted(Tier, reverse=True):
+        for tier in sorted(StopOrder, reverse=True):
             names = [n for n, s in self.supervisor.specs.items() if s.tier is tier]
             await asyncio.gather(*(self.supervisor.stop(name) for name in names))
         state.forget_run(self.state_dir)
@@ -331,7 +333,7 @@ class Mesh:
 
     def _raise_if_hopeless(self, names: Iterable[str]) -> None:
         for name in names:
-            is_given_up = self.supervisor.phase(name) is Phase.FAILED
+            is_given_up = self.supervisor.phase(name) is ProcessPhase.FAILED
             keeps_dying = self.supervisor.deaths(name) >= _DEATHS_WHILE_STARTING
             if is_given_up or (keeps_dying and self._phase == "starting"):
                 raise MeshFailed(

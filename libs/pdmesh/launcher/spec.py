@@ -19,7 +19,7 @@ from pdmesh.config import without_password
 EngineKind = Literal["vllm", "sim"]
 
 
-class Tier(IntEnum):
+class StopOrder(IntEnum):
     """What depends on what: a higher tier stops before a lower one."""
 
     SERVER = 0
@@ -29,7 +29,12 @@ class Tier(IntEnum):
 
 
 # How long a process may take to end after SIGTERM before it is killed: its drain (10 s), and a little.
-STOP_GRACE_S: Final = {Tier.SERVER: 3.0, Tier.CONTROL: 4.0, Tier.INSTANCE: 13.0, Tier.GATEWAY: 13.0}
+STOP_GRACE_S: Final = {
+    StopOrder.SERVER: 3.0,
+    StopOrder.CONTROL: 4.0,
+    StopOrder.INSTANCE: 13.0,
+    StopOrder.GATEWAY: 13.0,
+}
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ class ProcessSpec:
 
     name: str
     service: str  # gateway, master-scheduler, ..., or nats, valkey
-    tier: Tier
+    tier: StopOrder
     command: tuple[str, ...]
     env: Mapping[str, str]
     ops_file: Path | None = None  # where a service writes its ops address; None for a server
@@ -134,14 +139,14 @@ class Wiring:
 
 
 _TIERS: Final = {
-    "master-scheduler": Tier.CONTROL,
-    "kv-cache-index": Tier.CONTROL,
-    "health-monitor": Tier.CONTROL,
-    "node-agent": Tier.CONTROL,
-    "prefill": Tier.INSTANCE,
-    "decode": Tier.INSTANCE,
-    "instance": Tier.INSTANCE,
-    "gateway": Tier.GATEWAY,
+    "master-scheduler": StopOrder.CONTROL,
+    "kv-cache-index": StopOrder.CONTROL,
+    "health-monitor": StopOrder.CONTROL,
+    "node-agent": StopOrder.CONTROL,
+    "prefill": StopOrder.INSTANCE,
+    "decode": StopOrder.INSTANCE,
+    "instance": StopOrder.INSTANCE,
+    "gateway": StopOrder.GATEWAY,
 }
 
 _MODULES: Final = {
@@ -187,7 +192,7 @@ def _service(kind: str, service: str, region: str, spec: MeshSpec, wiring: Wirin
         "OPS_FILE": str(ops_file),
         **({"REGION": region} if region else {}),
         **(_gateway_settings(region, spec, wiring) if service == "gateway" else {}),
-        **(_instance_settings(kind, spec) if _TIERS[service] is Tier.INSTANCE else {}),
+        **(_instance_settings(kind, spec) if _TIERS[service] is StopOrder.INSTANCE else {}),
     }
     return ProcessSpec(
         name=name,

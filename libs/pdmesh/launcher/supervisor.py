@@ -24,7 +24,7 @@ from pdmesh.core.control.supervision import (
     Event,
     Exited,
     GiveUp,
-    Phase,
+    ProcessPhase,
     RestartPolicy,
     RestartScheduled,
     SignalStop,
@@ -32,8 +32,8 @@ from pdmesh.core.control.supervision import (
     StartProcess,
     StopAsked,
     Supervision,
-    Tick,
 )
+from pdmesh.core.model import Tick
 from pdmesh.embedded import child
 from pdmesh.launcher.spec import STOP_GRACE_S, ProcessSpec
 
@@ -71,7 +71,7 @@ class Supervisor:
     def specs(self) -> Mapping[str, ProcessSpec]:
         return self._specs
 
-    def phase(self, name: str) -> Phase:
+    def phase(self, name: str) -> ProcessPhase:
         return self._core.phase(name)
 
     def deaths(self, name: str) -> int:

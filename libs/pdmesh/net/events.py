@@ -91,7 +91,7 @@ def decode_event(message: Message, kind: type[T]) -> T:
     return event
 
 
-class Admission(enum.Enum):
+class EventOrder(enum.Enum):
     """What a sequence number says about an event."""
 
     NEW = "new"
@@ -116,30 +116,30 @@ class SequenceGate:
     def __init__(self) -> None:
         self._publishers: OrderedDict[str, _Publisher] = OrderedDict()
 
-    def admit(self, header: Header) -> Admission:
+    def admit(self, header: Header) -> EventOrder:
         known = self._publishers.get(header.publisher_id)
         if known is None:
             return self._start(header, [])
         if header.incarnation != known.incarnation:
             if header.incarnation in known.retired:
-                return Admission.STALE
+                return EventOrder.STALE
             retired = [*known.retired, known.incarnation][-_RETIRED_PER_PUBLISHER:]
             return self._start(header, retired)
         if header.sequence <= known.sequence:
-            return Admission.STALE
+            return EventOrder.STALE
         is_next = header.sequence == known.sequence + 1
         known.sequence = header.sequence
         self._publishers.move_to_end(header.publisher_id)
-        return Admission.NEW if is_next else Admission.GAP
+        return EventOrder.NEW if is_next else EventOrder.GAP
 
     def forget(self, publisher_id: str) -> None:
         self._publishers.pop(publisher_id, None)
 
-    def _start(self, header: Header, retired: list[int]) -> Admission:
+    def _start(self, header: Header, retired: list[int]) -> EventOrder:
         self._publishers[header.publisher_id] = _Publisher(
             header.incarnation, header.sequence, retired
         )
         self._publishers.move_to_end(header.publisher_id)
         if len(self._publishers) > _MAX_PUBLISHERS:
             self._publishers.popitem(last=False)
-        return Admission.NEW if header.sequence == 1 else Admission.GAP
+        return EventOrder.NEW if header.sequence == 1 else EventOrder.GAP

@@ -16,7 +16,7 @@ import structlog
 from pdmesh.events.v1.events_pb2 import InstanceHealth
 from pdmesh.net import subjects
 from pdmesh.net.events import EventPublisher
-from pdmesh.net.registry import Lease, Registry
+from pdmesh.net.registry import RecordLease, Registry
 from pdmesh.net.tasks import end
 from pdmesh.v1.common_pb2 import InstanceRecord
 
@@ -47,7 +47,7 @@ class Presence:
         self._period_s = lease_s / _BEATS_PER_LEASE
         self._is_ready = is_ready
         self._on_replaced = on_replaced
-        self._lease: Lease | None = None
+        self._lease: RecordLease | None = None
         self._record = InstanceRecord()
         self._record_fn: Callable[[], InstanceRecord] = InstanceRecord
         self._wake = asyncio.Event()
@@ -82,7 +82,7 @@ class Presence:
         if self._lease is not None:
             await self._lease.release()
 
-    async def _beat_often(self, lease: Lease) -> None:
+    async def _beat_often(self, lease: RecordLease) -> None:
         while not lease.was_replaced:
             await self._beat(lease)
             with contextlib.suppress(TimeoutError):
@@ -92,7 +92,7 @@ class Presence:
         log.error("presence.replaced", instance_id=self._record.instance_id)
         self._on_replaced()
 
-    async def _beat(self, lease: Lease) -> None:
+    async def _beat(self, lease: RecordLease) -> None:
         record = self._record_fn()
         if record != self._record:
             self._record = _snapshot(record)

@@ -28,7 +28,7 @@ class RecordChanged:
     is_lease_end: bool = False
 
 
-class Lease(Protocol):
+class RecordLease(Protocol):
     """Held by a record's owner; renewed in the background until `release`."""
 
     @property
@@ -69,7 +69,7 @@ class RegistryView(Protocol):
 class Registry(Protocol):
     """One writer per instance id: who registers an id replaces whoever held it."""
 
-    async def register(self, record: InstanceRecord) -> Lease: ...
+    async def register(self, record: InstanceRecord) -> RecordLease: ...
 
     async def watch(self) -> RegistryView:
         """A view that already holds what the store knows now."""

@@ -14,7 +14,7 @@ from pdmesh.core.moves.cron import Cron
 from pdmesh.core.moves.move import GroupShape
 from pdmesh.core.moves.plan_runner import GroupsSeen, PlanRunner
 from pdmesh.core.moves.schedule import Entry, Schedule, What
-from pdmesh.core.placement.fleet import Fleet, LoadReported, RecordSeen
+from pdmesh.core.placement.fleet import Fleet, InstanceRecorded, LoadReported
 from pdmesh.core.placement.instance import Identity
 from pdmesh.core.placement.plan import Placement
 from pdmesh.core.placement.policies import Query
@@ -70,7 +70,7 @@ def _fleet(group_ids: list[str]) -> Fleet:
             identity = Identity(
                 f"{group_id}-{number}", 1, role, group_id, scenario, "m", "f", 64, 8, 16384, 0
             )
-            fleet.handle(RecordSeen(identity), 0.0)
+            fleet.handle(InstanceRecorded(identity), 0.0)
     return fleet
 
 

@@ -20,7 +20,7 @@ from pdmesh.core.tenancy.limits import (
     ANYONE,
     Charge,
     Limit,
-    Refused,
+    LimitRefused,
     Tenant,
     Tenants,
 )
@@ -191,13 +191,13 @@ class KeyedDoor:
 
     # --- visits ----------------------------------------------------------------------------------
 
-    def charge(self, tenant: Tenant, num_tokens: int) -> Charge | Refused:
+    def charge(self, tenant: Tenant, num_tokens: int) -> Charge | LimitRefused:
         now = time.time()
         day = int(now // _DAY_S)
         left_s = (day + 1) * _DAY_S - now
         return self._tenants.charge(tenant, num_tokens, time.monotonic(), day, left_s)
 
-    async def has_more(self, tenant: Tenant, refused: Refused) -> bool:
+    async def has_more(self, tenant: Tenant, refused: LimitRefused) -> bool:
         if self._ledgers is None or refused.limit is Limit.QUOTA:
             return False
         if refused.num_lacking:
@@ -241,14 +241,14 @@ class _KeyedVisit:
         self._door = door
         self.tenant = tenant
         self._charge: Charge | None = None
-        self._refused: Refused | None = None
+        self._refused: LimitRefused | None = None
         self._has_left = False
 
     def charge(self, num_tokens: int) -> None:
         """Raises RateLimited."""
         assert self._charge is None
         found = self._door.charge(self.tenant, num_tokens)
-        if isinstance(found, Refused):
+        if isinstance(found, LimitRefused):
             self._refused = found
             raise _rate_limited(found)
         self._charge = found
@@ -288,7 +288,7 @@ async def charged(visit: Visit, work: Callable[[], T]) -> T:
                 raise
 
 
-def _rate_limited(refused: Refused) -> RateLimited:
+def _rate_limited(refused: LimitRefused) -> RateLimited:
     return RateLimited(
         _MESSAGES[refused.limit],
         reason=refused.limit.value,

@@ -29,7 +29,7 @@ from services.gateway.grpc.calls import chat_spec, generate_spec
 from services.gateway.grpc.health import HealthServicer
 from services.gateway.request.frontend import Call, Frontend, new_request_id
 from services.gateway.request.spec import CallSpec
-from services.gateway.text.choice_text import Delta
+from services.gateway.text.choice_text import TextDelta
 
 log = structlog.get_logger(__name__)
 
@@ -177,7 +177,7 @@ class InferenceServicer:
 
     async def _streamed(
         self, spec: CallSpec, visit: Visit, context: Context
-    ) -> AsyncIterator[tuple[Call, Delta, bool]]:
+    ) -> AsyncIterator[tuple[Call, TextDelta, bool]]:
         """The same deltas, with an eye on how long each takes to be written."""
         writer = _Writer(asyncio.current_task())
         self._writing[writer] = None
@@ -192,7 +192,7 @@ class InferenceServicer:
 
     async def _deltas(
         self, spec: CallSpec, visit: Visit, context: Context, *, is_streamed: bool
-    ) -> AsyncIterator[tuple[Call, Delta, bool]]:
+    ) -> AsyncIterator[tuple[Call, TextDelta, bool]]:
         """The call's deltas; with its last one, True. A client that goes away cancels us, and that frees the call."""
         traceparent = _metadata(context, "traceparent")
         call = await charged(

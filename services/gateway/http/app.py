@@ -26,8 +26,8 @@ from services.gateway.access.access_control import (
 from services.gateway.http.calls import chat_spec, completion_spec, tokenized
 from services.gateway.http.exchange import (
     BodyRoom,
-    ClientGone,
-    Exchange,
+    ClientDisconnected,
+    HttpExchange,
     Receive,
     Scope,
     Send,
@@ -43,7 +43,7 @@ from services.gateway.http.schema import (
 )
 from services.gateway.request.frontend import Call, Frontend
 from services.gateway.request.spec import CallSpec
-from services.gateway.text.choice_text import Delta
+from services.gateway.text.choice_text import TextDelta
 
 log = structlog.get_logger(__name__)
 
@@ -56,7 +56,7 @@ _EVENT_STREAM: Final = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-Handler = Callable[[Exchange], Awaitable[None]]
+Handler = Callable[[HttpExchange], Awaitable[None]]
 
 
 class NoRoute(InvalidRequest):
@@ -80,7 +80,7 @@ class HttpApp:
         self._not_ready = not_ready
         self._max_body_bytes = max_body_bytes
         self._write_timeout_s = write_timeout_s
-        self._writing: dict[Exchange, None] = {}
+        self._writing: dict[HttpExchange, None] = {}
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._completion),
@@ -93,11 +93,11 @@ class HttpApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        exchange = Exchange(scope, receive, send)
+        exchange = HttpExchange(scope, receive, send)
         self._writing[exchange] = None
         try:
             await self._route(scope["path"], scope["method"])(exchange)
-        except ClientGone:
+        except ClientDisconnected:
             pass
         except MeshError as exc:
             await self._fail(exchange, exc.with_traceback(None))  # whose frames hold the body
@@ -107,7 +107,7 @@ class HttpApp:
         finally:
             del self._writing[exchange]
 
-    async def _fail(self, exchange: Exchange, error: MeshError) -> None:
+    async def _fail(self, exchange: HttpExchange, error: MeshError) -> None:
         """An error response, or one error event and no [DONE] if the stream has begun."""
         if exchange.has_started:
             await exchange.write(error_chunk(error), is_last=True)
@@ -137,7 +137,7 @@ class HttpApp:
 
     # --- generation ------------------------------------------------------------------------------
 
-    async def _chat(self, exchange: Exchange) -> None:
+    async def _chat(self, exchange: HttpExchange) -> None:
         visit = await self._enter(exchange)
         try:
             request = parse_chat(await exchange.body(self._max_body_bytes, self.body_room))
@@ -146,7 +146,7 @@ class HttpApp:
         finally:
             visit.leave()
 
-    async def _completion(self, exchange: Exchange) -> None:
+    async def _completion(self, exchange: HttpExchange) -> None:
         visit = await self._enter(exchange)
         try:
             request = parse_completion(await exchange.body(self._max_body_bytes, self.body_room))
@@ -155,14 +155,14 @@ class HttpApp:
         finally:
             visit.leave()
 
-    async def _enter(self, exchange: Exchange) -> Visit:
+    async def _enter(self, exchange: HttpExchange) -> Visit:
         """Raises MeshError, before anything is read."""
         self._frontend.check_open()
         return await self._door.enter(exchange.header(b"authorization"))
 
     async def _answer(
         self,
-        exchange: Exchange,
+        exchange: HttpExchange,
         request: ChatCompletionRequest | CompletionRequest,
         spec: CallSpec,
         visit: Visit,
@@ -193,8 +193,8 @@ class HttpApp:
             exchange.connection.unwatch()
             self._frontend.close(call, error)
 
-    async def _whole(self, exchange: Exchange, call: Call) -> None:
-        parts: list[list[Delta]] = [[] for _ in call.generations]
+    async def _whole(self, exchange: HttpExchange, call: Call) -> None:
+        parts: list[list[TextDelta]] = [[] for _ in call.generations]
         num_open = len(parts)
         while num_open:
             await call.changed()
@@ -212,7 +212,7 @@ class HttpApp:
             body = await asyncio.to_thread(whole_body, call, deltas, tokenizer)
         await exchange.json(body)
 
-    async def _stream(self, exchange: Exchange, call: Call, include_usage: bool) -> None:
+    async def _stream(self, exchange: HttpExchange, call: Call, include_usage: bool) -> None:
         chunks = ChunkWriter(
             call,
             self._frontend.shared.tokenizer,
@@ -243,7 +243,7 @@ class HttpApp:
             await exchange.write(data, is_last=num_open == 0)
 
     async def _end_if_badly(
-        self, exchange: Exchange, call: Call, delta: Delta, pending: list[bytes]
+        self, exchange: HttpExchange, call: Call, delta: TextDelta, pending: list[bytes]
     ) -> None:
         """Send what came before an error, of all choices, then raise it: as a status if nothing was sent yet."""
         if not delta.is_last or delta.finish_reason is not None:
@@ -255,19 +255,19 @@ class HttpApp:
 
     # --- the rest --------------------------------------------------------------------------------
 
-    async def _models(self, exchange: Exchange) -> None:
+    async def _models(self, exchange: HttpExchange) -> None:
         tenant = await self._known(exchange)
         names = self._frontend.shared.fleet.models()
         models = [_model_entry(n) for n in names if not tenant.models or n in tenant.models]
         await exchange.json(msgspec.json.encode({"object": "list", "data": models}))
 
-    async def _model(self, exchange: Exchange, name: str) -> None:
+    async def _model(self, exchange: HttpExchange, name: str) -> None:
         tenant = await self._known(exchange)
         model = self._frontend.model_name(name)
         check_model(tenant, model)
         await exchange.json(msgspec.json.encode(_model_entry(model)))
 
-    async def _tokenize(self, exchange: Exchange) -> None:
+    async def _tokenize(self, exchange: HttpExchange) -> None:
         visit = await self._enter(exchange)
         try:
             request = parse_tokenize(await exchange.body(self._max_body_bytes, self.body_room))
@@ -279,37 +279,37 @@ class HttpApp:
         found = {"count": len(tokens), "max_model_len": context, "tokens": tokens.tolist()}
         await exchange.json(msgspec.json.encode(found))
 
-    async def _known(self, exchange: Exchange) -> Tenant:
+    async def _known(self, exchange: HttpExchange) -> Tenant:
         """Whoever asks. Raises MeshError; counts as a request."""
         visit = await self._door.enter(exchange.header(b"authorization"))
         visit.leave()
         return visit.tenant
 
-    async def _live(self, exchange: Exchange) -> None:
+    async def _live(self, exchange: HttpExchange) -> None:
         await exchange.json(b'{"status":"live"}')
 
-    async def _ready(self, exchange: Exchange) -> None:
+    async def _ready(self, exchange: HttpExchange) -> None:
         missing = self._not_ready()
         body = {"status": "not ready" if missing else "ready", "waiting_for": missing}
         await exchange.json(msgspec.json.encode(body), 503 if missing else 200)
 
 
-def _raise_if_ended_badly(delta: Delta) -> None:
+def _raise_if_ended_badly(delta: TextDelta) -> None:
     if delta.is_last and delta.finish_reason is None:
-        raise delta.error if delta.error is not None else ClientGone
+        raise delta.error if delta.error is not None else ClientDisconnected
 
 
-def _without_a_bad_end(delta: Delta) -> Delta:
+def _without_a_bad_end(delta: TextDelta) -> TextDelta:
     """What the client gets of one that ends in an error: its tokens, before the error. Chunks end in a reason."""
     is_bad = delta.is_last and delta.finish_reason is None
     return replace(delta, is_last=False, error=None) if is_bad else delta
 
 
-def _joined(pieces: list[Delta]) -> Delta:
+def _joined(pieces: list[TextDelta]) -> TextDelta:
     if len(pieces) == 1:
         return pieces[0]
     last = pieces[-1]
-    return Delta(
+    return TextDelta(
         last.index,
         "".join(p.text for p in pieces),
         [t for p in pieces for t in p.token_ids],

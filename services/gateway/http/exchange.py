@@ -48,7 +48,7 @@ class WrongMethod(InvalidRequest):
         self.allowed = allowed
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """Nobody is there to answer."""
 
 
@@ -69,7 +69,7 @@ class BodyRoom:
         self.num_bytes -= num_bytes
 
 
-class Exchange:
+class HttpExchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.request_id = new_request_id()
         self.has_started = False
@@ -87,7 +87,7 @@ class Exchange:
         return ""
 
     async def body(self, max_bytes: int, room: BodyRoom) -> bytes:
-        """Raises BodyTooLarge before reading more than that, Overloaded while `room` is full, ClientGone."""
+        """Raises BodyTooLarge before reading more than that, Overloaded while `room` is full, ClientDisconnected."""
         announced = self.header(b"content-length")
         if announced.isdigit() and int(announced) > max_bytes:
             raise BodyTooLarge(f"the body is over {max_bytes} bytes")
@@ -110,7 +110,7 @@ class Exchange:
     async def _next_message(self) -> AsgiMessage:
         message = await self._receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientDisconnected
         return message
 
     async def start(self, status: int, headers: Headers) -> None:

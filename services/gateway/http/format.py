@@ -13,7 +13,7 @@ import msgspec
 from pdmesh.errors import MeshError
 from services.gateway.http.logprobs import LogprobWriter
 from services.gateway.request.frontend import Call
-from services.gateway.text.choice_text import Delta
+from services.gateway.text.choice_text import TextDelta
 from services.gateway.text.tokenizer import Tokenizer
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -107,7 +107,7 @@ class ChunkWriter:
             for index in range(len(self._before))
         )
 
-    def chunk(self, delta: Delta) -> bytes:
+    def chunk(self, delta: TextDelta) -> bytes:
         if self._logprobs:
             return self._logprob_chunk(delta)
         if not delta.is_last:
@@ -116,7 +116,7 @@ class ChunkWriter:
             return self._before[delta.index] + _encode(delta.text) + self._after[None]
         return self._last(delta)
 
-    def _last(self, delta: Delta) -> bytes:
+    def _last(self, delta: TextDelta) -> bytes:
         before = self._before[delta.index]
         if not self._is_chat:
             return before + _encode(delta.text) + self._after[delta.finish_reason]
@@ -126,7 +126,7 @@ class ChunkWriter:
             % (content, self._head, delta.index, _encode(delta.finish_reason), self._usage)
         )
 
-    def _logprob_chunk(self, delta: Delta) -> bytes:
+    def _logprob_chunk(self, delta: TextDelta) -> bytes:
         writer = self._logprobs[delta.index]
         choice: Json = {"index": delta.index, "finish_reason": delta.finish_reason}
         if self._is_chat:
@@ -144,7 +144,7 @@ class ChunkWriter:
         return b'%b,"choices":[],"usage":%b}\n\n%b' % (self._head, counted, DONE)
 
 
-def whole_body(call: Call, deltas: Sequence[Delta], tokenizer: Tokenizer) -> bytes:
+def whole_body(call: Call, deltas: Sequence[TextDelta], tokenizer: Tokenizer) -> bytes:
     """The answer of a call that is not streamed; `deltas` holds all of each choice at its index."""
     is_chat = call.spec.operation == "chat"
     has_logprobs = call.spec.sampling.num_logprobs is not None

@@ -44,7 +44,7 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     refusal: _Anything = None
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True):
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     """`developer` is what newer clients call `system`; the chat template may know it."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -85,7 +85,7 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChatCompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
-    messages: list[Message]
+    messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -124,7 +124,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     model: str
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[ChatMessage] | None = None
 
 
 # The values of unsupported fields that ask for nothing. None is always one.
@@ -197,7 +197,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     return request
 
 
-def messages_of(messages: list[Message]) -> list[dict[str, str | Sequence[str]]]:
+def messages_of(messages: list[ChatMessage]) -> list[dict[str, str | Sequence[str]]]:
     """As a chat template takes them: role, content (text, or the texts of its parts), and the name where there is one."""
     plain: list[dict[str, str | Sequence[str]]] = []
     for message in messages:
@@ -354,7 +354,7 @@ def _check_neutral(field: str, value: object) -> None:
     raise InvalidRequest(f"{field} is not supported", reason="UNSUPPORTED_FIELD", field=field)
 
 
-def _check_messages(messages: list[Message]) -> None:
+def _check_messages(messages: list[ChatMessage]) -> None:
     if not messages:
         raise InvalidRequest("messages is empty", field="messages")
     if len(messages) > MAX_MESSAGES:

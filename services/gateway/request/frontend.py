@@ -33,11 +33,11 @@ from pdmesh.telemetry import metrics, names, traces
 from services.gateway.access.access_control import ANYONES_VISIT, Visit
 from services.gateway.request.bounds import context_exceeded
 from services.gateway.request.generation import Collaborators, Generation, unheard
-from services.gateway.request.leg_commands import Identity
+from services.gateway.request.leg_commands import ChoiceIdentity
 from services.gateway.request.observer import CallReport, Observer
 from services.gateway.request.pacer import Pacer
 from services.gateway.request.spec import CallSpec
-from services.gateway.text.choice_text import Delta
+from services.gateway.text.choice_text import TextDelta
 from services.gateway.text.prompt import Prompt
 
 _scenarios = metrics.counter(
@@ -110,9 +110,9 @@ class Call:
         self._is_dirty = False
         self._woken_at = time.monotonic()
 
-    def take(self) -> list[Delta]:
+    def take(self) -> list[TextDelta]:
         """What is new of each choice. If that is very much, some choices' comes at the next turn of the loop, and `changed` says so."""
-        taken: list[Delta] = []
+        taken: list[TextDelta] = []
         num_tokens = 0
         for generation in self.generations:
             delta = generation.take()
@@ -279,9 +279,9 @@ class Frontend:
         for call in list(self._calls):
             call.cancel(Draining("this gateway is shutting down"))
 
-    def _identity(self, call: Call, index: int, choice: int, max_tokens: int) -> Identity:
+    def _identity(self, call: Call, index: int, choice: int, max_tokens: int) -> ChoiceIdentity:
         seed = call.spec.sampling.seed
-        return Identity(
+        return ChoiceIdentity(
             request_id=call.request_id if index == 0 else f"{call.request_id}-{index}",
             index=index,
             traceparent=traces.traceparent(call.span),

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import structlog
 
+from pdmesh.core.model import Tick
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 from pdmesh.core.request.events import (
     AbortLeg,
@@ -26,8 +27,8 @@ from pdmesh.core.request.events import (
     Fail,
     FirstToken,
     ForgetLeg,
-    KvReceived,
     LegAccepted,
+    LegKvReceived,
     LegRejected,
     PlanFailed,
     ReleaseTicket,
@@ -38,7 +39,6 @@ from pdmesh.core.request.events import (
     SlotFreed,
     StopMatched,
     Submitted,
-    Tick,
     WaitForSlot,
     WaitRefused,
 )
@@ -46,7 +46,7 @@ from pdmesh.core.request.machine import Request
 from pdmesh.core.request.poison import PoisonBook
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.slo import Slos
-from pdmesh.core.request.state import UNPLACED, WAITING, Phase
+from pdmesh.core.request.state import UNPLACED, WAITING, RequestPhase
 from pdmesh.errors import MeshError, Overloaded
 from pdmesh.v1.common_pb2 import InstanceRecord, Ticket, TokenLogprob
 from pdmesh.v1.instance_service_pb2 import (
@@ -57,14 +57,14 @@ from pdmesh.v1.instance_service_pb2 import (
     Release,
     SessionEvent,
 )
-from services.gateway.request.leg_commands import Identity, LegCommands
+from services.gateway.request.leg_commands import ChoiceIdentity, LegCommands
 from services.gateway.request.spec import CallSpec
 from services.gateway.request.timings import Timings
 from services.gateway.request.waiting import Waiting
-from services.gateway.routing.fleet import Fleet
+from services.gateway.routing.fleet import FleetView
 from services.gateway.routing.planner import Planner
 from services.gateway.routing.sessions import InstanceSession, SessionPool
-from services.gateway.text.choice_text import ChoiceText, Delta
+from services.gateway.text.choice_text import ChoiceText, TextDelta
 from services.gateway.text.prompt import Prompt
 from services.gateway.text.tokenizer import Tokenizer
 
@@ -75,7 +75,7 @@ log = structlog.get_logger(__name__)
 class Collaborators:
     """What every generation of a gateway shares."""
 
-    fleet: Fleet
+    fleet: FleetView
     sessions: SessionPool
     planner: Planner
     room: Waiting
@@ -97,7 +97,7 @@ class Generation:
         shared: Collaborators,
         spec: CallSpec,
         prompt: Prompt,
-        identity: Identity,
+        identity: ChoiceIdentity,
         on_tokens: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -175,7 +175,7 @@ class Generation:
     def is_failed(self) -> bool:
         return self.error is not None or isinstance(self.core.outcome, Fail)
 
-    def take(self) -> Delta | None:
+    def take(self) -> TextDelta | None:
         """Everything since the last call, as text; None if there is nothing new."""
         taken = self._text.take(self.core.emitted)
         if taken is None:
@@ -269,7 +269,7 @@ class Generation:
             self._ticket = first.ticket if first.HasField("ticket") else None
             if self._text.has_logprobs:
                 self._text.add_logprobs((first.logprob,))
-        elif isinstance(event, KvReceived):
+        elif isinstance(event, LegKvReceived):
             received = detail.kv_received
             self.timings.kv_transfer_us = received.duration_us
 
@@ -368,7 +368,7 @@ class Generation:
     def _wait(self, effect: WaitForSlot) -> None:
         if self._waiting_number is not None:
             return
-        if self.core.phase is Phase.WAITING_PREFILL:
+        if self.core.phase is RequestPhase.WAITING_PREFILL:
             self._queue(True)
         self._waiting_number = self._shared.room.join(
             self, effect.instance_ids, effect.until, self._spec.tenant, effect.num_tokens
@@ -411,7 +411,7 @@ class Generation:
             return
         if (worked := session.worked) is not None:
             self.on_event(EngineWorked(key, worked.at, worked.num_tokens, worked.num_open_tokens))
-        elif self.core.phase is Phase.PREFILLING:
+        elif self.core.phase is RequestPhase.PREFILLING:
             # An instance of an older release does not say: the request's deadline alone bounds its prefill.
             self.on_event(EngineWorked(key, time.monotonic(), 0, 0))
 

@@ -15,7 +15,7 @@ from services.gateway.text.prompt import Prompt
 
 
 @dataclass(slots=True)
-class Identity:
+class ChoiceIdentity:
     """Names of one choice, as instances and the master see it."""
 
     request_id: str
@@ -32,7 +32,11 @@ class LegCommands:
     __slots__ = ("_identity", "_prompt", "_spec", "_stop_token_ids")
 
     def __init__(
-        self, spec: CallSpec, prompt: Prompt, identity: Identity, stop_token_ids: Sequence[int]
+        self,
+        spec: CallSpec,
+        prompt: Prompt,
+        identity: ChoiceIdentity,
+        stop_token_ids: Sequence[int],
     ) -> None:
         self._spec, self._prompt, self._identity = spec, prompt, identity
         self._stop_token_ids = stop_token_ids

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pdmesh.core.request.events import (
     Event,
     FirstToken,
-    KvReceived,
     LegAccepted,
+    LegKvReceived,
     PlanFailed,
     PlanReceived,
 )
@@ -48,7 +48,7 @@ class Timings:
                 self.decode_accepted = now
             case PlanReceived() | PlanFailed():
                 self.planned = self.planned or now
-            case KvReceived():
+            case LegKvReceived():
                 if not self.kv_received:  # a fast decode says that it accepted and this at once
                     began_at = now - self.kv_transfer_us / 1e6
                     self.decode_accepted = self.decode_accepted or began_at

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from pdmesh.core.kv.transfer.source_exclusions import NO_QUARRELS, Exchange
+from pdmesh.core.kv.transfer.source_exclusions import NO_QUARRELS, KvExchange
 from pdmesh.core.placement.plan import DEFAULT_MODEL, DEFAULT_SCENARIO
 from pdmesh.core.request.events import Candidate
 from pdmesh.errors import ModelNotFound, shortened
@@ -40,7 +40,7 @@ def gateway_name(instance_id: str, incarnation: int) -> str:
     return f"{instance_id}/{incarnation}"
 
 
-class Fleet:
+class FleetView:
     """`model` is what `default` means; empty: the first one seen. A model once seen keeps its name while its instances are away.
 
     `region` is this gateway's own. `gateway_id` orders those it has used alike, so that gateways that rank alone do not all begin with the same one.
@@ -79,7 +79,7 @@ class Fleet:
         self._prefills = self._with_role(ROLE_PREFILL)
         self._decodes = self._with_role(ROLE_DECODE)
         self._fusions = self._with_role(ROLE_FUSION)
-        self._exchange = Exchange.of(
+        self._exchange = KvExchange.of(
             {r.instance_id: held_from(r) for r in self._decodes if r.held_kv_sources},
             {i: r.incarnation for i, r in self._records.items()},
         )

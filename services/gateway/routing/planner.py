@@ -44,7 +44,7 @@ from pdmesh.v1.scheduler_service_pb2 import (
     PlanResult,
     ScenarioQueue,
 )
-from services.gateway.routing.fleet import Fleet
+from services.gateway.routing.fleet import FleetView
 from services.gateway.routing.plan_stream import PlanStream
 
 log = structlog.get_logger(__name__)
@@ -75,7 +75,7 @@ class Planner:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: FleetView,
         gateway_id: str,
         num_open: Callable[[str, int], int],
         queues: Callable[[], Mapping[str, Queue]],

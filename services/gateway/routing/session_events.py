@@ -10,11 +10,11 @@ from pdmesh.core.request.events import (
     FinishReason,
     FirstToken,
     KvAdvanced,
-    KvReceived,
     KvStage,
     LegAccepted,
     LegFailed,
     LegFinished,
+    LegKvReceived,
     LegRejected,
     TicketHeld,
 )
@@ -64,7 +64,7 @@ def from_proto(event: SessionEvent, kind: str) -> Event | None:
             stage = _STAGES.get(event.kv_advanced.stage)
             return KvAdvanced(key, stage) if stage is not None else None
         case "kv_received":
-            return KvReceived(key)
+            return LegKvReceived(key)
         case "finished":
             return LegFinished(key, _FINISH.get(event.finished.finish_reason, "stop"))
         case "failed":

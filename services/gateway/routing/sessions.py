@@ -56,7 +56,7 @@ SlotsFreed = Callable[[str, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Worked:
+class EngineProgress:
     """When the instance's engine was last heard to work, and how far it was."""
 
     at: float
@@ -72,7 +72,9 @@ class InstanceSession:
         self.instance_id = record.instance_id
         self.incarnation = record.incarnation
         self.load: Load | None = None
-        self.worked: Worked | None = None  # None: it has not said, as one of an older release
+        self.worked: EngineProgress | None = (
+            None  # None: it has not said, as one of an older release
+        )
         self._address = record.grpc_address
         self._hello = hello
         self._on_slots_freed = on_slots_freed
@@ -220,7 +222,7 @@ class InstanceSession:
         before, at = self.worked, time.monotonic()
         if before is not None and before.num_signs == said.num_signs:
             at = before.at
-        self.worked = Worked(at, said.num_signs, said.num_tokens, said.num_open_tokens)
+        self.worked = EngineProgress(at, said.num_signs, said.num_tokens, said.num_open_tokens)
 
     def _on_broken(self, reason: str) -> None:
         self._is_open, self.load, self.worked = False, None, None

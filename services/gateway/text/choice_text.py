@@ -21,7 +21,7 @@ from services.gateway.text.text_stream import TextStream
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class TextDelta:
     """What one choice produced since it was last asked. `is_last` comes once, with a reason or an error."""
 
     index: int
@@ -73,7 +73,7 @@ class ChoiceText:
         if self._logprobs is not None:
             self._logprobs.extend(logprobs)
 
-    def take(self, emitted: Sequence[int]) -> Delta | None:
+    def take(self, emitted: Sequence[int]) -> TextDelta | None:
         """All that is new of `emitted` and, if they are asked for, has its log probabilities. None after the last."""
         if self._is_last_taken:
             return None
@@ -84,16 +84,16 @@ class ChoiceText:
         if self._text.is_stopped:
             token_ids = token_ids[: self._text.num_tokens - begin]
         logprobs = self._logprobs[begin : begin + len(token_ids)] if self._logprobs else ()
-        return Delta(self._index, text, token_ids, logprobs)
+        return TextDelta(self._index, text, token_ids, logprobs)
 
     def last(
         self,
-        taken: Delta,
+        taken: TextDelta,
         outcome: Complete | Fail | Cancelled | None,
         error: MeshError | None,
         *,
         is_empty: bool,
-    ) -> Delta:
+    ) -> TextDelta:
         """`taken` as the last delta of a choice that ended so; `error` is why, if it was cancelled.
 
         `is_empty`: nothing was emitted.
@@ -101,13 +101,13 @@ class ChoiceText:
         self._is_last_taken = True
         text, token_ids, logprobs = taken.text, taken.token_ids, taken.logprobs
         if self._text.is_stopped:
-            return Delta(self._index, text, token_ids, logprobs, True, "stop")
+            return TextDelta(self._index, text, token_ids, logprobs, True, "stop")
         text += self._text.finish()
         if isinstance(outcome, Complete):
-            return Delta(self._index, text, token_ids, logprobs, True, outcome.finish_reason)
+            return TextDelta(self._index, text, token_ids, logprobs, True, outcome.finish_reason)
         if isinstance(outcome, Fail):
             error = outcome.error
         can_wait = error is not None and error.is_retryable
         if can_wait and is_empty and self._default_text is not None:
-            return Delta(self._index, self._default_text, token_ids, logprobs, True, "stop")
-        return Delta(self._index, text, token_ids, logprobs, True, None, error)
+            return TextDelta(self._index, self._default_text, token_ids, logprobs, True, "stop")
+        return TextDelta(self._index, text, token_ids, logprobs, True, None, error)

@@ -14,7 +14,7 @@ from typing import Final
 import structlog
 
 from pdmesh.core.kv.prefix.block_hash import tokens_from_bytes
-from pdmesh.core.kv.prefix.pins import Cut, Wanted, check_room
+from pdmesh.core.kv.prefix.pins import Cut, WantedPin, check_room
 from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.errors import InvalidRequest, MeshError, ModelNotFound, NotLeader, Unavailable
@@ -216,12 +216,14 @@ class Pins:
             raise NotLeader("this master has just ceased to lead; nothing was changed")
 
 
-def _wanted(request: pb.AddPinRequest) -> Wanted:
+def _wanted(request: pb.AddPinRequest) -> WantedPin:
     try:
         tokens = tokens_from_bytes(request.prefix_token_ids)
     except ValueError as exc:
         raise InvalidRequest("not a whole number of uint32", field="prefix_token_ids") from exc
-    return Wanted(request.pin_id, request.tenant, request.cache_salt, tuple(tokens), request.ttl_s)
+    return WantedPin(
+        request.pin_id, request.tenant, request.cache_salt, tuple(tokens), request.ttl_s
+    )
 
 
 def _blocks_of(pin: pb.Pin) -> dict[str, int]:

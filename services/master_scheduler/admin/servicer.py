@@ -19,7 +19,7 @@ from pdmesh.core.groups.desired import (
     diff,
 )
 from pdmesh.core.model import Role
-from pdmesh.core.moves.move import Plan, Trigger
+from pdmesh.core.moves.move import MovePlan, Trigger
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest, NotLeader, Unavailable
 from pdmesh.instance.incarnation.assignment import ROLES
@@ -142,7 +142,7 @@ class AdminServicer:
                 profile = profile_from(request.profile)
                 told = self._plans.profiled(scenario, profile, epoch)
             else:
-                plan = Plan(scenario, Trigger.OPERATOR, moves, reason, request.is_forced)
+                plan = MovePlan(scenario, Trigger.OPERATOR, moves, reason, request.is_forced)
                 told = self._plans.ask(plan, epoch)
         except CannotMove as exc:
             raise InvalidRequest(str(exc), field="scenario") from exc

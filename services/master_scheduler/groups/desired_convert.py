@@ -12,7 +12,7 @@ from pdmesh.core.moves.cron import Cron
 from pdmesh.core.moves.move import (
     Move,
     MoveKind,
-    Plan,
+    MovePlan,
     Trigger,
 )
 from pdmesh.core.moves.plan_runner import Outstanding
@@ -68,7 +68,7 @@ def pending_from(message: pb.Adjustments) -> list[Outstanding]:
             moves = tuple(map(move_from, each.moves))
         except ValueError:
             continue
-        plan = Plan(each.scenario, Trigger.SCHEDULE, moves, each.reason, asked_at=each.asked_at)
+        plan = MovePlan(each.scenario, Trigger.SCHEDULE, moves, each.reason, asked_at=each.asked_at)
         plans.append(Outstanding(plan, each.is_moving and bool(moves)))
     return plans
 

@@ -18,20 +18,20 @@ import structlog
 from pdmesh.core.groups.adjustments import Adjustments, adjusted, num_lent
 from pdmesh.core.groups.controller import (
     Effect,
-    Forget,
-    Give,
+    ForgetAssignment,
+    GiveAssignment,
     GroupController,
 )
 from pdmesh.core.groups.desired import Desired
 from pdmesh.core.groups.facts import (
     Observed,
     Seen,
-    Wanted,
+    WantedGroups,
     wanted_of,
 )
 from pdmesh.core.groups.revisions import NO_UPGRADES, Upgrades
 from pdmesh.core.groups.round import Round
-from pdmesh.core.groups.steps import Step
+from pdmesh.core.groups.steps import AnnounceStep
 from pdmesh.core.model import Assignment
 from pdmesh.core.placement.fleet import Fleet, IsolationSeen
 from pdmesh.errors import InvalidRequest, NotLeader, Unavailable, VersionConflict
@@ -85,7 +85,7 @@ class GroupLoop:
         self.observed: Observed | None = None  # of the last round
         self._looked: Round | None = None  # at that
         self.paused = ""  # why the leader decides nothing now
-        self.on_step: Callable[[Step], None] = lambda step: None
+        self.on_step: Callable[[AnnounceStep], None] = lambda step: None
         self._epoch = 0
         self._book: AssignmentBook | None = None
         self._desired: DesiredView | None = None
@@ -285,15 +285,17 @@ class GroupLoop:
 
     async def _carry_out(self, effects: Sequence[Effect], book: AssignmentBook, epoch: int) -> None:
         """Steps are told of what was written, and of what was merely seen."""
-        unwritten = {e.instance_id for e in effects if isinstance(e, Give | Forget)}
+        unwritten = {
+            e.instance_id for e in effects if isinstance(e, GiveAssignment | ForgetAssignment)
+        }
         try:
             for effect in effects:
                 match effect:
-                    case Give(instance_id, assignment):
+                    case GiveAssignment(instance_id, assignment):
                         self._check_leadership(epoch)
                         await book.write(assignment_to(instance_id, assignment))
                         unwritten.discard(instance_id)
-                    case Forget(instance_id):
+                    case ForgetAssignment(instance_id):
                         self._check_leadership(epoch)
                         await book.forget(instance_id, epoch)
                         unwritten.discard(instance_id)
@@ -301,10 +303,10 @@ class GroupLoop:
             log.info("groups.overtaken", error=str(exc))
         finally:
             for effect in effects:
-                if isinstance(effect, Step) and effect.instance_id not in unwritten:
+                if isinstance(effect, AnnounceStep) and effect.instance_id not in unwritten:
                     await self._tell(effect, epoch)
 
-    async def _tell(self, step: Step, epoch: int) -> None:
+    async def _tell(self, step: AnnounceStep, epoch: int) -> None:
         self.on_step(step)
         _steps.add(1, {names.ATTR_STEP: step.step})
         log.info(
@@ -333,7 +335,7 @@ class GroupLoop:
 
     def _observe_metrics(self) -> None:
         def counts() -> list[tuple[float, dict[str, str]]]:
-            wanted = self.observed.wanted if self.observed is not None else Wanted()
+            wanted = self.observed.wanted if self.observed is not None else WantedGroups()
             return [
                 (group.counts[role], {"group": group_id, "role": role.value})
                 for group_id, group in wanted.groups.items()
@@ -353,7 +355,9 @@ class GroupLoop:
         )
 
 
-def wanted_now(desired: Desired, known: Adjustments, upgrades: Upgrades = NO_UPGRADES) -> Wanted:
+def wanted_now(
+    desired: Desired, known: Adjustments, upgrades: Upgrades = NO_UPGRADES
+) -> WantedGroups:
     """With what plans have adjusted and which revisions groups have; instances of lent groups are kept for their borrowers."""
     return wanted_of(adjusted(desired, known), KV_TRANSPORT, num_lent(desired, known), upgrades)
 

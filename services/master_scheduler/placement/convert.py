@@ -10,7 +10,7 @@ from pdmesh.core.kv.prefix.block_hash import HASH_BYTES
 from pdmesh.core.kv.prefix.partial_block_names import TailName
 from pdmesh.core.model import Role
 from pdmesh.core.placement.instance import Identity
-from pdmesh.core.placement.plan import Candidate, NoPlan, Plan
+from pdmesh.core.placement.plan import NoPlan, Plan, RankedInstance
 from pdmesh.core.placement.policies import Query
 from pdmesh.core.request.backpressure import Pressure, Queue
 from pdmesh.errors import InvalidRequest
@@ -135,7 +135,7 @@ def health_to(health: Health) -> pb.Health.ValueType:
     return _HEALTHS[health]
 
 
-def _candidate_to(candidate: Candidate) -> pb.Candidate:
+def _candidate_to(candidate: RankedInstance) -> pb.Candidate:
     return pb.Candidate(
         instance_id=candidate.instance_id,
         incarnation=candidate.incarnation,

@@ -19,18 +19,18 @@ from pdmesh.core.placement.fleet import (
     FaultForgotten,
     Fleet,
     HealthJudged,
+    InstanceRecorded,
+    InstanceUnrecorded,
     JudgeLost,
     LoadReported,
     PrefillComputed,
-    RecordSeen,
-    RecordVanished,
 )
 from pdmesh.core.placement.instance import FaultJudged
 from pdmesh.errors import InvalidRequest
 from pdmesh.events.v1.events_pb2 import FaultReport, GroupChanged, HealthChanged, InstanceLoad
 from pdmesh.net import subjects
 from pdmesh.net.bus import Bus, Message, Subscription
-from pdmesh.net.events import Admission, EventPublisher, SequenceGate, decode_event
+from pdmesh.net.events import EventOrder, EventPublisher, SequenceGate, decode_event
 from pdmesh.net.nats.board import Board, BoardView
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.net.tasks import together
@@ -91,10 +91,10 @@ class FleetFeed:
 
     def _on_record(self, change: RecordChanged) -> None:
         if change.record is None:
-            self._fleet.handle(RecordVanished(change.instance_id), self._clock())
+            self._fleet.handle(InstanceUnrecorded(change.instance_id), self._clock())
             self._gate.forget(change.instance_id)
         elif identity := identity_from(change.record):
-            self._fleet.handle(RecordSeen(identity), self._clock())
+            self._fleet.handle(InstanceRecorded(identity), self._clock())
         self._has_changed.set()
 
     def _on_verdict(self, verdict: HealthChanged) -> None:
@@ -129,7 +129,7 @@ class FleetFeed:
         except InvalidRequest as exc:
             log.warning("fleet.bad_event", error=exc.message)
             return
-        if self._gate.admit(event.header) is Admission.STALE:
+        if self._gate.admit(event.header) is EventOrder.STALE:
             return  # a gap is no harm: the load is whole in each report
         self._fleet.handle(
             LoadReported(

@@ -16,8 +16,8 @@ from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.placement.plan import DEFAULT_SCENARIO
 from pdmesh.core.ratio.model import Phi
 from pdmesh.core.ratio.scenario_stats import (
-    Finished,
     Places,
+    RequestSample,
     Scenarios,
     ScenarioStats,
     places,
@@ -37,7 +37,7 @@ class _Usage(msgspec.Struct, rename="camel"):
 
 
 class RequestFinishedJson(msgspec.Struct, rename="camel"):
-    """What is needed of a RequestFinished, in protobuf's JSON: protobuf's own parser takes a quarter of a millisecond for it,
+    """What is needed of a RequestSample, in protobuf's JSON: protobuf's own parser takes a quarter of a millisecond for it,
     and one comes with every request."""
 
     scenario: str = ""
@@ -175,9 +175,9 @@ _MEANS: Final[tuple[tuple[str, str, str, Callable[[ScenarioStats], float]], ...]
 )
 
 
-def finished_of(event: RequestFinishedJson) -> Finished:
+def finished_of(event: RequestFinishedJson) -> RequestSample:
     usage = event.usage
-    return Finished(
+    return RequestSample(
         event.scenario or DEFAULT_SCENARIO,
         usage.num_prompt_tokens,
         usage.num_cached_tokens,

@@ -23,7 +23,7 @@ from pdmesh.core.moves.move import (
     Groups,
     GroupShape,
     MoveKind,
-    Plan,
+    MovePlan,
     Trigger,
     applied,
     refusal,
@@ -46,7 +46,7 @@ from pdmesh.core.moves.plan_runner import (
 from pdmesh.core.moves.schedule import Schedule
 from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.ratio.loop import (
-    AskPlan,
+    AskMoves,
     Decided,
     OperatorAsked,
     Profiled,
@@ -149,7 +149,7 @@ class PlanLoop:
         seen = GroupsSeen(states, blanks.total(), self._being_upgraded(is_out=True))
         await self._make(self._feed(seen), desired, known)
 
-    def ask(self, plan: Plan, epoch: int) -> list[pb.RatioDecision]:
+    def ask(self, plan: MovePlan, epoch: int) -> list[pb.RatioDecision]:
         """An operator's moves; raises CannotMove with why the first that may not be made must not be, before any is begun."""
         groups = self._own(plan.scenario, epoch)
         for move in plan.moves:
@@ -268,11 +268,11 @@ class PlanLoop:
         is_serving = all(i in reports and reports[i].state is GroupState.SERVING for i in ids)
         return is_serving and not self._runner.is_busy(scenario)
 
-    def _decide(self, effects: Sequence[AskPlan | Decided]) -> list[pb.RatioDecision]:
+    def _decide(self, effects: Sequence[AskMoves | Decided]) -> list[pb.RatioDecision]:
         told: list[pb.RatioDecision] = []
         for effect in effects:
             match effect:
-                case AskPlan(plan):
+                case AskMoves(plan):
                     self._feed(PlanAsked(plan))
                 case Decided(scenario, action, reason, window, groups, moves):
                     told.append(decision_to(effect, self._wall()))

@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from pdmesh.core.placement.fleet import Fleet
-from pdmesh.core.upgrade.revision_health import Answered, Cell, LegFailed
+from pdmesh.core.upgrade.revision_health import Cell, LegFailureReported, RequestAnswered
 from pdmesh.net import subjects
 from pdmesh.net.bus import Bus, Message
 from services.master_scheduler.placement.scenario_feed import RequestFinishedJson
@@ -40,7 +40,7 @@ class UpgradeFeed:
     """`tell` hears of each answer and failure, by group and revision of the instance."""
 
     def __init__(
-        self, fleet: Fleet, bus: Bus, tell: Callable[[Answered | LegFailed], None]
+        self, fleet: Fleet, bus: Bus, tell: Callable[[RequestAnswered | LegFailureReported], None]
     ) -> None:
         self._fleet, self._bus, self._tell = fleet, bus, tell
 
@@ -60,7 +60,7 @@ class UpgradeFeed:
         num_after = event.usage.num_completion_tokens - 1
         decode_s = max(0.0, event.e2e_ms - event.ttft_ms) / 1e3
         t_p_s = max(0.0, event.ttft_ms - event.queue_ms) / 1e3
-        self._tell(Answered(cell, t_p_s, decode_s / num_after if num_after > 0 else None))
+        self._tell(RequestAnswered(cell, t_p_s, decode_s / num_after if num_after > 0 else None))
 
     async def _on_error(self, message: Message) -> None:
         try:
@@ -70,7 +70,7 @@ class UpgradeFeed:
             return
         cell = self._cell(event.header.publisher_id)
         if cell is not None and event.request_id and event.reason not in _NO_FAILURES:
-            self._tell(LegFailed(cell))
+            self._tell(LegFailureReported(cell))
 
     def _cell(self, instance_id: str) -> Cell | None:
         instance = self._fleet.instances.get(instance_id)

@@ -14,7 +14,7 @@ import structlog
 
 from pdmesh.core.groups.adjustments import adjusted
 from pdmesh.core.groups.revisions import Upgrade, shares
-from pdmesh.core.groups.steps import Step
+from pdmesh.core.groups.steps import AnnounceStep
 from pdmesh.core.model import Role
 from pdmesh.core.placement.fleet import Fleet
 from pdmesh.core.upgrade.controller import UpgradeController
@@ -29,7 +29,7 @@ from pdmesh.core.upgrade.events import (
     UpgradeReport,
 )
 from pdmesh.core.upgrade.observation import Surroundings, look_at
-from pdmesh.core.upgrade.revision_health import Answered, Cell, LegFailed
+from pdmesh.core.upgrade.revision_health import Cell, LegFailureReported, RequestAnswered
 from pdmesh.desired_file import read
 from pdmesh.errors import InvalidRequest, NotLeader, Unavailable, VersionConflict
 from pdmesh.events.v1.events_pb2 import UpgradeStep
@@ -143,11 +143,11 @@ class UpgradeLoop:
             await self._carry_out(effects)
         return [upgrade.scenario for upgrade in chosen]
 
-    def tell(self, event: Answered | LegFailed) -> None:
+    def tell(self, event: RequestAnswered | LegFailureReported) -> None:
         """How an instance's revision answers."""
         self._controller.handle(event, self._clock())
 
-    def _on_step(self, step: Step) -> None:
+    def _on_step(self, step: AnnounceStep) -> None:
         observed = self._groups.observed
         if step.step not in _UNWELL or not step.instance_id or observed is None:
             return

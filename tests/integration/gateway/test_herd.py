@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from pdmesh.core.placement.baselines import POLICIES
-from pdmesh.core.placement.fleet import Fleet, LoadReported, RecordSeen
+from pdmesh.core.placement.fleet import Fleet, InstanceRecorded, LoadReported
 from pdmesh.core.placement.plan import Placement
 from pdmesh.core.placement.policies import Weights
 from pdmesh.v1 import scheduler_service_pb2 as pb
@@ -53,7 +53,7 @@ class PlacingMaster(FakeMaster):
         for instance in mesh.instances.values():
             identity = convert.identity_from(instance.record())
             assert identity is not None
-            self.fleet.handle(RecordSeen(identity), time.monotonic())
+            self.fleet.handle(InstanceRecorded(identity), time.monotonic())
 
     async def report(self) -> None:
         num_told = Counter[str]()

@@ -15,7 +15,7 @@ from pdmesh.v1.common_pb2 import (
 )
 from services.gateway import path_proof
 from services.gateway.path_proof import PathProof
-from services.gateway.routing.fleet import Fleet
+from services.gateway.routing.fleet import FleetView
 from tests.fakes.memory_registry import MemoryStore, MemoryView
 
 
@@ -37,7 +37,7 @@ def record(
 def paths(*records: InstanceRecord) -> list[tuple[str, str]]:
     store = MemoryStore()
     store.records = {r.instance_id: r for r in records}
-    fleet = Fleet(MemoryView(store), "", lambda: 0.0)
+    fleet = FleetView(MemoryView(store), "", lambda: 0.0)
     return [(p.instance_id, d.instance_id if d else "") for p, d in fleet.paths()]
 
 

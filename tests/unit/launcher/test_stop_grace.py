@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.launcher.spec import STOP_GRACE_S, Tier
+from pdmesh.launcher.spec import STOP_GRACE_S, StopOrder
 from services.decode.settings import Settings as DecodeSettings
 from services.gateway.settings import Settings as GatewaySettings
 from services.prefill.settings import Settings as PrefillSettings
@@ -13,6 +13,6 @@ from services.prefill.settings import Settings as PrefillSettings
 @pytest.mark.fault("F10")
 def test_a_process_that_drains_is_killed_only_after_its_drain_and_its_last_words() -> None:
     """Killed earlier, a gateway's streams end without the error event that tells the client why."""
-    assert STOP_GRACE_S[Tier.GATEWAY] >= GatewaySettings().drain_s + 2
+    assert STOP_GRACE_S[StopOrder.GATEWAY] >= GatewaySettings().drain_s + 2
     for settings in (PrefillSettings(), DecodeSettings()):
-        assert STOP_GRACE_S[Tier.INSTANCE] >= settings.drain_s + 2
+        assert STOP_GRACE_S[StopOrder.INSTANCE] >= settings.drain_s + 2

@@ -16,7 +16,7 @@ from pdmesh.net.events import (
     BINARY,
     CONTENT_TYPE,
     JSON,
-    Admission,
+    EventOrder,
     EventPublisher,
     SequenceGate,
     decode_event,
@@ -129,7 +129,7 @@ def test_an_unknown_field_of_a_newer_version_is_no_garbage() -> None:
 def test_the_gate_tells_new_from_stale_and_sees_gaps() -> None:
     gate = SequenceGate()
     seen = [gate.admit(header(s)) for s in (1, 2, 2, 1, 5, 6, 4)]
-    new, stale, gap = Admission.NEW, Admission.STALE, Admission.GAP
+    new, stale, gap = EventOrder.NEW, EventOrder.STALE, EventOrder.GAP
     assert seen == [new, new, stale, stale, gap, new, stale]
     assert gate.admit(header(7, publisher="p1")) is gap
 
@@ -138,6 +138,6 @@ def test_the_gate_tells_new_from_stale_and_sees_gaps() -> None:
 def test_events_of_an_earlier_incarnation_are_stale_for_good() -> None:
     gate = SequenceGate()
     gate.admit(header(1, incarnation=1))
-    assert gate.admit(header(1, incarnation=2)) is Admission.NEW
-    assert gate.admit(header(99, incarnation=1)) is Admission.STALE
-    assert gate.admit(header(2, incarnation=2)) is Admission.NEW
+    assert gate.admit(header(1, incarnation=2)) is EventOrder.NEW
+    assert gate.admit(header(99, incarnation=1)) is EventOrder.STALE
+    assert gate.admit(header(2, incarnation=2)) is EventOrder.NEW

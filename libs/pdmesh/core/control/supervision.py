@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from pdmesh.core.model import Tick
+
 BAD_SETTING: Final = 2
 
 
@@ -34,7 +36,7 @@ class RestartPolicy:
         return min(self.max_delay_s, self.base_delay_s * 2.0 ** min(deaths - 2, 30))
 
 
-class Phase(Enum):
+class ProcessPhase(Enum):
     STOPPED = "stopped"
     RUNNING = "running"
     WAITING = "waiting"  # for its next start
@@ -65,11 +67,6 @@ class BecameReady:
     """The process that runs now says so of itself."""
 
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    pass
 
 
 Event = StartAsked | StopAsked | Exited | BecameReady | Tick
@@ -107,7 +104,7 @@ Effect = StartProcess | SignalStop | RestartScheduled | GiveUp
 
 @dataclass(slots=True)
 class _Child:
-    phase: Phase = Phase.STOPPED
+    phase: ProcessPhase = ProcessPhase.STOPPED
     deaths: int = 0
     started_at: float = 0.0
     ready_at: float | None = None  # of the process that runs now
@@ -134,9 +131,9 @@ class Supervision:
             case Tick():
                 return self._on_tick(now)
 
-    def phase(self, name: str) -> Phase:
+    def phase(self, name: str) -> ProcessPhase:
         child = self._children.get(name)
-        return child.phase if child else Phase.STOPPED
+        return child.phase if child else ProcessPhase.STOPPED
 
     def deaths(self, name: str) -> int:
         """In a row, up to now."""
@@ -150,45 +147,45 @@ class Supervision:
 
     def next_start_at(self) -> float | None:
         """When the next `Tick` has something to do; None if nothing waits."""
-        waiting = [c.start_at for c in self._children.values() if c.phase is Phase.WAITING]
+        waiting = [c.start_at for c in self._children.values() if c.phase is ProcessPhase.WAITING]
         return min(waiting, default=None)
 
     def _on_start_asked(self, name: str, now: float) -> list[Effect]:
         child = self._children.setdefault(name, _Child())
-        if child.phase in (Phase.RUNNING, Phase.STOPPING):
+        if child.phase in (ProcessPhase.RUNNING, ProcessPhase.STOPPING):
             return []
         child.deaths = 0
         return [self._start(name, child, now)]
 
     def _on_stop_asked(self, name: str) -> list[Effect]:
         child = self._children.get(name)
-        if child is None or child.phase is Phase.STOPPING:
+        if child is None or child.phase is ProcessPhase.STOPPING:
             return []
-        if child.phase is Phase.RUNNING:
-            child.phase = Phase.STOPPING
+        if child.phase is ProcessPhase.RUNNING:
+            child.phase = ProcessPhase.STOPPING
             return [SignalStop(name)]
-        child.phase = Phase.STOPPED
+        child.phase = ProcessPhase.STOPPED
         return []
 
     def _on_exited(self, name: str, code: int, now: float) -> list[Effect]:
         child = self._children.get(name)
-        if child is None or child.phase not in (Phase.RUNNING, Phase.STOPPING):
+        if child is None or child.phase not in (ProcessPhase.RUNNING, ProcessPhase.STOPPING):
             return []
-        if child.phase is Phase.STOPPING:
-            child.phase = Phase.STOPPED
+        if child.phase is ProcessPhase.STOPPING:
+            child.phase = ProcessPhase.STOPPED
             return []
         child.deaths = 1 if self._was_stable(child, now) else child.deaths + 1
         if code == BAD_SETTING or child.deaths >= self.policy.max_deaths:
-            child.phase = Phase.FAILED
+            child.phase = ProcessPhase.FAILED
             return [GiveUp(name, code, child.deaths)]
         delay_s = self.policy.delay_s(child.deaths)
-        child.phase, child.start_at = Phase.WAITING, now + delay_s
+        child.phase, child.start_at = ProcessPhase.WAITING, now + delay_s
         scheduled = RestartScheduled(name, code, child.deaths, delay_s)
         return [scheduled] if delay_s else [scheduled, self._start(name, child, now)]
 
     def _on_ready(self, name: str, now: float) -> list[Effect]:
         child = self._children.get(name)
-        if child is not None and child.phase is Phase.RUNNING and child.ready_at is None:
+        if child is not None and child.phase is ProcessPhase.RUNNING and child.ready_at is None:
             child.ready_at = now
         return []
 
@@ -201,10 +198,10 @@ class Supervision:
         due = [
             (name, child)
             for name, child in self._children.items()
-            if child.phase is Phase.WAITING and child.start_at <= now
+            if child.phase is ProcessPhase.WAITING and child.start_at <= now
         ]
         return [self._start(name, child, now) for name, child in due]
 
     def _start(self, name: str, child: _Child, now: float) -> StartProcess:
-        child.phase, child.started_at, child.ready_at = Phase.RUNNING, now, None
+        child.phase, child.started_at, child.ready_at = ProcessPhase.RUNNING, now, None
         return StartProcess(name)

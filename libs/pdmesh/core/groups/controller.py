@@ -28,8 +28,8 @@ from pdmesh.core.groups.leave import (
     let_others_go,
 )
 from pdmesh.core.groups.region import RegionWatch, placed
-from pdmesh.core.groups.round import Member, Round
-from pdmesh.core.groups.steps import Step, StepTeller
+from pdmesh.core.groups.round import GroupMember, Round
+from pdmesh.core.groups.steps import AnnounceStep, StepTeller
 from pdmesh.core.groups.timeouts import StageClock
 from pdmesh.core.model import (
     Assignment,
@@ -62,7 +62,7 @@ class GroupReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Give:
+class GiveAssignment:
     """Write this assignment."""
 
     instance_id: str
@@ -70,13 +70,13 @@ class Give:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class ForgetAssignment:
     """Remove the assignment: the incarnation it was for is gone."""
 
     instance_id: str
 
 
-Effect = Give | Forget | Step
+Effect = GiveAssignment | ForgetAssignment | AnnounceStep
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ class GroupController:
     def _note_departures(self, turn: Round) -> None:
         """Processes that were asked to stop drain by themselves: no failure, and their places are free from now on (F41)."""
         for instance_id, assignment in sorted(turn.plan.items()):
-            member = Member(turn.observed.seen[instance_id], assignment)
+            member = GroupMember(turn.observed.seen[instance_id], assignment)
             if member.is_departing:
                 self._record(assignment.role_spec.group_id).vacate(member.role, instance_id)
                 turn.set_stage(member, Stage.DRAIN)
@@ -302,7 +302,7 @@ class GroupController:
 
     # --- failures and reports --------------------------------------------------------------------
 
-    def _waits_too_long(self, record: GroupRecord, keep: list[Member], now: float) -> bool:
+    def _waits_too_long(self, record: GroupRecord, keep: list[GroupMember], now: float) -> bool:
         if not keep:
             record.short_since = None
             return False
@@ -357,11 +357,11 @@ class GroupController:
     def _writes(self, turn: Round) -> Iterator[Effect]:
         """Also what has not changed, if an earlier leader wrote it: from then on, that one can write it no more (I7)."""
         for instance_id in sorted(turn.observed.given.keys() - turn.plan.keys()):
-            yield Forget(instance_id)
+            yield ForgetAssignment(instance_id)
         for instance_id, assignment in sorted(turn.plan.items()):
             own = replace(assignment, epoch=turn.observed.epoch)
             if own != turn.observed.given.get(instance_id):
-                yield Give(instance_id, own)
+                yield GiveAssignment(instance_id, own)
 
 
 def _short_line(short: int, group: WantedGroup) -> str:

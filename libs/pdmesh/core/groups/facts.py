@@ -47,7 +47,7 @@ class WantedGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedGroups:
     """All groups, and how many that serve a scenario must keep of each role, whatever we do ourselves (S28, S31).
 
     `num_lent`: blank instances that are kept for those who borrowed groups, by region; empty: of any.
@@ -66,7 +66,7 @@ def wanted_of(
     kv_transport: str,
     num_lent: Mapping[str, int] = NONE_LENT,
     upgrades: Upgrades = NO_UPGRADES,
-) -> Wanted:
+) -> WantedGroups:
     """`kv_transport` names the version of the KV wire: instances that differ in it never pair."""
     groups: dict[str, WantedGroup] = {}
     with_all = with_canaries(desired, upgrades)
@@ -108,7 +108,7 @@ def wanted_of(
             wanted = sum(group.num(role) for group in own.values()) + fusion
             least = 1 if desired.allows_single(scenario) else MIN_PER_SCENARIO
             floors[scenario, role] = min(least, wanted)
-    return Wanted(groups, floors, num_lent)
+    return WantedGroups(groups, floors, num_lent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Observed:
 
     epoch: int
     version: int
-    wanted: Wanted
+    wanted: WantedGroups
     seen: Mapping[str, Seen]
     given: Mapping[str, Assignment]
     drained: frozenset[str] = frozenset()

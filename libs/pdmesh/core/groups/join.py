@@ -6,14 +6,14 @@ from collections import Counter
 
 from pdmesh.core.groups.facts import WantedGroup
 from pdmesh.core.groups.region import is_misplaced
-from pdmesh.core.groups.round import Member, Round, unverified_pairs
+from pdmesh.core.groups.round import GroupMember, Round, unverified_pairs
 from pdmesh.core.model import Phase, Role, Stage
 
 
-def sorted_out(turn: Round, group: WantedGroup) -> tuple[list[Member], list[Member]]:
+def sorted_out(turn: Round, group: WantedGroup) -> tuple[list[GroupMember], list[GroupMember]]:
     """Those to keep, and those that are too many, of another scenario, revision or region, or drained by the operator."""
-    keep: list[Member] = []
-    others: list[Member] = []
+    keep: list[GroupMember] = []
+    others: list[GroupMember] = []
     room = dict(group.counts)
     members = [m for m in turn.members(group.group_id) if m.stage <= Stage.SERVE]
     # The last to go are those that are furthest; among those that serve, the busiest.
@@ -29,14 +29,14 @@ def sorted_out(turn: Round, group: WantedGroup) -> tuple[list[Member], list[Memb
     return keep, others
 
 
-def lacking(group: WantedGroup, keep: list[Member]) -> dict[Role, int]:
+def lacking(group: WantedGroup, keep: list[GroupMember]) -> dict[Role, int]:
     """Instances that are missing, by role; first of a role that has none left, without which the others serve nobody."""
     have = Counter(m.role for m in keep)
     roles = sorted(group.counts, key=lambda role: have[role] > 0)
     return {role: group.counts[role] - have[role] for role in roles}
 
 
-def advance(turn: Round, group: WantedGroup, keep: list[Member], *, has_served: bool) -> None:
+def advance(turn: Round, group: WantedGroup, keep: list[GroupMember], *, has_served: bool) -> None:
     """Move each on by one stage if what it waits for has come.
 
     Those that are to leave hold nobody up: one may be drained since it connects to nobody.
@@ -62,5 +62,5 @@ def advance(turn: Round, group: WantedGroup, keep: list[Member], *, has_served: 
                 turn.set_stage(member, Stage.SERVE)
 
 
-def _is_connected(member: Member) -> bool:
+def _is_connected(member: GroupMember) -> bool:
     return member.seen.phase in (Phase.CONNECTED, Phase.READY)

@@ -13,7 +13,7 @@ from typing import Final
 
 from pdmesh.core.groups.facts import WantedGroup
 from pdmesh.core.groups.region import is_misplaced
-from pdmesh.core.groups.round import Member, Round
+from pdmesh.core.groups.round import GroupMember, Round
 from pdmesh.core.model import Phase, Role, Stage
 
 MAX_VACANCIES: Final = 64  # of a role in a group, whose substitutes are named
@@ -45,14 +45,14 @@ class GroupRecord:
         return waiting.popleft() if waiting else ""
 
 
-def erase(turn: Round, record: GroupRecord, member: Member) -> None:
+def erase(turn: Round, record: GroupRecord, member: GroupMember) -> None:
     """It becomes blank; if it was not leaving, somebody is to take its place."""
     if member.stage < Stage.DRAIN:
         record.vacate(member.role, member.instance_id)
     turn.set_stage(member, Stage.BLANK)
 
 
-def abandon(turn: Round, record: GroupRecord, members: list[Member]) -> None:
+def abandon(turn: Round, record: GroupRecord, members: list[GroupMember]) -> None:
     """Nothing half-made stays: what is not ready yet becomes blank."""
     for member in members:
         if not member.is_ready and member.stage <= Stage.SERVE:
@@ -60,7 +60,7 @@ def abandon(turn: Round, record: GroupRecord, members: list[Member]) -> None:
 
 
 def let_go(
-    turn: Round, record: GroupRecord, members: list[Member], *, may_empty_group: bool
+    turn: Round, record: GroupRecord, members: list[GroupMember], *, may_empty_group: bool
 ) -> str:
     """Drain them, as far as it may be; why it may not."""
     reason = ""
@@ -80,7 +80,7 @@ def let_others_go(
     turn: Round,
     group: WantedGroup,
     record: GroupRecord,
-    others: list[Member],
+    others: list[GroupMember],
     num_short: int,
 ) -> str:
     """Of a group's instances that serve and are not to stay; why they may not go. `num_short`: those to come that there is no room for."""
@@ -102,7 +102,7 @@ def let_others_go(
     return reason
 
 
-def _make_room(turn: Round, group: WantedGroup, stale: list[Member], num_short: int) -> str:
+def _make_room(turn: Round, group: WantedGroup, stale: list[GroupMember], num_short: int) -> str:
     """As many of the old revision or scenario as are needed, or none if not all of these may go: half the room would be of no use."""
     num_leaving = sum(
         given.stage >= Stage.DRAIN
@@ -125,7 +125,7 @@ def _make_room(turn: Round, group: WantedGroup, stale: list[Member], num_short: 
     return ""
 
 
-def _in_pairs(members: list[Member]) -> list[Member]:
+def _in_pairs(members: list[GroupMember]) -> list[GroupMember]:
     """The least busy first, of each role in turn: what is left can serve."""
     ranks: dict[str, int] = {}
     for role in {m.role for m in members}:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pdmesh.core.groups.facts import Seen, WantedGroup
-from pdmesh.core.groups.round import Member, Round
+from pdmesh.core.groups.round import GroupMember, Round
 from pdmesh.core.model import Phase, Role, Stage
 
 _LOSS_S: Final = 10.0  # in which the leases of a region that is gone end
@@ -26,7 +26,7 @@ def placed(turn: Round, group: WantedGroup) -> WantedGroup:
     return replace(group, region=None if group.spans_regions else _region_of(turn, group))
 
 
-def is_misplaced(member: Member, group: WantedGroup) -> bool:
+def is_misplaced(member: GroupMember, group: WantedGroup) -> bool:
     """Of another region or rack than its group is to be in, or with KV that goes elsewhere than its group's may."""
     seen, spans = member.seen, member.assignment.role_spec.spans_regions
     is_elsewhere = group.region is not None and seen.region != group.region
@@ -53,7 +53,7 @@ def _region_of(turn: Round, group: WantedGroup) -> str:
     return next(with_room, next((r for r in order if own[r]), order[0]))
 
 
-def _serves(members: Iterable[Member]) -> bool:
+def _serves(members: Iterable[GroupMember]) -> bool:
     roles = {m.role for m in members if m.is_ready}
     return Role.FUSION in roles or {Role.PREFILL, Role.DECODE} <= roles
 

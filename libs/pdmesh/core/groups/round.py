@@ -20,7 +20,7 @@ from pdmesh.core.model import (
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class GroupMember:
     """An instance that lives, with the assignment that it follows or is about to."""
 
     seen: Seen
@@ -55,7 +55,7 @@ class Member:
     def is_loaded(self) -> bool:
         return self.seen.is_loaded
 
-    def may_exchange(self, other: Member) -> bool:
+    def may_exchange(self, other: GroupMember) -> bool:
         """KV, within a group: revision and region are the same (S24, S58)."""
         mine, yours = self.seen.kv_region, other.seen.kv_region
         return self.revision == other.revision and mine == yours
@@ -97,11 +97,11 @@ class Round:
             if seen is not None and seen.incarnation == assignment.incarnation:
                 self.plan[instance_id] = assignment
 
-    def members(self, group_id: str) -> list[Member]:
+    def members(self, group_id: str) -> list[GroupMember]:
         """By instance id."""
         self._index()
         seen, plan = self.observed.seen, self.plan
-        return [Member(seen[i], plan[i]) for i in self._ids.get(group_id, ())]
+        return [GroupMember(seen[i], plan[i]) for i in self._ids.get(group_id, ())]
 
     def _index(self) -> None:
         """Instances are added to the plan, at its end; none leaves it or its group within a round."""
@@ -119,7 +119,7 @@ class Round:
         own = {assignment.role_spec.group_id for assignment in self.plan.values()}
         return sorted(own | self.observed.wanted.groups.keys())
 
-    def set_stage(self, member: Member, stage: Stage) -> None:
+    def set_stage(self, member: GroupMember, stage: Stage) -> None:
         peers = () if stage is Stage.BLANK else member.assignment.peers
         self.plan[member.instance_id] = replace(
             self.plan[member.instance_id], stage=stage, peers=peers
@@ -178,7 +178,7 @@ class Round:
         """
         cells: dict[tuple[str, str, str], Counter[Role]] = {}
         for instance_id, assignment in self.plan.items():
-            member = Member(self.observed.seen[instance_id], assignment)
+            member = GroupMember(self.observed.seen[instance_id], assignment)
             is_counted = member.is_ready and instance_id not in self.observed.isolated
             is_counted = is_counted and not is_canary(assignment.role_spec.group_id)
             if is_counted and instance_id != without and assignment.role_spec.scenario == scenario:
@@ -191,7 +191,7 @@ class Round:
                 total[role] += cell[Role.FUSION] + (cell[role] if is_pair else 0)
         return total
 
-    def why_not_leave(self, member: Member, *, may_empty_group: bool) -> str:
+    def why_not_leave(self, member: GroupMember, *, may_empty_group: bool) -> str:
         """What its going would leave too little of, by our own doing; empty if it may go."""
         if not member.is_ready:
             return ""
@@ -211,7 +211,7 @@ class Round:
         return ""
 
 
-def _are_peers(member: Member, other: Member) -> bool:
+def _are_peers(member: GroupMember, other: GroupMember) -> bool:
     if {member.role, other.role} != {Role.PREFILL, Role.DECODE}:
         return False
     if not member.may_exchange(other) or not other.is_loaded:
@@ -222,11 +222,11 @@ def _are_peers(member: Member, other: Member) -> bool:
     return other.stage is Stage.DRAIN and member.is_ready and other.seen.phase is not Phase.DRAINED
 
 
-def _peer(member: Member) -> Peer:
+def _peer(member: GroupMember) -> Peer:
     return Peer(member.seen.id, member.role, member.seen.kv_addresses)
 
 
-def unverified_pairs(members: Iterable[Member]) -> list[tuple[Member, Member]]:
+def unverified_pairs(members: Iterable[GroupMember]) -> list[tuple[GroupMember, GroupMember]]:
     """(decode, prefill) that are to be connected and are not yet known to be."""
     met = [m for m in members if m.stage in (Stage.CONNECT, Stage.SERVE) and m.is_loaded]
     return [

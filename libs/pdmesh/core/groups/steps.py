@@ -23,7 +23,7 @@ _OF_STAGE: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AnnounceStep:
     """Announce it. `instance_id` empty: it is about the whole group."""
 
     group_id: str
@@ -48,11 +48,11 @@ class StepTeller:
     _gone: set[_Key] = field(default_factory=set)
     _stuck: set[_Key] = field(default_factory=set)
     _of_group: dict[str, tuple[str, str]] = field(default_factory=dict)
-    _told: list[Step] = field(default_factory=list)
+    _told: list[AnnounceStep] = field(default_factory=list)
 
-    def begin(self, observed: Observed) -> list[Step]:
+    def begin(self, observed: Observed) -> list[AnnounceStep]:
         """Steps that instances have made since."""
-        steps: list[Step] = []
+        steps: list[AnnounceStep] = []
         phases: dict[_Key, Phase] = {}
         for instance_id, assignment in sorted(observed.given.items()):
             seen = observed.seen.get(instance_id)
@@ -97,9 +97,9 @@ class StepTeller:
         """Once, until another step of the group is told."""
         if self._of_group.get(self.group_id) != (step, detail):
             self._of_group[self.group_id] = (step, detail)
-            self._told.append(Step(self.group_id, step, detail=detail))
+            self._told.append(AnnounceStep(self.group_id, step, detail=detail))
 
-    def end(self, turn: Round) -> list[Step]:
+    def end(self, turn: Round) -> list[AnnounceStep]:
         """What was told in this round, then the stages it moved instances to, then those that it saw the last of."""
         given = turn.observed.given
         steps, self._told = self._told, []
@@ -122,9 +122,9 @@ class StepTeller:
 
 def _step(
     step: str, assignment: Assignment, instance_id: str, *, detail: str = "", replaces: str = ""
-) -> Step:
+) -> AnnounceStep:
     role_spec = assignment.role_spec
-    return Step(
+    return AnnounceStep(
         role_spec.group_id,
         step,
         instance_id,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdmesh.core.groups.round import Member, Round, unverified_pairs
+from pdmesh.core.groups.round import GroupMember, Round, unverified_pairs
 from pdmesh.core.model import Phase, Role, Stage
 
 
@@ -39,14 +39,14 @@ class StageClock:
     def note(self, turn: Round, now: float) -> None:
         since: dict[str, tuple[_State, float]] = {}
         for instance_id, assignment in turn.plan.items():
-            is_ready = Member(turn.observed.seen[instance_id], assignment).is_ready
+            is_ready = GroupMember(turn.observed.seen[instance_id], assignment).is_ready
             state = (assignment.assignment_id, assignment.stage, is_ready)
             known = self._since.get(instance_id)
             since[instance_id] = known if known and known[0] == state else (state, now)
         self._since = since
         self._avoided = {i: until for i, until in self._avoided.items() if until > now}
 
-    def waited_s(self, member: Member, now: float) -> float:
+    def waited_s(self, member: GroupMember, now: float) -> float:
         """Since it was given its stage, or became or ceased to be ready in it."""
         return now - self._since[member.instance_id][1]
 
@@ -56,7 +56,7 @@ class StageClock:
     def is_avoided(self, instance_id: str) -> bool:
         return instance_id in self._avoided
 
-    def why_broken(self, turn: Round, member: Member, now: float) -> str:
+    def why_broken(self, turn: Round, member: GroupMember, now: float) -> str:
         """Why it must start anew as a blank one; empty if it need not."""
         limits, seen = self.limits, member.seen
         waited_s = self.waited_s(member, now)
@@ -75,11 +75,11 @@ class StageClock:
                 return f"not ready in {limits.serve_s:g} s"
         return ""
 
-    def is_erase_overdue(self, member: Member, now: float) -> bool:
+    def is_erase_overdue(self, member: GroupMember, now: float) -> bool:
         """It should have begun anew under another incarnation: it hangs, or does not heed this leader."""
         return member.stage is Stage.BLANK and self.waited_s(member, now) > self.limits.erase_s
 
-    def _why_unconnected(self, turn: Round, member: Member, now: float) -> str:
+    def _why_unconnected(self, turn: Round, member: GroupMember, now: float) -> str:
         """Of the two of a pair, the one that fails in more pairs is blamed; the others get the time to meet its substitute."""
         pairs = unverified_pairs(turn.members(member.assignment.role_spec.group_id))
         own = [pair for pair in pairs if member in pair]

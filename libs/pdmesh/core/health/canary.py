@@ -29,7 +29,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class CanaryProbe:
     """`decode` None: `prefill` does both phases."""
 
     prefill: Subject
@@ -57,7 +57,7 @@ class CanaryRota:
     max_strikes: int = 2
     _records: dict[str, _Record] = field(default_factory=dict)
 
-    def next(self, idle: Iterable[Subject], now: float) -> Probe | None:
+    def next(self, idle: Iterable[Subject], now: float) -> CanaryProbe | None:
         """The instance that waits longest, with a partner of the other role in its cell if there is one."""
         subjects = sorted(idle, key=lambda s: (self._record(s, now).tried_at, s.instance_id))
         due = [s for s in subjects if now - self._record(s, now).tried_at >= self.period_s]
@@ -70,14 +70,14 @@ class CanaryRota:
         partners.sort(key=lambda s: s.instance_id == record.partner)  # else pairs would stay pairs
         if not partners:
             record.tried_at = now
-            return Probe(first, None)
+            return CanaryProbe(first, None)
         partner = self._record(partners[0], now)
         record.tried_at = partner.tried_at = now
         record.partner, partner.partner = partners[0].instance_id, first.instance_id
         is_prefill = first.role is Role.PREFILL
-        return Probe(first, partners[0]) if is_prefill else Probe(partners[0], first)
+        return CanaryProbe(first, partners[0]) if is_prefill else CanaryProbe(partners[0], first)
 
-    def ended(self, probe: Probe, guilty: Sequence[Subject], detail: str, now: float) -> None:
+    def ended(self, probe: CanaryProbe, guilty: Sequence[Subject], detail: str, now: float) -> None:
         """`guilty`: who may be the cause of a failure; nobody, if it passed."""
         for subject in probe.subjects:
             record = self._record(subject, now)

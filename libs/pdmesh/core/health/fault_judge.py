@@ -14,9 +14,10 @@ from pdmesh.core.health.ejection_cap import EjectionCap, EjectionLimits
 from pdmesh.core.health.fault_levels import (
     EJECTS_FROM,
     RESPONSES,
-    Action,
+    FaultAction,
     Level,
 )
+from pdmesh.core.model import Tick
 
 RESTARTED_IN_VAIN = "RESTARTED_IN_VAIN"
 CRASH_LOOP = "CRASH_LOOP"
@@ -69,21 +70,16 @@ class Healed:
 
 
 @dataclass(frozen=True, slots=True)
-class WentDeaf:
-    """Nothing can be heard now: no silence means anything until `HearsAgain`."""
+class SignalsLost:
+    """Nothing can be heard now: no silence means anything until `SignalsRestored`."""
 
 
 @dataclass(frozen=True, slots=True)
-class HearsAgain:
+class SignalsRestored:
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed. Judgement is passed here, several times a lease."""
-
-
-Event = InstanceSeen | InstanceGone | Healed | SignalsHeard | WentDeaf | HearsAgain | Tick
+Event = InstanceSeen | InstanceGone | Healed | SignalsHeard | SignalsLost | SignalsRestored | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +90,7 @@ class Judged:
     incarnation: int
     node_id: str
     level: Level
-    action: Action
+    action: FaultAction
     signals: tuple[Signal, ...]
     since: float
     held_back: str = ""
@@ -183,9 +179,9 @@ class FaultJudge:
                 self._on_gone(event, now)
             case Healed(instance_id):
                 self._on_healed(instance_id, now)
-            case WentDeaf():
+            case SignalsLost():
                 self._is_deaf = True
-            case HearsAgain():
+            case SignalsRestored():
                 self._is_deaf = False
                 self._renew_all(now)
             case Tick():

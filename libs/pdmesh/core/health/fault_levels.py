@@ -25,7 +25,7 @@ class Level(enum.IntEnum):
     LOST = 5
 
 
-class Action(enum.Enum):
+class FaultAction(enum.Enum):
     IGNORE = "ignore"
     RETRY = "retry"
     RESTART_PROCESS = "restart_process"
@@ -38,19 +38,19 @@ class Action(enum.Enum):
 class Response:
     """What a level means for an instance. `finishes_running`: its requests may go on where they are until they end."""
 
-    action: Action
+    action: FaultAction
     finishes_running: bool
 
 
 RESPONSES: Final[Mapping[Level, Response]] = MappingProxyType(
     {
-        Level.WELL: Response(Action.IGNORE, True),  # corrected memory errors, a warm device
-        Level.TRANSIENT: Response(Action.RETRY, True),  # one failed pull, a lone suspicion
-        Level.PROCESS: Response(Action.RESTART_PROCESS, False),  # an engine that hangs
+        Level.WELL: Response(FaultAction.IGNORE, True),  # corrected memory errors, a warm device
+        Level.TRANSIENT: Response(FaultAction.RETRY, True),  # one failed pull, a lone suspicion
+        Level.PROCESS: Response(FaultAction.RESTART_PROCESS, False),  # an engine that hangs
         # restarts that do not help, a device to be reset
-        Level.INSTANCE: Response(Action.REPLACE_INSTANCE, True),
-        Level.NODE: Response(Action.DRAIN_NODE, True),  # rows of memory used up, a fan gone
-        Level.LOST: Response(Action.ISOLATE_NODE, False),  # a device fallen off the bus
+        Level.INSTANCE: Response(FaultAction.REPLACE_INSTANCE, True),
+        Level.NODE: Response(FaultAction.DRAIN_NODE, True),  # rows of memory used up, a fan gone
+        Level.LOST: Response(FaultAction.ISOLATE_NODE, False),  # a device fallen off the bus
     }
 )
 

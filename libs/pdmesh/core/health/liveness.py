@@ -11,6 +11,8 @@ import enum
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from pdmesh.core.model import Tick
+
 SUSPECT_AFTER_LEASES = 1
 DEAD_AFTER_LEASES = 3
 MAX_TOMBSTONES = 4096
@@ -53,11 +55,6 @@ class BusLost:
 @dataclass(frozen=True, slots=True)
 class BusRestored:
     """Heartbeats can be heard again; some may have been lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed. Sent several times a lease."""
 
 
 Event = RecordSeen | RecordVanished | Heartbeat | BusLost | BusRestored | Tick

@@ -12,23 +12,19 @@ from dataclasses import dataclass
 
 from pdmesh.core.health.fault_judge import Signal
 from pdmesh.core.health.fault_levels import Level
+from pdmesh.core.model import Tick
 
 ENGINE_SLOW, ENGINE_SILENT = "ENGINE_SLOW", "ENGINE_SILENT"
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class PingAnswered:
     """The ping came back."""
 
 
 @dataclass(frozen=True, slots=True)
-class Worked:
+class WorkSeen:
     """It computed something since the last tick."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed. Sent every `period_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +33,14 @@ class SendPing:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class DeclareHung:
     """The engine hangs."""
 
     silent_s: float
 
 
-Event = Answered | Worked | Tick
-Effect = SendPing | GiveUp
+Event = PingAnswered | WorkSeen | Tick
+Effect = SendPing | DeclareHung
 
 
 @dataclass(slots=True)
@@ -58,10 +54,10 @@ class EngineWatch:
     _ticked_at: float | None = None
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        if isinstance(event, Answered):
+        if isinstance(event, PingAnswered):
             self._silent_since = None
             return []
-        if isinstance(event, Worked):
+        if isinstance(event, WorkSeen):
             if self._silent_since is not None:
                 self._silent_since = now
             return []
@@ -70,7 +66,7 @@ class EngineWatch:
             self._silent_since = now
             return [SendPing()]
         silent_s = self.silent_s(now)
-        return [GiveUp(silent_s)] if silent_s >= self.hung_s else []
+        return [DeclareHung(silent_s)] if silent_s >= self.hung_s else []
 
     def silent_s(self, now: float) -> float:
         """For how long a ping has been out without a sign of work."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field, replace
 
 from pdmesh.core.instance.lifecycle_events import (
-    Admit,
+    AdmitRequests,
     Assigned,
     BecameIdle,
     Effect,
@@ -20,12 +20,12 @@ from pdmesh.core.instance.lifecycle_events import (
     Event,
     ForgetPeer,
     Ignored,
-    Load,
     Loaded,
+    LoadEngine,
     LoadFailed,
     PeerFailed,
     PeerVerified,
-    Refuse,
+    RefuseRequests,
     Verify,
 )
 from pdmesh.core.model import (
@@ -206,7 +206,7 @@ class InstanceLife:
             return
         if not self._is_asked_to_load and self._stage < Stage.DRAIN:
             self._is_asked_to_load = True
-            yield Load(self.role_spec)
+            yield LoadEngine(self.role_spec)
         if not self._is_loaded:
             return
         yield from self._meet_peers(now)
@@ -245,7 +245,7 @@ class InstanceLife:
         if may_serve and not self._is_admitting:
             self._is_admitting = self._was_ready = True
             self._is_idle = False
-            yield Admit()
+            yield AdmitRequests()
         elif self._stage is Stage.DRAIN and self._is_admitting:
             self._is_admitting = False
-            yield Refuse()
+            yield RefuseRequests()

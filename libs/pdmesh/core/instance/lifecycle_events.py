@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from pdmesh.core.model import Assignment, Peer, PeerId, RoleSpec
+from pdmesh.core.model import Assignment, Peer, PeerId, RoleSpec, Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +39,12 @@ class BecameIdle:
     """No request runs and no staged KV waits; none can come while requests are refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed. Sent about twice a second."""
-
-
 Event = Assigned | Loaded | LoadFailed | PeerVerified | PeerFailed | BecameIdle | Tick
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Fetch, check and load what the role spec needs; requests are refused until `Admit`."""
+class LoadEngine:
+    """Fetch, check and load what the role spec needs; requests are refused until `AdmitRequests`."""
 
     role_spec: RoleSpec
 
@@ -69,12 +64,12 @@ class ForgetPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class Admit:
+class AdmitRequests:
     """Take requests from now on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseRequests:
     """Take nothing new, finish what runs, keep staged KV until its leases end; answered by BecameIdle."""
 
 
@@ -92,4 +87,4 @@ class Ignored(enum.Enum):
     OVER = "this incarnation is over"
 
 
-Effect = Load | Verify | ForgetPeer | Admit | Refuse | Erase | Ignored
+Effect = LoadEngine | Verify | ForgetPeer | AdmitRequests | RefuseRequests | Erase | Ignored

@@ -1,6 +1,6 @@
 """Changes of groups as plans of single moves: what a move is, what groups look like after it, and why one must not be made.
 
-Profiling, an operator, the monitor, a schedule: whoever wants a change says so with the same `Plan` (S27). A plan never leads
+Profiling, an operator, the monitor, a schedule: whoever wants a change says so with the same `MovePlan` (S27). A plan never leads
 below one instance of a role in a group or two in a scenario (S31; one, where the scenario allows a single one), and never takes
 an instance away from others that could not carry its load: N - 1 survivors carry N/(N - 1) of what each carries now. What is not
 known is not zero: it refuses. Fusion instances count for both roles; a group of them alone has no ratio, and is lent as a whole.
@@ -58,7 +58,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MovePlan:
     """Moves to make one after the other. `is_forced`: an operator takes the blame for what `refusal` would say.
 
     `asked_at` is in unix seconds, for plans by the clock.

@@ -16,7 +16,7 @@ from pdmesh.core.moves.move import (
     Groups,
     Move,
     MoveKind,
-    Plan,
+    MovePlan,
     applied,
     refusal,
 )
@@ -24,7 +24,7 @@ from pdmesh.core.moves.move import (
 MAX_PLANS: Final = 16  # that wait, per scenario
 
 
-class Outcome(enum.StrEnum):
+class MoveOutcome(enum.StrEnum):
     DONE = "done"
     REFUSED = "refused"
     FAILED = "failed"
@@ -32,14 +32,14 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PlanAsked:
-    plan: Plan
+    plan: MovePlan
 
 
 @dataclass(frozen=True, slots=True)
 class Outstanding:
     """What is left of a plan. `is_moving`: its first move is under way."""
 
-    plan: Plan
+    plan: MovePlan
     is_moving: bool
 
 
@@ -89,7 +89,7 @@ class GroupsSeen:
 
 @dataclass(frozen=True, slots=True)
 class StartMove:
-    plan: Plan
+    plan: MovePlan
     move: Move
 
 
@@ -97,7 +97,7 @@ class StartMove:
 class MoveMade:
     """The groups look like it, `took_s` after it was begun."""
 
-    plan: Plan
+    plan: MovePlan
     move: Move
     took_s: float
 
@@ -106,8 +106,8 @@ class MoveMade:
 class PlanEnded:
     """`num_moves` of its moves were made."""
 
-    plan: Plan
-    outcome: Outcome
+    plan: MovePlan
+    outcome: MoveOutcome
     num_moves: int
     detail: str = ""
 
@@ -118,7 +118,7 @@ Effect = StartMove | MoveMade | PlanEnded
 
 @dataclass(slots=True)
 class _Running:
-    plan: Plan
+    plan: MovePlan
     num_done: int = 0
     started_at: float | None = None  # of the move under way
     gathers_since: float | None = None  # that one, for want of instances
@@ -134,7 +134,7 @@ class PlanRunner:
     gather_s: float = 60.0
     move_timeout_s: float = 3600.0
     _running: dict[str, _Running] = field(default_factory=dict)
-    _waiting: dict[str, deque[Plan]] = field(default_factory=dict)
+    _waiting: dict[str, deque[MovePlan]] = field(default_factory=dict)
 
     def is_busy(self, scenario: str) -> bool:
         return scenario in self._running or bool(self._waiting.get(scenario))
@@ -196,12 +196,12 @@ class PlanRunner:
         assert len(touched) == len(set(touched))
         assert all(len(plans) <= MAX_PLANS for plans in self._waiting.values())
 
-    def _on_asked(self, plan: Plan) -> list[Effect]:
+    def _on_asked(self, plan: MovePlan) -> list[Effect]:
         if not plan.moves:
-            return [PlanEnded(plan, Outcome.DONE, 0, "nothing to do")]
+            return [PlanEnded(plan, MoveOutcome.DONE, 0, "nothing to do")]
         waiting = self._waiting.setdefault(plan.scenario, deque())
         if len(waiting) >= MAX_PLANS:
-            return [PlanEnded(plan, Outcome.REFUSED, 0, f"{MAX_PLANS} plans wait already")]
+            return [PlanEnded(plan, MoveOutcome.REFUSED, 0, f"{MAX_PLANS} plans wait already")]
         waiting.append(plan)
         return []
 
@@ -227,7 +227,7 @@ class PlanRunner:
         elif running.gathers_since is None:
             running.gathers_since = now
         elif now - running.gathers_since >= self.gather_s:
-            return self._end(running, Outcome.FAILED, event.lacks)
+            return self._end(running, MoveOutcome.FAILED, event.lacks)
         return []
 
     def _on_ended(self, event: MoveEnded, now: float) -> list[Effect]:
@@ -235,13 +235,13 @@ class PlanRunner:
         if running is None or running.started_at is None:
             return []
         if not event.is_done:
-            return self._end(running, Outcome.FAILED, event.detail)
+            return self._end(running, MoveOutcome.FAILED, event.detail)
         move = running.plan.moves[running.num_done]
         made = MoveMade(running.plan, move, now - running.started_at)
         running.started_at = running.gathers_since = None
         running.num_done += 1
         if running.num_done == len(running.plan.moves):
-            return [made, *self._end(running, Outcome.DONE, event.detail)]
+            return [made, *self._end(running, MoveOutcome.DONE, event.detail)]
         return [made]
 
     def _on_seen(self, seen: GroupsSeen, now: float) -> list[Effect]:
@@ -253,7 +253,7 @@ class PlanRunner:
             if running.started_at is None:
                 effects += self._start(running, seen, now)
             elif now - running.started_at > self.move_timeout_s:
-                effects += self._end(running, Outcome.FAILED, "nothing was heard of the move")
+                effects += self._end(running, MoveOutcome.FAILED, "nothing was heard of the move")
         return effects
 
     def _next(self, scenario: str) -> _Running | None:
@@ -276,11 +276,11 @@ class PlanRunner:
             move, seen.groups, self.max_busy, is_forced=plan.is_forced, num_blank=seen.num_blank
         )
         if why_not is not None:
-            return self._end(running, Outcome.REFUSED, why_not)
+            return self._end(running, MoveOutcome.REFUSED, why_not)
         running.started_at, running.touched = now, touched
         return [StartMove(plan, move)]
 
-    def _end(self, running: _Running, outcome: Outcome, detail: str) -> list[Effect]:
+    def _end(self, running: _Running, outcome: MoveOutcome, detail: str) -> list[Effect]:
         del self._running[running.plan.scenario]
         return [PlanEnded(running.plan, outcome, running.num_done, detail)]
 

@@ -21,7 +21,7 @@ from pdmesh.core.moves.move import (
     GroupShape,
     Move,
     MoveKind,
-    Plan,
+    MovePlan,
     Trigger,
     serving,
 )
@@ -62,7 +62,7 @@ class Due:
     entry: Entry
     at: float  # unix seconds of the time it fired for
     late_s: float
-    plan: Plan | None
+    plan: MovePlan | None
     reason: str
 
 
@@ -160,7 +160,7 @@ class Schedule:
         taken.update(move.group_id for move in moves)
         if not moves:
             return Due(entry, at, late_s, None, f"no group to {entry.what.value}")
-        plan = Plan(entry.scenario, Trigger.SCHEDULE, moves, reason, asked_at=now)
+        plan = MovePlan(entry.scenario, Trigger.SCHEDULE, moves, reason, asked_at=now)
         return Due(entry, at, late_s, plan, reason)
 
 

@@ -18,12 +18,12 @@ _MAX_JUDGED = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class RecordSeen:
+class InstanceRecorded:
     identity: Identity
 
 
 @dataclass(frozen=True, slots=True)
-class RecordVanished:
+class InstanceUnrecorded:
     instance_id: str
 
 
@@ -76,8 +76,8 @@ class LoadReported:
 
 
 Event = (
-    RecordSeen
-    | RecordVanished
+    InstanceRecorded
+    | InstanceUnrecorded
     | HealthJudged
     | FaultJudged
     | FaultForgotten
@@ -106,9 +106,9 @@ class Fleet:
             case LoadReported():
                 self._on_load(event, now)
                 return
-            case RecordSeen():
+            case InstanceRecorded():
                 self._on_record(event.identity)
-            case RecordVanished():
+            case InstanceUnrecorded():
                 self._forget(event.instance_id)
                 self._judged.pop(event.instance_id, None)
                 self._faults.pop(event.instance_id, None)

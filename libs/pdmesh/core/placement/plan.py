@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Final
 
 from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, PeerRuns
-from pdmesh.core.kv.transfer.source_exclusions import Exchange, Fit
+from pdmesh.core.kv.transfer.source_exclusions import Fit, KvExchange
 from pdmesh.core.model import Role
 from pdmesh.core.placement.affinity import ChatAffinity
 from pdmesh.core.placement.baselines import POLICIES
@@ -39,7 +39,7 @@ PROMPT_TOO_LONG = "PROMPT_TOO_LONG"
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class RankedInstance:
     instance_id: str
     incarnation: int
     num_matched_tokens: int
@@ -52,8 +52,8 @@ class Plan:
     """Ranked candidates of one group. `decodes` is empty if the prefills do both phases."""
 
     group_id: str
-    prefills: tuple[Candidate, ...]
-    decodes: tuple[Candidate, ...]
+    prefills: tuple[RankedInstance, ...]
+    decodes: tuple[RankedInstance, ...]
     prompt_compute_s: float = 0.0  # predicted, with nothing cached; 0: not known
 
 
@@ -105,7 +105,7 @@ class _Cell:
     def is_whole(self) -> bool:
         return bool(self.prefills and (self.decodes or self.key[2]))
 
-    def colocated(self, query: Query, exchange: Exchange) -> _Cell:
+    def colocated(self, query: Query, exchange: KvExchange) -> _Cell:
         """Its instances of either role, each for both phases, so that no KV moves; without prefills whose KV came wrong everywhere.
 
         It has lost a role, or no pair of it had better try until the time of one is over.
@@ -120,7 +120,7 @@ class _Cell:
         cell.prefills = [i for i in (*sound, *self.decodes) if _could_hold(i, query, is_local=True)]
         return cell
 
-    def has_good_pair(self, exchange: Exchange) -> bool:
+    def has_good_pair(self, exchange: KvExchange) -> bool:
         """Some decode takes some prefill's KV without a doubt."""
         if self.key[2] or not exchange:
             return True
@@ -142,7 +142,7 @@ class _Cell:
                 cell.add(instance)
         return cell
 
-    def reconciled(self, exchange: Exchange) -> _Cell:
+    def reconciled(self, exchange: KvExchange) -> _Cell:
         """Without prefills that every decode refuses, and decodes that refuse every prefill; itself if nobody quarrels."""
         if not exchange or self.key[2]:
             return self
@@ -173,7 +173,7 @@ class Placement:
     shares: Mapping[str, float] = field(default_factory=dict)  # of canaries' groups
     _cells: dict[tuple[str, str], list[_Cell]] = field(default_factory=dict)
     _cells_version: int = -1
-    _exchange: Exchange = field(default_factory=Exchange)
+    _exchange: KvExchange = field(default_factory=KvExchange)
     _num_plans: int = 0
 
     def plan(
@@ -340,9 +340,9 @@ def _nearest(cells: list[_Cell], region: str) -> list[_Cell]:
     return [cell for cell in cells if cell.has_room] or near
 
 
-def _exchange_among(fleet: Fleet) -> Exchange:
+def _exchange_among(fleet: Fleet) -> KvExchange:
     members = fleet.instances.values()
-    return Exchange.of(
+    return KvExchange.of(
         {m.id: m.identity.held_sources for m in members if m.identity.held_sources},
         {m.id: m.identity.incarnation for m in members},
     )
@@ -381,9 +381,9 @@ def _is_affine(instance: Instance, affine: Sequence[str]) -> bool:
 
 def _candidate(
     scored: Scored, matches: Mapping[str, float], *, is_local: bool = False
-) -> Candidate:
+) -> RankedInstance:
     identity = scored.instance.identity
     num_matched = round(matches.get(identity.instance_id, 0) * identity.block_size)
-    return Candidate(
+    return RankedInstance(
         identity.instance_id, identity.incarnation, num_matched, scored.score, is_local
     )

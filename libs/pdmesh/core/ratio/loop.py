@@ -19,13 +19,13 @@ from pdmesh.core.moves.move import (
     Groups,
     GroupShape,
     Move,
-    Plan,
+    MovePlan,
     Trigger,
     inverse,
     other,
     serving,
 )
-from pdmesh.core.moves.plan_runner import Outcome, PlanEnded
+from pdmesh.core.moves.plan_runner import MoveOutcome, PlanEnded
 from pdmesh.core.ratio.detector import (
     BottleneckDetector,
     DetectorLimits,
@@ -79,7 +79,7 @@ class Profiled:
 
 @dataclass(frozen=True, slots=True)
 class OperatorAsked:
-    plan: Plan
+    plan: MovePlan
 
 
 Event = WindowSeen | Profiled | OperatorAsked | PlanEnded
@@ -87,7 +87,7 @@ Event = WindowSeen | Profiled | OperatorAsked | PlanEnded
 # --- effects ---------------------------------------------------------------------------------------
 
 
-class Action(enum.StrEnum):
+class RatioAction(enum.StrEnum):
     PLANNED = "planned"
     LEFT_ALONE = "left alone"
     KEPT = "kept"
@@ -96,8 +96,8 @@ class Action(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class AskPlan:
-    plan: Plan
+class AskMoves:
+    plan: MovePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +105,14 @@ class Decided:
     """For the log and the page: what was decided about a scenario, why, and from which numbers."""
 
     scenario: str
-    action: Action
+    action: RatioAction
     reason: str
     window: Window | None = None
     groups: tuple[GroupShape, ...] = ()
     moves: tuple[Move, ...] = ()
 
 
-Effect = AskPlan | Decided
+Effect = AskMoves | Decided
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class _Busy:
 class _Scenario:
     detector: BottleneckDetector
     before: _Before | None = None  # while a move of ours is made or judged
-    plan: Plan | None = None  # ours, until it ended
+    plan: MovePlan | None = None  # ours, until it ended
     judge_from: float = 0.0
     judged: list[Window] = field(default_factory=list)
     held_until: float = -math.inf
@@ -170,8 +170,8 @@ class RatioController:
                 return self._on_profile(event)
             case OperatorAsked():
                 plan = event.plan
-                said = Decided(plan.scenario, Action.PLANNED, plan.reason, moves=plan.moves)
-                return [said, AskPlan(plan)]
+                said = Decided(plan.scenario, RatioAction.PLANNED, plan.reason, moves=plan.moves)
+                return [said, AskMoves(plan)]
             case PlanEnded():
                 return self._on_ended(event, now)
 
@@ -193,17 +193,17 @@ class RatioController:
         numbers = f"b_p/T_p {event.profile.prefill_per_s:.3g}/s, b_d/T_d {event.profile.decode_per_s:.3g}/s"
         moves = towards(event.profile, own, numbers)
         if not moves:
-            return [Decided(event.scenario, Action.LEFT_ALONE, numbers, groups=tuple(own))]
-        plan = Plan(event.scenario, Trigger.PROFILE, moves, numbers)
-        said = Decided(event.scenario, Action.PLANNED, numbers, groups=tuple(own), moves=moves)
-        return [said, AskPlan(plan)]
+            return [Decided(event.scenario, RatioAction.LEFT_ALONE, numbers, groups=tuple(own))]
+        plan = MovePlan(event.scenario, Trigger.PROFILE, moves, numbers)
+        said = Decided(event.scenario, RatioAction.PLANNED, numbers, groups=tuple(own), moves=moves)
+        return [said, AskMoves(plan)]
 
     def _on_ended(self, event: PlanEnded, now: float) -> list[Effect]:
         state = self._state(event.plan.scenario)
         text = f"{event.plan.trigger.value} plan {event.outcome.value}: {event.num_moves} of {len(event.plan.moves)} moves"
         said = Decided(
             event.plan.scenario,
-            Action.ENDED,
+            RatioAction.ENDED,
             f"{text}; {event.detail}" if event.detail else text,
             moves=event.plan.moves,
         )
@@ -212,7 +212,7 @@ class RatioController:
         is_ours = state.plan == event.plan
         if is_ours:
             state.plan = None
-        if is_ours and event.outcome is not Outcome.DONE and state.before is not None:
+        if is_ours and event.outcome is not MoveOutcome.DONE and state.before is not None:
             self._hold(state, state.before.short_of, now)
             state.before = None
         state.judge_from = now + self.limits.settle_s
@@ -268,7 +268,7 @@ class RatioController:
                 state.detector.rebase()  # what is there carries it: it is the new normal
             why = f"{finding.reason}; {'; '.join(choice.reasons)}"
             return self._leave(state, f"more {role.value}s", why, event, now)
-        plan = Plan(event.scenario, Trigger.MONITOR, (choice.move,), reason)
+        plan = MovePlan(event.scenario, Trigger.MONITOR, (choice.move,), reason)
         state.plan, state.said = plan, ""
         seen = state.detector.recent
         state.before = _Before(
@@ -280,8 +280,8 @@ class RatioController:
             role,
             choice.move,
         )
-        said = self._decided(event, Action.PLANNED, reason, plan.moves)
-        return [said, AskPlan(plan)]
+        said = self._decided(event, RatioAction.PLANNED, reason, plan.moves)
+        return [said, AskMoves(plan)]
 
     def _leave(
         self, state: _Scenario, kind: str, why: str, event: WindowSeen, now: float
@@ -290,7 +290,7 @@ class RatioController:
         if kind == state.said and now < state.silent_until:
             return []
         state.said, state.silent_until = kind, now + self.limits.hold_s
-        return [self._decided(event, Action.LEFT_ALONE, f"{kind}: {why}")]
+        return [self._decided(event, RatioAction.LEFT_ALONE, f"{kind}: {why}")]
 
     def _judge(
         self, state: _Scenario, before: _Before, event: WindowSeen, window: Window, now: float
@@ -308,12 +308,14 @@ class RatioController:
         state.detector.rebase()
         if harm is None:
             self._keep(state, before.short_of, now)
-            return [self._decided(event, Action.KEPT, e2e)]
+            return [self._decided(event, RatioAction.KEPT, e2e)]
         self._hold(state, before.short_of, now)
         back = inverse(before.move, harm)
         # It was like that before, so no survivor is asked for more than it carried.
-        state.plan = Plan(event.scenario, Trigger.MONITOR, (back,), f"undo: {harm}", is_forced=True)
-        return [self._decided(event, Action.UNDONE, harm, (back,)), AskPlan(state.plan)]
+        state.plan = MovePlan(
+            event.scenario, Trigger.MONITOR, (back,), f"undo: {harm}", is_forced=True
+        )
+        return [self._decided(event, RatioAction.UNDONE, harm, (back,)), AskMoves(state.plan)]
 
     def _harm(self, before: _Before, after: list[Window], rate_per_s: float) -> str | None:
         limits = self.limits
@@ -348,7 +350,7 @@ class RatioController:
         state.hold_s = min(2 * state.hold_s, self.limits.max_hold_s)
 
     def _decided(
-        self, event: WindowSeen, action: Action, reason: str, moves: tuple[Move, ...] = ()
+        self, event: WindowSeen, action: RatioAction, reason: str, moves: tuple[Move, ...] = ()
     ) -> Decided:
         groups = tuple(serving(event.groups, event.scenario))
         return Decided(event.scenario, action, reason, event.window, groups, moves)

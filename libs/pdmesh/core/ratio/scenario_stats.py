@@ -24,7 +24,7 @@ _MAX_ENDS: Final = 100_000  # in the window, per scenario: rates beyond are unde
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class RequestSample:
     """One completed request. Times in seconds; `queue_s`: until a prefill accepted, `ttft_s`: from submission on,
     `decode_queue_s`: from token 1 until a decode accepted."""
 
@@ -69,7 +69,7 @@ class ScenarioStats:
         total = self.t_p + self.t_d
         return self.t_p / total if total else 0.0
 
-    def add(self, request: Finished) -> None:
+    def add(self, request: RequestSample) -> None:
         self.num += 1
         weight = max(_WEIGHT, 1 / self.num)
         decode_s = max(0.0, request.e2e_s - request.ttft_s - request.decode_queue_s)
@@ -106,7 +106,7 @@ class Scenarios:
     def __len__(self) -> int:
         return len(self._stats)
 
-    def handle(self, request: Finished, now: float) -> None:
+    def handle(self, request: RequestSample, now: float) -> None:
         """One was answered."""
         stats = self._of(request.scenario)
         stats.add(request)

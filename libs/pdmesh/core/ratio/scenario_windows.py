@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pdmesh.core.ratio.detector import Window
-from pdmesh.core.ratio.scenario_stats import Finished
+from pdmesh.core.ratio.scenario_stats import RequestSample
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class ScenarioWindows:
         known = self._sums
         self._sums = {scenario: known.get(scenario) or _Sums() for scenario in scenarios}
 
-    def finished(self, request: Finished) -> None:
+    def finished(self, request: RequestSample) -> None:
         if (sums := self._sums.get(request.scenario)) is not None:
             sums.num += 1
             sums.queue_s += request.queue_s

@@ -35,7 +35,7 @@ class Pressure:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class QueueRefusal:
     """`reason` is QUEUE_FULL or TTFT_UNREACHABLE; after `retry_after_s` the queue may be short enough."""
 
     reason: str
@@ -128,7 +128,7 @@ class PressureView:
 
     def refusal(
         self, scenario: str, own: Queue, priority: int, ttft_s: float, now: float
-    ) -> Refusal | None:
+    ) -> QueueRefusal | None:
         """Why a newcomer should not join the queue; None if it may. Those of a lower priority are not before it."""
         heard = self._heard.get(scenario)
         if heard is None or now - heard.at > self.max_age_s:
@@ -138,10 +138,10 @@ class PressureView:
         rate = pressure.prefills_per_s
         if pressure.max_waiting and num_before >= pressure.max_waiting:
             over = num_before + 1 - pressure.max_waiting
-            return Refusal(QUEUE_FULL, over / rate if rate else 1.0)
+            return QueueRefusal(QUEUE_FULL, over / rate if rate else 1.0)
         # Nobody waits: the next free slot is as near as the next plan.
         if rate and num_before and num_before / rate > ttft_s:
-            return Refusal(TTFT_UNREACHABLE, max(0.0, num_before / rate - ttft_s))
+            return QueueRefusal(TTFT_UNREACHABLE, max(0.0, num_before / rate - ttft_s))
         return None
 
 

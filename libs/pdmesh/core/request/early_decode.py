@@ -19,9 +19,9 @@ from pdmesh.core.request.events import (
     Event,
     ForgetLeg,
     KvAdvanced,
-    KvReceived,
     LegAccepted,
     LegFailed,
+    LegKvReceived,
     LegLost,
     LegRejected,
     SendStart,
@@ -30,7 +30,7 @@ from pdmesh.core.request.events import (
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class EarlyLeg:
     key: int
     to: Candidate
 
@@ -59,7 +59,7 @@ class EarlyDecode:
         answer_s: float,
     ) -> None:
         self.ticket = ticket
-        self.leg: Leg | None = None
+        self.leg: EarlyLeg | None = None
         self.is_accepted = False
         self.has_kv = False
         self.num_rejections = 0
@@ -73,7 +73,7 @@ class EarlyDecode:
         if not self._candidates:
             return []
         start = self._start(self._candidates.pop(0))
-        self.leg, self.answer_by = Leg(start.key, start.to), now + self._answer_s
+        self.leg, self.answer_by = EarlyLeg(start.key, start.to), now + self._answer_s
         return [start]
 
     def owns(self, key: int) -> bool:
@@ -89,7 +89,7 @@ class EarlyDecode:
         match event:
             case LegAccepted() | KvAdvanced():
                 self._accepted()
-            case KvReceived():
+            case LegKvReceived():
                 self._accepted()
                 self.has_kv = True
             case LegRejected():

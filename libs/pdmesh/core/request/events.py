@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
-from pdmesh.core.kv.transfer.source_exclusions import NO_QUARRELS, Fit, Quarrels
+from pdmesh.core.kv.transfer.source_exclusions import NO_QUARRELS, Fit, SourceExclusions
+from pdmesh.core.model import Tick
 from pdmesh.errors import MeshError
 
 FinishReason = Literal["stop", "length"]
@@ -22,7 +23,7 @@ class Candidate:
     pair: str = ""  # group and model fingerprint
     is_local: bool = False  # fusion: it decodes what it prefilled
     num_matched_tokens: int = 0
-    quarrels: Quarrels = NO_QUARRELS  # of a decode, with prefills
+    quarrels: SourceExclusions = NO_QUARRELS  # of a decode, with prefills
 
     def takers(self, decodes: Sequence[Candidate]) -> list[Candidate]:
         """Of `decodes`, those that may take the KV this prefill makes; those that avoid it last."""
@@ -131,7 +132,7 @@ class KvAdvanced:
 
 
 @dataclass(frozen=True, slots=True)
-class KvReceived:
+class LegKvReceived:
     key: int
 
 
@@ -196,11 +197,6 @@ class ClientGone:
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed; due at `Request.wake_at`."""
-
-
 Event = (
     Submitted
     | PlanReceived
@@ -209,7 +205,7 @@ Event = (
     | LegRejected
     | FirstToken
     | KvAdvanced
-    | KvReceived
+    | LegKvReceived
     | DecodeTokens
     | LegFinished
     | LegFailed

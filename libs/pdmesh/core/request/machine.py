@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from pdmesh.core.model import Tick
 from pdmesh.core.request.early_decode import EarlyDecode
 from pdmesh.core.request.events import (
     AskPlan,
@@ -27,11 +28,11 @@ from pdmesh.core.request.events import (
     FirstToken,
     ForgetLeg,
     KvAdvanced,
-    KvReceived,
     KvStage,
     LegAccepted,
     LegFailed,
     LegFinished,
+    LegKvReceived,
     LegLost,
     LegRejected,
     PlanFailed,
@@ -42,11 +43,10 @@ from pdmesh.core.request.events import (
     SlotFreed,
     StopMatched,
     Submitted,
-    Tick,
     WaitForSlot,
     WaitRefused,
 )
-from pdmesh.core.request.state import OpenTicket, Phase, RequestState
+from pdmesh.core.request.state import OpenTicket, RequestPhase, RequestState
 from pdmesh.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -75,7 +75,7 @@ class Request(RequestState):
             if isinstance(event, _LEG_EVENTS) and (self._leg is None or event.key != self._leg.key):
                 return self._on_foreign_leg(event, now)
             action = _TABLE[self.phase].get(kind)
-        if action is None or self.phase is Phase.ENDED:
+        if action is None or self.phase is RequestPhase.ENDED:
             return []
         return action(self, event, now)
 
@@ -97,7 +97,7 @@ class Request(RequestState):
         return self._ask_plan()
 
     def _ask_plan(self) -> list[Effect]:
-        self.phase = Phase.PLANNING
+        self.phase = RequestPhase.PLANNING
         self._plan += 1
         return [AskPlan(self._plan, self.attempt, tuple(self._excluded))]
 
@@ -137,7 +137,7 @@ class Request(RequestState):
         elif self._too_small and not (self._out_of_reach or self.num_migrations):
             return self._end(Fail(self._last_error))  # no other is there, or was when it began
         self._excluded = dict(self._too_small)
-        self.phase = Phase.WAITING_PLAN
+        self.phase = RequestPhase.WAITING_PLAN
         return self._schedule_retry(now, 0.0)
 
     # --- prefill ---------------------------------------------------------------------------------
@@ -146,19 +146,19 @@ class Request(RequestState):
         """Ask the next candidate (S43), or wait for one to come free."""
         if self._tried < len(self._candidates):
             return self._send_prefill(self._candidates[self._tried], now)
-        return self._wait(Phase.WAITING_PREFILL, self._candidates, self._ttft_by, now)
+        return self._wait(RequestPhase.WAITING_PREFILL, self._candidates, self._ttft_by, now)
 
     def _send_prefill(self, to: Candidate, now: float) -> list[Effect]:
         if now >= self._ttft_by:
             return self._end(Fail(self._overloaded()))
         leg = self._open_leg(to, now)
-        self.phase = Phase.PREFILL_OFFERED
+        self.phase = RequestPhase.PREFILL_OFFERED
         return [SendPrefill(leg.key, to, self.attempt, len(self.emitted), self.num_remaining)]
 
     def _on_prefill_accepted(self, event: Event, now: float) -> list[Effect]:
         assert isinstance(event, LegAccepted)
         assert self._leg is not None
-        self.phase = Phase.PREFILLING
+        self.phase = RequestPhase.PREFILLING
         self._retry_s = self._limits.retry_s
         self._progress_at = now
         if event.ticket is None or self._leg.to.is_local or self.num_remaining == 1:
@@ -246,7 +246,7 @@ class Request(RequestState):
         if early.leg is None:
             return []
         self._leg, self._answer_by = early.leg, early.answer_by
-        self.phase = Phase.DECODE_OFFERED
+        self.phase = RequestPhase.DECODE_OFFERED
         effects: list[Effect] = [SendJoin(early.leg.key, token_id)]
         if early.is_accepted:
             self._on_decode_accepted(LegAccepted(early.leg.key), now)
@@ -260,12 +260,12 @@ class Request(RequestState):
             return self._send_start(self._decodes[self._tried], now)
         if not self._decodes:
             return self._lose(NoInstance("no decode takes new work"), (), now)
-        return self._wait(Phase.WAITING_DECODE, self._decodes, self._ticket.until, now)
+        return self._wait(RequestPhase.WAITING_DECODE, self._decodes, self._ticket.until, now)
 
     def _send_start(self, to: Candidate, now: float) -> list[Effect]:
         assert self._ticket is not None
         leg = self._open_leg(to, now)
-        self.phase = Phase.DECODE_OFFERED
+        self.phase = RequestPhase.DECODE_OFFERED
         ticket_id = self._ticket.held.ticket_id
         return [
             SendStart(leg.key, to, self.attempt, ticket_id, len(self.emitted), self.num_remaining)
@@ -279,7 +279,7 @@ class Request(RequestState):
 
     def _start_decoding(self, now: float) -> None:
         assert self._leg is not None
-        self.phase = Phase.DECODING
+        self.phase = RequestPhase.DECODING
         self._progress_at, self._kv_stage = now, KvStage.NONE
         self._retry_s = self._limits.retry_s
         self._decoding_key = self._leg.key if self._ticket is None else 0
@@ -303,15 +303,19 @@ class Request(RequestState):
     def _on_kv_advanced(self, event: Event, now: float) -> list[Effect]:
         """A decode waits for its turn to pull, pulls, then waits for a place in a step: each may take almost `stall_s`."""
         assert isinstance(event, KvAdvanced)
-        effects = [] if self.phase is Phase.DECODING else self._on_decode_accepted(event, now)
+        effects = (
+            [] if self.phase is RequestPhase.DECODING else self._on_decode_accepted(event, now)
+        )
         if self._ticket is not None and event.stage > self._kv_stage:
             self._kv_stage = event.stage
             self._progress_at = now
         return effects
 
     def _on_kv_received(self, event: Event, now: float) -> list[Effect]:
-        assert isinstance(event, KvReceived)
-        effects = [] if self.phase is Phase.DECODING else self._on_decode_accepted(event, now)
+        assert isinstance(event, LegKvReceived)
+        effects = (
+            [] if self.phase is RequestPhase.DECODING else self._on_decode_accepted(event, now)
+        )
         self._progress_at = now
         return effects + self._ticket_taken()
 
@@ -326,7 +330,9 @@ class Request(RequestState):
     def _on_tokens(self, event: Event, now: float) -> list[Effect]:
         """Tokens prove that decode accepted and has the KV, should they overtake the news of it."""
         assert isinstance(event, DecodeTokens)
-        effects = [] if self.phase is Phase.DECODING else self._on_decode_accepted(event, now)
+        effects = (
+            [] if self.phase is RequestPhase.DECODING else self._on_decode_accepted(event, now)
+        )
         effects += self._ticket_taken()
         self._progress_at = now
         return [*effects, EmitTokens(self._append(event.token_ids))]
@@ -339,19 +345,19 @@ class Request(RequestState):
     # --- waiting ---------------------------------------------------------------------------------
 
     def _wait(
-        self, phase: Phase, on: Sequence[Candidate], until: float, now: float
+        self, phase: RequestPhase, on: Sequence[Candidate], until: float, now: float
     ) -> list[Effect]:
         self.phase = phase
         if now >= self._retry_at or self._retry_at == math.inf:
             self._schedule_retry(now, 0.0)
-        is_prefill = phase is Phase.WAITING_PREFILL
+        is_prefill = phase is RequestPhase.WAITING_PREFILL
         num_tokens = self._num_prompt_tokens + len(self.emitted) if is_prefill else 0
         return [WaitForSlot(tuple(c.instance_id for c in on), until, num_tokens)]
 
     def _on_slot_freed(self, event: Event, now: float) -> list[Effect]:
         """Forward on demand to the one that came free; a second rejection brings us back here."""
         assert isinstance(event, SlotFreed)
-        is_prefill = self.phase is Phase.WAITING_PREFILL
+        is_prefill = self.phase is RequestPhase.WAITING_PREFILL
         on = self._candidates if is_prefill else self._decodes
         for candidate in on:
             if candidate.instance_id == event.instance_id:
@@ -458,18 +464,18 @@ class Request(RequestState):
         if now >= self._kv_by:
             return self._lose_ticket(now)
         match self.phase:
-            case Phase.PLANNING:
+            case RequestPhase.PLANNING:
                 return self._end(Fail(self._last_error or self._overloaded()))
-            case Phase.PREFILL_OFFERED if now < self._answer_by:
+            case RequestPhase.PREFILL_OFFERED if now < self._answer_by:
                 return self._end(Fail(self._last_error or self._overloaded()))  # in time, too (S44)
-            case Phase.PREFILL_OFFERED | Phase.DECODE_OFFERED | Phase.DECODING:
+            case RequestPhase.PREFILL_OFFERED | RequestPhase.DECODE_OFFERED | RequestPhase.DECODING:
                 return self._on_silence(now)
-            case Phase.PREFILLING:
+            case RequestPhase.PREFILLING:
                 is_late = now >= self._silent_at or self._early is None
                 return self._on_silence(now) if is_late else self._early_tick(now)
-            case Phase.WAITING_PREFILL | Phase.WAITING_PLAN:
+            case RequestPhase.WAITING_PREFILL | RequestPhase.WAITING_PLAN:
                 return self._on_waited(now)
-            case Phase.WAITING_DECODE:
+            case RequestPhase.WAITING_DECODE:
                 return self._on_waited_decode(now)
         return []
 
@@ -503,7 +509,7 @@ _LEG_EVENTS: Final = (
     LegRejected,
     FirstToken,
     KvAdvanced,
-    KvReceived,
+    LegKvReceived,
     DecodeTokens,
     LegFinished,
     LegFailed,
@@ -528,7 +534,7 @@ _WORK: Final[dict[type, _Action]] = {EngineWorked: Request._on_engine_worked}
 
 _DECODE: Final[dict[type, _Action]] = {
     KvAdvanced: Request._on_kv_advanced,
-    KvReceived: Request._on_kv_received,
+    LegKvReceived: Request._on_kv_received,
     DecodeTokens: Request._on_tokens,
     LegFinished: Request._on_finished,
     **_LOSSES,
@@ -539,24 +545,24 @@ _WAIT: Final[dict[type, _Action]] = {
     WaitRefused: Request._on_wait_refused,
 }
 
-_TABLE: Final[dict[Phase, dict[type, _Action]]] = {
-    Phase.NEW: {Submitted: Request._on_submitted},
-    Phase.PLANNING: {PlanReceived: Request._on_plan, PlanFailed: Request._on_plan_failed},
-    Phase.WAITING_PLAN: {},
-    Phase.PREFILL_OFFERED: {
+_TABLE: Final[dict[RequestPhase, dict[type, _Action]]] = {
+    RequestPhase.NEW: {Submitted: Request._on_submitted},
+    RequestPhase.PLANNING: {PlanReceived: Request._on_plan, PlanFailed: Request._on_plan_failed},
+    RequestPhase.WAITING_PLAN: {},
+    RequestPhase.PREFILL_OFFERED: {
         LegAccepted: Request._on_prefill_accepted,
         LegRejected: Request._on_prefill_rejected,
         FirstToken: Request._on_first_token,
         **_LOSSES,
     },
-    Phase.WAITING_PREFILL: _WAIT,
-    Phase.PREFILLING: {FirstToken: Request._on_first_token, **_WORK, **_LOSSES},
-    Phase.DECODE_OFFERED: {
+    RequestPhase.WAITING_PREFILL: _WAIT,
+    RequestPhase.PREFILLING: {FirstToken: Request._on_first_token, **_WORK, **_LOSSES},
+    RequestPhase.DECODE_OFFERED: {
         LegAccepted: Request._on_decode_accepted,
         LegRejected: Request._on_decode_rejected,
         **_DECODE,
     },
-    Phase.WAITING_DECODE: _WAIT,
-    Phase.DECODING: {**_DECODE, **_WORK},
-    Phase.ENDED: {},
+    RequestPhase.WAITING_DECODE: _WAIT,
+    RequestPhase.DECODING: {**_DECODE, **_WORK},
+    RequestPhase.ENDED: {},
 }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from pdmesh.core.request.early_decode import EarlyDecode, Leg
+from pdmesh.core.request.early_decode import EarlyDecode, EarlyLeg
 from pdmesh.core.request.events import (
     AbortLeg,
     Cancelled,
@@ -41,7 +41,7 @@ _MAX_RETRY_S: Final = 2.0
 _MIN_RETRY_S: Final = 0.01
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     NEW = "new"
     PLANNING = "planning"
     WAITING_PLAN = "waiting_plan"  # lost a leg, and nothing could take over yet
@@ -54,10 +54,15 @@ class Phase(Enum):
     ENDED = "ended"
 
 
-WAITING: Final = frozenset({Phase.WAITING_PREFILL, Phase.WAITING_DECODE})
+WAITING: Final = frozenset({RequestPhase.WAITING_PREFILL, RequestPhase.WAITING_DECODE})
 # No prefill has taken it, or the one that had is lost.
 UNPLACED: Final = frozenset(
-    {Phase.PLANNING, Phase.WAITING_PLAN, Phase.PREFILL_OFFERED, Phase.WAITING_PREFILL}
+    {
+        RequestPhase.PLANNING,
+        RequestPhase.WAITING_PLAN,
+        RequestPhase.PREFILL_OFFERED,
+        RequestPhase.WAITING_PREFILL,
+    }
 )
 
 
@@ -131,7 +136,7 @@ class RequestState:
         stop_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         assert max_tokens >= 1
-        self.phase = Phase.NEW
+        self.phase = RequestPhase.NEW
         self.emitted: list[int] = []
         self.attempt = 0
         self.num_rejections = 0
@@ -155,7 +160,7 @@ class RequestState:
         self._candidates: list[Candidate] = []
         self._decodes: list[Candidate] = []
         self._tried = 0
-        self._leg: Leg | None = None
+        self._leg: EarlyLeg | None = None
         self._leg_began_at = 0  # tokens emitted by then
         self._victims: dict[Victim, None] = {}  # instances that died of it, it seems
         self._num_at_death = 0  # tokens emitted when the last of them died
@@ -177,22 +182,22 @@ class RequestState:
     def wake_at(self) -> float:
         """When a Tick is due."""
         match self.phase:
-            case Phase.ENDED:
+            case RequestPhase.ENDED:
                 return math.inf
-            case Phase.PLANNING:
+            case RequestPhase.PLANNING:
                 due = self._ttft_by
-            case Phase.PREFILL_OFFERED:
+            case RequestPhase.PREFILL_OFFERED:
                 due = min(self._answer_by, self._ttft_by)
-            case Phase.DECODE_OFFERED:
+            case RequestPhase.DECODE_OFFERED:
                 due = min(self._answer_by, self._kv_by)
-            case Phase.WAITING_PREFILL | Phase.WAITING_PLAN:
+            case RequestPhase.WAITING_PREFILL | RequestPhase.WAITING_PLAN:
                 due = min(self._retry_at, self._ttft_by)
-            case Phase.WAITING_DECODE:
+            case RequestPhase.WAITING_DECODE:
                 assert self._ticket is not None
                 due = min(self._retry_at, self._ticket.until)
-            case Phase.DECODING:
+            case RequestPhase.DECODING:
                 due = min(self._silent_at, self._kv_by)
-            case Phase.PREFILLING:
+            case RequestPhase.PREFILLING:
                 answer_by = self._early.answer_by if self._early is not None else math.inf
                 due = min(self._silent_at, answer_by)
             case _:
@@ -207,7 +212,7 @@ class RequestState:
     @property
     def computing_key(self) -> int | None:
         """Of the accepted leg; its engine's progress is worth telling (`EngineWorked`)."""
-        is_accepted = self.phase in {Phase.PREFILLING, Phase.DECODING}
+        is_accepted = self.phase in {RequestPhase.PREFILLING, RequestPhase.DECODING}
         return self._leg.key if is_accepted and self._leg is not None else None
 
     @property
@@ -221,20 +226,24 @@ class RequestState:
     def check_invariants(self) -> None:
         has_leg = self._leg is not None
         needs_leg = {
-            Phase.PREFILL_OFFERED,
-            Phase.PREFILLING,
-            Phase.DECODE_OFFERED,
-            Phase.DECODING,
+            RequestPhase.PREFILL_OFFERED,
+            RequestPhase.PREFILLING,
+            RequestPhase.DECODE_OFFERED,
+            RequestPhase.DECODING,
         }
         assert has_leg == (self.phase in needs_leg), self.phase
         if self._ticket is not None:
-            assert self.phase in {Phase.DECODE_OFFERED, Phase.WAITING_DECODE, Phase.DECODING}
-        assert self._early is None or self.phase is Phase.PREFILLING
-        if self.phase in {Phase.DECODE_OFFERED, Phase.WAITING_DECODE}:
+            assert self.phase in {
+                RequestPhase.DECODE_OFFERED,
+                RequestPhase.WAITING_DECODE,
+                RequestPhase.DECODING,
+            }
+        assert self._early is None or self.phase is RequestPhase.PREFILLING
+        if self.phase in {RequestPhase.DECODE_OFFERED, RequestPhase.WAITING_DECODE}:
             assert self._ticket is not None, self.phase
         assert self._kv_by == math.inf or (has_leg and self._ticket is not None)
         assert len(self.emitted) <= self._max_tokens
-        assert (self.outcome is not None) == (self.phase is Phase.ENDED)
+        assert (self.outcome is not None) == (self.phase is RequestPhase.ENDED)
         assert self.num_migrations <= self._limits.max_migrations
         assert not self._decoding_key or (
             self._ticket is None and self.is_current(self._decoding_key)
@@ -242,8 +251,8 @@ class RequestState:
 
     # --- legs and tickets ------------------------------------------------------------------------
 
-    def _open_leg(self, to: Candidate, now: float) -> Leg:
-        self._leg = leg = Leg(self._next_key(), to)
+    def _open_leg(self, to: Candidate, now: float) -> EarlyLeg:
+        self._leg = leg = EarlyLeg(self._next_key(), to)
         self._leg_began_at = len(self.emitted)
         self._answer_by = now + self._limits.answer_s
         return leg
@@ -273,7 +282,7 @@ class RequestState:
 
     def _end(self, outcome: Complete | Fail | Cancelled) -> list[Effect]:
         effects = self._drop_all()
-        self.phase = Phase.ENDED
+        self.phase = RequestPhase.ENDED
         self.outcome = outcome
         return [*effects, outcome]
 

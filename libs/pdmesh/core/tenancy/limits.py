@@ -49,7 +49,7 @@ class Limit(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class LimitRefused:
     """`num_lacking`: a call of so many tokens would be let in if other gateways gave theirs up."""
 
     limit: Limit
@@ -138,18 +138,18 @@ class Tenants:
     num_parts: Callable[[TenantLimits], int] | None = None
     _accounts: dict[str, _Account] = field(default_factory=dict)
 
-    def enter(self, tenant: Tenant, now: float) -> Refused | None:
+    def enter(self, tenant: Tenant, now: float) -> LimitRefused | None:
         """One more open call, unless refused; `leave` ends it."""
         limits, account = tenant.limits, self._account(tenant.name)
         account.came_at = now
         share = self._share(limits, account)
         most = self.max_open(tenant)
         if account.num_open >= most or not share:
-            return Refused(Limit.CONCURRENCY, 1.0)
+            return LimitRefused(Limit.CONCURRENCY, 1.0)
         self._fit(account, limits, now)
         if account.requests is not None:
             if wait_s := account.requests.wait_s(1.0, now):
-                return Refused(Limit.REQUEST_RATE, wait_s)
+                return LimitRefused(Limit.REQUEST_RATE, wait_s)
             account.requests.take(1.0, now)
         account.num_open += 1
         return None
@@ -161,7 +161,7 @@ class Tenants:
 
     def charge(
         self, tenant: Tenant, num_tokens: int, now: float, day: int, left_s: float
-    ) -> Charge | Refused:
+    ) -> Charge | LimitRefused:
         """Pay for a call's tokens. `day` numbers the days, this one has `left_s` to go."""
         limits, account = tenant.limits, self._account(tenant.name)
         self._begin_day(account, day)
@@ -169,15 +169,15 @@ class Tenants:
         if limits.tokens_per_day is not None:
             num_today = account.num_today + num_tokens
             if num_today + account.num_elsewhere > limits.tokens_per_day:
-                return Refused(Limit.QUOTA, min(left_s, _MAX_WAIT_S))
+                return LimitRefused(Limit.QUOTA, min(left_s, _MAX_WAIT_S))
             if self.num_parts is not None and num_today > account.num_leased:
-                return Refused(Limit.TOKEN_RATE, 1.0, num_lacking=num_tokens)
+                return LimitRefused(Limit.TOKEN_RATE, 1.0, num_lacking=num_tokens)
         if not share:
-            return Refused(Limit.TOKEN_RATE, 1.0)
+            return LimitRefused(Limit.TOKEN_RATE, 1.0)
         self._fit(account, limits, now)
         if account.tokens is not None:
             if wait_s := account.tokens.wait_s(num_tokens, now):
-                return Refused(Limit.TOKEN_RATE, wait_s)
+                return LimitRefused(Limit.TOKEN_RATE, wait_s)
             account.tokens.take(num_tokens, now)
         account.num_today += num_tokens
         return Charge(num_tokens, account.day)

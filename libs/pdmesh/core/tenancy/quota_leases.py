@@ -15,11 +15,11 @@ _SHARES: Final = 32  # one lease is such a share of what is left of the day
 _MAX_GONE: Final = 32
 _GONE: Final = ""  # holds what gateways had that are no more, beyond the last `_MAX_GONE` of them
 
-Leases = tuple["Lease", ...]
+Leases = tuple["QuotaLease", ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class QuotaLease:
     """Of `allowed` tokens on `day`. The holder had granted `num_used` of them when it wrote this, and lacks `num_wanted` more."""
 
     holder: str
@@ -33,11 +33,11 @@ class Lease:
         return self.allowed - self.num_used
 
 
-def lease_of(leases: Leases, holder: str, day: int) -> Lease | None:
+def lease_of(leases: Leases, holder: str, day: int) -> QuotaLease | None:
     return next((x for x in leases if x.holder == holder and x.day == day), None)
 
 
-def with_lease(leases: Leases, mine: Lease) -> Leases:
+def with_lease(leases: Leases, mine: QuotaLease) -> Leases:
     """One that begins to want waits longest last."""
     before = next((x for x in leases if x.holder == mine.holder), None)
     if before is not None and (before.num_wanted or not mine.num_wanted):
@@ -50,13 +50,13 @@ def num_free(leases: Leases, quota: int, day: int) -> int:
     return max(0, quota - sum(x.allowed for x in leases if x.day == day))
 
 
-def num_used_by(leases: Iterable[Lease], day: int, is_alive: Callable[[str], bool]) -> int:
+def num_used_by(leases: Iterable[QuotaLease], day: int, is_alive: Callable[[str], bool]) -> int:
     """What one that is gone leased counts as used: nobody knows how much of it was granted."""
     today = (x for x in leases if x.day == day)
     return sum(x.num_used if is_alive(x.holder) else x.allowed for x in today)
 
 
-def more(leases: Leases, mine: Lease, quota: int, num_needed: int) -> Lease:
+def more(leases: Leases, mine: QuotaLease, quota: int, num_needed: int) -> QuotaLease:
     """Take what nobody leased, for calls that wait for `num_needed` tokens; and say how many are lacking then."""
     num_lacking = num_needed - mine.unused
     if num_lacking <= 0:
@@ -69,8 +69,8 @@ def more(leases: Leases, mine: Lease, quota: int, num_needed: int) -> Lease:
 
 
 def given(
-    leases: Leases, mine: Lease, num_needed: int, is_alive: Callable[[str], bool]
-) -> tuple[Leases, Lease]:
+    leases: Leases, mine: QuotaLease, num_needed: int, is_alive: Callable[[str], bool]
+) -> tuple[Leases, QuotaLease]:
     """What others lack, the longest waiting first: those before us may have all that we did not grant, those behind us what
     our own calls do not wait for."""
     spare = max(0, mine.unused - num_needed)
@@ -88,7 +88,7 @@ def given(
     return leases, mine
 
 
-def resized(leases: Leases, mine: Lease, quota: int, *, is_idle: bool) -> Lease:
+def resized(leases: Leases, mine: QuotaLease, quota: int, *, is_idle: bool) -> QuotaLease:
     """A share of what is left: more is nobody else's to grant, and lost if we die. None without calls."""
     free = num_free(with_lease(leases, replace(mine, allowed=mine.num_used)), quota, mine.day)
     share = 0 if is_idle else free // _SHARES
@@ -107,4 +107,4 @@ def tidied(leases: Leases, day: int, is_alive: Callable[[str], bool]) -> Leases:
     gone = [x for x in gone if x.holder == _GONE] + [x for x in gone if x.holder != _GONE]
     gone = gone[: len(gone) - _MAX_GONE // 2]
     total = sum(x.allowed for x in gone)
-    return (Lease(_GONE, day, total, total), *(x for x in kept if x not in gone))
+    return (QuotaLease(_GONE, day, total, total), *(x for x in kept if x not in gone))

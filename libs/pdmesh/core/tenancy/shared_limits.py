@@ -24,7 +24,7 @@ from pdmesh.core.tenancy.limits import (
     TenantLimits,
     Tenants,
 )
-from pdmesh.core.tenancy.quota_leases import Lease, Leases
+from pdmesh.core.tenancy.quota_leases import Leases, QuotaLease
 
 _MAX_PARTS: Final = 16
 _IDLE_S: Final = 5.0  # without a call: others may have all of its parts
@@ -69,7 +69,9 @@ class _Known:
     leaving: dict[int, Part] = field(default_factory=dict)  # ours no more, but not handed over yet
     since: float = 0.0  # when the last part came
     waiting: list[int] = field(default_factory=list)  # tokens of today that calls here lack
-    giving: Lease | None = None  # less than the ledger says is ours: we grant no more than this
+    giving: QuotaLease | None = (
+        None  # less than the ledger says is ours: we grant no more than this
+    )
 
 
 @dataclass(slots=True)
@@ -215,14 +217,14 @@ class TenantParts:
         num = quota_leases.num_used_by(others, day, self._is_alive)
         self.tenants.granted_elsewhere(tenant.name, num)
 
-    def _lease(self, tenant: Tenant, clock: Clock) -> Lease:
+    def _lease(self, tenant: Tenant, clock: Clock) -> QuotaLease:
         """Ours as it is here, which is what `tenants` grants by."""
         day, allowed, num_used = self.tenants.today(tenant.name, clock.day)
         ledger = self._of(tenant).ledger
         told = None if ledger is None else quota_leases.lease_of(ledger.leases, self.me, day)
-        return Lease(self.me, day, allowed, num_used, 0 if told is None else told.num_wanted)
+        return QuotaLease(self.me, day, allowed, num_used, 0 if told is None else told.num_wanted)
 
-    def _tidy(self, ledger: Ledger, mine: Lease) -> Leases:
+    def _tidy(self, ledger: Ledger, mine: QuotaLease) -> Leases:
         return quota_leases.tidied(ledger.leases, mine.day, self._is_alive)
 
     # --- parts -----------------------------------------------------------------------------------

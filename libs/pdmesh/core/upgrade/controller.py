@@ -26,7 +26,7 @@ from pdmesh.core.upgrade.events import (
     Told,
     UpgradeReport,
 )
-from pdmesh.core.upgrade.revision_health import Answered, LegFailed
+from pdmesh.core.upgrade.revision_health import LegFailureReported, RequestAnswered
 from pdmesh.core.upgrade.step import Turn
 from pdmesh.core.upgrade.trial import Watches
 
@@ -41,7 +41,7 @@ class UpgradeController:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
-            case Answered() | LegFailed():
+            case RequestAnswered() | LegFailureReported():
                 self._watches.heard(event, now)
                 return []
             case MemberLost():

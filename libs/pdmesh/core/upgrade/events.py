@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pdmesh.core.groups.desired import Service, UpgradeLimits
 from pdmesh.core.groups.revisions import Upgrade, Upgrades, is_canary
 from pdmesh.core.model import Role
-from pdmesh.core.upgrade.revision_health import Answered, Cell, LegFailed
+from pdmesh.core.upgrade.revision_health import Cell, LegFailureReported, RequestAnswered
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,5 +129,5 @@ class UpgradeReport:
     num_groups: int = 0
 
 
-Event = Looked | Answered | LegFailed | MemberLost | Promoted
+Event = Looked | RequestAnswered | LegFailureReported | MemberLost | Promoted
 Effect = Keep | Drop | RestoreVersion | Told

@@ -25,7 +25,7 @@ _TPOT_NOISE_S: Final = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class RequestAnswered:
     """`t_p_s`: from a prefill's acceptance to token 1; `tpot_s`: of each token after it, None if there was none."""
 
     cell: Cell
@@ -34,7 +34,7 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class LegFailed:
+class LegFailureReported:
     """An instance of the cell failed a request, whatever its client saw of it."""
 
     cell: Cell
@@ -69,12 +69,12 @@ class Answers:
 
     _cells: OrderedDict[Cell, deque[tuple[float, Tally]]] = field(default_factory=OrderedDict)
 
-    def handle(self, event: Answered | LegFailed, now: float) -> None:
+    def handle(self, event: RequestAnswered | LegFailureReported, now: float) -> None:
         tally = self._bucket(event.cell, now)
         match event:
-            case LegFailed():
+            case LegFailureReported():
                 tally.num_failed += 1
-            case Answered(_, t_p_s, tpot_s):
+            case RequestAnswered(_, t_p_s, tpot_s):
                 tally.num += 1
                 tally.t_p_s += t_p_s
                 if tpot_s is not None:

@@ -9,10 +9,10 @@ from typing import Final
 from pdmesh.core.groups.desired import UpgradeLimits
 from pdmesh.core.upgrade.events import GroupSeen, MemberLost
 from pdmesh.core.upgrade.revision_health import (
-    Answered,
     Answers,
     Cell,
-    LegFailed,
+    LegFailureReported,
+    RequestAnswered,
     verdict,
 )
 
@@ -51,7 +51,7 @@ class Watches:
     _answers: Answers = field(default_factory=Answers)
     _watches: dict[str, Watch] = field(default_factory=dict)  # by scenario
 
-    def heard(self, event: Answered | LegFailed, now: float) -> None:
+    def heard(self, event: RequestAnswered | LegFailureReported, now: float) -> None:
         self._answers.handle(event, now)
 
     def lost(self, event: MemberLost) -> None:

@@ -37,7 +37,7 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BatchStep:
     legs: Sequence[int]
     token_ids: list[int]
     finished: list[tuple[int, FinishReason]]
@@ -106,7 +106,7 @@ class DecodeBatch:
     def __contains__(self, leg: int) -> bool:
         return leg in self._column_of
 
-    def step(self) -> Step:
+    def step(self) -> BatchStep:
         """Draw one token for each sequence. Whoever finished stays until `leave`."""
         count = len(self._legs)
         columns = self._columns[:, :count]
@@ -115,7 +115,7 @@ class DecodeBatch:
         )
         self._append(columns, tokens)
         token_ids: list[int] = tokens.tolist()
-        return Step(self._snapshot, token_ids, self._finished(columns, tokens, token_ids))
+        return BatchStep(self._snapshot, token_ids, self._finished(columns, tokens, token_ids))
 
     def _append(self, columns: Words, tokens: Words) -> None:
         """Add the drawn tokens' KV to the digests, as if it were computed and right."""

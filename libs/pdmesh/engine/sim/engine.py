@@ -40,7 +40,7 @@ from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.keep import keep_answer
 from pdmesh.engine.sim.memory import PagedMemory
 from pdmesh.engine.sim.model import SimModel, draw_key
-from pdmesh.engine.sim.prefill import PrefillLane, Prompt
+from pdmesh.engine.sim.prefill import PrefillLane, PromptUnderWay
 from pdmesh.engine.sim.retrieval import Retrieved, Retriever
 from pdmesh.engine.sim.staging import Stager
 from pdmesh.engine.sim.tail_lane import TailLane
@@ -313,7 +313,7 @@ class SimEngine:
                 blocks.append(tail.block)
                 num_cached += tail.num_tokens
             blocks += self._pool.allocate(-(-len(job.prompt) // size) - len(blocks))
-            self._lane.add(Prompt(job, blocks, num_cached))
+            self._lane.add(PromptUnderWay(job, blocks, num_cached))
         self._arrivals.clear()
         # A retrieved sequence takes the place of one that ended, in the step after that (S53).
         while self._joining and len(self._batch) < self._config.num_slots:
@@ -328,7 +328,7 @@ class SimEngine:
             self._leave(leg)
             self._emit(Finished(leg, reason))
 
-    def _complete(self, prompt: Prompt) -> None:
+    def _complete(self, prompt: PromptUnderWay) -> None:
         """Write the prompt's KV, draw token 1 from what memory then holds, and stage or go on."""
         job, blocks = prompt.job, prompt.blocks
         num_tokens = len(job.prompt)
@@ -425,10 +425,10 @@ class SimEngine:
 
     def _on_agent_event(self, event: AgentEvent) -> None:
         match event:
-            case kv_events.TicketClosed(ticket_id, reason):
+            case kv_events.AgentTicketClosed(ticket_id, reason):
                 if self._stager.closed(ticket_id):
                     self._emit(TicketClosed(ticket_id, reason))
-            case kv_events.LandingFreed(offset):
+            case kv_events.AgentLandingFreed(offset):
                 self._retriever.free_landing(offset)
 
     def _die(self, error: BaseException) -> None:

@@ -9,7 +9,7 @@ from pdmesh.engine.sim.model import Words
 
 
 @dataclass(slots=True)
-class Prompt:
+class PromptUnderWay:
     """One prompt in the lane. Its first `num_cached` tokens were found in the prefix cache."""
 
     job: PrefillJob
@@ -37,22 +37,22 @@ class Chunk:
 @dataclass(slots=True)
 class PrefillLane:
     chunk_tokens: int
-    _prompts: dict[int, Prompt] = field(default_factory=dict)  # by leg
+    _prompts: dict[int, PromptUnderWay] = field(default_factory=dict)  # by leg
 
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def __contains__(self, prompt: Prompt) -> bool:
+    def __contains__(self, prompt: PromptUnderWay) -> bool:
         return self._prompts.get(prompt.job.leg) is prompt
 
-    def in_chunk(self) -> list[Prompt]:
+    def in_chunk(self) -> list[PromptUnderWay]:
         """Prompts of which the step under way computes something."""
         return [prompt for prompt in self._prompts.values() if prompt.num_in_chunk]
 
-    def add(self, prompt: Prompt) -> None:
+    def add(self, prompt: PromptUnderWay) -> None:
         self._prompts[prompt.job.leg] = prompt
 
-    def remove(self, leg: int) -> Prompt | None:
+    def remove(self, leg: int) -> PromptUnderWay | None:
         return self._prompts.pop(leg, None)
 
     def next_chunk(self) -> Chunk:
@@ -68,9 +68,9 @@ class PrefillLane:
             longest = max(longest, prompt.num_in_chunk)
         return Chunk(self.chunk_tokens - budget, before // max(batch, 1), batch, longest)
 
-    def finish_chunk(self) -> list[Prompt]:
+    def finish_chunk(self) -> list[PromptUnderWay]:
         """Count the chunk as computed; takes out and returns the prompts that are complete."""
-        done: list[Prompt] = []
+        done: list[PromptUnderWay] = []
         for prompt in self._prompts.values():
             if prompt.num_in_chunk == 0:
                 break

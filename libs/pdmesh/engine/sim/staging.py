@@ -14,7 +14,7 @@ from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.engine.base import PrefillJob, Ticket, hands_on
 from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.memory import PagedMemory
-from pdmesh.engine.sim.prefill import Prompt
+from pdmesh.engine.sim.prefill import PromptUnderWay
 from pdmesh.kv.agent.agent import KvAgent
 
 
@@ -46,7 +46,7 @@ class Stager:
         )
         return self._ticket(job)
 
-    def put(self, prompt: Prompt, layer: int) -> None:
+    def put(self, prompt: PromptUnderWay, layer: int) -> None:
         """Write and gather what the chunk under way adds to a layer; it is ready once that is the last of it."""
         job, size = prompt.job, self._config.params.block_size
         if prompt.states is None:

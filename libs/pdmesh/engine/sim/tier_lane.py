@@ -17,7 +17,7 @@ from pdmesh.kv.device.scatter import gather, recv_scatter
 from pdmesh.kv.tiers.owner import owner_of
 from pdmesh.kv.tiers.peers import FindHolders
 from pdmesh.kv.tiers.report import TierEvent
-from pdmesh.kv.tiers.stack import Lease, TierStack
+from pdmesh.kv.tiers.stack import BlockLease, TierStack
 from pdmesh.kv.transport.base import ByteArray
 from pdmesh.net.tasks import watched
 
@@ -43,8 +43,8 @@ class TierLane:
         self._timeout_s, self._memory, self._pool = timeout_s, memory, pool
         self._emit, self._on_ready, self._die = emit, on_ready, die
         self._jobs: dict[int, PrefillJob] = {}
-        self._fetches: dict[int, asyncio.Task[Lease]] = {}
-        self._leases: dict[int, Lease] = {}
+        self._fetches: dict[int, asyncio.Task[BlockLease]] = {}
+        self._leases: dict[int, BlockLease] = {}
         self._reporter: asyncio.Task[None] | None = None
 
     @property
@@ -89,7 +89,7 @@ class TierLane:
             lease.close()
         return job
 
-    def _fetched(self, job: PrefillJob, task: asyncio.Task[Lease]) -> None:
+    def _fetched(self, job: PrefillJob, task: asyncio.Task[BlockLease]) -> None:
         del self._fetches[job.leg]
         if task.cancelled():
             return

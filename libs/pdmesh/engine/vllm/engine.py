@@ -50,7 +50,7 @@ from pdmesh.engine.vllm.host.job_facts import (
     CancelRequest,
     Drawn,
     Effect,
-    ReleaseTicket,
+    ReleaseAtRanks,
 )
 from pdmesh.engine.vllm.host.jobs import Endpoint, Jobs
 from pdmesh.engine.vllm.host.kv_events import BlockNames, read_events
@@ -61,10 +61,10 @@ from pdmesh.engine.vllm.host.tier_client import TierClient, outputs_of
 from pdmesh.engine.vllm.messages import (
     Connections,
     Fetched,
-    Hello,
     Join,
     Open,
     Probed,
+    RankHello,
     Release,
     TierNews,
     ToHost,
@@ -368,7 +368,7 @@ class VllmEngine:
         outputs: list[Output] = []
         for effect in effects:
             match effect:
-                case ReleaseTicket():
+                case ReleaseAtRanks():
                     if self._control is not None:
                         self._control.broadcast(Release(effect.ticket_id))
                 case CancelRequest():
@@ -385,7 +385,7 @@ class VllmEngine:
     # -- workers ----------------------------------------------------------------------------------
 
     def _on_worker_message(self, message: ToHost) -> None:
-        assert not isinstance(message, Hello)
+        assert not isinstance(message, RankHello)
         match message:
             case Fetched():
                 if self._tiers is not None:

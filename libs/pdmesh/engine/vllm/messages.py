@@ -23,11 +23,11 @@ MAX_FRAME = 1 << 16
 _LENGTH = struct.Struct("<I")
 
 
-class Message(msgspec.Struct, array_like=True, tag=True):
+class RankMessage(msgspec.Struct, array_like=True, tag=True):
     """Base of all messages; subclasses are told apart by their name."""
 
 
-class Hello(Message):
+class RankHello(RankMessage):
     """Worker: the agent of `rank` listens. Sent once, after the KV cache has been allocated."""
 
     rank: int
@@ -40,21 +40,21 @@ class Hello(Message):
     num_layers: int
 
 
-class Opened(Message):
+class RankTicketOpened(RankMessage):
     """Worker: the ticket of a per-layer prefill may be pulled."""
 
     rank: int
     ticket_id: str
 
 
-class Staged(Message):
+class Staged(RankMessage):
     """Worker: the prompt's KV lies in the staging range and is served."""
 
     rank: int
     ticket_id: str
 
 
-class StageFailed(Message):
+class StageFailed(RankMessage):
     """Worker: nothing is staged under the ticket, and nothing will be."""
 
     rank: int
@@ -62,7 +62,7 @@ class StageFailed(Message):
     message: str
 
 
-class TicketEnded(Message):
+class RankTicketClosed(RankMessage):
     """Worker: nobody reads or writes the ticket's staging range any more."""
 
     rank: int
@@ -70,21 +70,21 @@ class TicketEnded(Message):
     reason: str
 
 
-class Pulling(Message):
+class Pulling(RankMessage):
     """Worker: the leg's turn to pull its KV has come. Not sent where all blocks are cached."""
 
     rank: int
     leg: int
 
 
-class Arrived(Message):
+class Arrived(RankMessage):
     """Worker: the pulled KV is in its blocks; the leg waits for a place in a step. Before Received, within a step too."""
 
     rank: int
     leg: int
 
 
-class Received(Message):
+class Received(RankMessage):
     """Worker: the pulled KV is in its blocks, and the leg is in the step about to run."""
 
     rank: int
@@ -95,7 +95,7 @@ class Received(Message):
     waited_s: float  # as in `KvReceived`
 
 
-class PullFailed(Message):
+class PullFailed(RankMessage):
     """Worker: the leg's KV did not arrive; vLLM is told to fail the request with the next step."""
 
     rank: int
@@ -105,20 +105,20 @@ class PullFailed(Message):
     cause: str = ""  # the KV agent's reason
 
 
-class LandingClear(Message):
+class RankLandingFreed(RankMessage):
     """Worker: no late write can reach the leg's landing range any more."""
 
     rank: int
     leg: int
 
 
-class Release(Message):
+class Release(RankMessage):
     """Host: nobody will pull this ticket."""
 
     ticket_id: str
 
 
-class Fetch(Message):
+class FetchToPool(RankMessage):
     """Host: pin what of a prompt's blocks can be had from the tiers in time. Answered by Fetched."""
 
     leg: int
@@ -129,29 +129,29 @@ class Fetch(Message):
     asks_peers: bool = False  # Holders follows
 
 
-class Holders(Message):
+class Holders(RankMessage):
     """Host: who holds blocks of the leg's prompt, as (instance, incarnation, addresses, first, count)."""
 
     leg: int
     holdings: list[tuple[str, int, tuple[str, ...], int, int]]
 
 
-class Forget(Message):
+class ForgetLease(RankMessage):
     """Host: the leg's lease will not be used; no Fetched need follow."""
 
     leg: int
 
 
-class Pin(Message):
+class Pin(RankMessage):
     """Host: evict no block of these prefixes, in place of those of the last Pin. (owner, until in unix seconds, names)."""
 
     prefixes: list[tuple[bytes, float, list[bytes]]]
 
 
-TierOrder = Fetch | Holders | Forget | Pin  # what the host asks of the tiers of a worker
+TierOrder = FetchToPool | Holders | ForgetLease | Pin  # what the host asks of the tiers of a worker
 
 
-class Fetched(Message):
+class Fetched(RankMessage):
     """Worker: blocks `first` to `end - 1` of the prompt are pinned."""
 
     rank: int
@@ -160,7 +160,7 @@ class Fetched(Message):
     end: int
 
 
-class TierNews(Message):
+class TierNews(RankMessage):
     """Worker: what its tiers did since the last news. See `kv.tiers.report`."""
 
     rank: int
@@ -174,7 +174,7 @@ class TierNews(Message):
     num_leased: int | None = None
 
 
-class Open(Message):
+class Open(RankMessage):
     """Host: a per-layer prefill is about to run; its ticket is to be pulled from now on. Answered by Opened."""
 
     ticket_id: str
@@ -186,14 +186,14 @@ class Open(Message):
     lease_s: float
 
 
-class Join(Message):
+class Join(RankMessage):
     """Host: token 1 of a decode that was started without it."""
 
     leg: int
     token_id: int
 
 
-class Probe(Message):
+class ProbePeer(RankMessage):
     """Host: pull a probe from those of the peer's ranks that KV would come from. Answered by Probed."""
 
     check_id: int
@@ -203,7 +203,7 @@ class Probe(Message):
     timeout_s: float
 
 
-class Probed(Message):
+class Probed(RankMessage):
     """Worker: what came of a Probe; `reason` is empty if every rank that was asked answered rightly."""
 
     rank: int
@@ -212,14 +212,14 @@ class Probed(Message):
     message: str
 
 
-class Connections(Message):
+class Connections(RankMessage):
     """Worker: how many KV connections it has now, whoever opened them."""
 
     rank: int
     num_open: int
 
 
-class Working(Message):
+class Working(RankMessage):
     """Worker: it computes. Sent within a step and at its beginning, a few times a second at most."""
 
     rank: int
@@ -227,37 +227,39 @@ class Working(Message):
     num_tokens: int  # of the steps that began, since the start
 
 
-class Disconnect(Message):
+class Disconnect(RankMessage):
     """Host: the peer with these addresses left."""
 
     addresses: tuple[str, ...]
 
 
 ToHost = (
-    Hello
-    | Opened
+    RankHello
+    | RankTicketOpened
     | Staged
     | StageFailed
-    | TicketEnded
+    | RankTicketClosed
     | Pulling
     | Arrived
     | Received
     | PullFailed
-    | LandingClear
+    | RankLandingFreed
     | Fetched
     | TierNews
     | Probed
     | Connections
     | Working
 )
-ToWorker = Release | Open | Join | Fetch | Holders | Forget | Pin | Probe | Disconnect
+ToWorker = (
+    Release | Open | Join | FetchToPool | Holders | ForgetLease | Pin | ProbePeer | Disconnect
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_host = msgspec.msgpack.Decoder(ToHost)
 _to_worker = msgspec.msgpack.Decoder(ToWorker)
 
 
-def encode_frame(message: Message) -> bytes:
+def encode_frame(message: RankMessage) -> bytes:
     data = _encoder.encode(message)
     assert len(data) <= MAX_FRAME, "a control message is small"
     return _LENGTH.pack(len(data)) + data
@@ -303,7 +305,7 @@ class WorkerControl:
         self._is_closing = False
         threading.Thread(target=self._receive, name="pdmesh-control", daemon=True).start()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: RankMessage) -> None:
         """Blocks while the host does not read: a frozen host stops its worker, not the memory."""
         try:
             with self._lock:

@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
-class Timings:
+class PartTimes:
     """Seconds of the way from blank to ready, by part: fetch, verify, build, connect."""
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class LoadedEngine:
     built: BuiltEngine
     info: EngineInfo
     holders: HolderDirectory | None
-    timings: Timings
+    timings: PartTimes
 
     @property
     def engine(self) -> Engine:
@@ -76,7 +76,7 @@ class LoadedEngine:
 
 async def load(settings: InstanceSettings, role_spec: RoleSpec, incarnation: int) -> LoadedEngine:
     """Raises EngineFailed (RoleRefused among them). Cancelled, it takes apart what it has built so far."""
-    timings = Timings()
+    timings = PartTimes()
     settings, verified = await with_artefact(settings, role_spec, timings)
     wanted = role_settings.engine_settings(settings, role_spec.role, incarnation)
     if verified is not None and settings.model_dir == verified.folder:
@@ -96,7 +96,7 @@ async def load(settings: InstanceSettings, role_spec: RoleSpec, incarnation: int
 
 
 async def with_artefact(
-    settings: InstanceSettings, role_spec: RoleSpec, timings: Timings
+    settings: InstanceSettings, role_spec: RoleSpec, timings: PartTimes
 ) -> tuple[InstanceSettings, Artefact | None]:
     """As the role spec and its artefact say, which is there and whole. Raises RoleRefused."""
     if not role_spec.manifest:
@@ -113,7 +113,7 @@ async def with_artefact(
     return role_settings.settings_for(changed, role_spec, manifest.config), found
 
 
-async def _from_cache(source: Artefact, cache_dir: Path, timings: Timings) -> Artefact:
+async def _from_cache(source: Artefact, cache_dir: Path, timings: PartTimes) -> Artefact:
     """The copy in the cache, checked; a damaged one is fetched once more, since it would be found again by every later load."""
     with timings.measure("fetch"):
         copy = await asyncio.to_thread(artefact.fetch, source, cache_dir)

@@ -17,7 +17,7 @@ import structlog
 from pdmesh.config import node_status_file
 from pdmesh.core.instance import lifecycle_events as life
 from pdmesh.core.instance.lifecycle import InstanceLife
-from pdmesh.core.model import Peer, Phase, RoleSpec
+from pdmesh.core.model import Peer, Phase, RoleSpec, Tick
 from pdmesh.engine.base import KvPeer
 from pdmesh.errors import EngineFailed, InvalidRequest, MeshError
 from pdmesh.instance.incarnation.assignment import assignment_from
@@ -125,7 +125,7 @@ class Member:
     async def _tick_often(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            self._step(life.Tick())
+            self._step(Tick())
 
     def _step(self, event: life.Event) -> None:
         if self._is_stopping:
@@ -159,16 +159,16 @@ class Member:
 
     def _carry_out(self, effect: life.Effect) -> None:
         match effect:
-            case life.Load(role_spec):
+            case life.LoadEngine(role_spec):
                 self._loading = self._spawn(self._load(role_spec), "load")
             case life.Verify(peer):
                 self._spawn(self._verify(peer), f"verify-{peer.id.instance_id}")
             case life.ForgetPeer(peer):
                 if self._serving is not None:
                     self._serving.loaded.engine.forget_peer(_kv_peer(peer))
-            case life.Admit():
+            case life.AdmitRequests():
                 self._admit()
-            case life.Refuse():
+            case life.RefuseRequests():
                 self._refuse()
             case life.Erase():
                 self._erased.set()

@@ -16,16 +16,16 @@ from typing import Final
 import structlog
 
 from pdmesh.core.health.fault_judge import Signal
-from pdmesh.core.health.fault_levels import RESPONSES, Action, level_of
+from pdmesh.core.health.fault_levels import RESPONSES, FaultAction, level_of
 from pdmesh.core.health.node_status import signals_from_file
 from pdmesh.core.instance.engine_watch import (
-    Answered,
+    DeclareHung,
     EngineWatch,
-    GiveUp,
+    PingAnswered,
     SendPing,
-    Tick,
-    Worked,
+    WorkSeen,
 )
+from pdmesh.core.model import Tick
 from pdmesh.engine.base import Engine
 from pdmesh.errors import EngineFailed, InstanceLost
 from pdmesh.events.v1.events_pb2 import FaultReport, InstanceHealth
@@ -95,16 +95,16 @@ class SelfCheck:
             while True:
                 before, num_signs = num_signs, self._engine.stats().num_signs
                 if num_signs != before:
-                    self._watch.handle(Worked(), self._clock())
+                    self._watch.handle(WorkSeen(), self._clock())
                 if ping is not None and ping.done():
                     ping.result()
-                    self._watch.handle(Answered(), self._clock())
+                    self._watch.handle(PingAnswered(), self._clock())
                     ping = None
                 for effect in self._watch.handle(Tick(), self._clock()):
                     match effect:
                         case SendPing():
                             ping = asyncio.create_task(self._engine.ping(), name="engine-ping")
-                        case GiveUp(silent_s):
+                        case DeclareHung(silent_s):
                             log.error("engine.hung", silent_s=round(silent_s, 1))
                             message = f"the engine did not answer for {silent_s:.0f} s"
                             raise EngineFailed(message, reason=ENGINE_DIED)
@@ -125,7 +125,7 @@ class SelfCheck:
             self._incarnation,
         )
         action = RESPONSES[level_of(report.level)].action
-        if not is_mine or report.held_back or action is not Action.RESTART_PROCESS:
+        if not is_mine or report.held_back or action is not FaultAction.RESTART_PROCESS:
             return
         if self._verdict is not None and not self._verdict.done():
             self._verdict.set_result(report)

@@ -26,7 +26,7 @@ from pdmesh.kv.agent.arena_memory import ArenaMemory, HostArena
 from pdmesh.kv.agent.checksums import decode_hash, fingerprint_hash
 from pdmesh.kv.agent.connections import ConnectionPool, Peers
 from pdmesh.kv.agent.handler import AgentHandler
-from pdmesh.kv.agent.probes import Probe
+from pdmesh.kv.agent.probes import KvProbe
 from pdmesh.kv.agent.pull_order import (
     PullOrder,
     bad_ticket,
@@ -41,9 +41,9 @@ from pdmesh.kv.agent.types import (
     AgentEvent,
     AgentHooks,
     AgentIdentity,
+    AgentLandingFreed,
     AgentStats,
     BlockSource,
-    LandingFreed,
     OnRange,
     PullResult,
 )
@@ -222,7 +222,7 @@ class KvAgent:
         some of a layout that tells heads apart. `num_takers` ranks of this instance pull the ticket from there for the same `leg`. `on_range` is told of verified bytes while others are on their way. Afterwards the landing range is the caller's
         again. The sender may be silent for `stall_s`, if it has all of the bytes; `on_silent` is called when it has been for a
         while, and the link is free for others. Raises KvTransferFailed; then, and when cancelled, the range is the
-        agent's until it says LandingFreed.
+        agent's until it says AgentLandingFreed.
         """
         started, identity = time.monotonic(), self._identity
         try:
@@ -288,7 +288,7 @@ class KvAgent:
 
         Raises KvTransferFailed: with `KV_REFUSED_WRONG_INCARNATION` or `KV_REFUSED_WRONG_MODEL` if it is not who is meant.
         """
-        probe = Probe(incarnation, self._fingerprint_hash, source)
+        probe = KvProbe(incarnation, self._fingerprint_hash, source)
         result = await self._run(probe.order, address, time.monotonic(), deadline_s)
         probe.check()
         return result.duration_s
@@ -322,8 +322,8 @@ class KvAgent:
         return await self._receiver.pull(order, connection, started, deadline, stall_s)
 
     def give_back(self, landing: ArenaRange) -> None:
-        """LandingFreed for a pull that never began, or whose result found nobody to take it."""
-        self._on_event(LandingFreed(landing.offset))
+        """AgentLandingFreed for a pull that never began, or whose result found nobody to take it."""
+        self._on_event(AgentLandingFreed(landing.offset))
 
     # -- both -------------------------------------------------------------------------------------
 

@@ -62,7 +62,7 @@ class AgentHandler:
                 self._receiver.on_meta(peer, parsed)
             case wire.Ack(pull_id, is_taken):
                 self._sender.handle(tx.PullAcked(peer, pull_id, is_taken))
-            case wire.Refused(pull_id, refusal):
+            case wire.PullRefusal(pull_id, refusal):
                 self._receiver.handle(rx.PullRefused(peer, pull_id, f"KV_REFUSED_{refusal.name}"))
             case wire.Renew(ticket_id, attempt, incarnation):
                 self._sender.handle(tx.LeaseRenewed(ticket_id, attempt, incarnation))

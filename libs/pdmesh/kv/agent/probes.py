@@ -26,7 +26,7 @@ def probe_bytes(nonce: bytes, incarnation: int, fingerprint_hash: int) -> ByteAr
     return np.frombuffer(hashlib.shake_128(seed).digest(PROBE_BYTES), np.uint8)
 
 
-class Probe:
+class KvProbe:
     """One question to a peer, and its answer once pulled."""
 
     def __init__(self, incarnation: int, fingerprint_hash: int, source: str) -> None:

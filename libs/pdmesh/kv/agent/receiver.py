@@ -106,8 +106,8 @@ class ReceiverHalf:
             rx.SendAck: self._ack,
             rx.RenewLease: self._renew,
             rx.TellSilent: self._tell_silent,
-            rx.Complete: self._complete,
-            rx.Fail: self._fail,
+            rx.CompletePull: self._complete,
+            rx.FailPull: self._fail,
             rx.FreeLanding: self._free,
             rx.AbortPeer: self._abort,
         }
@@ -306,7 +306,7 @@ class ReceiverHalf:
     def _tell_silent(self, effect: rx.TellSilent) -> None:
         self._pulls[effect.pull_id].order.on_silent()
 
-    def _complete(self, effect: rx.Complete) -> None:
+    def _complete(self, effect: rx.CompletePull) -> None:
         pull = self._pulls.pop(effect.pull_id)
         if pull.done.done():  # cancelled, and the news of it has not reached the book
             pull.order.on_freed()
@@ -390,7 +390,7 @@ class ReceiverHalf:
             except Exception as error:  # noqa: BLE001  the caller's; other pulls' news wait behind this one
                 pull.done.set_exception(error)  # the landing is freed with the last part
 
-    def _fail(self, effect: rx.Fail) -> None:
+    def _fail(self, effect: rx.FailPull) -> None:
         pull, reason = self._pulls[effect.pull_id], effect.reason
         if reason == PullFailure.CORRUPT:
             self.num_corrupt += 1

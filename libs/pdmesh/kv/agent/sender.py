@@ -24,6 +24,7 @@ from pdmesh.core.kv.transfer.ticket import (
     Refusal,
     shown_ticket_id,
 )
+from pdmesh.core.model import Tick
 from pdmesh.kv.agent import wire
 from pdmesh.kv.agent.arena_memory import ArenaMemory
 from pdmesh.kv.agent.checksums import INLINE_BYTES, fingerprint_hash
@@ -33,9 +34,9 @@ from pdmesh.kv.agent.staged import LentBlocks, StagedRange
 from pdmesh.kv.agent.types import (
     AgentHooks,
     AgentIdentity,
+    AgentTicketClosed,
     BlockSource,
     PinnedBlocks,
-    TicketClosed,
 )
 from pdmesh.kv.transport.base import ByteArray
 from pdmesh.net.tasks import watched
@@ -54,7 +55,7 @@ class SenderHalf:
         identity: AgentIdentity,
         arena: ArenaMemory,
         peers: Peers,
-        on_closed: Callable[[TicketClosed], None],
+        on_closed: Callable[[AgentTicketClosed], None],
         hooks: AgentHooks | None,
         blocks: BlockSource | None,
     ) -> None:
@@ -105,7 +106,7 @@ class SenderHalf:
             raise ValueError(f"{layout} does not fit {r}")
         data = self._arena.view(ArenaRange(r.offset, layout.total_bytes))
         self.handle(
-            tx.Opened(ticket_id, attempt, layout, lease_s, chunk_bytes, is_tapered=is_tapered)
+            tx.OpenAsked(ticket_id, attempt, layout, lease_s, chunk_bytes, is_tapered=is_tapered)
         )
         parts = layout.parts(chunk_bytes=chunk_bytes, is_tapered=is_tapered)
         self._staged[ticket_id] = StagedRange(data, layout, parts if layout.total_bytes else ())
@@ -159,7 +160,7 @@ class SenderHalf:
             self.handle(tx.LayersReady(ticket_id, staged.num_ready))
 
     def tick(self) -> None:
-        self.handle(tx.Tick())
+        self.handle(Tick())
 
     async def close(self, within_s: float) -> None:
         """All connections are gone: nothing reads any more."""
@@ -195,7 +196,7 @@ class SenderHalf:
         """Serve what is held of the beginning of the names."""
         refusal = self._refusal(message)
         if refusal is not None or self._blocks is None:
-            refused = wire.Refused(message.pull_id, refusal or Refusal.UNKNOWN_TICKET)
+            refused = wire.PullRefusal(message.pull_id, refusal or Refusal.UNKNOWN_TICKET)
             self._peers.tell(peer, refused)
             return
         ticket_id = self._name_loan("fetch", peer, message)
@@ -210,7 +211,7 @@ class SenderHalf:
     def on_probe(self, peer: int, message: wire.Probe) -> None:
         """Answer with bytes that nobody else can make of the nonce, sent as blocks of a pool are."""
         if (refusal := self._refusal(message)) is not None:
-            self._peers.tell(peer, wire.Refused(message.pull_id, refusal))
+            self._peers.tell(peer, wire.PullRefusal(message.pull_id, refusal))
             return
         ticket_id = self._name_loan("probe", peer, message)
         if ticket_id not in self._staged:
@@ -229,7 +230,7 @@ class SenderHalf:
         views = pinned.blocks.views
         layout = KvLayout(1, len(views), views[0].size)
         chunk_bytes = min(CHUNK_BYTES, MAX_SPANS * layout.block_bytes)  # a block is a range of META
-        self.handle(tx.Opened(ticket_id, 0, layout, _FETCH_LEASE_S, chunk_bytes, is_single=True))
+        self.handle(tx.OpenAsked(ticket_id, 0, layout, _FETCH_LEASE_S, chunk_bytes, is_single=True))
         self._staged[ticket_id] = pinned
         self._num_fetches += 1
         self.handle(tx.LayersReady(ticket_id, 1))
@@ -257,8 +258,8 @@ class SenderHalf:
                     case tx.SendPart():
                         if self._send_part(effect):
                             events.append(tx.PartSent(effect.peer, effect.pull_id))
-                    case tx.Refuse(peer, pull_id, refusal):
-                        self._peers.tell(peer, wire.Refused(pull_id, refusal))
+                    case tx.RefusePull(peer, pull_id, refusal):
+                        self._peers.tell(peer, wire.PullRefusal(pull_id, refusal))
                     case tx.AbortPeer(peer):
                         self._peers.abort(peer, "a send outlived its lease")
                     case tx.CloseTicket(ticket_id, reason):
@@ -338,7 +339,7 @@ class SenderHalf:
         if reason is CloseReason.TAKEN:
             failpoints.hit("prefill.acked")
         shown = CloseReason.FAILED if self._is_closing else reason
-        self._on_closed(TicketClosed(ticket_id, shown.value))
+        self._on_closed(AgentTicketClosed(ticket_id, shown.value))
 
 
 def _nothing_of(message: wire.Fetch) -> wire.Meta:

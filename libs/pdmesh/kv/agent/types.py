@@ -18,7 +18,7 @@ class AgentIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class TicketClosed:
+class AgentTicketClosed:
     """Nobody reads the ticket's staging range any more. Once per opened ticket."""
 
     ticket_id: str
@@ -26,7 +26,7 @@ class TicketClosed:
 
 
 @dataclass(frozen=True, slots=True)
-class LandingFreed:
+class AgentLandingFreed:
     """No late write can reach the landing range at `offset`. Once per pull that raised or was cancelled."""
 
     offset: int
@@ -47,7 +47,7 @@ class SourceReleased:
     instance_id: str
 
 
-AgentEvent = TicketClosed | LandingFreed | SourceQuarantined | SourceReleased
+AgentEvent = AgentTicketClosed | AgentLandingFreed | SourceQuarantined | SourceReleased
 
 # Verified bytes that lie at `offset` of the landing range: in order, without gaps, in whole blocks. Must not raise.
 OnRange = Callable[[int, ByteArray], None]

@@ -134,7 +134,7 @@ class Meta:
 
 
 @dataclass(slots=True)
-class Refused:
+class PullRefusal:
     """Sender to receiver: no part of this pull follows."""
 
     pull_id: int
@@ -158,7 +158,7 @@ class Renew:
     incarnation: int
 
 
-Message = Pull | Meta | Refused | Ack | Renew | Fetch | Probe
+Message = Pull | Meta | PullRefusal | Ack | Renew | Fetch | Probe
 Question = Pull | Fetch | Probe
 
 
@@ -203,7 +203,7 @@ def _plain(message: Message) -> bytes:
             return _head(Kind.PULL, message.pull_id, len(body) + len(name)) + body + name
         case Ack(pull_id, is_taken):
             return _head(Kind.ACK, pull_id, 1) + _BYTE.pack(is_taken)
-        case Refused(pull_id, refusal):
+        case PullRefusal(pull_id, refusal):
             return _head(Kind.REFUSED, pull_id, 1) + _BYTE.pack(refusal)
         case Renew(ticket_id, attempt, incarnation):
             name = _name(ticket_id)
@@ -341,11 +341,11 @@ def _tiled_bytes(ranges: tuple[Range, ...], num_bytes: int) -> int:
     return end - start
 
 
-def _parse_refused(pull_id: int, data: memoryview) -> Refused:
+def _parse_refused(pull_id: int, data: memoryview) -> PullRefusal:
     if len(data) != 1:
         raise WireError("a refusal has one byte")
     try:
-        return Refused(pull_id, Refusal(data[0]))
+        return PullRefusal(pull_id, Refusal(data[0]))
     except ValueError as exc:
         raise WireError(f"unknown refusal {data[0]}") from exc
 

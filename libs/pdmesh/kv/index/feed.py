@@ -17,8 +17,8 @@ from typing import Final, Protocol
 import structlog
 
 from pdmesh.core.kv.prefix.prefix_index import (
-    Delta,
-    Outcome,
+    DeltaOutcome,
+    IndexDelta,
     PrefixIndex,
     TierDelta,
 )
@@ -64,7 +64,7 @@ Fetch = Callable[[InstanceRecord], Awaitable[Snapshot]]
 class Follower(Protocol):
     """Is told what changed in the index, e.g. to copy it elsewhere."""
 
-    def on_delta(self, delta: Delta) -> None: ...
+    def on_delta(self, delta: IndexDelta) -> None: ...
     def on_replaced(self, instance_id: str) -> None: ...
     def on_removed(self, instance_id: str) -> None: ...
 
@@ -143,7 +143,7 @@ class IndexFeed:
         record = self._view.records.get(header.publisher_id)
         if record is None or record.incarnation != header.incarnation:
             return  # a snapshot is asked for when its record appears
-        delta = Delta(
+        delta = IndexDelta(
             header.publisher_id,
             header.incarnation,
             header.sequence,
@@ -155,16 +155,16 @@ class IndexFeed:
         self._apply(delta)
         _delay.record(max(0.0, time.time() - header.occurred_at.ToNanoseconds() / 1e9))
 
-    def _apply(self, delta: Delta) -> None:
+    def _apply(self, delta: IndexDelta) -> None:
         was_whole = self.index.is_whole(delta.instance_id)
         version = self.index.version(delta.instance_id)
         outcome = self.index.apply(delta)
-        if outcome is Outcome.GAP:
+        if outcome is DeltaOutcome.GAP:
             if was_whole or version is None:
                 _gaps.add(1)
                 log.info("index.gap", instance_id=delta.instance_id, sequence=delta.sequence)
             self._mark(delta.instance_id)
-        elif outcome is Outcome.APPLIED and self._follower is not None:
+        elif outcome is DeltaOutcome.APPLIED and self._follower is not None:
             is_next = self.index.version(delta.instance_id) == (delta.incarnation, delta.sequence)
             is_same_life = version is None or version[0] == delta.incarnation
             if is_next and is_same_life and not delta.clears:
@@ -246,7 +246,7 @@ class IndexFeed:
             instance_id, snapshot.incarnation, snapshot.sequence, snapshot.blocks, snapshot.host
         )
         _snapshots.add(1, {names.ATTR_OUTCOME: outcome.value})
-        if outcome is not Outcome.STALE and self._follower is not None:
+        if outcome is not DeltaOutcome.STALE and self._follower is not None:
             self._follower.on_replaced(instance_id)
         self._pass_on_forgotten()
         # A stale one is older than deltas that came meanwhile: those are complete, unless a hole says otherwise.

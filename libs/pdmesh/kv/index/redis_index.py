@@ -17,7 +17,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from pdmesh.core.kv.prefix.prefix_index import TIERS, Delta
+from pdmesh.core.kv.prefix.prefix_index import TIERS, IndexDelta
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.errors import Unavailable
 from pdmesh.kv.index import redis_keys as keys
@@ -84,7 +84,7 @@ class RedisIndex:
             )
         return None
 
-    async def apply(self, delta: Delta, model_fingerprint: str) -> None:
+    async def apply(self, delta: IndexDelta, model_fingerprint: str) -> None:
         """Add a delta to what the store has of this incarnation, in one transaction. Not for cleared ones."""
         assert not delta.clears
         async with self._answering(), self._redis.pipeline(transaction=True) as pipe:

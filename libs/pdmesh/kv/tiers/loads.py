@@ -25,7 +25,7 @@ MAX_LOADING: Final = 1024  # blocks under way at once; beyond it requests comput
 
 
 @dataclass(slots=True)
-class Load:
+class BlockLoad:
     """Blocks on their way into the pool, and the requests that wait for them.
 
     What has arrived stays pinned while anybody waits, or other loads would push it out again.
@@ -51,7 +51,7 @@ class Loads:
     ) -> None:
         self._pool, self._counts, self._costs = pool, counts, costs
         self._clock, self._files = clock, files
-        self._loading: dict[bytes, Load] = {}
+        self._loading: dict[bytes, BlockLoad] = {}
         self.tasks: set[asyncio.Task[Any]] = set()
 
     def __len__(self) -> int:
@@ -65,9 +65,9 @@ class Loads:
         plan: LoadPlan,
         holdings: dict[str, PeerHolding],
         peers: PeerPools | None,
-    ) -> list[Load]:
+    ) -> list[BlockLoad]:
         """A load for each planned block that is not here yet; several requests share one."""
-        loads: dict[int, Load] = {}
+        loads: dict[int, BlockLoad] = {}
         for run in plan.runs:
             if run.tier is Tier.HOST:
                 continue
@@ -91,16 +91,16 @@ class Loads:
         owner: bytes,
         peer: PeerHolding | None,
         peers: PeerPools | None,
-    ) -> list[Load]:
+    ) -> list[BlockLoad]:
         if not names:
             return []
         if peer is not None and peers is not None:
-            load = Load(tuple(names), tier)
+            load = BlockLoad(tuple(names), tier)
             return [self._begin(load, self._from_peer(load, peers, peer, owner))]
-        loads = [Load((name,), tier) for name in names]
+        loads = [BlockLoad((name,), tier) for name in names]
         return [self._begin(load, self._from_file(load, owner)) for load in loads]
 
-    def _begin(self, load: Load, work: Coroutine[Any, Any, None]) -> Load:
+    def _begin(self, load: BlockLoad, work: Coroutine[Any, Any, None]) -> BlockLoad:
         for name in load.names:
             self._loading[name] = load
         load.task = asyncio.get_running_loop().create_task(work, name=f"kv-load-{load.tier.value}")
@@ -109,7 +109,7 @@ class Loads:
         load.task.add_done_callback(lambda _: self._ended(load))
         return load
 
-    async def _from_file(self, load: Load, owner: bytes) -> None:
+    async def _from_file(self, load: BlockLoad, owner: bytes) -> None:
         assert self._files is not None
         (name,) = load.names
         data = self._pool.reserve(name, owner)
@@ -124,7 +124,7 @@ class Loads:
         self._arrived(load, [(name, data, checksum)], started)
 
     async def _from_peer(
-        self, load: Load, peers: PeerPools, peer: PeerHolding, owner: bytes
+        self, load: BlockLoad, peers: PeerPools, peer: PeerHolding, owner: bytes
     ) -> None:
         slots = [(name, self._pool.reserve(name, owner)) for name in load.names]
         targets = [(name, data) for name, data in slots if data is not None]
@@ -141,7 +141,7 @@ class Loads:
         self._arrived(load, arrived, started)
 
     def _arrived(
-        self, load: Load, blocks: Sequence[tuple[bytes, ByteArray, bytes]], started: float
+        self, load: BlockLoad, blocks: Sequence[tuple[bytes, ByteArray, bytes]], started: float
     ) -> None:
         for name, data, checksum in blocks:
             self._pool.commit(name, data, checksum, is_pinned=True)
@@ -150,7 +150,7 @@ class Loads:
         self._counts.took(load.tier, duration_s)
         self._costs.loaded(load.tier, len(blocks), duration_s)
 
-    def _ended(self, load: Load) -> None:
+    def _ended(self, load: BlockLoad) -> None:
         for name in load.names:
             del self._loading[name]
         assert load.task is not None
@@ -158,17 +158,17 @@ class Loads:
             log.error("kv.tier.load_died", tier=load.tier.value, exc_info=error)
         self._let_go(load)
 
-    def leave(self, load: Load) -> None:
+    def leave(self, load: BlockLoad) -> None:
         load.num_waiters -= 1
         self._let_go(load)
 
-    def _let_go(self, load: Load) -> None:
+    def _let_go(self, load: BlockLoad) -> None:
         assert load.task is not None
         if load.num_waiters == 0 and load.task.done() and load.pinned:
             names, load.pinned = load.pinned, []
             self._pool.unpin(names, is_use=False)
 
-    async def wait(self, loads: Sequence[Load], timeout_s: float) -> None:
+    async def wait(self, loads: Sequence[BlockLoad], timeout_s: float) -> None:
         tasks = [load.task for load in loads if load.task is not None and not load.task.done()]
         if not tasks:
             return

@@ -40,7 +40,7 @@ _CHECK_ASIDE_BYTES: Final = 4 << 20  # checksums of more than this are computed 
 
 
 @dataclass(slots=True)
-class Lease:
+class BlockLease:
     """Blocks `first`, `first + 1`, ... of a chain, pinned in the host pool until `close`. For any one thread."""
 
     first: int
@@ -110,7 +110,7 @@ class TierStack:
         first: int,
         timeout_s: float,
         find: FindHolders | None = None,
-    ) -> Lease:
+    ) -> BlockLease:
         """Pin as many of the blocks from `first` on as can be had in time. Never raises but when cancelled.
 
         The lease begins earlier where the pool has the blocks before `first`, too: the engine, which was said to hold those,
@@ -135,7 +135,7 @@ class TierStack:
         blocks = await self._without_bad(blocks)
         tiers = [Tier.HOST] * len(before) + tiers
         begin = first - len(before)
-        return Lease(begin, blocks, tiers[: len(blocks)], self.pool, self.counts)
+        return BlockLease(begin, blocks, tiers[: len(blocks)], self.pool, self.counts)
 
     def _pin_backwards(self, names: Sequence[bytes]) -> list[PinnedBlock]:
         """The longest run at the end of `names` that is here."""

@@ -8,7 +8,7 @@ from pdmesh.core.control.supervision import (
     BecameReady,
     Exited,
     GiveUp,
-    Phase,
+    ProcessPhase,
     RestartPolicy,
     RestartScheduled,
     SignalStop,
@@ -16,8 +16,8 @@ from pdmesh.core.control.supervision import (
     StartProcess,
     StopAsked,
     Supervision,
-    Tick,
 )
+from pdmesh.core.model import Tick
 
 KILLED = -9
 
@@ -48,7 +48,7 @@ def test_a_waiting_process_starts_when_its_time_has_come_and_not_before() -> Non
     supervision = started()
     supervision.handle(Exited("decode-0", 1), now=1.0)
     supervision.handle(Exited("decode-0", 1), now=1.1)
-    assert supervision.phase("decode-0") is Phase.WAITING
+    assert supervision.phase("decode-0") is ProcessPhase.WAITING
     assert supervision.next_start_at() == pytest.approx(1.35)
     assert supervision.handle(Tick(), now=1.3) == []
     assert supervision.handle(Tick(), now=1.36) == [StartProcess("decode-0")]
@@ -76,7 +76,7 @@ def test_a_process_that_takes_long_to_die_before_it_is_ready_is_in_a_crash_loop(
         assert scheduled == RestartScheduled("decode-0", 1, deaths, delay_s)
         now += delay_s
         supervision.handle(Tick(), now)
-        assert supervision.phase("decode-0") is Phase.RUNNING
+        assert supervision.phase("decode-0") is ProcessPhase.RUNNING
     assert supervision.handle(Exited("decode-0", 1), now + 12.0) == [
         GiveUp("decode-0", 1, policy.max_deaths)
     ]
@@ -107,7 +107,7 @@ def test_a_crash_loop_is_given_up_once_and_stays_so() -> None:
     supervision.handle(Tick(), now=1.0)
     assert supervision.handle(Exited("decode-0", 1), now=1.1) == [GiveUp("decode-0", 1, 3)]
     assert supervision.handle(Tick(), now=99.0) == []
-    assert supervision.phase("decode-0") is Phase.FAILED
+    assert supervision.phase("decode-0") is ProcessPhase.FAILED
 
 
 def test_a_bad_setting_is_given_up_at_once() -> None:
@@ -119,7 +119,7 @@ def test_what_was_asked_to_stop_is_not_restarted() -> None:
     assert supervision.handle(StopAsked("decode-0"), now=1.0) == [SignalStop("decode-0")]
     assert supervision.handle(StopAsked("decode-0"), now=1.1) == []
     assert supervision.handle(Exited("decode-0", 0), now=2.0) == []
-    assert supervision.phase("decode-0") is Phase.STOPPED
+    assert supervision.phase("decode-0") is ProcessPhase.STOPPED
 
 
 def test_a_stop_while_waiting_cancels_the_restart() -> None:

@@ -16,7 +16,7 @@ from pdmesh.core.moves.move import (
     MoveKind,
     refusal,
 )
-from pdmesh.core.placement.fleet import Fleet, RecordSeen, RecordVanished
+from pdmesh.core.placement.fleet import Fleet, InstanceRecorded, InstanceUnrecorded
 from pdmesh.core.placement.fleet import LoadReported as Load
 from pdmesh.core.placement.instance import Identity
 from pdmesh.core.placement.plan import Placement, Plan
@@ -30,7 +30,7 @@ from pdmesh.v1.common_pb2 import (
     ROLE_PREFILL,
     InstanceRecord,
 )
-from services.gateway.routing.fleet import Fleet as GatewayFleet
+from services.gateway.routing.fleet import FleetView as GatewayFleet
 from services.gateway.routing.fleet import pair_of
 from tests.fakes.group_world import LIMITS, World
 from tests.fakes.memory_registry import MemoryStore, MemoryView
@@ -241,7 +241,7 @@ def placement() -> Placement:
     fleet = Fleet()
     for region in ("eu", "us"):
         for role in (Role.PREFILL, Role.DECODE):
-            fleet.handle(RecordSeen(identity(region, role)), now=0.0)
+            fleet.handle(InstanceRecorded(identity(region, role)), now=0.0)
     return Placement(fleet, random.Random(1))
 
 
@@ -270,7 +270,7 @@ def test_requests_go_to_another_region_when_theirs_is_full_or_gone(role: str) ->
     assert place(among, "eu") == "chat-us"
     among.fleet.handle(busy(f"us-{role}"), 0.0)
     assert place(among, "eu") == "chat-eu"
-    among.fleet.handle(RecordVanished(f"eu-{role}"), 0.0)
+    among.fleet.handle(InstanceUnrecorded(f"eu-{role}"), 0.0)
     assert place(among, "eu") == "chat-us"
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from pdmesh.core.health.canary import (
     CANARY_FAILED,
+    CanaryProbe,
     CanaryRota,
-    Probe,
     Subject,
 )
 from pdmesh.core.model import Role
@@ -39,7 +39,7 @@ def test_each_idle_instance_is_tried_once_a_period_and_partners_change() -> None
     assert canary.next([P0], 45.0) is None
     again = [canary.next(ALL, 70.0 + i) for i in range(2)]
     assert not {p for p in again if p} & {p for p in probes if p}, "other pairs than before"
-    assert canary.next([P1, D0], 110.0) == Probe(P1, D0)
+    assert canary.next([P1, D0], 110.0) == CanaryProbe(P1, D0)
 
 
 def test_who_has_no_partner_is_tried_alone() -> None:
@@ -47,30 +47,30 @@ def test_who_has_no_partner_is_tried_alone() -> None:
     fusion, far = subject("f0", Role.FUSION), subject("d9", Role.DECODE, cell="far")
     for each in (fusion, far, P0):
         assert canary.next([each], 0.0) is None
-    assert canary.next([fusion], 2.0) == Probe(fusion, None)
-    assert canary.next([P0, far], 2.0) == Probe(far, None)
+    assert canary.next([fusion], 2.0) == CanaryProbe(fusion, None)
+    assert canary.next([P0, far], 2.0) == CanaryProbe(far, None)
     assert canary.next([], 9.0) is None
 
 
 def test_one_failure_says_nothing_two_are_a_suspicion_and_a_pass_clears_it() -> None:
     canary = rota()
-    canary.ended(Probe(P0, D0), [P0, D0], "TimeoutError", 1.0)
+    canary.ended(CanaryProbe(P0, D0), [P0, D0], "TimeoutError", 1.0)
     assert canary.signals(P0) == canary.signals(D0) == ()
-    canary.ended(Probe(P1, D0), [P1, D0], "KV_TRANSFER_FAILED", 2.0)
-    canary.ended(Probe(P0, D1), [], "", 3.0)
-    canary.ended(Probe(P1, D1), [], "", 4.0)
+    canary.ended(CanaryProbe(P1, D0), [P1, D0], "KV_TRANSFER_FAILED", 2.0)
+    canary.ended(CanaryProbe(P0, D1), [], "", 3.0)
+    canary.ended(CanaryProbe(P1, D1), [], "", 4.0)
     (signal,) = canary.signals(D0)
     assert (signal.reason, signal.is_proof) == (CANARY_FAILED, False)
     assert signal.detail == "KV_TRANSFER_FAILED"
     assert canary.signals(P0) == canary.signals(P1) == ()
-    canary.ended(Probe(P0, D0), [], "", 5.0)
+    canary.ended(CanaryProbe(P0, D0), [], "", 5.0)
     assert canary.signals(D0) == ()
 
 
 def test_a_failed_prefill_says_nothing_of_the_decode() -> None:
     canary = rota()
     for _ in range(2):
-        canary.ended(Probe(P0, D0), [P0], "ENGINE_DIED", 1.0)
+        canary.ended(CanaryProbe(P0, D0), [P0], "ENGINE_DIED", 1.0)
     assert canary.signals(P0)
     assert canary.signals(D0) == ()
 
@@ -79,7 +79,7 @@ def test_a_failed_prefill_says_nothing_of_the_decode() -> None:
 def test_a_new_incarnation_has_no_strikes() -> None:
     canary = rota()
     for _ in range(2):
-        canary.ended(Probe(P0, None), [P0], "x", 1.0)
+        canary.ended(CanaryProbe(P0, None), [P0], "x", 1.0)
     assert canary.signals(subject("p0", Role.PREFILL, incarnation=2)) == ()
     assert canary.next([subject("p0", Role.PREFILL, incarnation=2)], 40.0) is None
     canary.forget("p0")

@@ -12,16 +12,16 @@ from pdmesh.core.health.fault_judge import (
     RESTARTED_IN_VAIN,
     FaultJudge,
     Healed,
-    HearsAgain,
     InstanceGone,
     InstanceSeen,
     Judged,
     Signal,
     SignalsHeard,
-    Tick,
-    WentDeaf,
+    SignalsLost,
+    SignalsRestored,
 )
-from pdmesh.core.health.fault_levels import Action, Level
+from pdmesh.core.health.fault_levels import FaultAction, Level
+from pdmesh.core.model import Tick
 
 pytestmark = pytest.mark.req("S34")
 HANGS = Signal("engine", "ENGINE_SILENT", Level.PROCESS, is_proof=True)
@@ -76,7 +76,7 @@ def test_a_proof_decides_at_once(judge: FaultJudge) -> None:
     (judged,) = tick(judge, 0.1)
     assert (judged.level, judged.action, judged.held_back) == (
         Level.PROCESS,
-        Action.RESTART_PROCESS,
+        FaultAction.RESTART_PROCESS,
         "",
     )
     assert judged.signals == (HANGS,)
@@ -152,9 +152,9 @@ def test_while_nothing_can_be_heard_nobody_is_judged(judge: FaultJudge) -> None:
     seen(judge, "d0", "d1")
     tell(judge, "d0", HANGS, ttl_s=3.0)
     tick(judge, 0.0)
-    judge.handle(WentDeaf(), 1.0)
+    judge.handle(SignalsLost(), 1.0)
     assert tick(judge, 100.0) == []
-    judge.handle(HearsAgain(), 101.0)
+    judge.handle(SignalsRestored(), 101.0)
     assert tick(judge, 105.0) == []
     assert judge.current()[0].level is Level.PROCESS
 
@@ -276,7 +276,7 @@ def test_restarts_that_do_not_help_are_followed_by_a_replacement(judge: FaultJud
         judge.handle(InstanceGone("d0", is_crash=False), at + 1)
     seen(judge, "d0", n=4, at=281.0)
     (judged,) = tick(judge, 281.0)
-    assert (judged.level, judged.action) == (Level.INSTANCE, Action.REPLACE_INSTANCE)
+    assert (judged.level, judged.action) == (Level.INSTANCE, FaultAction.REPLACE_INSTANCE)
     assert judged.signals[0].reason == RESTARTED_IN_VAIN
 
 

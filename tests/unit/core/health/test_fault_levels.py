@@ -7,7 +7,7 @@ import pytest
 from pdmesh.core.health.fault_levels import (
     EJECTS_FROM,
     RESPONSES,
-    Action,
+    FaultAction,
     Level,
     level_of,
 )
@@ -17,16 +17,16 @@ from pdmesh.core.health.fault_levels import (
 @pytest.mark.parametrize(
     ("level", "action", "takes_requests", "finishes_running"),
     [
-        (Level.WELL, Action.IGNORE, True, True),
-        (Level.TRANSIENT, Action.RETRY, True, True),
-        (Level.PROCESS, Action.RESTART_PROCESS, False, False),
-        (Level.INSTANCE, Action.REPLACE_INSTANCE, False, True),
-        (Level.NODE, Action.DRAIN_NODE, False, True),
-        (Level.LOST, Action.ISOLATE_NODE, False, False),
+        (Level.WELL, FaultAction.IGNORE, True, True),
+        (Level.TRANSIENT, FaultAction.RETRY, True, True),
+        (Level.PROCESS, FaultAction.RESTART_PROCESS, False, False),
+        (Level.INSTANCE, FaultAction.REPLACE_INSTANCE, False, True),
+        (Level.NODE, FaultAction.DRAIN_NODE, False, True),
+        (Level.LOST, FaultAction.ISOLATE_NODE, False, False),
     ],
 )
 def test_each_level_has_one_action(
-    level: Level, action: Action, takes_requests: bool, finishes_running: bool
+    level: Level, action: FaultAction, takes_requests: bool, finishes_running: bool
 ) -> None:
     response = RESPONSES[level]
     assert response.action is action

@@ -17,8 +17,8 @@ from pdmesh.core.health.liveness import (
     Heartbeat,
     RecordSeen,
     RecordVanished,
-    Tick,
 )
+from pdmesh.core.model import Tick
 
 
 @pytest.fixture

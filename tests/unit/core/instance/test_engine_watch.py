@@ -7,13 +7,13 @@ import pytest
 from pdmesh.core.instance.engine_watch import (
     ENGINE_SILENT,
     ENGINE_SLOW,
-    Answered,
+    DeclareHung,
     EngineWatch,
-    GiveUp,
+    PingAnswered,
     SendPing,
-    Tick,
-    Worked,
+    WorkSeen,
 )
+from pdmesh.core.model import Tick
 
 pytestmark = pytest.mark.req("S33")
 
@@ -26,7 +26,7 @@ def test_one_ping_is_out_at_a_time() -> None:
     engine = watch()
     assert engine.handle(Tick(), 0.0) == [SendPing()]
     assert engine.handle(Tick(), 1.0) == []
-    assert engine.handle(Answered(), 1.5) == []
+    assert engine.handle(PingAnswered(), 1.5) == []
     assert engine.silent_s(1.5) == 0.0
     assert engine.handle(Tick(), 2.0) == [SendPing()]
 
@@ -34,7 +34,7 @@ def test_one_ping_is_out_at_a_time() -> None:
 def test_silence_is_a_suspicion_then_a_proof_and_the_end() -> None:
     engine = watch()
     effects = [(now, e) for now in range(22) for e in engine.handle(Tick(), float(now))]
-    assert effects == [(0, SendPing()), (20, GiveUp(20.0)), (21, GiveUp(21.0))]
+    assert effects == [(0, SendPing()), (20, DeclareHung(20.0)), (21, DeclareHung(21.0))]
     engine = watch()
     engine.handle(Tick(), 0.0)
     assert engine.signal(4.9) is None
@@ -49,16 +49,16 @@ def test_a_step_of_any_length_is_no_silence_while_its_layers_are_computed() -> N
     """A ping is answered between two steps: one of 100 s leaves it out for 100 s."""
     engine = watch()
     for now in range(101):
-        engine.handle(Worked(), float(now))
-        assert not [e for e in engine.handle(Tick(), float(now)) if isinstance(e, GiveUp)]
+        engine.handle(WorkSeen(), float(now))
+        assert not [e for e in engine.handle(Tick(), float(now)) if isinstance(e, DeclareHung)]
         assert engine.signal(float(now)) is None
     effects = [(now, e) for now in range(101, 121) for e in engine.handle(Tick(), float(now))]
-    assert effects == [(120, GiveUp(20.0))], "it stopped within that step"
+    assert effects == [(120, DeclareHung(20.0))], "it stopped within that step"
 
 
 def test_what_an_engine_did_before_the_ping_is_no_answer_to_it() -> None:
     engine = watch()
-    engine.handle(Worked(), 0.0)
+    engine.handle(WorkSeen(), 0.0)
     assert engine.handle(Tick(), 0.0) == [SendPing()]
     assert engine.silent_s(7.0) == 7.0
 
@@ -67,7 +67,7 @@ def test_a_long_step_ends_and_nothing_is_held_against_the_engine() -> None:
     engine = watch()
     for now in range(19):
         engine.handle(Tick(), float(now))
-    engine.handle(Answered(), 18.5)
+    engine.handle(PingAnswered(), 18.5)
     assert engine.signal(18.5) is None
     assert engine.handle(Tick(), 19.0) == [SendPing()]
 
@@ -81,4 +81,4 @@ def test_who_was_paused_waits_anew() -> None:
     assert engine.silent_s(60.0) == 0.0
     for now in range(61, 80):
         assert engine.handle(Tick(), float(now)) == []
-    assert engine.handle(Tick(), 80.0) == [GiveUp(20.0)]
+    assert engine.handle(Tick(), 80.0) == [DeclareHung(20.0)]

@@ -17,7 +17,7 @@ from pdmesh.core.moves.move import (
     GroupShape,
     Move,
     MoveKind,
-    Plan,
+    MovePlan,
     Trigger,
     applied,
 )
@@ -275,7 +275,7 @@ def test_timed_and_manual_plans_of_a_scenario_never_overlap(delays: list[float])
     )
     runner, groups, now = PlanRunner(), dict(GROUPS), MIDNIGHT + 7 * 3600
     by_hand = Move("chat-0", MoveKind.LEND, None, TRAINING_POOL)
-    manual = [Plan("chat", Trigger.OPERATOR, (by_hand,), "by hand")]
+    manual = [MovePlan("chat", Trigger.OPERATOR, (by_hand,), "by hand")]
     moving: tuple[float, StartMove] | None = None
     num_moves = 0
     while now < MIDNIGHT + 11 * 3600:

@@ -12,19 +12,19 @@ import pytest
 from pdmesh.core.groups.observed import GroupChanged, GroupTracker
 from pdmesh.core.health.fault_levels import Level
 from pdmesh.core.health.liveness import Health
-from pdmesh.core.kv.prefix.prefix_index import Delta, PeerRuns, PrefixIndex
+from pdmesh.core.kv.prefix.prefix_index import IndexDelta, PeerRuns, PrefixIndex
 from pdmesh.core.kv.transfer.source_exclusions import HeldSource, KvSource, SourceFault
 from pdmesh.core.model import Role
 from pdmesh.core.placement.baselines import POLICIES
 from pdmesh.core.placement.fleet import (
     Fleet,
     HealthJudged,
+    InstanceRecorded,
+    InstanceUnrecorded,
     IsolationSeen,
     JudgeLost,
     LoadReported,
     PrefillComputed,
-    RecordSeen,
-    RecordVanished,
 )
 from pdmesh.core.placement.instance import FaultJudged, Identity
 from pdmesh.core.placement.plan import NoPlan, Placement, Plan
@@ -42,7 +42,7 @@ def identity(name: str, role: Role, **changes: object) -> Identity:
 def make(*identities: Identity, policy: str = "default", seed: int = 1) -> Placement:
     fleet = Fleet()
     for each in identities:
-        fleet.handle(RecordSeen(each), now=0.0)
+        fleet.handle(InstanceRecorded(each), now=0.0)
     return Placement(fleet, random.Random(seed), POLICIES[policy]())
 
 
@@ -275,9 +275,11 @@ def test_from_level_two_on_an_instance_is_left_out_unless_that_is_held_back(
     "spoil",
     [
         lambda f: f.handle(HealthJudged("prefill-0", 1, Health.SUSPECT), 0.0),
-        lambda f: f.handle(RecordSeen(identity("prefill-0", Role.PREFILL, is_draining=True)), 0.0),
+        lambda f: f.handle(
+            InstanceRecorded(identity("prefill-0", Role.PREFILL, is_draining=True)), 0.0
+        ),
         lambda f: f.handle(LoadReported("prefill-0", 1, 8, 0, 9, is_draining=True), 0.0),
-        lambda f: f.handle(RecordVanished("prefill-0"), 0.0),
+        lambda f: f.handle(InstanceUnrecorded("prefill-0"), 0.0),
     ],
 )
 def test_only_healthy_admitting_instances_are_candidates(spoil: Callable[[Fleet], None]) -> None:
@@ -298,7 +300,7 @@ def test_a_verdict_on_another_incarnation_and_one_whose_judge_is_gone_do_not_cou
 def test_a_verdict_that_comes_before_the_record_counts() -> None:
     placement = make(*pair())
     placement.fleet.handle(HealthJudged("prefill-9", 1, Health.DEAD), 0.0)
-    placement.fleet.handle(RecordSeen(identity("prefill-9", Role.PREFILL)), 0.0)
+    placement.fleet.handle(InstanceRecorded(identity("prefill-9", Role.PREFILL)), 0.0)
     assert len(planned(placement, QUERY).prefills) == 2
 
 
@@ -468,7 +470,7 @@ def test_a_popular_prefix_does_not_overload_its_first_holder() -> None:
     placement = make(*prefills, identity("decode-0", Role.DECODE, num_slots=999), seed=3)
     index, served = PrefixIndex(), Counter[str]()
     prompt = [bytes([i]) * 16 for i in range(10)]
-    index.apply(Delta("prefill-0", 1, 1, stored=prompt))
+    index.apply(IndexDelta("prefill-0", 1, 1, stored=prompt))
     query = Query(model="m", block_hashes=prompt, num_prompt_tokens=640)
     running: list[tuple[float, str]] = []
     rng = random.Random(5)
@@ -484,7 +486,7 @@ def test_a_popular_prefix_does_not_overload_its_first_holder() -> None:
         }).prefills[0].instance_id  # fmt: skip
         served[chosen] += 1
         running.append((now + 1.0, chosen))
-        index.apply(Delta(chosen, 1, (index.version(chosen) or (1, 0))[1] + 1, stored=prompt))
+        index.apply(IndexDelta(chosen, 1, (index.version(chosen) or (1, 0))[1] + 1, stored=prompt))
     assert max(served.values()) / (3000 / 4) <= 1.5
 
 
@@ -503,14 +505,14 @@ def test_round_robin_takes_turns_and_least_connections_takes_the_idlest() -> Non
 def test_groups_are_announced_when_their_members_change_and_once_more_when_gone() -> None:
     fleet, tracker = Fleet(), GroupTracker()
     for each in pair():
-        fleet.handle(RecordSeen(each), now=0.0)
+        fleet.handle(InstanceRecorded(each), now=0.0)
     whole = GroupChanged("g0", "default", "m", ("prefill-0", "prefill-1"), ("decode-0", "decode-1"))
     assert tracker.observe(fleet.instances.values()) == [whole]
     assert tracker.observe(fleet.instances.values()) == []
     fleet.handle(HealthJudged("decode-0", 1, Health.DEAD), now=0.0)
     assert tracker.observe(fleet.instances.values())[0].decode_ids == ("decode-1",)
     for each in pair():
-        fleet.handle(RecordVanished(each.instance_id), now=0.0)
+        fleet.handle(InstanceUnrecorded(each.instance_id), now=0.0)
     assert tracker.observe(fleet.instances.values()) == [GroupChanged("g0", "default", "m")]
     assert tracker.groups == []
 
@@ -539,7 +541,7 @@ def test_a_canary_gets_its_share_of_the_requests_and_all_of_them_only_if_nobody_
     groups = Counter(planned(placement, QUERY).group_id for _ in range(1000))
     assert 60 < groups["canary-default"] < 140
     for each in pair():
-        placement.fleet.handle(RecordVanished(each.instance_id), 0.0)
+        placement.fleet.handle(InstanceUnrecorded(each.instance_id), 0.0)
     assert planned(placement, QUERY).group_id == "canary-default"
 
 
@@ -547,7 +549,7 @@ def test_an_isolated_instance_gets_nothing_whatever_its_record_says() -> None:
     placement = make(*pair())
     fleet = placement.fleet
     fleet.handle(IsolationSeen(frozenset({"prefill-0", "decode-0"})), 0.0)
-    fleet.handle(RecordSeen(identity("prefill-0", Role.PREFILL, incarnation=2)), 0.0)
+    fleet.handle(InstanceRecorded(identity("prefill-0", Role.PREFILL, incarnation=2)), 0.0)
     plan = planned(placement, QUERY)
     assert [c.instance_id for c in (*plan.prefills, *plan.decodes)] == ["prefill-1", "decode-1"]
     fleet.handle(IsolationSeen(frozenset()), 0.0)

@@ -11,7 +11,7 @@ from pdmesh.core.moves.move import (
     GroupShape,
     Move,
     MoveKind,
-    Plan,
+    MovePlan,
     Trigger,
     applied,
 )
@@ -20,7 +20,7 @@ from pdmesh.core.moves.plan_runner import (
     GroupsSeen,
     MoveEnded,
     MoveMade,
-    Outcome,
+    MoveOutcome,
     PlanAsked,
     PlanEnded,
     PlanRunner,
@@ -28,11 +28,11 @@ from pdmesh.core.moves.plan_runner import (
 )
 from pdmesh.core.ratio.detector import Window
 from pdmesh.core.ratio.loop import (
-    Action,
-    AskPlan,
+    AskMoves,
     Decided,
     OperatorAsked,
     Profiled,
+    RatioAction,
     RatioController,
     WindowSeen,
 )
@@ -81,7 +81,7 @@ class Loop:
             match effect:
                 case Decided():
                     self.decisions.append(effect)
-                case AskPlan():
+                case AskMoves():
                     self._run(PlanAsked(effect.plan))
 
     def _run(self, event: PlanAsked | MoveEnded | GroupsSeen) -> None:
@@ -97,7 +97,7 @@ class Loop:
         self.runner.check_invariants()
 
     @property
-    def actions(self) -> list[Action]:
+    def actions(self) -> list[RatioAction]:
         return [d.action for d in self.decisions]
 
 
@@ -116,7 +116,7 @@ def test_each_of_hundreds_of_scenarios_is_remembered_until_it_has_no_groups() ->
             )
             seen = WindowSeen(name, window, {"g0": group}, 0, 10.0)
             effects = controller.handle(seen, 0.0)
-            planned |= {e.plan.scenario for e in effects if isinstance(e, AskPlan)}
+            planned |= {e.plan.scenario for e in effects if isinstance(e, AskMoves)}
         controller.keep_only(names)
     assert planned == set(names)
     controller.keep_only(["s0"])
@@ -130,7 +130,7 @@ def test_longer_outputs_move_one_instance_to_decode_and_no_second_one() -> None:
     loop.windows(LONGER, 3)
     loop.windows(replace(LONGER, t_d_s=2.6, decode_busy=0.67), 60)
     assert [(m.kind, m.role) for m in loop.moves] == [(MoveKind.CHANGE_ROLE, D)]
-    assert loop.actions == [Action.PLANNED, Action.ENDED, Action.KEPT]
+    assert loop.actions == [RatioAction.PLANNED, RatioAction.ENDED, RatioAction.KEPT]
     planned = loop.decisions[0]
     assert "E2E 2.5 -> 3.7 s" in planned.reason
     assert planned.window == LONGER
@@ -145,7 +145,7 @@ def test_a_move_after_which_fewer_are_answered_in_time_is_undone_and_not_repeate
     harmed = replace(LONGER, success_share=0.9)
     loop.windows(harmed, 30)
     assert [m.role for m in loop.moves[:2]] == [D, P]
-    assert Action.UNDONE in loop.actions
+    assert RatioAction.UNDONE in loop.actions
     assert (loop.groups["g0"].num_prefill, loop.groups["g0"].num_decode) == (3, 5)
     num_before = len(loop.moves)
     loop.windows(replace(LONGER, t_d_s=9.9), 6)  # within the hold
@@ -161,8 +161,8 @@ def test_where_requests_wait_only_the_pace_of_answers_judges(pace: float, is_und
     loop.windows(full, 3)
     worse = replace(full, queue_s=20.0, success_share=0.5, prefill_busy=0.95, answered_per_s=pace)
     loop.windows(worse, 14)
-    assert (Action.UNDONE in loop.actions) == is_undone
-    assert (Action.KEPT in loop.actions) != is_undone
+    assert (RatioAction.UNDONE in loop.actions) == is_undone
+    assert (RatioAction.KEPT in loop.actions) != is_undone
 
 
 @pytest.mark.req("S28")
@@ -171,7 +171,7 @@ def test_slower_answers_are_no_harm_if_more_is_asked_for() -> None:
     loop.windows(CALM, 10)
     loop.windows(LONGER, 3)
     loop.windows(replace(LONGER, t_d_s=5.0), 20, rate_per_s=20.0)
-    assert Action.UNDONE not in loop.actions
+    assert RatioAction.UNDONE not in loop.actions
 
 
 @pytest.mark.req("S28")
@@ -182,7 +182,7 @@ def test_windows_without_numbers_change_nothing_and_judge_nothing() -> None:
     assert loop.decisions == []
     loop.windows(LONGER, 3)
     loop.windows(None, 1000)
-    assert loop.actions == [Action.PLANNED, Action.ENDED]
+    assert loop.actions == [RatioAction.PLANNED, RatioAction.ENDED]
 
 
 @pytest.mark.req("S28")
@@ -191,7 +191,7 @@ def test_a_finding_about_a_role_that_has_room_is_told_once_and_becomes_normal() 
     loop.windows(replace(CALM, decode_busy=0.1), 10)
     loop.windows(replace(LONGER, decode_busy=0.15), 200)
     assert loop.moves == []
-    assert loop.actions == [Action.LEFT_ALONE]
+    assert loop.actions == [RatioAction.LEFT_ALONE]
     assert "none is short" in loop.decisions[0].reason
 
 
@@ -204,7 +204,7 @@ def test_three_triggers_make_the_same_kind_of_plan_with_a_reason() -> None:
         t_p=0.5, b_p=4, t_d=8.0, b_d=16
     )  # decode carries a quarter of what prefill does
     profiled.tell(Profiled("chat", profile, profiled.groups))
-    asked = Plan("chat", Trigger.OPERATOR, (Move("g0", MoveKind.CHANGE_ROLE, D),), "by hand")
+    asked = MovePlan("chat", Trigger.OPERATOR, (Move("g0", MoveKind.CHANGE_ROLE, D),), "by hand")
     operator.tell(OperatorAsked(asked))
     for loop in (profiled, operator):
         loop.windows(CALM, 30)
@@ -214,7 +214,7 @@ def test_three_triggers_make_the_same_kind_of_plan_with_a_reason() -> None:
         assert all(isinstance(m, Move) and m.kind is MoveKind.CHANGE_ROLE for m in loop.moves)
         assert loop.moves
         assert all(e.plan.trigger is trigger and e.plan.reason for e in loop.ends)
-    assert operator.ends[0].outcome is Outcome.DONE
+    assert operator.ends[0].outcome is MoveOutcome.DONE
 
 
 @pytest.mark.req("S30")
@@ -279,7 +279,7 @@ def test_changes_lead_from_what_is_there_to_what_is_wanted(split: Split) -> None
 
 def asked(role: Role, count: int = 1, scenario: str = "chat") -> PlanAsked:
     moves = (Move("g0" if scenario == "chat" else "h0", MoveKind.CHANGE_ROLE, role),) * count
-    return PlanAsked(Plan(scenario, Trigger.OPERATOR, moves, "test"))
+    return PlanAsked(MovePlan(scenario, Trigger.OPERATOR, moves, "test"))
 
 
 @pytest.mark.req("S21")
@@ -310,7 +310,7 @@ def test_a_plan_ends_at_the_move_that_failed_or_may_not_be_made_any_more() -> No
     assert [type(e) for e in runner.handle(MoveEnded("chat", True), 1.0)] == [MoveMade]
     (ended,) = runner.handle(GroupsSeen({"g0": replace(GROUP, prefill_busy=0.9)}), 1.0)
     assert isinstance(ended, PlanEnded)
-    assert (ended.outcome, ended.num_moves) == (Outcome.REFUSED, 1)
+    assert (ended.outcome, ended.num_moves) == (MoveOutcome.REFUSED, 1)
     assert "busy" in ended.detail
     assert not runner.is_busy("chat")
 
@@ -323,9 +323,9 @@ def test_a_move_of_which_nothing_is_heard_is_given_up_and_waiting_plans_have_a_b
     assert [m.role for m in runner.moving.values()] == [D]
     (ended,) = runner.handle(GroupsSeen(groups), 101.0)
     assert isinstance(ended, PlanEnded)
-    assert ended.outcome is Outcome.FAILED
+    assert ended.outcome is MoveOutcome.FAILED
     for _ in range(MAX_PLANS):
         assert runner.handle(asked(D), 0.0) == []
     (refused,) = runner.handle(asked(D), 0.0)
     assert isinstance(refused, PlanEnded)
-    assert refused.outcome is Outcome.REFUSED
+    assert refused.outcome is MoveOutcome.REFUSED

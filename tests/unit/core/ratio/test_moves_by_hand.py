@@ -11,7 +11,7 @@ from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (
     Move,
     MoveKind,
-    Plan,
+    MovePlan,
     Trigger,
 )
 from pdmesh.core.ratio.model import Profile
@@ -27,7 +27,7 @@ async def test_an_operators_move_is_checked_at_once_made_and_shown_with_its_end(
     site.settle()
     await site.loop.round()
     move = Move("a", MoveKind.CHANGE_ROLE, Role.PREFILL, reason="by hand")
-    plan = Plan("chat", Trigger.OPERATOR, (move,), "by hand")
+    plan = MovePlan("chat", Trigger.OPERATOR, (move,), "by hand")
     (told,) = site.loop.ask(plan, site.world.epoch)
     assert (told.action, told.reason, told.moves[0].kind) == ("planned", "by hand", "change_role")
     await site.loop.round()
@@ -62,7 +62,7 @@ async def test_a_move_that_may_not_be_made_is_refused_before_anything_begins(
         site.world.now += 1
         await site.loop.round()
     with pytest.raises(CannotMove, match=why):
-        site.loop.ask(Plan(scenario, Trigger.OPERATOR, (move,), ""), site.world.epoch)
+        site.loop.ask(MovePlan(scenario, Trigger.OPERATOR, (move,), ""), site.world.epoch)
     assert not site.loop.decisions
 
 

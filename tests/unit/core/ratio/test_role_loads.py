@@ -7,9 +7,9 @@ import pytest
 from pdmesh.core.model import Role
 from pdmesh.core.placement.fleet import (
     Fleet,
+    InstanceRecorded,
     LoadReported,
     PrefillComputed,
-    RecordSeen,
 )
 from pdmesh.core.placement.instance import Identity
 from pdmesh.core.ratio.role_loads import RoleLoads
@@ -20,7 +20,9 @@ P, D = Role.PREFILL, Role.DECODE
 def fleet() -> Fleet:
     found = Fleet()
     for name, role in (("p0", P), ("p1", P), ("d0", D)):
-        found.handle(RecordSeen(Identity(name, 1, role, "g", "chat", "m", "f", 64, 4, 100, 0)), 0.0)
+        found.handle(
+            InstanceRecorded(Identity(name, 1, role, "g", "chat", "m", "f", 64, 4, 100, 0)), 0.0
+        )
     return found
 
 

@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 
 from pdmesh.core.model import Role
-from pdmesh.core.placement.fleet import Fleet, RecordSeen
+from pdmesh.core.placement.fleet import Fleet, InstanceRecorded
 from pdmesh.core.placement.instance import Identity
 from pdmesh.core.ratio.scenario_stats import (
     MAX_SCENARIOS,
-    Finished,
     Places,
+    RequestSample,
     Scenarios,
     places,
 )
 
-REQUEST = Finished("chat", 1000, 250, 11, queue_s=0.5, ttft_s=0.7, e2e_s=1.8, transfer_s=0.1)
+REQUEST = RequestSample("chat", 1000, 250, 11, queue_s=0.5, ttft_s=0.7, e2e_s=1.8, transfer_s=0.1)
 
 
 def fleet() -> Fleet:
@@ -30,7 +30,7 @@ def fleet() -> Fleet:
         ("d0", Role.DECODE, "chat", 22),
     ):
         identity = Identity(name, 1, role, "g", scenario, "m", "f", 64, slots, 100, 4096)
-        found.handle(RecordSeen(identity), 0.0)
+        found.handle(InstanceRecorded(identity), 0.0)
     return found
 
 

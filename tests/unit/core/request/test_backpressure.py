@@ -15,7 +15,7 @@ from pdmesh.core.request.backpressure import (
     Pressure,
     PressureView,
     QueueBook,
-    Refusal,
+    QueueRefusal,
 )
 
 pytestmark = pytest.mark.req("S97")
@@ -49,7 +49,9 @@ def test_a_gateway_that_fell_silent_has_no_queue() -> None:
 def test_a_newcomer_that_cannot_be_served_in_time_is_refused_with_the_time_to_come_back() -> None:
     view = heard({1: 10})  # 20 wait elsewhere
     assert view.refusal("chat", {1: 10}, 1, ttft_s=3.0, now=0.1) is None
-    assert view.refusal("chat", {1: 10}, 1, ttft_s=2.0, now=0.1) == Refusal(TTFT_UNREACHABLE, 1.0)
+    assert view.refusal("chat", {1: 10}, 1, ttft_s=2.0, now=0.1) == QueueRefusal(
+        TTFT_UNREACHABLE, 1.0
+    )
 
 
 def test_the_own_queue_counts_as_it_is_now() -> None:
@@ -65,7 +67,7 @@ def test_at_the_limit_of_the_queue_it_is_full_however_fast_it_moves() -> None:
     assert refused is not None
     assert refused.reason == QUEUE_FULL
     unknown = heard({}, max_waiting=30, prefills_per_s=0.0)
-    assert unknown.refusal("chat", {}, 1, ttft_s=60.0, now=0.1) == Refusal(QUEUE_FULL, 1.0)
+    assert unknown.refusal("chat", {}, 1, ttft_s=60.0, now=0.1) == QueueRefusal(QUEUE_FULL, 1.0)
 
 
 def test_who_waits_with_a_lower_priority_is_not_before_it() -> None:

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from pdmesh.core.model import Tick
 from pdmesh.core.request.events import (
     AbortLeg,
     AskPlan,
@@ -20,9 +21,9 @@ from pdmesh.core.request.events import (
     Fail,
     FirstToken,
     ForgetLeg,
-    KvReceived,
     LegAccepted,
     LegFailed,
+    LegKvReceived,
     LegLost,
     LegRejected,
     PlanReceived,
@@ -32,12 +33,11 @@ from pdmesh.core.request.events import (
     SendPrefill,
     SendStart,
     Submitted,
-    Tick,
     TicketHeld,
 )
 from pdmesh.core.request.machine import Request
 from pdmesh.core.request.retry_budget import RetryBudget
-from pdmesh.core.request.state import Phase
+from pdmesh.core.request.state import RequestPhase
 from pdmesh.errors import EngineFailed, KvTransferFailed
 
 pytestmark = pytest.mark.req("S48", "S51")
@@ -80,9 +80,9 @@ def test_the_decode_that_waits_goes_on_from_token_1() -> None:
     life = Life()
     assert life.say(LegAccepted(DECODE)) == []
     assert life.first_token() == [EmitTokens((7,)), SendJoin(DECODE, 7)]
-    assert life.request.phase is Phase.DECODING
+    assert life.request.phase is RequestPhase.DECODING
     assert life.request.decode_id == "d0"
-    assert life.say(KvReceived(DECODE)) == [ForgetLeg(PREFILL)]
+    assert life.say(LegKvReceived(DECODE)) == [ForgetLeg(PREFILL)]
     assert life.say(DecodeTokens(DECODE, (8,))) == [EmitTokens((8,))]
 
 
@@ -93,7 +93,7 @@ def test_a_prefill_that_dies_when_all_its_kv_was_sent_is_not_replaced() -> None:
     life.say(LegAccepted(DECODE))
     life.first_token()
     assert life.say(LegLost(PREFILL)) == []
-    assert life.say(KvReceived(DECODE)) == [ForgetLeg(PREFILL)]
+    assert life.say(LegKvReceived(DECODE)) == [ForgetLeg(PREFILL)]
     life.now = 2.0
     assert life.say(Tick()) == []
     assert life.request.num_migrations == 0
@@ -135,7 +135,7 @@ def test_nor_does_anybody_wait_once_the_decode_says_that_it_has_it_not(word: Eve
 
 def test_the_kv_may_be_there_before_token_1() -> None:
     life = Life()
-    assert life.say(KvReceived(DECODE)) == []
+    assert life.say(LegKvReceived(DECODE)) == []
     assert life.first_token() == [EmitTokens((7,)), SendJoin(DECODE, 7), ForgetLeg(PREFILL)]
     assert life.request.push_token(DECODE, 8, life.now)
 
@@ -143,7 +143,7 @@ def test_the_kv_may_be_there_before_token_1() -> None:
 def test_token_1_may_come_before_the_decode_answers() -> None:
     life = Life()
     assert life.first_token() == [EmitTokens((7,)), SendJoin(DECODE, 7)]
-    assert life.request.phase is Phase.DECODE_OFFERED
+    assert life.request.phase is RequestPhase.DECODE_OFFERED
     again = SendStart(NEXT, D1, 0, "t1", 1, 7)
     assert life.say(LegRejected(DECODE, is_final=True)) == [ForgetLeg(DECODE), again]
 
@@ -196,7 +196,7 @@ def test_a_decode_lost_while_prefill_computes_costs_nothing(loss: Event) -> None
 @pytest.mark.fault("F6")
 def test_a_decode_lost_with_the_kv_takes_the_ticket_with_it() -> None:
     life = Life()
-    life.say(KvReceived(DECODE))
+    life.say(LegKvReceived(DECODE))
     effects = life.say(LegLost(DECODE))
     assert effects == [ForgetLeg(DECODE), AbortLeg(PREFILL), AskPlan(2, 1, ("d0",))]
 
@@ -204,7 +204,7 @@ def test_a_decode_lost_with_the_kv_takes_the_ticket_with_it() -> None:
 @pytest.mark.fault("F2", "F6")
 def test_a_decode_lost_after_token_1_costs_a_migration() -> None:
     life = Life()
-    life.say(KvReceived(DECODE))
+    life.say(LegKvReceived(DECODE))
     life.first_token()
     assert life.say(LegLost(DECODE)) == [ForgetLeg(DECODE), AskPlan(2, 1, ("d0",))]
 

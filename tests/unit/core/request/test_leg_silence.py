@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdmesh.core.model import Tick
 from pdmesh.core.request.events import (
     AbortLeg,
     AskPlan,
@@ -13,15 +14,14 @@ from pdmesh.core.request.events import (
     EngineWorked,
     FirstToken,
     KvAdvanced,
-    KvReceived,
     KvStage,
     LegAccepted,
+    LegKvReceived,
     PlanReceived,
     SendStart,
-    Tick,
     TicketHeld,
 )
-from pdmesh.core.request.state import Phase
+from pdmesh.core.request.state import RequestPhase
 from tests.support.driven_request import Driven
 
 pytestmark = [pytest.mark.req("S9", "S33"), pytest.mark.fault("F4", "F8")]
@@ -33,7 +33,7 @@ def accepted(stall_s: float, ttft_s: float = 10.0) -> Driven:
     driven = Driven(stall_s=stall_s, ttft_s=ttft_s)
     driven.offer()
     driven.feed(LegAccepted(driven.key))
-    assert driven.request.phase is Phase.PREFILLING
+    assert driven.request.phase is RequestPhase.PREFILLING
     return driven
 
 
@@ -127,7 +127,7 @@ def handed_on(stall_s: float) -> tuple[Driven, int]:
     effects = driven.feed(FirstToken(driven.key, 7, ticket=TicketHeld("t1", 10.0)))
     start = next(e for e in effects if isinstance(e, SendStart))
     driven.feed(LegAccepted(start.key))
-    assert driven.request.phase is Phase.DECODING
+    assert driven.request.phase is RequestPhase.DECODING
     return driven, start.key
 
 
@@ -137,7 +137,7 @@ def test_a_decode_that_waits_for_its_turn_to_pull_is_not_silent() -> None:
     for event in (
         KvAdvanced(key, KvStage.PULLING),
         KvAdvanced(key, KvStage.ARRIVED),
-        KvReceived(key),
+        LegKvReceived(key),
     ):
         driven.now += 4.4
         assert driven.feed(Tick()) == []
@@ -161,7 +161,7 @@ def test_a_stage_that_is_said_again_and_again_hides_no_hung_engine(stage: KvStag
 def test_no_stage_is_left_once_the_kv_is_there() -> None:
     driven, key = handed_on(stall_s=5.0)
     driven.now = 1.0
-    driven.feed(KvReceived(key))
+    driven.feed(LegKvReceived(key))
     driven.now = 3.0
     driven.feed(KvAdvanced(key, KvStage.ARRIVED))
     assert driven.request.wake_at == 6.0
@@ -187,6 +187,6 @@ def test_a_stage_is_word_of_the_acceptance_too() -> None:
     key = next(e.key for e in effects if isinstance(e, SendStart))
     driven.now = 2.0
     driven.feed(KvAdvanced(key, KvStage.PULLING))
-    assert driven.request.phase is Phase.DECODING
+    assert driven.request.phase is RequestPhase.DECODING
     assert driven.feed(LegAccepted(key)) == []
     assert driven.request.wake_at == 7.0

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdmesh.core.request.events import (
-    LegFailed,
-    LegLost,
-    RequestLimits,
-    Tick,
-)
+from pdmesh.core.model import Tick
+from pdmesh.core.request.events import LegFailed, LegLost, RequestLimits
 from pdmesh.core.request.poison import PoisonBook
 from pdmesh.core.request.retry_budget import RetryBudget
 from pdmesh.core.request.slo import ScenarioSlo, Slos

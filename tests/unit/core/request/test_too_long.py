@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdmesh.core.model import Tick
 from pdmesh.core.request.events import (
     Candidate,
     DecodeTokens,
@@ -13,9 +14,8 @@ from pdmesh.core.request.events import (
     LegLost,
     LegRejected,
     PlanReceived,
-    Tick,
 )
-from pdmesh.core.request.state import Phase
+from pdmesh.core.request.state import RequestPhase
 from pdmesh.errors import InvalidRequest, NoInstance
 from tests.support.driven_request import FUSIONS, Driven
 
@@ -51,13 +51,13 @@ def test_a_stream_that_fits_nobody_now_waits_for_those_that_may_come_back() -> N
         too_long(driven)
     for _ in range(2):  # nobody else is there, nor is the one that was lost
         driven.feed(PlanReceived(driven.plan, [], []))
-    assert driven.request.phase is Phase.WAITING_PLAN
+    assert driven.request.phase is RequestPhase.WAITING_PLAN
     driven.now = driven.request.wake_at
     driven.feed(Tick())
     assert driven.excluded == ("f1", "f2", "f3"), "they are asked no more"
     driven.feed(PlanReceived(driven.plan, FUSIONS[:1], []))
     driven.feed(LegAccepted(driven.key))
-    assert driven.request.phase is Phase.PREFILLING
+    assert driven.request.phase is RequestPhase.PREFILLING
 
 
 def test_a_stream_that_fits_nobody_ends_with_that_reason_at_its_deadline() -> None:
@@ -68,7 +68,7 @@ def test_a_stream_that_fits_nobody_ends_with_that_reason_at_its_deadline() -> No
     for _ in FUSIONS[1:]:
         too_long(driven)
     while driven.error is None:
-        if driven.request.phase is Phase.PLANNING:
+        if driven.request.phase is RequestPhase.PLANNING:
             driven.feed(PlanReceived(driven.plan, [], []))
         driven.now = max(driven.now, driven.request.wake_at)
         driven.feed(Tick())
@@ -96,12 +96,12 @@ def test_where_the_others_take_nothing_now_it_waits_instead_of_asking_again_and_
     driven.offer()
     too_long(driven)
     num_asked = 0
-    while driven.request.phase is not Phase.WAITING_PLAN:
-        if driven.request.phase is Phase.PLANNING:
+    while driven.request.phase is not RequestPhase.WAITING_PLAN:
+        if driven.request.phase is RequestPhase.PLANNING:
             num_asked += 1
             assert num_asked <= 2 * len(FUSIONS)
             driven.offer()
-        if driven.request.phase is Phase.PREFILL_OFFERED:
+        if driven.request.phase is RequestPhase.PREFILL_OFFERED:
             driven.feed(LegRejected(driven.key, is_final=True))
     driven.now = driven.request.wake_at
     assert driven.now > 0.0
@@ -119,7 +119,7 @@ def test_where_the_prefill_is_too_small_a_decode_computes_the_prompt_itself() ->
     assert driven.excluded == ("p0",)
     driven.feed(PlanReceived(driven.plan, [Candidate("d0", 1, "g", is_local=True)], [decode]))
     driven.feed(LegAccepted(driven.key))
-    assert driven.request.phase is Phase.PREFILLING
+    assert driven.request.phase is RequestPhase.PREFILLING
 
 
 def test_cached_tokens_are_those_of_the_first_prefill_that_answered() -> None:

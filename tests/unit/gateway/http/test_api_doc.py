@@ -10,8 +10,8 @@ from pdmesh.v1.inference_service_pb2 import DESCRIPTOR
 from services.gateway.http import schema as openai_schema
 from services.gateway.http.schema import (
     ChatCompletionRequest,
+    ChatMessage,
     CompletionRequest,
-    Message,
     StreamOptions,
 )
 
@@ -19,7 +19,7 @@ _TEXT = (Path(__file__).parents[4] / "docs" / "api.md").read_text()
 
 
 @pytest.mark.parametrize(
-    "struct", [ChatCompletionRequest, CompletionRequest, Message, StreamOptions]
+    "struct", [ChatCompletionRequest, CompletionRequest, ChatMessage, StreamOptions]
 )
 def test_every_http_field_is_in_the_page(struct: type) -> None:
     fields: tuple[str, ...] = struct.__struct_fields__  # type: ignore[attr-defined]  # msgspec's

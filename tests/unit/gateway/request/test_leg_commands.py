@@ -6,7 +6,7 @@ from array import array
 
 from pdmesh.core.request.events import AskPlan
 from pdmesh.core.tenancy.limits import Tenant
-from services.gateway.request.leg_commands import Identity, LegCommands
+from services.gateway.request.leg_commands import ChoiceIdentity, LegCommands
 from services.gateway.request.spec import CallSpec, SamplingSpec
 from services.gateway.text.prompt import Prompt
 
@@ -14,7 +14,7 @@ from services.gateway.text.prompt import Prompt
 def asked_chat_id(tenant: str, chat_id: str, secret: bytes = b"s") -> str:
     tokens = array("I", [1, 2, 3])
     spec = CallSpec("chat", "m", (tokens,), SamplingSpec(), chat_id=chat_id, tenant=Tenant(tenant))
-    commands = LegCommands(spec, Prompt(tokens, secret, tenant, ""), Identity("r", 0), ())
+    commands = LegCommands(spec, Prompt(tokens, secret, tenant, ""), ChoiceIdentity("r", 0), ())
     return commands.plan_query(AskPlan(1, 0, ()), None, (), 1).chat_id
 
 

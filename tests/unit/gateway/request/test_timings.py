@@ -7,8 +7,8 @@ import pytest
 from pdmesh.core.request.events import (
     Event,
     FirstToken,
-    KvReceived,
     LegAccepted,
+    LegKvReceived,
     TicketHeld,
 )
 from services.gateway.request.timings import Timings
@@ -37,21 +37,21 @@ def noted(*events: tuple[float, Event], kv_transfer_us: int = 0) -> Timings:
 def test_the_wait_for_a_decode_ends_when_one_accepts() -> None:
     first = FirstToken(1, 7, None, TICKET, 0)
     timings = noted(
-        (1.0, LegAccepted(1)), (2.0, first), (5.0, LegAccepted(2)), (6.0, KvReceived(2))
+        (1.0, LegAccepted(1)), (2.0, first), (5.0, LegAccepted(2)), (6.0, LegKvReceived(2))
     )
     assert (timings.accepted, timings.decode_queue_s) == (1.0, 3.0)
 
 
 def test_a_decode_that_says_all_at_once_accepted_when_its_transfer_began() -> None:
     first = FirstToken(1, 7, None, TICKET, 0)
-    timings = noted((2.0, first), (2.5, KvReceived(2)), kv_transfer_us=400_000)
+    timings = noted((2.0, first), (2.5, LegKvReceived(2)), kv_transfer_us=400_000)
     assert (timings.accepted, timings.decode_queue_s) == (2.0, pytest.approx(0.1))
 
 
 def test_a_decode_that_had_accepted_before_token_1_kept_nobody_waiting() -> None:
     first = FirstToken(1, 7, None, TICKET, 0)
     timings = noted(
-        (1.0, LegAccepted(1)), (1.5, LegAccepted(2)), (2.0, first), (2.5, KvReceived(2))
+        (1.0, LegAccepted(1)), (1.5, LegAccepted(2)), (2.0, first), (2.5, LegKvReceived(2))
     )
     assert timings.decode_queue_s == 0.0
 
@@ -65,7 +65,7 @@ def test_a_second_prefill_is_not_taken_for_a_decode() -> None:
         (3.0, LegAccepted(PREFILL_2)),
         (9.0, again),
         (9.5, LegAccepted(DECODE_2)),
-        (9.75, KvReceived(DECODE_2)),
+        (9.75, LegKvReceived(DECODE_2)),
     )
     assert (timings.accepted, timings.first_token, timings.decode_queue_s) == (1.0, 2.0, 0.5)
 
@@ -76,7 +76,7 @@ def test_an_early_decode_that_was_lost_did_not_take_the_request() -> None:
         (1.5, LegAccepted(DECODE)),
         (2.0, FirstToken(PREFILL, 7, None, TICKET, 0)),
         (5.0, LegAccepted(DECODE_2)),
-        (6.0, KvReceived(DECODE_2)),
+        (6.0, LegKvReceived(DECODE_2)),
     )
     assert timings.decode_queue_s == 3.0
 
@@ -86,10 +86,10 @@ def test_what_happens_after_the_kv_came_is_no_wait_for_a_decode() -> None:
     timings = noted(
         (1.0, LegAccepted(PREFILL)),
         (2.0, FirstToken(PREFILL, 7, None, TICKET, 0)),
-        (2.5, KvReceived(DECODE)),
+        (2.5, LegKvReceived(DECODE)),
         (8.0, LegAccepted(PREFILL_2)),
         (9.0, FirstToken(PREFILL_2, 8, None, TICKET, 0)),
-        (20.0, KvReceived(DECODE_2)),
+        (20.0, LegKvReceived(DECODE_2)),
         kv_transfer_us=400_000,
     )
     assert timings.decode_queue_s == pytest.approx(0.1)

@@ -17,7 +17,7 @@ from pdmesh.v1.common_pb2 import (
     Role,
 )
 from services.gateway.routing.canary_shares import CanaryShares
-from services.gateway.routing.fleet import Fleet
+from services.gateway.routing.fleet import FleetView
 from tests.fakes.memory_kv import MemoryBucket
 from tests.fakes.memory_registry import MemoryStore, MemoryView
 
@@ -41,7 +41,7 @@ class Site:
         canaries.watch(self.store)
         self.bucket.watches[0].open()
         view = MemoryView(self.registry)
-        self.fleet = Fleet(view, "m", lambda: 0.0, canaries=canaries)
+        self.fleet = FleetView(view, "m", lambda: 0.0, canaries=canaries)
 
     def _add(self, group_id: str, role: Role.ValueType, number: int) -> None:
         name = f"{group_id}-{role}-{number}"

@@ -10,7 +10,7 @@ from pdmesh.v1.common_pb2 import (
     ROLE_PREFILL,
     InstanceRecord,
 )
-from services.gateway.routing.fleet import Fleet
+from services.gateway.routing.fleet import FleetView
 from tests.fakes.memory_registry import MemoryStore, MemoryView
 
 
@@ -34,7 +34,7 @@ def test_without_a_master_a_request_stays_in_its_scenario_too(
                 scenario=serves,
                 model="m",
             )
-    fleet = Fleet(MemoryView(store), "m", lambda: 0.0)
+    fleet = FleetView(MemoryView(store), "m", lambda: 0.0)
     prefills, decodes = fleet.least_loaded("m", scenario, (), lambda i, n: 0)
     assert [c.instance_id.rpartition("-")[0] for c in prefills] == expected
     assert [c.instance_id.rpartition("-")[0] for c in decodes] == expected

@@ -15,7 +15,7 @@ from pdmesh.v1.common_pb2 import (
     ROLE_PREFILL,
     InstanceRecord,
 )
-from services.gateway.routing.fleet import Fleet
+from services.gateway.routing.fleet import FleetView
 from services.gateway.routing.out_of_service import KeptOut
 from tests.fakes.memory_kv import MemoryBucket
 from tests.fakes.memory_registry import MemoryStore, MemoryView
@@ -38,7 +38,7 @@ class Site:
                 )  # fmt: skip
         kept_out = KeptOut()
         kept_out.watch(self.holds, self.faults)
-        self.fleet = Fleet(MemoryView(store), "m", lambda: 0.0, kept_out=kept_out)
+        self.fleet = FleetView(MemoryView(store), "m", lambda: 0.0, kept_out=kept_out)
         for watch in (*holds.watches, *faults.watches):
             watch.open()
 

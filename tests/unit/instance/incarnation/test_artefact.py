@@ -13,7 +13,7 @@ from pdmesh.core.model import Role, RoleSpec
 from pdmesh.engine.factory import EngineSettings
 from pdmesh.errors import EngineFailed
 from pdmesh.instance.incarnation import artefact, loading
-from pdmesh.instance.incarnation.loading import Timings, with_artefact
+from pdmesh.instance.incarnation.loading import PartTimes, with_artefact
 from pdmesh.instance.incarnation.role_settings import RoleRefused, settings_for
 from services.instance.settings import Settings
 
@@ -156,7 +156,9 @@ async def test_a_damaged_copy_in_the_cache_is_fetched_once_more(
     copy = artefact.fetch(artefact.read(path), tmp_path / "cache")
     damage(copy.folder)
     role_spec = RoleSpec(Role.PREFILL, "g", "s", manifest=str(path))
-    found, verified = await with_artefact(cached_settings(tmp_path / "cache"), role_spec, Timings())
+    found, verified = await with_artefact(
+        cached_settings(tmp_path / "cache"), role_spec, PartTimes()
+    )
     assert found.model_dir == copy.folder
     assert verified == copy
     artefact.verify(copy)
@@ -194,7 +196,7 @@ async def test_a_damaged_source_is_refused_also_where_copies_are_kept(
     _change(path.parent / "files")
     role_spec = RoleSpec(Role.PREFILL, "g", "s", manifest=str(path))
     with pytest.raises(RoleRefused) as refused:
-        await with_artefact(cached_settings(tmp_path / "cache"), role_spec, Timings())
+        await with_artefact(cached_settings(tmp_path / "cache"), role_spec, PartTimes())
     assert refused.value.reason == "WRONG_HASH"
 
 

@@ -22,9 +22,9 @@ from pdmesh.kv.agent.thread import AgentThread
 from pdmesh.kv.agent.types import (
     AgentEvent,
     AgentIdentity,
-    LandingFreed,
+    AgentLandingFreed,
+    AgentTicketClosed,
     PullResult,
-    TicketClosed,
 )
 from pdmesh.kv.transport.base import KvConnection
 from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, kv_pair, ticket_for
@@ -53,7 +53,7 @@ async def test_a_peer_that_dies_as_the_connection_opens_fails_the_pull_at_once()
         with pytest.raises(KvTransferFailed) as caught:
             await asyncio.wait_for(pair.receiver.pull(ticket, LANDING, deadline_s=60), 30)
         assert caught.value.reason == PullFailure.PEER_LOST
-        assert pair.receiver_events == [LandingFreed(LANDING.offset)]
+        assert pair.receiver_events == [AgentLandingFreed(LANDING.offset)]
         assert pair.receiver.num_pulls == 0
 
 
@@ -117,7 +117,7 @@ def test_a_pull_cancelled_before_its_thread_got_to_it_gives_its_landing_back() -
         assert pull.cancel()
         is_free.set()
         assert events.has_some.wait(30)
-        assert events == [LandingFreed(LANDING.offset)]
+        assert events == [AgentLandingFreed(LANDING.offset)]
 
 
 @pytest.mark.fault("F27")
@@ -135,7 +135,7 @@ def test_a_pull_cancelled_as_it_succeeds_gives_its_landing_back() -> None:
         pull = thread.pull(TICKET, LANDING, deadline_s=30)
         has_pull.set()
         assert events.has_some.wait(30)
-        assert events == [LandingFreed(LANDING.offset)]
+        assert events == [AgentLandingFreed(LANDING.offset)]
 
 
 def test_a_pull_nobody_cancelled_keeps_its_landing() -> None:
@@ -159,7 +159,7 @@ async def test_a_range_that_its_taker_cannot_take_ends_that_pull_and_no_other() 
         async with asyncio.timeout(30):
             with pytest.raises(ValueError, match="no room"):
                 await pair.receiver.pull(ticket, LANDING, deadline_s=30, on_range=on_range)
-        assert pair.receiver_events == [LandingFreed(LANDING.offset)]
+        assert pair.receiver_events == [AgentLandingFreed(LANDING.offset)]
         assert pair.receiver.num_pulls == 0
 
 
@@ -178,7 +178,7 @@ async def test_a_ticket_that_cannot_be_asked_for_gives_the_landing_back(field: s
         with pytest.raises(KvTransferFailed, match=field) as caught:
             await pair.receiver.pull(ticket, LANDING, deadline_s=30)
         assert caught.value.reason == PullFailure.BAD_TICKET
-        assert pair.receiver_events == [LandingFreed(LANDING.offset)]
+        assert pair.receiver_events == [AgentLandingFreed(LANDING.offset)]
         assert pair.receiver.num_pulls == 0
 
 
@@ -187,7 +187,7 @@ async def test_a_landing_outside_the_arena_is_given_back_too() -> None:
         outside = ArenaRange(1 << 40, LAYOUT.total_bytes)
         with pytest.raises(IndexError):
             await pair.receiver.pull(ticket_for(pair.address, LAYOUT), outside, deadline_s=30)
-        assert pair.receiver_events == [LandingFreed(outside.offset)]
+        assert pair.receiver_events == [AgentLandingFreed(outside.offset)]
 
 
 async def test_a_ticket_with_too_long_a_name_is_neither_kept_nor_staged() -> None:
@@ -227,7 +227,7 @@ def test_what_is_asked_of_an_agent_that_has_ended_fails_and_is_given_back() -> N
             error = future.exception(30)
             assert isinstance(error, KvTransferFailed)
             assert error.reason == PullFailure.CLOSING
-    assert events == [LandingFreed(LANDING.offset)]
+    assert events == [AgentLandingFreed(LANDING.offset)]
     assert freed.is_set()
 
 
@@ -255,7 +255,7 @@ async def test_checksums_that_cannot_be_made_fail_the_pull_at_once(
         pair.sender.ready("t", layout.num_layers)
         with pytest.raises(KvTransferFailed, match="TICKET_CLOSED"):
             await asyncio.wait_for(pull, 30)
-        await until(lambda: pair.sender_events == [TicketClosed("t", "failed")])
+        await until(lambda: pair.sender_events == [AgentTicketClosed("t", "failed")])
 
 
 @pytest.mark.fault("F34")
@@ -274,7 +274,7 @@ async def test_checksums_that_cannot_be_compared_fail_the_pull_at_once(
         with pytest.raises(KvTransferFailed) as caught:
             await asyncio.wait_for(pull, 30)
         assert caught.value.reason == PullFailure.UNCHECKED
-        await until(lambda: pair.receiver_events == [LandingFreed(0)])
+        await until(lambda: pair.receiver_events == [AgentLandingFreed(0)])
         assert not pair.receiver.stats().num_quarantined, "nothing is known of its source"
 
 
@@ -291,7 +291,7 @@ async def test_a_bug_in_a_tick_does_not_stop_time(monkeypatch: pytest.MonkeyPatc
             real()
 
         monkeypatch.setattr(pair.sender._sender, "tick", broken)
-        await until(lambda: pair.sender_events == [TicketClosed("t", "expired")])
+        await until(lambda: pair.sender_events == [AgentTicketClosed("t", "expired")])
 
 
 async def test_a_message_that_meets_a_bug_costs_its_connection_and_no_other(
@@ -403,7 +403,7 @@ async def test_that_prefill_is_done_counts_for_an_early_pull_that_still_connects
         assert caught.value.reason == PullFailure.TIMEOUT
         transport.may_connect.set()
         pair.sender.release("t")
-        await until(lambda: pair.receiver_events == [LandingFreed(LANDING.offset)])
+        await until(lambda: pair.receiver_events == [AgentLandingFreed(LANDING.offset)])
 
 
 async def test_that_prefill_is_done_counts_for_a_pull_that_begins_after_it() -> None:
@@ -417,4 +417,4 @@ async def test_that_prefill_is_done_counts_for_a_pull_that_begins_after_it() -> 
             await asyncio.wait_for(pull, 60)
         assert caught.value.reason == PullFailure.TIMEOUT
         pair.sender.release("t")
-        await until(lambda: pair.receiver_events == [LandingFreed(LANDING.offset)])
+        await until(lambda: pair.receiver_events == [AgentLandingFreed(LANDING.offset)])

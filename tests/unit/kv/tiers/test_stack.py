@@ -19,7 +19,7 @@ from pdmesh.core.kv.tiers.disk_health import DiskState
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.kv.tiers.peers import PeerHolding
 from pdmesh.kv.tiers.report import TierEvent
-from pdmesh.kv.tiers.stack import Lease
+from pdmesh.kv.tiers.stack import BlockLease
 from tests.fakes.tiers import (
     OWNER,
     FakePeer,
@@ -53,7 +53,7 @@ async def written(r: Rig, names: list[bytes]) -> None:
     assert r.pool.num_blocks == 0
 
 
-def check(lease: Lease, names: list[bytes], tiers: list[Tier]) -> None:
+def check(lease: BlockLease, names: list[bytes], tiers: list[Tier]) -> None:
     """The lease has these blocks from these tiers, with the right bytes."""
     assert lease.tiers == tiers
     used = lease.use(lease.first, len(names))

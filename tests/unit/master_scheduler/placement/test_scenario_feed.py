@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pdmesh.core.ratio.scenario_stats import Finished
+from pdmesh.core.ratio.scenario_stats import RequestSample
 from pdmesh.events.v1.events_pb2 import RequestFinished
 from pdmesh.net.event_json import to_json
 from pdmesh.v1.common_pb2 import Usage
@@ -27,7 +27,7 @@ def test_every_number_arrives() -> None:
     event.header.occurred_at.FromNanoseconds(1)
     read = msgspec.json.decode(to_json(event), type=RequestFinishedJson)
     assert read.outcome == "completed"
-    expected = Finished("chat", 100, 64, 20, 0.0015, 0.02, 0.3, 0.004, 0.007)
+    expected = RequestSample("chat", 100, 64, 20, 0.0015, 0.02, 0.3, 0.004, 0.007)
     assert finished_of(read) == expected
 
 

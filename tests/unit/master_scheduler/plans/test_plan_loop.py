@@ -27,17 +27,17 @@ from pdmesh.core.model import Role
 from pdmesh.core.moves.move import (
     Move,
     MoveKind,
-    Plan,
+    MovePlan,
     Trigger,
 )
 from pdmesh.core.placement.fleet import (
     Fleet,
+    InstanceRecorded,
     LoadReported,
     PrefillComputed,
-    RecordSeen,
 )
 from pdmesh.core.placement.instance import Identity
-from pdmesh.core.ratio.scenario_stats import Finished
+from pdmesh.core.ratio.scenario_stats import RequestSample
 from pdmesh.core.ratio.scenario_windows import ScenarioWindows
 from pdmesh.desired_file import read
 from pdmesh.errors import Unavailable
@@ -136,7 +136,7 @@ class Site:
 
     def _hear(self, name: str, group_id: str, role: Role) -> None:
         identity = Identity(name, 1, role, group_id, "chat", "m", "f", 64, 8, 1000, 4096)
-        self.fleet.handle(RecordSeen(identity), 0.0)
+        self.fleet.handle(InstanceRecorded(identity), 0.0)
         used = self.used.get(role, 1)
         self.fleet.handle(LoadReported(name, 1, 8, used, 1000, is_draining=False), 0.0)
 
@@ -220,7 +220,7 @@ async def test_requests_for_scenarios_that_nobody_serves_switch_no_ratio_off() -
     await site.loop.round()
     for i in range(10_000):
         site.windows.failed(f"no-such-{i}")
-    site.windows.finished(Finished("chat", 1000, 0, 100, 0.0, 0.2, 1.0, 0.01))
+    site.windows.finished(RequestSample("chat", 1000, 0, 100, 0.0, 0.2, 1.0, 0.01))
     assert site.windows.close("no-such-0", None, None, 1.0) is None
     window = site.windows.close("chat", None, None, 1.0)
     assert window is not None
@@ -231,7 +231,7 @@ async def test_what_was_answered_before_a_master_led_is_in_no_window_of_its_own(
     site = Site(DESIRED, num=8)
     site.settle()
     await site.loop.round()
-    site.windows.finished(Finished("chat", 1000, 0, 100, 0.0, 0.2, 1.0, 0.01))
+    site.windows.finished(RequestSample("chat", 1000, 0, 100, 0.0, 0.2, 1.0, 0.01))
     site.elect()
     site.settle()
     await site.loop.round()
@@ -301,7 +301,7 @@ async def test_a_role_that_changes_in_place_is_not_taken_for_one_that_finds_no_i
     site.settle()
     await site.loop.round()
     move = Move("a", MoveKind.CHANGE_ROLE, Role.PREFILL)
-    plan = Plan("chat", Trigger.OPERATOR, (move,), "by hand", is_forced=True)
+    plan = MovePlan("chat", Trigger.OPERATOR, (move,), "by hand", is_forced=True)
     site.loop.ask(plan, site.world.epoch)
     await site.loop.round()
     known = adjustments_from(site.stored)
@@ -474,7 +474,9 @@ async def test_longer_prompts_turn_a_decode_into_a_prefill_where_that_is_wanted(
     async def windows(count: int, t_p_s: float) -> None:
         for _ in range(count):
             for _ in range(100):
-                site.windows.finished(Finished("chat", 900, 0, 50, 0.0, t_p_s, t_p_s + 1.0, 0.01))
+                site.windows.finished(
+                    RequestSample("chat", 900, 0, 50, 0.0, t_p_s, t_p_s + 1.0, 0.01)
+                )
             site.world.now += 31
             await site.loop.round()
 
@@ -498,7 +500,9 @@ async def test_a_window_in_which_an_instance_was_lost_says_nothing_of_the_ratio(
     async def windows(count: int, t_p_s: float, *, is_lost: bool = False) -> None:
         for _ in range(count):
             for _ in range(100):
-                site.windows.finished(Finished("chat", 900, 0, 50, 0.0, t_p_s, t_p_s + 1.0, 0.01))
+                site.windows.finished(
+                    RequestSample("chat", 900, 0, 50, 0.0, t_p_s, t_p_s + 1.0, 0.01)
+                )
             if is_lost:
                 lost = site.world.ready("a", Role.PREFILL)[0]
                 site.world.kill(lost)
@@ -539,7 +543,9 @@ async def test_short_decodes_get_a_prefill_though_prompts_hold_all_of_its_slots(
     async def windows(count: int, t_d_s: float) -> None:
         for _ in range(count):
             for _ in range(100):
-                site.windows.finished(Finished("chat", 900, 0, 50, 0.0, 0.5, 0.5 + t_d_s, 0.01))
+                site.windows.finished(
+                    RequestSample("chat", 900, 0, 50, 0.0, 0.5, 0.5 + t_d_s, 0.01)
+                )
             for name in site.world.ready("a", Role.PREFILL):
                 computed = [PrefillComputed("r", 900, 0, 9.0)]
                 site.fleet.handle(LoadReported(name, 1, 8, 8, 1000, False, (), computed), 0.0)

@@ -10,10 +10,10 @@ from google.protobuf.json_format import MessageToJson
 
 from pdmesh.core.groups.desired import Service, revision_of
 from pdmesh.core.model import Role
-from pdmesh.core.placement.fleet import Fleet, RecordSeen
+from pdmesh.core.placement.fleet import Fleet, InstanceRecorded
 from pdmesh.core.placement.instance import Identity
 from pdmesh.core.upgrade.events import RestoreVersion
-from pdmesh.core.upgrade.revision_health import Answered, LegFailed
+from pdmesh.core.upgrade.revision_health import LegFailureReported, RequestAnswered
 from pdmesh.errors import InvalidRequest, NotLeader, VersionConflict
 from pdmesh.events.v1.events_pb2 import ErrorReported, Header
 from pdmesh.net.bus import Message
@@ -110,7 +110,7 @@ async def test_a_version_that_cannot_be_restored_is_asked_for_once(
         if number == 3:
             for _ in range(3):
                 bad = ("canary-default", revision_of(Service(release="2"), KV_TRANSPORT))
-                site.upgrades.tell(LegFailed(bad))
+                site.upgrades.tell(LegFailureReported(bad))
         await site.loop.round()
         await site.upgrades.round()
     assert site.upgrades._lost_versions == {1}
@@ -176,7 +176,7 @@ async def test_a_canary_that_is_being_turned_back_is_not_promoted(
         await site.upgrades.round()
     bad = ("canary-default", revision_of(Service(release="2"), KV_TRANSPORT))
     for _ in range(3):
-        site.upgrades.tell(LegFailed(bad))
+        site.upgrades.tell(LegFailureReported(bad))
     keep = site.store.keep_upgrades
 
     async def keep_slowly(upgrades: pb.Upgrades, last: int) -> int:
@@ -203,7 +203,7 @@ async def test_what_requests_took_and_which_failed_is_told_by_group_and_revision
     identity = Identity(
         "p-0", 1, Role.PREFILL, "chat", "chat", "m", "f", 64, 8, 100, 4096, revision="r"
     )
-    fleet.handle(RecordSeen(identity), 0.0)
+    fleet.handle(InstanceRecorded(identity), 0.0)
     feed = UpgradeFeed(fleet, MemoryBus(), told.append)
     done = RequestFinishedJson(prefill_id="p-0", queue_ms=10.0, ttft_ms=110.0, e2e_ms=310.0)
     done.usage.num_completion_tokens = 11
@@ -219,4 +219,4 @@ async def test_what_requests_took_and_which_failed_is_told_by_group_and_revision
         )
         await feed._on_error(Message("mesh.v1.error.reported.p-0", to_json(event), {}))
     await feed._on_error(Message("mesh.v1.error.reported.p-0", b"{", {}))
-    assert told == [Answered(("chat", "r"), 0.1, 0.02), LegFailed(("chat", "r"))]
+    assert told == [RequestAnswered(("chat", "r"), 0.1, 0.02), LegFailureReported(("chat", "r"))]

@@ -39,7 +39,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedPin:
     """A pin as an operator asks for it, checked. Raises InvalidRequest, which names the field."""
 
     pin_id: str

@@ -26,7 +26,7 @@ _FEW = 8
 _MAX_REMEMBERED = 1024  # answers of a thousand names each
 
 
-class Outcome(enum.Enum):
+class DeltaOutcome(enum.Enum):
     APPLIED = "applied"
     STALE = "stale"  # repeated, late, or of an incarnation that is over
     GAP = "gap"  # deltas before it are missing: load a snapshot
@@ -42,7 +42,7 @@ class TierDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class IndexDelta:
     """What changed in one instance: the engine's own blocks, and those of its host pool under the same number."""
 
     instance_id: str
@@ -81,7 +81,7 @@ class _Holder:
     incarnation: int
     sequence: int = 0
     rows: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))  # as TIERS
-    waiting: dict[int, Delta] = field(default_factory=dict)
+    waiting: dict[int, IndexDelta] = field(default_factory=dict)
     is_whole: bool = True  # no delta is known to be missing
     bits: tuple[int, int] = (0, 0)
 
@@ -144,14 +144,14 @@ class PrefixIndex:
         holder = self._instances.get(instance_id)
         return holder.num_blocks if holder else 0
 
-    def apply(self, delta: Delta) -> Outcome:
+    def apply(self, delta: IndexDelta) -> DeltaOutcome:
         """After GAP the delta waits; the ones that fill the hole, or a snapshot, bring it in."""
         holder = self._holder_for(delta.instance_id, delta.incarnation)
         if holder is None or delta.sequence <= holder.sequence:
-            return Outcome.STALE
+            return DeltaOutcome.STALE
         if delta.sequence > holder.sequence + 1:
             self._wait(holder, delta)
-            return Outcome.GAP
+            return DeltaOutcome.GAP
         self._change(holder, delta)
         return self._drain(holder)
 
@@ -162,14 +162,14 @@ class PrefixIndex:
         sequence: int,
         blocks: Iterable[bytes],
         host: Iterable[bytes] = (),
-    ) -> Outcome:
+    ) -> DeltaOutcome:
         """Replace what is known of the instance by all it held after delta `sequence`, in its engine and its host pool.
 
         GAP: deltas after the snapshot are missing still.
         """
         holder = self._holder_for(instance_id, incarnation)
         if holder is None or sequence < holder.sequence:
-            return Outcome.STALE
+            return DeltaOutcome.STALE
         for rank, held in enumerate((set(blocks), set(host))):
             gone = [name for row in holder.rows[rank] if (name := self._name(row)) not in held]
             self._remove(holder, rank, gone)
@@ -266,11 +266,11 @@ class PrefixIndex:
         """Do not forget these while there are others to forget; in place of those of the last call."""
         self._pinned = names
 
-    def take_forgotten(self) -> list[Delta]:
+    def take_forgotten(self) -> list[IndexDelta]:
         """What was evicted since the last call, per instance, under the number of its last delta: for copies of this map."""
         forgotten, self._forgotten = self._forgotten, {}
         return [
-            Delta(i, *version, removed=tuple(engine), host=TierDelta(removed=tuple(host)))
+            IndexDelta(i, *version, removed=tuple(engine), host=TierDelta(removed=tuple(host)))
             for i, (engine, host) in forgotten.items()
             if (version := self.version(i))
         ]
@@ -339,20 +339,20 @@ class PrefixIndex:
         self._ids_of.clear()
         return holder
 
-    def _wait(self, holder: _Holder, delta: Delta) -> None:
+    def _wait(self, holder: _Holder, delta: IndexDelta) -> None:
         holder.is_whole = False
         holder.waiting[delta.sequence] = delta
         if len(holder.waiting) > MAX_WAITING:  # the snapshot will cover the oldest
             del holder.waiting[min(holder.waiting)]
 
-    def _drain(self, holder: _Holder) -> Outcome:
+    def _drain(self, holder: _Holder) -> DeltaOutcome:
         """Apply what waited for the delta or snapshot that just came in."""
         while delta := holder.waiting.pop(holder.sequence + 1, None):
             self._change(holder, delta)
         holder.is_whole = not holder.waiting
-        return Outcome.APPLIED if holder.is_whole else Outcome.GAP
+        return DeltaOutcome.APPLIED if holder.is_whole else DeltaOutcome.GAP
 
-    def _change(self, holder: _Holder, delta: Delta) -> None:
+    def _change(self, holder: _Holder, delta: IndexDelta) -> None:
         for rank, part in enumerate((delta, delta.host)):
             if part is not None:
                 if part.is_cleared:

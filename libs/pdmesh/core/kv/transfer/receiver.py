@@ -20,9 +20,9 @@ from pdmesh.core.kv.transfer.receiver_events import (
     CallerLeft,
     CheckFailed,
     CheckPart,
-    Complete,
+    CompletePull,
     DeliverPart,
-    Fail,
+    FailPull,
     FreeLanding,
     MetaArrived,
     PartArrived,
@@ -211,7 +211,7 @@ class PullBook:
         if pull.is_stopped:
             return [FreeLanding(pull_id)]
         ack: list[ReceiverEffect] = [] if pull.is_peer_lost else [SendAck(pull_id, True)]
-        return [*ack, Complete(pull_id)]
+        return [*ack, CompletePull(pull_id)]
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -272,7 +272,7 @@ class PullBook:
     def _fail(self, pull_id: int, reason: str) -> list[ReceiverEffect]:
         """Tell the caller once, and the sender."""
         pull = self._pulls[pull_id]
-        told: list[ReceiverEffect] = [Fail(pull_id, reason)] if pull.has_caller else []
+        told: list[ReceiverEffect] = [FailPull(pull_id, reason)] if pull.has_caller else []
         pull.has_caller = False
         return [*self._stop(pull_id), *told]
 

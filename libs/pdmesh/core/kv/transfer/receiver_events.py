@@ -8,7 +8,7 @@ from dataclasses import dataclass
 # Facts and effects of a connection are the same at both ends.
 from pdmesh.core.kv.transfer.sender_events import AbortPeer as AbortPeer  # noqa: PLC0414
 from pdmesh.core.kv.transfer.sender_events import PeerLost as PeerLost  # noqa: PLC0414
-from pdmesh.core.kv.transfer.sender_events import Tick as Tick  # noqa: PLC0414
+from pdmesh.core.model import Tick as Tick  # noqa: PLC0414
 
 
 @dataclass(slots=True)
@@ -158,14 +158,14 @@ class TellSilent:
 
 
 @dataclass(slots=True)
-class Complete:
+class CompletePull:
     """The verified bytes are the caller's, and the landing range with them."""
 
     pull_id: int
 
 
 @dataclass(slots=True)
-class Fail:
+class FailPull:
     """Tell the caller, if it is still there. FreeLanding follows, now or later."""
 
     pull_id: int
@@ -187,8 +187,8 @@ ReceiverEffect = (
     | SendAck
     | RenewLease
     | TellSilent
-    | Complete
-    | Fail
+    | CompletePull
+    | FailPull
     | FreeLanding
     | AbortPeer
 )

@@ -18,20 +18,20 @@ from pdmesh.core.kv.transfer.sender_events import (
     CloseTicket,
     LayersReady,
     LeaseRenewed,
-    Opened,
+    OpenAsked,
     PartSent,
     PeerLost,
     PullAcked,
     PullAsked,
-    Refuse,
+    RefusePull,
     Released,
     SenderEffect,
     SenderEvent,
     SendPart,
     ServingFailed,
-    Tick,
 )
 from pdmesh.core.kv.transfer.ticket import CloseReason, Refusal
+from pdmesh.core.model import Tick
 
 MAX_PULLS_PER_TICKET = 16
 MAX_DECODES = 16  # of a ticket whose takers are remembered
@@ -117,7 +117,7 @@ class TicketBook:
                 return self._on_sent((peer, pull_id), now)
             case PullAcked():
                 return self._on_acked(event)
-            case Opened():
+            case OpenAsked():
                 return self._on_opened(event)
             case LayersReady(ticket_id, num_layers):
                 return self._on_ready(ticket_id, num_layers, now)
@@ -145,7 +145,7 @@ class TicketBook:
 
     # -- a ticket's bytes -------------------------------------------------------------------------
 
-    def _on_opened(self, event: Opened) -> list[SenderEffect]:
+    def _on_opened(self, event: OpenAsked) -> list[SenderEffect]:
         if event.ticket_id in self._tickets:
             raise ValueError("a ticket with this id is open already")
         self._tickets[event.ticket_id] = _Ticket(
@@ -185,13 +185,13 @@ class TicketBook:
         ticket = self._tickets.get(event.ticket_id)
         refusal = self._refusal(event, ticket, now)
         if refusal is not None or ticket is None:
-            return [Refuse(event.peer, event.pull_id, refusal or Refusal.UNKNOWN_TICKET)]
+            return [RefusePull(event.peer, event.pull_id, refusal or Refusal.UNKNOWN_TICKET)]
         try:
             parts = ticket.layout.parts(
                 event.first_block, event.heads, ticket.chunk_bytes, ticket.is_tapered
             )
         except IndexError:
-            return [Refuse(event.peer, event.pull_id, Refusal.BAD_RANGE)]
+            return [RefusePull(event.peer, event.pull_id, Refusal.BAD_RANGE)]
         ticket.pulls[key] = _Pull(
             parts,
             parts[-1].offset + parts[-1].length,
@@ -272,7 +272,7 @@ class TicketBook:
         if pull.is_stopped:
             return []
         pull.is_stopped = True
-        said: list[SenderEffect] = [] if pull.is_announced else [Refuse(*key, refusal)]
+        said: list[SenderEffect] = [] if pull.is_announced else [RefusePull(*key, refusal)]
         return said + self._drop_stopped(ticket_id, key)
 
     def _drop_stopped(self, ticket_id: str, key: _Key) -> list[SenderEffect]:
@@ -326,7 +326,7 @@ class TicketBook:
             why = Refusal.LEASE_ENDED if reason is CloseReason.EXPIRED else Refusal.TICKET_CLOSED
             for key, pull in list(ticket.pulls.items()):
                 if not (pull.is_stopped or pull.is_announced):
-                    effects.append(Refuse(*key, why))
+                    effects.append(RefusePull(*key, why))
                 pull.is_stopped = True
                 if not pull.num_in_flight:
                     self._forget(key)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from pdmesh.core.kv.layout.buffer_layout import CHUNK_BYTES, KvLayout, KvPart
 from pdmesh.core.kv.transfer.ticket import CloseReason, Refusal
+from pdmesh.core.model import Tick
 
 
 @dataclass(slots=True)
-class Opened:
+class OpenAsked:
     """A prompt's range is reserved and its layout known; its bytes are still to come.
 
     `is_single`: nobody can ask for it twice, so it closes with its only pull, however that ends. How its pulls are cut into
@@ -100,13 +101,8 @@ class PeerLost:
     peer: int
 
 
-@dataclass(slots=True)
-class Tick:
-    pass
-
-
 SenderEvent = (
-    Opened
+    OpenAsked
     | LayersReady
     | PullAsked
     | PartSent
@@ -132,7 +128,7 @@ class SendPart:
 
 
 @dataclass(slots=True)
-class Refuse:
+class RefusePull:
     """No part of this pull is announced after this."""
 
     peer: int
@@ -155,4 +151,4 @@ class CloseTicket:
     reason: CloseReason
 
 
-SenderEffect = SendPart | Refuse | AbortPeer | CloseTicket
+SenderEffect = SendPart | RefusePull | AbortPeer | CloseTicket

@@ -122,7 +122,7 @@ class Fit(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Quarrels:
+class SourceExclusions:
     """Instance ids of the prefills that one decode refuses or avoids."""
 
     refused: frozenset[str] = frozenset()
@@ -137,20 +137,20 @@ class Quarrels:
         return Fit.AVOIDED if prefill_id in self.avoided else Fit.GOOD
 
 
-NO_QUARRELS: Final = Quarrels()
+NO_QUARRELS: Final = SourceExclusions()
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class KvExchange:
     """Who should exchange KV with whom, by what all decodes say. A prefill that two decodes refuse, all refuse."""
 
-    _of: Mapping[str, Quarrels] = field(default_factory=dict)
-    _others: Quarrels = NO_QUARRELS  # of a decode that says nothing
+    _of: Mapping[str, SourceExclusions] = field(default_factory=dict)
+    _others: SourceExclusions = NO_QUARRELS  # of a decode that says nothing
 
     @classmethod
     def of(
         cls, reports: Mapping[str, Sequence[HeldSource]], incarnations: Mapping[str, int]
-    ) -> Exchange:
+    ) -> KvExchange:
         """`reports` by decode. What is said of an incarnation other than the present one counts no more."""
         current = {
             decode: [
@@ -165,17 +165,17 @@ class Exchange:
                 counts[source] = counts.get(source, 0) + 1
         condemned = frozenset(s for s, count in counts.items() if count >= _CONDEMNED)
         quarrels = {
-            decode: Quarrels(refused[decode] | condemned, _ids(held, *_AVOIDED))
+            decode: SourceExclusions(refused[decode] | condemned, _ids(held, *_AVOIDED))
             for decode, held in current.items()
             if held
         }
-        return cls(quarrels, Quarrels(condemned))
+        return cls(quarrels, SourceExclusions(condemned))
 
     def __bool__(self) -> bool:
         """False if anybody may exchange with anybody."""
         return bool(self._of)
 
-    def quarrels(self, decode_id: str) -> Quarrels:
+    def quarrels(self, decode_id: str) -> SourceExclusions:
         return self._of.get(decode_id, self._others)
 
     def fit(self, decode_id: str, prefill_id: str) -> Fit:

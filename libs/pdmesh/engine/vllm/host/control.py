@@ -12,8 +12,8 @@ import structlog
 
 from pdmesh.engine.vllm.messages import (
     FrameBuffer,
-    Hello,
-    Message,
+    RankHello,
+    RankMessage,
     ToHost,
     decode_to_host,
     encode_frame,
@@ -37,15 +37,15 @@ class ControlServer:
         self._on_message, self._on_lost = on_message, on_lost
         self._server: asyncio.Server | None = None
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._hellos: dict[int, Hello] = {}
+        self._hellos: dict[int, RankHello] = {}
         self._is_closing = False
-        self.ready: asyncio.Future[list[Hello]] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[list[RankHello]] = asyncio.get_running_loop().create_future()
 
     async def listen(self, path: Path) -> None:
         """`path` lies in a directory that is ours alone. Raises OSError if it cannot be bound."""
         self._server = await asyncio.start_unix_server(self._serve, str(path))
 
-    def broadcast(self, message: Message) -> None:
+    def broadcast(self, message: RankMessage) -> None:
         """To every rank. Small and rare, so the write buffer needs no bound of its own."""
         frame = encode_frame(message)
         for writer in self._writers.values():
@@ -70,7 +70,7 @@ class ControlServer:
             while data := await reader.read(65536):
                 for frame in frames.feed(data):
                     message = decode_to_host(frame)
-                    if isinstance(message, Hello):
+                    if isinstance(message, RankHello):
                         rank = message.rank
                         self._greet(message, writer)
                     else:
@@ -86,7 +86,7 @@ class ControlServer:
         if not self._is_closing:
             self._on_lost(WorkerLost(f"worker {rank if rank >= 0 else '?'}: {reason}"))
 
-    def _greet(self, hello: Hello, writer: asyncio.StreamWriter) -> None:
+    def _greet(self, hello: RankHello, writer: asyncio.StreamWriter) -> None:
         self._writers[hello.rank] = writer
         self._hellos[hello.rank] = hello
         log.debug("vllm.worker.connected", rank=hello.rank, pid=hello.pid)

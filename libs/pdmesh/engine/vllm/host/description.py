@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pdmesh.engine.base import EngineInfo
 from pdmesh.engine.vllm.config import VllmConfig
 from pdmesh.engine.vllm.host.jobs import Endpoint
-from pdmesh.engine.vllm.messages import Hello
+from pdmesh.engine.vllm.messages import RankHello
 from pdmesh.errors import EngineFailed
 
 
-def endpoint_of(config: VllmConfig, block_size: int, hellos: Sequence[Hello]) -> Endpoint:
+def endpoint_of(config: VllmConfig, block_size: int, hellos: Sequence[RankHello]) -> Endpoint:
     """`block_size` is vLLM's own, in tokens. Raises EngineFailed if it is not ours, or the ranks differ."""
     first = hellos[0]
     if block_size != config.block_size:
@@ -34,7 +34,7 @@ def endpoint_of(config: VllmConfig, block_size: int, hellos: Sequence[Hello]) ->
     )
 
 
-def info_of(config: VllmConfig, endpoint: Endpoint, hellos: Sequence[Hello]) -> EngineInfo:
+def info_of(config: VllmConfig, endpoint: Endpoint, hellos: Sequence[RankHello]) -> EngineInfo:
     return EngineInfo(
         engine="vllm",
         model=config.model,

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pdmesh.engine.base import FinishReason, Output, TokenLogprob
 from pdmesh.engine.vllm.messages import (
     Arrived,
-    LandingClear,
-    Opened,
     PullFailed,
     Pulling,
+    RankLandingFreed,
+    RankTicketClosed,
+    RankTicketOpened,
     Received,
     Staged,
     StageFailed,
-    TicketEnded,
 )
 
 
@@ -32,7 +32,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseTicket:
+class ReleaseAtRanks:
     """Effect: tell every rank that nobody will pull this ticket."""
 
     ticket_id: str
@@ -45,6 +45,6 @@ class CancelRequest:
     leg: int
 
 
-Effect = Output | ReleaseTicket | CancelRequest
-Landing = Pulling | Arrived | Received | PullFailed | LandingClear
-Fact = Drawn | Opened | Staged | StageFailed | TicketEnded | Landing
+Effect = Output | ReleaseAtRanks | CancelRequest
+Landing = Pulling | Arrived | Received | PullFailed | RankLandingFreed
+Fact = Drawn | RankTicketOpened | Staged | StageFailed | RankTicketClosed | Landing

@@ -35,20 +35,20 @@ from pdmesh.engine.vllm.host.job_facts import (
     Effect,
     Fact,
     Landing,
-    ReleaseTicket,
+    ReleaseAtRanks,
 )
 from pdmesh.engine.vllm.host.per_layer import PerLayerPrefills
 from pdmesh.engine.vllm.host.whole import WholePrefills
 from pdmesh.engine.vllm.messages import (
     Arrived,
-    LandingClear,
-    Opened,
     PullFailed,
     Pulling,
+    RankLandingFreed,
+    RankTicketClosed,
+    RankTicketOpened,
     Received,
     Staged,
     StageFailed,
-    TicketEnded,
 )
 from pdmesh.errors import KvFormatMismatch, KvTransferFailed
 
@@ -177,7 +177,7 @@ class Jobs:
 
     def release(self, ticket_id: str) -> list[Effect]:
         is_known = self._whole.owns_ticket(ticket_id) or self._per_layer.owns_ticket(ticket_id)
-        return [ReleaseTicket(ticket_id)] if is_known else []
+        return [ReleaseAtRanks(ticket_id)] if is_known else []
 
     def awaits_first_token(self, leg: int) -> bool:
         taking = self._taking.get(leg)
@@ -201,9 +201,9 @@ class Jobs:
         match fact:
             case Drawn():
                 return self._on_drawn(fact)
-            case Opened() | Staged() | StageFailed() | TicketEnded():
+            case RankTicketOpened() | Staged() | StageFailed() | RankTicketClosed():
                 return self._on_ticket(fact)
-            case Pulling() | Arrived() | Received() | PullFailed() | LandingClear():
+            case Pulling() | Arrived() | Received() | PullFailed() | RankLandingFreed():
                 return self._on_landing(fact)
 
     # tokens
@@ -251,10 +251,12 @@ class Jobs:
 
     # tickets
 
-    def _on_ticket(self, fact: Opened | Staged | StageFailed | TicketEnded) -> list[Effect]:
+    def _on_ticket(
+        self, fact: RankTicketOpened | Staged | StageFailed | RankTicketClosed
+    ) -> list[Effect]:
         if self._per_layer.owns_ticket(fact.ticket_id):
             return [] if isinstance(fact, Staged) else self._per_layer.handle(fact)
-        if isinstance(fact, Opened) or not self._whole.owns_ticket(fact.ticket_id):
+        if isinstance(fact, RankTicketOpened) or not self._whole.owns_ticket(fact.ticket_id):
             return []
         return self._whole.handle(fact)
 
@@ -280,7 +282,7 @@ class Jobs:
                 if taking.is_over:
                     return []
                 return self._fail_taking(taking, fact.reason, fact.message, fact.cause)
-            case LandingClear():
+            case RankLandingFreed():
                 taking.cleared.add(fact.rank)
                 self._forget_taken(fact.leg, taking)
                 return [LandingFreed(fact.leg)] if len(taking.cleared) == self._num_ranks else []

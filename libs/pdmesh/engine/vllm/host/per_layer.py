@@ -22,9 +22,9 @@ from pdmesh.engine.vllm.host.job_facts import (
     CancelRequest,
     Drawn,
     Effect,
-    ReleaseTicket,
+    ReleaseAtRanks,
 )
-from pdmesh.engine.vllm.messages import Opened, StageFailed, TicketEnded
+from pdmesh.engine.vllm.messages import RankTicketClosed, RankTicketOpened, StageFailed
 from pdmesh.errors import KvTransferFailed
 
 
@@ -100,10 +100,10 @@ class PerLayerPrefills:
         self._forget_if_done(streaming)
         return effects
 
-    def handle(self, fact: Opened | StageFailed | TicketEnded) -> list[Effect]:
+    def handle(self, fact: RankTicketOpened | StageFailed | RankTicketClosed) -> list[Effect]:
         streaming = self._by_leg[self._leg_of_ticket[fact.ticket_id]]
         match fact:
-            case Opened():
+            case RankTicketOpened():
                 streaming.opened.add(fact.rank)
                 is_open = len(streaming.opened) == self._num_ranks and not streaming.is_over
                 return self._announce(streaming) if is_open else []
@@ -113,7 +113,7 @@ class PerLayerPrefills:
                 leg, reason = streaming.job.leg, KvTransferFailed.default_reason
                 failed = Failed(leg, reason, fact.message)
                 return [failed, CancelRequest(leg), *self._end(streaming)]
-            case TicketEnded():
+            case RankTicketClosed():
                 streaming.ended[fact.rank] = fact.reason
                 if len(streaming.ended) < self._num_ranks:
                     return []
@@ -131,7 +131,7 @@ class PerLayerPrefills:
         streaming.is_over = True
         self._forget_if_done(streaming)
         is_closed = len(streaming.ended) == self._num_ranks
-        return [] if is_closed else [ReleaseTicket(streaming.job.ticket_id)]
+        return [] if is_closed else [ReleaseAtRanks(streaming.job.ticket_id)]
 
     def _forget_if_done(self, streaming: _Streaming) -> None:
         if streaming.is_over and len(streaming.ended) == self._num_ranks:

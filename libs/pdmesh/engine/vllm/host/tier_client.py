@@ -13,9 +13,9 @@ from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.engine.base import BlocksChanged, Output, TiersReported
 from pdmesh.engine.vllm.messages import (
-    Fetch,
     Fetched,
-    Forget,
+    FetchToPool,
+    ForgetLease,
     Holders,
     Pin,
     TierNews,
@@ -70,7 +70,7 @@ class TierClient:
         self._asked[leg] = _Asked(self._num_ranks, answered)
         names = list(names[:MAX_NAMES])
         asks_peers = self._find is not None
-        self._broadcast(Fetch(leg, names, owner, first, self._timeout_s, asks_peers))
+        self._broadcast(FetchToPool(leg, names, owner, first, self._timeout_s, asks_peers))
         count = 0
         finding = watched(self._tell_holders(leg, names, first), f"tier-holders-{leg}", _find_died)
         try:
@@ -96,7 +96,7 @@ class TierClient:
 
     def forget(self, leg: int) -> None:
         """vLLM did not get the request that the lease was for."""
-        self._broadcast(Forget(leg))
+        self._broadcast(ForgetLease(leg))
 
     def pin(self, prefixes: Sequence[PinnedPrefix]) -> None:
         """Every rank keeps its part of these blocks."""

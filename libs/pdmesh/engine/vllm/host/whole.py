@@ -13,10 +13,10 @@ from pdmesh.engine.vllm.host.job_facts import (
     CancelRequest,
     Drawn,
     Effect,
-    ReleaseTicket,
+    ReleaseAtRanks,
 )
 from pdmesh.engine.vllm.host.per_layer import worst
-from pdmesh.engine.vllm.messages import Staged, StageFailed, TicketEnded
+from pdmesh.engine.vllm.messages import RankTicketClosed, Staged, StageFailed
 from pdmesh.errors import KvTransferFailed
 
 
@@ -72,7 +72,7 @@ class WholePrefills:
             return []
         cancel: list[Effect] = [] if handing.drawn else [CancelRequest(leg)]
         handing.is_announced = handing.is_aborted = True
-        return [*cancel, ReleaseTicket(handing.job.ticket_id)]
+        return [*cancel, ReleaseAtRanks(handing.job.ticket_id)]
 
     def drawn(self, drawn: Drawn) -> list[Effect]:
         handing = self._by_leg[drawn.leg]
@@ -81,14 +81,14 @@ class WholePrefills:
             handing.failure = handing.failure or "vLLM failed the request"
         return self._settle(handing)
 
-    def handle(self, fact: Staged | StageFailed | TicketEnded) -> list[Effect]:
+    def handle(self, fact: Staged | StageFailed | RankTicketClosed) -> list[Effect]:
         handing = self._by_leg[self._leg_of_ticket[fact.ticket_id]]
         match fact:
             case Staged():
                 handing.staged.add(fact.rank)
             case StageFailed():
                 handing.failure = fact.message
-            case TicketEnded():
+            case RankTicketClosed():
                 handing.ended[fact.rank] = fact.reason
         return self._settle(handing)
 
@@ -100,7 +100,7 @@ class WholePrefills:
         if drawn is None or handing.is_announced:
             return []
         if handing.failure or drawn.finish_reason is FinishReason.STOP:
-            return [ReleaseTicket(job.ticket_id)]  # announced when it has ended
+            return [ReleaseAtRanks(job.ticket_id)]  # announced when it has ended
         if len(handing.staged) < self._num_ranks:
             return []
         handing.is_announced = True

@@ -11,8 +11,8 @@ import pytest
 from loadtests.index_bench import Index, PerWorker, SetPerBlock
 from pdmesh.core.kv.prefix.prefix_index import (
     MAX_WAITING,
-    Delta,
-    Outcome,
+    DeltaOutcome,
+    IndexDelta,
     PeerRuns,
     PrefixIndex,
     TierDelta,
@@ -32,9 +32,9 @@ def chain(n: int, start: int = 0) -> list[bytes]:
 def test_a_block_behind_a_missing_one_does_not_count() -> None:
     """The paper's algorithm would credit p1 with four blocks; it has use for none of 2 and 3."""
     index = PrefixIndex()
-    index.apply(Delta("p0", 1, 1, stored=chain(4)))
-    index.apply(Delta("p1", 1, 1, stored=[block(0), block(2), block(3)]))
-    index.apply(Delta("p2", 1, 1, stored=[block(3)]))
+    index.apply(IndexDelta("p0", 1, 1, stored=chain(4)))
+    index.apply(IndexDelta("p1", 1, 1, stored=[block(0), block(2), block(3)]))
+    index.apply(IndexDelta("p2", 1, 1, stored=[block(3)]))
     assert index.match(chain(6)) == {"p0": 4, "p1": 1}
     assert index.match([]) == {}
     assert index.match([block(99)]) == {}
@@ -42,21 +42,21 @@ def test_a_block_behind_a_missing_one_does_not_count() -> None:
 
 def test_a_reordered_delta_waits_for_the_one_before_it() -> None:
     index = PrefixIndex()
-    assert index.apply(Delta("p0", 1, 1, stored=[block(0)])) is Outcome.APPLIED
-    assert index.apply(Delta("p0", 1, 3, removed=[block(1)])) is Outcome.GAP
+    assert index.apply(IndexDelta("p0", 1, 1, stored=[block(0)])) is DeltaOutcome.APPLIED
+    assert index.apply(IndexDelta("p0", 1, 3, removed=[block(1)])) is DeltaOutcome.GAP
     assert not index.is_whole("p0")
-    assert index.apply(Delta("p0", 1, 2, stored=[block(1)])) is Outcome.APPLIED
+    assert index.apply(IndexDelta("p0", 1, 2, stored=[block(1)])) is DeltaOutcome.APPLIED
     assert index.is_whole("p0")
     assert index.match(chain(2)) == {"p0": 1}
-    assert index.apply(Delta("p0", 1, 3, stored=[block(5)])) is Outcome.STALE
+    assert index.apply(IndexDelta("p0", 1, 3, stored=[block(5)])) is DeltaOutcome.STALE
     index.check_invariants()
 
 
 def test_an_instance_first_heard_of_in_mid_stream_is_a_gap_until_its_snapshot() -> None:
     index = PrefixIndex()
-    assert index.apply(Delta("p0", 1, 8, stored=[block(9)])) is Outcome.GAP
+    assert index.apply(IndexDelta("p0", 1, 8, stored=[block(9)])) is DeltaOutcome.GAP
     assert index.match([block(9)]) == {}
-    assert index.load_snapshot("p0", 1, 7, chain(2)) is Outcome.APPLIED
+    assert index.load_snapshot("p0", 1, 7, chain(2)) is DeltaOutcome.APPLIED
     assert index.blocks("p0") == {block(0), block(1), block(9)}
     assert index.version("p0") == (1, 8)
 
@@ -64,14 +64,14 @@ def test_an_instance_first_heard_of_in_mid_stream_is_a_gap_until_its_snapshot() 
 def test_deltas_that_wait_are_bounded() -> None:
     index = PrefixIndex()
     for sequence in range(2, MAX_WAITING + 100):
-        assert index.apply(Delta("p0", 1, sequence)) is Outcome.GAP
+        assert index.apply(IndexDelta("p0", 1, sequence)) is DeltaOutcome.GAP
     index.check_invariants()
 
 
 def test_clear_comes_before_what_the_same_delta_stores() -> None:
     index = PrefixIndex()
-    index.apply(Delta("p0", 1, 1, stored=chain(3)))
-    index.apply(Delta("p0", 1, 2, stored=[block(0)], is_cleared=True))
+    index.apply(IndexDelta("p0", 1, 1, stored=chain(3)))
+    index.apply(IndexDelta("p0", 1, 2, stored=[block(0)], is_cleared=True))
     assert index.blocks("p0") == {block(0)}
 
 
@@ -79,21 +79,21 @@ def test_clear_comes_before_what_the_same_delta_stores() -> None:
 def test_removing_an_instance_leaves_the_others_and_frees_its_bit() -> None:
     index = PrefixIndex()
     for name in ("p0", "p1"):
-        index.apply(Delta(name, 1, 1, stored=chain(3)))
+        index.apply(IndexDelta(name, 1, 1, stored=chain(3)))
     assert index.remove_instance("p0") == 3
     assert index.match(chain(3)) == {"p1": 3}
-    assert index.apply(Delta("p0", 1, 2, stored=chain(3))) is Outcome.STALE
+    assert index.apply(IndexDelta("p0", 1, 2, stored=chain(3))) is DeltaOutcome.STALE
     index.forget_history("p0")
-    assert index.load_snapshot("p0", 1, 2, chain(1)) is Outcome.APPLIED
+    assert index.load_snapshot("p0", 1, 2, chain(1)) is DeltaOutcome.APPLIED
     index.check_invariants()
 
 
 def test_memory_is_bounded_and_what_no_prompt_asked_for_is_forgotten_first() -> None:
     index = PrefixIndex(max_blocks=10)
-    index.apply(Delta("p0", 1, 1, stored=chain(8)))
-    index.apply(Delta("p1", 1, 1, stored=chain(2)))
+    index.apply(IndexDelta("p0", 1, 1, stored=chain(8)))
+    index.apply(IndexDelta("p1", 1, 1, stored=chain(2)))
     assert index.match(chain(3)) == {"p0": 3, "p1": 2}
-    index.apply(Delta("p0", 1, 2, stored=chain(3, start=50)))
+    index.apply(IndexDelta("p0", 1, 2, stored=chain(3, start=50)))
     assert index.num_blocks == 10
     assert index.num_evicted == 3
     assert index.match(chain(3)) == {"p0": 3, "p1": 2}
@@ -109,13 +109,13 @@ def test_memory_is_bounded_and_what_no_prompt_asked_for_is_forgotten_first() -> 
 def test_names_that_are_pinned_are_forgotten_last() -> None:
     index = PrefixIndex(max_blocks=10)
     index.pin(frozenset(chain(3)))
-    index.apply(Delta("p0", 1, 1, stored=chain(10)))
+    index.apply(IndexDelta("p0", 1, 1, stored=chain(10)))
     for sequence in range(2, 30):
-        index.apply(Delta("p0", 1, sequence, stored=chain(5, start=10 * sequence)))
+        index.apply(IndexDelta("p0", 1, sequence, stored=chain(5, start=10 * sequence)))
         index.check_invariants()
     assert index.match(chain(3)) == {"p0": 3}
     index.pin(index.blocks("p0"))  # all there is
-    index.apply(Delta("p0", 1, 30, stored=chain(5, start=500)))
+    index.apply(IndexDelta("p0", 1, 30, stored=chain(5, start=500)))
     assert index.num_blocks == 10, "one of them had to go"
     index.check_invariants()
 
@@ -124,7 +124,9 @@ def test_a_bound_of_one_block_holds() -> None:
     index = PrefixIndex(max_blocks=1)
     for sequence in range(1, 50):
         index.apply(
-            Delta("p0", 1, sequence, stored=chain(3), host=TierDelta(stored=chain(sequence % 4)))
+            IndexDelta(
+                "p0", 1, sequence, stored=chain(3), host=TierDelta(stored=chain(sequence % 4))
+            )
         )
         index.match(chain(3))
         index.check_invariants()
@@ -134,13 +136,13 @@ def test_a_bound_of_one_block_holds() -> None:
 def test_a_prefix_may_lie_in_two_tiers_of_one_instance_but_not_in_two_instances() -> None:
     index = PrefixIndex()
     host = TierDelta(stored=chain(2, start=2))
-    index.apply(Delta("p0", 1, 1, stored=chain(2), host=host))
-    index.apply(Delta("p1", 1, 1, host=TierDelta(stored=chain(3))))
+    index.apply(IndexDelta("p0", 1, 1, stored=chain(2), host=host))
+    index.apply(IndexDelta("p1", 1, 1, host=TierDelta(stored=chain(3))))
     assert index.match(chain(9)) == {"p0": 4, "p1": 3}
     assert index.match(chain(9), Tier.ENGINE) == {"p0": 2}
     assert index.match(chain(9), Tier.HOST) == {"p1": 3}
     assert index.match(chain(4, start=2), Tier.HOST) == {"p0": 2, "p1": 1}
-    index.apply(Delta("p0", 1, 2, host=TierDelta(is_cleared=True)))
+    index.apply(IndexDelta("p0", 1, 2, host=TierDelta(is_cleared=True)))
     assert index.match(chain(9)) == {"p0": 2, "p1": 3}
     index.check_invariants()
 
@@ -163,7 +165,7 @@ def _slowdown(make: Callable[[], Index]) -> float:
     indexes: dict[int, Index] = {10: make(), 1000: make()}
     for num_instances, index in indexes.items():
         for i in range(num_instances):
-            index.apply(Delta(f"i{i}", 1, 1, stored=prompt))
+            index.apply(IndexDelta(f"i{i}", 1, 1, stored=prompt))
         assert index.match(prompt) == {f"i{i}": 512 for i in range(num_instances)}
     best = dict.fromkeys(indexes, math.inf)
     for _ in range(5):
@@ -179,10 +181,10 @@ def test_what_host_pools_hold_goes_on_from_what_an_instance_has_itself() -> None
     """a holds blocks 0 to 3 in its engine, b 2 to 5 in its host pool, c 8 in its own."""
     prompt = [bytes([i]) * 16 for i in range(10)]
     index = PrefixIndex()
-    index.apply(Delta("a", 1, 1, stored=prompt[:4]))
+    index.apply(IndexDelta("a", 1, 1, stored=prompt[:4]))
     assert index.peer_runs(prompt) == PeerRuns()
-    index.apply(Delta("b", 1, 1, host=TierDelta(stored=prompt[2:6])))
-    index.apply(Delta("c", 1, 1, host=TierDelta(stored=prompt[8:9])))
+    index.apply(IndexDelta("b", 1, 1, host=TierDelta(stored=prompt[2:6])))
+    index.apply(IndexDelta("c", 1, 1, host=TierDelta(stored=prompt[8:9])))
     peers = index.peer_runs(prompt)
     assert peers == PeerRuns(((2, 6), (8, 9)))
     assert [peers.reach(held) for held in (0, 1, 2, 4, 6, 8)] == [0, 1, 6, 6, 6, 9]

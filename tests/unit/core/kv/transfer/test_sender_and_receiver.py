@@ -23,6 +23,7 @@ from pdmesh.core.kv.transfer.sender import (
     TicketBook,
 )
 from pdmesh.core.kv.transfer.ticket import CloseReason, PullFailure, Refusal
+from pdmesh.core.model import Tick
 
 LAYOUT = KvLayout(num_layers=4, num_blocks=4, block_bytes=10)
 WHOLE = KvPart(0, 160, (KvSpan(0, 160),), 0, 4)
@@ -33,7 +34,7 @@ def book_with_ticket(
     lease_s: float = 10.0, *, num_ready: int = 4, chunk_bytes: int = 1000, is_single: bool = False
 ) -> TicketBook:
     book = TicketBook(incarnation=7, fingerprint_hash=11)
-    book.handle(tx.Opened("t", 1, LAYOUT, lease_s, chunk_bytes, is_single), now=0.0)
+    book.handle(tx.OpenAsked("t", 1, LAYOUT, lease_s, chunk_bytes, is_single), now=0.0)
     book.handle(tx.LayersReady("t", num_ready), now=0.0)
     return book
 
@@ -100,18 +101,18 @@ def test_an_ack_that_overtakes_the_end_of_its_send_waits_for_it() -> None:
     ],
 )
 def test_a_pull_that_means_something_else_is_refused(pull: tx.PullAsked, refusal: Refusal) -> None:
-    assert book_with_ticket().handle(pull, now=1.0) == [tx.Refuse(1, 1, refusal)]
+    assert book_with_ticket().handle(pull, now=1.0) == [tx.RefusePull(1, 1, refusal)]
 
 
 def test_a_pull_after_the_lease_is_refused_even_before_the_next_tick() -> None:
-    assert book_with_ticket().handle(ask(), now=10.0) == [tx.Refuse(1, 1, Refusal.LEASE_ENDED)]
+    assert book_with_ticket().handle(ask(), now=10.0) == [tx.RefusePull(1, 1, Refusal.LEASE_ENDED)]
 
 
 def test_pulls_of_one_ticket_are_bounded() -> None:
     book = book_with_ticket()
     for pull_id in range(MAX_PULLS_PER_TICKET):
         assert isinstance(book.handle(ask(pull_id), now=1.0)[0], tx.SendPart)
-    assert book.handle(ask(99), now=1.0) == [tx.Refuse(1, 99, Refusal.TOO_MANY_PULLS)]
+    assert book.handle(ask(99), now=1.0) == [tx.RefusePull(1, 99, Refusal.TOO_MANY_PULLS)]
 
 
 def test_the_same_pull_again_changes_nothing() -> None:
@@ -144,10 +145,10 @@ def test_a_window_of_parts_is_on_its_way_at_once() -> None:
 def test_nothing_but_its_engine_ends_an_open_ticket() -> None:
     """The range is still being written: freed, it would be somebody else's."""
     book = book_with_ticket(num_ready=3, chunk_bytes=40)
-    assert book.handle(tx.Tick(), now=1e6) == []
+    assert book.handle(Tick(), now=1e6) == []
     assert book.handle(tx.LayersReady("t", 4), now=1e6) == []
-    assert book.handle(tx.Tick(), now=1e6 + 9.9) == []
-    assert book.handle(tx.Tick(), now=1e6 + 10) == [tx.CloseTicket("t", CloseReason.EXPIRED)]
+    assert book.handle(Tick(), now=1e6 + 9.9) == []
+    assert book.handle(Tick(), now=1e6 + 10) == [tx.CloseTicket("t", CloseReason.EXPIRED)]
 
 
 @pytest.mark.fault("F27")
@@ -155,7 +156,7 @@ def test_an_open_ticket_that_is_released_tells_those_who_wait() -> None:
     book = book_with_ticket(num_ready=0)
     book.handle(ask(), now=1.0)
     assert book.handle(tx.Released("t"), now=1.1) == [
-        tx.Refuse(1, 1, Refusal.TICKET_CLOSED),
+        tx.RefusePull(1, 1, Refusal.TICKET_CLOSED),
         tx.CloseTicket("t", CloseReason.RELEASED),
     ]
 
@@ -165,8 +166,8 @@ def test_an_open_ticket_released_under_a_frozen_reader_is_freed_within_a_lease()
     book = book_with_ticket(num_ready=1, chunk_bytes=40)
     book.handle(ask(), now=1.0)
     book.handle(tx.Released("t"), now=2.0)
-    assert book.handle(tx.Tick(), now=11.9) == []
-    assert book.handle(tx.Tick(), now=12.0) == [tx.AbortPeer(1)]
+    assert book.handle(Tick(), now=11.9) == []
+    assert book.handle(Tick(), now=12.0) == [tx.AbortPeer(1)]
     assert book.handle(tx.PeerLost(1), now=12.1) == [tx.CloseTicket("t", CloseReason.RELEASED)]
 
 
@@ -184,7 +185,7 @@ def test_release_during_a_send_frees_when_the_send_ended() -> None:
     book = book_with_ticket()
     book.handle(ask(), now=1.0)
     assert book.handle(tx.Released("t"), now=1.1) == []
-    assert book.handle(ask(2), now=1.2) == [tx.Refuse(1, 2, Refusal.TICKET_CLOSED)]
+    assert book.handle(ask(2), now=1.2) == [tx.RefusePull(1, 2, Refusal.TICKET_CLOSED)]
     assert book.handle(tx.PartSent(1, 1), now=1.3) == [tx.CloseTicket("t", CloseReason.RELEASED)]
 
 
@@ -192,7 +193,7 @@ def test_release_during_a_send_frees_when_the_send_ended() -> None:
 def test_a_receiver_that_gives_up_gets_no_further_part_and_an_answer() -> None:
     book = book_with_ticket(chunk_bytes=40)
     book.handle(ask(), now=1.0)
-    assert book.handle(tx.PullAcked(1, 1, False), now=1.1) == [tx.Refuse(1, 1, Refusal.STOPPED)]
+    assert book.handle(tx.PullAcked(1, 1, False), now=1.1) == [tx.RefusePull(1, 1, Refusal.STOPPED)]
     assert book.handle(tx.PartSent(1, 1), now=1.2) == []
     assert book.handle(tx.PartSent(1, 1), now=1.2) == []
     assert book.num_sends == 0
@@ -203,8 +204,8 @@ def test_a_receiver_that_gives_up_gets_no_further_part_and_an_answer() -> None:
 def test_a_send_to_a_frozen_receiver_is_aborted_at_the_end_of_the_lease() -> None:
     book = book_with_ticket()
     book.handle(ask(), now=5.0)
-    assert book.handle(tx.Tick(), now=14.9) == [], "the pull renewed the lease"
-    assert book.handle(tx.Tick(), now=15.0) == [tx.AbortPeer(1)]
+    assert book.handle(Tick(), now=14.9) == [], "the pull renewed the lease"
+    assert book.handle(Tick(), now=15.0) == [tx.AbortPeer(1)]
     assert book.handle(tx.PeerLost(1), now=15.1) == [tx.CloseTicket("t", CloseReason.EXPIRED)]
 
 
@@ -214,14 +215,14 @@ def test_a_slow_receiver_keeps_the_lease_by_what_it_takes() -> None:
     book.handle(ask(), now=0.0)
     for now in (9.0, 18.0, 27.0):
         book.handle(tx.PartSent(1, 1), now=now)
-        assert book.handle(tx.Tick(), now=now + 9.9) == []
+        assert book.handle(Tick(), now=now + 9.9) == []
 
 
 def test_renewing_keeps_a_waiting_ticket() -> None:
     book = book_with_ticket()
     book.handle(tx.LeaseRenewed("t", 1, 7), now=9.0)
-    assert book.handle(tx.Tick(), now=18.9) == []
-    assert book.handle(tx.Tick(), now=19.0) == [tx.CloseTicket("t", CloseReason.EXPIRED)]
+    assert book.handle(Tick(), now=18.9) == []
+    assert book.handle(Tick(), now=19.0) == [tx.CloseTicket("t", CloseReason.EXPIRED)]
 
 
 @pytest.mark.fault("F35")
@@ -231,7 +232,7 @@ def test_renewing_has_an_end() -> None:
     while len(book):
         now += 5.0
         book.handle(tx.LeaseRenewed("t", 1, 7), now)
-        book.handle(tx.Tick(), now)
+        book.handle(Tick(), now)
     assert now == MAX_LEASES * 10.0
 
 
@@ -240,7 +241,7 @@ def test_renewing_has_an_end() -> None:
 def test_a_renewal_of_something_else_keeps_nothing(renewal: tuple[str, int, int]) -> None:
     book = book_with_ticket()
     book.handle(tx.LeaseRenewed(*renewal), now=9.0)
-    assert book.handle(tx.Tick(), now=10.0) == [tx.CloseTicket("t", CloseReason.EXPIRED)]
+    assert book.handle(Tick(), now=10.0) == [tx.CloseTicket("t", CloseReason.EXPIRED)]
 
 
 def test_a_pull_that_failed_leaves_the_ticket_for_another() -> None:
@@ -334,7 +335,7 @@ def test_a_pull_completes_once_its_bytes_are_verified() -> None:
     assert book.handle(rx.PartChecked(1, 0, True), now=0.3) == [
         rx.DeliverPart(1, 0),
         rx.SendAck(1, True),
-        rx.Complete(1),
+        rx.CompletePull(1),
     ]
     assert len(book) == 0
 
@@ -352,7 +353,7 @@ def test_parts_are_delivered_in_order_while_others_are_on_their_way() -> None:
     ]
     assert book.handle(rx.PartChecked(1, 2, True), now=0.2) == [rx.DeliverPart(1, 2)]
     assert book.handle(meta(90, 10, is_inline=True), now=0.3) == [rx.CheckPart(1, 3)]
-    assert book.handle(rx.PartChecked(1, 3, True), now=0.3)[-1] == rx.Complete(1)
+    assert book.handle(rx.PartChecked(1, 3, True), now=0.3)[-1] == rx.CompletePull(1)
 
 
 @pytest.mark.fault("F34")
@@ -361,7 +362,7 @@ def test_bytes_that_fail_their_checksum_are_never_completed() -> None:
     book.handle(meta(is_inline=True), now=0.1)
     assert book.handle(rx.PartChecked(1, 0, False), now=0.2) == [
         rx.SendAck(1, False),
-        rx.Fail(1, PullFailure.CORRUPT),
+        rx.FailPull(1, PullFailure.CORRUPT),
         rx.FreeLanding(1),
     ]
 
@@ -374,7 +375,7 @@ def test_a_corrupt_part_stops_the_rest_and_waits_for_what_is_on_its_way() -> Non
     book.handle(rx.PartArrived(1, 0), now=0.1)
     assert book.handle(rx.PartChecked(1, 0, False), now=0.2) == [
         rx.SendAck(1, False),
-        rx.Fail(1, PullFailure.CORRUPT),
+        rx.FailPull(1, PullFailure.CORRUPT),
     ]
     assert book.handle(rx.PullRefused(5, 1, "KV_REFUSED_STOPPED"), now=0.3) == []
     assert book.handle(rx.PartArrived(1, 1), now=0.4) == [rx.FreeLanding(1)]
@@ -386,7 +387,7 @@ def test_a_missed_deadline_fails_at_once_and_frees_after_the_abort() -> None:
     book.handle(meta(), now=0.1)
     assert book.handle(rx.Tick(), now=2.0) == [
         rx.SendAck(1, False),
-        rx.Fail(1, PullFailure.TIMEOUT),
+        rx.FailPull(1, PullFailure.TIMEOUT),
     ]
     assert book.handle(rx.Tick(), now=2.0 + STOP_S) == [rx.AbortPeer(5)]
     assert book.handle(rx.PeerLost(5), now=3.1) == [rx.FreeLanding(1)]
@@ -442,7 +443,7 @@ def test_a_sender_that_dies_after_its_last_byte_does_not_fail_the_pull() -> None
     assert book.handle(rx.PeerLost(5), now=0.2) == []
     assert book.handle(rx.PartChecked(1, 0, True), now=0.3) == [
         rx.DeliverPart(1, 0),
-        rx.Complete(1),
+        rx.CompletePull(1),
     ]
 
 
@@ -462,7 +463,7 @@ def test_parts_that_do_not_go_on_are_a_protocol_error(second: rx.MetaArrived) ->
     book.handle(meta(0, 30, is_inline=True), now=0.1)
     assert book.handle(second, now=0.1) == [
         rx.SendAck(1, False),
-        rx.Fail(1, PullFailure.PROTOCOL),
+        rx.FailPull(1, PullFailure.PROTOCOL),
         rx.AbortPeer(5),
     ]
 
@@ -471,7 +472,7 @@ def test_parts_that_do_not_go_on_are_a_protocol_error(second: rx.MetaArrived) ->
 def test_another_size_than_the_ticket_says_is_a_protocol_error(size: int) -> None:
     book = requested()
     assert book.handle(meta(0, size, num_bytes=size), now=0.1)[1:] == [
-        rx.Fail(1, PullFailure.PROTOCOL),
+        rx.FailPull(1, PullFailure.PROTOCOL),
         rx.AbortPeer(5),
     ]
     assert book.handle(rx.PeerLost(5), now=0.2) == [rx.FreeLanding(1)]
@@ -521,7 +522,7 @@ def test_silence_ends_a_pull_long_before_its_deadline_and_progress_does_not() ->
         now = 1.9 * (number + 1)
         book.handle(rx.MetaArrived(7, 1, 100, 20 * number, 20, is_inline=False), now=now)
     assert book.handle(rx.Tick(), now=9.5 + 1.9) == []
-    assert rx.Fail(1, PullFailure.TIMEOUT) in book.handle(rx.Tick(), now=9.5 + 2.0)
+    assert rx.FailPull(1, PullFailure.TIMEOUT) in book.handle(rx.Tick(), now=9.5 + 2.0)
     assert rx.AbortPeer(7) in book.handle(rx.Tick(), now=9.5 + 2.0 + STOP_S)
 
 
@@ -532,4 +533,4 @@ def test_a_pull_that_waits_for_prefill_may_be_silent_until_that_is_done() -> Non
     assert book.handle(rx.Tick(), now=30.0) == []
     book.handle(rx.SourceComplete(1, 2.0), now=30.0)
     assert book.handle(rx.Tick(), now=31.9) == [rx.TellSilent(1)]
-    assert rx.Fail(1, PullFailure.TIMEOUT) in book.handle(rx.Tick(), now=32.0)
+    assert rx.FailPull(1, PullFailure.TIMEOUT) in book.handle(rx.Tick(), now=32.0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.core.kv.transfer.source_exclusions import (
-    Exchange,
     Fit,
     HeldSource,
+    KvExchange,
     KvSource,
     KvSources,
     SourceFault,
@@ -114,7 +114,7 @@ def test_pulls_that_waited_together_are_one_observation() -> None:
 
 
 def test_a_slow_pair_is_avoided_as_a_pair() -> None:
-    exchange = Exchange.of({"d0": [HeldSource(P0, SLOW)]}, {"p0": 1, "p1": 1})
+    exchange = KvExchange.of({"d0": [HeldSource(P0, SLOW)]}, {"p0": 1, "p1": 1})
     assert (exchange.fit("d0", "p0"), exchange.fit("d1", "p0")) == (Fit.AVOIDED, Fit.GOOD)
 
 
@@ -128,26 +128,26 @@ def test_failures_that_are_nobodys_fault_are_not_counted() -> None:
 @pytest.mark.fault("F23", "F34")
 def test_one_decode_quarrels_for_itself_and_two_condemn_a_source() -> None:
     incarnations = {"p0": 1, "p1": 1}
-    one = Exchange.of({"d0": [HeldSource(P0, CORRUPT)]}, incarnations)
+    one = KvExchange.of({"d0": [HeldSource(P0, CORRUPT)]}, incarnations)
     assert (one.fit("d0", "p0"), one.fit("d0", "p1")) == (Fit.REFUSED, Fit.GOOD)
     assert one.fit("d1", "p0") is Fit.GOOD
-    both = Exchange.of(
+    both = KvExchange.of(
         {"d0": [HeldSource(P0, CORRUPT)], "d1": [HeldSource(P0, CORRUPT)]}, incarnations
     )
     assert both.fit("d2", "p0") is Fit.REFUSED, "two decodes do not fail alike by themselves"
-    cut = Exchange.of({d: [HeldSource(P0, UNREACHABLE)] for d in ("d0", "d1")}, incarnations)
+    cut = KvExchange.of({d: [HeldSource(P0, UNREACHABLE)] for d in ("d0", "d1")}, incarnations)
     assert (cut.fit("d0", "p0"), cut.fit("d2", "p0")) == (Fit.AVOIDED, Fit.GOOD)
 
 
 def test_what_is_said_of_another_incarnation_counts_no_more() -> None:
-    assert not Exchange.of({"d0": [HeldSource(P0, CORRUPT)]}, {"p0": 2})
-    assert not Exchange.of({"d0": [HeldSource(P0, CORRUPT)]}, {})
-    assert not Exchange()
+    assert not KvExchange.of({"d0": [HeldSource(P0, CORRUPT)]}, {"p0": 2})
+    assert not KvExchange.of({"d0": [HeldSource(P0, CORRUPT)]}, {})
+    assert not KvExchange()
 
 
 @pytest.mark.fault("F23", "F34")
 def test_the_takers_of_a_prefill_leave_out_who_refuses_it_and_end_with_who_avoids_it() -> None:
-    exchange = Exchange.of(
+    exchange = KvExchange.of(
         {"d0": [HeldSource(P0, UNREACHABLE)], "d1": [HeldSource(P0, CORRUPT)]}, {"p0": 1, "p1": 1}
     )
     decodes = [

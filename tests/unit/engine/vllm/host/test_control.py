@@ -14,7 +14,7 @@ from pdmesh.engine.vllm.host.control import ControlServer, WorkerLost
 from pdmesh.engine.vllm.messages import (
     MAX_FRAME,
     FrameBuffer,
-    Hello,
+    RankHello,
     Release,
     Staged,
     ToHost,
@@ -24,7 +24,7 @@ from pdmesh.engine.vllm.messages import (
     encode_frame,
 )
 
-HELLO = Hello(0, 1, 4242, "127.0.0.1:1", "fp", 10, 4096, 2)
+HELLO = RankHello(0, 1, 4242, "127.0.0.1:1", "fp", 10, 4096, 2)
 
 
 def test_frames_are_cut_wherever_the_stream_was() -> None:
@@ -88,7 +88,9 @@ async def test_ranks_that_greet_in_any_order_are_listed_by_rank(tmp_path: Path) 
     """Their addresses become the record's, one per device in the order of the devices; a greeting may be repeated."""
     server = ControlServer(lambda _: None, lambda _: None)
     await server.listen(tmp_path / "c.sock")
-    hellos = [Hello(rank, 3, 1 + rank, f"10.0.0.{rank}:1", "fp", 10, 4096, 2) for rank in range(3)]
+    hellos = [
+        RankHello(rank, 3, 1 + rank, f"10.0.0.{rank}:1", "fp", 10, 4096, 2) for rank in range(3)
+    ]
     workers = []
     for rank in (2, 0, 0, 1):
         worker = await asyncio.to_thread(

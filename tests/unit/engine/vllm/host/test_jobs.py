@@ -24,17 +24,17 @@ from pdmesh.engine.base import (
     TicketClosed,
     Tokens,
 )
-from pdmesh.engine.vllm.host.job_facts import CancelRequest, Drawn, ReleaseTicket
+from pdmesh.engine.vllm.host.job_facts import CancelRequest, Drawn, ReleaseAtRanks
 from pdmesh.engine.vllm.host.jobs import Endpoint, Jobs
 from pdmesh.engine.vllm.messages import (
     Arrived,
-    LandingClear,
     PullFailed,
     Pulling,
+    RankLandingFreed,
+    RankTicketClosed,
     Received,
     Staged,
     StageFailed,
-    TicketEnded,
 )
 
 ENDPOINT = Endpoint("prefill-0", 7, "fp", ("addr-0", "addr-1"), 10, 4, 5000, 100)
@@ -63,8 +63,8 @@ def test_a_ticket_is_announced_when_every_rank_has_staged() -> None:
     assert core.handle(Drawn(1, [42], num_cached_tokens=4, finish_reason=FinishReason.LENGTH)) == []
     (output,) = core.handle(Staged(1, "t1"))
     assert output == Prefilled(1, 42, ENDPOINT.ticket(prefill_job()), 4)
-    assert core.handle(TicketEnded(0, "t1", "taken")) == []
-    assert core.handle(TicketEnded(1, "t1", "taken")) == [TicketClosed("t1", "taken")]
+    assert core.handle(RankTicketClosed(0, "t1", "taken")) == []
+    assert core.handle(RankTicketClosed(1, "t1", "taken")) == [TicketClosed("t1", "taken")]
     assert core.is_idle
 
 
@@ -76,8 +76,8 @@ def test_a_stop_token_at_once_ends_the_leg_after_its_staged_bytes_are_free() -> 
     core = jobs()
     core.prefill(prefill_job())
     core.handle(Staged(0, "t1"))
-    assert core.handle(Drawn(1, [2], finish_reason=FinishReason.STOP)) == [ReleaseTicket("t1")]
-    assert core.handle(TicketEnded(0, "t1", "released")) == [
+    assert core.handle(Drawn(1, [2], finish_reason=FinishReason.STOP)) == [ReleaseAtRanks("t1")]
+    assert core.handle(RankTicketClosed(0, "t1", "released")) == [
         Prefilled(1, 2, None, 0, FinishReason.STOP)
     ]
     assert core.is_idle
@@ -112,11 +112,11 @@ def test_an_aborted_job_of_one_token_gives_its_unused_range_back() -> None:
 def test_an_aborted_prefill_gives_its_range_back_when_no_rank_can_write_there() -> None:
     core = jobs(num_ranks=2)
     core.prefill(prefill_job())
-    assert core.abort(1) == [CancelRequest(1), ReleaseTicket("t1")]
+    assert core.abort(1) == [CancelRequest(1), ReleaseAtRanks("t1")]
     assert core.abort(1) == []
-    assert core.handle(TicketEnded(0, "t1", "released")) == []
+    assert core.handle(RankTicketClosed(0, "t1", "released")) == []
     assert core.handle(Drawn(1, (), is_error=True)) == []
-    assert core.handle(TicketEnded(1, "t1", "released")) == [TicketClosed("t1", "released")]
+    assert core.handle(RankTicketClosed(1, "t1", "released")) == [TicketClosed("t1", "released")]
     assert core.is_idle
 
 
@@ -126,15 +126,15 @@ def test_aborting_an_announced_leg_releases_its_ticket() -> None:
     core.handle(Staged(0, "t1"))
     core.handle(Drawn(1, [42], finish_reason=FinishReason.LENGTH))
     assert core.num_open == 0
-    assert core.abort(1) == [ReleaseTicket("t1")]
-    assert core.handle(TicketEnded(0, "t1", "released")) == [TicketClosed("t1", "released")]
+    assert core.abort(1) == [ReleaseAtRanks("t1")]
+    assert core.handle(RankTicketClosed(0, "t1", "released")) == [TicketClosed("t1", "released")]
 
 
 def test_failed_staging_fails_the_leg_once_the_range_is_free() -> None:
     core = jobs()
     core.prefill(prefill_job())
     core.handle(StageFailed(0, "t1", "no room"))
-    core.handle(TicketEnded(0, "t1", "failed"))
+    core.handle(RankTicketClosed(0, "t1", "failed"))
     (failed,) = core.handle(Drawn(1, [42], finish_reason=FinishReason.LENGTH))
     assert failed == Failed(1, "KV_TRANSFER_FAILED", "no room")
     assert core.is_idle
@@ -144,7 +144,7 @@ def test_a_lease_that_ends_before_the_token_is_told_is_a_failure() -> None:
     core = jobs()
     core.prefill(prefill_job())
     core.handle(Staged(0, "t1"))
-    assert core.handle(TicketEnded(0, "t1", "expired")) == []
+    assert core.handle(RankTicketClosed(0, "t1", "expired")) == []
     (failed,) = core.handle(Drawn(1, [42], finish_reason=FinishReason.LENGTH))
     assert isinstance(failed, Failed)
     assert failed.is_retryable
@@ -161,8 +161,8 @@ def test_tokens_of_a_decode_wait_until_its_kv_is_reported_by_all_ranks() -> None
         KvReceived(2, 120, 0.2, 0),
         Tokens(2, [43]),
     ]
-    assert core.handle(LandingClear(0, 2)) == []
-    assert core.handle(LandingClear(1, 2)) == [LandingFreed(2)]
+    assert core.handle(RankLandingFreed(0, 2)) == []
+    assert core.handle(RankLandingFreed(1, 2)) == [LandingFreed(2)]
     assert core.handle(Drawn(2, [44], finish_reason=FinishReason.STOP)) == [
         Tokens(2, [44]),
         Finished(2, FinishReason.STOP),
@@ -185,7 +185,7 @@ def test_a_failed_pull_fails_the_leg_once_and_frees_its_landing_last() -> None:
     ]
     assert core.handle(Drawn(2, (), is_error=True)) == []
     assert not core.is_idle
-    assert core.handle(LandingClear(0, 2)) == [LandingFreed(2)]
+    assert core.handle(RankLandingFreed(0, 2)) == [LandingFreed(2)]
     assert core.is_idle
 
 
@@ -207,7 +207,7 @@ def test_a_pull_without_end_fails_at_its_deadline() -> None:
     assert failed.message.startswith("KV_PULL_OVERDUE"), "no word against its source"
     assert cancel == CancelRequest(2)
     assert core.overdue(2) == []
-    assert core.handle(LandingClear(0, 2)) == [LandingFreed(2)]
+    assert core.handle(RankLandingFreed(0, 2)) == [LandingFreed(2)]
     assert core.is_idle
 
 
@@ -238,7 +238,7 @@ def test_after_abort_only_the_landing_is_given_back() -> None:
     assert core.abort(2) == [CancelRequest(2)]
     assert core.handle(Received(0, 2, 60, 0.1, 0, 0.0)) == []
     assert core.handle(Drawn(2, [43])) == []
-    assert core.handle(LandingClear(0, 2)) == [LandingFreed(2)]
+    assert core.handle(RankLandingFreed(0, 2)) == [LandingFreed(2)]
     assert core.is_idle
 
 

@@ -22,10 +22,10 @@ from pdmesh.engine.vllm.host.job_facts import (
     CancelRequest,
     Drawn,
     Fact,
-    ReleaseTicket,
+    ReleaseAtRanks,
 )
 from pdmesh.engine.vllm.host.jobs import Endpoint, Jobs
-from pdmesh.engine.vllm.messages import Opened, StageFailed, TicketEnded
+from pdmesh.engine.vllm.messages import RankTicketClosed, RankTicketOpened, StageFailed
 
 pytestmark = pytest.mark.req("S48")
 
@@ -45,7 +45,7 @@ TOKEN = Drawn(1, [42], finish_reason=FinishReason.LENGTH, num_cached_tokens=4)
 STOP = Drawn(1, [42], finish_reason=FinishReason.STOP)
 PREFILLED = Prefilled(1, 42, TICKET, 4)
 OPENED = TicketOpened(1, TICKET)
-RELEASE = ReleaseTicket("t1")
+RELEASE = ReleaseAtRanks("t1")
 
 
 def jobs() -> Jobs:
@@ -63,13 +63,13 @@ def say(core: Jobs, *facts: Fact) -> list[object]:
 
 
 def ended(reason: str = "taken") -> list[Fact]:
-    return [TicketEnded(0, "t1", reason), TicketEnded(1, "t1", reason)]
+    return [RankTicketClosed(0, "t1", reason), RankTicketClosed(1, "t1", reason)]
 
 
 def test_a_ticket_is_told_when_all_ranks_have_opened_it() -> None:
     core = jobs()
-    assert say(core, Opened(0, "t1")) == []
-    assert say(core, Opened(1, "t1")) == [OPENED]
+    assert say(core, RankTicketOpened(0, "t1")) == []
+    assert say(core, RankTicketOpened(1, "t1")) == [OPENED]
     assert say(core, TOKEN) == [PREFILLED]
     assert say(core, *ended()) == [TicketClosed("t1", "taken")]
     assert core.is_idle
@@ -77,7 +77,7 @@ def test_a_ticket_is_told_when_all_ranks_have_opened_it() -> None:
 
 def test_the_kv_may_be_taken_before_token_1_is_read() -> None:
     core = jobs()
-    say(core, Opened(0, "t1"), Opened(1, "t1"))
+    say(core, RankTicketOpened(0, "t1"), RankTicketOpened(1, "t1"))
     assert say(core, *ended()) == [TicketClosed("t1", "taken")]
     assert not core.is_idle
     assert say(core, TOKEN) == [PREFILLED]
@@ -86,13 +86,13 @@ def test_the_kv_may_be_taken_before_token_1_is_read() -> None:
 
 def test_token_1_before_the_news_of_the_ticket_brings_both() -> None:
     core = jobs()
-    assert say(core, Opened(0, "t1"), TOKEN) == [OPENED, PREFILLED]
-    assert say(core, Opened(1, "t1")) == []
+    assert say(core, RankTicketOpened(0, "t1"), TOKEN) == [OPENED, PREFILLED]
+    assert say(core, RankTicketOpened(1, "t1")) == []
 
 
 def test_a_stop_at_token_1_releases_what_was_opened_for_nothing() -> None:
     core = jobs()
-    say(core, Opened(0, "t1"), Opened(1, "t1"))
+    say(core, RankTicketOpened(0, "t1"), RankTicketOpened(1, "t1"))
     assert say(core, STOP) == [Prefilled(1, 42, None, 0, FinishReason.STOP), RELEASE]
     assert say(core, *ended("released")) == [TicketClosed("t1", "released")]
     assert core.is_idle
@@ -103,7 +103,7 @@ def test_a_stop_at_token_1_releases_what_was_opened_for_nothing() -> None:
 def test_an_abort_closes_the_ticket_whenever_it_comes(when: str) -> None:
     core = jobs()
     if when != "at once":
-        say(core, Opened(0, "t1"), Opened(1, "t1"))
+        say(core, RankTicketOpened(0, "t1"), RankTicketOpened(1, "t1"))
     if when == "drawn":
         say(core, TOKEN)
     if when == "taken":
@@ -113,21 +113,21 @@ def test_an_abort_closes_the_ticket_whenever_it_comes(when: str) -> None:
         return
     cancel = [] if when == "drawn" else [CancelRequest(1)]
     assert core.abort(1) == [*cancel, RELEASE]
-    assert say(core, Opened(0, "t1")) == [], "no news of a leg that was given up"
+    assert say(core, RankTicketOpened(0, "t1")) == [], "no news of a leg that was given up"
     assert say(core, *ended("released")) == [TicketClosed("t1", "released")]
     assert core.is_idle
 
 
 def test_a_rank_that_cannot_stage_fails_the_job_once() -> None:
     core = jobs()
-    say(core, Opened(0, "t1"), Opened(1, "t1"))
+    say(core, RankTicketOpened(0, "t1"), RankTicketOpened(1, "t1"))
     failed, cancel, release = say(core, StageFailed(0, "t1", "too small"))
     assert isinstance(failed, Failed)
     assert failed.reason == "KV_TRANSFER_FAILED"
     assert (cancel, release) == (CancelRequest(1), RELEASE)
     assert say(core, StageFailed(1, "t1", "too small"), TOKEN) == []
-    assert say(core, TicketEnded(0, "t1", "released")) == []
-    assert say(core, TicketEnded(1, "t1", "failed")) == [TicketClosed("t1", "failed")]
+    assert say(core, RankTicketClosed(0, "t1", "released")) == []
+    assert say(core, RankTicketClosed(1, "t1", "failed")) == [TicketClosed("t1", "failed")]
     assert core.is_idle
 
 

@@ -43,7 +43,7 @@ class StorePart:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class KvLoad:
     """Pull a ticket's KV into blocks. The first `num_local_blocks` are in the prefix cache already.
 
     `timeout_s` bounds the wait for its turn, and the pull from its turn on. What passes before a step begins the load counts for neither.
@@ -75,12 +75,12 @@ class StepPlan:
 
     stores: list[Store] = field(default_factory=list)
     parts: list[StorePart] = field(default_factory=list)  # gathered within the forward
-    loads: list[Load] = field(default_factory=list)
-    takes: list[Load] = field(
+    loads: list[KvLoad] = field(default_factory=list)
+    takes: list[KvLoad] = field(
         default_factory=list
     )  # all blocks cached here: nothing but an ack to send
     entered: list[Entered] = field(default_factory=list)
-    cancelled: list[Load] = field(
+    cancelled: list[KvLoad] = field(
         default_factory=list
     )  # started, and nobody waits for them any more
     dropped_tickets: list[str] = field(default_factory=list)
@@ -139,10 +139,10 @@ def _store(params: Mapping[str, Any], num_tokens: int) -> Store:
     )
 
 
-def _load(key: str, params: Mapping[str, Any]) -> Load:
+def _load(key: str, params: Mapping[str, Any]) -> KvLoad:
     ticket = params["ticket"]
     offset, length = params["landing"]
-    return Load(
+    return KvLoad(
         key,
         params["leg"],
         Ticket(**{**ticket, "addresses": tuple(ticket["addresses"])}),
@@ -162,8 +162,8 @@ class HandoffPlanner:
         self._stores: dict[str, Store] = {}  # not staged yet
         self._num_gathered: dict[str, int] = {}  # blocks of per-layer stores
         self._unjoined: set[str] = set()  # early loads whose token 1 is not known
-        self._loads: dict[str, Load] = {}  # not started yet
-        self._started: dict[str, Load] = {}  # given to the worker, not computing yet
+        self._loads: dict[str, KvLoad] = {}  # not started yet
+        self._started: dict[str, KvLoad] = {}  # given to the worker, not computing yet
         self._plan = StepPlan()
 
     def add(self, key: str, params: Mapping[str, Any], num_prompt_tokens: int) -> None:

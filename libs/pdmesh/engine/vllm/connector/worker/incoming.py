@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pdmesh import failpoints
 from pdmesh.core.kv.transfer.pull_queue import PullQueue
 from pdmesh.core.kv.transfer.ticket import PullFailure
-from pdmesh.engine.vllm.connector.scheduler.handoff import Entered, Load
+from pdmesh.engine.vllm.connector.scheduler.handoff import Entered, KvLoad
 from pdmesh.engine.vllm.connector.worker.caches import PagedCaches
 from pdmesh.engine.vllm.connector.worker.piece_pulls import (
     Landings,
@@ -29,10 +29,10 @@ from pdmesh.engine.vllm.connector.worker.piece_pulls import (
 )
 from pdmesh.engine.vllm.messages import (
     Arrived,
-    LandingClear,
-    Message,
     PullFailed,
     Pulling,
+    RankLandingFreed,
+    RankMessage,
     Received,
 )
 from pdmesh.errors import KvTransferFailed
@@ -44,7 +44,7 @@ OnPieceRange = Callable[[PiecePull, int, ByteArray], None]
 
 @dataclass(slots=True)
 class _Pulling:
-    load: Load
+    load: KvLoad
     started: float
     pull: TogetherPull | None = None  # from its turn on
     is_overdue: bool = False  # its turn did not come in time
@@ -62,7 +62,7 @@ class _Arrived:
     waited_s: float
 
 
-class Incoming:
+class IncomingKv:
     """`send` tells the host. `pull`, `cancel`, `take_results` and `entered` are called by the step's thread."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Incoming:
         caches: PagedCaches,
         agent: AgentThread,
         max_pulls: int,
-        send: Callable[[Message], None],
+        send: Callable[[RankMessage], None],
     ) -> None:
         self._share, self._rank = share, share.rank
         self._caches, self._agent, self._send = caches, agent, send
@@ -79,15 +79,15 @@ class Incoming:
         self._queue: PullQueue[str] = PullQueue(max_pulls)
         self._pulling: dict[str, _Pulling] = {}
         self._ended: deque[_Pulling] = deque()
-        self._unjoined: dict[str, Load] = {}  # their KV is here, token 1 is not
+        self._unjoined: dict[str, KvLoad] = {}  # their KV is here, token 1 is not
         self._first_tokens: dict[int, int] = {}
         self._news: dict[int, int] = {}  # first tokens that the scheduler has not been told
-        self._landings = Landings(lambda leg: send(LandingClear(share.rank, leg)))
+        self._landings = Landings(lambda leg: send(RankLandingFreed(share.rank, leg)))
         self._arrived: dict[int, _Arrived] = {}
 
     # -- a step -----------------------------------------------------------------------------------
 
-    def pull(self, load: Load) -> None:
+    def pull(self, load: KvLoad) -> None:
         self._landings.take(load.leg, [load.landing.offset])
         if not load.block_ids:
             self._acknowledge(load)
@@ -103,7 +103,7 @@ class Incoming:
             if self._queue.is_waiting(load.key):
                 self._agent.keep(load.ticket, load.timeout_s)
 
-    def cancel(self, load: Load) -> None:
+    def cancel(self, load: KvLoad) -> None:
         """Nobody waits for it any more; `take_results` says when its blocks may go."""
         self._arrived.pop(load.leg, None)
         self._first_tokens.pop(load.leg, None)
@@ -177,7 +177,7 @@ class Incoming:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _acknowledge(self, load: Load) -> None:
+    def _acknowledge(self, load: KvLoad) -> None:
         """All blocks are cached here: nothing lands, nobody waits, and there may be no further step."""
         pull = self._pull(load)
         pull.start(lambda: self._clear(pull))
@@ -227,7 +227,7 @@ class Incoming:
 
     def _pull(
         self,
-        load: Load,
+        load: KvLoad,
         on_range: OnPieceRange | None = None,
         on_silent: Callable[[], None] = lambda: None,
     ) -> TogetherPull:
@@ -246,11 +246,11 @@ class Incoming:
             on_silent=on_silent,
         )
 
-    def _is_unmade(self, load: Load) -> bool:
+    def _is_unmade(self, load: KvLoad) -> bool:
         """Its prefill computes still."""
         return load.is_early and load.leg not in self._first_tokens
 
-    def _num_bytes(self, load: Load) -> int:
+    def _num_bytes(self, load: KvLoad) -> int:
         return len(load.block_ids) * self._caches.num_layers * self._caches.block_bytes
 
     def _end(self, pulling: _Pulling) -> None:

@@ -17,14 +17,21 @@ from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.engine.vllm.connector.scheduler.handoff import Store, StorePart
 from pdmesh.engine.vllm.connector.worker.caches import PagedCaches, layout_of
-from pdmesh.engine.vllm.messages import Message, Open, Opened, Staged, StageFailed, TicketEnded
+from pdmesh.engine.vllm.messages import (
+    Open,
+    RankMessage,
+    RankTicketClosed,
+    RankTicketOpened,
+    Staged,
+    StageFailed,
+)
 from pdmesh.kv.agent.thread import AgentThread
 
 MAX_REMEMBERED = 1024  # tickets ended before their turn; more are left to their lease
 
 
 class Outgoing:
-    """`send` tells the host. A ticket is `TicketEnded` exactly once, when nobody touches its range any more."""
+    """`send` tells the host. A ticket is `RankTicketClosed` exactly once, when nobody touches its range any more."""
 
     def __init__(
         self,
@@ -32,7 +39,7 @@ class Outgoing:
         caches: PagedCaches,
         fingerprint: str,
         agent: AgentThread,
-        send: Callable[[Message], None],
+        send: Callable[[RankMessage], None],
     ) -> None:
         self._rank, self._caches = rank, caches
         self._fingerprint, self._agent, self._send = fingerprint, agent, send
@@ -78,7 +85,7 @@ class Outgoing:
             if ticket_id in self._begun:
                 return  # closed already
             _remember(self._begun, ticket_id)
-        self._send(TicketEnded(self._rank, ticket_id, "released"))
+        self._send(RankTicketClosed(self._rank, ticket_id, "released"))
 
     def stage(self, stores: Iterable[Store]) -> None:
         """Gather the prompts completed in this step, whose blocks may be reused after it."""
@@ -106,7 +113,7 @@ class Outgoing:
     def closed(self, ticket_id: str, reason: str) -> None:
         with self._lock:
             self._held.discard(ticket_id)
-        self._send(TicketEnded(self._rank, ticket_id, reason))
+        self._send(RankTicketClosed(self._rank, ticket_id, reason))
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -124,7 +131,7 @@ class Outgoing:
                 layout_of(self._caches, num_blocks, self._fingerprint),
                 store.lease_s,
             )
-        opened.add_done_callback(lambda done: self._on_held(store, done, Opened))
+        opened.add_done_callback(lambda done: self._on_held(store, done, RankTicketOpened))
 
     def _is_writable(self, part: StorePart) -> bool:
         self._open(part.store, part.num_blocks)
@@ -164,7 +171,7 @@ class Outgoing:
         """The bytes are in place; the host may have lost interest meanwhile."""
         with self._lock:
             if self._over.pop(store.ticket_id, store) is None:
-                self._send(TicketEnded(self._rank, store.ticket_id, "released"))
+                self._send(RankTicketClosed(self._rank, store.ticket_id, "released"))
                 return
             self._held.add(store.ticket_id)
             staged = self._agent.stage(
@@ -177,7 +184,7 @@ class Outgoing:
         staged.add_done_callback(lambda done: self._on_held(store, done, Staged))
 
     def _on_held(
-        self, store: Store, done: Future[None], news: Callable[[int, str], Message]
+        self, store: Store, done: Future[None], news: Callable[[int, str], RankMessage]
     ) -> None:
         if (error := done.exception()) is not None:
             with self._lock:
@@ -190,7 +197,7 @@ class Outgoing:
 
     def _failed(self, ticket_id: str, error: BaseException) -> None:
         self._send(StageFailed(self._rank, ticket_id, str(error)))
-        self._send(TicketEnded(self._rank, ticket_id, "failed"))
+        self._send(RankTicketClosed(self._rank, ticket_id, "failed"))
 
 
 def _remember(tickets: OrderedDict[str, None], ticket_id: str) -> None:

@@ -14,7 +14,7 @@ from typing import Final
 from pdmesh.core.kv.transfer.ticket import PullFailure
 from pdmesh.engine.base import KvPeer
 from pdmesh.engine.vllm.connector.worker.piece_pulls import Share
-from pdmesh.engine.vllm.messages import Disconnect, Message, Probe, Probed
+from pdmesh.engine.vllm.messages import Disconnect, Probed, ProbePeer, RankMessage
 from pdmesh.errors import KvFormatMismatch, KvTransferFailed
 from pdmesh.kv.agent.thread import AgentThread
 
@@ -30,7 +30,7 @@ class _Asked:
 class PeerChecks:
     """The host's half. `broadcast` sends to all ranks."""
 
-    def __init__(self, broadcast: Callable[[Message], None], num_ranks: int) -> None:
+    def __init__(self, broadcast: Callable[[RankMessage], None], num_ranks: int) -> None:
         self._broadcast, self._num_ranks = broadcast, num_ranks
         self._asked: dict[int, _Asked] = {}
         self._num_asked = 0
@@ -42,7 +42,7 @@ class PeerChecks:
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked[check_id] = _Asked(self._num_ranks, answer)
         self._broadcast(
-            Probe(check_id, peer.instance_id, peer.incarnation, peer.addresses, timeout_s)
+            ProbePeer(check_id, peer.instance_id, peer.incarnation, peer.addresses, timeout_s)
         )
         try:
             async with asyncio.timeout(timeout_s + _GRACE_S):
@@ -73,18 +73,20 @@ class PeerChecks:
 class PeerProber:
     """The worker's half, on the thread that hears the host; `send` tells it."""
 
-    def __init__(self, share: Share, agent: AgentThread, send: Callable[[Message], None]) -> None:
+    def __init__(
+        self, share: Share, agent: AgentThread, send: Callable[[RankMessage], None]
+    ) -> None:
         self._share, self._agent, self._send = share, agent, send
 
-    def handle(self, message: Probe | Disconnect) -> None:
+    def handle(self, message: ProbePeer | Disconnect) -> None:
         match message:
-            case Probe():
+            case ProbePeer():
                 self._probe(message)
             case Disconnect():
                 for address in message.addresses:
                     self._agent.disconnect(address)
 
-    def _probe(self, order: Probe) -> None:
+    def _probe(self, order: ProbePeer) -> None:
         try:
             sources = self._share.sources(len(order.addresses))
             done = self._agent.probe(
@@ -100,13 +102,13 @@ class PeerProber:
         else:
             done.add_done_callback(lambda ended: self._on_done(order, ended))
 
-    def _on_done(self, order: Probe, ended: Future[None]) -> None:
+    def _on_done(self, order: ProbePeer, ended: Future[None]) -> None:
         if ended.cancelled():
             self._tell(order, KvTransferFailed("closing", reason=PullFailure.CLOSING))
         else:
             self._tell(order, ended.exception())
 
-    def _tell(self, order: Probe, error: BaseException | None) -> None:
+    def _tell(self, order: ProbePeer, error: BaseException | None) -> None:
         reason = message = ""
         if error is not None:
             message = str(error) or type(error).__name__

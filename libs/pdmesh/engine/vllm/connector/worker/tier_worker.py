@@ -21,12 +21,12 @@ from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.engine.vllm.connector.scheduler.tier_plan import TierLoad, TierPlan, TierSave
 from pdmesh.engine.vllm.messages import (
-    Fetch,
     Fetched,
-    Forget,
+    FetchToPool,
+    ForgetLease,
     Holders,
-    Message,
     Pin,
+    RankMessage,
     TierNews,
     TierOrder,
 )
@@ -34,7 +34,7 @@ from pdmesh.kv.agent.thread import AgentThread
 from pdmesh.kv.tiers.config import TierConfig, open_tiers
 from pdmesh.kv.tiers.peers import AgentPeers, PeerHolding, PoolSource
 from pdmesh.kv.tiers.report import TierEvent, TierReport
-from pdmesh.kv.tiers.stack import Lease, TierStack
+from pdmesh.kv.tiers.stack import BlockLease, TierStack
 from pdmesh.kv.transport.base import ByteArray
 from pdmesh.net.tasks import end, watched
 
@@ -57,7 +57,7 @@ class TierWorker:
         block_size: int,
         rank: int,
         num_ranks: int,
-        send: Callable[[Message], None],
+        send: Callable[[RankMessage], None],
         die: Callable[[BaseException], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,7 +75,7 @@ class TierWorker:
             num_ranks=num_ranks,
         )
         self._lock = threading.Lock()  # over the next two
-        self._leases: dict[int, Lease] = {}
+        self._leases: dict[int, BlockLease] = {}
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._holders: dict[int, asyncio.Future[Sequence[PeerHolding]]] = {}  # by leg, loop only
         self._step_began = 0.0
@@ -113,7 +113,7 @@ class TierWorker:
         if any(load.block_ids for load in plan.loads):
             self._step_began = self._clock()
 
-    def _load(self, load: TierLoad, lease: Lease | None) -> None:
+    def _load(self, load: TierLoad, lease: BlockLease | None) -> None:
         if lease is None:
             # Cannot happen while the host submits after `Fetched` and forgets only what it did not submit.
             self._failed_blocks.update(load.block_ids)
@@ -165,14 +165,14 @@ class TierWorker:
 
     def _handle(self, message: TierOrder) -> None:
         match message:
-            case Fetch():
+            case FetchToPool():
                 if message.asks_peers:
                     self._holders[message.leg] = self._loop.create_future()
                 name = f"kv-tier-fetch-{message.leg}"
                 self._fetches[message.leg] = watched(self._fetch(message), name, self._die)
             case Holders():
                 self._told(message.leg, [PeerHolding(*holding) for holding in message.holdings])
-            case Forget():
+            case ForgetLease():
                 self._forget(message)
             case Pin():
                 kept = [PinnedPrefix(tuple(n), owner, end) for owner, end, n in message.prefixes]
@@ -184,7 +184,7 @@ class TierWorker:
         if holders is not None and not holders.done():
             holders.set_result(holdings)
 
-    def _forget(self, message: Forget) -> None:
+    def _forget(self, message: ForgetLease) -> None:
         if (task := self._fetches.pop(message.leg, None)) is not None:
             task.cancel()
         with self._lock:
@@ -192,7 +192,7 @@ class TierWorker:
         if lease is not None:
             lease.close()
 
-    async def _fetch(self, ask: Fetch) -> None:
+    async def _fetch(self, ask: FetchToPool) -> None:
         holders = self._holders.get(ask.leg)
 
         async def find(names: Sequence[bytes], first: int) -> Sequence[PeerHolding]:

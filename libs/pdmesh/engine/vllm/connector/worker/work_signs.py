@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from pdmesh.engine.vllm.messages import Message, Working
+from pdmesh.engine.vllm.messages import RankMessage, Working
 
 EVERY_S: Final = 0.25
 
@@ -22,7 +22,7 @@ class WorkSigns:
     def __init__(
         self,
         rank: int,
-        send: Callable[[Message], None],
+        send: Callable[[RankMessage], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rank, self._send, self._clock = rank, send, clock

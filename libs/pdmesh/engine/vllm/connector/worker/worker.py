@@ -16,7 +16,7 @@ from pdmesh.engine.vllm.connector.kv_facts import KvFacts
 from pdmesh.engine.vllm.connector.scheduler.handoff import StepPlan
 from pdmesh.engine.vllm.connector.worker.cache_choice import paged_caches
 from pdmesh.engine.vllm.connector.worker.cache_layout import read_layout
-from pdmesh.engine.vllm.connector.worker.incoming import Incoming
+from pdmesh.engine.vllm.connector.worker.incoming import IncomingKv
 from pdmesh.engine.vllm.connector.worker.outgoing import Outgoing
 from pdmesh.engine.vllm.connector.worker.peer_checks import PeerProber
 from pdmesh.engine.vllm.connector.worker.piece_pulls import Share
@@ -25,11 +25,11 @@ from pdmesh.engine.vllm.connector.worker.work_signs import WorkSigns
 from pdmesh.engine.vllm.messages import (
     Connections,
     Disconnect,
-    Hello,
     Join,
-    LandingClear,
     Open,
-    Probe,
+    ProbePeer,
+    RankHello,
+    RankLandingFreed,
     Release,
     ToWorker,
     WorkerControl,
@@ -41,8 +41,8 @@ from pdmesh.kv.agent.thread import AgentThread
 from pdmesh.kv.agent.types import (
     AgentEvent,
     AgentIdentity,
-    LandingFreed,
-    TicketClosed,
+    AgentLandingFreed,
+    AgentTicketClosed,
 )
 from pdmesh.kv.transport.ucx import UcxTransport
 
@@ -70,7 +70,7 @@ class HandoffWorker:
         self._layers: dict[str, int] = {}  # by vLLM's name, in the order of registration
         self._agent: AgentThread | None = None
         self.outgoing: Outgoing | None = None
-        self.incoming: Incoming | None = None
+        self.incoming: IncomingKv | None = None
         self.tiers: TierWorker | None = None
         self._prober: PeerProber | None = None
         self._control = WorkerControl(config["control_path"], self._on_message, _exit)
@@ -110,10 +110,10 @@ class HandoffWorker:
         if self._agent is not None:
             self.outgoing = Outgoing(self._rank, caches, self._fingerprint, self._agent, send)
             share = Share(facts.num_heads, self._num_ranks, self._rank)
-            self.incoming = Incoming(share, caches, self._agent, self._config["max_pulls"], send)
+            self.incoming = IncomingKv(share, caches, self._agent, self._config["max_pulls"], send)
             self._prober = PeerProber(share, self._agent, send)
         self._control.send(
-            Hello(
+            RankHello(
                 self._rank,
                 self._num_ranks,
                 os.getpid(),
@@ -174,7 +174,7 @@ class HandoffWorker:
             return
         for leg in plan.dropped_legs:
             incoming.forget(leg)
-            self._control.send(LandingClear(self._rank, leg))
+            self._control.send(RankLandingFreed(self._rank, leg))
         for load in plan.cancelled:
             incoming.cancel(load)
         for load in (*plan.loads, *plan.takes):
@@ -222,7 +222,7 @@ class HandoffWorker:
             case Join():
                 if self.incoming is not None:
                     self.incoming.join(message.leg, message.token_id)
-            case Probe() | Disconnect():
+            case ProbePeer() | Disconnect():
                 if self._prober is not None:
                     self._prober.handle(message)
             case _:
@@ -231,10 +231,10 @@ class HandoffWorker:
 
     def _on_agent_event(self, event: AgentEvent) -> None:
         match event:
-            case TicketClosed():
+            case AgentTicketClosed():
                 assert self.outgoing is not None
                 self.outgoing.closed(event.ticket_id, event.reason)
-            case LandingFreed():
+            case AgentLandingFreed():
                 assert self.incoming is not None
                 self.incoming.landing_freed(event.offset)
 

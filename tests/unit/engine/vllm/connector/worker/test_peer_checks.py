@@ -15,7 +15,7 @@ from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.core.kv.transfer.ticket import Ticket
 from pdmesh.engine.base import KvPeer
 from pdmesh.engine.vllm.connector.worker.peer_checks import PeerChecks, PeerProber
-from pdmesh.engine.vllm.messages import Disconnect, Message, Probe, Probed
+from pdmesh.engine.vllm.messages import Disconnect, Probed, ProbePeer, RankMessage
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.thread import AgentThread
@@ -60,7 +60,7 @@ def host_of(
     """A host whose workers are these, with what they told it."""
     loop, heard = asyncio.get_running_loop(), list[Probed]()
 
-    def hear(message: Message) -> None:
+    def hear(message: RankMessage) -> None:
         assert isinstance(message, Probed)
         heard.append(message)
         loop.call_soon_threadsafe(checks.on_probed, message)
@@ -70,8 +70,8 @@ def host_of(
         for rank, (agent, _) in enumerate(receivers)
     ]
 
-    def broadcast(message: Message) -> None:
-        assert isinstance(message, Probe | Disconnect)
+    def broadcast(message: RankMessage) -> None:
+        assert isinstance(message, ProbePeer | Disconnect)
         for prober in probers:
             prober.handle(message)
 

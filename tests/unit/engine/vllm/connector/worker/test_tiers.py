@@ -24,12 +24,12 @@ from pdmesh.engine.vllm.connector.worker.tier_worker import TierWorker, news_of
 from pdmesh.engine.vllm.host.tier_client import TierClient, outputs_of
 from pdmesh.engine.vllm.messages import (
     MAX_FRAME,
-    Fetch,
     Fetched,
-    Forget,
+    FetchToPool,
+    ForgetLease,
     FrameBuffer,
-    Message,
     Pin,
+    RankMessage,
     TierNews,
     decode_to_host,
     encode_frame,
@@ -151,7 +151,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.caches = ArrayCaches()
-        self.said: list[Message] = []
+        self.said: list[RankMessage] = []
         config = TierConfig(host_pool_bytes=16 * 4096).to_plain()
         self.died: list[BaseException] = []
         self.now = 100.0
@@ -177,7 +177,7 @@ class Rank:
             time.sleep(0.005)
 
     def fetch(self, leg: int, names: Sequence[bytes], first: int = 0) -> int:
-        self.worker.handle(Fetch(leg, list(names), OWNER, first, 5.0))
+        self.worker.handle(FetchToPool(leg, list(names), OWNER, first, 5.0))
         answers: list[int] = []
 
         def is_answered() -> bool:
@@ -217,7 +217,7 @@ def test_a_part_of_the_tiers_that_dies_ends_the_worker(
     expected_deaths.append(f"a bug in {what}")
     monkeypatch.setattr(rank.worker.stack, what, broken)
     if what == "fetch":
-        rank.worker.handle(Fetch(1, list(NAMES), OWNER, 0, 5.0))
+        rank.worker.handle(FetchToPool(1, list(NAMES), OWNER, 0, 5.0))
     rank.until(lambda: bool(rank.died))
 
 
@@ -272,7 +272,7 @@ def test_every_rank_keeps_the_blocks_of_a_pinned_prefix(rank: Rank) -> None:
     for name in others:  # more than the pool has slots for
         rank.worker.save(TierPlan(saves=[TierSave((name,), OWNER, (7,))]))
     assert rank.fetch(1, NAMES) == 2
-    rank.worker.handle(Forget(1))
+    rank.worker.handle(ForgetLease(1))
     longest = Pin([(OWNER, 2e9, [*(n.to_bytes(16, "big") for n in range(32))])] * 64)
     assert len(encode_frame(longest)) <= MAX_FRAME
 
@@ -282,7 +282,7 @@ def test_a_lease_nobody_needs_is_closed(rank: Rank) -> None:
     assert rank.fetch(1, NAMES) == 3
     rank.worker.load(TierPlan(loads=[TierLoad(1)]))
     assert rank.fetch(2, NAMES) == 3
-    rank.worker.handle(Forget(2))
+    rank.worker.handle(ForgetLease(2))
     rank.until(lambda: rank.worker.stack.pool.num_pinned == 0)
 
 
@@ -330,27 +330,27 @@ async def answered(client: TierClient, *answers: Fetched) -> tuple[int, int, int
 
 @pytest.mark.req("S57", "S77")
 async def test_the_host_offers_what_all_ranks_hold() -> None:
-    said: list[Message] = []
+    said: list[RankMessage] = []
     client = TierClient(said.append, 2, 5.0)
     assert await answered(client, Fetched(0, 3, 0, 4), Fetched(1, 3, 1, 3)) == (3, 1, 2)
-    assert said == [Fetch(3, list(NAMES), OWNER, 1, 5.0)]
+    assert said == [FetchToPool(3, list(NAMES), OWNER, 1, 5.0)]
     assert client.is_idle
 
 
 @pytest.mark.req("S77", "S106")
 async def test_a_rank_that_has_nothing_or_does_not_answer_means_nothing_is_offered() -> None:
-    said: list[Message] = []
+    said: list[RankMessage] = []
     client = TierClient(said.append, 2, 0.0)
     assert await answered(client, Fetched(0, 3, 1, 4), Fetched(1, 3, 1, 1)) is None
-    assert said[-1] == Forget(3)
+    assert said[-1] == ForgetLease(3)
     assert await asyncio.wait_for(answered(client, Fetched(0, 3, 1, 4)), 60) is None
-    assert said[-1] == Forget(3)
+    assert said[-1] == ForgetLease(3)
     client.on_fetched(Fetched(1, 3, 1, 4))  # too late, and nobody minds
     assert client.is_idle
 
 
 async def test_an_abort_that_meets_the_answer_is_not_lost_and_gives_the_lease_back() -> None:
-    said: list[Message] = []
+    said: list[RankMessage] = []
     client = TierClient(said.append, 1, 5.0)
     task = asyncio.create_task(client.fetch(3, NAMES, OWNER, 1))
     await asyncio.sleep(0)
@@ -358,5 +358,5 @@ async def test_an_abort_that_meets_the_answer_is_not_lost_and_gives_the_lease_ba
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert said[-1] == Forget(3)
+    assert said[-1] == ForgetLease(3)
     assert client.is_idle

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.engine.vllm.connector.worker.work_signs import EVERY_S, WorkSigns
-from pdmesh.engine.vllm.messages import Message, Working, decode_to_host, encode_frame
+from pdmesh.engine.vllm.messages import RankMessage, Working, decode_to_host, encode_frame
 
 pytestmark = pytest.mark.req("S33")
 
@@ -16,7 +16,7 @@ class Host:
         self.heard: list[Working] = []
         self.signs = WorkSigns(1, self.hear, lambda: self.now)
 
-    def hear(self, message: Message) -> None:
+    def hear(self, message: RankMessage) -> None:
         assert decode_to_host(encode_frame(message)[4:]) == message
         assert isinstance(message, Working)
         self.heard.append(message)

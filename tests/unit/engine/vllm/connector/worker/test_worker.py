@@ -15,26 +15,26 @@ from pdmesh.core.kv.transfer.source_exclusions import KvSource, KvSources
 from pdmesh.core.kv.transfer.ticket import PullFailure, Ticket
 from pdmesh.engine.vllm.connector.scheduler.handoff import (
     Entered,
-    Load,
+    KvLoad,
     Store,
     StorePart,
 )
 from pdmesh.engine.vllm.messages import (
     Arrived,
-    LandingClear,
-    Message,
     Open,
-    Opened,
     PullFailed,
     Pulling,
+    RankLandingFreed,
+    RankMessage,
+    RankTicketClosed,
+    RankTicketOpened,
     Received,
-    TicketEnded,
 )
 from pdmesh.errors import KvTransferFailed
 
 pytest.importorskip("torch")
 
-from pdmesh.engine.vllm.connector.worker.incoming import Incoming
+from pdmesh.engine.vllm.connector.worker.incoming import IncomingKv
 from pdmesh.engine.vllm.connector.worker.outgoing import Outgoing
 from pdmesh.engine.vllm.connector.worker.piece_pulls import Share
 from pdmesh.kv.agent.types import PullResult
@@ -127,22 +127,22 @@ def _done() -> Future[None]:
 
 class Rank:
     def __init__(self, max_pulls: int = 1) -> None:
-        self.agent, self.caches, self.sent = Agent(), Caches(), list[Message]()
+        self.agent, self.caches, self.sent = Agent(), Caches(), list[RankMessage]()
         caches: Any = self.caches
         agent: Any = self.agent
-        self.incoming = Incoming(Share(1, 1, 0), caches, agent, max_pulls, self.sent.append)
+        self.incoming = IncomingKv(Share(1, 1, 0), caches, agent, max_pulls, self.sent.append)
         self.outgoing = Outgoing(0, caches, "fp", agent, self.sent.append)
 
-    def heard(self) -> list[Message]:
+    def heard(self) -> list[RankMessage]:
         sent, self.sent[:] = list(self.sent), []
         return sent
 
 
-def load(n: int, *, is_early: bool = False, block_ids: tuple[int, ...] = (5, 6)) -> Load:
+def load(n: int, *, is_early: bool = False, block_ids: tuple[int, ...] = (5, 6)) -> KvLoad:
     ticket = Ticket(f"t{n}", "r", 0, "prefill-0", 7, "fp", 8, 128, ("addr",), 5000)
     landing = ArenaRange(128 * n, 128)
     num_local = 0 if block_ids else 2
-    return Load(f"k{n}", n, ticket, landing, 1e9, 8, is_early, num_local, block_ids)
+    return KvLoad(f"k{n}", n, ticket, landing, 1e9, 8, is_early, num_local, block_ids)
 
 
 def test_a_ticket_taken_without_bytes_frees_its_landing_though_vllm_runs_no_step() -> None:
@@ -150,7 +150,7 @@ def test_a_ticket_taken_without_bytes_frees_its_landing_though_vllm_runs_no_step
     rank = Rank()
     rank.incoming.pull(load(3, block_ids=()))
     rank.agent.pulls["t3"].set_result(PullResult(0, 0.0))
-    assert rank.heard() == [LandingClear(0, 3)]
+    assert rank.heard() == [RankLandingFreed(0, 3)]
 
 
 @pytest.mark.req("S52")
@@ -164,7 +164,7 @@ def test_ranges_are_scattered_as_they_land_and_the_load_is_over_with_the_last() 
     assert rank.incoming.take_results() == ({"k1"}, set())
     rank.incoming.entered(Entered(1, 0))
     pulling, arrived, cleared, received = rank.heard()
-    assert (pulling, arrived, cleared) == (Pulling(0, 1), Arrived(0, 1), LandingClear(0, 1))
+    assert (pulling, arrived, cleared) == (Pulling(0, 1), Arrived(0, 1), RankLandingFreed(0, 1))
     assert isinstance(received, Received)
     assert received.kv_bytes == 2 * NUM_LAYERS * WIDTH
 
@@ -186,7 +186,7 @@ def test_pulls_take_turns_and_one_that_ends_lets_the_next_begin() -> None:
     assert rank.heard() == [], "all of it was said already"
     rank.incoming.cancel(load(3))
     assert rank.incoming.take_results() == (set(), {"k3"})
-    assert rank.heard() == [LandingClear(0, 3)]
+    assert rank.heard() == [RankLandingFreed(0, 3)]
     assert rank.agent.said[-1] == ("let_go", "t3")
     rank.agent.pulls["t2"].set_result(ALL_CAME)
     assert rank.incoming.take_results() == ({"k2"}, set())
@@ -199,7 +199,7 @@ def test_one_whose_turn_does_not_come_fails_without_a_word_against_its_source() 
     rank.incoming.pull(replace(load(2), timeout_s=0.0))
     assert rank.incoming.take_results() == (set(), {"k2"})
     pulling, cleared, failed = rank.heard()
-    assert (pulling, cleared) == (Pulling(0, 1), LandingClear(0, 2))
+    assert (pulling, cleared) == (Pulling(0, 1), RankLandingFreed(0, 2))
     assert isinstance(failed, PullFailed)
     assert failed.cause == PullFailure.OVERDUE
     assert rank.agent.said[-1] == ("let_go", "t2")
@@ -220,7 +220,7 @@ def test_several_whose_time_is_over_at_once_all_leave_and_none_of_them_begins() 
     assert list(rank.agent.pulls) == ["t1"]
     assert rank.incoming.take_results() == (set(), {"k2", "k3"})
     assert list(rank.agent.pulls) == ["t1", "t4"]
-    cleared = [LandingClear(0, 2), LandingClear(0, 3)]
+    cleared = [RankLandingFreed(0, 2), RankLandingFreed(0, 3)]
     assert rank.heard()[:4] == [Pulling(0, 1), *cleared, Pulling(0, 4)]
     for ticket_id in ("t1", "t4"):
         rank.agent.pulls[ticket_id].set_result(ALL_CAME)
@@ -296,7 +296,7 @@ ORDER = Open("t1", 0, 64, 9 * WIDTH, 9, 3, 5.0)
 def test_layers_are_gathered_as_they_are_computed_and_ready_with_the_last_chunk() -> None:
     rank = Rank()
     rank.outgoing.open(ORDER)
-    assert rank.heard() == [Opened(0, "t1")]
+    assert rank.heard() == [RankTicketOpened(0, "t1")]
     first = StorePart(STORE, 3, 0, (4, 5), is_last=False)
     last = StorePart(STORE, 3, 2, (4, 5, 7), is_last=True)
     for layer in range(NUM_LAYERS):
@@ -329,7 +329,7 @@ def test_nothing_is_written_for_a_ticket_that_was_closed() -> None:
     rank.outgoing.drop("t1")
     assert rank.agent.said == []
     assert rank.agent.arena.sum() == 0
-    assert rank.heard() == [Opened(0, "t1"), TicketEnded(0, "t1", "released")]
+    assert rank.heard() == [RankTicketOpened(0, "t1"), RankTicketClosed(0, "t1", "released")]
 
 
 def test_a_ticket_released_before_its_prompt_is_staged_is_ended_in_its_step() -> None:
@@ -337,7 +337,7 @@ def test_a_ticket_released_before_its_prompt_is_staged_is_ended_in_its_step() ->
     store = Store("t1", 0, ArenaRange(0, 9 * WIDTH), 5.0, 9, block_ids=(1, 2, 3))
     rank.outgoing.release("t1")
     rank.outgoing.stage([store])
-    assert rank.heard() == [TicketEnded(0, "t1", "released")]
+    assert rank.heard() == [RankTicketClosed(0, "t1", "released")]
     assert rank.agent.said == []
 
 

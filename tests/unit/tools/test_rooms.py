@@ -1,0 +1,54 @@
+"""The check of the tree finds what it is there for, and nothing in the tree as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools import rooms
+
+ROOT = Path(__file__).parents[3]
+
+
+def write(root: Path, path: str, text: str = '"""Here."""\n') -> None:
+    file = root / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def test_the_tree_is_as_it_should_be() -> None:
+    found = [*rooms.crowded(ROOT), *rooms.silent(ROOT), *rooms.namesakes(ROOT)]
+    assert found == []
+
+
+def test_a_crowded_folder_is_named_with_its_number(tmp_path: Path) -> None:
+    for number in range(rooms.MAX_FILES + 1):
+        write(tmp_path, f"libs/pdmesh/many/m{number}.py")
+    write(tmp_path, "libs/pdmesh/many/__init__.py")
+    assert list(rooms.crowded(tmp_path)) == ["libs/pdmesh/many: 16 files, more than 15"]
+
+
+def test_generated_folders_may_hold_any_number(tmp_path: Path) -> None:
+    for number in range(rooms.MAX_FILES + 1):
+        write(tmp_path, f"libs/pdmesh/v1/m{number}.py")
+    assert list(rooms.crowded(tmp_path)) == []
+
+
+def test_a_module_that_says_nothing_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "services/a/mute.py", "x = 1\n")
+    write(tmp_path, "services/a/spoken.py")
+    assert [line.split(":")[0] for line in rooms.silent(tmp_path)] == ["services/a/mute.py"]
+
+
+def test_two_public_classes_of_one_name_are_told_with_both_homes(tmp_path: Path) -> None:
+    twice = '"""Here."""\n\n\nclass Plan:\n    pass\n\n\nclass _Own:\n    pass\n'
+    write(tmp_path, "libs/pdmesh/a.py", twice)
+    write(tmp_path, "services/b.py", twice)
+    assert list(rooms.namesakes(tmp_path)) == [
+        "class Plan is defined in libs/pdmesh/a.py, services/b.py"
+    ]
+
+
+def test_names_that_are_shared_on_purpose_are_let_through(tmp_path: Path) -> None:
+    for service in ("a", "b"):
+        write(tmp_path, f"services/{service}.py", '"""Here."""\n\n\nclass Settings:\n    pass\n')
+    assert list(rooms.namesakes(tmp_path)) == []
