@@ -18,7 +18,7 @@ from pdmesh.net.nats.desired_store import desired_store
 from pdmesh.net.nats.registry import NatsRegistry
 from pdmesh.net.tasks import end
 from pdmesh.v1.common_pb2 import InstanceRecord
-from services.gateway.access.access_control import open_door
+from services.gateway.access.access_control import access_control
 from services.gateway.access.tenant_ledgers import tenant_bucket
 from services.gateway.gateway import Gateway
 from services.gateway.path_proof import PathProof
@@ -33,14 +33,14 @@ log = structlog.get_logger(__name__)
 
 
 async def serve(settings: Settings, app: App) -> None:
-    door = open_door(
+    access = access_control(
         settings.host,
         settings.keys_file,
         allow_anonymous=settings.allow_anonymous,
     )
     tokenizer = await _load_tokenizer(settings)
     bus = await app.unless_stopping(NatsBus.connect(settings.nats_url, settings.instance_id))
-    door.join(tenant_bucket(bus), gateway_name(settings.instance_id, app.incarnation))
+    access.join(tenant_bucket(bus), gateway_name(settings.instance_id, app.incarnation))
     registry = NatsRegistry(bus, settings.lease_s)
     view = await app.unless_stopping(registry.watch())
     publisher = EventPublisher(bus, settings.instance_id, app.incarnation)
@@ -48,7 +48,9 @@ async def serve(settings: Settings, app: App) -> None:
     kept_out.watch(hold_board(bus), fault_board(bus))
     canaries = CanaryShares()
     canaries.watch(desired_store(bus))
-    gateway = Gateway(settings, view, tokenizer, publisher, app.not_ready, door, kept_out, canaries)
+    gateway = Gateway(
+        settings, view, tokenizer, publisher, app.not_ready, access, kept_out, canaries
+    )
     slos = DesiredSlos(gateway.slos)
     slos.watch(desired_store(bus))
     presence = Presence(

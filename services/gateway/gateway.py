@@ -18,7 +18,7 @@ from pdmesh.httpd.server import HttpServer, listen
 from pdmesh.lifecycle import StartupError
 from pdmesh.net.registry import RecordChanged, RegistryView
 from pdmesh.telemetry import metrics, names
-from services.gateway.access.access_control import Door, OpenDoor
+from services.gateway.access.access_control import AccessControl, OpenAccess
 from services.gateway.grpc.service import GrpcServer
 from services.gateway.http.app import HttpApp
 from services.gateway.request.frontend import Frontend
@@ -47,11 +47,11 @@ class Gateway:
         tokenizer: Tokenizer,
         publisher: Publisher | None,
         not_ready: Callable[[], list[str]],
-        door: Door | None = None,
+        access: AccessControl | None = None,
         kept_out: KeptOut | None = None,
         canaries: CanaryShares | None = None,
     ) -> None:
-        self._door = door or OpenDoor()
+        self._access = access or OpenAccess()
         gateway_id = settings.instance_id
         self._settings = settings
         self.fleet = FleetView(
@@ -99,10 +99,10 @@ class Gateway:
             chunk_interval_s=settings.chunk_interval_ms / 1000,
             scenario_rules=settings.rules,
         )
-        self.http_app = _http_app(settings, self.frontend, self._door, not_ready)
+        self.http_app = _http_app(settings, self.frontend, self._access, not_ready)
         self._bounds = _bounds(settings)
         self.http = _http_server(settings, self.http_app, self._bounds)
-        self.grpc = _grpc_server(settings, self.frontend, self._door)
+        self.grpc = _grpc_server(settings, self.frontend, self._access)
         self._not_ready = not_ready
         self._tasks: list[asyncio.Task[None]] = []
         view.on_change(self._on_record_changed)
@@ -119,7 +119,7 @@ class Gateway:
             self.observer.run(),
             self.http_app.run(),
             self.grpc.run(),
-            self._door.run(),
+            self._access.run(),
             self._tell_health(),
         )
         self._tasks = [asyncio.create_task(loop) for loop in loops]
@@ -141,7 +141,7 @@ class Gateway:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._door.close()
+        await self._access.close()
         await self.observer.publish_rest()
         await self.sessions.close()
         await self._planner.close()
@@ -151,7 +151,7 @@ class Gateway:
         self._room.slots_freed(instance_id, num_free)
 
     def _on_record_changed(self, change: RecordChanged) -> None:
-        self._door.share(self.fleet.gateways())
+        self._access.share(self.fleet.gateways())
         with contextlib.suppress(RuntimeError):  # the loop is closing
             self.sessions.forget_gone(lambda i, inc: self.fleet.record(i, inc) is not None)
 
@@ -198,11 +198,14 @@ class Gateway:
 
 
 def _http_app(
-    settings: Settings, frontend: Frontend, door: Door, not_ready: Callable[[], list[str]]
+    settings: Settings,
+    frontend: Frontend,
+    access: AccessControl,
+    not_ready: Callable[[], list[str]],
 ) -> HttpApp:
     return HttpApp(
         frontend,
-        door,
+        access,
         not_ready,
         max_body_bytes=settings.max_body_bytes,
         max_incoming_bytes=max(settings.max_incoming_bytes, settings.max_body_bytes),
@@ -231,10 +234,10 @@ def _http_server(settings: Settings, app: HttpApp, bounds: Bounds) -> HttpServer
     return HttpServer(app, listener, bounds, shutdown_s=settings.drain_s + 2)
 
 
-def _grpc_server(settings: Settings, frontend: Frontend, door: Door) -> GrpcServer:
+def _grpc_server(settings: Settings, frontend: Frontend, access: AccessControl) -> GrpcServer:
     return GrpcServer(
         frontend,
-        door,
+        access,
         settings.host,
         settings.grpc_port,
         max_bytes=settings.max_body_bytes,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION, ROLE_PREFILL, InstanceRecord
-from services.gateway.access.access_control import Door
+from services.gateway.access.access_control import AccessControl
 from services.gateway.gateway import Gateway
 from services.gateway.settings import Settings
 from services.gateway.text.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ class GatewayMesh:
         self.store = MemoryStore()
         self.instances: dict[str, FakeInstance] = {}
         self.events: list[Any] = []
-        self.door: Door | None = None
+        self.access: AccessControl | None = None
         self.gateway: Gateway
 
     async def publish(self, subject: str, message: Any) -> None:
@@ -37,7 +37,7 @@ class GatewayMesh:
         def not_ready() -> list[str]:
             return [] if self.gateway.fleet.can_serve() else ["instances"]
 
-        self.gateway = Gateway(self.settings, view, self.tokenizer, self, not_ready, self.door)
+        self.gateway = Gateway(self.settings, view, self.tokenizer, self, not_ready, self.access)
         await self.gateway.start()
 
     @property
@@ -73,7 +73,7 @@ async def gateway_mesh(
     num_prefills: int = 1,
     num_decodes: int = 1,
     num_fusions: int = 0,
-    door: Door | None = None,
+    access: AccessControl | None = None,
     **settings: Any,
 ) -> AsyncIterator[GatewayMesh]:
     tokenizer = Tokenizer.load(write_tiny_model(directory / "tiny"), max_chars=1 << 20)
@@ -86,7 +86,7 @@ async def gateway_mesh(
         **settings,
     }
     mesh = GatewayMesh(Settings(**values), tokenizer)
-    mesh.door = door
+    mesh.access = access
     roles = [
         *((ROLE_PREFILL, f"prefill-{i}") for i in range(num_prefills)),
         *((ROLE_DECODE, f"decode-{i}") for i in range(num_decodes)),

@@ -411,12 +411,12 @@ async def test_a_frozen_sender_holds_up_no_pull_from_a_healthy_one() -> None:
         made.append(MemoryTransport())
         return made[-1]
 
-    patient = HostConfig(transfer_timeout_s=600.0, transfer_stall_s=300.0)
+    suspected = HostConfig(transfer_timeout_s=600.0, transfer_stall_s=300.0)
     async with (
         sim_instance("prefill-0", PREFILL, make, ticket_lease_s=600.0) as frozen,
         sim_instance("prefill-1", PREFILL, make) as healthy,
         sim_instance(
-            "decode-0", DECODE, make, max_pulls=1, max_retrievals=8, host_config=patient
+            "decode-0", DECODE, make, max_pulls=1, max_retrievals=8, host_config=suspected
         ) as d,
         TestSession(frozen) as to_frozen,
         TestSession(healthy) as to_healthy,

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pdmesh.core.kv.prefix.partial_block_names import TailSampling
+from pdmesh.core.kv.prefix.partial_block_names import PartialSampling
 from pdmesh.engine.base import Sampling
 from pdmesh.engine.factory import sim_params
 from pdmesh.launcher.mesh import Mesh
@@ -31,8 +31,8 @@ from tests.support.sim_pair import prompt_of
 from tests.support.sim_reference import sim_reference
 from tests.support.waiting import until
 
-WHOLE = TailSampling(start=208, step=4)  # of blocks of 64: one name, at their number of tokens
-SAMPLED = TailSampling(start=16, step=4)
+WHOLE = PartialSampling(start=208, step=4)  # of blocks of 64: one name, at their number of tokens
+SAMPLED = PartialSampling(start=16, step=4)
 
 
 async def ask(f: SimInstance, to_f: TestSession, prompt: list[int], num_tokens: int) -> list[int]:
@@ -54,7 +54,7 @@ def cached(session: TestSession) -> list[int]:
 @pytest.mark.req("S103", "S104")
 async def test_a_chat_reuses_all_it_said_and_not_whole_blocks_alone() -> None:
     async with (
-        sim_instance("fusion-0", FUSION, MemoryTransport, tail_sampling=WHOLE) as f,
+        sim_instance("fusion-0", FUSION, MemoryTransport, partial_sampling=WHOLE) as f,
         TestSession(f) as to_f,
     ):
         chat = prompt_of(37)
@@ -71,7 +71,7 @@ async def test_a_chat_reuses_all_it_said_and_not_whole_blocks_alone() -> None:
 @pytest.mark.req("S103", "S104")
 async def test_chats_that_part_within_a_block_share_what_is_named_of_it() -> None:
     async with (
-        sim_instance("fusion-0", FUSION, MemoryTransport, tail_sampling=SAMPLED) as f,
+        sim_instance("fusion-0", FUSION, MemoryTransport, partial_sampling=SAMPLED) as f,
         TestSession(f) as to_f,
     ):
         system = prompt_of(64 + 31)
@@ -86,7 +86,7 @@ async def test_chats_that_part_within_a_block_share_what_is_named_of_it() -> Non
 @pytest.mark.req("S104")
 async def test_two_that_continue_one_turn_at_once_do_not_disturb_each_other() -> None:
     async with (
-        sim_instance("fusion-0", FUSION, MemoryTransport, tail_sampling=WHOLE) as f,
+        sim_instance("fusion-0", FUSION, MemoryTransport, partial_sampling=WHOLE) as f,
         TestSession(f) as to_f,
     ):
         start = prompt_of(100)
@@ -106,7 +106,7 @@ async def test_two_that_continue_one_turn_at_once_do_not_disturb_each_other() ->
 async def test_prefill_keeps_the_tail_of_its_prompts_in_both_modes(mode: str) -> None:
     kv_transfer = {"whole": 1, "per_layer": 2}[mode]
     async with (
-        sim_instance("prefill-0", PREFILL, MemoryTransport, tail_sampling=WHOLE) as p,
+        sim_instance("prefill-0", PREFILL, MemoryTransport, partial_sampling=WHOLE) as p,
         sim_instance("decode-0", DECODE, MemoryTransport) as d,
         TestSession(p) as to_p,
         TestSession(d) as to_d,
@@ -135,7 +135,7 @@ async def test_prefill_keeps_the_tail_of_its_prompts_in_both_modes(mode: str) ->
 async def test_a_prompt_given_up_leaves_the_tail_it_continued() -> None:
     async with (
         sim_instance(  # at a real engine's pace, so that it is given up while it computes
-            "fusion-0", FUSION, MemoryTransport, tail_sampling=WHOLE, sim_law="smollm2-cpu"
+            "fusion-0", FUSION, MemoryTransport, partial_sampling=WHOLE, sim_law="smollm2-cpu"
         ) as f,
         TestSession(f) as to_f,
     ):
@@ -155,7 +155,7 @@ async def test_a_prompt_given_up_leaves_the_tail_it_continued() -> None:
 async def test_wrong_bytes_below_the_watermark_change_the_answer() -> None:
     """The negative control: the reused part of a block is not written anew."""
     async with (
-        sim_instance("fusion-0", FUSION, MemoryTransport, tail_sampling=WHOLE) as f,
+        sim_instance("fusion-0", FUSION, MemoryTransport, partial_sampling=WHOLE) as f,
         TestSession(f) as to_f,
     ):
         start = prompt_of(30)

@@ -24,7 +24,7 @@ from pdmesh.core.groups.desired import (
     Scenario,
     Service,
 )
-from pdmesh.core.groups.join import sorted_out
+from pdmesh.core.groups.join import stayers_and_leavers
 from pdmesh.core.groups.round import Round
 from pdmesh.core.instance.lifecycle_events import Assigned
 from pdmesh.core.model import Assignment, Phase, Role, Stage
@@ -177,7 +177,7 @@ class GroupMachine(RuleBasedStateMachine):
         given, seen = turn.plan[instance_id], turn.observed.seen[instance_id]
         group = turn.observed.wanted.groups[given.role_spec.group_id]
         here = replace(group, region=None if group.spans_regions else seen.region)
-        staying, _ = sorted_out(turn, here)
+        staying, _ = stayers_and_leavers(turn, here)
         others = [member for member in staying if member.is_ready]
         if given.role_spec.role is Role.PREFILL:
             decodes = [m for m in others if m.role is Role.DECODE]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdmesh.core.kv.prefix.block_hash import block_hashes, tokens_to_bytes
-from pdmesh.core.kv.prefix.partial_block_names import TailSampling
+from pdmesh.core.kv.prefix.partial_block_names import PartialSampling
 from pdmesh.engine.sim.block_pool import BlockPool
 
 NUM_BLOCKS, SIZE = 10, 8
@@ -29,7 +29,7 @@ class Conversation:
 class TailMachine(RuleBasedStateMachine):
     """Prompts come, claim what is held of them, write the rest into `memory` some time later, keep it and leave."""
 
-    sampling = TailSampling(start=4, step=2)
+    sampling = PartialSampling(start=4, step=2)
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class TailMachine(RuleBasedStateMachine):
         num_reused = len(blocks) * SIZE
         data = tokens_to_bytes(tokens[num_reused : min(num_reused + SIZE, len(tokens) - 1)])
         parent = hashes[len(blocks) - 1] if blocks else b""
-        tail = self.pool.claim_tail(ROOT, parent, data)
+        tail = self.pool.claim_partial(ROOT, parent, data)
         if tail is not None:
             if tail.source is not None:
                 self.memory[tail.block][: tail.num_tokens] = self.memory[tail.source][
@@ -81,7 +81,7 @@ class TailMachine(RuleBasedStateMachine):
         first = 0 if self.sampling.start < SIZE else len(one.tokens) // SIZE
         for index, block in enumerate(one.blocks[first:], first):
             data = tokens_to_bytes(one.tokens[index * SIZE : (index + 1) * SIZE])
-            self.pool.keep_tail(block, ROOT, hashes[index - 1] if index else b"", data)
+            self.pool.keep_partial(block, ROOT, hashes[index - 1] if index else b"", data)
         self.known.append(one.tokens)
 
     @rule(which=st.integers(0, 20))
@@ -116,7 +116,7 @@ class TailMachine(RuleBasedStateMachine):
 class WholeTailMachine(TailMachine):
     """Blocks shorter than `start`: one name each, at their number of tokens."""
 
-    sampling = TailSampling(start=208, step=4)
+    sampling = PartialSampling(start=208, step=4)
 
 
 TestTails = pytest.mark.req("S103", "S104")(TailMachine.TestCase)
@@ -126,12 +126,12 @@ for _case in (TestTails, TestWholeTails):
 
 
 def pool_with(
-    tokens: list[int], sampling: TailSampling = TailMachine.sampling
+    tokens: list[int], sampling: PartialSampling = TailMachine.sampling
 ) -> tuple[BlockPool, int]:
     """A pool that keeps one block with these tokens, of nobody now."""
     pool = BlockPool(4, SIZE, sampling)
     [block] = pool.allocate(1)
-    pool.keep_tail(block, ROOT, b"", tokens_to_bytes(tokens))
+    pool.keep_partial(block, ROOT, b"", tokens_to_bytes(tokens))
     pool.release([block])
     return pool, block
 
@@ -140,7 +140,7 @@ def pool_with(
 def test_of_two_that_continue_one_partial_block_the_second_gets_a_copy() -> None:
     pool, block = pool_with([1, 2, 3, 4])
     data = tokens_to_bytes([1, 2, 3, 4, 5])
-    first, second = pool.claim_tail(ROOT, b"", data), pool.claim_tail(ROOT, b"", data)
+    first, second = pool.claim_partial(ROOT, b"", data), pool.claim_partial(ROOT, b"", data)
     assert first is not None
     assert second is not None
     assert (first.block, first.num_tokens, first.source) == (block, 4, None)
@@ -151,42 +151,44 @@ def test_of_two_that_continue_one_partial_block_the_second_gets_a_copy() -> None
 @pytest.mark.req("S103", "S104")
 def test_the_most_tokens_at_a_sampled_position_are_found_and_copied_where_it_parts() -> None:
     pool, block = pool_with([1, 2, 3, 4, 5, 6, 7])  # named at 4 and 6
-    tail = pool.claim_tail(ROOT, b"", tokens_to_bytes([1, 2, 3, 4, 5, 6, 9]))
+    tail = pool.claim_partial(ROOT, b"", tokens_to_bytes([1, 2, 3, 4, 5, 6, 9]))
     assert tail is not None
     assert (tail.num_tokens, tail.source) == (6, block)
-    tail = pool.claim_tail(ROOT, b"", tokens_to_bytes([1, 2, 3, 4, 9, 9, 9]))
+    tail = pool.claim_partial(ROOT, b"", tokens_to_bytes([1, 2, 3, 4, 9, 9, 9]))
     assert tail is not None
     assert tail.num_tokens == 4
-    assert pool.claim_tail(ROOT, b"", tokens_to_bytes([1, 2, 3, 9])) is None
-    assert pool.claim_tail(b"s" * 16, b"", tokens_to_bytes([1, 2, 3, 4])) is None, "another tenant"
-    assert pool.claim_tail(ROOT, b"p" * 16, tokens_to_bytes([1, 2, 3, 4])) is None
+    assert pool.claim_partial(ROOT, b"", tokens_to_bytes([1, 2, 3, 9])) is None
+    assert pool.claim_partial(b"s" * 16, b"", tokens_to_bytes([1, 2, 3, 4])) is None, (
+        "another tenant"
+    )
+    assert pool.claim_partial(ROOT, b"p" * 16, tokens_to_bytes([1, 2, 3, 4])) is None
 
 
 @pytest.mark.req("S104")
 def test_a_partial_block_that_fills_up_is_shared_and_its_old_names_go() -> None:
-    pool, block = pool_with([1, 2, 3, 4], TailSampling(start=208, step=4))
+    pool, block = pool_with([1, 2, 3, 4], PartialSampling(start=208, step=4))
     stored, _ = pool.take_changes()
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
-    tail = pool.claim_tail(ROOT, b"", tokens_to_bytes(tokens[:6]))
+    tail = pool.claim_partial(ROOT, b"", tokens_to_bytes(tokens[:6]))
     assert tail is not None
     [name] = block_hashes(ROOT, tokens, SIZE)
     pool.store(block, name)
-    pool.keep_tail(block, ROOT, b"", tokens_to_bytes(tokens))
+    pool.keep_partial(block, ROOT, b"", tokens_to_bytes(tokens))
     assert pool.take_changes() == ((name,), stored)
     pool.release([block])
     assert pool.match([name]) == pool.match([name]) == [block]
-    assert pool.claim_tail(ROOT, b"", tokens_to_bytes(tokens[:6])) is None
+    assert pool.claim_partial(ROOT, b"", tokens_to_bytes(tokens[:6])) is None
     pool.check_invariants()
 
 
 @pytest.mark.req("S104")
 def test_a_block_that_became_full_is_no_more_to_be_appended_to() -> None:
-    pool, block = pool_with([1, 2, 3, 4], TailSampling(start=208, step=4))
+    pool, block = pool_with([1, 2, 3, 4], PartialSampling(start=208, step=4))
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
-    assert pool.claim_tail(ROOT, b"", tokens_to_bytes(tokens[:6])) is not None
+    assert pool.claim_partial(ROOT, b"", tokens_to_bytes(tokens[:6])) is not None
     pool.store(block, block_hashes(ROOT, tokens, SIZE)[0])
     pool.release([block])
-    assert pool.claim_tail(ROOT, b"", tokens_to_bytes([1, 2, 3, 4, 9])) is None
+    assert pool.claim_partial(ROOT, b"", tokens_to_bytes([1, 2, 3, 4, 9])) is None
     pool.check_invariants()
 
 
@@ -194,8 +196,8 @@ def test_a_block_that_became_full_is_no_more_to_be_appended_to() -> None:
 def test_who_gives_up_leaves_the_partial_block_as_it_was() -> None:
     pool, block = pool_with([1, 2, 3, 4])
     data = tokens_to_bytes([1, 2, 3, 4, 5])
-    assert pool.claim_tail(ROOT, b"", data) is not None
+    assert pool.claim_partial(ROOT, b"", data) is not None
     pool.release([block])
-    again = pool.claim_tail(ROOT, b"", data)
+    again = pool.claim_partial(ROOT, b"", data)
     assert again is not None
     assert (again.block, again.source) == (block, None)

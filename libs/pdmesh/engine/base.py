@@ -18,7 +18,7 @@ from enum import Enum
 from typing import Protocol
 
 from pdmesh.core.instance.arena import ArenaRange as ArenaRange  # noqa: PLC0414 - of the jobs
-from pdmesh.core.kv.prefix.partial_block_names import NO_TAILS, TailSampling
+from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampling
 from pdmesh.core.kv.prefix.pins import PinnedPrefix
 from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.core.kv.transfer.ticket import Ticket as Ticket  # noqa: PLC0414  # part of the jobs
@@ -270,7 +270,7 @@ class EngineInfo:
     kv_addresses: tuple[str, ...] = field(
         default=(), repr=False
     )  # KV transport address of each rank
-    tail_sampling: TailSampling = NO_TAILS  # of beginnings of its blocks
+    partial_sampling: PartialSampling = NO_PARTIALS  # of beginnings of its blocks
 
 
 @dataclass(frozen=True, slots=True)

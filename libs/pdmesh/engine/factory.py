@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdmesh.core.instance.speculation import NO_SPECULATION, Speculation
-from pdmesh.core.kv.prefix.partial_block_names import NO_TAILS, TailSampling
+from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampling
 from pdmesh.core.kv.tiers.load_plan import CostBook
 from pdmesh.engine.base import Engine
 from pdmesh.engine.laws import LAWS
@@ -60,7 +60,9 @@ class EngineSettings:
     sim_num_layers: int = 2
     sim_token_bytes: int = 64  # of KV, per layer
     sim_fail_every: int = 0
-    tail_sampling: TailSampling = NO_TAILS  # sim: vLLM appends to no block of its prefix cache
+    partial_sampling: PartialSampling = (
+        NO_PARTIALS  # sim: vLLM appends to no block of its prefix cache
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ def build_sim(
         ticket_lease_s=settings.ticket_lease_s,
         tier_timeout_s=settings.tiers.timeout_s,
         max_pulls=settings.max_pulls,
-        tail_sampling=settings.tail_sampling,
+        partial_sampling=settings.partial_sampling,
         fail_every=settings.sim_fail_every,
     )
     engine = SimEngine(config, make_agent, tiers, find_holders)

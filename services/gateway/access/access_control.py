@@ -1,7 +1,7 @@
 """Who may come in, and how much they may take: API keys and tenants' limits, the same for HTTP and gRPC.
 
-A visit begins before the body is read, so that what is refused costs next to nothing, and ends with the answer. Without a
-key file everybody is one tenant without limits, and a visit does nothing.
+A permit is given before the body is read, so that what is refused costs next to nothing, and is given back with the answer. Without a
+key file everybody is one tenant without limits, and a permit bounds nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RateLimited(Overloaded):
     """The tenant's own limit, not the mesh's."""
 
 
-class Visit(Protocol):
+class Permit(Protocol):
     """One call's stay. `charge` before its work, `settle` after it, `leave` at the end whatever happened."""
 
     @property
@@ -90,15 +90,15 @@ class _Anyone:
     def leave(self) -> None: ...
 
 
-ANYONES_VISIT: Final = _Anyone()
+ANYONES_PERMIT: Final = _Anyone()
 
 
-class Door(Protocol):
+class AccessControl(Protocol):
     def check(self, authorization: str) -> None:
         """Raises Unauthenticated or PermissionDenied: before anything is read of somebody's request. It counts as none."""
         ...
 
-    async def enter(self, authorization: str) -> Visit:
+    async def enter(self, authorization: str) -> Permit:
         """Raises Unauthenticated, PermissionDenied or RateLimited. `authorization`: the header, or the metadata."""
         ...
 
@@ -115,11 +115,11 @@ class Door(Protocol):
     async def close(self) -> None: ...
 
 
-class OpenDoor:
+class OpenAccess:
     def check(self, authorization: str) -> None: ...
 
-    async def enter(self, authorization: str) -> Visit:
-        return ANYONES_VISIT
+    async def enter(self, authorization: str) -> Permit:
+        return ANYONES_PERMIT
 
     def join(self, bucket: LedgerBucket, me: str) -> None: ...
 
@@ -131,7 +131,7 @@ class OpenDoor:
     async def close(self) -> None: ...
 
 
-class KeyedDoor:
+class KeyedAccess:
     """Reads the key file again when it changes; one that became unreadable changes nothing. A gateway that is alone grants all of every limit,
     and one that `join`s others what it holds of them."""
 
@@ -150,12 +150,12 @@ class KeyedDoor:
     def check(self, authorization: str) -> None:
         self._tenant_of(authorization)
 
-    async def enter(self, authorization: str) -> Visit:
+    async def enter(self, authorization: str) -> Permit:
         tenant = self._tenant_of(authorization)
         while (refused := self._tenants.enter(tenant, time.monotonic())) is not None:
             if not await self.has_more(tenant, refused):
                 raise self._count(tenant.name, _rate_limited(refused))
-        return _KeyedVisit(self, tenant)
+        return _KeyedPermit(self, tenant)
 
     def _tenant_of(self, authorization: str) -> Tenant:
         token = authorization[len(_BEARER) :].strip()
@@ -189,7 +189,7 @@ class KeyedDoor:
             await asyncio.sleep(_RELOAD_S)
             await self._reload()
 
-    # --- visits ----------------------------------------------------------------------------------
+    # --- permits ---------------------------------------------------------------------------------
 
     def charge(self, tenant: Tenant, num_tokens: int) -> Charge | LimitRefused:
         now = time.time()
@@ -234,11 +234,11 @@ class KeyedDoor:
         log.info("keys.loaded", num_keys=len(keyring), num_tenants=len(keyring.tenants))
 
 
-class _KeyedVisit:
-    __slots__ = ("_charge", "_door", "_has_left", "_refused", "tenant")
+class _KeyedPermit:
+    __slots__ = ("_access", "_charge", "_has_left", "_refused", "tenant")
 
-    def __init__(self, door: KeyedDoor, tenant: Tenant) -> None:
-        self._door = door
+    def __init__(self, access: KeyedAccess, tenant: Tenant) -> None:
+        self._access = access
         self.tenant = tenant
         self._charge: Charge | None = None
         self._refused: LimitRefused | None = None
@@ -247,33 +247,33 @@ class _KeyedVisit:
     def charge(self, num_tokens: int) -> None:
         """Raises RateLimited."""
         assert self._charge is None
-        found = self._door.charge(self.tenant, num_tokens)
+        found = self._access.charge(self.tenant, num_tokens)
         if isinstance(found, LimitRefused):
             self._refused = found
             raise _rate_limited(found)
         self._charge = found
 
     async def has_more(self) -> bool:
-        return self._refused is not None and await self._door.has_more(self.tenant, self._refused)
+        return self._refused is not None and await self._access.has_more(self.tenant, self._refused)
 
     def settle(self, num_used: int) -> None:
         charge, self._charge = self._charge, None
         if charge is not None:
-            self._door.settle(self.tenant, charge, num_used)
+            self._access.settle(self.tenant, charge, num_used)
 
     def leave(self) -> None:
         """Idempotent. A charge that nobody settled is given back."""
         if not self._has_left:
             self._has_left = True
             self.settle(0)
-            self._door.leave(self.tenant)
+            self._access.leave(self.tenant)
 
 
 T = TypeVar("T")
 
 
-async def charged(visit: Visit, work: Callable[[], T]) -> T:
-    """What `work` gives, which charges the visit: done again as long as this gateway gets more of its tenant's limits.
+async def charged(permit: Permit, work: Callable[[], T]) -> T:
+    """What `work` gives, which charges the permit: done again as long as this gateway gets more of its tenant's limits.
 
     Raises RateLimited.
     """
@@ -281,9 +281,9 @@ async def charged(visit: Visit, work: Callable[[], T]) -> T:
         try:
             return work()
         except RateLimited as exc:
-            if not await visit.has_more():
+            if not await permit.has_more():
                 _refused.add(
-                    1, {names.ATTR_TENANT: visit.tenant.name, names.ATTR_REASON: exc.reason}
+                    1, {names.ATTR_TENANT: permit.tenant.name, names.ATTR_REASON: exc.reason}
                 )
                 raise
 
@@ -302,11 +302,11 @@ def check_model(tenant: Tenant, model: str) -> None:
         raise PermissionDenied("this API key may not use this model", field="model")
 
 
-def open_door(host: str, keys_file: Path | None, *, allow_anonymous: bool) -> Door:
+def access_control(host: str, keys_file: Path | None, *, allow_anonymous: bool) -> AccessControl:
     """Raises StartupError with one line: an address that others can reach needs keys, or a word that it does not."""
     if keys_file is not None:
         try:
-            return KeyedDoor(keys_file)
+            return KeyedAccess(keys_file)
         except api_keys.BadKeyFile as exc:
             message = f"{exc}; make one with: pdmesh keys add TENANT --file {keys_file}"
             raise StartupError(message) from exc
@@ -315,7 +315,7 @@ def open_door(host: str, keys_file: Path | None, *, allow_anonymous: bool) -> Do
             f"refusing to listen on {host} without API keys: set PDMESH_GATEWAY_KEYS_FILE "
             "(pdmesh keys add makes one), or PDMESH_GATEWAY_ALLOW_ANONYMOUS=true on a trusted network"
         )
-    return OpenDoor()
+    return OpenAccess()
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

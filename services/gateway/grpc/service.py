@@ -24,7 +24,7 @@ from pdmesh.net.grpc.incoming import READ_AHEAD, Incoming, IncomingGuard
 from pdmesh.net.loopback import join
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, FinishReason, Usage
-from services.gateway.access.access_control import Door, Visit, charged
+from services.gateway.access.access_control import AccessControl, Permit, charged
 from services.gateway.grpc.calls import chat_spec, generate_spec
 from services.gateway.grpc.health import HealthServicer
 from services.gateway.request.frontend import Call, Frontend, new_request_id
@@ -50,9 +50,9 @@ _REASONS: Final[dict[str | None, FinishReason.ValueType]] = {
 class InferenceServicer:
     """`write_timeout_s`: a client that takes nothing for so long is cut, as at the other door (F28)."""
 
-    def __init__(self, frontend: Frontend, door: Door, write_timeout_s: float) -> None:
+    def __init__(self, frontend: Frontend, access: AccessControl, write_timeout_s: float) -> None:
         self._frontend = frontend
-        self._door = door
+        self._access = access
         self._write_timeout_s = write_timeout_s
         self._writing: dict[_Writer, None] = {}
 
@@ -68,9 +68,9 @@ class InferenceServicer:
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: Context
     ) -> pb.GenerateResponse:
-        async with self._visit(context) as visit:
-            spec = await generate_spec(request, self._frontend, visit.tenant)
-            request_id, choices, usage = await self._whole(spec, visit, context)
+        async with self._permit(context) as permit:
+            spec = await generate_spec(request, self._frontend, permit.tenant)
+            request_id, choices, usage = await self._whole(spec, permit, context)
         first = choices[0]
         return pb.GenerateResponse(
             request_id=request_id,
@@ -86,9 +86,9 @@ class InferenceServicer:
     async def GenerateStream(  # noqa: N802
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        async with self._visit(context) as visit:
-            spec = await generate_spec(request.request, self._frontend, visit.tenant)
-            async for call, delta, is_end in self._streamed(spec, visit, context):
+        async with self._permit(context) as permit:
+            spec = await generate_spec(request.request, self._frontend, permit.tenant)
+            async for call, delta, is_end in self._streamed(spec, permit, context):
                 response = pb.GenerateStreamResponse(
                     request_id=call.request_id,
                     index=delta.index,
@@ -105,9 +105,9 @@ class InferenceServicer:
     async def Chat(  # noqa: N802
         self, request: pb.ChatRequest, context: Context
     ) -> pb.ChatResponse:
-        async with self._visit(context) as visit:
-            spec = await chat_spec(request, self._frontend, visit.tenant)
-            request_id, choices, usage = await self._whole(spec, visit, context)
+        async with self._permit(context) as permit:
+            spec = await chat_spec(request, self._frontend, permit.tenant)
+            request_id, choices, usage = await self._whole(spec, permit, context)
         first = choices[0]
         return pb.ChatResponse(
             request_id=request_id,
@@ -122,9 +122,9 @@ class InferenceServicer:
     async def ChatStream(  # noqa: N802
         self, request: pb.ChatStreamRequest, context: Context
     ) -> AsyncIterator[pb.ChatStreamResponse]:
-        async with self._visit(context) as visit:
-            spec = await chat_spec(request.request, self._frontend, visit.tenant)
-            async for call, delta, is_end in self._streamed(spec, visit, context):
+        async with self._permit(context) as permit:
+            spec = await chat_spec(request.request, self._frontend, permit.tenant)
+            async for call, delta, is_end in self._streamed(spec, permit, context):
                 response = pb.ChatStreamResponse(
                     request_id=call.request_id,
                     index=delta.index,
@@ -140,29 +140,29 @@ class InferenceServicer:
     async def ListModels(  # noqa: N802
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
-        async with self._visit(context) as visit:
-            allowed = visit.tenant.models
+        async with self._permit(context) as permit:
+            allowed = permit.tenant.models
         models = self._frontend.shared.fleet.models()
         return pb.ListModelsResponse(models=[m for m in models if not allowed or m in allowed])
 
     @contextlib.asynccontextmanager
-    async def _visit(self, context: Context) -> AsyncIterator[Visit]:
+    async def _permit(self, context: Context) -> AsyncIterator[Permit]:
         """Raises MeshError."""
         self._frontend.check_open()
-        visit = await self._door.enter(_metadata(context, "authorization"))
+        permit = await self._access.enter(_metadata(context, "authorization"))
         try:
-            yield visit
+            yield permit
         finally:
-            visit.leave()
+            permit.leave()
 
     async def _whole(
-        self, spec: CallSpec, visit: Visit, context: Context
+        self, spec: CallSpec, permit: Permit, context: Context
     ) -> tuple[str, list[pb.Choice], Usage]:
         num_choices = spec.n * len(spec.prompts)
         choices = [pb.Choice(index=i) for i in range(num_choices)]
         texts: list[list[str]] = [[] for _ in range(num_choices)]
         request_id, usage = "", Usage()
-        async for call, delta, is_end in self._deltas(spec, visit, context, is_streamed=False):
+        async for call, delta, is_end in self._deltas(spec, permit, context, is_streamed=False):
             texts[delta.index].append(delta.text)
             choice = choices[delta.index]
             choice.token_ids.extend(delta.token_ids)
@@ -176,13 +176,13 @@ class InferenceServicer:
         return request_id, choices, usage
 
     async def _streamed(
-        self, spec: CallSpec, visit: Visit, context: Context
+        self, spec: CallSpec, permit: Permit, context: Context
     ) -> AsyncIterator[tuple[Call, TextDelta, bool]]:
         """The same deltas, with an eye on how long each takes to be written."""
         writer = _Writer(asyncio.current_task())
         self._writing[writer] = None
         try:
-            async for call, delta, is_end in self._deltas(spec, visit, context, is_streamed=True):
+            async for call, delta, is_end in self._deltas(spec, permit, context, is_streamed=True):
                 writer.request_id = call.request_id
                 writer.blocked_since = time.monotonic()
                 yield call, delta, is_end
@@ -191,12 +191,12 @@ class InferenceServicer:
             del self._writing[writer]
 
     async def _deltas(
-        self, spec: CallSpec, visit: Visit, context: Context, *, is_streamed: bool
+        self, spec: CallSpec, permit: Permit, context: Context, *, is_streamed: bool
     ) -> AsyncIterator[tuple[Call, TextDelta, bool]]:
         """The call's deltas; with its last one, True. A client that goes away cancels us, and that frees the call."""
         traceparent = _metadata(context, "traceparent")
         call = await charged(
-            visit, lambda: self._frontend.open(spec, new_request_id(), visit, traceparent)
+            permit, lambda: self._frontend.open(spec, new_request_id(), permit, traceparent)
         )
         num_open, has_begun = len(call.generations), False
         try:
@@ -224,7 +224,7 @@ class GrpcServer:
     def __init__(
         self,
         frontend: Frontend,
-        door: Door,
+        access: AccessControl,
         host: str,
         port: int,
         *,
@@ -244,7 +244,7 @@ class GrpcServer:
 
         def admit(method: str, context: Context) -> None:
             if not method.startswith(_HEALTH):
-                door.check(_metadata(context, "authorization"))
+                access.check(_metadata(context, "authorization"))
 
         # Who has no key shares no room with those who have.
         num_messages = max(2, max_incoming_bytes // max_bytes)
@@ -264,7 +264,7 @@ class GrpcServer:
             interceptors=[IncomingGuard(incoming, admit, rpc.fail)],
         )
         service = pb.DESCRIPTOR.services_by_name["InferenceService"]
-        self._servicer = InferenceServicer(frontend, door, write_timeout_s)
+        self._servicer = InferenceServicer(frontend, access, write_timeout_s)
         rpc.add_service(self._server, service, self._servicer, _MAX_FIELDS)
         self._health = HealthServicer((SERVICE,))
         rpc.add_service(self._server, _HEALTH_SERVICE, self._health, _MAX_FIELDS)

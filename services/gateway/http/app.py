@@ -18,8 +18,8 @@ import structlog
 from pdmesh.core.tenancy.limits import Tenant
 from pdmesh.errors import InvalidRequest, MeshError, shortened
 from services.gateway.access.access_control import (
-    Door,
-    Visit,
+    AccessControl,
+    Permit,
     charged,
     check_model,
 )
@@ -67,7 +67,7 @@ class HttpApp:
     def __init__(
         self,
         frontend: Frontend,
-        door: Door,
+        access: AccessControl,
         not_ready: Callable[[], list[str]],
         *,
         max_body_bytes: int,
@@ -76,7 +76,7 @@ class HttpApp:
     ) -> None:
         self.body_room = BodyRoom(max_incoming_bytes)
         self._frontend = frontend
-        self._door = door
+        self._access = access
         self._not_ready = not_ready
         self._max_body_bytes = max_body_bytes
         self._write_timeout_s = write_timeout_s
@@ -138,43 +138,43 @@ class HttpApp:
     # --- generation ------------------------------------------------------------------------------
 
     async def _chat(self, exchange: HttpExchange) -> None:
-        visit = await self._enter(exchange)
+        permit = await self._enter(exchange)
         try:
             request = parse_chat(await exchange.body(self._max_body_bytes, self.body_room))
-            spec = await chat_spec(request, self._frontend, visit.tenant)
-            await self._answer(exchange, request, spec, visit)
+            spec = await chat_spec(request, self._frontend, permit.tenant)
+            await self._answer(exchange, request, spec, permit)
         finally:
-            visit.leave()
+            permit.leave()
 
     async def _completion(self, exchange: HttpExchange) -> None:
-        visit = await self._enter(exchange)
+        permit = await self._enter(exchange)
         try:
             request = parse_completion(await exchange.body(self._max_body_bytes, self.body_room))
-            spec = await completion_spec(request, self._frontend, visit.tenant)
-            await self._answer(exchange, request, spec, visit)
+            spec = await completion_spec(request, self._frontend, permit.tenant)
+            await self._answer(exchange, request, spec, permit)
         finally:
-            visit.leave()
+            permit.leave()
 
-    async def _enter(self, exchange: HttpExchange) -> Visit:
+    async def _enter(self, exchange: HttpExchange) -> Permit:
         """Raises MeshError, before anything is read."""
         self._frontend.check_open()
-        return await self._door.enter(exchange.header(b"authorization"))
+        return await self._access.enter(exchange.header(b"authorization"))
 
     async def _answer(
         self,
         exchange: HttpExchange,
         request: ChatCompletionRequest | CompletionRequest,
         spec: CallSpec,
-        visit: Visit,
+        permit: Permit,
     ) -> None:
         is_quiet = not request.stream and not spec.sampling.stop
         if request.stream_options is not None and not request.stream:
             raise InvalidRequest("stream_options needs stream", field="stream_options")
         traceparent = exchange.header(b"traceparent")
         call = await charged(
-            visit,
+            permit,
             lambda: self._frontend.open(
-                spec, exchange.request_id, visit, traceparent, is_quiet=is_quiet
+                spec, exchange.request_id, permit, traceparent, is_quiet=is_quiet
             ),
         )
         exchange.connection.watch(call.cancel)
@@ -268,22 +268,22 @@ class HttpApp:
         await exchange.json(msgspec.json.encode(_model_entry(model)))
 
     async def _tokenize(self, exchange: HttpExchange) -> None:
-        visit = await self._enter(exchange)
+        permit = await self._enter(exchange)
         try:
             request = parse_tokenize(await exchange.body(self._max_body_bytes, self.body_room))
-            tokens, context = await tokenized(request, self._frontend, visit.tenant)
-            await charged(visit, lambda: visit.charge(len(tokens)))
-            visit.settle(len(tokens))
+            tokens, context = await tokenized(request, self._frontend, permit.tenant)
+            await charged(permit, lambda: permit.charge(len(tokens)))
+            permit.settle(len(tokens))
         finally:
-            visit.leave()
+            permit.leave()
         found = {"count": len(tokens), "max_model_len": context, "tokens": tokens.tolist()}
         await exchange.json(msgspec.json.encode(found))
 
     async def _known(self, exchange: HttpExchange) -> Tenant:
         """Whoever asks. Raises MeshError; counts as a request."""
-        visit = await self._door.enter(exchange.header(b"authorization"))
-        visit.leave()
-        return visit.tenant
+        permit = await self._access.enter(exchange.header(b"authorization"))
+        permit.leave()
+        return permit.tenant
 
     async def _live(self, exchange: HttpExchange) -> None:
         await exchange.json(b'{"status":"live"}')

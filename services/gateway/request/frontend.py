@@ -30,7 +30,7 @@ from pdmesh.errors import (
     PoisonRequest,
 )
 from pdmesh.telemetry import metrics, names, traces
-from services.gateway.access.access_control import ANYONES_VISIT, Visit
+from services.gateway.access.access_control import ANYONES_PERMIT, Permit
 from services.gateway.request.bounds import context_exceeded
 from services.gateway.request.generation import Collaborators, Generation, unheard
 from services.gateway.request.leg_commands import ChoiceIdentity
@@ -61,12 +61,12 @@ class Call:
         spec: CallSpec,
         span: Span,
         pacer: Pacer,
-        visit: Visit = ANYONES_VISIT,
+        permit: Permit = ANYONES_PERMIT,
     ) -> None:
         self.request_id = request_id
         self.spec = spec
         self.span = span
-        self.visit = visit
+        self.permit = permit
         self.num_prompt_tokens = sum(map(len, spec.prompts))
         self.created = int(time.time())  # shown to clients; nothing decides on it
         self.started_at = time.monotonic()
@@ -193,7 +193,7 @@ class Frontend:
         self,
         spec: CallSpec,
         request_id: str,
-        visit: Visit,
+        permit: Permit,
         traceparent: str = "",
         *,
         is_quiet: bool = False,
@@ -208,9 +208,9 @@ class Frontend:
         ]
         if self.shared.poison:
             self._refuse_poison(prompts)
-        visit.charge(sum(map(len, spec.prompts)) + spec.n * sum(budgets))
+        permit.charge(sum(map(len, spec.prompts)) + spec.n * sum(budgets))
         span = self._observer.start_span(spec, traceparent)
-        call = Call(request_id, spec, span, self._pacer, visit)
+        call = Call(request_id, spec, span, self._pacer, permit)
         on_tokens: Callable[[], None] = unheard if is_quiet else call.on_tokens
         for prompt_index, prompt in enumerate(prompts):
             for choice in range(spec.n):
@@ -246,7 +246,7 @@ class Frontend:
         if not self._calls:
             self._is_idle.set()
         call.cancel(error)
-        call.visit.settle(call.num_used_tokens)
+        call.permit.settle(call.num_used_tokens)
         self._judge(call)
         self._observer.on_closed(_report(call))
         for generation in call.generations:

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from pdmesh.core.kv.transfer.source_exclusions import NO_QUARRELS, KvExchange
+from pdmesh.core.kv.transfer.source_exclusions import NO_EXCLUSIONS, KvExchange
 from pdmesh.core.placement.plan import DEFAULT_MODEL, DEFAULT_SCENARIO
 from pdmesh.core.request.events import Candidate
 from pdmesh.errors import ModelNotFound, shortened
@@ -180,9 +180,9 @@ class FleetView:
         if self._kept_out.is_isolated(instance_id):
             return None
         is_local = is_local or record.role == ROLE_FUSION
-        quarrels = self._exchange.quarrels(instance_id) if self._exchange else NO_QUARRELS
+        exclusions = self._exchange.exclusions(instance_id) if self._exchange else NO_EXCLUSIONS
         return Candidate(
-            instance_id, incarnation, pair_of(record), is_local, num_matched_tokens, quarrels
+            instance_id, incarnation, pair_of(record), is_local, num_matched_tokens, exclusions
         )
 
     def least_loaded(

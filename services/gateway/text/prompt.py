@@ -7,7 +7,7 @@ import hmac
 from array import array
 from collections.abc import Collection, Sequence
 
-from pdmesh.core.kv.prefix import partial_block_names as tail_names
+from pdmesh.core.kv.prefix import partial_block_names as partial_names
 from pdmesh.core.kv.prefix.block_hash import block_hashes, tenant_root, tokens_to_bytes
 from pdmesh.v1.common_pb2 import InstanceRecord
 
@@ -67,22 +67,24 @@ class Prompt:
 
     def tails(
         self, record: InstanceRecord, stop_token_ids: Collection[int]
-    ) -> list[tail_names.TailName]:
+    ) -> list[partial_names.PartialBlockName]:
         """Names of beginnings of blocks that earlier turns of this conversation may have left; few."""
-        sampling = tail_names.TailSampling(record.kv_tail_start, record.kv_tail_step)
+        sampling = partial_names.PartialSampling(record.kv_tail_start, record.kv_tail_step)
         size = record.block_size
         if not (sampling and size and stop_token_ids):
             return []
         root, hashes = self.root(record.model_fingerprint), self.hashes(record)
         tails = []
-        for end in tail_names.turn_ends(self.data, stop_token_ids):
+        for end in partial_names.turn_ends(self.data, stop_token_ids):
             num_blocks, within = divmod(end, size)
             if not (positions := sampling.positions(within)):
                 continue
             data = self.data[4 * num_blocks * size : 4 * end]
             parent = hashes[num_blocks - 1] if num_blocks else b""
-            names = tail_names.tail_names(root, parent, data, positions[-1:])
-            tails += [tail_names.TailName(num_blocks, p, name) for p, name in names.items()]
+            names = partial_names.partial_names(root, parent, data, positions[-1:])
+            tails += [
+                partial_names.PartialBlockName(num_blocks, p, name) for p, name in names.items()
+            ]
         return tails
 
     def with_replayed(self, replayed: Sequence[int]) -> bytes:

@@ -7,7 +7,7 @@ from typing import Final
 
 from pdmesh.core.health.liveness import Health
 from pdmesh.core.kv.prefix.block_hash import HASH_BYTES
-from pdmesh.core.kv.prefix.partial_block_names import TailName
+from pdmesh.core.kv.prefix.partial_block_names import PartialBlockName
 from pdmesh.core.model import Role
 from pdmesh.core.placement.instance import Identity
 from pdmesh.core.placement.plan import NoPlan, Plan, RankedInstance
@@ -52,7 +52,7 @@ _HEALTHS: Final = {
 }
 _MAX_HASHES: Final = 1_000_000
 _MAX_UINT32: Final = 2**32 - 1
-_MAX_TAILS: Final = 16
+_MAX_PARTIALS: Final = 16
 
 
 def identity_from(record: InstanceRecord) -> Identity | None:
@@ -87,7 +87,9 @@ def query_from(query: pb.PlanQuery, region: str = "") -> Query:
     hashes = list(query.block_hashes)
     if len(hashes) > _MAX_HASHES or (hashes and set(map(len, hashes)) != {HASH_BYTES}):
         raise InvalidRequest("block hashes are 16 bytes each", field="queries.block_hashes")
-    tails = [TailName(t.num_blocks, t.num_tokens, t.name) for t in query.tails[:_MAX_TAILS]]
+    tails = [
+        PartialBlockName(t.num_blocks, t.num_tokens, t.name) for t in query.tails[:_MAX_PARTIALS]
+    ]
     if any(not 0 < t.num_tokens < query.block_size for t in tails):
         raise InvalidRequest("a tail is shorter than a block", field="queries.tails")
     return Query(

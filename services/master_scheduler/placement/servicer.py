@@ -104,7 +104,7 @@ class SchedulerServicer:
         query = convert.query_from(message, region)
         matches: Mapping[str, float] = (blocks := self._index.match(query.block_hashes))
         if query.tails:
-            matches = self._index.with_tails(blocks, query.tails, query.block_size)
+            matches = self._index.with_partials(blocks, query.tails, query.block_size)
         plan = self._placement.plan(
             query,
             matches,

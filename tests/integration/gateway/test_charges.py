@@ -16,7 +16,7 @@ from pdmesh.core.tenancy.limits import ANYONE
 from pdmesh.net.grpc import rpc
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from services.gateway.access.access_control import OpenDoor
+from services.gateway.access.access_control import OpenAccess
 from tests.fakes.fake_instance import FakeInstance
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.support.waiting import until
@@ -27,7 +27,7 @@ BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4000}
 NUM_DRAWN = 30  # before the only instance dies
 
 
-class Ledger(OpenDoor):
+class Ledger(OpenAccess):
     """A door that lets everybody in and writes down what is charged in the end."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ async def one_fusion(
 ) -> AsyncIterator[tuple[GatewayMesh, FakeInstance]]:
     """Nothing is retried, and after its first chunk a stream is not written to for long: the rest is in its last delta."""
     async with gateway_mesh(
-        directory, 0, 0, num_fusions=1, door=ledger, max_migrations=0, chunk_interval_ms=600_000.0
+        directory, 0, 0, num_fusions=1, access=ledger, max_migrations=0, chunk_interval_ms=600_000.0
     ) as mesh:
         fusion = mesh.instances["fusion-0"]
         fusion.step_s = 0.001

@@ -14,9 +14,9 @@ from pdmesh import api_keys
 from pdmesh.api_keys import KeyFile, TenantEntry
 from pdmesh.net.nats.bus import NatsBus
 from services.gateway.access.access_control import (
-    KeyedDoor,
+    KeyedAccess,
+    Permit,
     RateLimited,
-    Visit,
     charged,
 )
 from services.gateway.access.tenant_ledgers import tenant_bucket
@@ -33,57 +33,57 @@ class Fleet:
     bus: NatsBus
     path: Path
     token: str
-    doors: dict[str, KeyedDoor] = field(default_factory=dict)
+    accesses: dict[str, KeyedAccess] = field(default_factory=dict)
     loops: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
-    def add(self, name: str) -> KeyedDoor:
-        door = self.doors[name] = KeyedDoor(self.path)
-        door.join(tenant_bucket(self.bus), name)
-        self.loops[name] = asyncio.create_task(door.run())
+    def add(self, name: str) -> KeyedAccess:
+        access = self.accesses[name] = KeyedAccess(self.path)
+        access.join(tenant_bucket(self.bus), name)
+        self.loops[name] = asyncio.create_task(access.run())
         self.tell()
-        return door
+        return access
 
     async def stop(self, name: str) -> None:
         """As a gateway that is told to end."""
-        door = await self.kill(name)
-        await door.close()
+        access = await self.kill(name)
+        await access.close()
 
-    async def kill(self, name: str) -> KeyedDoor:
-        door, loop = self.doors.pop(name), self.loops.pop(name)
+    async def kill(self, name: str) -> KeyedAccess:
+        access, loop = self.accesses.pop(name), self.loops.pop(name)
         loop.cancel()
         await asyncio.gather(loop, return_exceptions=True)
         self.tell()
-        return door
+        return access
 
     def tell(self) -> None:
-        for door in self.doors.values():
-            door.share(frozenset(self.doors))
+        for access in self.accesses.values():
+            access.share(frozenset(self.accesses))
 
-    async def enter(self, door: KeyedDoor) -> Visit | None:
+    async def enter(self, access: KeyedAccess) -> Permit | None:
         try:
-            return await door.enter(f"Bearer {self.token}")
+            return await access.enter(f"Bearer {self.token}")
         except RateLimited:
             return None
 
-    async def enters(self, door: KeyedDoor) -> bool:
+    async def enters(self, access: KeyedAccess) -> bool:
         """It lets a call in, which ends at once."""
-        visit = await self.enter(door)
-        if visit is not None:
-            visit.leave()
-        return visit is not None
+        permit = await self.enter(access)
+        if permit is not None:
+            permit.leave()
+        return permit is not None
 
-    async def grants(self, door: KeyedDoor, num_tokens: int) -> bool:
-        visit = await self.enter(door)
-        assert visit is not None
+    async def grants(self, access: KeyedAccess, num_tokens: int) -> bool:
+        permit = await self.enter(access)
+        assert permit is not None
         try:
-            await charged(visit, lambda: visit.charge(num_tokens))
+            await charged(permit, lambda: permit.charge(num_tokens))
         except RateLimited:
             return False
         else:
-            visit.settle(num_tokens)
+            permit.settle(num_tokens)
             return True
         finally:
-            visit.leave()
+            permit.leave()
 
 
 @asynccontextmanager
@@ -95,28 +95,28 @@ async def fleet(bus: NatsBus, directory: Path, tenant: TenantEntry) -> AsyncIter
     try:
         yield found
     finally:
-        for name in list(found.doors):
+        for name in list(found.accesses):
             await found.stop(name)
 
 
 async def test_four_open_calls_over_three_gateways_are_four(tmp_path: Path, bus: NatsBus) -> None:
     async with fleet(bus, tmp_path, TenantEntry(max_concurrent=4)) as f:
-        doors = [f.add(f"g{i}/1") for i in range(3)]
-        for door in doors:  # each has had a call, so each has its part
-            await until(lambda door=door: f.enters(door))
-        visits = await asyncio.gather(*(f.enter(d) for d in doors for _ in range(8)))
-        let_in = [v for v in visits if v is not None]
+        accesses = [f.add(f"g{i}/1") for i in range(3)]
+        for access in accesses:  # each has had a call, so each has its part
+            await until(lambda access=access: f.enters(access))
+        permits = await asyncio.gather(*(f.enter(d) for d in accesses for _ in range(8)))
+        let_in = [v for v in permits if v is not None]
         assert 3 <= len(let_in) <= 4
-        for visit in let_in:
-            visit.leave()
-        for door in doors:
-            await until(lambda door=door: f.enters(door))
+        for permit in let_in:
+            permit.leave()
+        for access in accesses:
+            await until(lambda access=access: f.enters(access))
 
 
 async def test_a_gateway_alone_has_all_of_it_at_once(tmp_path: Path, bus: NatsBus) -> None:
     async with fleet(bus, tmp_path, TenantEntry(max_concurrent=4, requests_per_s=100)) as f:
-        door = f.add("g0/1")
-        assert sum(v is not None for v in [await f.enter(door) for _ in range(6)]) == 4
+        access = f.add("g0/1")
+        assert sum(v is not None for v in [await f.enter(access) for _ in range(6)]) == 4
         await f.kill("g0/1")
         again = f.add("g0/2")  # its next life need not wait for the one before
         assert await f.enter(again) is not None
@@ -124,16 +124,16 @@ async def test_a_gateway_alone_has_all_of_it_at_once(tmp_path: Path, bus: NatsBu
 
 async def test_fewer_calls_than_gateways_go_round(tmp_path: Path, bus: NatsBus) -> None:
     async with fleet(bus, tmp_path, TenantEntry(max_concurrent=2)) as f:
-        doors = [f.add(f"g{i}/1") for i in range(3)]
+        accesses = [f.add(f"g{i}/1") for i in range(3)]
         for _ in range(2):
-            for door in doors:
-                await until(lambda door=door: f.enters(door))
+            for access in accesses:
+                await until(lambda access=access: f.enters(access))
         # Calls that go on hold theirs; the gateway whose turn it is gets the other one.
-        first = await f.enter(doors[0])
+        first = await f.enter(accesses[0])
         while first is None:
-            first = await f.enter(doors[0])
-        for door in (doors[1], doors[2], doors[1]):
-            await until(lambda door=door: f.enters(door))
+            first = await f.enter(accesses[0])
+        for access in (accesses[1], accesses[2], accesses[1]):
+            await until(lambda access=access: f.enters(access))
         first.leave()
 
 
@@ -157,23 +157,23 @@ async def test_a_gateway_that_starts_takes_nothing_from_those_it_has_not_seen_ye
     tmp_path: Path, bus: NatsBus
 ) -> None:
     async with fleet(bus, tmp_path, TenantEntry(max_concurrent=1)) as f:
-        visit = await f.enter(f.add("g0/1"))
-        assert visit is not None
-        late = f.doors["g1/1"] = KeyedDoor(f.path)
+        permit = await f.enter(f.add("g0/1"))
+        assert permit is not None
+        late = f.accesses["g1/1"] = KeyedAccess(f.path)
         late.join(tenant_bucket(bus), "g1/1")
         f.loops["g1/1"] = asyncio.create_task(late.run())
         assert await f.enter(late) is None
         f.tell()
         assert await f.enter(late) is None
-        visit.leave()
+        permit.leave()
         await until(lambda: f.enters(late))
 
 
 async def test_a_gateway_that_died_is_inherited_from(tmp_path: Path, bus: NatsBus) -> None:
     async with fleet(bus, tmp_path, TenantEntry(max_concurrent=1)) as f:
         dead, heir = f.add("g0/1"), f.add("g1/1")
-        visit = await f.enter(dead)
-        assert visit is not None
+        permit = await f.enter(dead)
+        assert permit is not None
         assert await f.enter(heir) is None
         await f.kill("g0/1")
         await until(lambda: f.enters(heir), within_s=15)
@@ -184,14 +184,14 @@ async def test_without_nats_a_gateway_goes_on_with_its_part(
 ) -> None:
     async with fleet(bus, tmp_path, TenantEntry(max_concurrent=2)) as f:
         first, second = f.add("g0/1"), f.add("g1/1")
-        for door in (first, second):
-            await until(lambda door=door: f.enters(door))
+        for access in (first, second):
+            await until(lambda access=access: f.enters(access))
         server.kill()
-        visits = [await f.enter(door) for door in (first, first, second, second)]
-        assert [v is not None for v in visits] == [True, False, True, False]
-        for visit in visits:
-            if visit is not None:
-                visit.leave()
+        permits = [await f.enter(access) for access in (first, first, second, second)]
+        assert [v is not None for v in permits] == [True, False, True, False]
+        for permit in permits:
+            if permit is not None:
+                permit.leave()
         await server.start()
         await until(lambda: f.enters(first))
 

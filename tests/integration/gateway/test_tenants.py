@@ -23,7 +23,7 @@ from pdmesh.net.grpc import rpc
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import ROLE_DECODE
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from services.gateway.access.access_control import KeyedDoor, OpenDoor, open_door
+from services.gateway.access.access_control import KeyedAccess, OpenAccess, access_control
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.support.waiting import until
 
@@ -52,9 +52,9 @@ async def keyed(directory: Path, **tenants: TenantEntry) -> AsyncIterator[Keyed]
     path, file = directory / "keys.json", KeyFile(tenants=dict(tenants))
     tokens = {name: api_keys.issue(file, name) for name in tenants}
     api_keys.save(path, file)
-    door = KeyedDoor(path)
+    access = KeyedAccess(path)
     async with (
-        gateway_mesh(directory, door=door) as mesh,
+        gateway_mesh(directory, access=access) as mesh,
         httpx.AsyncClient(base_url=mesh.url) as client,
     ):
         yield Keyed(mesh, client, file, path, tokens)
@@ -241,10 +241,10 @@ async def test_grpc_asks_for_the_same_key_and_keeps_the_same_limits(tmp_path: Pa
 @pytest.mark.fault("F39")
 def test_an_address_that_others_reach_needs_keys_or_a_word(tmp_path: Path) -> None:
     for host in ("127.0.0.1", "::1", "localhost", "127.8.8.8"):
-        assert isinstance(open_door(host, None, allow_anonymous=False), OpenDoor)
+        assert isinstance(access_control(host, None, allow_anonymous=False), OpenAccess)
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""):
         with pytest.raises(StartupError, match="PDMESH_GATEWAY_KEYS_FILE"):
-            open_door(host, None, allow_anonymous=False)
-        assert isinstance(open_door(host, None, allow_anonymous=True), OpenDoor)
+            access_control(host, None, allow_anonymous=False)
+        assert isinstance(access_control(host, None, allow_anonymous=True), OpenAccess)
     with pytest.raises(StartupError, match="cannot read"):
-        open_door("127.0.0.1", tmp_path / "none.json", allow_anonymous=True)
+        access_control("127.0.0.1", tmp_path / "none.json", allow_anonymous=True)

@@ -15,7 +15,7 @@ from pdmesh.api_keys import KeyFile, TenantEntry
 from pdmesh.telemetry import names
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_FUSION
 from pdmesh.v1.instance_service_pb2 import REJECT_REASON_BUSY
-from services.gateway.access.access_control import KeyedDoor
+from services.gateway.access.access_control import KeyedAccess
 from services.gateway.request import frontend
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
 from tests.support.waiting import until
@@ -28,11 +28,11 @@ async def ask(client: httpx.AsyncClient, token: str = "", **fields: Any) -> http
     return await client.post("/v1/completions", json={**BODY, **fields}, headers=headers)
 
 
-def keys(directory: Path, **tenants: TenantEntry) -> tuple[KeyedDoor, dict[str, str]]:
+def keys(directory: Path, **tenants: TenantEntry) -> tuple[KeyedAccess, dict[str, str]]:
     file = KeyFile(tenants=dict(tenants))
     tokens = {name: api_keys.issue(file, name) for name in tenants}
     api_keys.save(directory / "keys.json", file)
-    return KeyedDoor(directory / "keys.json"), tokens
+    return KeyedAccess(directory / "keys.json"), tokens
 
 
 class CounterOfCounts:
@@ -50,9 +50,9 @@ def room(mesh: GatewayMesh) -> int:
 @pytest.mark.req("S44")
 async def test_a_flood_of_one_tenant_does_not_keep_another_waiting(tmp_path: Path) -> None:
     """Forty wait of one tenant, then two of another: those go with the first slots, though they came last."""
-    door, tokens = keys(tmp_path, flood=TenantEntry(), quiet=TenantEntry())
+    access, tokens = keys(tmp_path, flood=TenantEntry(), quiet=TenantEntry())
     async with (
-        gateway_mesh(tmp_path, door=door, ttft_s=30.0, retry_s=25.0, max_waiting=40) as mesh,
+        gateway_mesh(tmp_path, access=access, ttft_s=30.0, retry_s=25.0, max_waiting=40) as mesh,
         httpx.AsyncClient(base_url=mesh.url) as client,
     ):
         prefill = mesh.instances["prefill-0"]
@@ -81,9 +81,9 @@ async def test_a_flood_of_one_tenant_does_not_keep_another_waiting(tmp_path: Pat
 
 @pytest.mark.req("S44")
 async def test_a_more_urgent_tenant_is_called_first(tmp_path: Path) -> None:
-    door, tokens = keys(tmp_path, batch=TenantEntry(priority=5), chat=TenantEntry(priority=0))
+    access, tokens = keys(tmp_path, batch=TenantEntry(priority=5), chat=TenantEntry(priority=0))
     async with (
-        gateway_mesh(tmp_path, door=door, ttft_s=30.0, retry_s=25.0) as mesh,
+        gateway_mesh(tmp_path, access=access, ttft_s=30.0, retry_s=25.0) as mesh,
         httpx.AsyncClient(base_url=mesh.url) as client,
     ):
         prefill = mesh.instances["prefill-0"]

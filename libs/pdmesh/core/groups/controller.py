@@ -19,13 +19,13 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from pdmesh.core.groups.facts import Observed, Seen, WantedGroup
-from pdmesh.core.groups.join import advance, lacking, sorted_out
+from pdmesh.core.groups.join import advance, lacking, stayers_and_leavers
 from pdmesh.core.groups.leave import (
     GroupRecord,
     abandon,
     erase,
     let_go,
-    let_others_go,
+    release_leavers,
 )
 from pdmesh.core.groups.region import RegionWatch, placed
 from pdmesh.core.groups.round import GroupMember, Round
@@ -101,34 +101,34 @@ class GroupController:
         if observed.version != self._version:
             self._version = observed.version
             self._records.clear()  # the operator may have mended what failed
-        turn = Round(observed)
+        round_ = Round(observed)
         told = self._steps.begin(observed)
         self._region_watch.note(observed.seen, now)
-        self._note_losses(turn, now)
-        self._recover(turn)
-        self._adopt(turn)
-        self._note_departures(turn)
-        self.clock.note(turn, now)
+        self._note_losses(round_, now)
+        self._recover(round_)
+        self._adopt(round_)
+        self._note_departures(round_)
+        self.clock.note(round_, now)
         reports: dict[str, GroupReport] = {}
         self.regions = {}
-        for group_id in self._in_order(turn):
+        for group_id in self._in_order(round_):
             self._steps.group_id = group_id
-            reports[group_id] = self._reconcile(turn, group_id, now)
+            reports[group_id] = self._reconcile(round_, group_id, now)
         self.reports = dict(sorted(reports.items()))
-        turn.connect_peers()
-        return [*self._writes(turn), *told, *self._steps.end(turn)]
+        round_.connect_peers()
+        return [*self._writes(round_), *told, *self._steps.end(round_)]
 
     # --- what was there before -------------------------------------------------------------------
 
-    def _note_losses(self, turn: Round, now: float) -> None:
+    def _note_losses(self, round_: Round, now: float) -> None:
         """Places of those that are gone without having been asked to leave are to be filled again, if possible by others.
 
         One that never served may have died of what it was assigned, unless its region is lost: then its substitute would too, and
         all after it.
         """
         unmade: dict[str, str] = {}  # one of each group: a node takes several with it
-        for instance_id, assignment in sorted(turn.observed.given.items()):
-            if instance_id not in turn.plan and assignment.stage < Stage.DRAIN:
+        for instance_id, assignment in sorted(round_.observed.given.items()):
+            if instance_id not in round_.plan and assignment.stage < Stage.DRAIN:
                 role_spec = assignment.role_spec
                 if self._steps.lost(instance_id, assignment):
                     self.clock.avoid(instance_id, now)
@@ -138,17 +138,17 @@ class GroupController:
                         unmade.setdefault(role_spec.group_id, instance_id)
         for group_id, instance_id in unmade.items():
             self._steps.group_id = group_id
-            self._fail(turn, group_id, f"{instance_id} was lost while it was set up", now)
+            self._fail(round_, group_id, f"{instance_id} was lost while it was set up", now)
 
-    def _note_departures(self, turn: Round) -> None:
+    def _note_departures(self, round_: Round) -> None:
         """Processes that were asked to stop drain by themselves: no failure, and their places are free from now on (F41)."""
-        for instance_id, assignment in sorted(turn.plan.items()):
-            member = GroupMember(turn.observed.seen[instance_id], assignment)
+        for instance_id, assignment in sorted(round_.plan.items()):
+            member = GroupMember(round_.observed.seen[instance_id], assignment)
             if member.is_departing:
                 self._record(assignment.role_spec.group_id).vacate(member.role, instance_id)
-                turn.set_stage(member, Stage.DRAIN)
+                round_.set_stage(member, Stage.DRAIN)
 
-    def _recover(self, turn: Round) -> None:
+    def _recover(self, round_: Round) -> None:
         """The bucket of assignments was lost (F21): records tell what had been assigned."""
         stages = {
             Phase.LOADING: Stage.LOAD,
@@ -160,103 +160,105 @@ class GroupController:
             Phase.DRAINED: Stage.DRAIN,
             Phase.FAILED: Stage.BLANK,
         }
-        for instance_id, seen in sorted(turn.observed.seen.items()):
-            is_lost = seen.assignment_id and instance_id not in turn.plan
+        for instance_id, seen in sorted(round_.observed.seen.items()):
+            is_lost = seen.assignment_id and instance_id not in round_.plan
             if is_lost and seen.phase in stages:
-                role_spec = self._role_spec_of(turn, seen)
-                self._give(turn, seen, role_spec, stages[seen.phase], seen.assignment_id)
+                role_spec = self._role_spec_of(round_, seen)
+                self._give(round_, seen, role_spec, stages[seen.phase], seen.assignment_id)
 
-    def _adopt(self, turn: Round) -> None:
+    def _adopt(self, round_: Round) -> None:
         """Instances that have their role by their own settings belong to a group that is wanted."""
-        for instance_id, seen in sorted(turn.observed.seen.items()):
-            group = turn.observed.wanted.groups.get(seen.group_id)
+        for instance_id, seen in sorted(round_.observed.seen.items()):
+            group = round_.observed.wanted.groups.get(seen.group_id)
             is_own = seen.assignment_id == 0 and seen.phase is Phase.READY
-            if not is_own or group is None or instance_id in turn.plan:
+            if not is_own or group is None or instance_id in round_.plan:
                 continue
             if seen.role in group.counts and seen.scenario == group.scenario:
-                role_spec = self._role_spec_of(turn, seen)
-                self._give(turn, seen, role_spec, Stage.SERVE, self._next_id(turn))
-                self._steps.tell("adopted", turn.plan[instance_id], instance_id)
+                role_spec = self._role_spec_of(round_, seen)
+                self._give(round_, seen, role_spec, Stage.SERVE, self._next_id(round_))
+                self._steps.tell("adopted", round_.plan[instance_id], instance_id)
 
-    def _role_spec_of(self, turn: Round, seen: Seen) -> RoleSpec:
-        group = turn.observed.wanted.groups.get(seen.group_id)
+    def _role_spec_of(self, round_: Round, seen: Seen) -> RoleSpec:
+        group = round_.observed.wanted.groups.get(seen.group_id)
         if group is not None and seen.role in group.role_specs:
             role_spec = group.role_specs[seen.role]
             if (role_spec.revision, role_spec.scenario) == (seen.revision, seen.scenario):
                 return role_spec
         return RoleSpec(seen.role, seen.group_id, seen.scenario, seen.revision)
 
-    def _in_order(self, turn: Round) -> list[str]:
+    def _in_order(self, round_: Round) -> list[str]:
         """Groups that serve come first: what they lack is a fault, what a new one lacks is a delay."""
 
         def rank(group_id: str) -> tuple[bool, str]:
-            return (not any(m.is_ready for m in turn.members(group_id)), group_id)
+            return (not any(m.is_ready for m in round_.members(group_id)), group_id)
 
-        return sorted(turn.group_ids(), key=rank)
+        return sorted(round_.group_ids(), key=rank)
 
     # --- one group -------------------------------------------------------------------------------
 
-    def _reconcile(self, turn: Round, group_id: str, now: float) -> GroupReport:
-        group = turn.observed.wanted.groups.get(group_id)
+    def _reconcile(self, round_: Round, group_id: str, now: float) -> GroupReport:
+        group = round_.observed.wanted.groups.get(group_id)
         if group is not None:
             self._record(group_id).begin(group.revision)
-        self._erase_broken(turn, group_id, now)
-        self._finish_leaving(turn, group_id, now)
+        self._erase_broken(round_, group_id, now)
+        self._finish_leaving(round_, group_id, now)
         if group is None:
             record = self._record(group_id)
-            detail = let_go(turn, record, turn.members(group_id), may_empty_group=True)
+            detail = let_go(round_, record, round_.members(group_id), may_empty_group=True)
             return GroupReport(group_id, GroupState.LEAVING, detail)
-        record, group = self._record(group_id), placed(turn, group)
+        record, group = self._record(group_id), placed(round_, group)
         self.regions[group_id] = group.region
-        keep, others = sorted_out(turn, group)
+        keep, others = stayers_and_leavers(round_, group)
         has_served = any(m.is_ready for m in keep)
         if now < record.cools_until:
-            abandon(turn, record, keep)
+            abandon(round_, record, keep)
             return GroupReport(group_id, GroupState.FAILED, record.failure)
         missing = lacking(group, keep)
         num_lacking = sum(missing.values())
-        num_short = self._recruit(turn, group, missing, has_served=has_served) if num_lacking else 0
+        num_short = (
+            self._recruit(round_, group, missing, has_served=has_served) if num_lacking else 0
+        )
         short = _short_line(num_short, group) if num_short else ""
-        keep, _ = sorted_out(turn, group)
+        keep, _ = stayers_and_leavers(round_, group)
         if short and not has_served and self._waits_too_long(record, keep, now):
-            self._fail(turn, group_id, f"set-up: {short}", now, is_final=True)
-            abandon(turn, record, keep)
+            self._fail(round_, group_id, f"set-up: {short}", now, is_final=True)
+            abandon(round_, record, keep)
             return GroupReport(group_id, GroupState.FAILED, record.failure)
-        advance(turn, group, keep, has_served=has_served)
+        advance(round_, group, keep, has_served=has_served)
         is_whole = not num_lacking and all(m.is_ready for m in keep)
         detail = ""
         if is_whole or short or not has_served:
             idle = [m for m in others if not m.is_ready]
-            let_go(turn, record, idle, may_empty_group=True)
+            let_go(round_, record, idle, may_empty_group=True)
         if is_whole or short:
             busy = [m for m in others if m.is_ready]
-            detail = let_others_go(turn, group, record, busy, num_short)
-        is_leaving = others or any(m.stage >= Stage.DRAIN for m in turn.members(group_id))
+            detail = release_leavers(round_, group, record, busy, num_short)
+        is_leaving = others or any(m.stage >= Stage.DRAIN for m in round_.members(group_id))
         report = self._report(record, group, has_served, is_whole and not others, detail or short)
         return report if is_leaving else replace(report, lacks=short)
 
     # --- those that leave ------------------------------------------------------------------------
 
-    def _erase_broken(self, turn: Round, group_id: str, now: float) -> None:
+    def _erase_broken(self, round_: Round, group_id: str, now: float) -> None:
         """Failed, isolated and overdue ones become blank at once; their places are filled by others."""
         record = self._record(group_id)
-        for member in turn.members(group_id):
+        for member in round_.members(group_id):
             if member.stage is Stage.BLANK:
                 if self.clock.is_erase_overdue(member, now):
                     self._steps.stuck(member.instance_id, member.assignment)
                 continue
-            if member.instance_id in turn.observed.isolated:
+            if member.instance_id in round_.observed.isolated:
                 self._steps.tell("held", member.assignment, member.instance_id, detail="isolated")
-                erase(turn, record, member)
-            elif why := self.clock.why_broken(turn, member, now):
-                self._fail(turn, group_id, f"{member.instance_id}: {why}", now)
+                erase(round_, record, member)
+            elif why := self.clock.why_broken(round_, member, now):
+                self._fail(round_, group_id, f"{member.instance_id}: {why}", now)
                 self.clock.avoid(member.instance_id, now)
                 self._steps.tell("failed", member.assignment, member.instance_id, detail=why)
-                erase(turn, record, member)
+                erase(round_, record, member)
 
-    def _finish_leaving(self, turn: Round, group_id: str, now: float) -> None:
+    def _finish_leaving(self, round_: Round, group_id: str, now: float) -> None:
         """Drained ones are erased when those that knew them have let go (S26)."""
-        record, members = self._record(group_id), turn.members(group_id)
+        record, members = self._record(group_id), round_.members(group_id)
         for member in members:
             if member.stage is not Stage.DRAIN:
                 continue
@@ -265,21 +267,21 @@ class GroupController:
             is_over = waited_s > self.clock.limits.drain_s + self.clock.limits.disconnect_s
             if is_over or (member.seen.phase is Phase.DRAINED and not is_known):
                 self._steps.tell("disconnected", member.assignment, member.instance_id)
-                erase(turn, record, member)
+                erase(round_, record, member)
 
     # --- those that come -------------------------------------------------------------------------
 
     def _recruit(
-        self, turn: Round, group: WantedGroup, missing: dict[Role, int], *, has_served: bool
+        self, round_: Round, group: WantedGroup, missing: dict[Role, int], *, has_served: bool
     ) -> int:
         """Give blank instances a role; how many are still missing. A new group takes all it needs, or none."""
-        num_blank = turn.num_blanks(group.racks)
+        num_blank = round_.num_blanks(group.racks)
         num = num_blank.total() if group.region is None else num_blank[group.region]
         short = max(0, sum(missing.values()) - num)
         if not num or (short and not has_served):
             return short
-        candidates = [s for s in turn.blanks(group.racks) if group.region in (None, s.region)]
-        racks = [m.seen.rack for m in turn.members(group.group_id)]
+        candidates = [s for s in round_.blanks(group.racks) if group.region in (None, s.region)]
+        racks = [m.seen.rack for m in round_.members(group.group_id)]
         for role, num in missing.items():
             for _ in range(num):
                 if not candidates:
@@ -294,9 +296,9 @@ class GroupController:
                 )
                 candidates.remove(seen)
                 racks.append(seen.rack)
-                self._give(turn, seen, group.role_specs[role], Stage.LOAD, self._next_id(turn))
+                self._give(round_, seen, group.role_specs[role], Stage.LOAD, self._next_id(round_))
                 replaces = self._record(group.group_id).fill(role)
-                given = turn.plan[seen.instance_id]
+                given = round_.plan[seen.instance_id]
                 self._steps.tell("assigned", given, seen.instance_id, replaces=replaces)
         return short
 
@@ -310,9 +312,9 @@ class GroupController:
         return now - record.short_since > self.clock.limits.gather_s
 
     def _fail(
-        self, turn: Round, group_id: str, why: str, now: float, *, is_final: bool = False
+        self, round_: Round, group_id: str, why: str, now: float, *, is_final: bool = False
     ) -> None:
-        if group_id not in turn.observed.wanted.groups:
+        if group_id not in round_.observed.wanted.groups:
             return
         record = self._record(group_id)
         record.num_failures += 1
@@ -343,24 +345,24 @@ class GroupController:
     def _record(self, group_id: str) -> GroupRecord:
         return self._records.setdefault(group_id, GroupRecord())
 
-    def _next_id(self, turn: Round) -> int:
-        self._last_id = max(self._last_id, turn.observed.epoch * IDS_PER_EPOCH) + 1
+    def _next_id(self, round_: Round) -> int:
+        self._last_id = max(self._last_id, round_.observed.epoch * IDS_PER_EPOCH) + 1
         return self._last_id
 
     def _give(
-        self, turn: Round, seen: Seen, role_spec: RoleSpec, stage: Stage, assignment_id: int
+        self, round_: Round, seen: Seen, role_spec: RoleSpec, stage: Stage, assignment_id: int
     ) -> None:
-        turn.plan[seen.instance_id] = Assignment(
-            seen.incarnation, turn.observed.epoch, assignment_id, stage, role_spec
+        round_.plan[seen.instance_id] = Assignment(
+            seen.incarnation, round_.observed.epoch, assignment_id, stage, role_spec
         )
 
-    def _writes(self, turn: Round) -> Iterator[Effect]:
+    def _writes(self, round_: Round) -> Iterator[Effect]:
         """Also what has not changed, if an earlier leader wrote it: from then on, that one can write it no more (I7)."""
-        for instance_id in sorted(turn.observed.given.keys() - turn.plan.keys()):
+        for instance_id in sorted(round_.observed.given.keys() - round_.plan.keys()):
             yield ForgetAssignment(instance_id)
-        for instance_id, assignment in sorted(turn.plan.items()):
-            own = replace(assignment, epoch=turn.observed.epoch)
-            if own != turn.observed.given.get(instance_id):
+        for instance_id, assignment in sorted(round_.plan.items()):
+            own = replace(assignment, epoch=round_.observed.epoch)
+            if own != round_.observed.given.get(instance_id):
                 yield GiveAssignment(instance_id, own)
 
 

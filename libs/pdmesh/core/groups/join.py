@@ -10,16 +10,18 @@ from pdmesh.core.groups.round import GroupMember, Round, unverified_pairs
 from pdmesh.core.model import Phase, Role, Stage
 
 
-def sorted_out(turn: Round, group: WantedGroup) -> tuple[list[GroupMember], list[GroupMember]]:
+def stayers_and_leavers(
+    round_: Round, group: WantedGroup
+) -> tuple[list[GroupMember], list[GroupMember]]:
     """Those to keep, and those that are too many, of another scenario, revision or region, or drained by the operator."""
     keep: list[GroupMember] = []
     others: list[GroupMember] = []
     room = dict(group.counts)
-    members = [m for m in turn.members(group.group_id) if m.stage <= Stage.SERVE]
+    members = [m for m in round_.members(group.group_id) if m.stage <= Stage.SERVE]
     # The last to go are those that are furthest; among those that serve, the busiest.
     members.sort(key=lambda m: (-m.stage, not m.is_ready, -m.seen.num_slots_used, m.instance_id))
     for member in members:
-        is_held = member.instance_id in turn.observed.drained
+        is_held = member.instance_id in round_.observed.drained
         is_fitting = not (member.is_stale(group) or is_misplaced(member, group))
         if is_held or not is_fitting or not room.get(member.role):
             others.append(member)
@@ -36,7 +38,9 @@ def lacking(group: WantedGroup, keep: list[GroupMember]) -> dict[Role, int]:
     return {role: group.counts[role] - have[role] for role in roles}
 
 
-def advance(turn: Round, group: WantedGroup, keep: list[GroupMember], *, has_served: bool) -> None:
+def advance(
+    round_: Round, group: WantedGroup, keep: list[GroupMember], *, has_served: bool
+) -> None:
     """Move each on by one stage if what it waits for has come.
 
     Those that are to leave hold nobody up: one may be drained since it connects to nobody.
@@ -50,16 +54,16 @@ def advance(turn: Round, group: WantedGroup, keep: list[GroupMember], *, has_ser
         is_met = not any(member in pair for pair in pairs)
         match member.stage:
             case Stage.LOAD if member.is_loaded and (has_served or is_loaded):
-                turn.set_stage(member, Stage.CONNECT)
+                round_.set_stage(member, Stage.CONNECT)
             case Stage.CONNECT if not _is_connected(member) or not is_met:
                 continue
             case Stage.CONNECT if not (has_served or is_connected):
                 continue
             case Stage.CONNECT if member.role is Role.PREFILL:
                 if decodes and all(m.is_ready for m in decodes):  # entrances last (S19)
-                    turn.set_stage(member, Stage.SERVE)
+                    round_.set_stage(member, Stage.SERVE)
             case Stage.CONNECT:
-                turn.set_stage(member, Stage.SERVE)
+                round_.set_stage(member, Stage.SERVE)
 
 
 def _is_connected(member: GroupMember) -> bool:

@@ -45,39 +45,39 @@ class GroupRecord:
         return waiting.popleft() if waiting else ""
 
 
-def erase(turn: Round, record: GroupRecord, member: GroupMember) -> None:
+def erase(round_: Round, record: GroupRecord, member: GroupMember) -> None:
     """It becomes blank; if it was not leaving, somebody is to take its place."""
     if member.stage < Stage.DRAIN:
         record.vacate(member.role, member.instance_id)
-    turn.set_stage(member, Stage.BLANK)
+    round_.set_stage(member, Stage.BLANK)
 
 
-def abandon(turn: Round, record: GroupRecord, members: list[GroupMember]) -> None:
+def abandon(round_: Round, record: GroupRecord, members: list[GroupMember]) -> None:
     """Nothing half-made stays: what is not ready yet becomes blank."""
     for member in members:
         if not member.is_ready and member.stage <= Stage.SERVE:
-            erase(turn, record, member)
+            erase(round_, record, member)
 
 
 def let_go(
-    turn: Round, record: GroupRecord, members: list[GroupMember], *, may_empty_group: bool
+    round_: Round, record: GroupRecord, members: list[GroupMember], *, may_empty_group: bool
 ) -> str:
     """Drain them, as far as it may be; why it may not."""
     reason = ""
     for member in members:
         if member.stage >= Stage.DRAIN:
             continue
-        if why := turn.why_not_leave(member, may_empty_group=may_empty_group):
+        if why := round_.why_not_leave(member, may_empty_group=may_empty_group):
             reason = why
         elif member.seen.phase is Phase.READY:
-            turn.set_stage(member, Stage.DRAIN)
+            round_.set_stage(member, Stage.DRAIN)
         else:
-            erase(turn, record, member)
+            erase(round_, record, member)
     return reason
 
 
-def let_others_go(
-    turn: Round,
+def release_leavers(
+    round_: Round,
     group: WantedGroup,
     record: GroupRecord,
     others: list[GroupMember],
@@ -89,37 +89,37 @@ def let_others_go(
         return ""
     stale = [m for m in others if m.is_stale(group)]
     if stale and num_short:
-        return _make_room(turn, group, stale, num_short)
+        return _make_room(round_, group, stale, num_short)
     if stale or misplaced:
-        return let_go(turn, record, stale or misplaced, may_empty_group=True)
-    reason, is_busy = "", any(m.stage is Stage.DRAIN for m in turn.members(group.group_id))
+        return let_go(round_, record, stale or misplaced, may_empty_group=True)
+    reason, is_busy = "", any(m.stage is Stage.DRAIN for m in round_.members(group.group_id))
     for member in sorted(others, key=lambda m: m.seen.num_slots_used):
         if is_busy:
             return "one instance leaves at a time"
         may_empty = group.counts.get(member.role, 0) == 0
-        reason = let_go(turn, record, [member], may_empty_group=may_empty)
+        reason = let_go(round_, record, [member], may_empty_group=may_empty)
         is_busy = not reason
     return reason
 
 
-def _make_room(turn: Round, group: WantedGroup, stale: list[GroupMember], num_short: int) -> str:
+def _make_room(round_: Round, group: WantedGroup, stale: list[GroupMember], num_short: int) -> str:
     """As many of the old revision or scenario as are needed, or none if not all of these may go: half the room would be of no use."""
     num_leaving = sum(
         given.stage >= Stage.DRAIN
-        for instance_id, given in turn.plan.items()
-        if group.region in (None, turn.observed.seen[instance_id].region)
+        for instance_id, given in round_.plan.items()
+        if group.region in (None, round_.observed.seen[instance_id].region)
     )
-    num_needed, before, reason = num_short - num_leaving, dict(turn.plan), ""
+    num_needed, before, reason = num_short - num_leaving, dict(round_.plan), ""
     for member in _in_pairs(stale):
         if num_needed <= 0:
             return ""
-        if why := turn.why_not_leave(member, may_empty_group=True):
+        if why := round_.why_not_leave(member, may_empty_group=True):
             reason = why
             continue
-        turn.set_stage(member, Stage.DRAIN)
+        round_.set_stage(member, Stage.DRAIN)
         num_needed -= 1
     if num_needed > 0:
-        turn.plan = before
+        round_.plan = before
         more = "instance" if num_needed == 1 else "instances"
         return reason or f"{num_needed} more blank {more} needed, or a smaller group"
     return ""

@@ -21,9 +21,9 @@ _LOSS_S: Final = 10.0  # in which the leases of a region that is gone end
 _MIN_LOST: Final = 2  # instances: one is a crash, also if it is half of its region
 
 
-def placed(turn: Round, group: WantedGroup) -> WantedGroup:
+def placed(round_: Round, group: WantedGroup) -> WantedGroup:
     """The group with the region that its instances are to be of now; None: of any."""
-    return replace(group, region=None if group.spans_regions else _region_of(turn, group))
+    return replace(group, region=None if group.spans_regions else _region_of(round_, group))
 
 
 def is_misplaced(member: GroupMember, group: WantedGroup) -> bool:
@@ -39,15 +39,15 @@ def _kept_in(seen: Seen, spans_regions: bool) -> str:
     return "" if spans_regions else seen.region
 
 
-def _region_of(turn: Round, group: WantedGroup) -> str:
+def _region_of(round_: Round, group: WantedGroup) -> str:
     if len(group.regions) == 1:
         return group.regions[0]
-    members = [m for m in turn.members(group.group_id) if m.stage <= Stage.SERVE]
+    members = [m for m in round_.members(group.group_id) if m.stage <= Stage.SERVE]
     own = Counter(m.seen.region for m in members)
     serving = {r for r in own if _serves(m for m in members if m.seen.region == r)}
     if serving and not serving.isdisjoint(group.regions[:1] or serving):
         return group.regions[0] if group.regions else max(sorted(serving), key=own.__getitem__)
-    room = own + turn.num_blanks(group.racks)
+    room = own + round_.num_blanks(group.racks)
     order = group.regions or sorted(room, key=lambda r: (-own[r], -room[r], r)) or [""]
     with_room = (r for r in order if r in serving or room[r] >= group.size)
     return next(with_room, next((r for r in order if own[r]), order[0]))

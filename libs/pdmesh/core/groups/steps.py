@@ -99,18 +99,18 @@ class StepTeller:
             self._of_group[self.group_id] = (step, detail)
             self._told.append(AnnounceStep(self.group_id, step, detail=detail))
 
-    def end(self, turn: Round) -> list[AnnounceStep]:
+    def end(self, round_: Round) -> list[AnnounceStep]:
         """What was told in this round, then the stages it moved instances to, then those that it saw the last of."""
-        given = turn.observed.given
+        given = round_.observed.given
         steps, self._told = self._told, []
-        for instance_id, assignment in sorted(turn.plan.items()):
+        for instance_id, assignment in sorted(round_.plan.items()):
             before = given.get(instance_id)
             is_moved = before is not None and before.stage is not assignment.stage
             is_same = before is not None and before.assignment_id == assignment.assignment_id
             if is_moved and is_same and assignment.stage in _OF_STAGE:
                 steps.append(_step(_OF_STAGE[assignment.stage], assignment, instance_id))
         for instance_id, assignment in sorted(given.items()):
-            now = turn.plan.get(instance_id)
+            now = round_.plan.get(instance_id)
             is_over = now is None or now.incarnation != assignment.incarnation
             if is_over and assignment.stage >= Stage.DRAIN:
                 steps.append(_step("released", assignment, instance_id))

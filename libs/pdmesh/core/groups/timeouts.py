@@ -36,10 +36,10 @@ class StageClock:
     _since: dict[str, tuple[_State, float]] = field(default_factory=dict)
     _avoided: dict[str, float] = field(default_factory=dict)  # until when
 
-    def note(self, turn: Round, now: float) -> None:
+    def note(self, round_: Round, now: float) -> None:
         since: dict[str, tuple[_State, float]] = {}
-        for instance_id, assignment in turn.plan.items():
-            is_ready = GroupMember(turn.observed.seen[instance_id], assignment).is_ready
+        for instance_id, assignment in round_.plan.items():
+            is_ready = GroupMember(round_.observed.seen[instance_id], assignment).is_ready
             state = (assignment.assignment_id, assignment.stage, is_ready)
             known = self._since.get(instance_id)
             since[instance_id] = known if known and known[0] == state else (state, now)
@@ -56,7 +56,7 @@ class StageClock:
     def is_avoided(self, instance_id: str) -> bool:
         return instance_id in self._avoided
 
-    def why_broken(self, turn: Round, member: GroupMember, now: float) -> str:
+    def why_broken(self, round_: Round, member: GroupMember, now: float) -> str:
         """Why it must start anew as a blank one; empty if it need not."""
         limits, seen = self.limits, member.seen
         waited_s = self.waited_s(member, now)
@@ -70,7 +70,7 @@ class StageClock:
             case Stage.LOAD if not member.is_loaded and waited_s > limits.load_s:
                 return f"not loaded in {limits.load_s:g} s"
             case Stage.CONNECT if waited_s > limits.connect_s:
-                return self._why_unconnected(turn, member, now)
+                return self._why_unconnected(round_, member, now)
             case Stage.SERVE if not member.is_ready and waited_s > limits.serve_s:
                 return f"not ready in {limits.serve_s:g} s"
         return ""
@@ -79,9 +79,9 @@ class StageClock:
         """It should have begun anew under another incarnation: it hangs, or does not heed this leader."""
         return member.stage is Stage.BLANK and self.waited_s(member, now) > self.limits.erase_s
 
-    def _why_unconnected(self, turn: Round, member: GroupMember, now: float) -> str:
+    def _why_unconnected(self, round_: Round, member: GroupMember, now: float) -> str:
         """Of the two of a pair, the one that fails in more pairs is blamed; the others get the time to meet its substitute."""
-        pairs = unverified_pairs(turn.members(member.assignment.role_spec.group_id))
+        pairs = unverified_pairs(round_.members(member.assignment.role_spec.group_id))
         own = [pair for pair in pairs if member in pair]
         if not own:
             if member.seen.phase is Phase.CONNECTING:
@@ -97,7 +97,7 @@ class StageClock:
             )
             if is_other_to_blame:
                 return ""
-        for each in turn.members(member.assignment.role_spec.group_id):
+        for each in round_.members(member.assignment.role_spec.group_id):
             if each.stage is Stage.CONNECT:
                 self._since[each.instance_id] = (self._since[each.instance_id][0], now)
         return f"no verified connection from {decode.instance_id} to {prefill.instance_id}"

@@ -25,7 +25,7 @@ class EjectionLimits:
     settle_s: float = 60.0  # one that was ejected counts against the cap for so long at least
 
 
-class Patient(Protocol):
+class Suspected(Protocol):
     """An instance as it is judged, `since` when."""
 
     @property
@@ -44,7 +44,7 @@ class Patient(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ruling:
+class EjectionDecision:
     """Why nothing is done about an instance, and whose ejection begins now."""
 
     held_back: Mapping[str, str]
@@ -56,27 +56,27 @@ class EjectionCap:
     limits: EjectionLimits
     _out: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)  # since when
 
-    def rule(self, patients: Collection[Patient], now: float) -> Ruling:
+    def rule(self, suspected: Collection[Suspected], now: float) -> EjectionDecision:
         """Of the whole fleet, each time it was judged. Those that are out already stay out."""
-        sick = [each for each in patients if each.is_ejectable]
-        is_many = len(sick) > self.limits.panic_share * len(patients)
-        is_panic = len(patients) >= self.limits.min_for_panic and is_many
-        by_peers: dict[tuple[str, str], list[Patient]] = {}
-        for patient in patients:
-            by_peers.setdefault(patient.peers, []).append(patient)
+        sick = [each for each in suspected if each.is_ejectable]
+        is_many = len(sick) > self.limits.panic_share * len(suspected)
+        is_panic = len(suspected) >= self.limits.min_for_panic and is_many
+        by_peers: dict[tuple[str, str], list[Suspected]] = {}
+        for one in suspected:
+            by_peers.setdefault(one.peers, []).append(one)
         held: dict[str, str] = {}
         ejected: list[str] = []
         for key in sorted({each.peers for each in sick} | self._out.keys()):
             over, new = self._over_cap(key, by_peers.get(key, []), now, is_panic=is_panic)
             held |= dict.fromkeys(over, PANIC if is_panic else CAP)
             ejected += new
-        return Ruling(held, tuple(ejected))
+        return EjectionDecision(held, tuple(ejected))
 
     def out(self, peers: tuple[str, str]) -> Collection[str]:
         return self._out.get(peers, {}).keys()
 
     def _over_cap(
-        self, key: tuple[str, str], peers: Collection[Patient], now: float, *, is_panic: bool
+        self, key: tuple[str, str], peers: Collection[Suspected], now: float, *, is_panic: bool
     ) -> tuple[list[str], list[str]]:
         """Ids of the sick ones beyond what this group and role can do without, and of those that are ejected now."""
         sick = {each.instance_id: each for each in peers if each.is_ejectable}
@@ -101,5 +101,5 @@ class EjectionCap:
         return over, ejected
 
 
-def _worst_first(sick: Iterable[Patient]) -> list[Patient]:
+def _worst_first(sick: Iterable[Suspected]) -> list[Suspected]:
     return sorted(sick, key=lambda each: (not each.has_proof, each.since, each.instance_id))

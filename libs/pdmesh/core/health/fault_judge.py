@@ -250,12 +250,12 @@ class FaultJudge:
     def _judge_all(self, now: float) -> list[Judged]:
         for instance in self._instances.values():
             self._weigh(instance, now)
-        ruling = self._cap.rule(self._instances.values(), now)
-        for instance_id in ruling.ejected:
+        decision = self._cap.rule(self._instances.values(), now)
+        for instance_id in decision.ejected:
             self._note_restart(self._instances[instance_id], now)
         changes = []
         for instance_id, instance in sorted(self._instances.items()):
-            judged = self._verdict(instance, ruling.held_back.get(instance_id, ""))
+            judged = self._verdict(instance, decision.held_back.get(instance_id, ""))
             if judged != instance.announced:
                 is_news = instance.announced is not None or judged.level is not Level.WELL
                 instance.announced = judged

@@ -143,7 +143,7 @@ class _Cell:
         return cell
 
     def reconciled(self, exchange: KvExchange) -> _Cell:
-        """Without prefills that every decode refuses, and decodes that refuse every prefill; itself if nobody quarrels."""
+        """Without prefills that every decode refuses, and decodes that refuse every prefill; itself if no decode excludes a prefill."""
         if not exchange or self.key[2]:
             return self
         cell = _Cell(self.key)

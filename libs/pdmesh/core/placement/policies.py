@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdmesh.core.kv.prefix.partial_block_names import TailName
+from pdmesh.core.kv.prefix.partial_block_names import PartialBlockName
 from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, PeerRuns
 from pdmesh.core.placement.instance import Instance
 from pdmesh.core.placement.predictor import LatencyPredictor
@@ -37,7 +37,9 @@ class Query:
     chat_id: str = ""
     excluded: frozenset[str] = frozenset()
     request_id: str = ""  # its bookings settle by it; empty: they lapse
-    tails: Sequence[TailName] = ()  # beginnings of blocks that it may find, of `block_size` tokens
+    tails: Sequence[
+        PartialBlockName
+    ] = ()  # beginnings of blocks that it may find, of `block_size` tokens
     block_size: int = 0
     region: str = ""  # where it came in: instances of it are preferred
 

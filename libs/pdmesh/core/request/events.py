@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
-from pdmesh.core.kv.transfer.source_exclusions import NO_QUARRELS, Fit, SourceExclusions
+from pdmesh.core.kv.transfer.source_exclusions import NO_EXCLUSIONS, Fit, SourceExclusions
 from pdmesh.core.model import Tick
 from pdmesh.errors import MeshError
 
@@ -23,14 +23,14 @@ class Candidate:
     pair: str = ""  # group and model fingerprint
     is_local: bool = False  # fusion: it decodes what it prefilled
     num_matched_tokens: int = 0
-    quarrels: SourceExclusions = NO_QUARRELS  # of a decode, with prefills
+    exclusions: SourceExclusions = NO_EXCLUSIONS  # of a decode, with prefills
 
-    def takers(self, decodes: Sequence[Candidate]) -> list[Candidate]:
+    def compatible(self, decodes: Sequence[Candidate]) -> list[Candidate]:
         """Of `decodes`, those that may take the KV this prefill makes; those that avoid it last."""
         mine = [c for c in decodes if c.pair == self.pair]
-        if not any(c.quarrels for c in mine):
+        if not any(c.exclusions for c in mine):
             return mine
-        fits = [(c.quarrels.fit(self.instance_id), c) for c in mine]
+        fits = [(c.exclusions.fit(self.instance_id), c) for c in mine]
         return [c for wanted in (Fit.GOOD, Fit.AVOIDED) for fit, c in fits if fit is wanted]
 
 

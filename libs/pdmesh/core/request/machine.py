@@ -115,8 +115,8 @@ class Request(RequestState):
 
     def _usable(self, prefills: Sequence[Candidate]) -> list[Candidate]:
         """Those somebody can decode for."""
-        if any(c.quarrels for c in self._decodes):
-            return [c for c in prefills if c.is_local or c.takers(self._decodes)]
+        if any(c.exclusions for c in self._decodes):
+            return [c for c in prefills if c.is_local or c.compatible(self._decodes)]
         pairs = {c.pair for c in self._decodes}
         return [c for c in prefills if c.is_local or c.pair in pairs]
 
@@ -163,7 +163,7 @@ class Request(RequestState):
         self._progress_at = now
         if event.ticket is None or self._leg.to.is_local or self.num_remaining == 1:
             return []
-        decodes = self._leg.to.takers(self._decodes)
+        decodes = self._leg.to.compatible(self._decodes)
         self._early = EarlyDecode(event.ticket, decodes, self._early_start, self._limits.answer_s)
         return self._early.offer(now)
 
@@ -232,7 +232,7 @@ class Request(RequestState):
             return effects + self._lose(error, (leg.to.instance_id,), now)
         if self.num_remaining == 0:
             return effects + self._end(Complete("length"))
-        self._decodes = leg.to.takers(self._decodes)
+        self._decodes = leg.to.compatible(self._decodes)
         self._tried = 0
         return effects + (self._adopt_early(event.token_id, now) or self._offer_decode(now))
 

@@ -38,10 +38,10 @@ def look_at(
     around: Surroundings,
 ) -> Looked:
     """`adjusted`: with what plans have made of it. Groups that the controller has not seen yet are not there yet."""
-    turn = Round(observed)
+    round_ = Round(observed)
     named = with_canaries(adjusted, upgrades).groups
     groups = {
-        group_id: _seen(turn, group_id, group, reports[group_id], around)
+        group_id: _seen(round_, group_id, group, reports[group_id], around)
         for group_id, group in named.items()
         if group_id in observed.wanted.groups and group_id in reports
     }
@@ -61,10 +61,10 @@ def look_at(
 
 
 def _seen(
-    turn: Round, group_id: str, group: Group, report: GroupReport, around: Surroundings
+    round_: Round, group_id: str, group: Group, report: GroupReport, around: Surroundings
 ) -> GroupSeen:
-    wanted = turn.observed.wanted.groups[group_id]
-    blanks = turn.num_blanks(group.racks)
+    wanted = round_.observed.wanted.groups[group_id]
+    blanks = round_.num_blanks(group.racks)
     regions = group.regions or blanks
     has_failed = report.state is GroupState.FAILED
     return GroupSeen(
@@ -74,7 +74,7 @@ def _seen(
         wanted.counts,
         {role: around.busy(group_id, role) for role in wanted.counts},
         is_whole=report.state is GroupState.SERVING,
-        serves=any(m.is_ready for m in turn.members(group_id)),
+        serves=any(m.is_ready for m in round_.members(group_id)),
         num_blank=sum(blanks[region] for region in regions),
         failure=(report.detail or "it could not be set up") if has_failed else "",
         detail=report.detail,

@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pdmesh.core.kv.prefix.partial_block_names import NO_TAILS, TailSampling
-from pdmesh.core.kv.prefix.partial_blocks import TailBook
+from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampling
+from pdmesh.core.kv.prefix.partial_blocks import PartialBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,20 @@ class BlockPool:
 
     num_blocks: int
     block_size: int = 0
-    sampling: TailSampling = NO_TAILS
+    sampling: PartialSampling = NO_PARTIALS
     _free: list[int] = field(init=False)
     _references: list[int] = field(init=False)
     _hash_of: dict[int, bytes] = field(default_factory=dict)
     _block_of: dict[bytes, int] = field(default_factory=dict)
     _idle: OrderedDict[int, None] = field(default_factory=OrderedDict)  # cached, unreferenced, LRU
-    _tails: TailBook = field(init=False)
+    _partials: PartialBlocks = field(init=False)
     stored: dict[bytes, None] = field(default_factory=dict)  # since `take_changes`
     removed: dict[bytes, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._references = [0] * self.num_blocks
-        self._tails = TailBook(self.sampling, self.block_size)
+        self._partials = PartialBlocks(self.sampling, self.block_size)
 
     @property
     def num_free(self) -> int:
@@ -83,7 +83,7 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
-        self._forget_names(self._tails.forget(block))
+        self._forget_names(self._partials.forget(block))
         if (block_hash := self._hash_of.pop(block, None)) is not None:
             del self._block_of[block_hash]
             self._forget_names([block_hash])
@@ -109,7 +109,7 @@ class BlockPool:
         Beginnings of it that were kept are no more to be appended to: `keep_tail` may name them anew.
         """
         assert self._references[block] > 0
-        self._forget_names(self._tails.forget(block))
+        self._forget_names(self._partials.forget(block))
         if block_hash in self._block_of or block in self._hash_of:
             return
         self._block_of[block_hash] = block
@@ -118,26 +118,26 @@ class BlockPool:
 
     # -- beginnings of blocks ---------------------------------------------------------------------
 
-    def keep_tail(self, block: int, root: bytes, parent: bytes, data: bytes) -> None:
+    def keep_partial(self, block: int, root: bytes, parent: bytes, data: bytes) -> None:
         """`block`, which the caller holds, has the tokens `data` after those of `parent`: they may be continued.
 
         In place of what was kept of the block before. A beginning that another block has already is not kept twice.
         """
         assert self._references[block] > 0
-        self._forget_names(self._tails.forget(block))
-        found = self._tails.find(root, parent, data)
+        self._forget_names(self._partials.forget(block))
+        found = self._partials.find(root, parent, data)
         if found is None or found.num_tokens < len(data) // 4:
-            self._learn_names(self._tails.keep(block, root, parent, data))
+            self._learn_names(self._partials.keep(block, root, parent, data))
 
-    def claim_tail(self, root: bytes, parent: bytes, data: bytes) -> Tail | None:
+    def claim_partial(self, root: bytes, parent: bytes, data: bytes) -> Tail | None:
         """A block with the most tokens of the beginning of `data`, with one reference, to be appended to.
 
         None: there is none, or no room for the copy that it takes where another uses the block or has more in it.
         """
-        found = self._tails.find(root, parent, data)
+        found = self._partials.find(root, parent, data)
         if found is None:
             return None
-        if self._references[found.block] == 0 and self._tails.may_append(found):
+        if self._references[found.block] == 0 and self._partials.may_append(found):
             self._refer(found.block)
             return Tail(found.block, found.num_tokens)
         self._refer(found.block)  # not to be the block that makes room for its own copy
@@ -155,7 +155,7 @@ class BlockPool:
             self._references[block] -= 1
             assert self._references[block] >= 0
             if self._references[block] == 0:
-                if block in self._hash_of or block in self._tails:
+                if block in self._hash_of or block in self._partials:
                     self._idle[block] = None
                 else:
                     self._free.append(block)
@@ -175,5 +175,5 @@ class BlockPool:
         assert len(self._free) + len(self._idle) + len(used) == self.num_blocks
         assert {h: b for b, h in self._hash_of.items()} == self._block_of
         for block in self._idle:
-            assert block in self._hash_of or block in self._tails
-        self._tails.check_invariants()
+            assert block in self._hash_of or block in self._partials
+        self._partials.check_invariants()

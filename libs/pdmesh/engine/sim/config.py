@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdmesh.core.kv.prefix.partial_block_names import NO_TAILS, TailSampling
+from pdmesh.core.kv.prefix.partial_block_names import NO_PARTIALS, PartialSampling
 from pdmesh.engine.laws import DEMO, Law
 from pdmesh.engine.sim.model import SimParams
 
@@ -26,5 +26,5 @@ class SimConfig:
     ticket_lease_s: float = 10.0
     tier_timeout_s: float = 0.5  # longest wait of a prompt for its blocks from the tiers
     max_pulls: int = 64  # of KV, at once
-    tail_sampling: TailSampling = NO_TAILS
+    partial_sampling: PartialSampling = NO_PARTIALS
     fail_every: int = 0  # prompts: one in so many fails; 0: none

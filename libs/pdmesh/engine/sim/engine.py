@@ -40,10 +40,10 @@ from pdmesh.engine.sim.config import SimConfig
 from pdmesh.engine.sim.keep import keep_answer
 from pdmesh.engine.sim.memory import PagedMemory
 from pdmesh.engine.sim.model import SimModel, draw_key
+from pdmesh.engine.sim.partial_block_lane import PartialBlockLane
 from pdmesh.engine.sim.prefill import PrefillLane, PromptUnderWay
 from pdmesh.engine.sim.retrieval import Retrieved, Retriever
 from pdmesh.engine.sim.staging import Stager
-from pdmesh.engine.sim.tail_lane import TailLane
 from pdmesh.engine.sim.tier_lane import TierLane
 from pdmesh.engine.sim.vocabulary import EOS_ID
 from pdmesh.errors import EngineFailed, KvFormatMismatch
@@ -81,8 +81,10 @@ class SimEngine:
         self._config = config
         self._model = SimModel(config.params)
         self._memory = PagedMemory(self._model, config.num_kv_blocks)
-        self._pool = BlockPool(config.num_kv_blocks, config.params.block_size, config.tail_sampling)
-        self._tails = TailLane(self._memory, self._pool)
+        self._pool = BlockPool(
+            config.num_kv_blocks, config.params.block_size, config.partial_sampling
+        )
+        self._partials = PartialBlockLane(self._memory, self._pool)
         self._lane = PrefillLane(config.chunk_tokens)
         self._batch = DecodeBatch(self._model, config.num_slots)
         self._agent = make_agent(self._on_agent_event)
@@ -138,7 +140,7 @@ class SimEngine:
             kv_bytes_per_token=params.num_layers * params.token_bytes,
             max_model_len=params.max_model_len,
             kv_addresses=(self._stager.address,),
-            tail_sampling=config.tail_sampling,
+            partial_sampling=config.partial_sampling,
         )
 
     async def stop(self) -> None:
@@ -309,7 +311,7 @@ class SimEngine:
             if self._tiers is not None:
                 blocks += self._tiers.load(job, len(blocks))
             num_cached = len(blocks) * size
-            if (tail := self._tails.claim(job, len(blocks))) is not None:
+            if (tail := self._partials.claim(job, len(blocks))) is not None:
                 blocks.append(tail.block)
                 num_cached += tail.num_tokens
             blocks += self._pool.allocate(-(-len(job.prompt) // size) - len(blocks))
@@ -337,7 +339,7 @@ class SimEngine:
             self._memory.write(blocks, states, prompt.num_cached)
         for block, block_hash in zip(blocks, job.block_hashes, strict=False):
             self._pool.store(block, block_hash)
-        self._tails.keep(job, blocks, job.prompt, job.block_hashes)
+        self._partials.keep(job, blocks, job.prompt, job.block_hashes)
         if self._tiers is not None and job.cache_salt:
             self._tiers.save(job.cache_salt, job.block_hashes, blocks)
         digest = self._memory.digest(blocks, num_tokens)
@@ -407,7 +409,7 @@ class SimEngine:
             if sequence.local is not None:
                 answer = [sequence.first, *drawn.tolist()]
                 job, blocks = sequence.local, sequence.blocks
-                names = keep_answer(self._memory, self._pool, self._tails, job, blocks, answer)
+                names = keep_answer(self._memory, self._pool, self._partials, job, blocks, answer)
                 if self._tiers is not None and names:
                     self._tiers.save(job.cache_salt, names, blocks)
         self._pool.release(sequence.blocks)

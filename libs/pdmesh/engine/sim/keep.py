@@ -14,13 +14,13 @@ from pdmesh.core.kv.prefix.block_hash import block_hashes
 from pdmesh.engine.base import PrefillJob
 from pdmesh.engine.sim.block_pool import BlockPool
 from pdmesh.engine.sim.memory import PagedMemory
-from pdmesh.engine.sim.tail_lane import TailLane
+from pdmesh.engine.sim.partial_block_lane import PartialBlockLane
 
 
 def keep_answer(
     memory: PagedMemory,
     pool: BlockPool,
-    tails: TailLane,
+    tails: PartialBlockLane,
     job: PrefillJob,
     blocks: list[int],
     answer: list[int],

@@ -70,8 +70,8 @@ def _describe(record: InstanceRecord, serving: Serving) -> None:
     record.kv_bytes_per_token = info.kv_bytes_per_token
     record.max_model_len, record.supports_logprobs = info.max_model_len, info.supports_logprobs
     record.fetches_from_peers = tiers_of(loaded.settings).fetches_from_peers
-    record.kv_tail_start = info.tail_sampling.start
-    record.kv_tail_step = info.tail_sampling.step
+    record.kv_tail_start = info.partial_sampling.start
+    record.kv_tail_step = info.partial_sampling.step
     record.load_timings.CopyFrom(loaded.timings.to_proto())
     record.held_kv_sources.extend(map(held_to_proto, serving.host.held_sources()))
     if takes_requests(record):  # an operator may drain one that the master does not

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from pdmesh.core.instance.admission import Capacity, Work
 from pdmesh.core.instance.speculation import Speculation
-from pdmesh.core.kv.prefix.partial_block_names import TailSampling
+from pdmesh.core.kv.prefix.partial_block_names import PartialSampling
 from pdmesh.core.model import Role, RoleSpec
 from pdmesh.engine.base import EngineInfo
 from pdmesh.engine.factory import BuiltEngine, EngineSettings
@@ -115,7 +115,7 @@ def engine_settings(settings: InstanceSettings, role: Role, incarnation: int) ->
         sim_num_layers=settings.sim_num_layers,
         sim_token_bytes=settings.sim_token_bytes,
         sim_fail_every=settings.sim_fail_every,
-        tail_sampling=TailSampling(settings.kv_tail_start, settings.kv_tail_step),
+        partial_sampling=PartialSampling(settings.kv_tail_start, settings.kv_tail_step),
     )
 
 

@@ -28,7 +28,7 @@ _EVENT_WEIGHT: Final = 8  # an event weighs about as much as so many tokens
 
 
 @dataclass(slots=True)
-class _Pile:
+class _Unsent:
     keys: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     accepted: dict[int, float] = field(default_factory=dict)  # by key, from when on to be said
@@ -78,7 +78,7 @@ class Outbox:
         self.wants_load = False  # was told that the instance is full: tell it when that ends
         self.load_version = -1  # of the last Load sent
         self._stall_s, self._clock, self._gap_s = stall_s, clock, gap_s
-        self._pile = _Pile()
+        self._unsent = _Unsent()
         self._taken_at = -math.inf
         self._waiting_since: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -86,43 +86,43 @@ class Outbox:
         self._ready = asyncio.Event()
 
     def add_tokens(self, keys: Sequence[int], token_ids: Sequence[int]) -> None:
-        self._pile.keys.extend(keys)
-        self._pile.token_ids.extend(token_ids)
+        self._unsent.keys.extend(keys)
+        self._unsent.token_ids.extend(token_ids)
         self._send_by(self._taken_at + self._gap_s)
 
     def add_event(self, event: SessionEvent, *, is_urgent: bool = True) -> None:
         """`is_urgent`: somebody waits for it."""
-        self._pile.accepted.pop(event.key, None)
-        self._pile.events.append(event)
+        self._unsent.accepted.pop(event.key, None)
+        self._unsent.events.append(event)
         self._send_by(-math.inf if is_urgent else self._clock() + self._gap_s)
 
     def add_sign(self, event: SessionEvent) -> None:
         """As an event that nobody waits for; but the acceptance is said as well, as older gateways do not know this event."""
-        self._pile.events.append(event)
+        self._unsent.events.append(event)
         self._send_by(self._clock() + self._gap_s)
 
     def add_accepted(self, key: int, hold_s: float = 0.0) -> None:
         """Whatever the leg does next says so too, `add_sign` apart. It is said unless that comes within `hold_s`, or in the same message."""
         now = self._clock()
-        self._pile.accepted[key] = now + hold_s
+        self._unsent.accepted[key] = now + hold_s
         self._send_by(now + max(hold_s, self._gap_s))
 
     def set_load(self, load: Load, version: int, *, is_urgent: bool = True) -> None:
-        self._pile.load, self.load_version = load, version
+        self._unsent.load, self.load_version = load, version
         self._send_by(-math.inf if is_urgent else self._clock() + self._gap_s)
 
     def set_progress(self, progress: Progress) -> None:
         """It rides along with what comes within `gap_s`."""
-        self._pile.progress = progress
+        self._unsent.progress = progress
         self._send_by(self._clock() + self._gap_s)
 
     def _send_by(self, due_at: float) -> None:
-        self._pile.due_at = min(self._pile.due_at, due_at)
+        self._unsent.due_at = min(self._unsent.due_at, due_at)
 
     @property
     def num_pending(self) -> int:
         """Tokens, and events by their weight."""
-        return self._pile.weight
+        return self._unsent.weight
 
     @property
     def has_something(self) -> bool:
@@ -153,18 +153,18 @@ class Outbox:
                 return None
             self._ready.clear()
             await self._ready.wait()
-        pile, self._pile = self._pile, _Pile()
+        unsent, self._unsent = self._unsent, _Unsent()
         self._taken_at, self._waiting_since = self._clock(), None
-        if pile.accepted and not self.is_closed:
-            self._pile.accepted = pile.hold_back(self._taken_at)
-            self._pile.due_at = min(self._pile.accepted.values(), default=math.inf)
-        return pile.to_response()
+        if unsent.accepted and not self.is_closed:
+            self._unsent.accepted = unsent.hold_back(self._taken_at)
+            self._unsent.due_at = min(self._unsent.accepted.values(), default=math.inf)
+        return unsent.to_response()
 
     def _is_due(self) -> bool:
-        if not (self.has_something or self._pile.load or self._pile.progress):
+        if not (self.has_something or self._unsent.load or self._unsent.progress):
             self._waiting_since = None
             return False
-        due_at = self._pile.due_at
+        due_at = self._unsent.due_at
         rest_s = due_at - self._clock()
         if rest_s <= 0 or self.is_closed:
             return True

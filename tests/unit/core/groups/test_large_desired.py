@@ -197,17 +197,17 @@ def test_each_instance_is_looked_at_once_for_the_members_of_all_groups() -> None
         for i in range(num)
     }
     seen = {i: Seen(i, 1, Phase.READY) for i in [*given, "new"]}
-    turn = Round(Observed(1, 1, wanted_of(Desired(), "ucx/1"), seen, given))
-    turn.plan = plan = CountingPlan(turn.plan)
-    groups = [turn.members(f"g{i}") for i in range(50)]
+    round_ = Round(Observed(1, 1, wanted_of(Desired(), "ucx/1"), seen, given))
+    round_.plan = plan = CountingPlan(round_.plan)
+    groups = [round_.members(f"g{i}") for i in range(50)]
     assert sum(map(len, groups)) == num
     assert all(g == sorted(g, key=lambda m: m.instance_id) for g in groups)
-    turn.plan["new"] = replace(given["i7"], stage=Stage.LOAD)
-    assert [m.instance_id for m in turn.members("g7")] == ["i107", "i157", "i57", "i7", "new"]
+    round_.plan["new"] = replace(given["i7"], stage=Stage.LOAD)
+    assert [m.instance_id for m in round_.members("g7")] == ["i107", "i157", "i57", "i7", "new"]
     assert plan.num_looks <= 2 * num + 1
 
 
 def test_blanks_are_found_once_for_all_groups_that_ask_in_vain() -> None:
-    turn = Round(Observed(1, 1, wanted_of(Desired(), "ucx/1"), {}, {}))
-    assert turn.blanks() is turn.blanks()
-    assert turn.num_blanks(("r1",)) is turn.num_blanks(("r1",))
+    round_ = Round(Observed(1, 1, wanted_of(Desired(), "ucx/1"), {}, {}))
+    assert round_.blanks() is round_.blanks()
+    assert round_.num_blanks(("r1",)) is round_.num_blanks(("r1",))

@@ -32,11 +32,11 @@ async def test_the_first_token_wakes_the_writer_at_once() -> None:
 
 
 async def test_the_next_tokens_wait_for_the_interval_and_come_together() -> None:
-    patient = call_with(interval_s=600.0)
-    patient.on_tokens()
-    assert await woken_within(patient, 60.0)
-    patient.on_tokens()
-    assert not await woken_within(patient, 0.1), "before the interval was over"
+    suspected = call_with(interval_s=600.0)
+    suspected.on_tokens()
+    assert await woken_within(suspected, 60.0)
+    suspected.on_tokens()
+    assert not await woken_within(suspected, 0.1), "before the interval was over"
     call = call_with(interval_s=0.05)
     call.on_tokens()
     assert await woken_within(call, 60.0)

@@ -22,7 +22,7 @@ _MAX_SUFFIX: Final = 16  # tokens a template puts after the last turn
 
 
 @dataclass(frozen=True, slots=True)
-class TailSampling:
+class PartialSampling:
     """Where the beginnings of a block are named. `step` 0: nowhere."""
 
     start: int = 208
@@ -40,10 +40,10 @@ class TailSampling:
         return range(self.start, num_tokens + 1, self.step)
 
 
-NO_TAILS: Final = TailSampling(step=0)
+NO_PARTIALS: Final = PartialSampling(step=0)
 
 
-def tail_names(
+def partial_names(
     root: bytes, parent: bytes, data: bytes | memoryview, positions: Collection[int]
 ) -> dict[int, bytes]:
     """The name at each of `positions`, which ascend, of a block's tokens `data` (little-endian uint32 each).
@@ -63,7 +63,7 @@ def tail_names(
 
 
 @dataclass(frozen=True, slots=True)
-class TailName:
+class PartialBlockName:
     """The name of `num_tokens` tokens after `num_blocks` full blocks of a prompt."""
 
     num_blocks: int

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdmesh.core.kv.prefix.partial_block_names import TailSampling, tail_names
+from pdmesh.core.kv.prefix.partial_block_names import PartialSampling, partial_names
 
 
 @dataclass(frozen=True, slots=True)
-class TailFound:
+class PartialFound:
     """The first `num_tokens` tokens of `block` are what was asked for."""
 
     block: int
@@ -28,31 +28,31 @@ class _Tail:
 
 
 @dataclass(slots=True)
-class TailBook:
+class PartialBlocks:
     """By block number. Of blocks with equal beginnings the one kept last is found."""
 
-    sampling: TailSampling
+    sampling: PartialSampling
     block_size: int
-    _tails: dict[int, _Tail] = field(default_factory=dict)
+    _partials: dict[int, _Tail] = field(default_factory=dict)
     _block_at: dict[bytes, int] = field(default_factory=dict)
     _counts: dict[bytes, dict[int, int]] = field(default_factory=dict)  # parent -> position
 
     def __len__(self) -> int:
-        return len(self._tails)
+        return len(self._partials)
 
     def __contains__(self, block: int) -> bool:
-        return block in self._tails
+        return block in self._partials
 
     def keep(self, block: int, root: bytes, parent: bytes, data: bytes) -> list[bytes]:
         """`block` holds the tokens `data` after those that `parent` names. Returns names that were not known before."""
-        assert block not in self._tails
+        assert block not in self._partials
         watermark = len(data) // 4
         assert 0 < watermark <= self.block_size
         positions = [p for p in self.sampling.positions(watermark) if p < self.block_size]
         if not positions:
             return []
-        names = tail_names(root, parent, data, positions)
-        self._tails[block] = _Tail(parent, watermark, names)
+        names = partial_names(root, parent, data, positions)
+        self._partials[block] = _Tail(parent, watermark, names)
         counts = self._counts.setdefault(parent, {})
         new = []
         for position, name in names.items():
@@ -64,7 +64,7 @@ class TailBook:
 
     def forget(self, block: int) -> list[bytes]:
         """Its content is given up, or goes on under other names. Returns the names that nobody has any more."""
-        tail = self._tails.pop(block, None)
+        tail = self._partials.pop(block, None)
         if tail is None:
             return []
         counts = self._counts[tail.parent]
@@ -80,31 +80,31 @@ class TailBook:
             del self._counts[tail.parent]
         return gone
 
-    def find(self, root: bytes, parent: bytes, data: bytes) -> TailFound | None:
+    def find(self, root: bytes, parent: bytes, data: bytes) -> PartialFound | None:
         """The block that holds the most tokens of the beginning of `data`, which comes after `parent`."""
         most = len(data) // 4
         positions = sorted(p for p in self._counts.get(parent, ()) if p <= most)
         if not positions:
             return None
-        names = tail_names(root, parent, data, positions)
+        names = partial_names(root, parent, data, positions)
         for position in reversed(positions):
             block = self._block_at.get(names[position])
             if block is not None:
-                return TailFound(block, position)
+                return PartialFound(block, position)
         return None
 
-    def may_append(self, found: TailFound) -> bool:
+    def may_append(self, found: PartialFound) -> bool:
         """Whether who uses the block alone may go on in it. If not, only a copy of what was found may be continued."""
-        watermark = self._tails[found.block].watermark
+        watermark = self._partials[found.block].watermark
         return found.num_tokens == watermark < self.block_size
 
     def check_invariants(self) -> None:
-        names = {name for tail in self._tails.values() for name in tail.names.values()}
+        names = {name for tail in self._partials.values() for name in tail.names.values()}
         assert set(self._block_at) <= names
         for name, block in self._block_at.items():
-            assert name in self._tails[block].names.values()
+            assert name in self._partials[block].names.values()
         counts: dict[bytes, dict[int, int]] = {}
-        for tail in self._tails.values():
+        for tail in self._partials.values():
             assert 0 < tail.watermark <= self.block_size
             for position in tail.names:
                 of_parent = counts.setdefault(tail.parent, {})

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from pdmesh.core.kv.prefix.partial_block_names import TailName
+from pdmesh.core.kv.prefix.partial_block_names import PartialBlockName
 from pdmesh.core.kv.tiers.load_plan import Tier
 
 TIERS: Final = (Tier.ENGINE, Tier.HOST)  # what an instance holds itself, and a tier's bit
@@ -244,8 +244,8 @@ class PrefixIndex:
             runs.append((first, len(block_hashes)))
         return PeerRuns(tuple(runs))
 
-    def with_tails(
-        self, matches: Mapping[str, int], tails: Iterable[TailName], block_size: int
+    def with_partials(
+        self, matches: Mapping[str, int], tails: Iterable[PartialBlockName], block_size: int
     ) -> dict[str, float]:
         """`matches`, and for who holds the beginning of the block after its match, the share of that block."""
         best: dict[str, float] = dict(matches)

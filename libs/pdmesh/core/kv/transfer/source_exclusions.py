@@ -137,7 +137,7 @@ class SourceExclusions:
         return Fit.AVOIDED if prefill_id in self.avoided else Fit.GOOD
 
 
-NO_QUARRELS: Final = SourceExclusions()
+NO_EXCLUSIONS: Final = SourceExclusions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class KvExchange:
     """Who should exchange KV with whom, by what all decodes say. A prefill that two decodes refuse, all refuse."""
 
     _of: Mapping[str, SourceExclusions] = field(default_factory=dict)
-    _others: SourceExclusions = NO_QUARRELS  # of a decode that says nothing
+    _others: SourceExclusions = NO_EXCLUSIONS  # of a decode that says nothing
 
     @classmethod
     def of(
@@ -164,22 +164,22 @@ class KvExchange:
             for source in sources:
                 counts[source] = counts.get(source, 0) + 1
         condemned = frozenset(s for s, count in counts.items() if count >= _CONDEMNED)
-        quarrels = {
+        exclusions = {
             decode: SourceExclusions(refused[decode] | condemned, _ids(held, *_AVOIDED))
             for decode, held in current.items()
             if held
         }
-        return cls(quarrels, SourceExclusions(condemned))
+        return cls(exclusions, SourceExclusions(condemned))
 
     def __bool__(self) -> bool:
         """False if anybody may exchange with anybody."""
         return bool(self._of)
 
-    def quarrels(self, decode_id: str) -> SourceExclusions:
+    def exclusions(self, decode_id: str) -> SourceExclusions:
         return self._of.get(decode_id, self._others)
 
     def fit(self, decode_id: str, prefill_id: str) -> Fit:
-        return self.quarrels(decode_id).fit(prefill_id)
+        return self.exclusions(decode_id).fit(prefill_id)
 
 
 def _ids(held: Iterable[HeldSource], *faults: SourceFault) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdmesh.core.kv.prefix.block_hash import block_hashes, tokens_to_bytes
-from pdmesh.core.kv.prefix.partial_block_names import TailSampling, tail_names, turn_ends
+from pdmesh.core.kv.prefix.partial_block_names import PartialSampling, partial_names, turn_ends
 
 ROOT = b"r" * 16
 IM_END, IM_START, USER, ASSISTANT, NEWLINE = 2, 1, 10, 11, 12
@@ -25,27 +25,27 @@ IM_END, IM_START, USER, ASSISTANT, NEWLINE = 2, 1, 10, 11, 12
     ],
 )
 def test_positions_are_those_of_the_paper(num_tokens: int, positions: list[int]) -> None:
-    assert list(TailSampling().positions(num_tokens)) == positions
+    assert list(PartialSampling().positions(num_tokens)) == positions
 
 
 @pytest.mark.req("S103")
 def test_start_and_step_are_parameters_and_no_step_means_no_names() -> None:
-    assert list(TailSampling(start=16, step=8).positions(40)) == [16, 24, 32, 40]
-    assert list(TailSampling(step=0).positions(500)) == []
-    assert not TailSampling(step=0)
+    assert list(PartialSampling(start=16, step=8).positions(40)) == [16, 24, 32, 40]
+    assert list(PartialSampling(step=0).positions(500)) == []
+    assert not PartialSampling(step=0)
 
 
 @pytest.mark.req("S103")
 def test_a_name_says_root_parent_and_tokens_and_is_never_a_full_blocks() -> None:
     tokens = list(range(64))
     data, parent = tokens_to_bytes(tokens), b"p" * 16
-    names = tail_names(ROOT, parent, data, [16, 64])
-    assert names[16] == tail_names(ROOT, parent, data[: 16 * 4], [16])[16]
+    names = partial_names(ROOT, parent, data, [16, 64])
+    assert names[16] == partial_names(ROOT, parent, data[: 16 * 4], [16])[16]
     full = block_hashes(ROOT, tokens, 64, parent)
     others = [
-        tail_names(b"s" * 16, parent, data, [16])[16],
-        tail_names(ROOT, b"", data, [16])[16],
-        tail_names(ROOT, parent, tokens_to_bytes([*tokens[:15], 99]), [16])[16],
+        partial_names(b"s" * 16, parent, data, [16])[16],
+        partial_names(ROOT, b"", data, [16])[16],
+        partial_names(ROOT, parent, tokens_to_bytes([*tokens[:15], 99]), [16])[16],
         names[64],
         *full,
     ]

@@ -151,10 +151,10 @@ def test_the_takers_of_a_prefill_leave_out_who_refuses_it_and_end_with_who_avoid
         {"d0": [HeldSource(P0, UNREACHABLE)], "d1": [HeldSource(P0, CORRUPT)]}, {"p0": 1, "p1": 1}
     )
     decodes = [
-        Candidate(d, 1, "g/f", quarrels=exchange.quarrels(d)) for d in ("d0", "d1", "d2")
+        Candidate(d, 1, "g/f", exclusions=exchange.exclusions(d)) for d in ("d0", "d1", "d2")
     ] + [Candidate("d3", 1, "other/f")]
     taker_ids = {
-        p: [c.instance_id for c in Candidate(p, 1, "g/f").takers(decodes)] for p in ("p0", "p1")
+        p: [c.instance_id for c in Candidate(p, 1, "g/f").compatible(decodes)] for p in ("p0", "p1")
     }
     assert taker_ids == {"p0": ["d2", "d0"], "p1": ["d0", "d1", "d2"]}
 

@@ -11,7 +11,7 @@ from pdmesh.engine.sim.block_pool import BlockPool, Tail
 from pdmesh.engine.sim.memory import PagedMemory
 
 
-class TailLane:
+class PartialBlockLane:
     def __init__(self, memory: PagedMemory, pool: BlockPool) -> None:
         self._memory, self._pool = memory, pool
         self._size = memory.model.params.block_size
@@ -23,7 +23,7 @@ class TailLane:
         begin, end = num_blocks * self._size, len(job.prompt) - 1
         data = tokens_to_bytes(job.prompt[begin : min(begin + self._size, end)])
         parent = job.block_hashes[num_blocks - 1] if num_blocks else b""
-        tail = self._pool.claim_tail(bytes.fromhex(job.cache_salt), parent, data)
+        tail = self._pool.claim_partial(bytes.fromhex(job.cache_salt), parent, data)
         if tail is not None and tail.source is not None:
             self._memory.copy(tail.source, tail.block, tail.num_tokens)
         return tail
@@ -45,7 +45,7 @@ class TailLane:
         for index in range(first, -(-len(tokens) // size)):
             data = tokens_to_bytes(tokens[index * size : (index + 1) * size])
             parent = hashes[index - 1] if index else b""
-            self._pool.keep_tail(blocks[index], root, parent, data)
+            self._pool.keep_partial(blocks[index], root, parent, data)
 
 
 def _is_named(job: PrefillJob, hashes: Sequence[bytes], size: int) -> bool:
