@@ -33,6 +33,7 @@ from pdmesh.core.groups.steps import AnnounceStep, StepTeller
 from pdmesh.core.groups.timeouts import StageClock
 from pdmesh.core.model import (
     Assignment,
+    PeerId,
     Phase,
     Role,
     RoleSpec,
@@ -91,6 +92,7 @@ class GroupController:
     _steps: StepTeller = field(default_factory=StepTeller)
     _records: dict[str, GroupRecord] = field(default_factory=dict)
     _region_watch: RegionWatch = field(default_factory=RegionWatch)
+    _ending: set[PeerId] = field(default_factory=set)  # processes that were asked to stop
     _last_id: int = 0
     _version: int = 0
 
@@ -109,6 +111,7 @@ class GroupController:
         self._adopt(round_)
         self._note_departures(round_)
         self.clock.note(round_, now)
+        round_.spent = self._spent(round_, now)
         reports: dict[str, GroupReport] = {}
         self.regions = {}
         for group_id in self._in_order(round_):
@@ -147,6 +150,16 @@ class GroupController:
             if member.is_departing:
                 self._record(assignment.role_spec.group_id).vacate(member.role, instance_id)
                 round_.set_stage(member, Stage.DRAIN)
+                self._ending.add(member.seen.id)
+
+    def _spent(self, round_: Round, now: float) -> frozenset[str]:
+        """Nobody can be given these when they have left their groups."""
+        observed = round_.observed
+        self._ending &= {seen.id for seen in observed.seen.values()}
+        members = (GroupMember(observed.seen[i], given) for i, given in round_.plan.items())
+        hanging = {m.instance_id for m in members if self.clock.is_erase_overdue(m, now)}
+        ending = {each.instance_id for each in self._ending}
+        return observed.drained | observed.isolated | hanging | ending
 
     def _recover(self, round_: Round) -> None:
         """The bucket of assignments was lost (F21): records tell what had been assigned."""

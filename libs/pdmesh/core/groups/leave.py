@@ -1,8 +1,9 @@
 """Which instances of a group leave, and when: what a round of the group controller does about those that are not to stay (S26, S28, S31).
 
 Those that serve leave when those that come are ready. Where there are too few blank instances for that, they make room first: one
-at a time if they are too many, and as many as are needed if they are of an old revision or scenario. Which group gets another revision when is not
-decided here (`core.upgrade.controller`).
+at a time if they are too many, and as many as are needed if they are of an old revision or scenario, or if their KV crosses regions
+and their group's is to stay in one (or the other way round). What is in another region or rack makes no room by leaving. Which group
+gets another revision when is not decided here (`core.upgrade.controller`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdmesh.core.groups.facts import WantedGroup
-from pdmesh.core.groups.region import is_misplaced
+from pdmesh.core.groups.region import is_in_place, is_misplaced
 from pdmesh.core.groups.round import GroupMember, Round
 from pdmesh.core.model import Phase, Role, Stage
 
@@ -84,16 +85,14 @@ def release_leavers(
     num_short: int,
 ) -> str:
     """Of a group's instances that serve and are not to stay; why they may not go. `num_short`: those to come that there is no room for."""
-    misplaced = [m for m in others if is_misplaced(m, group)]
-    if misplaced and num_short:  # what would leave makes no room in the other region
-        return ""
-    stale = [m for m in others if m.is_stale(group)]
-    if stale and num_short:
-        return _make_room(round_, group, stale, num_short)
-    if stale or misplaced:
-        return let_go(round_, record, stale or misplaced, may_empty_group=True)
-    reason, is_busy = "", any(m.stage is Stage.DRAIN for m in round_.members(group.group_id))
-    for member in sorted(others, key=lambda m: m.seen.num_slots_used):
+    unfit = [m for m in others if _is_unfit(m, group)]
+    if unfit and not num_short:
+        return let_go(round_, record, unfit, may_empty_group=True)
+    in_the_way = [m for m in unfit if is_in_place(m, group)]
+    reason = _make_room(round_, group, in_the_way, num_short) if in_the_way else ""
+    surplus = [m for m in others if not _is_unfit(m, group)]
+    is_busy = any(m.stage is Stage.DRAIN for m in round_.members(group.group_id))
+    for member in sorted(surplus, key=lambda m: m.seen.num_slots_used):
         if is_busy:
             return "one instance leaves at a time"
         may_empty = group.counts.get(member.role, 0) == 0
@@ -102,15 +101,20 @@ def release_leavers(
     return reason
 
 
-def _make_room(round_: Round, group: WantedGroup, stale: list[GroupMember], num_short: int) -> str:
-    """As many of the old revision or scenario as are needed, or none if not all of these may go: half the room would be of no use."""
+def _is_unfit(member: GroupMember, group: WantedGroup) -> bool:
+    return member.is_stale(group) or is_misplaced(member, group)
+
+
+def _make_room(round_: Round, group: WantedGroup, unfit: list[GroupMember], num_short: int) -> str:
+    """As many of those that are not to stay as are needed, or none if not all of these may go: half the room would be of no use."""
+    seen = round_.observed.seen
     num_leaving = sum(
-        given.stage >= Stage.DRAIN
+        given.stage >= Stage.DRAIN and is_in_place(GroupMember(seen[instance_id], given), group)
         for instance_id, given in round_.plan.items()
-        if group.region in (None, round_.observed.seen[instance_id].region)
+        if instance_id not in round_.spent
     )
     num_needed, before, reason = num_short - num_leaving, dict(round_.plan), ""
-    for member in _in_pairs(stale):
+    for member in _in_pairs(unfit):
         if num_needed <= 0:
             return ""
         if why := round_.why_not_leave(member, may_empty_group=True):

@@ -29,10 +29,14 @@ def placed(round_: Round, group: WantedGroup) -> WantedGroup:
 def is_misplaced(member: GroupMember, group: WantedGroup) -> bool:
     """Of another region or rack than its group is to be in, or with KV that goes elsewhere than its group's may."""
     seen, spans = member.seen, member.assignment.role_spec.spans_regions
-    is_elsewhere = group.region is not None and seen.region != group.region
-    is_elsewhere = is_elsewhere or bool(group.racks and seen.rack not in group.racks)
     kept_in = seen.kv_region if seen.phase is not Phase.BLANK else _kept_in(seen, spans)
-    return is_elsewhere or kept_in != _kept_in(seen, group.spans_regions)
+    return not is_in_place(member, group) or kept_in != _kept_in(seen, group.spans_regions)
+
+
+def is_in_place(member: GroupMember, group: WantedGroup) -> bool:
+    """Of the region and a rack that its group is to be in: when it leaves, there is room for another."""
+    is_in_region = group.region in (None, member.seen.region)
+    return is_in_region and (not group.racks or member.seen.rack in group.racks)
 
 
 def _kept_in(seen: Seen, spans_regions: bool) -> str:
@@ -42,13 +46,17 @@ def _kept_in(seen: Seen, spans_regions: bool) -> str:
 def _region_of(round_: Round, group: WantedGroup) -> str:
     if len(group.regions) == 1:
         return group.regions[0]
-    members = [m for m in round_.members(group.group_id) if m.stage <= Stage.SERVE]
-    own = Counter(m.seen.region for m in members)
-    serving = {r for r in own if _serves(m for m in members if m.seen.region == r)}
+    members = round_.members(group.group_id)
+    fitting = [m for m in members if m.stage <= Stage.SERVE and not is_misplaced(m, group)]
+    own = Counter(m.seen.region for m in fitting)
+    serving = {r for r in own if _serves(m for m in fitting if m.seen.region == r)}
     if serving and not serving.isdisjoint(group.regions[:1] or serving):
         return group.regions[0] if group.regions else max(sorted(serving), key=own.__getitem__)
-    room = own + round_.num_blanks(group.racks)
-    order = group.regions or sorted(room, key=lambda r: (-own[r], -room[r], r)) or [""]
+    # Those that leave are room, too: else the group would go elsewhere while they make it, and back.
+    mine = [m for m in members if is_in_place(m, group) and m.instance_id not in round_.spent]
+    blanks = round_.num_blanks(group.racks)
+    room = blanks + Counter(m.seen.region for m in mine)
+    order = group.regions or sorted(room, key=lambda r: (-own[r], -blanks[r], r)) or [""]
     with_room = (r for r in order if r in serving or room[r] >= group.size)
     return next(with_room, next((r for r in order if own[r]), order[0]))
 

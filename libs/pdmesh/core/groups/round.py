@@ -87,6 +87,8 @@ class Round:
 
     observed: Observed
     plan: dict[str, Assignment] = field(default_factory=dict)
+    # Instances whose leaving makes no room: they end, hang or are on hold.
+    spent: frozenset[str] = frozenset()
     _blanks: _Blanks | None = None
     _ids: dict[str, list[str]] = field(default_factory=dict)  # of instances, by group
     _num_indexed: int = 0  # of the plan's instances, the first ones

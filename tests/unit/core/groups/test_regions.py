@@ -9,7 +9,7 @@ import pytest
 
 from pdmesh.core.groups.adjustments import Adjustment, adjusted, num_lent
 from pdmesh.core.groups.round import Round
-from pdmesh.core.model import Role
+from pdmesh.core.model import Role, Stage
 from pdmesh.core.moves.move import (
     GroupShape,
     Move,
@@ -40,6 +40,7 @@ regions: [eu, us]
 groups:
   chat: {prefill: 2, decode: 2, region: eu, failover: [us]}
 """
+SINGLE = "scenarios: {default: {allow_single: true}}\n"
 ANYWHERE = "regions: [eu, us]\ngroups:\n  chat: {prefill: 2, decode: 2}\n"
 SPANNING = "regions: [eu, us]\ngroups:\n  chat: {prefill: 2, decode: 2, spans_regions: true}\n"
 
@@ -148,8 +149,7 @@ def test_one_crash_in_a_region_of_two_is_no_lost_region() -> None:
 
 @pytest.mark.req("S25")
 def test_a_group_changes_its_region_without_a_gap() -> None:
-    single = "scenarios: {default: {allow_single: true}}\n"
-    text = single + HOME_AND_FAILOVER.replace(", failover: [us]", "")
+    text = SINGLE + HOME_AND_FAILOVER.replace(", failover: [us]", "")
     world = world_of(text, eu=4, us=3)
     world.settle()
     world.apply(read(text.replace("region: eu", "region: us")))
@@ -159,6 +159,93 @@ def test_a_group_changes_its_region_without_a_gap() -> None:
     start(world, "us-3")
     world.settle()
     assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"us"})
+
+
+@pytest.mark.req("S13")
+@pytest.mark.parametrize("num_rounds", [3, 20])  # only its decodes are ready; all of it serves
+def test_a_group_that_spanned_regions_makes_room_in_the_one_it_is_to_be_in(num_rounds: int) -> None:
+    """Its instances are there already, but their KV may leave the region: others have to take their places."""
+    world = world_of(SINGLE + HOME_AND_FAILOVER, eu=5, us=5)
+    world.settle()
+    world.apply(read(SINGLE + SPANNING.replace("prefill: 2, decode: 2", "prefill: 3, decode: 3")))
+    for _ in range(num_rounds):
+        world.work_round()
+    assert {world.records[i].kv_region for i in world.ready("chat", Role.DECODE)} >= {""}
+    world.steps.clear()
+    back = HOME_AND_FAILOVER.replace("region: eu, failover: [us]", "region: us, failover: [eu]")
+    world.apply(read(SINGLE + back))
+    world.settle()
+    assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"us"}), world.describe()
+    assert {world.records[i].kv_region for i in world.given} == {"us"}
+    # Nor is it set up elsewhere while room is made.
+    assert {s.instance_id[:2] for s in world.steps if s.step == "assigned"} == {"us"}
+
+
+def test_a_group_that_is_to_span_regions_makes_room_where_there_is_none() -> None:
+    world = world_of(SINGLE + HOME_AND_FAILOVER, eu=4, us=2)
+    world.settle()
+    world.apply(read(SINGLE + SPANNING))
+    world.settle()
+    assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"eu", "us"})
+    assert {world.records[i].kv_region for i in world.given} == {""}
+
+
+@pytest.mark.parametrize("where", ["", ", region: eu, failover: [us]"])
+def test_a_group_whose_racks_are_in_another_region_now_goes_there(where: str) -> None:
+    text = "regions: [eu, us]\ngroups:\n  chat: {prefill: 2, decode: 2, racks: [RACK]"
+    world = world_of(text.replace("RACK", "r1") + where + "}\n", eu=4, us=4)
+    for process in world.processes.values():
+        process.rack = "r1" if process.instance_id.startswith("eu") else "r2"
+        world.tell(process.instance_id)
+    world.settle()
+    assert regions(world) == {"eu"}
+    world.apply(read(text.replace("RACK", "r2") + where + "}\n"))
+    world.settle()
+    assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"us"}), world.describe()
+
+
+def test_what_is_too_many_makes_room_though_others_wait_in_another_region() -> None:
+    text = SINGLE + "regions: [eu, us]\ngroups:\n  chat: {COUNTS, region: eu}\n"
+    world = world_of(text.replace("COUNTS", "prefill: 3, decode: 1"), eu=4, us=4)
+    world.settle()
+    text = text.replace("region: eu", "region: us")
+    world.apply(read(text.replace("COUNTS", "prefill: 3, decode: 1")))
+    while len(world.ready("chat", Role.PREFILL)) < 6:
+        world.work_round()
+    world.apply(read(text.replace("COUNTS", "prefill: 1, decode: 3")))
+    world.settle()
+    assert (world.counts(), regions(world)) == ({"chat": (1, 3, 0)}, {"us"}), world.describe()
+
+
+def test_an_upgrade_without_spare_instances_at_home_makes_room_there_alone() -> None:
+    text = HOME_AND_FAILOVER + "  other: {scenario: default, prefill: 2, decode: 2, region: eu}\n"
+    world = world_of(SINGLE + text, eu=8, us=4)
+    world.settle()
+    world.steps.clear()
+    world.apply(read(SINGLE + "services: {default: {release: '2'}}\n" + text))
+    world.settle()
+    assert world.counts() == {"chat": (2, 2, 0), "other": (2, 2, 0)}
+    assert {given.role_spec.revision for given in world.given.values()} == {
+        group.revision for group in world.observe().wanted.groups.values()
+    }
+    assert {s.instance_id[:2] for s in world.steps if s.step == "assigned"} == {"eu"}
+
+
+def test_a_region_whose_processes_are_asked_to_stop_makes_no_room() -> None:
+    world = world_of(HOME_AND_FAILOVER, eu=4, us=4)
+    world.settle()
+    for i in range(4):
+        world.stop(f"eu-{i}")
+    world.work_round()
+    given = {i[:2] for i, each in world.given.items() if each.stage < Stage.DRAIN}
+    assert given == {"us"}, world.describe()
+
+
+def test_an_instance_that_hangs_keeps_nobody_from_the_failover() -> None:
+    world = world_of(HOME_AND_FAILOVER, eu=4, us=4)
+    world.processes["eu-0"].is_stopping = True  # it follows no assignment
+    world.settle()
+    assert (world.counts(), regions(world)) == ({"chat": (2, 2, 0)}, {"us"}), world.describe()
 
 
 @pytest.mark.req("S13")
