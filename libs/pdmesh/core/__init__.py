@@ -1,1 +1,4 @@
-"""Decisions: pure, synchronous, without I/O or clock: each is state + `handle(event, now) -> effects`."""
+"""Decisions: pure, synchronous, no I/O, no clock.
+
+Each is state and `handle(event, now) -> effects`.
+"""

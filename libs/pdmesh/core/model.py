@@ -1,4 +1,4 @@
-"""Words that several rooms share: what an instance may be, how far it is, and what the master assigns it."""
+"""Types that several rooms share: what an instance is, how far it is, what the master assigns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Stage(enum.IntEnum):
 
 
 class Phase(enum.IntEnum):
-    """How far it is. The numbers are those of `pdmesh.v1.InstancePhase`."""
+    """How far an instance has come. The numbers are those of `pdmesh.v1.InstancePhase`."""
 
     BLANK = 1
     LOADING = 2
@@ -45,7 +45,10 @@ class PeerId:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An instance of the same group. `addresses` are of its KV transport, one per device, in device order (S14)."""
+    """An instance of the same group.
+
+    `addresses` are those of its KV transport: one per device, in device order (S14).
+    """
 
     id: PeerId
     role: Role
@@ -69,7 +72,7 @@ class RoleSpec:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The master's word. Mirrors `pdmesh.v1.Assignment`."""
+    """What the master told an instance to be. Mirrors `pdmesh.v1.Assignment`."""
 
     incarnation: int
     epoch: int
@@ -81,4 +84,4 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed: the event that cores get when nothing else happens."""
+    """Time has passed: the event that a core gets when nothing else happens."""

@@ -1,1 +1,1 @@
-"""Who leads, and when a process that died is started again."""
+"""Which replica leads, and when a process that died is started again."""

@@ -1,3 +1,3 @@
-"""What groups shall be and what they are: who joins, who leaves, in which region, and when a step took
-too long.
+"""What groups should be and what they are: which instance joins or leaves, in which region, and
+when a step has taken too long.
 """

@@ -1,1 +1,1 @@
-"""Who is alive, and who is faulty at which level; how many may be taken out of service for it."""
+"""Which instances are alive, which are faulty at which level, how many may be ejected at once."""

@@ -1,1 +1,1 @@
-"""KV blocks: how they are named, what they look like, in which tier they lie and how they travel."""
+"""KV blocks: how they are named, how they look, in which tier they lie and how they travel."""

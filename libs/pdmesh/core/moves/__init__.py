@@ -1,1 +1,1 @@
-"""Changes of groups as plans of single moves: what a move may do, which is next, and what the clock asks for."""
+"""Changes of groups as plans of moves: what a move may do, which is next, what a schedule asks."""

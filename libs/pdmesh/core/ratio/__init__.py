@@ -1,1 +1,1 @@
-"""How many prefills and decodes a scenario needs: measured, modelled, planned, judged and undone."""
+"""How many prefills and decodes a scenario needs: measured, modelled, planned, judged, undone."""

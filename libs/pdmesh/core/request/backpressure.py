@@ -1,9 +1,13 @@
-"""How long a scenario's queue is over all gateways, and who need not join it (S97).
+"""Decides which requests need not join a scenario's queue, by its length over all gateways (S97).
 
-Each gateway tells the master how many of its requests wait for a prefill; the master adds them up and says with every plan how
-many wait in all, how many may, and how fast the scenario's prefills begin prompts. With that a gateway refuses a newcomer by
-itself, before it asks anybody: at the limit, or if those before it take longer than it may wait. The waiting room is ordered by
-deadline, so whom it refuses is whom the deadline would have ended anyway. What was not heard again lately counts for nothing.
+Each gateway tells the master how many of its requests wait for a prefill. The master adds the
+counts up. With every plan it says how many requests wait in all, how many may wait, and how fast
+the scenario's prefills begin prompts.
+
+With that a gateway can refuse a new request by itself, before it asks any instance. It does so at
+the limit, or if the requests before the new one take longer than it may wait. The waiting room is
+ordered by deadline, so the deadline would have ended a request that is refused here anyway. A count
+that has not been renewed for `MAX_AGE_S` is ignored.
 """
 
 from __future__ import annotations
@@ -21,12 +25,12 @@ MAX_SCENARIOS: Final = 256
 _MAX_GATEWAYS: Final = 4096
 _RATE_EVERY_S: Final = 0.1
 
-Queue = Mapping[int, int]  # how many wait, by priority: 0 is called first
+Queue = Mapping[int, int]  # how many requests wait, by priority: 0 is called first
 
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """`waiting` at all gateways; `max_waiting` 0: no limit; `prefills_per_s` 0: not known."""
+    """`waiting` counts all gateways. `max_waiting` 0: no limit; `prefills_per_s` 0: not known."""
 
     scenario: str
     waiting: Queue
@@ -36,7 +40,10 @@ class Pressure:
 
 @dataclass(frozen=True, slots=True)
 class QueueRefusal:
-    """`reason` is QUEUE_FULL or TTFT_UNREACHABLE; after `retry_after_s` the queue may be short enough."""
+    """`reason` is QUEUE_FULL or TTFT_UNREACHABLE.
+
+    After `retry_after_s` the queue may be short enough.
+    """
 
     reason: str
     retry_after_s: float
@@ -44,13 +51,16 @@ class QueueRefusal:
 
 @dataclass(slots=True)
 class QueueBook:
-    """The master's sum of what the gateways say. Bounded; the gateway that was silent longest is forgotten first."""
+    """The master's sum of what the gateways report.
+
+    Bounded: the gateway that has been silent longest is forgotten first.
+    """
 
     max_age_s: float = MAX_AGE_S
     _told: OrderedDict[str, tuple[float, Mapping[str, Queue]]] = field(default_factory=OrderedDict)
 
     def tell(self, gateway_id: str, queues: Mapping[str, Queue], now: float) -> None:
-        """All queues of one gateway, by scenario."""
+        """Record all queues of one gateway, by scenario."""
         self._told.pop(gateway_id, None)
         if queues:
             self._told[gateway_id] = (now, dict(list(queues.items())[:MAX_SCENARIOS]))
@@ -61,14 +71,14 @@ class QueueBook:
 
     def waiting(self, scenario: str, now: float) -> Queue:
         total: dict[int, int] = {}
-        for at, queues in list(self._told.values()):  # shown by another thread, too
+        for at, queues in list(self._told.values()):  # a copy: another thread reads it, too
             if at >= now - self.max_age_s:
                 for priority, count in queues.get(scenario, {}).items():
                     total[priority] = total.get(priority, 0) + count
         return total
 
     def scenarios(self) -> list[str]:
-        """Those somebody waits in, or did lately."""
+        """Scenarios in which requests wait, or waited lately."""
         return sorted({s for _, queues in list(self._told.values()) for s in queues})
 
     def _oldest_at(self) -> float:
@@ -77,7 +87,11 @@ class QueueBook:
 
 @dataclass(slots=True)
 class Backpressure:
-    """What the master tells. `prefills_per_s(scenario, now)`: what the scenario's prefills can begin; inf or 0: not known."""
+    """What the master tells the gateways.
+
+    `prefills_per_s(scenario, now)`: prompts that the scenario's prefills can begin; inf or 0: not
+    known.
+    """
 
     prefills_per_s: Callable[[str, float], float]
     max_waiting: int = 0
@@ -89,11 +103,11 @@ class Backpressure:
         return Pressure(scenario, waiting, self.max_waiting, self._rate(scenario, now))
 
     def _rate(self, scenario: str, now: float) -> float:
-        """A look at all instances: not with every plan."""
+        """Cached for `_RATE_EVERY_S`, for it looks at all instances."""
         since, rate = self._rates.get(scenario, (-math.inf, 0.0))
         if now - since >= _RATE_EVERY_S:
             found = self.prefills_per_s(scenario, now)
-            if not math.isfinite(found):  # clients make such names up: they take no place here
+            if not math.isfinite(found):  # clients may invent scenarios: those are not kept
                 self._rates.pop(scenario, None)
                 return 0.0
             rate = found
@@ -108,18 +122,18 @@ class Backpressure:
 class _Heard:
     at: float
     pressure: Pressure
-    elsewhere: Queue  # who waits at the other gateways
+    elsewhere: Queue  # what waits at the other gateways
 
 
 @dataclass(slots=True)
 class PressureView:
-    """A gateway's copy. Its own queue it knows better than the master."""
+    """A gateway's copy. The gateway knows its own queue better than the master does."""
 
     max_age_s: float = MAX_AGE_S
     _heard: OrderedDict[str, _Heard] = field(default_factory=OrderedDict)
 
     def hear(self, pressure: Pressure, told: Queue, now: float) -> None:
-        """`told`: the own queue as the master knew it when it said this."""
+        """`told`: this gateway's queue as the master knew it when it computed `pressure`."""
         elsewhere = {p: n - told.get(p, 0) for p, n in pressure.waiting.items()}
         self._heard.pop(pressure.scenario, None)
         self._heard[pressure.scenario] = _Heard(now, pressure, elsewhere)
@@ -129,7 +143,10 @@ class PressureView:
     def refusal(
         self, scenario: str, own: Queue, priority: int, ttft_s: float, now: float
     ) -> QueueRefusal | None:
-        """Why a newcomer should not join the queue; None if it may. Those of a lower priority are not before it."""
+        """Why a new request should not join the queue; None if it may.
+
+        Requests of a lower priority do not count as before it.
+        """
         heard = self._heard.get(scenario)
         if heard is None or now - heard.at > self.max_age_s:
             return None
@@ -139,7 +156,7 @@ class PressureView:
         if pressure.max_waiting and num_before >= pressure.max_waiting:
             over = num_before + 1 - pressure.max_waiting
             return QueueRefusal(QUEUE_FULL, over / rate if rate else 1.0)
-        # Nobody waits: the next free slot is as near as the next plan.
+        # With nothing before it, the next free slot is as near as the next plan.
         if rate and num_before and num_before / rate > ttft_s:
             return QueueRefusal(TTFT_UNREACHABLE, max(0.0, num_before / rate - ttft_s))
         return None

@@ -1,9 +1,10 @@
-"""The decode of a request whose KV is handed on while prefill computes it (S48, per layer).
+"""Decides which decode pulls a request's KV while prefill still computes it (S48, per layer).
 
-It is offered the ticket at prefill's Accepted, so that it pulls each layer as it comes, and takes over at token 1. Until
-then it is a bet: a refusal asks the next decode, a failure ends the bet, and a request without one is
-handed on at token 1 as in whole-model mode. Only a decode that has taken the KV and then goes away costs
-the request its prefill, for the ticket is spent.
+The decode is offered the ticket when prefill accepts, so that it pulls each layer as it comes. It
+takes over at token 1. Until then it is a bet: a refusal asks the next decode, and a failure ends
+the bet. A request without an early decode is handed on at token 1, as in whole-model mode. Only a
+decode that has taken the KV and is then lost costs the request its prefill, for the ticket is
+spent.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class EarlyLeg:
 
 
 class EarlyDecode:
-    """`start` makes the offer to a candidate, under a key of its own. At most one leg is open at a time."""
+    """At most one leg is open at a time. `start` makes the offer to a candidate, with a new key."""
 
     __slots__ = (
         "_answer_s",
@@ -64,7 +65,7 @@ class EarlyDecode:
         self.has_kv = False
         self.num_rejections = 0
         self.answer_by = math.inf
-        self.refused: list[Candidate] = []  # will not take it at token 1 either
+        self.refused: list[Candidate] = []  # they will not take it at token 1 either
         self._candidates = list(candidates)
         self._start, self._answer_s = start, answer_s
 
@@ -81,11 +82,11 @@ class EarlyDecode:
 
     @property
     def is_spent(self) -> bool:
-        """The KV was taken, by a decode that is gone."""
+        """Whether a decode took the KV and was then lost."""
         return self.has_kv and self.leg is None
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """An event of its leg. What only follows token 1 means nothing yet and is dropped."""
+        """Take an event of its leg. Events that only follow token 1 mean nothing yet: dropped."""
         match event:
             case LegAccepted() | KvAdvanced():
                 self._accepted()

@@ -1,4 +1,4 @@
-"""What happens to a request (events) and what must be done about it (effects); see `request.py`."""
+"""What happens to a request (events) and what must be done about it (effects); see `machine.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An instance a request may go to. Only instances with an equal `pair` may hand KV to each other."""
+    """An instance a request may go to. KV may go only between instances with an equal `pair`."""
 
     instance_id: str
     incarnation: int
@@ -26,7 +26,7 @@ class Candidate:
     exclusions: SourceExclusions = NO_EXCLUSIONS  # of a decode, with prefills
 
     def compatible(self, decodes: Sequence[Candidate]) -> list[Candidate]:
-        """Of `decodes`, those that may take the KV this prefill makes; those that avoid it last."""
+        """Those of `decodes` that may take this prefill's KV; the ones that avoid it come last."""
         mine = [c for c in decodes if c.pair == self.pair]
         if not any(c.exclusions for c in mine):
             return mine
@@ -36,7 +36,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TicketHeld:
-    """The staged KV of a finished prefill, as far as deciding needs it."""
+    """The staged KV of a finished prefill, as far as decisions need it."""
 
     ticket_id: str = field(repr=False)
     lease_s: float
@@ -49,17 +49,17 @@ class RequestLimits:
     deadline_s: float = 600.0
     ttft_s: float = 10.0  # until a prefill must have accepted; renewed by a migration
     answer_s: float = 3.0  # an instance accepts or rejects within it
-    stall_s: float = (
-        5.0  # of an accepted leg: no token of its own, and no sign of work from its engine
-    )
-    had_kv_s: float = (
-        0.5  # a decode says within it that it had all KV of an instance that is lost (F3)
-    )
+    # An accepted leg is lost after so long without a token of its own or a sign of its engine's
+    # work.
+    stall_s: float = 5.0
+    # When an instance is lost, a decode that had all KV from it says so within this time (F3).
+    had_kv_s: float = 0.5
     retry_s: float = 0.25  # while waiting, ask for a new plan at least this often (doubles to 2 s)
     max_migrations: int = 3
-    max_deaths: int = 2  # of instances while they had it; then it is the request's own doing (F38)
+    max_deaths: int = 2  # so many instances died with it: the request is to blame (F38)
     num_innocent_tokens: int = 16  # after so many tokens on an instance its death is not counted
-    max_overtaking: int = 2  # times all that was open: a leg that so much is computed past is lost
+    # A leg is lost once its engine has computed so many times the work that was open before it.
+    max_overtaking: int = 2
     max_candidates: int = 8
 
 
@@ -95,18 +95,24 @@ class LegAccepted:
 
 @dataclass(frozen=True, slots=True)
 class LegRejected:
-    """`is_final`: this instance will not take it later either; `is_too_long`: none of its kind would."""
+    """`is_final`: this instance will not take it later either.
+
+    `is_too_long`: no instance of its kind would.
+    """
 
     key: int
     retry_after_s: float = 0.0
     is_final: bool = False
     is_too_long: bool = False
-    detail: str = ""  # a fixed sentence of the instance's, fit for clients
+    detail: str = ""  # a fixed sentence from the instance, fit for clients
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """Prefill ended. Exactly one of `finish_reason` and `ticket` is set, unless the leg is local."""
+    """Prefill ended.
+
+    Unless the leg is local, exactly one of `finish_reason` and `ticket` is set.
+    """
 
     key: int
     token_id: int
@@ -116,7 +122,7 @@ class FirstToken:
 
 
 class KvStage(IntEnum):
-    """How far the KV of a decode has come before the decode can use it."""
+    """How far the KV of a decode leg has come. The decode cannot use it yet."""
 
     NONE = 0
     PULLING = 1  # its turn in the pull queue has come
@@ -125,7 +131,7 @@ class KvStage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvAdvanced:
-    """The leg's KV has come further. It says nothing of the engine, so it counts once for each stage."""
+    """The leg's KV has come further. That says nothing about the engine: each stage counts once."""
 
     key: int
     stage: KvStage
@@ -166,9 +172,10 @@ class LegLost:
 
 @dataclass(frozen=True, slots=True)
 class EngineWorked:
-    """The engine that has the active leg computed something; heard at `at`.
+    """The engine that has the active leg computed something; the gateway learned it at `at`.
 
-    It has computed `num_tokens` by then; all its open legs, this one too, may take `num_open_tokens` more.
+    It has computed `num_tokens` by then. All its open legs, this one included, may take
+    `num_open_tokens` more.
     """
 
     key: int
@@ -230,7 +237,7 @@ class AskPlan:
 
 @dataclass(frozen=True, slots=True)
 class SendPrefill:
-    """Offer prompt + `num_replayed` emitted tokens; `max_tokens` more may be produced."""
+    """Offer the prompt and `num_replayed` emitted tokens; `max_tokens` more may be produced."""
 
     key: int
     to: Candidate
@@ -243,7 +250,8 @@ class SendPrefill:
 class SendStart:
     """Offer a ticket. The last of the `num_replayed` emitted tokens is the one prefill drew.
 
-    `is_early`: prefill has not drawn it yet, and SendJoin will say it; `max_tokens` counts what follows it.
+    `is_early`: prefill has not drawn that token yet. SendJoin will tell it, and `max_tokens` counts
+    what follows it.
     """
 
     key: int
@@ -257,7 +265,7 @@ class SendStart:
 
 @dataclass(frozen=True, slots=True)
 class SendJoin:
-    """Tell a decode that was started early the token it goes on from."""
+    """Tell a decode that was started early from which token it goes on."""
 
     key: int
     token_id: int
@@ -288,7 +296,10 @@ class EmitTokens:
 
 @dataclass(frozen=True, slots=True)
 class WaitForSlot:
-    """Wait for a SlotFreed of one of these, first those whose `until` is first. `num_tokens` are to be computed there; 0: none, a decode."""
+    """Wait for a SlotFreed of one of these; the earliest `until` is called first.
+
+    `num_tokens` are to be computed there; 0 for a decode.
+    """
 
     instance_ids: tuple[str, ...]
     until: float

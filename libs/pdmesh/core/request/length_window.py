@@ -1,9 +1,12 @@
-"""Which of those who wait go into one batch: prompts of similar length (S90), out of a window of the queue (S91).
+"""Decides which waiting prompts form one batch: those of similar length (S90), in a window (S91).
 
-For engines that compute the prompts of a batch in lockstep, each as long as the longest: with padding, or as ranks of a DP group that meet in
-every layer. The window is w = max(DP size, |R|) of the R who wait, anew for each batch: a short queue is one batch, and of a long one those go that
-waste least. Nobody is passed over without end: after `max_passed` batches with somebody from behind it, a prompt goes before all others, so that
-it begins at most `max_passed` batches later than in order.
+It is for engines that compute the prompts of a batch in lockstep, each for as long as the longest
+takes: with padding, or as ranks of a DP group that meet in every layer.
+
+The window is w = max(DP size, |R|) of the R waiting prompts, anew for each batch. A short queue is
+one batch; of a long queue the prompts go that waste least. No prompt is passed over for ever: after
+`max_passed` batches with a prompt from behind it, it goes before all others. So it begins at most
+`max_passed` batches later than it would in order.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ MAX_WINDOW: Final = 256  # bounds what one choice costs
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One who waits. `number` is unique; `num_tokens` what it has an engine compute."""
+    """A prompt that waits. `number` is unique; an engine has to compute `num_tokens` for it."""
 
     number: int
     num_tokens: int
@@ -36,14 +39,17 @@ def padding_waste(lengths: Sequence[int]) -> float:
 
 @dataclass(slots=True)
 class LengthWindow:
-    """One for all queues: what somebody was passed over by stands while batches come from others. Who leaves is to be forgotten."""
+    """One for all queues: how often a prompt was passed over stands while batches come from others.
+
+    The caller forgets a prompt that leaves.
+    """
 
     dp_size: int  # prompts of one batch
     max_passed: int = MAX_PASSED
     _passed: dict[int, int] = field(default_factory=dict)  # by number: batches that went before it
 
     def take(self, queue: Sequence[Place]) -> list[int]:
-        """Numbers of the next batch out of `queue`, which is in the order in which they would go without this."""
+        """Numbers of the next batch. `queue` is in the order that holds without this."""
         window = queue[: min(MAX_WINDOW, window_size(self.dp_size, len(queue)))]
         if len(window) <= self.dp_size:
             batch = list(window)
@@ -53,15 +59,18 @@ class LengthWindow:
         return [place.number for place in batch]
 
     def forget(self, number: int) -> None:
-        """It waits no more."""
+        """The prompt no longer waits."""
         self._passed.pop(number, None)
 
     def known(self) -> set[int]:
-        """Numbers of those who were passed over, and have not been forgotten."""
+        """Numbers of the prompts that were passed over and not forgotten since."""
         return set(self._passed)
 
     def _overdue(self, window: Sequence[Place]) -> list[Place]:
-        """Those whose turn it is at last, with the most similar of the rest; nobody if it is nobody's."""
+        """Prompts that may not be passed over again, filled up with the most similar of the rest.
+
+        Empty if there is no such prompt.
+        """
         overdue = [p for p in window if self._passed.get(p.number, 0) >= self.max_passed]
         if not overdue:
             return []
@@ -80,7 +89,7 @@ class LengthWindow:
 
 
 def _most_alike(window: Iterable[Place], count: int) -> list[Place]:
-    """Of all neighbours by length the `count` that waste least; of equals the shortest, which are done first."""
+    """The `count` neighbours by length that waste least; of equals the shortest: they end first."""
     ordered = sorted(window, key=lambda place: place.num_tokens)
     groups = (ordered[i : i + count] for i in range(len(ordered) - count + 1))
     return min(groups, key=lambda group: padding_waste([place.num_tokens for place in group]))

@@ -1,8 +1,9 @@
-"""The life of one request (one choice of it): candidates, rejections, legs, migration, deadlines.
+"""Decides the life of one request (one choice of it): candidates, rejections, migration, deadlines.
 
-What happens to it, that is: what it holds meanwhile is `request_state.py`. Every leg has a key of its own that is never used
-again, so whatever an abandoned leg still says finds no owner and is dropped: that is the fence against two decoders. A rejection is a normal answer and never counts as a failure (S40-S44).
-A request that lost a leg is planned again with the tokens emitted so far appended to its prompt.
+`state.py` has what the request holds meanwhile. Every leg has a key that is never used again. So
+what an abandoned leg still says finds no owner and is dropped: that is the fence against two
+decoders. A rejection is a normal answer and never counts as a failure (S40-S44). A request that
+lost a leg is planned again, with the tokens emitted so far appended to its prompt.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ _ENGINE_DIED: Final = "ENGINE_DIED"
 
 
 class Request(RequestState):
-    """`handle` is the only way to change state, but for `push_token`, which is its short cut for one token."""
+    """Only `handle` changes state, and `push_token`, its short cut for one token."""
 
     __slots__ = ()
 
-    # --- the public door -------------------------------------------------------------------------
+    # --- public ----------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """What must be done about `event`. Events that no longer mean anything give nothing."""
+        """What must be done about `event`. An event that no longer means anything has no effect."""
         kind = type(event)
         action = _ALWAYS.get(kind)
         if action is None:
@@ -80,7 +81,7 @@ class Request(RequestState):
         return action(self, event, now)
 
     def push_token(self, key: int, token_id: int, now: float) -> bool:
-        """`DecodeTokens(key, (token_id,))` without the ceremony. False: use `handle` instead."""
+        """`DecodeTokens(key, (token_id,))` without the cost. False: use `handle` instead."""
         if key != self._decoding_key:
             return False
         if len(self.emitted) < self._max_tokens:
@@ -114,7 +115,7 @@ class Request(RequestState):
         return self._offer_prefill(now)
 
     def _usable(self, prefills: Sequence[Candidate]) -> list[Candidate]:
-        """Those somebody can decode for."""
+        """Prefills that do both phases, or that have a decode to hand their KV to."""
         if any(c.exclusions for c in self._decodes):
             return [c for c in prefills if c.is_local or c.compatible(self._decodes)]
         pairs = {c.pair for c in self._decodes}
@@ -125,17 +126,18 @@ class Request(RequestState):
         return self._no_plan(event.error, now) if event.plan == self._plan else []
 
     def _no_plan(self, error: MeshError, now: float) -> list[Effect]:
-        """Nothing to ask now. A request that has been under way waits for something to come back."""
+        """There is no instance to ask. A request that had one before waits for one to come back."""
         if self._last_error is None or not error.is_retryable:
             return self._end(Fail(error))
         lasting = self._out_of_reach | self._too_small
         if lasting and self._excluded.keys() != lasting.keys():
             if not self._has_asked_again:
-                # No other pair is there: without the prefills whose KV could not be had, a decode computes the prompt itself.
+                # There is no other pair. Only the prefills whose KV could not be had stay excluded,
+                # so that a decode may compute the prompt itself.
                 self._excluded, self._has_asked_again = lasting, True
                 return self._ask_plan()
         elif self._too_small and not (self._out_of_reach or self.num_migrations):
-            return self._end(Fail(self._last_error))  # no other is there, or was when it began
+            return self._end(Fail(self._last_error))  # no larger instance is or was there
         self._excluded = dict(self._too_small)
         self.phase = RequestPhase.WAITING_PLAN
         return self._schedule_retry(now, 0.0)
@@ -143,7 +145,7 @@ class Request(RequestState):
     # --- prefill ---------------------------------------------------------------------------------
 
     def _offer_prefill(self, now: float) -> list[Effect]:
-        """Ask the next candidate (S43), or wait for one to come free."""
+        """Ask the next candidate (S43). With none left, wait for one to have a free slot."""
         if self._tried < len(self._candidates):
             return self._send_prefill(self._candidates[self._tried], now)
         return self._wait(RequestPhase.WAITING_PREFILL, self._candidates, self._ttft_by, now)
@@ -187,7 +189,11 @@ class Request(RequestState):
         return effects + self._lose(error, (), now)
 
     def _exclude_refusers(self, early: EarlyDecode) -> None:
-        """The next plan must not name them: a master that does not know yet that its only decode is dead would, until no migration is left."""
+        """Exclude them from the next plan.
+
+        A master that does not know yet that its only decode is dead would name it until no
+        migration is left.
+        """
         self._excluded.update((c.instance_id, None) for c in early.refused)
 
     def _on_prefill_rejected(self, event: Event, now: float) -> list[Effect]:
@@ -213,7 +219,7 @@ class Request(RequestState):
         assert leg is not None
         self.prefill_id = leg.to.instance_id
         self._retry_s = self._limits.retry_s
-        if not self.emitted:  # else the prompt that it had cached is not the client's alone
+        if not self.emitted:  # else what was cached may include tokens that we emitted
             self.num_cached_tokens = event.num_cached_tokens
         effects: list[Effect] = [EmitTokens(self._append((event.token_id,)))]
         if leg.to.is_local and event.finish_reason is None:
@@ -237,7 +243,7 @@ class Request(RequestState):
         return effects + (self._adopt_early(event.token_id, now) or self._offer_decode(now))
 
     def _adopt_early(self, token_id: int, now: float) -> list[Effect]:
-        """Token 1 is known: the decode that was started early goes on from it. Nothing if there is none."""
+        """Let the decode that was started early go on from token 1. Empty if there is none."""
         early, self._early = self._early, None
         if early is None:
             return []
@@ -301,7 +307,10 @@ class Request(RequestState):
         return effects + self._offer_decode(now)
 
     def _on_kv_advanced(self, event: Event, now: float) -> list[Effect]:
-        """A decode waits for its turn to pull, pulls, then waits for a place in a step: each may take almost `stall_s`."""
+        """A decode waits for its turn to pull, pulls, then waits for a place in a step.
+
+        Each of these may take almost `stall_s`.
+        """
         assert isinstance(event, KvAdvanced)
         effects = (
             [] if self.phase is RequestPhase.DECODING else self._on_decode_accepted(event, now)
@@ -328,7 +337,7 @@ class Request(RequestState):
         return [ForgetLeg(key)]
 
     def _on_tokens(self, event: Event, now: float) -> list[Effect]:
-        """Tokens prove that decode accepted and has the KV, should they overtake the news of it."""
+        """Tokens prove that decode accepted and has the KV: they may overtake the news of it."""
         assert isinstance(event, DecodeTokens)
         effects = (
             [] if self.phase is RequestPhase.DECODING else self._on_decode_accepted(event, now)
@@ -355,7 +364,7 @@ class Request(RequestState):
         return [WaitForSlot(tuple(c.instance_id for c in on), until, num_tokens)]
 
     def _on_slot_freed(self, event: Event, now: float) -> list[Effect]:
-        """Forward on demand to the one that came free; a second rejection brings us back here."""
+        """Offer it to the instance that has a free slot. After another rejection it waits again."""
         assert isinstance(event, SlotFreed)
         is_prefill = self.phase is RequestPhase.WAITING_PREFILL
         on = self._candidates if is_prefill else self._decodes
@@ -372,9 +381,10 @@ class Request(RequestState):
     # --- the engine's own progress ---------------------------------------------------------------
 
     def _on_engine_worked(self, event: Event, now: float) -> list[Effect]:
-        """A leg that says nothing waits for its turn while its engine works; how fast is no matter (S33).
+        """A silent leg waits for its turn while its engine works, however slowly (S33).
 
-        But its turn must come: when the engine has computed more than all it had open could take, it has forgotten this leg.
+        But its turn must come. An engine that has computed `max_overtaking` times the work it had
+        open has forgotten this leg: its work no longer counts as a sign of life.
         """
         assert isinstance(event, EngineWorked)
         if self._turn_of != self._progress_at:  # the first news since its own last progress
@@ -407,7 +417,7 @@ class Request(RequestState):
         return effects + self._lose(event.error, (to.instance_id, *holder), now)
 
     def _on_foreign_leg(self, event: Event, now: float) -> list[Effect]:
-        """Not the active leg: the early decode, the ticket's holder, or a leg given up long ago (the fence)."""
+        """An event of the early decode, the ticket's holder, or a leg given up (the fence)."""
         early = self._early
         if early is not None and isinstance(event, _LEG_EVENTS) and early.owns(event.key):
             return self._on_early(early, event, now)
@@ -416,12 +426,13 @@ class Request(RequestState):
             return []
         if self._leg is None:
             return self._lose_ticket(now)
-        # The decode may have had all of it, and its word be on the way: a second prefill would be for nothing (F3).
+        # The decode may have all KV, and the news of it be on its way. Then a second prefill would
+        # be for nothing (F3).
         self._kv_by = min(self._kv_by, now + self._limits.had_kv_s)
         return []
 
     def _lose_ticket(self, now: float) -> list[Effect]:
-        """Its holder is gone, and nobody has the KV."""
+        """The ticket's holder is lost, and no decode has the KV."""
         assert self._ticket is not None
         ticket, self._ticket, self._kv_by = self._ticket, None, math.inf
         error = InstanceLost("the prefill with the KV went away", reason="UPSTREAM_FAILED")
@@ -429,7 +440,7 @@ class Request(RequestState):
         return lost + self._lose(error, (ticket.holder.instance_id,), now)
 
     def _lose(self, error: MeshError, excluded: Sequence[str], now: float) -> list[Effect]:
-        """Go on elsewhere with what was emitted, within the bounds, or end with a clear error."""
+        """Go on elsewhere with the emitted tokens if the bounds allow it, or end with an error."""
         if self._kv_by < math.inf:
             assert self._ticket is not None
             excluded = (*excluded, self._ticket.holder.instance_id)

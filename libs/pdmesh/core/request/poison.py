@@ -1,7 +1,9 @@
-"""Prompts that instances die of, by digest (F38): one that two of them died with is refused for a while.
+"""Decides which prompts are refused for a while because two instances died while they had them
+(F38).
 
-Without it the client's own retries carry what migration gave up on to the next two instances. What counts are instances, not
-calls: one that dies ends many at once, perhaps several of one prompt. Bounded: the oldest is forgotten.
+Prompts are known by digest. Without this, the client's own retries would carry a prompt that
+migration gave up on to the next two instances. Instances are counted, not calls: one that dies ends
+many calls at once, perhaps several with one prompt. Bounded: the oldest prompt is forgotten.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class PoisonBook:
         return len(self._victims)
 
     def add(self, digest: bytes, victims: Iterable[Victim], now: float) -> None:
-        """These died while they had a request with this prompt, which got nothing elsewhere after that."""
+        """These died while they had a request with this prompt, which got no token since."""
         known = self._get(digest, now)
         self._victims.pop(digest, None)
         self._victims[digest] = (known.union(victims), now + self.remember_s)
@@ -33,7 +35,7 @@ class PoisonBook:
             del self._victims[next(iter(self._victims))]
 
     def clear(self, digest: bytes) -> None:
-        """It was answered: whatever died before, died of something else."""
+        """The prompt was answered: what died before died of something else."""
         self._victims.pop(digest, None)
 
     def is_poison(self, digest: bytes, now: float) -> bool:

@@ -1,7 +1,7 @@
-"""How many retries a gateway may add to the work its clients asked for.
+"""Decides how many retries a gateway may add to the work its clients asked for.
 
-Each request earns a fraction of a retry and each retry spends one, so that a fault that fails everything
-cannot multiply the load. A reserve covers one lost instance on a quiet gateway.
+Each request earns a fraction of a retry and each retry spends one, so that a fault that fails
+everything cannot multiply the load. A reserve covers one lost instance on a quiet gateway.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Which scenario a request belongs to that names none: by rules on what it is and how long its prompt is (P/D-Serve 2.2.1, 3.2; S4).
+"""Decides to which scenario a request belongs that names none (P/D-Serve 2.2.1, 3.2; S4).
 
-A label always stands: whoever sent it knows better. Without one the first rule that fits decides, and where none does the request
-is of the scenario `default`.
+The rules look at the operation and the prompt's length. A label always stands: the client that sent
+it knows better. Without a label the first rule that fits decides. If none fits, the scenario is
+`default`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ScenarioRule:
-    """Fits prompts of `min_prompt_tokens` to `max_prompt_tokens` (0: any more) of an `operation` (chat, text_completion; empty: both)."""
+    """Fits prompts of `min_prompt_tokens` to `max_prompt_tokens` (0: no upper bound).
+
+    `operation` is chat or text_completion; empty: both.
+    """
 
     scenario: str
     min_prompt_tokens: int = 0

@@ -1,4 +1,7 @@
-"""How long a request may wait for its first token, by scenario and prompt length (S9), and what it is told if that is too long (S44)."""
+"""Decides how long a request may wait for its first token, by scenario and prompt length (S9).
+
+It also has the text that answers a request for which that time was too short (S44).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ DEFAULT: Final = "default"
 
 @dataclass(frozen=True, slots=True)
 class ScenarioSlo:
-    """`default_text`: the answer instead of an error when nothing could serve the request (S37, S44)."""
+    """`default_text`: the answer, in place of an error, when nothing could serve it (S37, S44)."""
 
     ttft_s: float
     ttft_s_per_1k_tokens: float = 0.0
@@ -32,7 +35,7 @@ class Slos:
     scenarios: Mapping[str, ScenarioSlo] = field(default_factory=dict)
 
     def limits_for(self, scenario: str, num_prompt_tokens: int) -> RequestLimits:
-        """The limits themselves where neither scenario nor length matters: that is free."""
+        """`limits` itself, without a copy, where neither scenario nor length matters."""
         slo = self._of(scenario)
         if slo is None:
             if not self.ttft_s_per_1k_tokens:
@@ -45,9 +48,9 @@ class Slos:
         return None if slo is None else slo.default_text
 
     def _of(self, scenario: str) -> ScenarioSlo | None:
-        """Who names none is of the scenario `default`."""
+        """A request that names no scenario belongs to `default`."""
         return self.scenarios.get(scenario or DEFAULT)
 
     def label(self, scenario: str) -> str:
-        """For metrics: clients may send any name, and only those that are configured get their own."""
+        """For metrics. Clients may send any name, but only configured scenarios are told apart."""
         return scenario if scenario in self.scenarios else DEFAULT

@@ -1,7 +1,8 @@
-"""What one request holds, and by when it must have got further: the state behind `request.py`, which says what happens to it.
+"""What one request holds and by when it must make progress; `machine.py` decides what happens to
+it.
 
-At most one leg is active at a time, and at most one ticket is open beside it; while a prefill computes whose KV is
-handed on layer by layer, an `EarlyDecode` waits beside it and becomes the active leg at token 1.
+At most one leg is active at a time, and at most one ticket is open beside it. While a prefill hands
+its KV on layer by layer, an `EarlyDecode` waits beside it and becomes the active leg at token 1.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class RequestPhase(Enum):
 
 
 WAITING: Final = frozenset({RequestPhase.WAITING_PREFILL, RequestPhase.WAITING_DECODE})
-# No prefill has taken it, or the one that had is lost.
+# No prefill has accepted the request, or the one that had is lost.
 UNPLACED: Final = frozenset(
     {
         RequestPhase.PLANNING,
@@ -68,7 +69,7 @@ UNPLACED: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class OpenTicket:
-    """A finished prefill's KV, held for us until then."""
+    """A finished prefill's KV, which its instance holds for us until `until`."""
 
     key: int  # of the prefill leg
     holder: Candidate
@@ -77,7 +78,7 @@ class OpenTicket:
 
 
 class RequestState:
-    """Changed only by `Request`. Times are on its caller's clock, in seconds; inf: not now."""
+    """Only `Request` changes it. Times are on the caller's clock, in seconds; inf: not set."""
 
     __slots__ = (
         "_answer_by",
@@ -155,28 +156,28 @@ class RequestState:
         self._plan = 0
         self._excluded: dict[str, None] = {}
         self._out_of_reach: dict[str, None] = {}  # prefills whose KV a decode could not have
-        self._too_small: dict[str, None] = {}  # that could not take it if they were empty
-        self._has_asked_again = False  # with no more than these two excluded, since it waited last
+        self._too_small: dict[str, None] = {}  # instances that could not take it even when empty
+        self._has_asked_again = False  # with only these two excluded, since it last waited
         self._candidates: list[Candidate] = []
         self._decodes: list[Candidate] = []
         self._tried = 0
         self._leg: EarlyLeg | None = None
         self._leg_began_at = 0  # tokens emitted by then
-        self._victims: dict[Victim, None] = {}  # instances that died of it, it seems
+        self._victims: dict[Victim, None] = {}  # instances that apparently died of it
         self._num_at_death = 0  # tokens emitted when the last of them died
         self._ticket: OpenTicket | None = None
         self._early: EarlyDecode | None = None
         self._decoding_key = 0
         self._last_error: MeshError | None = None
         self._deadline = self._ttft_by = self._answer_by = self._retry_at = math.inf
-        # The ticket's holder is lost: a decode says until then if it has the KV.
+        # The ticket's holder is lost: by then a decode has said whether it has the KV.
         self._kv_by = math.inf
         self._retry_s = limits.retry_s
         self._progress_at = 0.0  # of the active leg
         self._kv_stage = KvStage.NONE  # of the decode that is the active leg
         self._worked_at = -math.inf  # of the engine that has it
         self._turn_of = -math.inf  # the progress since which `_turn_by` holds
-        self._turn_by = 0  # tokens that the engine has computed when it has forgotten the leg
+        self._turn_by = 0  # once the engine has computed so many tokens, it has forgotten the leg
 
     @property
     def wake_at(self) -> float:
@@ -206,12 +207,12 @@ class RequestState:
 
     @property
     def _silent_at(self) -> float:
-        """When the accepted leg is held for dead: neither it nor its engine has said anything for so long."""
+        """When the accepted leg counts as dead, if neither it nor its engine makes progress."""
         return max(self._progress_at, self._worked_at) + self._limits.stall_s
 
     @property
     def computing_key(self) -> int | None:
-        """Of the accepted leg; its engine's progress is worth telling (`EngineWorked`)."""
+        """The key of the accepted leg: its engine's progress is worth telling (`EngineWorked`)."""
         is_accepted = self.phase in {RequestPhase.PREFILLING, RequestPhase.DECODING}
         return self._leg.key if is_accepted and self._leg is not None else None
 
@@ -294,8 +295,11 @@ class RequestState:
         return taken
 
     def _count_death(self) -> None:
-        """The active leg's instance died. What kills instances does so at once, not after a page of text, which clears
-        the deaths before it, too; and one that only says nothing is no reason to call a prompt poison."""
+        """The active leg's instance died. An instance that is only silent does not count.
+
+        A prompt that kills instances does so at once. A death after `num_innocent_tokens` is not
+        the request's doing, and it clears the deaths before it, too.
+        """
         assert self._leg is not None
         if len(self.emitted) - self._leg_began_at >= self._limits.num_innocent_tokens:
             self._victims.clear()
@@ -309,11 +313,11 @@ class RequestState:
 
     @property
     def deaths_witnessed(self) -> Sequence[Victim]:
-        """Instances that died while they had it; none if it got a token elsewhere after that."""
+        """Instances that died while they had it; none if it got a token elsewhere since."""
         return () if len(self.emitted) > self._num_at_death else tuple(self._victims)
 
     def _reason_if_complete(self) -> FinishReason | None:
-        """A leg lost between its last token and the news that it was the last has lost nothing."""
+        """Set if the last token was emitted: a leg lost before it said so has lost nothing."""
         if self.emitted and self.emitted[-1] in self._stop_token_ids:
             return "stop"
         return "length" if self.num_remaining == 0 else None

@@ -1,9 +1,10 @@
 """Finds stop strings in text that arrives in pieces.
 
-The tail that may be the beginning of a stop string is held back until it is known. Where the pieces are cut
+A tail that may begin a stop string is held back until more text decides. Where the pieces are cut
 never changes the result: the stop that is complete first wins, and the text before it is kept.
 
-Each character is looked at once for each stop string (Knuth, Morris and Pratt), however much the strings repeat themselves.
+Each character is looked at once for each stop string (Knuth, Morris and Pratt), however much the
+strings repeat themselves.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 
 class _Matcher:
-    """How much of `stop` the text so far ends with."""
+    """Counts how much of `stop` the text so far ends with."""
 
     __slots__ = ("_borders", "_stop", "num_matched")
 
@@ -22,7 +23,7 @@ class _Matcher:
         self.num_matched = 0
 
     def feed(self, piece: str) -> int | None:
-        """Where in `piece` the stop string is complete: the index after it."""
+        """The index in `piece` just after the complete stop string; None if it is not complete."""
         stop, borders, num = self._stop, self._borders, self.num_matched
         at, size = 0, len(piece)
         while at < size:
@@ -52,7 +53,7 @@ class StopText:
         self.is_stopped = False
 
     def feed(self, piece: str) -> str:
-        """The text that may be shown now. Nothing more comes once `is_stopped`."""
+        """The text that may be shown now; empty once `is_stopped`."""
         if self.is_stopped:
             return ""
         text = self._held + piece
@@ -75,7 +76,7 @@ class StopText:
 
 
 def _borders(stop: str) -> list[int]:
-    """For each beginning of `stop`: how long its longest other beginning is that it also ends with."""
+    """For each prefix of `stop`: the length of its longest proper prefix that also ends it."""
     borders, num = [0], 0
     for char in stop[1:]:
         while num and char != stop[num]:

@@ -1,11 +1,17 @@
-"""Requests that every candidate rejected, until one of them has a free slot (S43, S44).
+"""Decides which waiting request is called when an instance has a free slot (S43, S44).
 
-When an instance comes free, those who asked for it are called: lower priority numbers first; within one priority the tenants
-take turns by their weights (start-time fair queueing); within one tenant the nearest deadline first, or, where a `window` forms batches for
-engines that compute in lockstep, those of similar length. A waiter may wait for several instances; it is called once and must come back if it is rejected again.
+Here wait the requests that every candidate rejected. When a slot comes free, the requests that wait
+for that instance are called in this order:
+- the lowest priority number first;
+- within one priority, the tenants take turns by their weights (start-time fair queueing);
+- within one tenant, the nearest deadline first. Where a `window` forms batches for engines that
+  compute in lockstep, prompts of similar length go together.
 
-Bounded. A full room takes a newcomer only in place of someone with less of a claim: of a lower priority, or of a tenant
-that holds more of the room for its weight. So a tenant that floods the room only ever keeps itself out.
+A request may wait for several instances. It is called once and must join again if it is rejected.
+
+Bounded. A full room takes a newcomer only in place of a request with a weaker claim: one of a lower
+priority, or of a tenant that holds more of the room for its weight. So a tenant that floods the
+room only keeps itself out.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ W = TypeVar("W")
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Who waits, and with what right: the shell knows it as the tenant's."""
+    """For which tenant a request waits, and with what right; the shell takes it from the tenant."""
 
     tenant: str = ""
     weight: int = 1
@@ -31,7 +37,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Joined(Generic[W]):
-    """`number` is to leave with. `evicted` was in the room, and is not any more."""
+    """`number` is what `leave` takes. `evicted` was in the room before and no longer is."""
 
     number: int
     evicted: W | None = None
@@ -54,7 +60,7 @@ class _Entry(Generic[W]):
 class WaitingRoom(Generic[W]):
     max_waiting: int
     num_evicted: int = 0
-    window: LengthWindow | None = None  # None: whoever is first goes, as soon as there is one slot
+    window: LengthWindow | None = None  # None: the first goes as soon as there is one slot
     _heaps: dict[str, dict[_Group, list[tuple[float, int]]]] = field(default_factory=dict)
     _entries: dict[int, _Entry[W]] = field(default_factory=dict)
     _members: dict[_Group, dict[int, None]] = field(default_factory=dict)
@@ -69,9 +75,7 @@ class WaitingRoom(Generic[W]):
     def depths(self) -> Mapping[int, int]:
         """How many wait, by priority."""
         counts: dict[int, int] = {}
-        for (priority, _), members in list(
-            self._members.items()
-        ):  # asked for by another thread, too
+        for (priority, _), members in list(self._members.items()):  # a copy: threads read it, too
             counts[priority] = counts.get(priority, 0) + len(members)
         return counts
 
@@ -83,7 +87,10 @@ class WaitingRoom(Generic[W]):
         claim: Claim = Claim(),
         num_tokens: int = 0,
     ) -> Joined[W] | None:
-        """None if the room is full of those with as good a claim. `num_tokens`: that an engine would compute in a batch with others'."""
+        """None if the room is full of requests with as good a claim.
+
+        `num_tokens`: what an engine would compute in a batch with others.
+        """
         evicted: W | None = None
         if len(self._entries) >= self.max_waiting:
             number = self._least_claim(claim)
@@ -103,11 +110,14 @@ class WaitingRoom(Generic[W]):
         return Joined(number, evicted)
 
     def yields_to(self, claim: Claim) -> bool:
-        """Whether someone waits here who has less of a claim."""
+        """Whether a request with a weaker claim waits here."""
         return self._group_to_yield(claim) is not None
 
     def leave(self, number: int) -> W | None:
-        """Who left; None if it had. Heaps forget lazily, and all at once when nobody waits."""
+        """The waiter that leaves; None if it had left before.
+
+        Heaps forget lazily, and all at once when nothing waits.
+        """
         entry = self._forget(number)
         if entry is None:
             return None
@@ -120,7 +130,7 @@ class WaitingRoom(Generic[W]):
         return entry.waiter
 
     def call(self, instance_id: str, num_free: int) -> list[W]:
-        """At most `num_free` who wait for this instance, in their order; they have left the room."""
+        """Take at most `num_free` waiters of this instance out of the room, in their order."""
         called: list[W] = []
         while len(called) < num_free and (group := self._next_group(instance_id)) is not None:
             numbers = self._first(instance_id, group, num_free - len(called))
@@ -135,7 +145,7 @@ class WaitingRoom(Generic[W]):
         return called
 
     def _first(self, instance_id: str, group: _Group, num_free: int) -> list[int]:
-        """Whose turn it is in this group: one, or a batch. Nobody while there is no room for a batch."""
+        """The next of this group: one, or a batch. Empty while there is no room for a batch."""
         heap = self._heaps[instance_id][group]
         first = heap[0][1]
         if self.window is None or not self._entries[first].num_tokens:
@@ -146,7 +156,7 @@ class WaitingRoom(Generic[W]):
         return self.window.take([Place(n, self._entries[n].num_tokens) for n in waiting])
 
     def _next_group(self, instance_id: str) -> _Group | None:
-        """Of those with someone waiting for it: the first priority's tenant whose turn is next."""
+        """Of the groups that wait for it: in the first priority, the tenant whose turn is next."""
         heaps = self._heaps.get(instance_id)
         if not heaps:
             return None
@@ -161,7 +171,7 @@ class WaitingRoom(Generic[W]):
         return min(heaps, key=order, default=None)
 
     def _least_claim(self, claim: Claim) -> int | None:
-        """Whom the newcomer may take the place of: the latest deadline of the group that holds too much."""
+        """The waiter whose place a newcomer may take: the latest deadline of the group to yield."""
         group = self._group_to_yield(claim)
         if group is None:
             return None
@@ -199,7 +209,7 @@ class WaitingRoom(Generic[W]):
         return entry
 
     def _trim(self, instance_id: str, group: _Group) -> None:
-        """Drop the gone from the front of a heap; rebuild it once most of it is gone."""
+        """Drop entries that left from the front of a heap; rebuild it once most of it has left."""
         heaps = self._heaps.get(instance_id)
         heap = heaps.get(group) if heaps is not None else None
         if heaps is None or heap is None:

@@ -1,1 +1,1 @@
-"""What tenants may take, over all gateways, and what was used for whom."""
+"""What each tenant may use over all gateways, and what it has used."""

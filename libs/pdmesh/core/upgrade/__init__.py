@@ -1,1 +1,1 @@
-"""Rolling upgrades: which group gets the new revision next, whether it does well, and when it goes back."""
+"""Rolling upgrades: which group gets the new revision next, how it does, and when it rolls back."""

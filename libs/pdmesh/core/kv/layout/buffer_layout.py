@@ -1,7 +1,8 @@
-"""How many bytes a prompt's KV has and where each piece lies in the contiguous buffer (S3, S47).
+"""Decides how many bytes a prompt's KV has and where each piece lies in one buffer (S3, S47).
 
-The buffer is layer-major, then blocks in the order of the prompt: the bytes of a block are opaque here, so
-that any engine's packing travels unchanged; equal fingerprints say that both sides pack alike.
+The buffer is layer-major, then has the blocks in the order of the prompt. The bytes of a block are
+opaque here, so any engine's packing travels unchanged. Equal fingerprints say that both sides pack
+alike.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Final
 
-MAX_SPANS: Final = 512  # of one part: what one message can name
-# A pull is cut into parts of at most this many bytes, so that gather, wire and scatter overlap. By measurement
-# (docs/adr/0006): smaller parts cost wake-ups, larger ones overlap less.
-CHUNK_BYTES: Final = 4 << 20  # the whole prompt is staged
-LAYER_CHUNK_BYTES: Final = 2 << 20  # layers are staged while later ones are computed
-INLINE_BYTES: Final = 64 << 10  # a part of at most so many rides in its announcement
-_FEW_INLINE: Final = 4  # a prompt of at most so many such parts has no others
+MAX_SPANS: Final = 512  # of one part: as many as one message can name
+# A pull is cut into parts of at most this many bytes, so that gather, wire and scatter overlap.
+# Measured (docs/adr/0006): smaller parts cost wake-ups, larger ones overlap less.
+CHUNK_BYTES: Final = 4 << 20  # when the whole prompt is staged
+LAYER_CHUNK_BYTES: Final = 2 << 20  # when layers are staged while later ones are computed
+INLINE_BYTES: Final = 64 << 10  # a part of at most so many bytes travels in its announcement
+_FEW_INLINE: Final = 4  # a prompt that fits so many inline parts has no others
 
 DTYPE_BYTES: Final = {
     "float32": 4,
@@ -31,10 +32,11 @@ DTYPE_BYTES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What decides the size of a model's KV, or of one rank's share. `num_kv_heads` equals the query heads in MHA, fewer in GQA.
+    """What decides the size of a model's KV, or of one rank's share.
 
-    `scale_bytes` are those a quantised cache keeps beside K and V of one token and head (0 for none, and for scales that
-    hold for a whole tensor: those are part of the fingerprint).
+    `num_kv_heads` equals the query heads in MHA and is smaller in GQA. `scale_bytes` are those that
+    a quantised cache keeps beside K and V of one token and head. They are 0 without scales, and for
+    scales of a whole tensor, which are part of the fingerprint.
     """
 
     num_layers: int
@@ -45,7 +47,7 @@ class KvShape:
 
     @property
     def token_layer_bytes(self) -> int:
-        """K and V of one token in one layer: the paper's 2 * hidden * precision, with kv heads for hidden."""
+        """K and V of one token in one layer: the paper's 2 * hidden * precision, of the kv heads."""
         return self.num_kv_heads * (2 * self.head_dim * DTYPE_BYTES[self.dtype] + self.scale_bytes)
 
     @property
@@ -67,7 +69,7 @@ class KvSpan:
 
 @dataclass(frozen=True, slots=True)
 class KvPart:
-    """One step of a pull: spans of the sender's buffer that lie one behind the other at `offset` of what is pulled."""
+    """One step of a pull: spans of the sender's buffer, joined at `offset` of what is pulled."""
 
     offset: int
     length: int
@@ -78,9 +80,10 @@ class KvPart:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """One prompt's buffer on one rank: `num_layers` x `num_heads` x `num_blocks` x the bytes of a block's head.
+    """One prompt's buffer on one rank.
 
-    `block_bytes` are those of all heads of one layer. Where blocks are opaque, they count as one head.
+    It is `num_layers` x `num_heads` x `num_blocks` x the bytes of one head of a block.
+    `block_bytes` are those of all heads of one layer. Opaque blocks count as one head.
     """
 
     num_layers: int
@@ -99,11 +102,14 @@ class KvLayout:
 
     @property
     def layer_chunk_bytes(self) -> int:
-        """The largest part of a pull that follows the computation, layer by layer."""
+        """The largest part of a pull that follows the computation layer by layer."""
         return LAYER_CHUNK_BYTES if self.total_bytes > _FEW_INLINE * INLINE_BYTES else INLINE_BYTES
 
     def offset(self, layer: int, block: int) -> int:
-        """Where a block of a layer begins. With more than one head a block is in as many places."""
+        """Where a block of a layer begins.
+
+        Only for one head: with more, a block is in several places.
+        """
         assert self.num_heads == 1
         if not (0 <= layer < self.num_layers and 0 <= block < self.num_blocks):
             raise IndexError(f"no block {block} of layer {layer} in {self}")
@@ -118,9 +124,10 @@ class KvLayout:
     ) -> tuple[KvPart, ...]:
         """A pull of the blocks from `first_block` on, of the heads (first, number), cut into parts.
 
-        A part is whole layers while they fit `chunk_bytes`, or whole blocks of one longer layer, at least one. `is_tapered`: parts
-        get shorter towards the end, so that little is left to move when the last layer is there. A pull of nothing is one empty
-        part. Raises IndexError outside the layout.
+        A part is as many whole layers as fit `chunk_bytes`. A longer layer is cut into parts of
+        whole blocks, at least one each. `is_tapered`: parts get shorter towards the end, so that
+        little is left to move when the last layer is there. A pull of nothing is one empty part.
+        Raises IndexError outside the layout.
         """
         first_head, num_heads = heads or (0, self.num_heads)
         if not 0 <= first_block <= self.num_blocks:
@@ -184,8 +191,9 @@ def _parts(
 def _tapered(count: int, most: int, num_inline: int) -> list[int]:
     """Where `count` layers are cut: each part is half of what is left, down to an eighth of all.
 
-    A part that does not ride in its announcement takes a question and an answer, however short it is. If several layers can ride,
-    they are the last part, and the others are not below a quarter: the one before it is away when the last layer is there.
+    A part that does not travel in its announcement takes a question and an answer, however short it
+    is. If several layers can travel inline, they are the last part, and no other part is below a
+    quarter: so the part before the last is sent when the last layer is there.
     """
     num_inline = num_inline if num_inline > 1 else 0
     end = max(0, count - num_inline)
@@ -205,7 +213,7 @@ def _cut(span: KvSpan, unit: int, chunk_bytes: int) -> list[KvSpan]:
 
 
 def _merged(spans: list[KvSpan]) -> list[KvSpan]:
-    """Neighbours as one."""
+    """Join spans that touch."""
     merged = spans[:1]
     for span in spans[1:]:
         last = merged[-1]

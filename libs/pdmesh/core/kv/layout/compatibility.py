@@ -1,8 +1,9 @@
-"""What two engines must have in common to exchange KV, as one short string, and in words where they differ (S126).
+"""Decides whether two engines may exchange KV, and says in words where they differ (S126).
 
-The string is the `model_fingerprint` of tickets, registry and index: equal strings may exchange, others must
-not. It names the number of ranks only where blocks are opaque: those that can be cut by heads say how many heads
-there are, and meet whatever the ranks (`reslice`).
+What they must have in common is one short string: the `model_fingerprint` of tickets, registry and
+index. Engines with equal strings may exchange KV, others must not. The string names the number of
+ranks only where blocks are opaque. Where blocks can be cut by heads, it names the number of heads,
+and the numbers of ranks may differ (`rank_heads.py`).
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """Either `num_heads`, kv heads of the whole model, or for opaque blocks `num_ranks`; the other is 0."""
+    """Has either `num_heads`, of the whole model, or `num_ranks`, for opaque blocks; the other is 0."""
 
     model: str  # digest of the weights, of how they are computed with, and of the engine's version
     dtype: str  # of the stored K and V
-    scales: str  # how they are scaled: unscaled, per-tensor-<digest of the values>, per-token-head
+    scales: str  # unscaled, per-tensor-<digest of the values>, or per-token-head
     block_size: int  # tokens
-    block: str  # digest of a block's inside as it travels
+    block: str  # digest of how a block is laid out when it travels
     num_ranks: int = 0
     num_heads: int = 0
 
@@ -64,7 +65,7 @@ def may_meet(fingerprint: str, our_ranks: int, their_ranks: int) -> bool:
 
 
 def rank_bytes(fingerprint: str, our_bytes: int, our_ranks: int, their_ranks: int) -> int | None:
-    """How many bytes one of `their_ranks` holds of what is `our_bytes` on each of ours; None if they cannot meet."""
+    """Bytes on each of their ranks of what is `our_bytes` on each of ours; None: no exchange."""
     if our_ranks == their_ranks:
         return our_bytes
     kind = parse(fingerprint)
@@ -78,7 +79,7 @@ def rank_bytes(fingerprint: str, our_bytes: int, our_ranks: int, their_ranks: in
 
 
 def difference(theirs: str, ours: str, them: str = "the sender", us: str = "this instance") -> str:
-    """Why a ticket of `theirs` cannot be used where `ours` holds, naming both; empty if it can."""
+    """Why KV of the fingerprint `theirs` cannot be used by `ours`, naming both; empty if it can."""
     if theirs == ours:
         return ""
     a, b = parse(theirs), parse(ours)

@@ -1,8 +1,10 @@
-"""Where each kv head's bytes lie in a layer's paged cache, and the one order in which they travel.
+"""Finds where each kv head's bytes lie in a layer's paged cache, and fixes the order they travel
+in.
 
-Engines keep a block's tokens and heads in different orders, K and V in one tensor or behind each other. On the
-way a layer's bytes are [head][block][K or V][token][content], so that any run of heads is contiguous: two
-caches may exchange blocks if a head's block has the same counts in that order, whatever their strides.
+Engines keep a block's tokens and heads in different orders, with K and V in one tensor or one
+behind the other. When they travel, a layer's bytes are [head][block][K or V][token][content], so
+that any run of heads is contiguous. Two caches may exchange blocks if a head's block has the same
+counts in that order, whatever their strides.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class HeadBlocks:
-    """One layer's cache on one rank. A head's block is `outer` axes of runs of `run_bytes` contiguous bytes.
+    """One layer's cache on one rank.
 
-    `outer` is in the order of travel, the last axis fastest. An opaque cache is one head whose block is one run.
+    A head's block is `outer` axes of runs of `run_bytes` contiguous bytes. `outer` is in the order
+    of travel, the last axis fastest. An opaque cache is one head whose block is one run.
     """
 
     blocks: Axis
@@ -52,17 +55,19 @@ class HeadBlocks:
 
 
 def opaque_blocks(num_blocks: int, block_bytes: int) -> HeadBlocks:
-    """A cache whose blocks nobody looks into."""
+    """A cache whose blocks are moved without looking into them."""
     return HeadBlocks(Axis(num_blocks, block_bytes), Axis(1, block_bytes), (), block_bytes)
 
 
 def head_blocks(
     axes: str, shape: Sequence[int], strides: Sequence[int], item_bytes: int
 ) -> HeadBlocks:
-    """The cache of a tensor whose dimensions are named by `axes`, one letter each; strides in items.
+    """The cache of a tensor whose dimensions are named by `axes`, one letter each; strides in
+    items.
 
-    "kbnhc" is flash attention's [2, blocks, tokens, heads, head size], "bknhc" the same with blocks first, "bhnc" has K
-    and V behind each other in the content. Raises ValueError unless the content is contiguous.
+    "kbnhc" is flash attention's [2, blocks, tokens, heads, head size]. "bknhc" is the same with
+    blocks first. "bhnc" has K and V one behind the other in the content. Raises ValueError unless
+    the content is contiguous.
     """
     if sorted(axes) not in (sorted("bhnc"), sorted("kbhnc")) or len(shape) != len(axes):
         raise ValueError(f"axes {axes!r} for a cache of shape {tuple(shape)}")
@@ -83,6 +88,6 @@ def head_blocks(
 
 
 def travel_shape(axes: str, shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
-    """Of a head's block on the way: equal where two caches may exchange blocks."""
+    """The shape of a head's block when it travels: equal if two caches may exchange blocks."""
     named = dict(zip(axes, shape, strict=True))
     return (*(named[a] for a in _TRAVEL_ORDER if a in named), item_bytes)

@@ -1,9 +1,10 @@
-"""Which heads of which source rank make up each destination rank's KV (S57), when prefill and decode differ in ranks.
+"""Decides which heads of which source rank make up each destination rank's KV (S57).
 
-A rank holds a run of the model's kv heads, or one head that several ranks keep copies of. A destination
-pulls each head it needs from one source, straight into its own share; with equal numbers of ranks that is rank i
-from rank i and nothing else. Every source is pulled from at least once, if only to be told that its bytes are not needed,
-because its staged range is given back on that word.
+Prefill and decode may differ in ranks. A rank holds a run of the model's kv heads, or one head that
+several ranks keep copies of. A destination pulls each head it needs from one source, straight into
+its own share. With equal numbers of ranks, rank i pulls from rank i and nothing else. Every source
+gets at least one pull, if only to learn that its bytes are not needed: only then does it free its
+staged range.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ class HeadRun:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Heads that one destination rank takes from one source rank. `count` 0: nothing but the word that it is done."""
+    """Heads that one destination rank takes from one source rank.
+
+    `count` 0: it only says it is done.
+    """
 
     source_rank: int
     source_head: int  # among the source's own heads
@@ -31,7 +35,10 @@ class Piece:
 
 
 def heads_of(num_heads: int, num_ranks: int, rank: int) -> HeadRun:
-    """The heads a rank holds. Raises ValueError where they do not divide, and IndexError for no such rank."""
+    """The heads a rank holds.
+
+    Raises ValueError if they do not divide, IndexError if there is no such rank.
+    """
     if num_heads < 1 or num_ranks < 1:
         raise ValueError(f"{num_heads} kv heads over {num_ranks} ranks")
     if not 0 <= rank < num_ranks:
@@ -46,7 +53,7 @@ def heads_of(num_heads: int, num_ranks: int, rank: int) -> HeadRun:
 
 @lru_cache(maxsize=64)
 def pieces(num_heads: int, num_sources: int, num_destinations: int, rank: int) -> tuple[Piece, ...]:
-    """What destination `rank` pulls, in the order of its heads; those that carry nothing last."""
+    """What destination `rank` pulls, in the order of its heads; pieces without heads come last."""
     mine = heads_of(num_heads, num_destinations, rank)
     per_source = heads_of(num_heads, num_sources, 0).count
     copies = max(1, num_sources // num_heads)  # of each head, among the sources
@@ -65,7 +72,7 @@ def pieces(num_heads: int, num_sources: int, num_destinations: int, rank: int) -
 def _words_only(
     num_heads: int, num_sources: int, num_destinations: int, rank: int, found: list[Piece]
 ) -> list[Piece]:
-    """For copies of a head that no destination needs: the first rank that takes the head tells them."""
+    """Pieces for copies of a head that no destination needs: the head's first taker tells them."""
     copies = max(1, num_sources // num_heads)
     takers = max(1, num_destinations // num_heads)  # destinations of each head
     if copies <= takers or rank % takers:
@@ -79,7 +86,7 @@ def _words_only(
 
 @lru_cache(maxsize=64)
 def num_takers(num_heads: int, num_sources: int, num_destinations: int, source_rank: int) -> int:
-    """How many destination ranks will say to the source that they are done with it."""
+    """How many destination ranks will tell this source that they are done with it."""
     return sum(
         any(piece.source_rank == source_rank for piece in taken)
         for taken in (

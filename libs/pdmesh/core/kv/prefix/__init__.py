@@ -1,1 +1,1 @@
-"""Which KV is where: the names of blocks, who holds them, and what operators pin."""
+"""Which KV is where: the names of blocks, which instances hold them, and what operators pin."""

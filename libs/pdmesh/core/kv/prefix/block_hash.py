@@ -1,8 +1,9 @@
-"""The name of a KV block: a keyed, chained 128-bit hash of the tokens up to its end (S80).
+"""Names a KV block: a keyed, chained 128-bit hash of the tokens up to its end (S80).
 
-Equal hashes mean equal KV, so the hash must not collide even on purpose: two tenants with one hash would
-share each other's cache. Hence a keyed cryptographic chain (BLAKE2b) whose root binds everything that
-changes the bytes: tenant, salt, and the model fingerprint (model, adapter, dtype, block size, layout).
+Equal hashes mean equal KV, so the hash must not collide even on purpose: two tenants with one hash
+would share each other's cache. Hence it is a keyed cryptographic chain (BLAKE2b). Its root binds
+everything that changes the bytes: tenant, salt, and the model fingerprint (model, adapter, dtype,
+block size, layout).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def tokens_from_bytes(data: bytes) -> array[int]:
     return values
 
 
-@functools.lru_cache(maxsize=1024)  # asked for with every request, and nearly always the same
+@functools.lru_cache(maxsize=1024)  # needed with every request, and nearly always the same
 def tenant_root(secret: bytes, tenant: str, salt: str, model_fingerprint: str) -> bytes:
     """The key of one tenant's chain under one model. `secret` is the deployment's own."""
     parts = (tenant, salt, model_fingerprint)
@@ -53,7 +54,7 @@ def block_hashes(
 ) -> list[bytes]:
     """Hashes of the full blocks of `token_ids`, in order; a partial tail has none.
 
-    `parent` continues a chain whose earlier blocks are hashed already.
+    `parent`: the hash of the block before, if the chain's earlier blocks are hashed already.
     """
     data = memoryview(tokens_to_bytes(token_ids))
     step = 4 * block_size

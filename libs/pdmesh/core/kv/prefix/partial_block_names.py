@@ -1,9 +1,11 @@
-"""Names of the beginning of a block: sampled prefix hashing, for the tail of a conversation (S103).
+"""Names the beginning of a block: sampled prefix hashing, for the tail of a conversation (S103).
 
-A block's full name says that all of its tokens are equal. The last block of a prompt is seldom full, and where two conversations
-part is seldom a block's end, so beginnings have names too: one at `start` tokens and one each `step` further, up to what is
-there; of fewer than `start` tokens one alone, at their number (RTP-LLM 5.2.3: 208 and 4). A name is keyed and chained as a full
-block's is (ADR 0003), under a personalisation of its own, so that it is never taken for one.
+A block's full name says that all of its tokens are equal. But the last block of a prompt is seldom
+full, and two conversations seldom part at a block's end. So beginnings have names, too: one at
+`start` tokens and one at each further `step`, as far as there are tokens. Fewer than `start` tokens
+have a single name, at their number (RTP-LLM 5.2.3: 208 and 4). A name is keyed and chained as a
+full block's is (ADR 0003), with its own personalisation, so that it never equals a full block's
+name.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class PartialSampling:
         return self.step > 0
 
     def positions(self, num_tokens: int) -> Sequence[int]:
-        """Numbers of tokens that have a name, of a block that holds `num_tokens`."""
+        """The numbers of tokens at which a block that holds `num_tokens` has a name."""
         if not self or num_tokens <= 0:
             return ()
         if num_tokens < self.start:
@@ -46,9 +48,10 @@ NO_PARTIALS: Final = PartialSampling(step=0)
 def partial_names(
     root: bytes, parent: bytes, data: bytes | memoryview, positions: Collection[int]
 ) -> dict[int, bytes]:
-    """The name at each of `positions`, which ascend, of a block's tokens `data` (little-endian uint32 each).
+    """The name at each of `positions` (ascending) of a block's tokens.
 
-    `root` and `parent` as in `block_hashes`; no parent: the prompt begins with this block.
+    `data` has each token as a little-endian uint32. `root` and `parent` are as in `block_hashes`;
+    without a parent the prompt begins with this block.
     """
     digest = hashlib.blake2b(digest_size=HASH_BYTES, key=root, person=_PERSON)
     digest.update(parent or _NO_PARENT)
@@ -72,11 +75,12 @@ class PartialBlockName:
 
 
 def turn_ends(data: bytes, stop_token_ids: Collection[int], max_ends: int = 4) -> list[int]:
-    """Where earlier turns of a conversation may have left KV, as numbers of tokens of the prompt `data`, last first.
+    """Where earlier turns of a conversation may have left KV: positions in the prompt, last first.
 
-    A prompt ends with what its template puts after the last turn: a stop token and a few more. Where the same stands earlier,
-    a prompt of this conversation ended, and an answer ended at a stop token before the one that closes the user's turn. A
-    prompt without a stop token near its end is no conversation, and has none.
+    A prompt ends with what its template puts after the last turn: a stop token and a few more.
+    Where the same tokens stand earlier, an earlier prompt of this conversation ended. Its answer
+    ended at the first stop token after that. A prompt without a stop token near its end is no
+    conversation and has none.
     """
     num_tokens = len(data) // _TOKEN_BYTES
     suffix = _suffix(data, num_tokens, stop_token_ids)
@@ -100,7 +104,7 @@ def _token(data: bytes, index: int) -> int:
 
 
 def _suffix(data: bytes, num_tokens: int, stop_token_ids: Collection[int]) -> bytes:
-    """From the last stop token on; empty if it is not near the end."""
+    """The tokens from the last stop token on; empty if that is not near the end."""
     for index in range(num_tokens - 1, max(-1, num_tokens - 1 - _MAX_SUFFIX), -1):
         if _token(data, index) in stop_token_ids:
             return data[index * _TOKEN_BYTES :]

@@ -1,8 +1,11 @@
-"""Blocks that can be continued from where some of their tokens end (S103, S104).
+"""Decides which partly filled block a prompt can continue, and whether in place or in a copy (S103,
+S104).
 
-A full block is shared and never changes. A partial one holds tokens up to its watermark and is exclusive: one request at a time
-takes it over and appends after the watermark. A request that continues only its beginning, or finds it taken, gets a copy of that
-beginning in a block of its own. Appending leaves what is below the watermark alone, so a block may be copied while its owner goes on.
+A full block is shared and never changes. A partial block holds tokens up to its watermark. It is
+exclusive: one request at a time takes it over and appends after the watermark. A request that
+continues only its beginning, or finds it taken, gets a copy of that beginning in a block of its
+own. Appending leaves alone what is below the watermark, so a block may be copied while its owner
+goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from pdmesh.core.kv.prefix.partial_block_names import PartialSampling, partial_n
 
 @dataclass(frozen=True, slots=True)
 class PartialFound:
-    """The first `num_tokens` tokens of `block` are what was asked for."""
+    """The first `num_tokens` tokens of `block` are those that were looked for."""
 
     block: int
     num_tokens: int
@@ -29,7 +32,10 @@ class _Tail:
 
 @dataclass(slots=True)
 class PartialBlocks:
-    """By block number. Of blocks with equal beginnings the one kept last is found."""
+    """Partial blocks by block number.
+
+    Of blocks with equal beginnings the one kept last is found.
+    """
 
     sampling: PartialSampling
     block_size: int
@@ -44,7 +50,10 @@ class PartialBlocks:
         return block in self._partials
 
     def keep(self, block: int, root: bytes, parent: bytes, data: bytes) -> list[bytes]:
-        """`block` holds the tokens `data` after those that `parent` names. Returns names that were not known before."""
+        """`block` holds the tokens `data` after those that `parent` names.
+
+        Returns the new names.
+        """
         assert block not in self._partials
         watermark = len(data) // 4
         assert 0 < watermark <= self.block_size
@@ -63,7 +72,10 @@ class PartialBlocks:
         return new
 
     def forget(self, block: int) -> list[bytes]:
-        """Its content is given up, or goes on under other names. Returns the names that nobody has any more."""
+        """Its content is given up, or gets other names.
+
+        Returns the names that no block has any more.
+        """
         tail = self._partials.pop(block, None)
         if tail is None:
             return []
@@ -81,7 +93,7 @@ class PartialBlocks:
         return gone
 
     def find(self, root: bytes, parent: bytes, data: bytes) -> PartialFound | None:
-        """The block that holds the most tokens of the beginning of `data`, which comes after `parent`."""
+        """The block with the longest beginning of `data`, which comes after `parent`."""
         most = len(data) // 4
         positions = sorted(p for p in self._counts.get(parent, ()) if p <= most)
         if not positions:
@@ -94,7 +106,10 @@ class PartialBlocks:
         return None
 
     def may_append(self, found: PartialFound) -> bool:
-        """Whether who uses the block alone may go on in it. If not, only a copy of what was found may be continued."""
+        """Whether a request that has the block to itself may append to it.
+
+        If not, it may only continue a copy of what was found.
+        """
         watermark = self._partials[found.block].watermark
         return found.num_tokens == watermark < self.block_size
 

@@ -1,7 +1,8 @@
-"""Prefixes that operators pin: what may be pinned, and under which names their blocks are found (S78, S96).
+"""Decides what operators may pin, and under which names the blocks of a pin are found (S78, S96).
 
-A pin names blocks, not tokens: for each model fingerprint in use the keyed, chained hashes of the prefix's full blocks (ADR
-0022). What is pinned is bounded in number, length and time, since it is taken from everybody else's cache.
+A pin names blocks, not tokens: for each model fingerprint in use, the keyed, chained hashes of the
+prefix's full blocks (ADR 0022). Pins are bounded in number, length and time, since they take cache
+from all other prompts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 @dataclass(frozen=True, slots=True)
 class PinnedPrefix:
-    """Blocks of one pin as an instance finds them. `until` is in unix seconds: a cache entry's end, on which nothing else depends."""
+    """Blocks of one pin as an instance finds them.
+
+    `until` is in unix seconds: the end of a cache entry, on which nothing else depends.
+    """
 
     names: tuple[bytes, ...]
     owner: bytes  # of `kv.tiers.owner`
@@ -52,21 +56,21 @@ class WantedPin:
         if not _ID.fullmatch(self.pin_id):
             raise InvalidRequest("must match [a-z0-9][a-z0-9-]{0,62}", field="pin_id")
         if not self.tenant:
-            raise InvalidRequest("whose prompts begin with it?", field="tenant")
+            raise InvalidRequest("name the tenant whose prompts begin with it", field="tenant")
         if not self.token_ids:
             raise InvalidRequest("the prefix is empty", field="prefix_token_ids")
         if not MIN_TTL_S <= self.ttl_s <= MAX_TTL_S:
             raise InvalidRequest(f"must be {MIN_TTL_S} to {MAX_TTL_S} s", field="ttl_s")
 
     def roots(self, secret: bytes, cuts: Iterable[Cut]) -> dict[Cut, bytes]:
-        """What the chain of this tenant's names begins with, for each cut."""
+        """The root of this tenant's chain of names, for each cut."""
         return {
             cut: tenant_root(secret, self.tenant, self.cache_salt, cut.model_fingerprint)
             for cut in cuts
         }
 
     def names(self, root: bytes, cut: Cut) -> tuple[bytes, ...]:
-        """Of the full blocks. Raises InvalidRequest if there is none."""
+        """The names of the full blocks. Raises InvalidRequest if there are none or too many."""
         if len(self.token_ids) < cut.block_size:
             raise InvalidRequest(
                 f"{len(self.token_ids)} tokens are less than a block of {cut.block_size}",
@@ -82,7 +86,11 @@ class WantedPin:
 def check_room(
     pin_id: str, num_new: Mapping[str, int], num_held: Mapping[str, Mapping[str, int]]
 ) -> None:
-    """Whether a pin fits beside the others. Blocks by fingerprint; of those held, by pin id first. Raises InvalidRequest."""
+    """Raise InvalidRequest unless a pin fits beside the others.
+
+    `num_new`: its blocks by fingerprint; `num_held`: the same of the pins that there are, by pin
+    id.
+    """
     others = {other: blocks for other, blocks in num_held.items() if other != pin_id}
     if len(others) >= MAX_PINS:
         raise InvalidRequest(

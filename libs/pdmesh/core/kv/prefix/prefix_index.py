@@ -1,11 +1,14 @@
-"""Which instance holds which KV block in which tier, and how much of a prompt each one has (S98, S99, S102).
+"""Finds which instance holds which KV block in which tier, and how much of a prompt (S98, S99,
+S102).
 
-One map, block -> bitmask of holders, kept by numbered deltas. Deltas of one incarnation apply in order; later ones wait
-(bounded) until the hole fills or a snapshot covers it. A match counts contiguous blocks from the start only:
-a block whose predecessor an instance lacks is of no use to it.
+It is one map, block -> bitmask of holders, kept up to date by numbered deltas. Deltas of one
+incarnation apply in order. Later ones wait (bounded) until the hole fills or a snapshot covers it.
+A match counts contiguous blocks from the start only: a block whose predecessor an instance lacks is
+of no use to it.
 
-An instance has two neighbouring bits, engine and host, so that "in either" is a shift of the whole mask. A block's name is kept
-once, under a row number; equal masks are one object, and runs of them cost a pointer comparison each.
+An instance has two neighbouring bits, engine and host, so that "in either" is a shift of the whole
+mask. A block's name is kept once, under a row number. Equal masks are one object, so each block of
+a run costs a pointer comparison.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _MAX_REMEMBERED = 1024  # answers of a thousand names each
 class DeltaOutcome(enum.Enum):
     APPLIED = "applied"
     STALE = "stale"  # repeated, late, or of an incarnation that is over
-    GAP = "gap"  # deltas before it are missing: load a snapshot
+    GAP = "gap"  # earlier deltas are missing: load a snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class TierDelta:
 
 @dataclass(frozen=True, slots=True)
 class IndexDelta:
-    """What changed in one instance: the engine's own blocks, and those of its host pool under the same number."""
+    """What changed in one instance: its engine's blocks and, in `host`, its host pool's."""
 
     instance_id: str
     incarnation: int
@@ -60,12 +63,12 @@ class IndexDelta:
 
 @dataclass(frozen=True, slots=True)
 class PeerRuns:
-    """Runs of a prompt's blocks, first and end, each block of which some instance's host pool can give."""
+    """Runs (first, end) of a prompt's blocks that the host pools of some instances hold."""
 
     runs: tuple[tuple[int, int], ...] = ()
 
     def reach(self, num_held: int) -> int:
-        """How many blocks from the start an instance can have that holds `num_held` of them itself."""
+        """Blocks from the start that an instance can have if it holds `num_held` of them itself."""
         for first, end in self.runs:
             if first <= num_held < end:
                 return end
@@ -97,8 +100,8 @@ class _Holder:
 class PrefixIndex:
     """Bounded by `max_blocks` entries, a block counted once per instance and tier that holds it.
 
-    Beyond it a block that no prompt asked for lately is forgotten (clock); see `take_forgotten`. To forget costs a
-    cache hit, never a wrong one.
+    Beyond that, a block that no prompt asked for lately is forgotten (clock); see `take_forgotten`.
+    Forgetting may cost a cache hit, but never causes a wrong one.
     """
 
     max_blocks: int = 8_000_000
@@ -108,9 +111,8 @@ class PrefixIndex:
     _rows: dict[bytes, int] = field(default_factory=dict)
     _names: list[bytes | None] = field(default_factory=list)  # by row
     _masks: list[int] = field(default_factory=list)  # by row
-    _is_used: bytearray = field(
-        default_factory=bytearray
-    )  # by row: asked for since the hand passed
+    # By row: whether a prompt asked for it since the clock's hand passed.
+    _is_used: bytearray = field(default_factory=bytearray)
     _free: list[int] = field(default_factory=list)
     _hand: int = 0
     _pinned: frozenset[bytes] = frozenset()
@@ -145,7 +147,7 @@ class PrefixIndex:
         return holder.num_blocks if holder else 0
 
     def apply(self, delta: IndexDelta) -> DeltaOutcome:
-        """After GAP the delta waits; the ones that fill the hole, or a snapshot, bring it in."""
+        """After GAP the delta waits until others fill the hole or a snapshot covers it."""
         holder = self._holder_for(delta.instance_id, delta.incarnation)
         if holder is None or delta.sequence <= holder.sequence:
             return DeltaOutcome.STALE
@@ -163,9 +165,10 @@ class PrefixIndex:
         blocks: Iterable[bytes],
         host: Iterable[bytes] = (),
     ) -> DeltaOutcome:
-        """Replace what is known of the instance by all it held after delta `sequence`, in its engine and its host pool.
+        """Replace what is known of the instance by all that its engine and host pool held at
+        `sequence`.
 
-        GAP: deltas after the snapshot are missing still.
+        GAP: deltas after the snapshot are still missing.
         """
         holder = self._holder_for(instance_id, incarnation)
         if holder is None or sequence < holder.sequence:
@@ -180,7 +183,10 @@ class PrefixIndex:
         return self._drain(holder)
 
     def remove_instance(self, instance_id: str) -> int:
-        """Forget an instance that is gone, and its incarnation for good. Returns the number of its blocks, which is the cost."""
+        """Forget an instance that is gone, and its incarnation for good.
+
+        Returns the number of its blocks: the cost of the call.
+        """
         holder = self._instances.pop(instance_id, None)
         if holder is None:
             return 0
@@ -195,13 +201,14 @@ class PrefixIndex:
         return num_blocks
 
     def forget_history(self, instance_id: str) -> None:
-        """Let an incarnation that was removed come back: its lease had ended, but it lives."""
+        """Let a removed incarnation come back: its lease had ended, but it is alive."""
         self._retired.pop(instance_id, None)
 
     def match(self, block_hashes: Sequence[bytes], tier: Tier | None = None) -> dict[str, int]:
-        """Contiguous blocks from the start, per instance that holds at least the first. One pass, early exit.
+        """Contiguous blocks from the start, for each instance that holds at least the first.
 
-        In `tier` alone, or, without one, each block in any tier of the instance's own.
+        They count in `tier` alone or, without one, in either of the instance's own tiers. One pass,
+        with early exit.
         """
         rows, masks, is_used = self._rows, self._masks, self._is_used
         matches: dict[str, int] = {}
@@ -227,7 +234,7 @@ class PrefixIndex:
         return matches
 
     def peer_runs(self, block_hashes: Sequence[bytes]) -> PeerRuns:
-        """What host pools hold of a prompt, whosever they are; a peer gives from its pool alone (S77)."""
+        """What all host pools together hold of a prompt: a peer gives only from its pool (S77)."""
         if not self.num_host_blocks:
             return NO_PEERS
         rows, masks, in_host = self._rows, self._masks, self._everyone << 1
@@ -247,7 +254,7 @@ class PrefixIndex:
     def with_partials(
         self, matches: Mapping[str, int], tails: Iterable[PartialBlockName], block_size: int
     ) -> dict[str, float]:
-        """`matches`, and for who holds the beginning of the block after its match, the share of that block."""
+        """`matches`, plus the share of the next block that an instance holds the beginning of."""
         best: dict[str, float] = dict(matches)
         for tail in tails:
             row = self._rows.get(tail.name)
@@ -263,11 +270,17 @@ class PrefixIndex:
         return best
 
     def pin(self, names: frozenset[bytes]) -> None:
-        """Do not forget these while there are others to forget; in place of those of the last call."""
+        """Do not forget these while there are others to forget.
+
+        Replaces the names of the last call.
+        """
         self._pinned = names
 
     def take_forgotten(self) -> list[IndexDelta]:
-        """What was evicted since the last call, per instance, under the number of its last delta: for copies of this map."""
+        """What was evicted since the last call, per instance, for copies of this map.
+
+        Each has the number of the instance's last delta.
+        """
         forgotten, self._forgotten = self._forgotten, {}
         return [
             IndexDelta(i, *version, removed=tuple(engine), host=TierDelta(removed=tuple(host)))
@@ -297,13 +310,19 @@ class PrefixIndex:
         assert self._everyone == sum(h.bits[0] for h in self._instances.values())
 
     def _in_tier(self, mask: int, tier: Tier | None) -> int:
-        """The engine bits of those who hold it; bits of the host pool are left for the candidates to mask out."""
+        """The engine bits of the holders.
+
+        Bits of host pools may remain: `candidates` masks them out.
+        """
         if tier is None:
             return mask | mask >> 1
         return mask if tier is Tier.ENGINE else mask >> 1
 
     def _note(self, matches: dict[str, int], mask: int, length: int) -> None:
-        """`mask` has engine bits alone. Few are taken one by one; many in one pass, and remembered."""
+        """`mask` has engine bits only.
+
+        Few are taken one by one; many in one pass, which is cached.
+        """
         if mask.bit_count() <= _FEW:
             while mask:
                 bit = mask.bit_length() - 1
@@ -320,7 +339,7 @@ class PrefixIndex:
         matches.update(dict.fromkeys(ids, length))
 
     def _holder_for(self, instance_id: str, incarnation: int) -> _Holder | None:
-        """The instance's state under this incarnation, made if new; None if the incarnation is over."""
+        """The instance's state under this incarnation, created if new; None if that is over."""
         holder = self._instances.get(instance_id)
         if holder is not None:
             if holder.incarnation == incarnation:
@@ -369,7 +388,7 @@ class PrefixIndex:
                 continue
             if self.num_blocks >= self.max_blocks:
                 self._evict_one()
-                row = self._rows.get(block)  # it may be the very one that went
+                row = self._rows.get(block)  # it may have been the one that was evicted
             if row is None:
                 row = self._new_row(block)
                 self._masks[row] = bit
@@ -394,7 +413,7 @@ class PrefixIndex:
         own.clear()
 
     def _drop(self, row: int, bit: int, rank: int) -> None:
-        """One holder less; the row is free after the last."""
+        """Remove one holder; the row is free after the last."""
         self.num_blocks -= 1
         self.num_host_blocks -= rank
         rest = self._masks[row] & ~bit
@@ -407,7 +426,7 @@ class PrefixIndex:
         self._free.append(row)
 
     def _evict_one(self) -> None:
-        """Forget the next row, under every holder, that no match has touched since the hand was there."""
+        """Forget, for all its holders, the next row that no match touched since the hand passed."""
         row = self._next_victim()
         name, mask = self._name(row), self._masks[row]
         while mask:
@@ -421,13 +440,13 @@ class PrefixIndex:
             self._drop(row, holder.bits[rank], rank)
 
     def _next_victim(self) -> int:
-        """The hand is left past the row, which is the next to be filled."""
+        """The row to evict. The hand ends past it, for the row is filled next."""
         first_pinned = -1
         while True:
             row, name = self._hand, self._names[self._hand]
             if name is not None and not self._is_used[row]:
                 if name not in self._pinned or row == first_pinned:
-                    break  # or once round, and all the others are pinned too
+                    break  # in the second case the hand went round once: all others are pinned, too
                 first_pinned = row if first_pinned < 0 else first_pinned
             self._is_used[row] = 0
             self._hand = (row + 1) % len(self._names)

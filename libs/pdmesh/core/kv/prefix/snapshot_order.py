@@ -1,7 +1,8 @@
-"""Whose snapshot is asked for next: a few at a time, who has waited longest first.
+"""Decides which instance is asked for its snapshot next: a few at a time, the longest wait first.
 
-Who could not be asked goes to the end with a growing pause, and holds no place meanwhile: any number of instances that
-do not answer delays the others by no more than their turns.
+An instance that could not be asked goes to the end with a growing pause and takes no place
+meanwhile. So any number of instances that do not answer delay the others by no more than their
+turns.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ class _Wanted:
     due: float
     pause_s: float
     is_in_flight: bool = False
-    is_again: bool = False  # asked for while in flight: what comes may be older than that
+    is_again: bool = False  # wanted again while in flight: what comes may be too old
 
 
 @dataclass(slots=True)
 class Repairs:
-    """Times are seconds of one monotonic clock. `settle_s`: a reordered delta may fill the hole by itself."""
+    """Times are seconds of one monotonic clock.
+
+    `settle_s`: a reordered delta may fill the hole by itself.
+    """
 
     max_in_flight: int = 4
     settle_s: float = 0.05
@@ -40,7 +44,7 @@ class Repairs:
             wanted.is_again = True
 
     def start(self, now: float) -> list[str]:
-        """Whom to ask now; each must be `ended` later."""
+        """Instances to ask now; `ended` must be called later for each."""
         due = sorted(
             (w.due, i) for i, w in self._wanted.items() if not w.is_in_flight and w.due <= now
         )
@@ -68,7 +72,7 @@ class Repairs:
         return min((w.due for w in self._wanted.values() if not w.is_in_flight), default=None)
 
     def since(self) -> Iterable[tuple[str, float]]:
-        """Who is waited for, and since when."""
+        """Instances whose snapshot is wanted, and since when."""
         return [(i, w.since) for i, w in self._wanted.items()]
 
     def check_invariants(self) -> None:

@@ -1,8 +1,10 @@
-"""Whether a store may be written and read: full, read-only, broken or hanging disks are left alone and tried again (F33).
+"""Decides whether a disk may be written and read (F33).
 
-A failed write makes the store read-only, and only one probe per interval is let through until one succeeds; several failed
-reads in a row turn reading off in the same way. Intervals double up to a bound. An operation that makes no progress for
-`hang_s` turns its direction off at once, and is the only probe while it hangs: another one would hang beside it.
+A full, read-only, broken or hanging disk is left alone and tried again later. A failed write makes
+the store read-only: one probe per interval is let through until one succeeds. Several failed reads
+in a row turn reading off in the same way. Intervals double up to a bound. An operation that makes
+no progress for `hang_s` turns its direction off at once. It is the only probe while it hangs:
+another would hang beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ class DiskState(StrEnum):
 
 @dataclass(slots=True)
 class _Gate:
-    """One direction. Closed after `limit` failures in a row, then one try per interval."""
+    """One direction: closed after `limit` failures in a row, then open for one try per interval."""
 
     limit: int
     first_s: float
@@ -52,7 +54,7 @@ class _Gate:
 
     def hangs(self, is_so: bool, now: float) -> None:
         if is_so and not self.is_hanging:
-            self.num_failures = self.limit  # closed until one succeeds
+            self.num_failures = self.limit  # closed until a try succeeds
             self.wait_s, self.next_try = self.first_s, now
         self.is_hanging = is_so
 
@@ -83,9 +85,9 @@ class DiskHealth:
         return self._reads.may_pass(now)
 
     def watch(self, reading_since: float | None, writing_since: float | None, now: float) -> bool:
-        """When the read and the write under way that have been without progress for longest last made some; None: none are.
+        """Report when the slowest read and the slowest write under way last made progress.
 
-        To be told often. True if the state changed with it.
+        None: none is under way. To be called often. True if the state changed with it.
         """
         before = self.state
         for gate, since in ((self._reads, reading_since), (self._writes, writing_since)):

@@ -1,13 +1,17 @@
-"""Who holds which slot of a pool of KV blocks, and which block goes when room is needed (S78, S96).
+"""Decides which block of a pool of KV blocks is evicted when room is needed (S78, S96).
 
-Order of eviction: free slots first; then the least recently used block that nobody has asked for again since it was
-stored, then the least recently used of those asked for again. A pinned block is in use and never goes. A block that many
-requests asked for (a system prompt) is kept: it does not go either, until so many others are that it is the
-least recently used of them. Both kinds may fill a share of the pool only, so that new blocks get their chance; and an
-owner (tenant, under one salt) at its quota makes room among its own blocks.
+It also knows which block is in which slot. Order of eviction:
+- free slots first;
+- then the least recently used block that no request has asked for again since it was stored;
+- then the least recently used of those asked for again.
 
-A block of a prefix that an operator pinned is fixed: it never goes while it is, up to a share of the pool; what is beyond
-the share is a block like any other until there is room.
+A pinned block is in use and never goes. A block that many requests asked for (a system prompt) is
+kept: it does not go until so many others are kept that it is the least recently used of them.
+Blocks asked for again and kept blocks may each fill only a share of the pool, so that new blocks
+get their chance. An owner (a tenant, under one salt) at its quota makes room among its own blocks.
+
+A block of a prefix that an operator pinned is fixed: it does not go, up to a share of the pool.
+Beyond that share it is a block like any other until there is room.
 """
 
 from __future__ import annotations
@@ -31,7 +35,10 @@ class _Entry:
 
 @dataclass(slots=True)
 class PoolBook:
-    """Pure bookkeeping. A slot is free, being written (reserved), or holds the block of one name."""
+    """Pure bookkeeping.
+
+    A slot is free, being written (reserved), or holds the block of one name.
+    """
 
     num_slots: int
     owner_share: float = 1.0  # of the slots one owner may hold
@@ -42,22 +49,20 @@ class PoolBook:
     _free: list[int] = field(init=False)
     _entries: dict[bytes, _Entry] = field(default_factory=dict)
     _writing: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)  # slot, owner
-    # Unpinned, neither kept nor fixed, least recently used first; the same names by owner.
+    # Blocks that are neither in use, kept nor fixed: least recently used first; the same by owner.
     _probation: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _protected: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     _idle_of: dict[bytes, OrderedDict[bytes, None]] = field(default_factory=dict)
     _num_of: dict[bytes, int] = field(default_factory=dict)  # slots of an owner, written ones too
     _num_protected: int = 0
-    _kept: OrderedDict[bytes, None] = field(
-        default_factory=OrderedDict
-    )  # least recently used first
+    _kept: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # the oldest use first
     _newly_kept: dict[bytes, None] = field(default_factory=dict)  # since `take_kept`
     _to_fix: dict[bytes, None] = field(default_factory=dict)  # here or not, in order of `fix`
     _num_fixed: int = 0
     _stored: dict[bytes, None] = field(default_factory=dict)  # since `take_changes`
     _removed: dict[bytes, None] = field(default_factory=dict)
     num_evicted: int = 0
-    num_pinned: int = 0  # blocks that somebody reads
+    num_pinned: int = 0  # blocks that are being read
 
     def __post_init__(self) -> None:
         self._free = list(range(self.num_slots - 1, -1, -1))
@@ -77,7 +82,7 @@ class PoolBook:
         return [name for name, entry in self._entries.items() if not entry.is_doomed]
 
     def held(self, names: Sequence[bytes]) -> int:
-        """Mask of the positions whose block is here."""
+        """A mask of the positions whose block is in the pool."""
         mask = 0
         for position, name in enumerate(names):
             if name in self:
@@ -90,7 +95,7 @@ class PoolBook:
     # -- use --------------------------------------------------------------------------------------
 
     def pin(self, name: bytes) -> int | None:
-        """The block's slot, safe to read until `unpin`; counts as a use. None if it is not here."""
+        """The block's slot, safe to read until `unpin`. None if the block is not in the pool."""
         entry = self._entries.get(name)
         if entry is None or entry.is_doomed:
             return None
@@ -101,7 +106,10 @@ class PoolBook:
         return entry.slot
 
     def unpin(self, name: bytes, is_use: bool = True) -> None:
-        """`is_use`: a request was served, which makes the block the most recently used, and worth more than a new one."""
+        """`is_use`: the block served a request.
+
+        That makes it the most recently used one and protects it over new blocks.
+        """
         entry = self._entries[name]
         assert entry.pins > 0, "unpinned more often than pinned"
         entry.pins -= 1
@@ -129,7 +137,7 @@ class PoolBook:
             self._keep(name, entry)
 
     def _keep(self, name: bytes, entry: _Entry) -> None:
-        """Of a block that was in use until now. Whoever is kept longest without a use makes room."""
+        """Keep a block that was in use until now. The kept block with the oldest use makes room."""
         if (most := int(self.kept_share * self.num_slots)) == 0:
             return
         if len(self._kept) >= most:
@@ -139,7 +147,7 @@ class PoolBook:
         self._kept[name] = self._newly_kept[name] = None
 
     def _unkeep(self, name: bytes) -> None:
-        """It is no longer among `_kept`."""
+        """The block was taken out of `_kept`."""
         self._newly_kept.pop(name, None)
         entry = self._entries[name]
         entry.is_kept, entry.num_uses = False, 0
@@ -147,7 +155,7 @@ class PoolBook:
             self._enter_idle(name, entry)
 
     def touch(self, names: Sequence[bytes]) -> None:
-        """The chain was used as a whole: its head becomes the most recent, so that tails go first."""
+        """The chain was used as a whole: its head becomes the most recent, so its tail goes first."""
         for name in reversed(names):
             if name in self._probation:
                 self._probation.move_to_end(name)
@@ -172,7 +180,10 @@ class PoolBook:
         return name in self and self._entries[name].is_fixed
 
     def fix(self, names: Iterable[bytes]) -> None:
-        """These stay once they are here, as far as the share allows; in place of those of the last call."""
+        """These blocks stay once they are here, as far as the share allows.
+
+        Replaces the names of the last call.
+        """
         before, self._to_fix = self._to_fix, dict.fromkeys(names)
         for name in before:
             if name not in self._to_fix and (entry := self._entries.get(name)) is not None:
@@ -205,7 +216,7 @@ class PoolBook:
             self._enter_idle(name, entry)
 
     def take_kept(self) -> tuple[bytes, ...]:
-        """What is kept since the last call: other tiers should keep it too."""
+        """Blocks that became kept since the last call: other tiers should keep them, too."""
         names = tuple(self._newly_kept)
         self._newly_kept.clear()
         return names
@@ -213,7 +224,10 @@ class PoolBook:
     # -- coming and going -------------------------------------------------------------------------
 
     def reserve(self, name: bytes, owner: bytes) -> int | None:
-        """A slot to write the block into; it is found after `commit`. None: here already, or no room to be made."""
+        """A slot to write the block into; it can be found after `commit`.
+
+        None: the block is here already, or no room can be made.
+        """
         if name in self._entries or name in self._writing:
             return None
         slot: int | None = None
@@ -236,7 +250,7 @@ class PoolBook:
         return name in self._writing
 
     def commit(self, name: bytes) -> None:
-        """The block is written: whoever asks finds it."""
+        """The block is written and can be found from now on."""
         slot, owner = self._writing.pop(name)
         entry = self._entries[name] = _Entry(slot, owner)
         self._enter_idle(name, entry)
@@ -248,13 +262,16 @@ class PoolBook:
             self._stored[name] = None
 
     def abandon(self, name: bytes) -> None:
-        """Nothing was written, or nothing good."""
+        """Nothing usable was written."""
         slot, owner = self._writing.pop(name)
         self._free.append(slot)
         self._count_out(owner)
 
     def forget(self, name: bytes) -> None:
-        """The block is bad or unwanted: not found from now on, its slot free when nobody reads it."""
+        """The block is bad or unwanted: not found from now on.
+
+        Its slot is free once nothing reads it.
+        """
         entry = self._entries.get(name)
         if entry is None or entry.is_doomed:
             return
@@ -319,7 +336,7 @@ class PoolBook:
             del self._idle_of[entry.owner]
 
     def _demote(self) -> None:
-        """Too many blocks were asked for again: the least recently used of them are as any other."""
+        """If too many blocks are protected, the least recently used of them lose that."""
         while self._num_protected > int(self.protected_share * self.num_slots) and self._protected:
             name, _ = self._protected.popitem(last=False)
             self._entries[name].is_protected = False

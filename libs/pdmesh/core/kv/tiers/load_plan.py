@@ -1,8 +1,8 @@
-"""Which tier serves which blocks of a prompt, and whether loading them beats computing them (S76, S106).
+"""Decides which tier serves which blocks of a prompt, and if loading beats computing (S76, S106).
 
-A prompt is a chain of block names; blocks count only as an unbroken run from the first one missing in the
-engine. For each block the fastest source that holds it is taken, sources work at the same time, and the run ends where
-one block more would cost more than computing it.
+A prompt is a chain of block names. Blocks count only as an unbroken run from the first one missing
+in the engine. Each block comes from the fastest source that holds it, and sources work at the same
+time. The run ends where it saves most.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ORDER = {tier: rank for rank, tier in enumerate(Tier)}
 
 
 def positions_of(held: Iterable[bool]) -> int:
-    """A set of positions in a chain as a bit mask: bit i is block i."""
+    """Positions in a chain as a bit mask: bit i is block i."""
     mask = 0
     for position, is_held in enumerate(held):
         mask |= is_held << position
@@ -40,7 +40,7 @@ def prefix_length(mask: int, first: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What loading from a source takes: a wait once, then time per block."""
+    """The time to load from a source: one wait, then a time per block."""
 
     latency_s: float
     block_s: float
@@ -51,7 +51,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Somewhere that holds blocks of the chain. `name` tells peers apart; `held` is a mask of positions."""
+    """A place that holds blocks of the chain. `name` tells peers apart; `held` masks positions."""
 
     tier: Tier
     held: int
@@ -71,7 +71,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """`runs` are in order and without holes; `saved_s` is against computing the same blocks."""
+    """`runs` are in order and without holes. `saved_s` compares with computing the same blocks."""
 
     runs: tuple[Run, ...] = ()
     saved_s: float = 0.0
@@ -88,9 +88,9 @@ def plan_load(
     recompute_block_s: float,
     min_saved_s: float = 0.0,
 ) -> LoadPlan:
-    """What to load of blocks `first` to `num_blocks - 1` of a chain; nothing unless it saves `min_saved_s`.
+    """What to load of blocks `first` to `num_blocks - 1`; nothing unless it saves `min_saved_s`.
 
-    Among lengths that save the same the longest is taken: the compute is then free for others.
+    Of lengths that save as much, the longest is taken: it leaves the compute to others.
     """
     ranked = sorted(sources, key=lambda s: (s.cost.block_s, s.cost.latency_s, _ORDER[s.tier]))
     chosen: list[int] = []  # by position from `first`, an index into `ranked`
@@ -122,7 +122,10 @@ def _runs(ranked: Sequence[Source], chosen: Sequence[int], first: int) -> Iterab
 
 @dataclass(slots=True)
 class CostBook:
-    """What loads took lately, per tier, and what computing a block takes: moving averages from a first guess."""
+    """What loads took lately, per tier, and what computing a block takes.
+
+    Both are moving averages from a first guess.
+    """
 
     costs: dict[Tier, Cost] = field(
         default_factory=lambda: {
@@ -135,7 +138,10 @@ class CostBook:
     weight: float = 0.1  # of the newest observation
 
     def loaded(self, tier: Tier, num_blocks: int, duration_s: float) -> None:
-        """`num_blocks` came in `duration_s`. The first wait is kept; what is beyond it is the blocks'."""
+        """`num_blocks` came in `duration_s`.
+
+        The latency stays as it is; the rest is time per block.
+        """
         if num_blocks <= 0:
             return
         old = self.costs[tier]
@@ -143,7 +149,7 @@ class CostBook:
         self.costs[tier] = Cost(old.latency_s, self._moved(old.block_s, block_s))
 
     def computed(self, num_blocks: float, duration_s: float) -> None:
-        """`num_blocks` blocks of a prompt were computed in `duration_s`, whatever else ran meanwhile."""
+        """`num_blocks` of a prompt were computed in `duration_s`, whatever else ran meanwhile."""
         if num_blocks > 0:
             self.recompute_block_s = self._moved(self.recompute_block_s, duration_s / num_blocks)
 

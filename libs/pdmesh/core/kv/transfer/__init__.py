@@ -1,3 +1,3 @@
-"""A KV transfer, both ends: who may pull what, in which order, until when, and from whom KV is not
-taken for a while.
+"""A KV transfer, both ends: which instance may pull what, in which order, until when, and which
+sources are excluded for a while.
 """

@@ -1,6 +1,7 @@
-"""Which tickets a receiver renews, and when, while they wait for their turn. Those it pulls are `pull_book`'s.
+"""Decides which waiting tickets a receiver renews, and when. `receiver.py` renews those it pulls.
 
-Renewals are a third of a lease apart and end by themselves, so that a receiver that forgets a ticket frees it.
+Renewals are a third of a lease apart and end by themselves, so that a receiver that forgets a
+ticket frees it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ class LeaseKeeper:
         return len(self._kept)
 
     def keep(self, ticket_id: str, lease_s: float, until: float, now: float) -> bool:
-        """Renew until `until` or `let_go`. False at the bound, or without a lease: it does with what it has."""
+        """Renew until `until` or `let_go`.
+
+        False, and no renewal, at the bound or without a lease.
+        """
         if lease_s <= 0 or (ticket_id not in self._kept and len(self._kept) >= MAX_KEPT):
             return False
         every = lease_s / RENEWALS_PER_LEASE
@@ -39,7 +43,7 @@ class LeaseKeeper:
         self._kept.pop(ticket_id, None)
 
     def due(self, now: float) -> tuple[list[str], list[str]]:
-        """What to renew now, and what was kept until now and is no longer."""
+        """Tickets to renew now, and those whose time has just run out."""
         over = [ticket_id for ticket_id, kept in self._kept.items() if now >= kept.until]
         for ticket_id in over:
             del self._kept[ticket_id]

@@ -1,12 +1,13 @@
-"""Which pulls of KV are under way at a decode, and which wait their turn (S52, S53).
+"""Decides which pulls of KV are under way at a decode and which wait their turn (S52, S53).
 
-A few long ones at once share the link and each is done sooner than the last of a long queue of them; more at once only
-stretch all of them. Short ones spend their time on the way rather than on the link, so many may go together: what is
-under way is bounded by bytes as well as by number. One that ends lets the next begin.
+A few long pulls may share the link; more at once only stretch all of them. Short pulls spend their
+time in latency rather than on the link, so many may go together. So what is under way is bounded by
+bytes as well as by number. A pull that ends lets the next begin.
 
-Each source has a queue of its own. A source that sends slowly, or not at all, holds up only the pulls from itself: the bytes
-under way from it are bounded, and it has no more than its share of the number. A pull that falls silent takes no share of the link, so
-it gives its turn up to the next, and goes on beside it if its bytes come after all. Admission bounds how many pulls there are in all.
+Each source has its own queue. A source that sends slowly, or not at all, holds up only the pulls
+from itself: the bytes under way from it are bounded, and so is its share of the number. A pull that
+falls silent uses none of the link. It gives up its turn to the next, and goes on beside it if its
+bytes come after all. Admission bounds the total number of pulls.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Final, Generic, TypeVar
 
 K = TypeVar("K")
 
-MAX_ACTIVE_BYTES: Final = 64 << 20  # of one source; a longer one goes alone
+MAX_ACTIVE_BYTES: Final = 64 << 20  # from one source; a longer pull goes alone
 
 
 @dataclass(slots=True)
 class _Waiting:
     num_bytes: int
-    until: float  # it leaves the queue then
+    until: float  # when it leaves the queue
 
 
 @dataclass(slots=True)
@@ -34,12 +35,15 @@ class _SourceQueue(Generic[K]):
 
 @dataclass(slots=True)
 class PullQueue(Generic[K]):
-    """`add`, `fell_silent`, `end` and `drop_overdue` return the pulls that begin now, oldest first of each source."""
+    """`add`, `fell_silent`, `end` and `drop_overdue` return the pulls that begin now.
+
+    Of each source, the oldest comes first.
+    """
 
     max_active: int
     max_bytes: int = MAX_ACTIVE_BYTES
     _queues: dict[Hashable, _SourceQueue[K]] = field(default_factory=dict)  # by source
-    _source_of: dict[K, Hashable] = field(default_factory=dict)  # of all in a queue
+    _source_of: dict[K, Hashable] = field(default_factory=dict)  # of every pull in a queue
 
     @property
     def num_waiting(self) -> int:
@@ -50,18 +54,18 @@ class PullQueue(Generic[K]):
         return source is not None and key in self._queues[source].waiting
 
     def add(self, key: K, num_bytes: int, source: Hashable, until: float) -> list[K]:
-        """It waits for its turn no longer than `until`, see `drop_overdue`."""
+        """The pull waits for its turn until `until` at most; see `drop_overdue`."""
         assert key not in self._source_of
         self._source_of[key] = source
         self._queues.setdefault(source, _SourceQueue()).waiting[key] = _Waiting(num_bytes, until)
         return self._begin()
 
     def fell_silent(self, key: K) -> list[K]:
-        """Nothing came of one that is under way for a while. Unknown keys are ignored."""
+        """Nothing has come of a pull under way for a while. Unknown keys are ignored."""
         return [] if self.is_waiting(key) else self.end(key)
 
     def end(self, key: K) -> list[K]:
-        """It is over, or given up while it waited. Unknown keys are ignored."""
+        """The pull is over, or was given up while it waited. Unknown keys are ignored."""
         source = self._source_of.pop(key, None)
         if source is None:
             return []
@@ -73,9 +77,10 @@ class PullQueue(Generic[K]):
         return self._begin()
 
     def drop_overdue(self, now: float) -> tuple[list[K], list[K]]:
-        """Remove the pulls whose turn has not come in time; return them, and those that begin. It says nothing of their source.
+        """Remove the pulls whose turn has not come in time; return them and those that begin.
 
-        All leave before any begins: the end of one may make room for another whose time is over too.
+        That says nothing about their source. All leave before any begins, for the end of one may
+        make room for another whose time is over, too.
         """
         dropped = [
             key

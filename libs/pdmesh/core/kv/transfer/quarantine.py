@@ -1,8 +1,8 @@
-"""Sources that failed too often are left alone for a while (F23, F34).
+"""Decides which sources have failed too often and are left alone for a while (F23, F34).
 
-A source that fails `limit` times within `window_s` is held for `hold_s`; then it starts with a clean record. One failure
-is mended and forgotten, since memory and links fail once in a while; a source that keeps failing costs
-every request a recomputation.
+A source that fails `limit` times within `window_s` is held for `hold_s`. Then it starts with a
+clean record. A single failure is repaired and forgotten, since memory and links fail once in a
+while. A source that keeps failing would cost every request a recomputation.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(slots=True)
 class Quarantine(Generic[K]):
-    """By whatever names a source. At most MAX_SOURCES are remembered; the one whose last failure is oldest is forgotten first.
+    """`K` is what names a source. At most MAX_SOURCES are remembered.
 
-    `is_probation`: after its time a source is held again by its next failure, unless it is forgiven first.
+    The source whose last failure is oldest is forgotten first. `is_probation`: once its time is
+    over, the next failure puts a source into quarantine again, unless it is forgiven first.
     """
 
     limit: int = 3
@@ -33,13 +34,13 @@ class Quarantine(Generic[K]):
     _held_until: dict[K, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Sources held now."""
+        """The number of sources held now."""
         return len(self._held_until)
 
     def record(self, source: K, now: float) -> bool:
         """A pull from `source` failed. True if that puts it into quarantine."""
         if source in self._held_until:
-            return False  # a pull that was under way
+            return False  # a pull that was under way when the source was held
         strikes = self._remember(source)
         strikes.append(now)
         while strikes[0] <= now - self.window_s:
@@ -56,7 +57,7 @@ class Quarantine(Generic[K]):
         return strikes
 
     def hold(self, source: K, now: float) -> bool:
-        """Without waiting for strikes. False if it was held already, or too many are."""
+        """Hold a source at once. False if it was held already, or if too many are."""
         self._strikes.pop(source, None)
         if source in self._held_until or len(self._held_until) >= MAX_SOURCES:
             return False
@@ -64,12 +65,12 @@ class Quarantine(Generic[K]):
         return True
 
     def last_strike(self, source: K) -> float:
-        """When it failed last, of failures that count still, or its time ended on probation; -inf: never."""
+        """When the last failure that still counts was, or when probation began; -inf: never."""
         strikes = self._strikes.get(source)
         return strikes[-1] if strikes else -math.inf
 
     def forgive(self, source: K) -> None:
-        """What it did before counts no more; one that is held stays so."""
+        """Its earlier failures no longer count. A source that is held stays held."""
         self._strikes.pop(source, None)
 
     def held(self) -> list[K]:
@@ -80,7 +81,7 @@ class Quarantine(Generic[K]):
         return until is not None and now < until
 
     def release_due(self, now: float) -> list[K]:
-        """Sources whose time is over, each told once."""
+        """Sources whose time is over, each returned once."""
         due = [source for source, until in self._held_until.items() if now >= until]
         for source in due:
             del self._held_until[source]

@@ -1,12 +1,16 @@
-"""The receiver's pulls: each succeeds once or fails once, and its landing bytes are let go only when safe.
+"""Decides how a receiver's pulls end: once each, and their landing bytes are freed only when safe.
 
-The sender announces a pull's bytes part by part; each part arrives, is verified, and is delivered in order. Once a
-receive may have been posted, nothing but the arrival of its bytes or the end of its connection proves that no
-late write lands. So a pull that fails or is given up asks the sender to stop, and is drained: of the parts announced so
-far, up to the sender's answer. A pull also fails when nothing of it came for its `stall_s`, so that a link that is cut is known long
-before the deadline, which a slow one may use up. A sender that does not answer within STOP_S of the deadline has its connection
-aborted: frozen peers look like slow ones, and both end there. A pull that was given up long before its deadline (one that waits for
-prefill may have minutes) is given LET_GO_S for that. While a pull waits or receives, its lease is renewed.
+The sender announces a pull's bytes part by part. Each part arrives, is verified, and is delivered
+in order. While a pull waits or receives, its lease is renewed.
+
+Once a receive may have been posted, only two things prove that no late write lands: its bytes have
+arrived, or its connection has ended. So a pull that fails or is given up asks the sender to stop
+and is then drained: it waits for the parts announced so far, up to the sender's answer.
+
+A pull also fails when nothing of it came for `stall_s`. So a cut link is known long before the
+deadline, all of which a slow link may use. If a sender does not answer within STOP_S of the
+deadline, its connection is aborted: a frozen peer looks like a slow one, and both end there. A pull
+that waits for prefill may have minutes left when it is given up; it has LET_GO_S to be drained.
 """
 
 from __future__ import annotations
@@ -42,11 +46,9 @@ from pdmesh.core.kv.transfer.receiver_events import (
 )
 from pdmesh.core.kv.transfer.ticket import PullFailure
 
-STOP_S = (
-    0.5  # from the deadline: for a live sender to answer, and for the bytes on their way to arrive
-)
-SILENT_S = 0.25  # without any bytes: long for a link that works, short beside every stall
-LET_GO_S = 5.0  # from when it was given up, to be drained
+STOP_S = 0.5  # after the deadline, for a live sender to answer and for its last bytes to arrive
+SILENT_S = 0.25  # without any bytes: long for a working link, short beside any `stall_s`
+LET_GO_S = 5.0  # for a pull that was given up to be drained
 
 
 @dataclass(slots=True)
@@ -63,13 +65,13 @@ class _Pull:
     num_announced: int = 0  # bytes
     num_parts: int = 0
     num_delivered: int = 0  # parts
-    posted: set[int] = field(default_factory=set)  # parts a write may still land for
+    posted: set[int] = field(default_factory=set)  # parts for which a write may still land
     checking: set[int] = field(default_factory=set)
-    verified: set[int] = field(default_factory=set)  # and not delivered
+    verified: set[int] = field(default_factory=set)  # and not delivered yet
     is_silent: bool = False
     has_caller: bool = True
-    is_stopped: bool = False  # failed or given up: drain it
-    is_refused: bool = False  # the sender announces no more
+    is_stopped: bool = False  # it failed or was given up: drain it
+    is_refused: bool = False  # the sender announces no more parts
     is_peer_lost: bool = False
 
     @property
@@ -78,7 +80,7 @@ class _Pull:
 
     @property
     def is_drained(self) -> bool:
-        """No byte can come any more, and nobody looks at those that came."""
+        """No byte can come any more, and none that came is being checked."""
         is_over = self.is_announced or self.is_refused or self.is_peer_lost
         return is_over and not self.posted and not self.checking
 
@@ -141,7 +143,7 @@ class PullBook:
     def _on_meta(self, event: MetaArrived, now: float) -> list[ReceiverEffect]:
         pull = self._pulls.get(event.pull_id)
         if pull is None or pull.peer != event.peer or pull.is_peer_lost:
-            # Inline bytes can be ignored. Bytes that follow would wait for a receive for ever.
+            # Inline bytes can be ignored. Bytes that follow would wait for ever for a receive.
             return [] if event.is_inline else [AbortPeer(event.peer)]
         if not self._is_next(pull, event):
             return [*self._fail(event.pull_id, PullFailure.PROTOCOL), AbortPeer(event.peer)]
@@ -160,7 +162,7 @@ class PullBook:
 
     @staticmethod
     def _is_next(pull: _Pull, event: MetaArrived) -> bool:
-        """Whether the parts go on without a gap, so that no byte lands twice or outside."""
+        """Whether the part follows the one before without a gap: no byte lands twice or outside."""
         if pull.is_refused or pull.is_announced or event.offset != pull.num_announced:
             return False
         if pull.num_bytes >= 0 and event.num_bytes != pull.num_bytes:
@@ -203,7 +205,7 @@ class PullBook:
         return [*self._fail(event.pull_id, PullFailure.UNCHECKED), *self._settle(event.pull_id)]
 
     def _settle(self, pull_id: int) -> list[ReceiverEffect]:
-        """End it if nothing more can come."""
+        """End the pull if nothing more can come."""
         pull = self._pulls.get(pull_id)
         if pull is None or not pull.is_drained:
             return []
@@ -265,12 +267,12 @@ class PullBook:
 
     @staticmethod
     def _is_newly_silent(pull: _Pull, now: float) -> bool:
-        """One that waits for prefill is not: its silence means nothing."""
+        """Whether to tell that a pull is silent. One that waits for prefill is expected to be."""
         is_known = pull.is_silent or pull.is_stopped or math.isinf(pull.stall_s)
         return not is_known and now >= pull.heard_at + SILENT_S
 
     def _fail(self, pull_id: int, reason: str) -> list[ReceiverEffect]:
-        """Tell the caller once, and the sender."""
+        """Tell the caller, once, and the sender."""
         pull = self._pulls[pull_id]
         told: list[ReceiverEffect] = [FailPull(pull_id, reason)] if pull.has_caller else []
         pull.has_caller = False

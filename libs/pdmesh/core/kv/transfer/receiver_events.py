@@ -1,4 +1,7 @@
-"""What happens to a receiver's pulls, and what is to be done about it. See `pull_book`. Not `frozen`, for speed; nobody changes one."""
+"""What happens to a receiver's pulls, and what is to be done about it; see `receiver.py`.
+
+The classes are not `frozen`, for speed; no code changes an instance of them.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ from pdmesh.core.model import Tick as Tick  # noqa: PLC0414
 
 @dataclass(slots=True)
 class PullRequested:
-    """A caller wants its bytes, between `min_bytes` and `max_bytes`, by `deadline`. `peer` is the connection.
+    """A caller wants its bytes, between `min_bytes` and `max_bytes`, by `deadline`.
 
-    `lease_s`: the sender keeps the bytes for so long from the last it heard of us; 0 if it has no lease to renew. `stall_s`: the
-    longest silence of the sender, which has the bytes; infinite while they are still to be made.
+    `peer` is the connection. `lease_s`: for so long after it last heard from us the sender keeps
+    the bytes; 0: there is no lease to renew. `stall_s`: the longest silence of a sender that has
+    the bytes; infinite while they are still to be computed.
     """
 
     pull_id: int
@@ -30,7 +34,7 @@ class PullRequested:
 
 @dataclass(slots=True)
 class SourceComplete:
-    """The sender has all bytes by now: from here on it is silent for `stall_s` at most."""
+    """The sender has all bytes by now: from now on it may be silent for `stall_s` at most."""
 
     pull_id: int
     stall_s: float
@@ -40,7 +44,7 @@ class SourceComplete:
 class MetaArrived:
     """The sender announces the next `length` bytes, at `offset` of `num_bytes` in all.
 
-    `is_inline`: the bytes came with the message, else they follow.
+    `is_inline`: the bytes came with the message; else they follow.
     """
 
     peer: int
@@ -70,7 +74,7 @@ class PartChecked:
 
 @dataclass(slots=True)
 class CheckFailed:
-    """Whether part `index` is intact could not be found out; nobody looks at its bytes any more."""
+    """Part `index` could not be checked; nothing looks at its bytes any more."""
 
     pull_id: int
     index: int
@@ -78,7 +82,7 @@ class CheckFailed:
 
 @dataclass(slots=True)
 class PullRefused:
-    """The sender will announce no more of it."""
+    """The sender will announce no more parts of the pull."""
 
     peer: int
     pull_id: int
@@ -87,7 +91,7 @@ class PullRefused:
 
 @dataclass(slots=True)
 class CallerLeft:
-    """Nobody wants the result any more."""
+    """The caller no longer wants the result."""
 
     pull_id: int
 
@@ -121,7 +125,10 @@ class ReceivePart:
 
 @dataclass(slots=True)
 class CheckPart:
-    """Compare checksums, having copied the bytes first if they came inline; answered by PartChecked or CheckFailed."""
+    """Copy the bytes if they came inline, then compare checksums.
+
+    Answered by PartChecked or CheckFailed.
+    """
 
     pull_id: int
     index: int
@@ -137,7 +144,7 @@ class DeliverPart:
 
 @dataclass(slots=True)
 class SendAck:
-    """Tell the sender that the pull is over: taken, or that no more of it is wanted."""
+    """Tell the sender that the pull is over: all of it was taken, or no more of it is wanted."""
 
     pull_id: int
     is_taken: bool
@@ -152,21 +159,24 @@ class RenewLease:
 
 @dataclass(slots=True)
 class TellSilent:
-    """Nothing of it came for SILENT_S, though the sender has it: the link is free for others. Once per pull; it goes on."""
+    """Nothing of the pull came for SILENT_S, though the sender has it: the link is free for others.
+
+    Once per pull, which goes on.
+    """
 
     pull_id: int
 
 
 @dataclass(slots=True)
 class CompletePull:
-    """The verified bytes are the caller's, and the landing range with them."""
+    """The verified bytes, and the landing range with them, now belong to the caller."""
 
     pull_id: int
 
 
 @dataclass(slots=True)
 class FailPull:
-    """Tell the caller, if it is still there. FreeLanding follows, now or later."""
+    """Tell the caller that the pull failed. FreeLanding follows, now or later."""
 
     pull_id: int
     reason: str
@@ -174,7 +184,7 @@ class FailPull:
 
 @dataclass(slots=True)
 class FreeLanding:
-    """No late write can land. The last word about a pull that did not complete."""
+    """No late write can land any more. The last effect of a pull that did not complete."""
 
     pull_id: int
 

@@ -1,10 +1,12 @@
-"""The sender's tickets: who may pull which bytes, part by part, and when those bytes may be reused.
+"""Decides which peer may pull which bytes of a ticket, and when those bytes may be reused.
 
-A ticket is OPEN while its engine writes layers into its range: only the engine ends that, by the last layer or by a
-release. From the last layer on it has a lease. It is closed once, taken, released or expired, and never while a send
-reads its bytes: one that outlives the lease has its connection aborted, and the end of the connection is the proof
-that nothing reads any more. A peer that is merely slow keeps the lease alive by what it takes and by renewing, within
-a bound; one that is frozen does not.
+A ticket is open while its engine writes layers into its range. Only the engine ends that, with the
+last layer or with a release. From the last layer on, the ticket has a lease.
+
+A ticket is closed once: taken, released or expired. It is never closed while a send reads its
+bytes. A send that outlives the lease has its connection aborted, and the end of the connection
+proves that nothing reads any more. A peer that is merely slow keeps the lease alive, within a
+bound, by what it takes and by renewing it. A frozen peer does neither.
 """
 
 from __future__ import annotations
@@ -34,16 +36,21 @@ from pdmesh.core.kv.transfer.ticket import CloseReason, Refusal
 from pdmesh.core.model import Tick
 
 MAX_PULLS_PER_TICKET = 16
-MAX_DECODES = 16  # of a ticket whose takers are remembered
+MAX_DECODES = 16  # decodes whose takers are remembered for one ticket
 MAX_LEASES = 30  # a ticket is renewed to at most this many leases after its last layer
-WINDOW = 2  # parts of one pull on their way at once: the next follows without a pause, and other pulls have their turn
+# Parts of one pull on their way at once: the next follows without a pause, and other pulls still
+# have their turn.
+WINDOW = 2
 
 _Key = tuple[int, int]  # peer, pull
 
 
 @dataclass(slots=True)
 class _Pull:
-    """One reader. Parts below `num_announced` were announced, `num_in_flight` of them read the range right now."""
+    """One reader. The first `num_announced` parts were announced.
+
+    Sends of `num_in_flight` of them read the range right now.
+    """
 
     parts: tuple[KvPart, ...]
     num_bytes: int
@@ -68,7 +75,7 @@ class _Ticket:
     is_single: bool
     is_tapered: bool = False
     num_ready: int = 0  # layers
-    has_writer: bool = True  # until the last layer, or the release
+    has_writer: bool = True  # until the last layer or the release
     lease_ends: float = math.inf  # while there is a writer
     last_lease_ends: float = math.inf
     takers: dict[int, set[int]] = field(default_factory=dict)  # peers that took it, by decode
@@ -80,7 +87,7 @@ class _Ticket:
         return any(pull.num_in_flight for pull in self.pulls.values())
 
     def begin_lease(self, now: float) -> None:
-        """Its engine writes no more."""
+        """The engine writes no more."""
         self.has_writer = False
         self.lease_ends = now + self.lease_s
         self.last_lease_ends = now + MAX_LEASES * self.lease_s
@@ -173,7 +180,7 @@ class TicketBook:
             return self._close(event.ticket_id, CloseReason.FAILED)
         ticket = self._tickets.get(event.ticket_id)
         if ticket is not None and ticket.has_writer:
-            ticket.begin_lease(now)  # it bounds the sends that are under way
+            ticket.begin_lease(now)  # bounds the sends that are under way
         return self._close(event.ticket_id, CloseReason.RELEASED)
 
     # -- a pull -----------------------------------------------------------------------------------
@@ -181,7 +188,7 @@ class TicketBook:
     def _on_pull(self, event: PullAsked, now: float) -> list[SenderEffect]:
         key = (event.peer, event.pull_id)
         if key in self._tickets_by_pull:
-            return []  # the same message again: it is being served
+            return []  # the same message again: the pull is being served
         ticket = self._tickets.get(event.ticket_id)
         refusal = self._refusal(event, ticket, now)
         if refusal is not None or ticket is None:
@@ -221,7 +228,7 @@ class TicketBook:
         return None
 
     def _serve(self, ticket_id: str, ticket: _Ticket, key: _Key) -> list[SenderEffect]:
-        """Announce the parts that are in place, as far as the window lets."""
+        """Announce the parts that are in place, as far as the window allows."""
         pull = ticket.pulls[key]
         effects: list[SenderEffect] = []
         while not (pull.is_stopped or pull.is_announced) and pull.num_in_flight < WINDOW:
@@ -256,7 +263,7 @@ class TicketBook:
         pull = ticket.pulls[key]
         if not event.is_taken or not pull.is_announced:
             return self._stop(ticket_id, key, Refusal.STOPPED)
-        # What ranks of a decode took that failed as a whole is of no use to the next one.
+        # If a decode fails as a whole, what some of its ranks took is of no use to the next decode.
         takers = ticket.takers.setdefault(pull.decode, set())
         takers.add(event.peer)
         if len(takers) >= pull.num_takers:
@@ -311,7 +318,7 @@ class TicketBook:
         for ticket_id in ended:
             effects += self._close(ticket_id, CloseReason.EXPIRED)
             if (ticket := self._tickets.get(ticket_id)) is not None:
-                # Something still reads: only the end of its connection ends that.
+                # A send still reads the bytes: only the end of its connection stops it.
                 readers = {key[0]: None for key, p in ticket.pulls.items() if p.num_in_flight}
                 effects += [AbortPeer(peer) for peer in readers]
         return effects

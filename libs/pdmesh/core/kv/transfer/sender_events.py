@@ -1,4 +1,7 @@
-"""What happens to a sender's tickets, and what is to be done about it. See `ticket_book`. Not `frozen`, for speed; nobody changes one."""
+"""What happens to a sender's tickets, and what is to be done about it; see `sender.py`.
+
+The classes are not `frozen`, for speed; no code changes an instance of them.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from pdmesh.core.model import Tick
 class OpenAsked:
     """A prompt's range is reserved and its layout known; its bytes are still to come.
 
-    `is_single`: nobody can ask for it twice, so it closes with its only pull, however that ends. How its pulls are cut into
-    parts: see `KvLayout.parts`.
+    `is_single`: the ticket closes with its only pull, however that ends. `KvLayout.parts` says how
+    pulls are cut into parts.
     """
 
     ticket_id: str
@@ -36,9 +39,10 @@ class LayersReady:
 
 @dataclass(slots=True)
 class PullAsked:
-    """A peer wants a ticket's blocks from `first_block` on, of the heads (first, number). `peer` is the connection.
+    """A peer wants a ticket's blocks from `first_block` on, of the heads (first, number).
 
-    `num_takers`: how many peers of its `decode` take this ticket before it is closed. `question`: goes back with each part.
+    `peer` is the connection. `num_takers`: how many peers of its `decode` take this ticket before
+    it is closed. `question` goes back with each part.
     """
 
     peer: int
@@ -64,7 +68,10 @@ class PartSent:
 
 @dataclass(slots=True)
 class PullAcked:
-    """The receiver is done: `is_taken` if it verified the bytes and goes on from them, else it wants no more."""
+    """The receiver is done.
+
+    `is_taken`: it verified the bytes and uses them; else it wants no more.
+    """
 
     peer: int
     pull_id: int
@@ -82,7 +89,7 @@ class LeaseRenewed:
 
 @dataclass(slots=True)
 class Released:
-    """Nobody will pull this ticket, and nobody writes into its range any more."""
+    """No peer will pull this ticket, and nothing writes into its range any more."""
 
     ticket_id: str
 
@@ -96,7 +103,7 @@ class ServingFailed:
 
 @dataclass(slots=True)
 class PeerLost:
-    """A connection is gone: nothing is sent on it, and nothing written from it, any more."""
+    """A connection has ended: nothing is sent on it, and nothing written from it, any more."""
 
     peer: int
 
@@ -117,7 +124,7 @@ SenderEvent = (
 
 @dataclass(slots=True)
 class SendPart:
-    """Announce and send one part of a pull of `num_bytes` bytes in all; answered by PartSent, or PeerLost."""
+    """Announce and send a part of a pull of `num_bytes`; answered by PartSent or PeerLost."""
 
     peer: int
     pull_id: int
@@ -145,7 +152,7 @@ class AbortPeer:
 
 @dataclass(slots=True)
 class CloseTicket:
-    """The ticket's bytes are free. The last word about it."""
+    """The ticket's bytes are free. The last effect of a ticket."""
 
     ticket_id: str
     reason: CloseReason

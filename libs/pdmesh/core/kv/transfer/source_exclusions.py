@@ -1,9 +1,13 @@
-"""From whom a decode should not be given KV for a while: what it found out itself, and what all decodes say (F23, F24, F34).
+"""Decides which sources a decode takes no KV from for a while (F23, F24, F34).
 
-A decode *refuses* a source whose KV was corrupt three times within a minute: no token may come of it. It *avoids* one that it
-could not pull from twice in a row, or whose KV came so slowly, three times one after the other, that computing it would have been
-quicker: the link between the two may be bad while both are well, so another pair is better, and one instance for both
-phases better than none; but trying is how the end of the fault is noticed. Each ends with time, or with an incarnation.
+It uses what the decode found out itself and what all decodes report. A decode *refuses* a source
+whose KV was corrupt three times within a minute: no token may come of that KV. It *avoids* a source
+that it could not pull from twice in a row. It also avoids one whose KV came so slowly, three times
+in a row, that computing it would have been quicker.
+
+The link between the two may be bad while both are well. So another pair is better, and one instance
+for both phases is better than none. But only another try shows that the fault is over. Each
+exclusion ends with time, or with the incarnation.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ from pdmesh.core.kv.transfer.quarantine import Quarantine
 from pdmesh.core.kv.transfer.ticket import PullFailure
 
 _UNREACHABLE: Final = frozenset({PullFailure.TIMEOUT, PullFailure.PEER_LOST, PullFailure.CONNECT})
-_CONDEMNED: Final = 2  # decodes that refuse it: then the source is at fault, not one of them
-# KV is slow if it is waited for so many times as long as computing it takes, and so long that somebody notices.
+_CONDEMNED: Final = 2  # if so many decodes refuse a source, it is at fault, not one of them
+# KV is slow if the wait for it is so many times as long as computing it, and long enough to notice.
 _SLOW_FACTOR: Final = 2.0
 _LEAST_SLOW_S: Final = 1.0
 
@@ -56,15 +60,15 @@ def _quarantines() -> dict[SourceFault, Quarantine[KvSource]]:
 
 @dataclass(slots=True)
 class KvSources:
-    """One decode's record of those it pulled from. `failed` takes the reason of a `KvTransferFailed`."""
+    """One decode's record of its sources. `failed` takes the reason of a `KvTransferFailed`."""
 
     _faults: dict[SourceFault, Quarantine[KvSource]] = field(default_factory=_quarantines)
 
     def failed(self, source: KvSource, reason: str, now: float) -> SourceFault | None:
-        """A pull failed. The fault, if the source is held from now on because of it."""
+        """A pull failed. Returns the fault if the source is held from now on because of it."""
         is_held = False
         fault = SourceFault.UNREACHABLE if reason in _UNREACHABLE else SourceFault.CORRUPT
-        if reason == PullFailure.QUARANTINED:  # the KV agent counts what peers lend, too
+        if reason == PullFailure.QUARANTINED:  # the KV agent counts pulls of peers' blocks, too
             is_held = self._faults[fault].hold(source, now)
         elif reason in _UNREACHABLE or reason == PullFailure.CORRUPT:
             is_held = self._faults[fault].record(source, now)
@@ -73,10 +77,12 @@ class KvSources:
     def succeeded(
         self, source: KvSource, waited_s: float, compute_s: float, now: float
     ) -> SourceFault | None:
-        """Its KV came, and was waited for so long: the fault, if the source is held from now on because of that.
+        """Its KV came after `waited_s`. Returns the fault if the source is held from now on as
+        slow.
 
-        `compute_s` is what computing as much takes; 0: not known, which proves nothing. Pulls that waited at the same time are one
-        observation. Corruption is not forgiven by what is right: it comes and goes.
+        `compute_s` is what computing as much takes; 0: not known, which proves nothing. Pulls that
+        waited at the same time are one observation. Good KV does not clear the record of
+        corruption, which comes and goes.
         """
         self._faults[SourceFault.UNREACHABLE].forgive(source)
         slow = self._faults[SourceFault.SLOW]
@@ -93,7 +99,7 @@ class KvSources:
         return self._faults[SourceFault.CORRUPT].is_held(source, now)
 
     def held(self) -> list[HeldSource]:
-        """By fault, then as they came; those whose time is over too, until `release_due`."""
+        """By fault, then in order. Sources whose time is over are included until `release_due`."""
         return [
             HeldSource(source, fault)
             for fault, quarantine in self._faults.items()
@@ -101,7 +107,7 @@ class KvSources:
         ]
 
     def release_due(self, now: float) -> list[HeldSource]:
-        """Those whose time is over, each told once."""
+        """Sources whose time is over, each returned once."""
         return [
             HeldSource(source, fault)
             for fault, quarantine in self._faults.items()
@@ -142,16 +148,19 @@ NO_EXCLUSIONS: Final = SourceExclusions()
 
 @dataclass(frozen=True, slots=True)
 class KvExchange:
-    """Who should exchange KV with whom, by what all decodes say. A prefill that two decodes refuse, all refuse."""
+    """Which instances should exchange KV, by the reports of all decodes.
+
+    A prefill that two decodes refuse is refused by all.
+    """
 
     _of: Mapping[str, SourceExclusions] = field(default_factory=dict)
-    _others: SourceExclusions = NO_EXCLUSIONS  # of a decode that says nothing
+    _others: SourceExclusions = NO_EXCLUSIONS  # of a decode that reports nothing
 
     @classmethod
     def of(
         cls, reports: Mapping[str, Sequence[HeldSource]], incarnations: Mapping[str, int]
     ) -> KvExchange:
-        """`reports` by decode. What is said of an incarnation other than the present one counts no more."""
+        """`reports` by decode. A report about any but the present incarnation is ignored."""
         current = {
             decode: [
                 h for h in held if incarnations.get(h.source.instance_id) == h.source.incarnation
@@ -172,7 +181,7 @@ class KvExchange:
         return cls(exclusions, SourceExclusions(condemned))
 
     def __bool__(self) -> bool:
-        """False if anybody may exchange with anybody."""
+        """False if every decode may take KV from every prefill."""
         return bool(self._of)
 
     def exclusions(self, decode_id: str) -> SourceExclusions:

@@ -1,7 +1,7 @@
-"""The right to pull one prompt's staged KV, and why that right or a pull may end.
+"""The right to pull one prompt's staged KV, and the reasons for which that right or a pull may end.
 
-A ticket names the incarnation and the attempt that staged the bytes, so that a restarted sender or an
-attempt given up is refused rather than confused with the present one.
+A ticket names the incarnation and the attempt that staged the bytes. So a pull meant for an earlier
+incarnation or attempt is refused, not confused with the present one.
 """
 
 from __future__ import annotations
@@ -14,18 +14,24 @@ MAX_TICKET_ID: Final = 128  # bytes of utf-8
 
 
 def make_ticket_id(number: int, secret: str) -> str:
-    """`number` tells an incarnation's tickets apart and may be logged. Whoever knows `secret`, too, may pull."""
+    """`number` tells an incarnation's tickets apart and may be logged.
+
+    `secret` gives the right to pull.
+    """
     return f"{number:x}-{secret}"
 
 
 def shown_ticket_id(ticket_id: str) -> str:
-    """What may be logged of it."""
+    """The part of a ticket id that may be logged."""
     return ticket_id.rpartition("-")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The right to pull one prompt's staged KV. Mirrors `pdmesh.v1.Ticket`. What gives that right is not in its `repr`."""
+    """The right to pull one prompt's staged KV. Mirrors `pdmesh.v1.Ticket`.
+
+    Its `repr` leaves out what gives that right.
+    """
 
     ticket_id: str = field(repr=False)
     request_id: str
@@ -45,7 +51,7 @@ class CloseReason(StrEnum):
     TAKEN = "taken"
     RELEASED = "released"
     EXPIRED = "expired"
-    FAILED = "failed"  # the agent went away, or could not serve it
+    FAILED = "failed"  # the agent ended, or could not serve it
 
 
 class Refusal(IntEnum):
@@ -59,21 +65,22 @@ class Refusal(IntEnum):
     LEASE_ENDED = 6
     BAD_RANGE = 7
     TOO_MANY_PULLS = 8
-    STOPPED = 10  # the receiver asked for no more of it
+    STOPPED = 10  # the receiver asked the sender to stop
 
 
 class PullFailure(StrEnum):
-    """Why a pull failed, as `KvTransferFailed.reason`; a refused pull says `KV_REFUSED_<refusal>`."""
+    """Why a pull failed, as `KvTransferFailed.reason`; if refused, it is `KV_REFUSED_<refusal>`."""
 
     TIMEOUT = "KV_TRANSFER_TIMEOUT"
     PEER_LOST = "KV_PEER_LOST"
     CONNECT = "KV_CONNECT_FAILED"
     CORRUPT = "KV_CORRUPT"
-    UNCHECKED = "KV_NOT_CHECKED"  # whether the bytes are right could not be found out
+    UNCHECKED = "KV_NOT_CHECKED"  # the bytes could not be checked
     BAD_TICKET = "KV_BAD_TICKET"
     PROTOCOL = "KV_PROTOCOL_ERROR"
     CLOSING = "KV_AGENT_CLOSING"
     BUSY = "KV_TOO_MANY_PULLS"
-    # This end was too late: no turn came in time, or the engine did not say what became of the pull. No word about the source.
+    # This end was too late: no turn came in time, or the engine did not say what became of the
+    # pull. That says nothing about the source.
     OVERDUE = "KV_PULL_OVERDUE"
     QUARANTINED = "KV_SOURCE_QUARANTINED"
