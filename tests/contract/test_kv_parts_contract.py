@@ -265,6 +265,106 @@ async def test_giving_up_on_a_late_prefill_leaves_the_connection_to_others(
         assert pair.sender.stats().num_peers == 1
 
 
+class LateParts(AgentHooks):
+    """A slow link: each part waits before it is announced, one not longer than the other."""
+
+    def __init__(self) -> None:
+        self.num_late = 0
+
+    def part_delay_s(self, pull_id: int, offset: int) -> float:
+        self.num_late += 1
+        return 0.2
+
+
+@pytest.mark.fault("F24", "F27")
+@pytest.mark.parametrize("end", ["cancel", "release", "both", "fetch"])
+async def test_leaving_while_parts_are_late_costs_the_neighbour_nothing(
+    transport: MakeTransport, end: str
+) -> None:
+    """Two pulls from one source share a connection. No late part is announced after a refusal."""
+    hooks, pool, targets = LateParts(), Pool(6, 3 << 20), Targets(3 << 20)
+    size = LAYERS.total_bytes
+    async with kv_pair(transport, sender_hooks=hooks, blocks=pool) as pair:
+        await pair.receiver.connect(pair.address)
+
+        def pull(ticket_id: str, landing: ArenaRange) -> asyncio.Task[object]:
+            ticket = ticket_for(pair.address, LAYERS, ticket_id)
+            return asyncio.create_task(pair.receiver.pull(ticket, landing, deadline_s=60))
+
+        if end == "fetch":
+            leaver: asyncio.Task[object] = asyncio.create_task(fetch(pair, targets))
+        else:
+            there = ArenaRange(size, size)
+            pair.sender.open("t0", 1, there, LAYERS, 5.0, chunk_bytes=LAYER_BYTES)
+            pair.sender.ready("t0", LAYERS.num_layers)
+            leaver = pull("t0", there)
+        await until(lambda: hooks.num_late > 0)
+        data = open_ticket(pair, LAYERS, LAYER_BYTES)
+        neighbour = pull("t", whole(LAYERS))
+        if end in ("release", "both"):
+            pair.sender.release("t0")
+        if end != "release":
+            leaver.cancel()
+        await asyncio.wait([leaver])
+        await until(lambda: pair.receiver.num_pulls == 1 or neighbour.done())
+        for layer in range(LAYERS.num_layers):
+            write_layer(pair, LAYERS, data, layer)
+        await neighbour  # its parts are as late, so the leaver's time has come before
+        assert (pair.landed(size) == data).all()
+        assert pair.sender.stats().num_peers == 1
+        is_fetch = end == "fetch"
+        assert pair.receiver_events == ([] if is_fetch else [AgentLandingFreed(size)])
+        assert targets.num_freed == is_fetch
+        await until(lambda: not pool.pinned)
+
+
+class DeafToTheFirst(AgentHooks):
+    """The answer to the first pull is lost: it is never drained."""
+
+    def is_dropped(self, pull_id: int) -> bool:
+        return pull_id == 1
+
+
+@pytest.mark.fault("F24", "F27")
+async def test_a_pull_that_is_never_drained_costs_the_neighbour_nothing(
+    transport: MakeTransport,
+) -> None:
+    """The neighbour completes on the old connection; the next pull opens another."""
+    size = LAYERS.total_bytes
+    first, third = ArenaRange(size, size), ArenaRange(2 * size, size)
+    async with kv_pair(transport, hooks=DeafToTheFirst()) as pair:
+        pair.stage(LAYERS, "t0", offset=size)
+        pair.stage(LAYERS, "t2", offset=2 * size)
+        leaver = asyncio.create_task(
+            pair.receiver.pull(ticket_for(pair.address, LAYERS, "t0"), first, deadline_s=60)
+        )
+        await until(lambda: pair.sender.stats().num_sends == 1)
+        data = open_ticket(pair, LAYERS, LAYER_BYTES)
+        ranges = Ranges(size)
+        neighbour = asyncio.create_task(
+            pair.receiver.pull(
+                ticket_for(pair.address, LAYERS), whole(LAYERS), deadline_s=60, on_range=ranges
+            )
+        )
+        leaver.cancel()
+        written = 0
+        while len(pair.receiver._pool):  # some seconds, in which something of the neighbour comes
+            assert written < LAYERS.num_layers
+            before = ranges.end
+            write_layer(pair, LAYERS, data, written)
+            written += 1
+            await until(lambda end=before: ranges.end > end or neighbour.done())
+            await asyncio.sleep(1.0)
+        await pair.receiver.pull(ticket_for(pair.address, LAYERS, "t2"), third, deadline_s=60)
+        assert pair.sender.stats().num_peers == 2
+        for layer in range(written, LAYERS.num_layers):
+            write_layer(pair, LAYERS, data, layer)
+        await neighbour
+        assert (pair.landed(size) == data).all()
+        await until(lambda: pair.receiver_events == [AgentLandingFreed(size)])
+        await until(lambda: pair.sender.stats().num_peers == 1)
+
+
 class FlipInPart(AgentHooks):
     """One bit of the n-th part is wrong."""
 

@@ -43,6 +43,7 @@ class Link:
     to_receiver: list[wire.Message] = field(default_factory=list)
     is_dead_at_sender: bool = False
     is_dead_at_receiver: bool = False
+    is_retired: bool = False  # no new pull begins on it
     sends: list[tuple[int, str]] = field(default_factory=list)  # pull, ticket read right now
     posted: set[tuple[int, int]] = field(default_factory=set)  # pull, part to be written
 
@@ -169,7 +170,8 @@ class TransferMachine(RuleBasedStateMachine):
         )
 
     def link(self, other: bool) -> Link:
-        link = next((x for x in self.links if not x.is_dead_at_receiver), None)
+        usable = (x for x in self.links if not (x.is_dead_at_receiver or x.is_retired))
+        link = next(usable, None)
         if link is None or (other and len(self.links) < 4):
             link = Link(len(self.links) + 1)
             self.links.append(link)
@@ -314,7 +316,7 @@ class TransferMachine(RuleBasedStateMachine):
             case wire.Ack(pull_id, is_taken):
                 self.at_sender(tx.PullAcked(link.key, pull_id, is_taken))
             case wire.Renew(ticket_id, attempt, incarnation):
-                self.at_sender(tx.LeaseRenewed(ticket_id, attempt, incarnation))
+                self.at_sender(tx.LeaseRenewed(link.key, ticket_id, attempt, incarnation))
 
     def serve_fetch(self, link: Link, pull_id: int, incarnation: int) -> None:
         name = f"fetch/{link.key}/{pull_id}"
@@ -456,8 +458,8 @@ class TransferMachine(RuleBasedStateMachine):
         self.settle()
 
     def apply(self, effect: rx.ReceiverEffect) -> None:
-        if isinstance(effect, rx.AbortPeer):
-            self.aborts.append((self.links[effect.peer - 1], "receiver"))
+        if isinstance(effect, rx.AbortPeer | rx.RetirePeer):
+            self.apply_to_link(effect, self.links[effect.peer - 1])
             return
         pull, pull_id = self.pulls[effect.pull_id], effect.pull_id
         match effect:
@@ -488,6 +490,12 @@ class TransferMachine(RuleBasedStateMachine):
                     pull.link.to_sender.append(renewal)
             case _:
                 self.apply_end(effect, pull, pull_id)
+
+    def apply_to_link(self, effect: rx.AbortPeer | rx.RetirePeer, link: Link) -> None:
+        if isinstance(effect, rx.AbortPeer):
+            self.aborts.append((link, "receiver"))
+        else:
+            link.is_retired = True
 
     def apply_end(self, effect: rx.ReceiverEffect, pull: Pull, pull_id: int) -> None:
         match effect:
@@ -521,6 +529,11 @@ class TransferMachine(RuleBasedStateMachine):
         self.receiver.check_invariants()
         assert len(self.sender) == len(self.tickets)
         assert len(self.receiver) == sum(not p.is_landing_free for p in self.pulls.values())
+        for link in self.links:
+            is_over = all(p.is_landing_free for p in self.pulls.values() if p.link is link)
+            assert not (link.is_retired and is_over and self.receiver.is_idle) or (
+                link.is_dead_at_receiver
+            ), "nobody would ever close it"
 
     def teardown(self) -> None:
         """Whatever happened: once the engines have ended what they write, time alone brings everything back."""

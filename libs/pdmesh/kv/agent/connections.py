@@ -173,6 +173,12 @@ class Peers:
             self._num_sent[type(message)] += 1
             connection.send(wire.encode(message))
 
+    def retire(self, key: int) -> None:
+        """The next pull opens another; those on this one go on."""
+        connection = self._by_key.get(key)
+        if connection is not None:
+            self._pool.remove(connection)
+
     def abort(self, key: int, reason: str) -> None:
         connection = self._by_key.get(key)
         if connection is not None:

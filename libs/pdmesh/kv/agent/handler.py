@@ -65,7 +65,7 @@ class AgentHandler:
             case wire.PullRefusal(pull_id, refusal):
                 self._receiver.handle(rx.PullRefused(peer, pull_id, f"KV_REFUSED_{refusal.name}"))
             case wire.Renew(ticket_id, attempt, incarnation):
-                self._sender.handle(tx.LeaseRenewed(ticket_id, attempt, incarnation))
+                self._sender.handle(tx.LeaseRenewed(peer, ticket_id, attempt, incarnation))
             case wire.Fetch():
                 self._sender.on_fetch(peer, parsed)
                 self._lent()

@@ -109,6 +109,7 @@ class ReceiverHalf:
             rx.CompletePull: self._complete,
             rx.FailPull: self._fail,
             rx.FreeLanding: self._free,
+            rx.RetirePeer: self._retire,
             rx.AbortPeer: self._abort,
         }
 
@@ -122,7 +123,7 @@ class ReceiverHalf:
 
     @property
     def has_work(self) -> bool:
-        return bool(len(self._book) or len(self._leases) or len(self._quarantine))
+        return bool(not self._book.is_idle or len(self._leases) or len(self._quarantine))
 
     def peers_in_use(self) -> set[int]:
         """Connections that a pull is on, or a lease is renewed over."""
@@ -315,6 +316,9 @@ class ReceiverHalf:
 
     def _free(self, effect: rx.FreeLanding) -> None:
         self._pulls.pop(effect.pull_id).order.on_freed()
+
+    def _retire(self, effect: rx.RetirePeer) -> None:
+        self._peers.retire(effect.peer)
 
     def _abort(self, effect: rx.AbortPeer) -> rx.PeerLost | None:
         if self._peers.get(effect.peer) is None:

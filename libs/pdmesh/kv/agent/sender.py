@@ -71,6 +71,8 @@ class SenderHalf:
         self._hashing: set[asyncio.Task[None]] = set()
         self._num_fetches = 0
         self._loan_secret = secrets.token_hex(16)
+        # Parts that a test delays, by peer, pull and offset.
+        self._late: dict[tuple[int, int, int], asyncio.TimerHandle] = {}
         self._is_closing = False
         self.bytes_sent = 0
 
@@ -260,6 +262,7 @@ class SenderHalf:
                             events.append(tx.PartSent(effect.peer, effect.pull_id))
                     case tx.RefusePull(peer, pull_id, refusal):
                         self._peers.tell(peer, wire.PullRefusal(pull_id, refusal))
+                        events.extend(self._drop_late(peer, pull_id))
                     case tx.AbortPeer(peer):
                         self._peers.abort(peer, "a send outlived its lease")
                     case tx.CloseTicket(ticket_id, reason):
@@ -268,7 +271,8 @@ class SenderHalf:
     def _send_part(self, effect: tx.SendPart) -> bool:
         """True if it is sent already."""
         if delay := self._delay_s(effect):
-            asyncio.get_running_loop().call_later(delay, self._send_late, effect)
+            timer = asyncio.get_running_loop().call_later(delay, self._send_late, effect)
+            self._late[_late_key(effect)] = timer
             return False
         return self._send_now(effect)
 
@@ -313,8 +317,16 @@ class SenderHalf:
 
     def _send_late(self, effect: tx.SendPart) -> None:
         """After a test's delay. The part counts as being sent meanwhile, so its ticket is still there with its peer."""
+        del self._late[_late_key(effect)]
         if self._peers.get(effect.peer) is not None and self._send_now(effect):
             self.handle(tx.PartSent(effect.peer, effect.pull_id))
+
+    def _drop_late(self, peer: int, pull_id: int) -> list[tx.PartSent]:
+        """A part announced after the refusal belongs to no pull: the peer would abort."""
+        keys = [key for key in self._late if key[:2] == (peer, pull_id)]
+        for key in keys:
+            self._late.pop(key).cancel()
+        return [tx.PartSent(peer, pull_id) for _ in keys]
 
     def _send_payloads(self, peer: int, pull_id: int, pieces: list[ByteArray]) -> None:
         num_left = len(pieces)
@@ -340,6 +352,10 @@ class SenderHalf:
             failpoints.hit("prefill.acked")
         shown = CloseReason.FAILED if self._is_closing else reason
         self._on_closed(AgentTicketClosed(ticket_id, shown.value))
+
+
+def _late_key(effect: tx.SendPart) -> tuple[int, int, int]:
+    return effect.peer, effect.pull_id, effect.part.offset
 
 
 def _nothing_of(message: wire.Fetch) -> wire.Meta:

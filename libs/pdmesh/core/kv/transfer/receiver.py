@@ -11,11 +11,16 @@ A pull also fails when nothing of it came for `stall_s`. So a cut link is known 
 deadline, all of which a slow link may use. If a sender does not answer within STOP_S of the
 deadline, its connection is aborted: a frozen peer looks like a slow one, and both end there. A pull
 that waits for prefill may have minutes left when it is given up; it has LET_GO_S to be drained.
+
+The end of one pull costs no other. While others get their bytes on its connection, that connection
+is retired: it takes no new pull and is aborted after the last one. A sender of which nothing at all
+was heard for LET_GO_S loses all its pulls at once.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pdmesh.core.kv.transfer.lease_renewal import RENEWALS_PER_LEASE
@@ -38,6 +43,7 @@ from pdmesh.core.kv.transfer.receiver_events import (
     ReceiverEffect,
     ReceiverEvent,
     RenewLease,
+    RetirePeer,
     SendAck,
     SendPull,
     SourceComplete,
@@ -79,6 +85,11 @@ class _Pull:
         return self.num_announced == self.num_bytes
 
     @property
+    def is_owed(self) -> bool:
+        """Bytes are still to come."""
+        return not self.is_announced or bool(self.posted)
+
+    @property
     def is_drained(self) -> bool:
         """No byte can come any more, and none that came is being checked."""
         is_over = self.is_announced or self.is_refused or self.is_peer_lost
@@ -90,9 +101,16 @@ class PullBook:
 
     def __init__(self) -> None:
         self._pulls: dict[int, _Pull] = {}
+        self._heard_at: dict[int, float] = {}  # by peer: when anything of any pull came last
+        self._retired: dict[int, None] = {}  # peers
 
     def __len__(self) -> int:
         return len(self._pulls)
+
+    @property
+    def is_idle(self) -> bool:
+        """There is nothing that time ends."""
+        return not (self._pulls or self._retired)
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverEffect]:
         match event:
@@ -107,7 +125,7 @@ class PullBook:
             case CheckFailed():
                 return self._on_check_failed(event)
             case PullRefused():
-                return self._on_refused(event)
+                return self._on_refused(event, now)
             case SourceComplete() | CallerLeft():
                 return self._on_caller(event, now)
             case PeerLost(peer):
@@ -148,7 +166,7 @@ class PullBook:
         if not self._is_next(pull, event):
             return [*self._fail(event.pull_id, PullFailure.PROTOCOL), AbortPeer(event.peer)]
         index = pull.num_parts
-        pull.heard_at = now
+        self._hear(pull, now)
         pull.num_bytes = event.num_bytes
         pull.num_announced += event.length
         pull.num_parts += 1
@@ -159,6 +177,9 @@ class PullBook:
             return self._settle(event.pull_id)
         pull.checking.add(index)
         return [CheckPart(event.pull_id, index)]
+
+    def _hear(self, pull: _Pull, now: float) -> None:
+        pull.heard_at = self._heard_at[pull.peer] = now
 
     @staticmethod
     def _is_next(pull: _Pull, event: MetaArrived) -> bool:
@@ -176,7 +197,7 @@ class PullBook:
         if pull is None or event.index not in pull.posted:
             return []
         pull.posted.remove(event.index)
-        pull.heard_at = now
+        self._hear(pull, now)
         if pull.is_stopped:
             return self._settle(event.pull_id)
         pull.checking.add(event.index)
@@ -217,11 +238,12 @@ class PullBook:
 
     # -- the end ----------------------------------------------------------------------------------
 
-    def _on_refused(self, event: PullRefused) -> list[ReceiverEffect]:
+    def _on_refused(self, event: PullRefused, now: float) -> list[ReceiverEffect]:
         pull = self._pulls.get(event.pull_id)
-        if pull is None or pull.peer != event.peer or pull.is_announced:
+        if pull is None or pull.peer != event.peer or pull.is_peer_lost or pull.is_announced:
             return []
         pull.is_refused = True
+        self._heard_at[pull.peer] = now
         return [*self._fail(event.pull_id, event.reason), *self._settle(event.pull_id)]
 
     def _on_caller(self, event: SourceComplete | CallerLeft, now: float) -> list[ReceiverEffect]:
@@ -236,6 +258,8 @@ class PullBook:
 
     def _on_peer_lost(self, peer: int) -> list[ReceiverEffect]:
         effects: list[ReceiverEffect] = []
+        self._heard_at.pop(peer, None)
+        self._retired.pop(peer, None)
         for pull_id in [i for i, pull in self._pulls.items() if pull.peer == peer]:
             pull = self._pulls[pull_id]
             pull.is_peer_lost = True
@@ -247,9 +271,10 @@ class PullBook:
 
     def _on_tick(self, now: float) -> list[ReceiverEffect]:
         effects: list[ReceiverEffect] = []
-        for pull_id, pull in list(self._pulls.items()):
-            if pull.is_announced and not pull.posted:
-                continue  # all bytes are here
+        overdue: dict[int, None] = {}  # peers
+        for pull_id, pull in self._pulls.items():
+            if not pull.is_owed:
+                continue
             if pull.is_stopped:
                 pull.deadline = min(pull.deadline, now + LET_GO_S)
             if now >= pull.renew_at and not pull.is_stopped:
@@ -262,8 +287,23 @@ class PullBook:
                 pull.is_silent = True
                 effects.append(TellSilent(pull_id))
             if now >= given_up_at + STOP_S:
-                effects.append(AbortPeer(pull.peer))
-        return effects
+                overdue[pull.peer] = None
+        return effects + self._end_peers(overdue, now) if overdue or self._retired else effects
+
+    def _end_peers(self, overdue: Iterable[int], now: float) -> list[ReceiverEffect]:
+        """A pull of each of `overdue` should be drained by now and is not."""
+        effects: list[ReceiverEffect] = []
+        wanted = {
+            pull.peer for pull in self._pulls.values() if pull.is_owed and not pull.is_stopped
+        }
+        for peer in overdue:
+            if peer not in wanted or now >= self._heard_at.get(peer, -math.inf) + LET_GO_S:
+                effects.append(AbortPeer(peer))
+            else:
+                self._retired[peer] = None
+                effects.append(RetirePeer(peer))
+        in_use = {pull.peer for pull in self._pulls.values()}
+        return effects + [AbortPeer(peer) for peer in self._retired if peer not in in_use]
 
     @staticmethod
     def _is_newly_silent(pull: _Pull, now: float) -> bool:

@@ -168,6 +168,13 @@ class TellSilent:
 
 
 @dataclass(slots=True)
+class RetirePeer:
+    """Begin no new pull on this connection. AbortPeer follows its last one. May be repeated."""
+
+    peer: int
+
+
+@dataclass(slots=True)
 class CompletePull:
     """The verified bytes, and the landing range with them, now belong to the caller."""
 
@@ -200,5 +207,6 @@ ReceiverEffect = (
     | CompletePull
     | FailPull
     | FreeLanding
+    | RetirePeer
     | AbortPeer
 )

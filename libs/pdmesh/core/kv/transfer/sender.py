@@ -7,6 +7,10 @@ A ticket is closed once: taken, released or expired. It is never closed while a 
 bytes. A send that outlives the lease has its connection aborted, and the end of the connection
 proves that nothing reads any more. A peer that is merely slow keeps the lease alive, within a
 bound, by what it takes and by renewing it. A frozen peer does neither.
+
+All of a peer's pulls share its connection. A peer that takes or renews any ticket is not frozen, so
+a send that outlives its lease does not end the connection until the peer falls silent for a lease,
+or the ticket could be renewed no more.
 """
 
 from __future__ import annotations
@@ -106,6 +110,7 @@ class TicketBook:
         self._fingerprint_hash = fingerprint_hash
         self._tickets: dict[str, _Ticket] = {}
         self._tickets_by_pull: dict[_Key, str] = {}
+        self._heard_at: dict[int, float] = {}  # by peer: when it asked, took or renewed last
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -189,6 +194,7 @@ class TicketBook:
         key = (event.peer, event.pull_id)
         if key in self._tickets_by_pull:
             return []  # the same message again: the pull is being served
+        self._heard_at[event.peer] = now
         ticket = self._tickets.get(event.ticket_id)
         refusal = self._refusal(event, ticket, now)
         if refusal is not None or ticket is None:
@@ -247,6 +253,7 @@ class TicketBook:
         ticket = self._tickets[ticket_id]
         pull = ticket.pulls[key]
         pull.num_in_flight -= 1
+        self._heard_at[key[0]] = now
         ticket.renew(now)
         if pull.is_stopped:
             return self._drop_stopped(ticket_id, key)
@@ -293,6 +300,7 @@ class TicketBook:
     # -- the end of a ticket ----------------------------------------------------------------------
 
     def _on_renewed(self, event: LeaseRenewed, now: float) -> list[SenderEffect]:
+        self._heard_at[event.peer] = now
         ticket = self._tickets.get(event.ticket_id)
         is_ours = event.incarnation == self._incarnation
         if ticket and is_ours and event.attempt == ticket.attempt and now < ticket.lease_ends:
@@ -300,6 +308,7 @@ class TicketBook:
         return []
 
     def _on_peer_lost(self, peer: int) -> list[SenderEffect]:
+        self._heard_at.pop(peer, None)
         lost = [key for key in self._tickets_by_pull if key[0] == peer]
         touched = dict.fromkeys(self._tickets_by_pull[key] for key in lost)
         for key in lost:
@@ -320,8 +329,12 @@ class TicketBook:
             if (ticket := self._tickets.get(ticket_id)) is not None:
                 # A send still reads the bytes: only the end of its connection stops it.
                 readers = {key[0]: None for key, p in ticket.pulls.items() if p.num_in_flight}
-                effects += [AbortPeer(peer) for peer in readers]
+                effects += [AbortPeer(p) for p in readers if not self._is_alive(p, ticket, now)]
         return effects
+
+    def _is_alive(self, peer: int, ticket: _Ticket, now: float) -> bool:
+        """Whether the peer still takes or renews something, so that its sends may yet end."""
+        return now < min(self._heard_at[peer] + ticket.lease_s, ticket.last_lease_ends)
 
     def _close(self, ticket_id: str, reason: CloseReason) -> list[SenderEffect]:
         ticket = self._tickets.get(ticket_id)

@@ -82,6 +82,7 @@ class PullAcked:
 class LeaseRenewed:
     """A receiver that waits or receives asks to keep the bytes."""
 
+    peer: int
     ticket_id: str
     attempt: int
     incarnation: int

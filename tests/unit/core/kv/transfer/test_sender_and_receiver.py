@@ -209,6 +209,36 @@ def test_a_send_to_a_frozen_receiver_is_aborted_at_the_end_of_the_lease() -> Non
     assert book.handle(tx.PeerLost(1), now=15.1) == [tx.CloseTicket("t", CloseReason.EXPIRED)]
 
 
+@pytest.mark.fault("F24", "F27")
+@pytest.mark.parametrize("sign", [tx.PartSent(1, 2), tx.LeaseRenewed(1, "other", 1, 7), ask(3)])
+def test_a_send_that_outlives_its_lease_does_not_cost_others_their_connection(
+    sign: tx.SenderEvent,
+) -> None:
+    """The client left, so its ticket is not renewed. A peer that takes or renews is not frozen."""
+    book = book_with_ticket()
+    book.handle(tx.OpenAsked("other", 1, LAYOUT, 60.0, 40), now=0.0)
+    book.handle(tx.LayersReady("other", 4), now=0.0)
+    book.handle(ask(), now=1.0)
+    book.handle(ask(2, ticket_id="other"), now=1.0)
+    book.handle(tx.Released("t"), now=2.0)
+    book.handle(sign, now=10.0)
+    assert book.handle(Tick(), now=12.0) == []
+    assert book.handle(Tick(), now=19.9) == []
+    assert book.handle(Tick(), now=20.0) == [tx.AbortPeer(1)]
+
+
+@pytest.mark.fault("F35")
+def test_a_peer_that_takes_all_but_one_send_loses_its_connection_in_the_end() -> None:
+    book = book_with_ticket()
+    book.handle(ask(), now=0.0)
+    now = 0.0
+    while now < MAX_LEASES * 10.0 - 9.0:
+        now += 9.0
+        book.handle(tx.LeaseRenewed(1, "other", 1, 7), now)
+        assert book.handle(Tick(), now) == []
+    assert book.handle(Tick(), now=MAX_LEASES * 10.0) == [tx.AbortPeer(1)]
+
+
 @pytest.mark.fault("F24")
 def test_a_slow_receiver_keeps_the_lease_by_what_it_takes() -> None:
     book = book_with_ticket(chunk_bytes=40)
@@ -220,7 +250,7 @@ def test_a_slow_receiver_keeps_the_lease_by_what_it_takes() -> None:
 
 def test_renewing_keeps_a_waiting_ticket() -> None:
     book = book_with_ticket()
-    book.handle(tx.LeaseRenewed("t", 1, 7), now=9.0)
+    book.handle(tx.LeaseRenewed(1, "t", 1, 7), now=9.0)
     assert book.handle(Tick(), now=18.9) == []
     assert book.handle(Tick(), now=19.0) == [tx.CloseTicket("t", CloseReason.EXPIRED)]
 
@@ -231,7 +261,7 @@ def test_renewing_has_an_end() -> None:
     now = 0.0
     while len(book):
         now += 5.0
-        book.handle(tx.LeaseRenewed("t", 1, 7), now)
+        book.handle(tx.LeaseRenewed(1, "t", 1, 7), now)
         book.handle(Tick(), now)
     assert now == MAX_LEASES * 10.0
 
@@ -240,7 +270,7 @@ def test_renewing_has_an_end() -> None:
 @pytest.mark.parametrize("renewal", [("t", 2, 7), ("t", 1, 8), ("u", 1, 7)])
 def test_a_renewal_of_something_else_keeps_nothing(renewal: tuple[str, int, int]) -> None:
     book = book_with_ticket()
-    book.handle(tx.LeaseRenewed(*renewal), now=9.0)
+    book.handle(tx.LeaseRenewed(1, *renewal), now=9.0)
     assert book.handle(Tick(), now=10.0) == [tx.CloseTicket("t", CloseReason.EXPIRED)]
 
 
@@ -427,6 +457,70 @@ def test_a_pull_given_up_long_before_its_deadline_does_not_wait_for_it() -> None
     assert book.handle(rx.Tick(), now=6.0) == []
     assert book.handle(rx.Tick(), now=1.1 + LET_GO_S + STOP_S) == [rx.AbortPeer(5)]
     assert book.handle(rx.PeerLost(5), now=7.0) == [rx.FreeLanding(1)]
+
+
+def with_neighbour(deadline: float = 600.0) -> PullBook:
+    """Pull 1, whose caller leaves with a part on its way, and pull 2 on the same connection."""
+    book = requested(deadline=600.0)
+    book.handle(rx.PullRequested(2, 5, 100, 100, deadline), now=0.0)
+    book.handle(meta(length=60), now=0.1)
+    assert book.handle(rx.CallerLeft(1), now=1.0) == [rx.SendAck(1, False)]
+    assert book.handle(rx.Tick(), now=1.1) == []
+    return book
+
+
+OVER = 1.1 + LET_GO_S + STOP_S  # what a pull that was given up has to be drained
+
+
+@pytest.mark.fault("F24", "F27")
+def test_a_pull_that_is_not_drained_in_time_costs_its_neighbours_nothing() -> None:
+    """A slow link, or a sender that never sends what it announced."""
+    book = with_neighbour()
+    book.handle(meta(length=40, pull_id=2), now=4.0)
+    assert book.handle(rx.Tick(), now=OVER) == [rx.RetirePeer(5)]
+    book.handle(rx.PartArrived(2, 0), now=8.0)
+    book.handle(rx.PartChecked(2, 0, True), now=8.0)
+    assert book.handle(rx.Tick(), now=9.0) == [rx.RetirePeer(5)]
+    book.handle(meta(40, 60, pull_id=2), now=9.5)
+    book.handle(rx.PartArrived(2, 1), now=9.6)
+    done = book.handle(rx.PartChecked(2, 1, True), now=9.6)
+    assert done == [rx.DeliverPart(2, 1), rx.SendAck(2, True), rx.CompletePull(2)]
+    assert book.handle(rx.Tick(), now=9.7) == [rx.AbortPeer(5)]
+    assert book.handle(rx.PeerLost(5), now=9.8) == [rx.FreeLanding(1)]
+    assert book.is_idle
+
+
+@pytest.mark.fault("F24", "F27")
+def test_a_connection_that_was_retired_is_closed_though_everything_came_in_the_end() -> None:
+    book = with_neighbour()
+    book.handle(meta(pull_id=2), now=4.0)
+    assert book.handle(rx.Tick(), now=OVER) == [rx.RetirePeer(5)]
+    book.handle(rx.PullRefused(5, 1, "KV_REFUSED_STOPPED"), now=7.0)
+    assert book.handle(rx.PartArrived(1, 0), now=7.0) == [rx.FreeLanding(1)]
+    assert book.handle(rx.Tick(), now=7.1) == []
+    book.handle(rx.PartArrived(2, 0), now=7.2)
+    book.handle(rx.PartChecked(2, 0, True), now=7.2)
+    assert not book.is_idle
+    assert book.handle(rx.Tick(), now=7.3) == [rx.AbortPeer(5)]
+    book.handle(rx.PeerLost(5), now=7.4)
+    assert book.is_idle
+
+
+@pytest.mark.fault("F4", "F27")
+def test_a_sender_of_whom_nothing_at_all_was_heard_loses_all_its_pulls() -> None:
+    """It is frozen or the link is cut: the neighbours need not wait for their own deadlines."""
+    book = with_neighbour()
+    assert book.handle(rx.Tick(), now=OVER) == [rx.AbortPeer(5)]
+
+
+@pytest.mark.fault("F24")
+def test_a_pull_that_missed_its_deadline_costs_its_neighbours_nothing() -> None:
+    book = with_neighbour(deadline=5.0)
+    book.handle(rx.PullRequested(3, 5, 100, 100, 60.0), now=1.5)
+    book.handle(meta(pull_id=3), now=4.0)
+    told = book.handle(rx.Tick(), now=5.0)
+    assert told == [rx.SendAck(2, False), rx.FailPull(2, PullFailure.TIMEOUT)]
+    assert book.handle(rx.Tick(), now=5.0 + STOP_S) == [rx.RetirePeer(5)]
 
 
 def test_a_refusal_that_comes_while_the_last_bytes_arrive_is_ignored() -> None:
