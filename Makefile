@@ -105,12 +105,13 @@ kv-faults: $(DONE)/dev ## the faults of KV beside their bounds, and their table 
 compose-test: $(DONE)/dev ## docker compose, really run; starts an engine where there is none
 	@COMPOSE_ENGINE=$(COMPOSE_ENGINE) $(PYTEST) tests/compose $(ARGS)
 
-check: $(DONE)/dev proto-check ## format, lint, types, imports, rooms and names, generated code
+check: $(DONE)/dev proto-check ## format, lint, types, imports, rooms and names, docs, generated code
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 	$(BIN)/python -m tools.rooms
+	$(BIN)/python -m tools.docs_check
 
 format: $(DONE)/dev ## format and mend what ruff can mend
 	$(BIN)/ruff format .
