@@ -99,7 +99,7 @@ kill-matrix: $(DONE)/dev ## the kill matrix, and its table in docs/kill-matrix.m
 kv-faults: $(DONE)/dev ## the faults of KV beside their bounds, and their table in docs/kill-matrix.md
 	@rm -rf .cache/kv-faults && mkdir -p .cache/kv-faults
 	@KILL_MATRIX_DIR=$(abspath .cache/kv-faults) $(PYTEST) tests/chaos/test_kv_faults.py tests/chaos/test_kv_quarantine.py \
-	  tests/integration/test_tier_disk.py tests/integration/gateway/test_faults.py::test_a_client_that_leaves_frees_everything $(ARGS)
+	  tests/integration/kv/test_tier_disk.py tests/integration/gateway/test_faults.py::test_a_client_that_leaves_frees_everything $(ARGS)
 	@$(BIN)/python -m tools.kill_matrix_doc .cache/kv-faults docs/kill-matrix.md
 
 compose-test: $(DONE)/dev ## docker compose, really run; starts an engine where there is none

@@ -33,7 +33,7 @@ from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL
-from tests.support.operator import Operator
+from tests.support.sites.operator import Operator
 
 _LOOK_S: Final = 1.0
 _SETUP_S: Final = 120.0

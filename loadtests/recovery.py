@@ -37,9 +37,9 @@ from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.v1.common_pb2 import INSTANCE_PHASE_READY, ROLE_DECODE, ROLE_PREFILL
-from tests.support.fleet import Reference
-from tests.support.operator import Operator
-from tests.support.steady_clients import Clients
+from tests.support.attack.steady_clients import Clients
+from tests.support.sites.fleet import Reference
+from tests.support.sites.operator import Operator
 
 ROLES: Final = {"prefill": ROLE_PREFILL, "decode": ROLE_DECODE}
 _GROUPS: Final = "groups:\n  chat: {prefill: 2, decode: 2}\n"

@@ -35,8 +35,8 @@ from pdmesh.v1.scheduler_service_pb2 import (
     PlanRequest,
 )
 from pdmesh.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from tests.support import fleet, servers
-from tests.support.link import Link
+from tests.support.attack.link import Link
+from tests.support.sites import fleet, servers
 from tests.support.streams import StreamOutcome, stream_completion
 from tests.support.waiting import until
 

@@ -15,8 +15,8 @@ from pdmesh.net.events import decode_event
 from pdmesh.net.nats.bus import NatsBus
 from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.common_pb2 import ROLE_DECODE
-from tests.support import fleet
-from tests.support.operator import CHANGE_S, Operator
+from tests.support.sites import fleet
+from tests.support.sites.operator import CHANGE_S, Operator
 from tests.support.streams import stream_completion
 from tests.support.waiting import until
 

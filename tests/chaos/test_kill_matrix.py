@@ -23,7 +23,7 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.launcher.mesh import Mesh
-from tests.support import fleet
+from tests.support.sites import fleet
 from tests.support.streams import StreamOutcome, stream_completion
 from tests.support.waiting import until
 

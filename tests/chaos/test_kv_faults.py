@@ -21,7 +21,8 @@ import pytest_asyncio
 from pdmesh.core.control.supervision import RestartPolicy
 from pdmesh.engine.sim.model import SimParams
 from pdmesh.launcher.mesh import Mesh
-from tests.support import fleet, kv_bounds
+from tests.support import kv_bounds
+from tests.support.sites import fleet
 from tests.support.waiting import until
 from tests.support.watch import Watch
 

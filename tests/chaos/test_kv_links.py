@@ -19,7 +19,7 @@ import pytest
 from pdmesh.engine.sim.model import SimParams
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
-from tests.support import fleet
+from tests.support.sites import fleet
 from tests.support.streams import StreamOutcome, stream_completion
 from tests.support.waiting import until
 from tests.support.watch import Watch

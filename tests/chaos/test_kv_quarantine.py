@@ -19,7 +19,8 @@ import pytest
 
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
-from tests.support import fleet, kv_bounds
+from tests.support import kv_bounds
+from tests.support.sites import fleet
 from tests.support.waiting import until
 from tests.support.watch import Watch
 

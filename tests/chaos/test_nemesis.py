@@ -22,8 +22,8 @@ from tests.chaos.nemesis.arena import Arena, arena
 from tests.chaos.nemesis.invariants import Books, within
 from tests.chaos.nemesis.plan import Step, steps
 from tests.chaos.nemesis.witness import Violation, Witness
-from tests.support import fleet
-from tests.support.steady_clients import Asked, Clients
+from tests.support.attack.steady_clients import Asked, Clients
+from tests.support.sites import fleet
 from tests.support.waiting import until
 
 DURATION_S: Final = float(os.environ.get("CHAOS_S") or 120)

@@ -26,8 +26,8 @@ from pdmesh.net import subjects
 from pdmesh.net.bus import Message
 from pdmesh.net.events import decode_event
 from pdmesh.net.nats.bus import NatsBus
-from tests.support import fleet
-from tests.support.operator import CHANGE_S, Operator
+from tests.support.sites import fleet
+from tests.support.sites.operator import CHANGE_S, Operator
 from tests.support.streams import StreamOutcome, stream_completion
 from tests.support.waiting import until
 

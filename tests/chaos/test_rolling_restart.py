@@ -10,8 +10,8 @@ import pytest
 from tests.chaos.nemesis.arena import arena
 from tests.chaos.nemesis.invariants import SETTLE_S, settled, within
 from tests.chaos.nemesis.plan import GATEWAYS
-from tests.support import fleet
-from tests.support.steady_clients import Clients
+from tests.support.attack.steady_clients import Clients
+from tests.support.sites import fleet
 from tests.support.waiting import until
 
 STEP_S = 15.0  # each process, until it is ready again

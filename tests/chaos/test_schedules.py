@@ -10,8 +10,8 @@ import pytest
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import MeshSpec
 from pdmesh.net.nats.bus import NatsBus
-from tests.support.groups import asking
-from tests.support.operator import CHANGE_S, Operator
+from tests.support.sites.groups import asking
+from tests.support.sites.operator import CHANGE_S, Operator
 from tests.support.waiting import until
 
 GROUPS = """

@@ -9,9 +9,9 @@ import pytest
 
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.net.nats.bus import NatsBus
-from tests.support import fleet
-from tests.support.groups import asking
-from tests.support.operator import CHANGE_S, Operator
+from tests.support.sites import fleet
+from tests.support.sites.groups import asking
+from tests.support.sites.operator import CHANGE_S, Operator
 from tests.support.waiting import until
 
 CONTROL_PLANE = ("master-scheduler", "health-monitor", "kv-cache-index")

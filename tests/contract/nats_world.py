@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from pdmesh.net.nats.bus import NatsBus
-from tests.support import servers
+from tests.support.sites import servers
 
 
 class NatsServerWorld:

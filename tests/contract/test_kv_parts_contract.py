@@ -24,8 +24,15 @@ from pdmesh.kv.agent.types import (
 )
 from pdmesh.kv.transport.base import ByteArray, KvTransport
 from pdmesh.kv.transport.ucx import UcxTransport
-from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, KvPair, kv_pair, pattern, ticket_for
-from tests.fakes.memory_transport import MemoryTransport
+from tests.fakes.kv.memory_transport import MemoryTransport
+from tests.fakes.kv.pair import (
+    FINGERPRINT,
+    INCARNATION,
+    KvPair,
+    kv_pair,
+    pattern,
+    ticket_for,
+)
 from tests.support.waiting import until
 
 MakeTransport = Callable[[], KvTransport]

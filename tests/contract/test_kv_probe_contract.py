@@ -14,8 +14,13 @@ from pdmesh.kv.agent.probes import PROBE_BYTES, probe_bytes
 from pdmesh.kv.agent.types import AgentHooks
 from pdmesh.kv.transport.base import ByteArray, KvTransport
 from pdmesh.kv.transport.ucx import UcxTransport
-from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, kv_pair, ticket_for
-from tests.fakes.memory_transport import MemoryTransport
+from tests.fakes.kv.memory_transport import MemoryTransport
+from tests.fakes.kv.pair import (
+    FINGERPRINT,
+    INCARNATION,
+    kv_pair,
+    ticket_for,
+)
 from tests.support.waiting import until
 
 MakeTransport = Callable[[], KvTransport]

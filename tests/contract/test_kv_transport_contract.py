@@ -18,8 +18,13 @@ from pdmesh.kv.agent.types import AgentHooks, AgentLandingFreed, AgentTicketClos
 from pdmesh.kv.transport import ucx
 from pdmesh.kv.transport.base import ByteArray, KvTransport
 from pdmesh.kv.transport.ucx import UcxTransport
-from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, kv_pair, ticket_for
-from tests.fakes.memory_transport import MemoryTransport
+from tests.fakes.kv.memory_transport import MemoryTransport
+from tests.fakes.kv.pair import (
+    FINGERPRINT,
+    INCARNATION,
+    kv_pair,
+    ticket_for,
+)
 from tests.support.waiting import until
 
 

@@ -22,7 +22,7 @@ from pdmesh.kv.agent.agent import KvAgent
 from pdmesh.kv.agent.checksums import fingerprint_hash
 from pdmesh.kv.agent.types import AgentIdentity, PinnedBlocks
 from pdmesh.kv.transport.base import ByteArray, ConnectionHandler, KvConnection
-from tests.fakes.kv_pair import ticket_for
+from tests.fakes.kv.pair import ticket_for
 
 CORPUS = Path(__file__).parent / "corpus" / "kv_wire"
 LAYOUT = KvLayout(2, 2, 16, "f")

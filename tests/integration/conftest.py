@@ -10,9 +10,9 @@ import pytest
 from pdmesh import failpoints
 from pdmesh.kv.transport.ucx import UcxTransport
 from pdmesh.net.nats.bus import NatsBus
-from tests.fakes.memory_transport import MemoryTransport
-from tests.support import servers
-from tests.support.sim_pair import MakeTransport
+from tests.fakes.kv.memory_transport import MemoryTransport
+from tests.support.sites import servers
+from tests.support.sites.sim_pair import MakeTransport
 
 
 @pytest.fixture

@@ -36,9 +36,9 @@ from tests.chaos.nemesis.actions import (
     Slow,
 )
 from tests.chaos.nemesis.plan import FIRST, LINKED, NUM_INSTANCES
-from tests.support import servers
-from tests.support.link import Link
-from tests.support.operator import Operator
+from tests.support.attack.link import Link
+from tests.support.sites import servers
+from tests.support.sites.operator import Operator
 from tests.support.waiting import until
 
 TENANTS: Final = ("acme", "umbrella")

@@ -31,8 +31,8 @@ from tests.chaos.nemesis.actions import Freeze, Signal
 from tests.chaos.nemesis.arena import TENANTS, Arena
 from tests.chaos.nemesis.plan import GATEWAYS, INSTANCES, Step
 from tests.chaos.nemesis.witness import Violation
-from tests.support import fleet
-from tests.support.steady_clients import Asked
+from tests.support.attack.steady_clients import Asked
+from tests.support.sites import fleet
 from tests.support.streams import StreamOutcome
 
 SLACK_S: Final = 1.5  # for a loaded machine of two cores, as in the kill matrix

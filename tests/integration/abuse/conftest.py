@@ -8,8 +8,7 @@ import pytest
 import pytest_asyncio
 
 from pdmesh.launcher.mesh import Mesh
-from tests.support import fleet
-from tests.support.abuse import (
+from tests.support.attack.abuse import (
     INCOMING,
     PER_IP,
     RECEIVE_S,
@@ -17,6 +16,7 @@ from tests.support.abuse import (
     gauge,
     longest_honest_hold_s,
 )
+from tests.support.sites import fleet
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")

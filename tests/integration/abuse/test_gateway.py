@@ -21,7 +21,7 @@ from pdmesh.launcher.mesh import Mesh
 from pdmesh.net.grpc import rpc
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from tests.support.abuse import (
+from tests.support.attack.abuse import (
     ATTACKER,
     FULL,
     HEAD,

@@ -16,7 +16,7 @@ from pdmesh.launcher.mesh import Mesh
 from pdmesh.net.grpc import rpc
 from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
-from tests.support.abuse import (
+from tests.support.attack.abuse import (
     ATTACKER,
     INCOMING,
     MIB,
@@ -26,7 +26,7 @@ from tests.support.abuse import (
     grpc_ports,
     served_meanwhile,
 )
-from tests.support.raw_http2 import (
+from tests.support.attack.raw_http2 import (
     CONTINUATION,
     DATA,
     HEADERS,

@@ -11,7 +11,7 @@ import pytest
 
 from pdmesh.launcher import probe
 from pdmesh.launcher.mesh import Mesh
-from tests.support.abuse import (
+from tests.support.attack.abuse import (
     HEAD,
     MIB,
     ROUNDS,

@@ -17,7 +17,7 @@ from pdmesh.v1 import inference_service_pb2 as pb
 from pdmesh.v1.common_pb2 import FINISH_REASON_LENGTH
 from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.fakes.gateway_mesh import GatewayMesh, gateway_mesh
-from tests.support.raw_http2 import Halves
+from tests.support.attack.raw_http2 import Halves
 from tests.support.waiting import until
 
 

@@ -15,7 +15,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdmesh.net.grpc import rpc
 from services.gateway.grpc.health import HealthServicer
 from tests.fakes.gateway_mesh import GatewayMesh
-from tests.support.raw_http2 import DATA, HEADERS, HELLO, PING, SETTINGS, call, frame
+from tests.support.attack.raw_http2 import (
+    DATA,
+    HEADERS,
+    HELLO,
+    PING,
+    SETTINGS,
+    call,
+    frame,
+)
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(60)

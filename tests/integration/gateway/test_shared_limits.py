@@ -20,7 +20,7 @@ from services.gateway.access.access_control import (
     charged,
 )
 from services.gateway.access.tenant_ledgers import tenant_bucket
-from tests.support.servers import TestServer
+from tests.support.sites.servers import TestServer
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.req("S97")

@@ -10,8 +10,8 @@ import pytest
 from tests.chaos.nemesis.actions import Fault, Freeze, Signal
 from tests.chaos.nemesis.invariants import Books, judge_requests, scan_logs
 from tests.chaos.nemesis.plan import Step
-from tests.support.fleet import Reference
-from tests.support.steady_clients import Asked
+from tests.support.attack.steady_clients import Asked
+from tests.support.sites.fleet import Reference
 from tests.support.streams import StreamOutcome
 
 PROMPT, NUM_TOKENS = [50, 51, 52], 8

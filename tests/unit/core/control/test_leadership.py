@@ -10,7 +10,7 @@ import pytest
 
 from pdmesh.core.control.leadership import FORGET_EPOCH_S, EpochFence, Leadership
 from pdmesh.net.nats.leader import LeaderElection
-from tests.fakes.memory_kv import MemoryBucket
+from tests.fakes.kv.memory_kv import MemoryBucket
 from tests.support.waiting import until
 
 

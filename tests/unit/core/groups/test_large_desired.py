@@ -38,7 +38,7 @@ from pdmesh.errors import InvalidRequest, Overloaded
 from pdmesh.v1 import admin_service_pb2 as pb
 from services.master_scheduler.admin.page_routes import page_routes
 from services.master_scheduler.groups.desired_reader import MAX_WAITING
-from tests.support.master_site import CHAT, Site
+from tests.support.sites.master_site import CHAT, Site
 
 NUM = 2500
 LARGE = "scenarios:\n  chat: {allow_single: true}\ngroups:\n" + "".join(

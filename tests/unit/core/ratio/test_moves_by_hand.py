@@ -17,7 +17,7 @@ from pdmesh.core.moves.move import (
 from pdmesh.core.ratio.model import Profile
 from pdmesh.errors import InvalidRequest
 from pdmesh.v1 import admin_service_pb2 as pb
-from tests.support.master_site import Site as AdminSite
+from tests.support.sites.master_site import Site as AdminSite
 from tests.unit.master_scheduler.plans.test_plan_loop import DESIRED, Site
 
 

@@ -11,7 +11,7 @@ from pdmesh.core.tenancy.limits import (
     TenantLimits,
 )
 from pdmesh.core.tenancy.shared_limits import num_parts
-from tests.property.test_tenant_parts import Gateway, Store
+from tests.property.request.test_shared_limits import Gateway, Store
 
 pytestmark = pytest.mark.req("S97")
 

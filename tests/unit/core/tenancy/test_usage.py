@@ -23,7 +23,7 @@ from pdmesh.errors import InvalidRequest, Unavailable, VersionConflict
 from pdmesh.net.nats.usage_store import UsageStore
 from services.master_scheduler.usage_loop import UsageLoop
 from tests.fakes.group_world import World
-from tests.fakes.memory_kv import MemoryBucket
+from tests.fakes.kv.memory_kv import MemoryBucket
 
 pytestmark = pytest.mark.req("S22")
 

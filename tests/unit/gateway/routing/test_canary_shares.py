@@ -18,7 +18,7 @@ from pdmesh.v1.common_pb2 import (
 )
 from services.gateway.routing.canary_shares import CanaryShares
 from services.gateway.routing.fleet import FleetView
-from tests.fakes.memory_kv import MemoryBucket
+from tests.fakes.kv.memory_kv import MemoryBucket
 from tests.fakes.memory_registry import MemoryStore, MemoryView
 
 pytestmark = [pytest.mark.req("S24"), pytest.mark.fault("F11")]

@@ -8,7 +8,7 @@ from pdmesh.core.request.events import RequestLimits
 from pdmesh.core.request.slo import ScenarioSlo, Slos
 from pdmesh.net.nats.desired_store import DesiredStore
 from services.gateway.routing.desired_slos import DesiredSlos
-from tests.fakes.memory_kv import MemoryBucket
+from tests.fakes.kv.memory_kv import MemoryBucket
 from tests.support.waiting import until
 
 LIMITS = RequestLimits(deadline_s=60.0, ttft_s=10.0, answer_s=1.0, stall_s=1.0)

@@ -17,7 +17,7 @@ from pdmesh.v1.common_pb2 import (
 )
 from services.gateway.routing.fleet import FleetView
 from services.gateway.routing.out_of_service import KeptOut
-from tests.fakes.memory_kv import MemoryBucket
+from tests.fakes.kv.memory_kv import MemoryBucket
 from tests.fakes.memory_registry import MemoryStore, MemoryView
 
 pytestmark = pytest.mark.req("S42", "S36")

@@ -13,8 +13,13 @@ from pdmesh.core.kv.layout.buffer_layout import KvLayout
 from pdmesh.core.kv.transfer.quarantine import Quarantine
 from pdmesh.errors import KvTransferFailed
 from pdmesh.kv.agent import wire
-from tests.fakes.kv_pair import KvPair, kv_pair, pattern, ticket_for
-from tests.fakes.memory_transport import MemoryTransport
+from tests.fakes.kv.memory_transport import MemoryTransport
+from tests.fakes.kv.pair import (
+    KvPair,
+    kv_pair,
+    pattern,
+    ticket_for,
+)
 
 LAYOUT = KvLayout(num_layers=1, num_blocks=1, block_bytes=64)
 SIZE = LAYOUT.total_bytes

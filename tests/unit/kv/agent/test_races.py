@@ -27,8 +27,13 @@ from pdmesh.kv.agent.types import (
     PullResult,
 )
 from pdmesh.kv.transport.base import KvConnection
-from tests.fakes.kv_pair import FINGERPRINT, INCARNATION, kv_pair, ticket_for
-from tests.fakes.memory_transport import MemoryTransport
+from tests.fakes.kv.memory_transport import MemoryTransport
+from tests.fakes.kv.pair import (
+    FINGERPRINT,
+    INCARNATION,
+    kv_pair,
+    ticket_for,
+)
 from tests.support.waiting import until
 
 LAYOUT = KvLayout(4, 2, 512, FINGERPRINT)

@@ -19,7 +19,13 @@ from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.kv.tiers.file_store import FileStore
 from pdmesh.kv.tiers.report import TierEvent
 from pdmesh.kv.transport.base import ByteArray
-from tests.fakes.tiers import OWNER, Rig, fill, names_of, rig
+from tests.fakes.kv.tiers import (
+    OWNER,
+    Rig,
+    fill,
+    names_of,
+    rig,
+)
 from tests.support.waiting import PATIENCE_S, until
 
 CHAIN = names_of(*range(1, 7))
@@ -192,7 +198,7 @@ def test_a_process_ends_while_its_disk_hangs(tmp_path: Path) -> None:
         f"""
         import asyncio, os
         from pathlib import Path
-        from tests.fakes.tiers import OWNER, names_of, rig
+        from tests.fakes.kv.tiers import OWNER, names_of, rig
 
         async def main():
             r = rig(Path({str(tmp_path)!r}))

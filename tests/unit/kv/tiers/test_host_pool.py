@@ -11,7 +11,15 @@ from pdmesh.core.instance.arena import ArenaRange
 from pdmesh.kv.tiers.host_pool import HostPool, PinnedBlock, is_intact
 from pdmesh.kv.tiers.pool_memory import PopulatedArena
 from pdmesh.kv.transport.base import ByteArray
-from tests.fakes.tiers import BLOCK_BYTES, OWNER, SLOT_BYTES, data_of, fill, name_of, names_of
+from tests.fakes.kv.tiers import (
+    BLOCK_BYTES,
+    OWNER,
+    SLOT_BYTES,
+    data_of,
+    fill,
+    name_of,
+    names_of,
+)
 
 
 def test_bringing_pages_in_changes_nothing_in_them() -> None:

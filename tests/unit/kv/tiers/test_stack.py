@@ -20,7 +20,7 @@ from pdmesh.core.kv.tiers.load_plan import Tier
 from pdmesh.kv.tiers.peers import PeerHolding
 from pdmesh.kv.tiers.report import TierEvent
 from pdmesh.kv.tiers.stack import BlockLease
-from tests.fakes.tiers import (
+from tests.fakes.kv.tiers import (
     OWNER,
     FakePeer,
     Rig,

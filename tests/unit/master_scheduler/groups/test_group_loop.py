@@ -12,7 +12,7 @@ from pdmesh.v1 import admin_service_pb2 as pb
 from pdmesh.v1.admin_service_pb2 import HOLD_KIND_DRAIN, HOLD_KIND_ISOLATE, Hold
 from pdmesh.v1.common_pb2 import ROLE_DECODE, ROLE_PREFILL, InstanceRecord
 from pdmesh.v1.groups_pb2 import STAGE_LOAD, STAGE_SERVE, Assignment
-from tests.support.master_site import CHAT, Caller, Site
+from tests.support.sites.master_site import CHAT, Caller, Site
 
 UNREADABLE = "groups:\n  chat: {prefill: 1, decode: 1, of_a_later_release: 1}\n"
 

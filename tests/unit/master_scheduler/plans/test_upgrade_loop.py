@@ -25,7 +25,7 @@ from services.master_scheduler.groups.upgrade_convert import upgrades_from, upgr
 from services.master_scheduler.placement.scenario_feed import RequestFinishedJson
 from services.master_scheduler.plans.upgrade_feed import UpgradeFeed
 from tests.fakes.memory_bus import MemoryBus
-from tests.support.master_site import Site
+from tests.support.sites.master_site import Site
 
 
 def text(release: str, **more: str) -> str:

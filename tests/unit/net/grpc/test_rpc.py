@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from pdmesh.net.grpc import rpc
-from tests.support.raw_http2 import HELLO
+from tests.support.attack.raw_http2 import HELLO
 
 
 @pytest.mark.req("S23")

@@ -1,0 +1,106 @@
+"""The desired state and the holds in a real JetStream."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pdmesh.errors import VersionConflict
+from pdmesh.net.nats.board import hold_board
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.desired_store import desired_store
+from pdmesh.v1.admin_service_pb2 import HOLD_KIND_ISOLATE, Hold
+from tests.support.sites import servers
+from tests.support.waiting import until
+
+
+async def test_versions_are_numbered_kept_and_followed(bus: NatsBus) -> None:
+    store = desired_store(bus)
+    assert await store.version() is None
+    seen: list[int] = []
+    view = store.watch(lambda: seen.append(view.current.version if view.current else 0))
+    for i, text in enumerate(("a: 1", "a: 2", "a: 1")):
+        applied = await store.apply(text, expected_version=i, author="ann", reason="because")
+        assert applied.version == i + 1
+    await until(lambda: seen[-1:] == [3])
+    kept = [await store.version(number) for number in (0, 1, 2, 3, 9)]
+    assert [v.text if v else None for v in kept] == ["a: 1", "a: 1", "a: 2", "a: 1", None]
+    await view.close()
+
+
+async def test_of_two_who_change_one_version_one_is_told(bus: NatsBus) -> None:
+    store = desired_store(bus)
+    await store.apply("a: 1", expected_version=0, author="ann", reason="")
+    with pytest.raises(VersionConflict):
+        await store.apply("a: 2", expected_version=0, author="bob", reason="")
+    assert (await store.apply("a: 2", expected_version=None, author="bob", reason="")).version == 2
+
+
+async def test_who_names_no_version_has_its_turn_beside_others(bus: NatsBus) -> None:
+    """Found by the nemesis: of two orders in the same moment one was refused, though neither minded the other."""
+    store = desired_store(bus)
+    applied = await asyncio.gather(
+        *(store.apply(f"a: {i}", expected_version=None, author="ann", reason="") for i in range(4))
+    )
+    assert sorted(version.version for version in applied) == [1, 2, 3, 4]
+    last = max(applied, key=lambda version: version.version)
+    assert (found := await store.version()) is not None
+    assert found.text == last.text
+
+
+@pytest.mark.fault("F18", "F21")
+async def test_the_desired_state_outlives_the_store(
+    bus: NatsBus, server: servers.TestServer
+) -> None:
+    store = desired_store(bus)
+    view = store.watch(lambda: None)
+    await store.apply("a: 1", expected_version=0, author="ann", reason="")
+    await until(lambda: view.current is not None)
+    server.kill()
+    await server.start()
+    await until(lambda: bus.is_connected)
+    found = await store.version()
+    assert found is not None
+    assert found.text == "a: 1"
+    assert view.current == found
+    await view.close()
+
+
+@pytest.mark.fault("F21")
+async def test_a_wiped_bucket_is_noticed_and_written_back(bus: NatsBus) -> None:
+    store, holds = desired_store(bus), hold_board(bus)
+    desired, view = store.watch(lambda: None), holds.watch(lambda _: None)
+    await store.apply("a: 1", expected_version=0, author="ann", reason="")
+    hold = Hold(instance_id="blank-1", kind=HOLD_KIND_ISOLATE, reason="ECC")
+    for instance_id in ("blank-1", "blank-2"):
+        await holds.write(instance_id, hold)
+    await until(lambda: len(view.known) == 2 and desired.current is not None)
+    await holds.forget("blank-2", last=view.revision("blank-2"))
+    await until(lambda: list(view.known) == ["blank-1"])
+    before = desired.current
+    for bucket in ("pdmesh-desired", "pdmesh-holds"):
+        await bus.client.jetstream().delete_stream(f"KV_{bucket}")
+    await until(lambda: view.missing and desired.missing)
+    await until(lambda: view.is_current and desired.is_current)
+    assert (view.missing, view.known) == ({"blank-1"}, {"blank-1": hold})
+    await store.restore(desired)
+    view.wrote("blank-1", hold, await holds.write("blank-1", hold, last=view.revision("blank-1")))
+    assert await store.version() == before
+    with pytest.raises(VersionConflict):
+        await holds.write("blank-1", hold, last=0)
+    late = holds.watch(lambda _: None)
+    await until(lambda: late.known == {"blank-1": hold})
+    for each in (desired, view, late):
+        await each.close()
+
+
+async def test_a_hold_stands_until_it_is_lifted(bus: NatsBus) -> None:
+    holds = hold_board(bus)
+    view = holds.watch(lambda _: None)
+    hold = Hold(instance_id="blank-1", kind=HOLD_KIND_ISOLATE, reason="ECC")
+    await holds.write("blank-1", hold)
+    await until(lambda: view.known == {"blank-1": hold})
+    await holds.forget("blank-1")
+    await until(lambda: not view.known)
+    await view.close()

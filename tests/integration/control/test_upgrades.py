@@ -1,0 +1,136 @@
+"""Upgrades of a real mesh under load: no request fails, a canary waits for its word, what is bad goes back by itself (S24)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pdmesh.cli.commands.admin import groups_text
+from pdmesh.events.v1.events_pb2 import RequestFinished
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.net import subjects
+from pdmesh.net.bus import Message
+from pdmesh.net.events import decode_event
+from pdmesh.net.nats.bus import NatsBus
+from tests.support.sites.groups import asking, spec
+from tests.support.sites.operator import CHANGE_S, Operator
+from tests.support.waiting import until
+
+UPGRADE_S = 4 * CHANGE_S  # two groups, one after the other
+
+
+def desired(*options: str) -> str:
+    """Two groups of 1P:1D, which hand KV to nobody whose options differ."""
+    listed = "".join(f"      {option}\n" for option in options)
+    return f"""
+services:
+  model:
+    options:
+      sim_num_layers: 2
+{listed}
+scenarios:
+  default:
+    service: model
+    upgrade: {{soak_s: 2}}
+groups:
+  chat: {{count: 2, prefill: 1, decode: 1}}
+"""
+
+
+class Watcher(Operator):
+    """And remembers which instances served requests together."""
+
+    def __init__(self, bus: NatsBus) -> None:
+        super().__init__(bus)
+        self.pairs: set[tuple[str, str]] = set()
+
+    async def listen(self) -> None:
+        await super().listen()
+        await self._bus.subscribe(subjects.request_finished(), self._on_finished)
+
+    async def _on_finished(self, message: Message) -> None:
+        event = decode_event(message, RequestFinished)
+        self.pairs.add((event.prefill_id, event.decode_id))
+
+    async def until_running(self, revisions: Callable[[set[str]], bool]) -> set[str]:
+        """Both groups serve, nothing is under way, and the revisions of all members are as wanted."""
+        found: set[str] = set()
+
+        async def is_so() -> bool:
+            nonlocal found
+            states = await self.groups()
+            found = {m.revision for group in states.groups for m in group.members}
+            is_quiet = all(u.state == "went back" for u in states.upgrades)
+            are_serving = [g.state for g in states.groups] == ["serving"] * 2
+            return is_quiet and are_serving and revisions(found)
+
+        await until(is_so, within_s=UPGRADE_S)
+        return found
+
+    async def until_told(self, step: str) -> None:
+        await until(lambda: step in self.told(), within_s=UPGRADE_S)
+
+    def told(self) -> list[str]:
+        return [step.step for step in self.upgrades]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.req("S24")
+@pytest.mark.fault("F11")
+async def test_an_upgrade_under_load_fails_no_request_and_a_bad_one_goes_back(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "groups.yaml"
+    file.write_text(good := desired())
+    async with Mesh(spec(file, num_blank=6, num_masters=2), tmp_path / "mesh") as mesh:
+        bus = await NatsBus.connect(mesh.nats_url, "test")
+        operator = Watcher(bus)
+        await operator.listen()
+        first = await operator.until_running(lambda found: len(found) == 1)
+
+        async with asking(mesh.http_url) as outcomes:
+            await until(lambda: len(outcomes) > 10, within_s=CHANGE_S)
+
+            good = desired("sim_token_bytes: 128")
+            await operator.apply(good, canary_share=0.5)
+            await operator.until_told("begun")
+            await until(
+                lambda: any(s.group_id == "canary-default" and s.step == "complete" for s in operator.steps),
+                within_s=CHANGE_S,
+            )  # fmt: skip
+            num_before = len(operator.pairs)
+            await until(lambda: len(operator.pairs) > num_before, within_s=CHANGE_S)
+            assert "changing" not in operator.told()
+            assert (await operator.promote()).scenarios == ["default"]
+            await operator.until_told("changing")
+            mesh.kill(operator.upgrades[-1].header.publisher_id)  # the other master goes on with it
+            await operator.until_told("done")
+            second = await operator.until_running(lambda found: len(found) == 1 and found != first)
+            steps = [f"{s.step} {s.group_id}".strip() for s in operator.upgrades]
+            assert steps == [
+                "begun", "promoted canary-default", "changing chat-0", "proved chat-0",
+                "changing chat-1", "proved chat-1", "done",
+            ]  # fmt: skip
+            assert len({s.epoch for s in operator.upgrades}) == 2
+
+            operator.upgrades.clear()
+            await operator.apply(desired("sim_token_bytes: 128", "sim_fail_every: 2"))
+            await operator.until_told("went_back")
+            assert await operator.until_running(lambda found: found == second)
+            assert "requests failed" in operator.upgrades[-1].reason
+            assert "proved" not in operator.told()
+
+            operator.upgrades.clear()
+            await operator.apply(desired("sim_token_bytes: 7"))  # no multiple of 8: refused
+            await operator.until_told("went_back")
+            assert await operator.until_running(lambda found: found == second)
+            assert "BAD_OPTION" in operator.upgrades[-1].reason
+        assert [o for o in outcomes if not o.is_complete] == []
+
+        states = await operator.groups()
+        assert states.version == 6  # each bad one was followed by what was before it
+        assert "upgrade of default went back: version 5: chat-0" in groups_text(states)
+        assert (await operator.apply(good)).version == 6  # it is the desired state already
+        await bus.close()

@@ -1,0 +1,129 @@
+"""One process, several lives of its KV transport (ADR 0016, ADR 0024): peers that connect as one ends, or to one that is over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from pdmesh.errors import KvTransferFailed
+from pdmesh.kv.transport import ucx
+from pdmesh.kv.transport.base import KvConnection
+from pdmesh.kv.transport.ucx import UcxTransport
+from tests.support.waiting import until
+
+ROOT = Path(__file__).parents[3]
+NUM_LIVES, NUM_PEERS = 60, 8
+CONNECT_S = 5.0
+
+
+class Nobody:
+    def on_connected(self, connection: KvConnection) -> None: ...
+    def on_message(self, connection: KvConnection, message: memoryview) -> None: ...
+    def on_closed(self, connection: KvConnection, reason: str) -> None: ...
+
+
+@asynccontextmanager
+async def life() -> AsyncIterator[tuple[UcxTransport, str]]:
+    transport = UcxTransport()
+    try:
+        yield transport, await transport.start(Nobody())
+    finally:
+        await transport.close()
+
+
+async def come_and_go(peer: UcxTransport, address: str) -> None:
+    try:
+        connection = await peer.connect(address, CONNECT_S)
+    except KvTransferFailed:
+        return
+    connection.send([bytes(100)])
+    await asyncio.sleep(0.01)
+    connection.abort("done")
+
+
+@pytest.mark.req("S23", "S36")
+@pytest.mark.fault("F37", "F42")
+async def test_a_transport_may_end_in_any_moment_in_which_peers_connect() -> None:
+    """Found by the nemesis: an instance was erased as its peers connected, and died by signal 11 in UCX."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.fakes.kv.lives_process", str(NUM_LIVES), "1",
+        stdout=PIPE, cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/libs"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        async with life() as (peer, _), asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            num_lives = 0
+            async for line in process.stdout:
+                if not line.startswith(b"ucx:"):
+                    assert b"kv.not_warm" in line, line  # on a slow machine
+                    continue
+                num_lives += 1
+                for _ in range(NUM_PEERS):
+                    tasks.create_task(come_and_go(peer, line.decode().strip()))
+            assert await process.wait() == 0
+            assert num_lives == NUM_LIVES
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.req("S23", "S36")
+@pytest.mark.fault("F5")
+async def test_who_means_an_earlier_life_is_refused_though_the_port_is_the_same() -> None:
+    async with life() as (peer, _):
+        async with life() as (_, first):
+            (await peer.connect(first, CONNECT_S)).abort("done")
+        async with life() as (_, second):
+            assert first.partition("/")[0] == second.partition("/")[0]
+            with pytest.raises(KvTransferFailed) as caught:
+                await peer.connect(first, CONNECT_S)
+            assert caught.value.reason == "KV_CONNECT_FAILED"
+            (await peer.connect(second, CONNECT_S)).abort("done")
+
+
+@pytest.mark.req("S23")
+@pytest.mark.fault("F5")
+async def test_between_two_lives_peers_are_turned_away_at_once() -> None:
+    """A blank instance: nothing of its transport may hold a peer until that peer's own deadline."""
+    async with life() as (peer, _):
+        async with life() as (_, address):
+            pass
+        for _ in range(5):
+            with pytest.raises(KvTransferFailed):
+                async with asyncio.timeout(60):  # far from its own deadline
+                    await peer.connect(address, 600.0)
+
+
+@pytest.mark.fault("F5")
+async def test_a_number_of_an_earlier_lifes_connection_is_never_used_again() -> None:
+    """Tags of payloads follow from it: a late byte of an earlier life must find no receive of a later one."""
+    keys = []
+    async with life() as (_, address):
+        for _ in range(3):
+            async with life() as (peer, _):
+                keys.append((await peer.connect(address, CONNECT_S)).key)
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.fault("F4")
+async def test_a_worker_that_may_still_touch_memory_is_never_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if a peer held on to what was posted for longer than a close may take."""
+    async with life() as (peer, _):
+        async with life() as (transport, first):
+            await peer.connect(first, CONNECT_S)
+            await until(lambda: transport.num_connections == 1)
+            monkeypatch.setattr(ucx, "_DRAIN_S", 0.0)
+        monkeypatch.undo()
+        async with life() as (_, second):
+            assert first.partition("/")[0] != second.partition("/")[0]
+            (await peer.connect(second, CONNECT_S)).abort("done")

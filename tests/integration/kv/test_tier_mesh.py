@@ -1,0 +1,79 @@
+"""Processes: two prefills with host pools, and the kv-cache-index that tells one what the other holds."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import signal
+
+import numpy as np
+import pytest
+
+from pdmesh.engine.base import Sampling
+from pdmesh.engine.sim.model import SimParams
+from pdmesh.v1 import instance_service_pb2 as pb
+from tests.fakes.sim_instances import TestSession
+from tests.support.sim_reference import sim_reference
+from tests.support.sites.instance_site import Process, Site, site
+from tests.support.waiting import until
+
+__all__ = ["site"]  # a fixture
+
+NUM_TOKENS, NUM_BLOCKS = 1500, 23  # of 64 tokens, the last one not full
+SAMPLING = Sampling(max_tokens=4)
+# Computing takes as long as on a real engine, so that fetching pays; 4 MB are 500 blocks of the sim.
+PREFILL = {"KV_HOST_POOL_BYTES": str(4 << 20), "SIM_LAW": "smollm2-cpu", "KV_TIER_TIMEOUT_S": "10"}
+
+
+def prompt_of(seed: int) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(3, 600, NUM_TOKENS).tolist()
+    return tokens
+
+
+async def prefilled(process: Process, prompt: list[int]) -> pb.FirstToken:
+    """Token 1 is the right one; the staged KV is given back."""
+    params = SimParams(block_size=process.record.block_size)
+    async with TestSession(process) as session:
+        leg = await session.prefill(prompt, SAMPLING)
+        first = await leg.until("first_token", timeout_s=60.0)
+        assert isinstance(first, pb.FirstToken)
+        assert [first.token_id] == sim_reference(prompt, SAMPLING, params)[0][:1]
+        await session.release(leg, first.ticket.ticket_id)
+    return first
+
+
+def blocks(process: Process, tier: str, event: str) -> int:
+    """From /metrics."""
+    for line in process.metrics().splitlines():
+        if line.startswith("pdmesh_kv_tier_blocks_total") and {
+            f'tier="{tier}"',
+            f'event="{event}"',
+        } <= set(re.split("[{},]", line)):
+            return int(float(line.rsplit(" ", 1)[1]))
+    return 0
+
+
+@pytest.mark.req("S68", "S76", "S77", "S106")
+async def test_one_prefill_is_served_by_anothers_pool_until_that_one_is_gone(site: Site) -> None:
+    await site.start("kv_cache_index", "index-0")
+    first = await site.start("prefill", "prefill-0", **PREFILL)
+    second = await site.start("prefill", "prefill-1", **PREFILL)
+    last = prompt_of(0)
+    assert (await prefilled(first, last)).num_cached_tokens == 0
+    await until(lambda: blocks(first, "host", "stored") == NUM_BLOCKS)
+    seeds = itertools.count(1)
+
+    async def is_fetched() -> bool:
+        """The index hears of the blocks some tens of milliseconds later, and the first connection takes its time."""
+        prompt = prompt_of(next(seeds))
+        assert (await prefilled(first, prompt)).num_cached_tokens == 0
+        return (await prefilled(second, prompt)).num_cached_tokens == 64 * NUM_BLOCKS
+
+    await until(is_fetched)
+    await until(lambda: blocks(second, "peer", "served") >= NUM_BLOCKS)
+    await until(lambda: blocks(first, "host", "lent") >= NUM_BLOCKS)
+
+    first.signal(signal.SIGKILL)
+    await first.exit_code()
+    assert (await prefilled(second, last)).num_cached_tokens == 0, "computed, in bounded time"
+    assert (await prefilled(second, last)).num_cached_tokens == 64 * NUM_BLOCKS

@@ -1,0 +1,228 @@
+"""`pdmesh up` and its companions on a real sim mesh: start, look, kill, stop; no orphans whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from pdmesh.launcher import state
+from tests.support.sites.processes import is_alive
+from tests.support.waiting import wait_until
+
+START_S = 90.0
+
+
+class Pdmesh:
+    """The command, with one state directory and free ports."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("PDMESH_")}
+        self.environment = {**kept, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self.output = directory / "up.txt"
+
+    def _command(self, *arguments: str) -> list[str]:
+        own = ["--state-dir", str(self.directory / "state")]
+        return [sys.executable, "-m", "pdmesh.cli.app", arguments[0], *own, *arguments[1:]]
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self._command(*arguments),
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+            check=False,
+        )
+
+    def up(self, *arguments: str, stdout: int | None = None) -> subprocess.Popen[bytes]:
+        command = self._command(
+            "up", "--engine", "sim", "--prefill", "1", "--decode", "1",
+            "--http-port", "0", "--grpc-port", "0", *arguments,
+        )  # fmt: skip
+        with self.output.open("wb") as output:
+            return subprocess.Popen(
+                command,
+                env=self.environment,
+                stdout=output if stdout is None else stdout,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def mesh(self) -> state.MeshState:
+        mesh = state.read(self.directory / "state")
+        assert mesh is not None, self.output.read_text()
+        return mesh
+
+    def until_ready(self, launcher: subprocess.Popen[bytes]) -> state.MeshState:
+        def is_ready() -> bool:
+            assert launcher.poll() is None, self.output.read_text()
+            mesh = state.read(self.directory / "state")
+            return mesh is not None and mesh.phase == "ready"
+
+        wait_until(is_ready, START_S)
+        return self.mesh()
+
+
+@pytest.fixture
+def pdmesh(tmp_path: Path) -> Iterator[Pdmesh]:
+    command = Pdmesh(tmp_path)
+    yield command
+    if (pid := state.locker_pid(tmp_path / "state")) is not None:
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: state.locker_pid(tmp_path / "state") is None)
+
+
+def pids(mesh: state.MeshState) -> dict[str, int]:
+    return {name: process.pid for name, process in mesh.processes.items()}
+
+
+def open_to_others(state_dir: Path) -> list[str]:
+    """What in it somebody else may read, or only see."""
+    found = [state_dir, *state_dir.rglob("*")]
+    return [str(path) for path in found if path.lstat().st_mode & 0o077 and not path.is_symlink()]
+
+
+def lives_again(pdmesh: Pdmesh, name: str, killed: int) -> bool:
+    return pids(pdmesh.mesh())[name] not in (0, killed)
+
+
+@pytest.mark.req("S74")
+def test_a_mesh_comes_up_answers_heals_and_goes_down(pdmesh: Pdmesh) -> None:
+    launcher = pdmesh.up()
+    mesh = pdmesh.until_ready(launcher)
+    before = pids(mesh)
+    assert all(is_alive(pid) for pid in before.values())
+
+    answer = pdmesh.run("chat", "hello", "--max-tokens", "8")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.strip()
+
+    status = pdmesh.run("status", "--json")
+    rows = {row["id"]: row for row in json.loads(status.stdout)["rows"]}
+    assert {"prefill-0", "decode-0", "gateway-0", "master-scheduler"} <= rows.keys()
+    assert (rows["prefill-0"]["role"], rows["decode-0"]["role"]) == ("prefill", "decode")
+    assert rows["decode-0"]["slots_used"] == 0
+    assert "prefill-0" in pdmesh.run("status").stdout
+
+    same = ("--prefill", "1", "--decode", "1", "--http-port", "0", "--grpc-port", "0")
+    again = pdmesh.run("up", "--engine", "sim", *same)
+    assert again.returncode == 0
+    assert "up already" in again.stdout
+    other = pdmesh.run("up", "--engine", "sim", *same, "--gateways", "2", "--blank", "1")
+    assert (other.returncode, other.stdout) == (1, "")
+    assert "with other options: --blank 0, not 1; --gateways 1, not 2; stop it" in other.stderr
+    assert open_to_others(pdmesh.directory / "state") == []
+
+    os.kill(before["decode-0"], signal.SIGKILL)
+    wait_until(lambda: pids(pdmesh.mesh())["decode-0"] not in (0, before["decode-0"]))
+    after = pids(pdmesh.mesh())
+    assert {n for n in before if before[n] != after[n]} == {"decode-0"}
+
+    os.kill(launcher.pid, signal.SIGINT)
+    assert launcher.wait(30) == 0
+    wait_until(lambda: not any(is_alive(pid) for pid in after.values()))
+    said = pdmesh.output.read_text()
+    assert re.search(r"the mesh is ready after \d", said)
+    assert "chat/completions" in said
+    assert said.rstrip().endswith("pdmesh: stopped")
+    assert not [*(pdmesh.directory / "state" / "run").iterdir()], "what it told while it ran"
+
+
+@pytest.mark.req("S74")
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
+def test_a_killed_launcher_takes_the_whole_mesh_with_it(pdmesh: Pdmesh) -> None:
+    launcher = pdmesh.up()
+    mesh = pdmesh.until_ready(launcher)
+    os.kill(pids(mesh)["prefill-0"], signal.SIGSTOP)  # also what cannot run its own handlers
+    launcher.kill()
+    launcher.wait()
+    wait_until(lambda: not any(is_alive(pid) for pid in pids(mesh).values()))
+    left = pdmesh.directory / "state"
+    assert pdmesh.run("status").stderr == (
+        f"pdmesh: no mesh is running here; start one with: pdmesh up --state-dir {left}\n"
+    )
+    (left / "run" / "node-status.json").write_text("{}")  # as a node agent's that died with it
+    down = pdmesh.run("down")
+    assert (down.returncode, down.stdout) == (
+        0,
+        "no mesh is running here; what the last one left behind is removed\n",
+    )
+    assert not [*(left / "run").iterdir(), *left.glob("mesh.json")]
+    assert pdmesh.run("down").stdout == "no mesh is running here\n"
+
+
+@pytest.mark.req("S74")
+def test_a_launcher_whose_reader_has_gone_goes_on_keeping_its_mesh(pdmesh: Pdmesh) -> None:
+    """`pdmesh up | head`, or a terminal that was closed: nothing can be printed any more, and a decode dies."""
+    launcher = pdmesh.up(stdout=subprocess.PIPE)
+    mesh = pdmesh.until_ready(launcher)
+    assert launcher.stdout is not None
+    launcher.stdout.close()
+    before = pids(mesh)
+    for _ in range(2):  # of the second death a reader would be told more than of the first
+        killed = pids(pdmesh.mesh())["decode-0"]
+        os.kill(killed, signal.SIGKILL)
+        wait_until(partial(lives_again, pdmesh, "decode-0", killed))
+    assert pdmesh.run("chat", "hello", "--max-tokens", "4").returncode == 0
+    assert {n for n, pid in pids(pdmesh.mesh()).items() if before[n] != pid} == {"decode-0"}
+    said = (pdmesh.directory / "state" / "logs" / "launcher.log").read_text()
+    assert "decode-0 was killed by signal 9 (1 in a row); restarting it now" in said
+    os.kill(launcher.pid, signal.SIGTERM)
+    assert launcher.wait(60) == 0
+    assert state.locker_pid(pdmesh.directory / "state") is None
+
+
+def test_a_detached_mesh_returns_when_it_is_ready_and_down_stops_it(pdmesh: Pdmesh) -> None:
+    up = pdmesh.run(
+        "up", "--engine", "sim", "--fusion", "--http-port", "0", "--grpc-port", "0", "--detach"
+    )
+    assert up.returncode == 0, up.stderr
+    assert "the mesh is ready" in up.stdout
+    mesh = pdmesh.mesh()
+    assert "fusion-0" in mesh.processes
+    assert pdmesh.run("chat", "hello", "--max-tokens", "4").returncode == 0
+    down = pdmesh.run("down")
+    assert (down.returncode, down.stdout.startswith("the mesh is down")) == (0, True)
+    assert not any(is_alive(pid) for pid in pids(mesh).values())
+
+
+def test_a_taken_port_is_one_line_and_nothing_is_left_behind(pdmesh: Pdmesh) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        up = pdmesh.run("up", "--engine", "sim", "--http-port", port, "--grpc-port", "0")
+    assert up.returncode == 1
+    lines = up.stderr.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"pdmesh: port {port} on 127.0.0.1 is taken by ")
+    assert lines[0].endswith("choose another with --http-port")
+    assert state.locker_pid(pdmesh.directory / "state") is None
+
+
+def test_a_service_that_cannot_start_ends_the_start_with_its_reason(pdmesh: Pdmesh) -> None:
+    pdmesh.environment["PDMESH_LEASE_S"] = "never"
+    launcher = pdmesh.up()
+    assert launcher.wait(START_S) == 1
+    last = pdmesh.output.read_text().strip().splitlines()[-1]
+    assert "does not start" in last
+    assert "PDMESH_LEASE_S" in last
+    assert state.locker_pid(pdmesh.directory / "state") is None
+
+
+def test_a_start_that_is_interrupted_leaves_nothing_behind(pdmesh: Pdmesh) -> None:
+    launcher = pdmesh.up()
+    wait_until(lambda: "nats is ready" in pdmesh.output.read_text(), START_S)
+    children = pids(pdmesh.mesh())
+    os.kill(launcher.pid, signal.SIGTERM)
+    assert launcher.wait(30) == 130
+    wait_until(lambda: not any(is_alive(pid) for pid in children.values() if pid))

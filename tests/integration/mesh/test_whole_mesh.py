@@ -1,0 +1,300 @@
+"""Requests through all six services as real processes, on the sim engine: what clients and operators see of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+
+from pdmesh.events.v1.events_pb2 import RequestFinished
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.launcher.spec import MeshSpec
+from pdmesh.net import subjects
+from pdmesh.net.bus import Message
+from pdmesh.net.events import decode_event
+from pdmesh.net.nats.bus import NatsBus
+from tests.support.otlp import OtlpCollector, SeenSpan
+from tests.support.sites import fleet
+from tests.support.streams import stream_completion
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+# Block size is 64: lengths around its multiples, and the shortest.
+LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 200, 640)
+CANARY = "xyzzy-canary-zebra"
+
+
+def prompt_of(length: int) -> list[int]:
+    return [40 + (i * 7 + length) % 80 for i in range(length)]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> fleet.Reference:
+    return fleet.Reference.load(tmp_path_factory.mktemp("sim-model"))
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[OtlpCollector]:
+    taken = OtlpCollector()
+    yield taken
+    taken.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh(
+    tmp_path_factory: pytest.TempPathFactory, collector: OtlpCollector
+) -> AsyncIterator[Mesh]:
+    spec = fleet.two_by_two(
+        PDMESH_OTLP_ENDPOINT=collector.endpoint,
+        OTEL_BSP_SCHEDULE_DELAY="200",
+        OTEL_METRIC_EXPORT_INTERVAL="500",
+    )
+    async with Mesh(spec, tmp_path_factory.mktemp("mesh")) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(timeout=30) as running:
+        yield running
+
+
+@pytest.mark.req("S1", "S13", "S39", "S47", "S49", "S69", "S73", "S79", "S81")
+async def test_every_length_and_pair_gives_the_text_of_one_model(
+    mesh: Mesh, client: httpx.AsyncClient, reference: fleet.Reference
+) -> None:
+    asked = [(prompt_of(n), tokens) for n in LENGTHS for tokens in (1, 2, 12)]
+    outcomes = await asyncio.gather(
+        *(stream_completion(client, mesh.http_url, p, n, ignore_eos=True) for p, n in asked)
+    )
+    for (prompt, num_tokens), outcome in zip(asked, outcomes, strict=True):
+        assert outcome.is_complete, outcome
+        assert outcome.text == reference.text(prompt, num_tokens)
+    await until(lambda: _nothing_held(mesh))
+
+
+@pytest.mark.req("S72")
+async def test_fusion_answers_as_the_disaggregated_mesh_does(
+    tmp_path: Path, client: httpx.AsyncClient, reference: fleet.Reference
+) -> None:
+    spec = MeshSpec(
+        engine="sim", num_prefill=0, num_decode=0, num_fusion=1, http_port=0, grpc_port=0
+    )
+    async with Mesh(spec, tmp_path) as fusion:
+        for length in LENGTHS:
+            prompt = prompt_of(length)
+            outcome = await stream_completion(client, fusion.http_url, prompt, 12, ignore_eos=True)
+            assert outcome.text == reference.text(prompt, 12)
+
+
+@pytest.mark.req("S5")
+async def test_a_repeated_prompt_is_served_from_the_prefill_that_holds_its_blocks(
+    mesh: Mesh,
+) -> None:
+    """The index learns of stored blocks from events, so it may take a moment; then every repeat hits."""
+    ai = openai.AsyncOpenAI(base_url=f"{mesh.http_url}/v1", api_key="none")
+    prompt = prompt_of(500)
+
+    async def cached() -> int:
+        answer = await ai.completions.create(model="default", prompt=prompt, max_tokens=2)
+        assert answer.usage is not None
+        details = answer.usage.prompt_tokens_details
+        return (details.cached_tokens if details else 0) or 0
+
+    assert await cached() == 0
+    await until(cached)
+    assert [await cached() for _ in range(8)] == [448] * 8  # 7 full blocks of 64
+    await ai.close()
+
+
+@pytest.mark.fault("F27")
+async def test_a_client_that_leaves_frees_everything_it_held(mesh: Mesh) -> None:
+    """Streams are dropped at many moments: queued, in prefill, in hand-over, in decode."""
+    async with httpx.AsyncClient(timeout=30) as leaving:
+
+        async def leave_after(seconds: float) -> None:
+            stream = stream_completion(leaving, mesh.http_url, prompt_of(640), 500, ignore_eos=True)
+            task = asyncio.create_task(stream)
+            await asyncio.wait([task], timeout=seconds)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        await asyncio.gather(*(leave_after(0.002 * i) for i in range(60)))
+    await until(lambda: _nothing_held(mesh))
+
+
+async def test_one_trace_spans_all_services_of_a_request(
+    mesh: Mesh, client: httpx.AsyncClient, collector: OtlpCollector
+) -> None:
+    traceparent = "00-0123456789abcdef0123456789abcdef-00f067aa0ba902b7-01"
+    answer = await client.post(
+        f"{mesh.http_url}/v1/completions",
+        json={"model": "default", "prompt": prompt_of(200), "max_tokens": 4, "ignore_eos": True},
+        headers={"traceparent": traceparent},
+    )
+    assert answer.status_code == 200
+    trace_id = traceparent.split("-")[1]
+    expected = {
+        ("gateway", "plan"),
+        ("master-scheduler", "plan"),
+        ("prefill", "prefill"),
+        ("decode", "kv.transfer"),
+        ("decode", "decode"),
+    }
+
+    def seen() -> set[tuple[str, str]]:
+        return {(s.service, s.name) for s in collector.spans if s.trace_id == trace_id}
+
+    await until(lambda: expected <= seen())
+    mine = [s for s in collector.spans if s.trace_id == trace_id]
+    legs = sorted(s.name for s in mine if s.name in {"prefill", "kv.transfer", "decode"})
+    assert legs == ["decode", "kv.transfer", "prefill"], "each stage once, from whoever did it"
+    roots = [s for s in mine if s.parent_id == "00f067aa0ba902b7"]
+    assert [s.service for s in roots] == ["gateway"], "the client's span is the parent of ours"
+    ids = {s.span_id for s in mine} | {"00f067aa0ba902b7"}
+    assert all(s.parent_id in ids for s in mine), "no span hangs in the air"
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_a_client_without_a_traceparent_gets_one_trace_over_all_services(
+    mesh: Mesh, client: httpx.AsyncClient, collector: OtlpCollector, path: str
+) -> None:
+    asked = (
+        {"messages": [{"role": "user", "content": "hi " * 40}]}
+        if "chat" in path
+        else {"prompt": prompt_of(210)}
+    )
+    answer = await client.post(
+        f"{mesh.http_url}/v1/{path}",
+        json={"model": "default", **asked, "max_tokens": 4, "ignore_eos": True},
+    )
+    assert answer.status_code == 200
+    operation = "chat" if "chat" in path else "text_completion"
+    expected = {
+        ("gateway", f"{operation} {answer.json()['model']}", "SERVER"),
+        ("gateway", "plan", "CLIENT"),
+        ("master-scheduler", "plan", "SERVER"),
+        ("prefill", "prefill", "SERVER"),
+        ("decode", "kv.transfer", "CLIENT"),
+        ("decode", "decode", "SERVER"),
+    }
+
+    def mine() -> list[SeenSpan]:
+        request_id = answer.headers["x-request-id"]
+        traces = {s.trace_id for s in collector.spans if request_id in str(s.attributes)}
+        assert len(traces) <= 1
+        return [s for s in collector.spans if s.trace_id in traces]
+
+    await until(lambda: expected <= {(s.service, s.name, s.kind) for s in mine()})
+    roots = [s for s in mine() if not s.parent_id]
+    assert [s.service for s in roots] == ["gateway"]
+    assert "pdmesh" in roots[0].attributes["gen_ai.provider.name"]
+
+
+async def test_every_service_sends_its_metrics_to_the_collector(
+    mesh: Mesh, client: httpx.AsyncClient, collector: OtlpCollector
+) -> None:
+    services = (
+        "gateway",
+        "master-scheduler",
+        "prefill",
+        "decode",
+        "kv-cache-index",
+        "health-monitor",
+    )
+
+    def is_ready(service: str) -> bool:
+        seen = collector.metrics.get((service, "pdmesh.process.ready"))
+        return seen is not None and list(seen.points.values()) == [1]
+
+    await until(lambda: all(map(is_ready, services)))
+    await stream_completion(client, mesh.http_url, prompt_of(64), 4, ignore_eos=True)
+    await until(lambda: ("gateway", "gen_ai.server.time_per_output_token") in collector.metrics)
+    seen = collector.metrics["gateway", "gen_ai.server.time_per_output_token"]
+    labels = {key for key, _ in next(iter(seen.points))}
+    assert labels == {"gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model"}
+    assert collector.metrics["gateway", "pdmesh.gateway.plans"].kind == "sum"
+
+
+async def test_a_decode_has_as_many_slots_in_its_record_as_in_its_load(mesh: Mesh) -> None:
+    for name, address in (await fleet.addresses(mesh)).items():
+        answer = await fleet.status(address)
+        assert answer is not None, name
+        assert answer.record.num_slots == answer.load.num_slots, name
+
+
+async def test_operators_see_a_finished_request_as_readable_json(
+    mesh: Mesh, client: httpx.AsyncClient
+) -> None:
+    bus = await NatsBus.connect(mesh.nats_url, "test-events")
+    seen: list[Message] = []
+
+    async def take(message: Message) -> None:
+        seen.append(message)
+
+    await bus.subscribe(subjects.request_finished(), take)
+    body = {"model": "default", "prompt": prompt_of(130), "max_tokens": 5, "ignore_eos": True}
+    answer = await client.post(f"{mesh.http_url}/v1/completions", json=body)
+    request_id = answer.headers["x-request-id"]
+    await until(lambda: any(request_id in m.data.decode() for m in seen))
+    message = next(m for m in seen if request_id in m.data.decode())
+    assert message.headers["content-type"] == "application/json"
+    assert json.loads(message.data)["requestId"] == request_id
+    event = decode_event(message, RequestFinished)
+    assert (event.outcome, event.usage.num_completion_tokens) == ("completed", 5)
+    assert event.prefill_id.startswith("prefill-")
+    assert event.decode_id.startswith("decode-")
+    assert 0 < event.ttft_ms <= event.e2e_ms
+    await bus.close()
+
+
+async def test_no_prompt_or_answer_reaches_a_log_an_event_or_a_span(
+    mesh: Mesh, client: httpx.AsyncClient, collector: OtlpCollector
+) -> None:
+    """I9: a canary in a prompt, in a bad request and in an aborted one is found nowhere but at the client."""
+    bus = await NatsBus.connect(mesh.nats_url, "test-canary")
+    events: list[Message] = []
+
+    async def take(message: Message) -> None:
+        events.append(message)
+
+    await bus.subscribe(subjects.ALL, take)
+    url = f"{mesh.http_url}/v1/chat/completions"
+    good = {"model": "default", "messages": [{"role": "user", "content": CANARY}], "max_tokens": 4}
+    assert (await client.post(url, json=good)).status_code == 200
+    for bad in ({**good, "max_tokens": -1}, {**good, "messages": CANARY}, {**good, "x": CANARY}):
+        assert (await client.post(url, json=bad)).status_code == 400
+    await until(lambda: any("request.finished" in m.subject for m in events))
+    logs = [path.read_bytes() for path in (mesh.state_dir / "logs").iterdir()]
+    places = [*logs, *(m.data for m in events), *collector.bodies]
+    assert len(logs) >= 10
+    assert not [p for p in places if CANARY.encode() in p]
+    await bus.close()
+
+
+async def test_accepted_is_completed_plus_failed_plus_cancelled(
+    mesh: Mesh, client: httpx.AsyncClient
+) -> None:
+    """I6, over everything the tests above did to this mesh."""
+
+    def counted() -> tuple[float, float]:
+        accepted = ended = 0.0
+        for name, _, value in fleet.samples(mesh, "gateway-0"):
+            accepted += value if name == "pdmesh_requests_accepted_total" else 0
+            ended += value if name == "pdmesh_requests_total" else 0
+        return accepted, ended
+
+    await stream_completion(client, mesh.http_url, prompt_of(3), 2)
+    await until(lambda: counted()[0] == counted()[1])
+    assert counted()[0] > len(LENGTHS)
+
+
+async def _nothing_held(mesh: Mesh) -> bool:
+    return not await fleet.held(mesh)

@@ -1,0 +1,218 @@
+"""Every port that a mesh listens on is in a table of docs/security.md, at that address, and asks strangers for what the table says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import httpx
+import pytest
+import yaml
+
+from pdmesh import api_keys
+from pdmesh.errors import WrongMeshToken
+from pdmesh.launcher.mesh import Mesh
+from pdmesh.launcher.spec import MeshSpec
+from pdmesh.net.grpc import rpc
+from pdmesh.net.grpc.mesh_token import METADATA_KEY
+from pdmesh.net.nats.bus import NatsBus
+from pdmesh.net.nats.registry import NatsRegistry
+from pdmesh.v1.inference_service_pb2 import ChatRequest
+from pdmesh.v1.inference_service_pb2_grpc import InferenceServiceStub
+from tests.support.attack.listeners import Listener, listeners
+from tests.support.waiting import until
+
+ROOT: Final = Path(__file__).resolve().parents[3]
+HEADING: Final = "### What listens where"
+LOCAL, ALL = "127.0.0.1", "0.0.0.0"
+# Blank instances listen on what their role needs once they have one.
+GROUPS: Final = """
+groups:
+  assigned: {scenario: assigned, prefill: 1, decode: 1}
+scenarios:
+  assigned: {allow_single: true}
+"""
+
+
+@dataclass(frozen=True, order=True)
+class Port:
+    service: str
+    kind: str
+    host: str
+
+
+def named_ports(spec: MeshSpec) -> set[Port]:
+    """By the table, for a mesh of this spec."""
+    text = (ROOT / "docs/security.md").read_text()
+    section = text.partition(HEADING)[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|[^|]*\|$", section, re.MULTILINE)
+    hosts = {"`--host`": spec.host, "`--inner-host`": spec.inner_host}
+    return {
+        Port(service, kind, hosts.get(address, address))
+        for services, kind, address in rows[2:]
+        for service in services.split(", ")
+    }
+
+
+@dataclass(frozen=True)
+class Found:
+    port: Port
+    number: int
+
+
+async def listening(mesh: Mesh) -> list[Found]:
+    """Everything that any process of the mesh listens on, as the kernel says."""
+    bus = await NatsBus.connect(mesh.nats_url, "test")
+    view = await NatsRegistry(bus, 3.0).watch()
+    addresses = {i: r.grpc_address for i, r in view.records.items()}
+    await view.close()
+    await bus.close()
+    found = []
+    for name, process in mesh.supervisor.specs.items():
+        kinds = {_number(addresses.get(name, "")): "gRPC", _number(mesh.ops_address(name)): "ops"}
+        if process.service == "nats":
+            kinds = {_number(mesh.nats_url): "NATS"}
+        elif process.service == "gateway":
+            kinds[_number(mesh.http_url)] = "HTTP"
+        else:
+            kinds[0] = "none"
+        for listener in listeners(mesh.pid(name)):
+            kind = kinds.get(listener.port) or _other(process.service, listener)
+            host = _host(listener, mesh.spec if kind == "KV" else None)
+            found.append(Found(Port(process.service, kind, host), listener.port))
+    return found
+
+
+def _number(address: str) -> int:
+    return int(address.rpartition(":")[2] or 0)
+
+
+def _other(service: str, listener: Listener) -> str:
+    """UCX takes ports of its own choice, on tcp alone."""
+    is_kv = service in {"prefill", "decode", "instance"} and listener.protocol == "tcp"
+    return "KV" if is_kv else f"{listener.protocol} {listener.port}"
+
+
+def _host(listener: Listener, spec: MeshSpec | None) -> str:
+    """gRPC takes both families for 0.0.0.0, and UCX each interface by its number."""
+    if listener.host == "::" or (spec is not None and spec.inner_host == ALL):
+        return ALL
+    return listener.host
+
+
+def mesh_spec(directory: Path, **options: Any) -> MeshSpec:
+    file = directory / "groups.yaml"
+    file.write_text(GROUPS)
+    return MeshSpec(
+        engine="sim",
+        num_prefill=1,
+        num_decode=1,
+        num_blank=2,
+        groups_file=file,
+        node_agent=True,
+        http_port=0,
+        grpc_port=0,
+        **options,
+    )
+
+
+async def check_ports(mesh: Mesh) -> list[Found]:
+    """Blank instances listen for KV from when they load; then every row of the table is met, and nothing else."""
+    named = named_ports(mesh.spec)
+    found: list[Found] = []
+
+    async def are_all_there() -> bool:
+        found[:] = await listening(mesh)
+        return {f.port for f in found} >= named
+
+    await until(are_all_there, 60)
+    assert {f.port for f in found} == named
+    return found
+
+
+async def test_a_mesh_listens_where_the_table_says_and_nowhere_else(tmp_path: Path) -> None:
+    async with Mesh(mesh_spec(tmp_path), tmp_path / "mesh") as mesh:
+        found = await check_ports(mesh)
+    assert {f.port.host for f in found} == {LOCAL}
+
+
+async def test_on_another_address_only_gateways_listen_and_strangers_get_nowhere(
+    tmp_path: Path,
+) -> None:
+    """Found with `pdmesh up --host ADDRESS --keys FILE`: all listened there, and an instance served whoever came."""
+    keys = api_keys.KeyFile()
+    key = api_keys.issue(keys, "acme")
+    api_keys.save(tmp_path / "keys.json", keys)
+    spec = mesh_spec(tmp_path, host=ALL, keys_file=tmp_path / "keys.json")
+    async with Mesh(spec, tmp_path / "mesh") as mesh:
+        found = await check_ports(mesh)
+        assert {f.port.service for f in found if f.port.host == ALL} == {"gateway"}
+        inner = [f for f in found if f.port.kind == "gRPC" and f.port.service != "gateway"]
+        for each in inner:
+            await _refuses_strangers(each)
+        async with httpx.AsyncClient(timeout=30) as client:
+            url = mesh.http_url.replace(ALL, LOCAL)
+            for token, status in (("nobody's", 401), (mesh.token, 401), (key, 200)):
+                headers = {"authorization": f"Bearer {token}", METADATA_KEY: mesh.token}
+                body = {"model": "default", "prompt": "hello", "max_tokens": 2}
+                answer = await client.post(f"{url}/v1/completions", json=body, headers=headers)
+                assert answer.status_code == status
+        address = mesh.grpc_address.replace(ALL, LOCAL)
+        async with rpc.channel(address, mesh.token) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await InferenceServiceStub(channel).Chat(ChatRequest(), timeout=30)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def _refuses_strangers(found: Found) -> None:
+    for token in ("", "of-another-mesh-0000"):
+        async with rpc.channel(f"{LOCAL}:{found.number}", token) as channel:
+            open_stream: Any = channel.stream_stream  # its stubs ask for serializers
+            call = open_stream("/pdmesh.v1.InstanceService/Session")()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call.read()
+            assert type(rpc.from_rpc_error(refused.value)) is WrongMeshToken, found
+
+
+def image_settings() -> dict[str, str]:
+    """What the Dockerfile says to every container."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    runtime = text.partition("AS runtime\n")[2].partition("\nFROM ")[0]
+    (line,) = re.findall(r"^ENV (.*)$", runtime, re.MULTILINE)
+    return dict(pair.partition("=")[::2] for pair in line.split())
+
+
+async def test_with_the_image_s_settings_everything_between_processes_asks_for_the_token(
+    tmp_path: Path,
+) -> None:
+    settings = image_settings()
+    hosts = {"host": settings["PDMESH_HOST"], "inner_host": settings["PDMESH_INNER_HOST"]}
+    spec = mesh_spec(tmp_path, **hosts, allow_anonymous=True, env={"UCX_TLS": "tcp"})
+    assert hosts == {"host": ALL, "inner_host": ALL}
+    async with Mesh(spec, tmp_path / "mesh") as mesh:
+        for each in await check_ports(mesh):
+            if each.port.kind == "gRPC" and each.port.service != "gateway":
+                await _refuses_strangers(each)
+
+
+def test_compose_publishes_the_gateway_alone_and_gives_every_service_its_secrets() -> None:
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    published = {name: s["ports"] for name, s in services.items() if s.get("ports")}
+    assert list(published) == ["gateway"]
+    assert all(port.startswith("127.0.0.1:") for port in published["gateway"])
+    own = {name: s["environment"] for name, s in services.items() if name not in {"nats", "redis"}}
+    for name, environment in own.items():
+        assert environment["PDMESH_MESH_TOKEN"].startswith("${PDMESH_MESH_TOKEN:-"), name
+        assert re.fullmatch(
+            r"nats://pdmesh:\$\{PDMESH_NATS_PASSWORD:-.+\}@nats:4222",
+            environment["PDMESH_NATS_URL"],
+        )
+        assert re.fullmatch(
+            r"redis://:\$\{PDMESH_REDIS_PASSWORD:-.+\}@redis:6379/0",
+            environment["PDMESH_REDIS_URL"],
+        )
+    assert "authorization" in (ROOT / "deploy/docker/nats.conf").read_text()
+    assert "requirepass $$REDISCLI_AUTH" in services["redis"]["command"][-1]

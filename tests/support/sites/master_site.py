@@ -1,0 +1,152 @@
+"""One master's control of groups over a registry in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from pdmesh.core.health.fault_levels import Level
+from pdmesh.core.kv.prefix.prefix_index import PrefixIndex
+from pdmesh.core.placement.fleet import Fleet, InstanceRecorded
+from pdmesh.core.placement.instance import FaultJudged
+from pdmesh.core.ratio.scenario_windows import ScenarioWindows
+from pdmesh.net.events import EventPublisher
+from pdmesh.net.nats.board import Board
+from pdmesh.net.nats.desired_store import DesiredStore
+from pdmesh.v1 import admin_service_pb2 as pb
+from pdmesh.v1.admin_service_pb2 import Hold
+from pdmesh.v1.common_pb2 import (
+    INSTANCE_PHASE_BLANK,
+    INSTANCE_PHASE_READY,
+    ROLE_NONE,
+    InstanceRecord,
+    Role,
+)
+from services.master_scheduler.admin.access import AdminAccess
+from services.master_scheduler.admin.pins import Pins
+from services.master_scheduler.admin.servicer import AdminServicer
+from services.master_scheduler.groups.group_loop import GroupLoop
+from services.master_scheduler.groups.holds import Holds
+from services.master_scheduler.placement.convert import identity_from
+from services.master_scheduler.plans.plan_loop import PlanLoop
+from services.master_scheduler.plans.upgrade_loop import UpgradeLoop
+from tests.fakes.kv.memory_kv import MemoryBucket
+from tests.fakes.memory_assignments import MemoryAssignments, MemoryAssignmentStore
+from tests.fakes.memory_bus import MemoryBus
+from tests.fakes.memory_registry import MemoryStore, MemoryView
+
+CHAT = "scenarios:\n  default: {allow_single: true}\ngroups:\n  chat: {prefill: 1, decode: 1}\n"
+
+
+class Site:
+    """One master's group loop and admin service over a registry in memory. It leads in epoch 1."""
+
+    def __init__(self) -> None:
+        self.registry, self.given = MemoryStore(), MemoryAssignmentStore()
+        self.desired_bucket, self.hold_bucket = MemoryBucket(), MemoryBucket()
+        self.leadership = (True, 1)
+        self.fleet = Fleet()
+        self.store: DesiredStore = DesiredStore(self.desired_bucket)  # type: ignore[arg-type]  # a fake
+        self._loops: list[GroupLoop] = []
+
+    async def start(self) -> None:
+        """A new process: it knows what the registry says."""
+        board: Board[Hold] = Board(self.hold_bucket, Hold)  # type: ignore[arg-type]  # a fake
+        view = MemoryView(self.registry)
+        self.holds = Holds(board, self.fleet, lambda: self.leadership)
+        self.loop = GroupLoop(
+            self.fleet,
+            view,
+            MemoryAssignments(self.given),
+            self.store,
+            self.holds,
+            EventPublisher(MemoryBus(), "master", 1),
+            lambda: self.leadership,
+            lambda: 0.0,
+        )
+        self._loops.append(self.loop)
+        self.plans = PlanLoop(
+            self.fleet,
+            self.loop,
+            self.store,
+            ScenarioWindows(),
+            lambda: self.leadership,
+            lambda: 0.0,
+        )
+        self.shares: dict[str, float] = {}
+        self.upgrades = UpgradeLoop(
+            self.fleet,
+            self.loop,
+            self.store,
+            self.plans,
+            EventPublisher(MemoryBus(), "master", 1),
+            lambda: self.leadership,
+            self.shares.update,
+            lambda: 0.0,
+        )
+        self.admin = AdminServicer(
+            AdminAccess(""),
+            self.loop,
+            self.upgrades,
+            self.plans,
+            self.store,
+            self.holds,
+            self._pins(view),
+            view,
+            lambda: self.leadership,
+            pb.UsageBook,
+        )
+        opening = asyncio.create_task(self.loop.open())
+        await asyncio.sleep(0)
+        self.reopen()
+        await opening
+
+    def _pins(self, view: MemoryView) -> Pins:
+        board: Board[pb.Pin] = Board(self.hold_bucket, pb.Pin)  # type: ignore[arg-type]  # a fake; never opened
+        events = EventPublisher(MemoryBus(), "master", 1)
+        return Pins(board, PrefixIndex(), view, events, b"k", lambda: self.leadership)
+
+    async def close(self) -> None:
+        for loop in self._loops:
+            await loop.close()
+
+    def reopen(self) -> None:
+        for watch in (*self.desired_bucket.watches, *self.hold_bucket.watches):
+            if not watch.is_live:
+                watch.open()
+
+    async def apply(self, text: str) -> None:
+        await self.store.apply(text, expected_version=None, author="ann", reason="")
+
+    def add(self, name: str, role: Role.ValueType = ROLE_NONE, group_id: str = "") -> None:
+        phase = INSTANCE_PHASE_BLANK if role == ROLE_NONE else INSTANCE_PHASE_READY
+        record = InstanceRecord(
+            instance_id=name, incarnation=7, service="instance", role=role, phase=phase, group_id=group_id,
+            scenario="default", model="m", num_slots=8, num_kv_blocks=100, block_size=64, max_model_len=4096,
+        )  # fmt: skip
+        self.registry.records[name] = record
+        if identity := identity_from(record):
+            self.fleet.handle(InstanceRecorded(identity), 0.0)
+
+    def break_(self, name: str, level: Level, since: float = 0.0) -> None:
+        self.fleet.handle(FaultJudged(name, 7, level, ("ECC",), held_back="", since=since), 0.0)
+
+    def stages(self) -> dict[str, int]:
+        return {k: a.stage for k, (_, a) in sorted(self.given.values.items()) if a is not None}
+
+    def stored_holds(self) -> dict[str, bytes]:
+        return {k: e.value for k, e in self.hold_bucket.entries.items() if e.value is not None}
+
+    async def ask(self, name: str, request: Any) -> Any:
+        return await getattr(self.admin, name)(request, Caller())
+
+    async def hold(self, name: str, kind: pb.HoldKind.ValueType) -> None:
+        await self.ask("HoldInstance", pb.HoldInstanceRequest(instance_id=name, kind=kind))
+
+
+class Caller:
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def peer(self) -> str:
+        return "unix:"
