@@ -1,7 +1,9 @@
-"""What plans have changed of the desired state since it was applied: the counts of a group, or that it is lent (S11, S28).
+"""Applies what plans have changed since the desired state was applied: counts and loans (S11, S28).
 
-An adjustment holds as long as the desired state asks for what it asked for when the adjustment was made: an operator who changes a
-group's counts has the last word. One that holds no more is erased, so that it does not come back with those counts.
+An adjustment changes the counts of a group, or says that the group is lent. It holds as long as the
+desired state asks for the counts that it asked for when the adjustment was made: an operator who
+changes a group's counts has the last word. An adjustment that no longer holds is erased, so that it
+does not come back with those counts.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ from pdmesh.core.moves.move import (
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """`pool`: the one that has borrowed the group, or OFF_POOL; empty while it serves. `base`: prefills and decodes that were asked for,
-    `base_fusion`: and instances that do both."""
+    """The counts of a group as plans have changed them.
+
+    `pool`: the pool that has borrowed the group, or OFF_POOL; empty while it serves. `base`: the
+    prefills and decodes that the desired state asked for; `base_fusion`: the fusion instances.
+    """
 
     prefill: int
     decode: int
@@ -34,7 +39,7 @@ class Adjustment:
 
 
 Adjustments = Mapping[str, Adjustment]  # by group
-Busy = Callable[[str, Role], float | None]  # share of the slots of a role in a group that is taken
+Busy = Callable[[str, Role], float | None]  # (group, role) -> share of its slots that is taken
 
 
 class CannotMove(Exception):
@@ -42,7 +47,7 @@ class CannotMove(Exception):
 
 
 def valid(desired: Desired, adjustments: Adjustments) -> dict[str, Adjustment]:
-    """Without those whose group is gone, or whose counts an operator has changed since."""
+    """The adjustments without those whose group is gone or whose counts an operator has changed."""
     return {
         group_id: adjustment
         for group_id, adjustment in sorted(adjustments.items())
@@ -53,7 +58,7 @@ def valid(desired: Desired, adjustments: Adjustments) -> dict[str, Adjustment]:
 
 
 def adjusted(desired: Desired, adjustments: Adjustments) -> Desired:
-    """What shall be now. Lent groups are not there."""
+    """The desired state with the adjustments made. Lent groups are left out."""
     known = valid(desired, adjustments)
     groups: dict[str, Group] = {}
     for group_id, group in desired.groups.items():
@@ -66,7 +71,7 @@ def adjusted(desired: Desired, adjustments: Adjustments) -> Desired:
 
 
 def num_lent(desired: Desired, adjustments: Adjustments) -> Counter[str]:
-    """Instances that are kept for those who borrowed groups, by the groups' regions; empty: of any."""
+    """How many instances are kept for borrowers of groups, by region; empty: in any region."""
     lent: Counter[str] = Counter()
     for group_id, adjustment in valid(desired, adjustments).items():
         if adjustment.pool not in ("", OFF_POOL):
@@ -76,7 +81,7 @@ def num_lent(desired: Desired, adjustments: Adjustments) -> Counter[str]:
 
 
 def group_shapes(desired: Desired, adjustments: Adjustments, busy: Busy) -> dict[str, GroupShape]:
-    """The groups as plans see them."""
+    """The groups as plans see them: with adjusted counts and loads."""
     known = valid(desired, adjustments)
     states: dict[str, GroupShape] = {}
     for group_id, group in sorted(desired.groups.items()):
@@ -98,7 +103,7 @@ def group_shapes(desired: Desired, adjustments: Adjustments, busy: Busy) -> dict
 
 
 def after(move: Move, desired: Desired, adjustments: Adjustments) -> dict[str, Adjustment]:
-    """The adjustments once the move is to be made; raises CannotMove."""
+    """The adjustments once this move is included. Raises CannotMove."""
     before = group_shapes(desired, adjustments, lambda group_id, role: None)
     if move.group_id not in before or (move.to_group and move.role and move.to_group not in before):
         raise CannotMove(f"group {move.group_id} is not there")

@@ -1,14 +1,20 @@
-"""Makes the groups what they shall be: sets up, changes, drains and repairs them by moving one instance at a time (S14-S26, S35, S36).
+"""Decides what to assign to instances so that the groups become what they should be (S14-S26, S35,
+S36).
 
-Level-triggered: each round compares what is wanted with records and assignments, both from the registry, and says what to assign
-next. So a new leader takes up every workflow where it is, and nothing is done twice. What is kept here beyond that are times (how long
-a stage has lasted, how often a group failed) and which steps were told. The rules that hold in every round:
+It sets groups up, changes, drains and repairs them, one instance at a time. It is level-triggered:
+each round compares what is wanted with records and assignments, both from the registry, and says
+what to assign next. So a new leader takes up every workflow where it is, and nothing is done twice.
+All that is kept here are times (how long a stage has lasted, how often a group failed) and which
+steps were told. The rules that hold in every round:
 
-- A group that serves nothing yet takes instances only when there are enough for all of it, and serves only when all pairs of those
-  that stay are verified; its prefills last. If that does not come about, all of it becomes blank again (S15, S19).
-- An instance that is lost, failed or isolated is replaced by one blank instance; the others go on (S35).
-- What is too many or of another revision or scenario leaves when those that come are ready, and never below what the scenario must keep.
-  Without room for them it leaves first: `group_leaving`.
+- A group that serves nothing yet takes instances only when there are enough for all of it. It
+  serves only when all pairs of those that stay are verified; its prefills begin last. If that
+  fails, all of it becomes blank again (S15, S19).
+- An instance that is lost, failed or isolated is replaced by one blank instance; the others go on
+  (S35).
+- An instance too many, or of another revision or scenario, leaves when its successors are ready,
+  and never below what the scenario must keep. Without room for the successors it leaves first:
+  `leave.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +46,7 @@ from pdmesh.core.model import (
     Stage,
 )
 
-IDS_PER_EPOCH: Final = 1_000_000  # so that assignment ids of different leaders differ
+IDS_PER_EPOCH: Final = 1_000_000  # keeps the assignment ids of different leaders apart
 
 
 class GroupState(enum.StrEnum):
@@ -54,7 +60,7 @@ class GroupState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
-    """`lacks`: the blank instances that it waits for, while none of its own leaves that could make room."""
+    """`lacks`: which blank instances it waits for; empty while instances of its own leave."""
 
     group_id: str
     state: GroupState
@@ -72,7 +78,7 @@ class GiveAssignment:
 
 @dataclass(frozen=True, slots=True)
 class ForgetAssignment:
-    """Remove the assignment: the incarnation it was for is gone."""
+    """Remove the assignment: its incarnation is gone."""
 
     instance_id: str
 
@@ -82,13 +88,15 @@ Effect = GiveAssignment | ForgetAssignment | AnnounceStep
 
 @dataclass(slots=True)
 class GroupController:
-    """The only way to change state is `handle`; its effects are to be written before the next round, or not at all."""
+    """The only way to change state is `handle`.
+
+    Its effects must be written before the next round, or not at all.
+    """
 
     clock: StageClock = field(default_factory=StageClock)
     reports: dict[str, GroupReport] = field(default_factory=dict)
-    regions: dict[str, str | None] = field(
-        default_factory=dict
-    )  # that each group is to be in now; None: any
+    # The region that each group should be in now; None: any.
+    regions: dict[str, str | None] = field(default_factory=dict)
     _steps: StepTeller = field(default_factory=StepTeller)
     _records: dict[str, GroupRecord] = field(default_factory=dict)
     _region_watch: RegionWatch = field(default_factory=RegionWatch)
@@ -97,12 +105,12 @@ class GroupController:
     _version: int = 0
 
     def handle(self, observed: Observed, now: float) -> list[Effect]:
-        """One round. Nothing happens as long as no desired state was ever applied."""
+        """One round. It does nothing until a desired state was applied."""
         if observed.version == 0:
             return []
         if observed.version != self._version:
             self._version = observed.version
-            self._records.clear()  # the operator may have mended what failed
+            self._records.clear()  # the operator may have repaired what failed
         round_ = Round(observed)
         told = self._steps.begin(observed)
         self._region_watch.note(observed.seen, now)
@@ -124,10 +132,11 @@ class GroupController:
     # --- what was there before -------------------------------------------------------------------
 
     def _note_losses(self, round_: Round, now: float) -> None:
-        """Places of those that are gone without having been asked to leave are to be filled again, if possible by others.
+        """Vacate the places of instances that are gone and were not asked to leave.
 
-        One that never served may have died of what it was assigned, unless its region is lost: then its substitute would too, and
-        all after it.
+        They are filled again, if possible by other instances. An instance that never served may
+        have died of its assignment: its substitute, and all after it, would die, too. So that
+        counts as a failure of the group, unless the region is lost.
         """
         unmade: dict[str, str] = {}  # one of each group: a node takes several with it
         for instance_id, assignment in sorted(round_.observed.given.items()):
@@ -144,7 +153,10 @@ class GroupController:
             self._fail(round_, group_id, f"{instance_id} was lost while it was set up", now)
 
     def _note_departures(self, round_: Round) -> None:
-        """Processes that were asked to stop drain by themselves: no failure, and their places are free from now on (F41)."""
+        """Processes that were asked to stop drain by themselves.
+
+        That is no failure, and their places are free from now on (F41).
+        """
         for instance_id, assignment in sorted(round_.plan.items()):
             member = GroupMember(round_.observed.seen[instance_id], assignment)
             if member.is_departing:
@@ -162,7 +174,7 @@ class GroupController:
         return observed.drained | observed.isolated | hanging | ending
 
     def _recover(self, round_: Round) -> None:
-        """The bucket of assignments was lost (F21): records tell what had been assigned."""
+        """If the bucket of assignments was lost (F21), records tell what had been assigned."""
         stages = {
             Phase.LOADING: Stage.LOAD,
             Phase.LOADED: Stage.LOAD,
@@ -180,7 +192,7 @@ class GroupController:
                 self._give(round_, seen, role_spec, stages[seen.phase], seen.assignment_id)
 
     def _adopt(self, round_: Round) -> None:
-        """Instances that have their role by their own settings belong to a group that is wanted."""
+        """Take instances with a role from their own settings into the group that they name."""
         for instance_id, seen in sorted(round_.observed.seen.items()):
             group = round_.observed.wanted.groups.get(seen.group_id)
             is_own = seen.assignment_id == 0 and seen.phase is Phase.READY
@@ -200,7 +212,7 @@ class GroupController:
         return RoleSpec(seen.role, seen.group_id, seen.scenario, seen.revision)
 
     def _in_order(self, round_: Round) -> list[str]:
-        """Groups that serve come first: what they lack is a fault, what a new one lacks is a delay."""
+        """Groups that serve come first: what they lack is a fault; in a new group it is a delay."""
 
         def rank(group_id: str) -> tuple[bool, str]:
             return (not any(m.is_ready for m in round_.members(group_id)), group_id)
@@ -253,7 +265,7 @@ class GroupController:
     # --- those that leave ------------------------------------------------------------------------
 
     def _erase_broken(self, round_: Round, group_id: str, now: float) -> None:
-        """Failed, isolated and overdue ones become blank at once; their places are filled by others."""
+        """Failed, isolated and overdue instances become blank at once; others take their places."""
         record = self._record(group_id)
         for member in round_.members(group_id):
             if member.stage is Stage.BLANK:
@@ -270,7 +282,7 @@ class GroupController:
                 erase(round_, record, member)
 
     def _finish_leaving(self, round_: Round, group_id: str, now: float) -> None:
-        """Drained ones are erased when those that knew them have let go (S26)."""
+        """Drained instances are erased when their peers have forgotten them (S26)."""
         record, members = self._record(group_id), round_.members(group_id)
         for member in members:
             if member.stage is not Stage.DRAIN:
@@ -287,7 +299,10 @@ class GroupController:
     def _recruit(
         self, round_: Round, group: WantedGroup, missing: dict[Role, int], *, has_served: bool
     ) -> int:
-        """Give blank instances a role; how many are still missing. A new group takes all it needs, or none."""
+        """Give blank instances a role; returns how many are still missing.
+
+        A new group takes all it needs, or none.
+        """
         num_blank = round_.num_blanks(group.racks)
         num = num_blank.total() if group.region is None else num_blank[group.region]
         short = max(0, sum(missing.values()) - num)
@@ -370,7 +385,10 @@ class GroupController:
         )
 
     def _writes(self, round_: Round) -> Iterator[Effect]:
-        """Also what has not changed, if an earlier leader wrote it: from then on, that one can write it no more (I7)."""
+        """What must be written, also if it is unchanged but an earlier leader wrote it.
+
+        From then on, that leader can no longer write it (I7).
+        """
         for instance_id in sorted(round_.observed.given.keys() - round_.plan.keys()):
             yield ForgetAssignment(instance_id)
         for instance_id, assignment in sorted(round_.plan.items()):

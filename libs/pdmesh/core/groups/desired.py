@@ -1,7 +1,9 @@
-"""What the mesh shall be: services, scenarios, groups, schedules, pools and regions, as one value (P/D-Serve 2.2, 3.3).
+"""What the mesh should be, as one value, what is wrong with it, and its diffs (P/D-Serve 2.2, 3.3).
 
-An operator writes it as a file; controllers compare it with what instances report. It says how many instances of which role a
-group has, never which ones. Names are checked by the reader (`pdmesh.desired_file`); `problems` are what only the whole can show.
+It has services, scenarios, groups, schedules, pools and regions. An operator writes it as a file,
+and controllers compare it with what instances report. It says how many instances of which role a
+group has, never which ones. The reader of the file (`pdmesh.desired_file`) checks names; `problems`
+finds what only the whole can show.
 """
 
 from __future__ import annotations
@@ -18,23 +20,27 @@ from pdmesh.core.request.slo import ScenarioSlo
 
 DEFAULT_NAME: Final = "default"
 SERVING_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.FUSION)
-CANARY_PREFIX: Final = "canary-"  # of groups that an upgrade makes beside those of a scenario
+CANARY_PREFIX: Final = "canary-"  # of groups that an upgrade adds to those of a scenario
 _REVISION_HEX: Final = 12
-_SAID_OTHERWISE: Final = frozenset({"has_auto_ratio", "action", "num_groups"})  # in a file
+# Fields that a file writes in another way.
+_SAID_OTHERWISE: Final = frozenset({"has_auto_ratio", "action", "num_groups"})
 
 Options = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A model as clients know it, and what its instances load. Empty: as the instance's own settings say."""
+    """A model as clients know it, and what its instances load.
+
+    An empty value leaves it to the instance's own settings.
+    """
 
     model: str = ""
     model_dir: str = ""
     manifests: Mapping[Role, str] = field(default_factory=dict)  # P and D artefacts differ (S17)
     options: Options = field(default_factory=dict)  # settings of its instances, by name
     role_options: Mapping[Role, Options] = field(default_factory=dict)
-    release: str = ""  # changes when the same names stand for other files
+    release: str = ""  # change it when the same names stand for other files
 
     def options_for(self, role: Role) -> dict[str, str]:
         return {**self.options, **self.role_options.get(role, {})}
@@ -42,9 +48,10 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class UpgradeLimits:
-    """How long a group with a new revision is watched before the next one gets it, and what sends all of them back (S24).
+    """How long a group with a new revision is watched, and what rolls the upgrade back (S24).
 
-    `group_timeout_s`: for a group to become whole; `max_failed_share`: of its requests; `max_slowdown`: of T_p or of each token.
+    The next group gets the revision after `soak_s`. `group_timeout_s`: for a group to become
+    complete; `max_failed_share`: of its requests; `max_slowdown`: of T_p or of each token.
     """
 
     soak_s: float = 60.0
@@ -55,9 +62,11 @@ class UpgradeLimits:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Requests of one kind. `allow_single`: one prefill, one decode or one region is enough, its loss an outage (S31, S58).
+    """Requests of one kind.
 
-    `has_auto_ratio`: its P:D ratio follows what its requests take (S29). `slo` None: as the gateways' own settings say.
+    `allow_single`: one prefill, one decode or one region is enough, and its loss is an outage (S31,
+    S58). `has_auto_ratio`: its P:D ratio follows what its requests need (S29). `slo` None: the
+    gateways' own settings hold.
     """
 
     service: str = DEFAULT_NAME
@@ -69,20 +78,20 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Instances that hand KV to each other, and to none outside (S13)."""
+    """Instances that hand KV to each other and to no instance outside (S13)."""
 
     scenario: str = DEFAULT_NAME
     prefill: int = 0
     decode: int = 0
     fusion: int = 0
-    region: str = ""  # empty: any one that has room
-    failover: tuple[str, ...] = ()  # where it is set up while its own region has no room for it
+    region: str = ""  # empty: any region that has room
+    failover: tuple[str, ...] = ()  # regions for it while its own has no room
     spans_regions: bool = False  # its KV may go from one region to another
-    racks: tuple[str, ...] = ()  # that its instances are of; empty: of any
+    racks: tuple[str, ...] = ()  # where its instances may be; empty: anywhere
 
     @property
     def regions(self) -> tuple[str, ...]:
-        """That it may be in, the preferred one first; empty: any."""
+        """The regions that it may be in, the preferred one first; empty: any."""
         return (self.region, *self.failover) if self.region else ()
 
     def num(self, role: Role) -> int:
@@ -97,7 +106,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleLine:
-    """At each moment of `at` (cron: minute hour day month weekday), do one thing to groups of a scenario (S11, S21)."""
+    """What to do to groups of a scenario at each time of `at` (S11, S21).
+
+    `at` is a cron expression: minute hour day month weekday.
+    """
 
     at: str
     scenario: str
@@ -138,7 +150,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One value that differs. `before` None: it was not there; `after` None: it is no more."""
+    """One value that differs. `before` None: it was not there; `after` None: it is gone."""
 
     path: str
     before: str | None
@@ -146,7 +158,10 @@ class Change:
 
 
 def problems(desired: Desired) -> Iterator[Problem]:
-    """What is wrong between the parts: names that lead nowhere, groups that cannot serve, single points of failure."""
+    """What is wrong between the parts.
+
+    That is: unknown names, groups that cannot serve, and single points of failure.
+    """
     for name, scenario in desired.scenarios.items():
         if scenario.service != DEFAULT_NAME and scenario.service not in desired.services:
             yield Problem(f"scenarios.{name}.service", f"there is no service {scenario.service}")
@@ -226,9 +241,10 @@ def _single_points(scenario: str, own: Mapping[str, Group]) -> Iterator[Problem]
 
 
 def revision_of(service: Service, kv_transport: str) -> str:
-    """Equal for instances that may exchange KV: what they load, how they keep KV, and how it travels (S24).
+    """A digest that is equal for instances that may exchange KV (S24).
 
-    Empty where the service says nothing: instances then are as their own settings say, those with a role of their own, too.
+    It covers what they load, how they keep KV, and how KV travels. Empty if the service says
+    nothing: then the instances' own settings hold, also for those with a role of their own.
     """
     if service == Service():
         return ""
@@ -237,7 +253,10 @@ def revision_of(service: Service, kv_transport: str) -> str:
 
 
 def diff(before: Desired, after: Desired) -> list[Change]:
-    """Every value that differs, by its path in a file. What comes or goes is told without what it leaves to its default."""
+    """Every value that differs, by its path in a file.
+
+    What comes or goes is listed without the values that are defaults.
+    """
     kept, still = _same_schedules(before.schedules, after.schedules)
     old, new = (
         {path: leaf for path, leaf in _leaves("", each) if path.partition(".")[0] not in same}
@@ -256,7 +275,10 @@ def diff(before: Desired, after: Desired) -> list[Change]:
 def _same_schedules(
     before: Sequence[ScheduleLine], after: Sequence[ScheduleLine]
 ) -> tuple[set[str], set[str]]:
-    """Where either file has what the other has, too: a schedule is known by what it says, not by where it stands."""
+    """The paths, before and after, of schedules that both have.
+
+    A schedule is known by its content, not by its place.
+    """
     places: dict[ScheduleLine, list[int]] = {}
     for i, line in enumerate(before):
         places.setdefault(_as_run(line), []).append(i)
@@ -291,7 +313,7 @@ class _Leaf:
 
 
 def _leaves(path: str, value: object, default: object = None) -> Iterator[tuple[str, _Leaf]]:
-    """By path, as a file says it."""
+    """All values by path, as a file writes them."""
     match value:
         case None | str() | int() | float():
             yield path, _Leaf(_scalar(value), value == default)

@@ -1,4 +1,4 @@
-"""What the group controller compares: groups as they are wanted, instances as they are seen, assignments as they are given."""
+"""What the group controller compares: groups as wanted, instances as seen, assignments as given."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class WantedGroup:
     scenario: str
     counts: Mapping[Role, int]
     role_specs: Mapping[Role, RoleSpec]
-    regions: tuple[str, ...] = ()  # that it may be in, the preferred one first; empty: in any one
-    spans_regions: bool = False  # its instances may be of several at once
-    region: str | None = None  # that it is to be in now (`group_place`); None: in any
-    racks: tuple[str, ...] = ()  # that its instances are of; empty: of any
+    regions: tuple[str, ...] = ()  # where it may be, the preferred one first; empty: in any one
+    spans_regions: bool = False  # its instances may be in several regions at once
+    region: str | None = None  # where it should be now (`region.py`); None: in any
+    racks: tuple[str, ...] = ()  # where its instances may be; empty: anywhere
 
     @property
     def revision(self) -> str:
@@ -48,9 +48,10 @@ class WantedGroup:
 
 @dataclass(frozen=True, slots=True)
 class WantedGroups:
-    """All groups, and how many that serve a scenario must keep of each role, whatever we do ourselves (S28, S31).
+    """All groups, and how many instances of each role our own changes must leave (S28, S31).
 
-    `num_lent`: blank instances that are kept for those who borrowed groups, by region; empty: of any.
+    `floors` has that number by scenario and role. `num_lent`: blank instances that are kept for
+    borrowers of groups, by region; empty: in any.
     """
 
     groups: Mapping[str, WantedGroup] = field(default_factory=dict)
@@ -113,7 +114,7 @@ def wanted_of(
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One instance by its record. `assignment_id` 0: what it is, it is by its own settings."""
+    """One instance by its record. `assignment_id` 0: it has its role from its own settings."""
 
     instance_id: str
     incarnation: int
@@ -125,7 +126,7 @@ class Seen:
     assignment_id: int = 0
     region: str = ""
     rack: str = ""
-    kv_region: str = ""  # that its KV stays in; empty: its group spans them
+    kv_region: str = ""  # where its KV stays; empty: its group spans regions
     kv_addresses: tuple[str, ...] = ()
     verified: frozenset[PeerId] = frozenset()
     failed: frozenset[PeerId] = frozenset()
@@ -143,7 +144,11 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The registry, now. `version` of the desired state, 0: none was ever applied. `drained`, `isolated`: instances on hold."""
+    """The registry, now.
+
+    `version` is that of the desired state; 0: none was ever applied. `drained` and `isolated` are
+    instances that operators or faults hold.
+    """
 
     epoch: int
     version: int

@@ -1,4 +1,4 @@
-"""Which members of a group stay, how many more it lacks, and how far each of them may go now (S14-S19)."""
+"""Decides which members of a group stay, how many it lacks, and how far each may go (S14-S19)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from pdmesh.core.model import Phase, Role, Stage
 def stayers_and_leavers(
     round_: Round, group: WantedGroup
 ) -> tuple[list[GroupMember], list[GroupMember]]:
-    """Those to keep, and those that are too many, of another scenario, revision or region, or drained by the operator."""
+    """Members to keep, and the others.
+
+    The others are too many, of another scenario, revision or region, or drained by the operator.
+    """
     keep: list[GroupMember] = []
     others: list[GroupMember] = []
     room = dict(group.counts)
     members = [m for m in round_.members(group.group_id) if m.stage <= Stage.SERVE]
-    # The last to go are those that are furthest; among those that serve, the busiest.
+    # Those that are furthest go last; among those that serve, the busiest go last.
     members.sort(key=lambda m: (-m.stage, not m.is_ready, -m.seen.num_slots_used, m.instance_id))
     for member in members:
         is_held = member.instance_id in round_.observed.drained
@@ -32,7 +35,10 @@ def stayers_and_leavers(
 
 
 def lacking(group: WantedGroup, keep: list[GroupMember]) -> dict[Role, int]:
-    """Instances that are missing, by role; first of a role that has none left, without which the others serve nobody."""
+    """Instances that are missing, by role.
+
+    A role with none left comes first: all others need it.
+    """
     have = Counter(m.role for m in keep)
     roles = sorted(group.counts, key=lambda role: have[role] > 0)
     return {role: group.counts[role] - have[role] for role in roles}
@@ -41,9 +47,10 @@ def lacking(group: WantedGroup, keep: list[GroupMember]) -> dict[Role, int]:
 def advance(
     round_: Round, group: WantedGroup, keep: list[GroupMember], *, has_served: bool
 ) -> None:
-    """Move each on by one stage if what it waits for has come.
+    """Move each member on by one stage if what it waits for has come.
 
-    Those that are to leave hold nobody up: one may be drained since it connects to nobody.
+    Members that should leave hold up none of the others: one may be drained because it cannot
+    connect.
     """
     is_gathered = len(keep) == group.size
     is_loaded = is_gathered and all(m.is_loaded for m in keep)
@@ -60,7 +67,7 @@ def advance(
             case Stage.CONNECT if not (has_served or is_connected):
                 continue
             case Stage.CONNECT if member.role is Role.PREFILL:
-                if decodes and all(m.is_ready for m in decodes):  # entrances last (S19)
+                if decodes and all(m.is_ready for m in decodes):  # prefills last (S19)
                     round_.set_stage(member, Stage.SERVE)
             case Stage.CONNECT:
                 round_.set_stage(member, Stage.SERVE)

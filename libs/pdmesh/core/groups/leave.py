@@ -1,9 +1,11 @@
-"""Which instances of a group leave, and when: what a round of the group controller does about those that are not to stay (S26, S28, S31).
+"""Decides which instances of a group leave, and when (S26, S28, S31).
 
-Those that serve leave when those that come are ready. Where there are too few blank instances for that, they make room first: one
-at a time if they are too many, and as many as are needed if they are of an old revision or scenario, or if their KV crosses regions
-and their group's is to stay in one (or the other way round). What is in another region or rack makes no room by leaving. Which group
-gets another revision when is not decided here (`core.upgrade.controller`).
+Instances that serve leave when their successors are ready. If there are too few blank instances for
+that, they make room first: one at a time if they are too many, and as many as are needed if they
+are of an old revision or scenario, or if their KV may cross regions and their group's may not (or
+the other way round). An instance in another region or rack makes no room by leaving.
+
+`core.upgrade.controller` decides which group gets another revision when.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from pdmesh.core.groups.region import is_in_place, is_misplaced
 from pdmesh.core.groups.round import GroupMember, Round
 from pdmesh.core.model import Phase, Role, Stage
 
-MAX_VACANCIES: Final = 64  # of a role in a group, whose substitutes are named
+MAX_VACANCIES: Final = 64  # of a role in a group: substitutes are told for at most so many
 
 
 @dataclass(slots=True)
 class GroupRecord:
     """What is remembered of a group beyond the registry."""
 
-    revision: str = ""  # that the failures are about
+    revision: str = ""  # to which the failures belong
     num_failures: int = 0
     failure: str = ""
     cools_until: float = 0.0
@@ -33,7 +35,7 @@ class GroupRecord:
     vacancies: dict[Role, deque[str]] = field(default_factory=dict)
 
     def begin(self, revision: str) -> None:
-        """What failed with another revision says nothing about this one."""
+        """Forget failures with another revision: they say nothing about this one."""
         if self.revision != revision:
             self.revision, self.num_failures, self.failure = revision, 0, ""
             self.cools_until, self.short_since = 0.0, None
@@ -47,14 +49,14 @@ class GroupRecord:
 
 
 def erase(round_: Round, record: GroupRecord, member: GroupMember) -> None:
-    """It becomes blank; if it was not leaving, somebody is to take its place."""
+    """Make it blank. Unless it was leaving, its place must be filled."""
     if member.stage < Stage.DRAIN:
         record.vacate(member.role, member.instance_id)
     round_.set_stage(member, Stage.BLANK)
 
 
 def abandon(round_: Round, record: GroupRecord, members: list[GroupMember]) -> None:
-    """Nothing half-made stays: what is not ready yet becomes blank."""
+    """Make blank all that are not ready yet, so that no half of a group stays."""
     for member in members:
         if not member.is_ready and member.stage <= Stage.SERVE:
             erase(round_, record, member)
@@ -63,7 +65,7 @@ def abandon(round_: Round, record: GroupRecord, members: list[GroupMember]) -> N
 def let_go(
     round_: Round, record: GroupRecord, members: list[GroupMember], *, may_empty_group: bool
 ) -> str:
-    """Drain them, as far as it may be; why it may not."""
+    """Drain those that may leave; returns why the others may not."""
     reason = ""
     for member in members:
         if member.stage >= Stage.DRAIN:
@@ -84,7 +86,10 @@ def release_leavers(
     others: list[GroupMember],
     num_short: int,
 ) -> str:
-    """Of a group's instances that serve and are not to stay; why they may not go. `num_short`: those to come that there is no room for."""
+    """Let instances leave that serve and should not stay; returns why they may not.
+
+    `num_short`: how many successors there are no blank instances for.
+    """
     unfit = [m for m in others if _is_unfit(m, group)]
     if unfit and not num_short:
         return let_go(round_, record, unfit, may_empty_group=True)
@@ -106,7 +111,10 @@ def _is_unfit(member: GroupMember, group: WantedGroup) -> bool:
 
 
 def _make_room(round_: Round, group: WantedGroup, unfit: list[GroupMember], num_short: int) -> str:
-    """As many of those that are not to stay as are needed, or none if not all of these may go: half the room would be of no use."""
+    """Drain as many of those that should not stay as are needed.
+
+    If not all of these may go, drain none: half the room would be of no use.
+    """
     seen = round_.observed.seen
     num_leaving = sum(
         given.stage >= Stage.DRAIN and is_in_place(GroupMember(seen[instance_id], given), group)
@@ -130,7 +138,7 @@ def _make_room(round_: Round, group: WantedGroup, unfit: list[GroupMember], num_
 
 
 def _in_pairs(members: list[GroupMember]) -> list[GroupMember]:
-    """The least busy first, of each role in turn: what is left can serve."""
+    """The least busy first, the roles in turn, so that what is left can serve."""
     ranks: dict[str, int] = {}
     for role in {m.role for m in members}:
         own = sorted((m for m in members if m.role is role), key=lambda m: m.seen.num_slots_used)

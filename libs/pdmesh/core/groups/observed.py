@@ -1,6 +1,7 @@
-"""Groups as they are observed: the usable prefills and decodes that may hand KV to each other, and to none outside (S13).
+"""Decides which changes of groups are announced, as they are observed (S13).
 
-Level-triggered: given everyone who is there now, say which groups differ from what was announced last.
+A group is the instances that may hand KV to each other and to none outside. Level-triggered: given
+all instances that are there now, it says which groups differ from what was announced last.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class GroupTracker:
         return [self._announced[group_id] for group_id in sorted(self._announced)]
 
     def observe(self, instances: Iterable[Instance]) -> list[GroupChanged]:
-        """The groups whose members changed since the last call. Members that are dead do not count; draining ones do."""
+        """The groups whose members changed since the last call.
+
+        Dead members do not count; draining ones do.
+        """
         present = _groups(instances)
         gone = [
             GroupChanged(group.group_id, group.scenario, group.model)

@@ -1,9 +1,10 @@
-"""In which region a group is: where it serves, or else where there are enough instances for all of it (S58).
+"""Decides in which region a group is: where it serves, or where there is room for all of it (S58).
 
-A group's KV stays in one region unless its desired state says that it spans them, so all of it is in one. It goes where the file
-names it first; is that region lost, to the next that has room; and back when there is room for the whole group again. What serves
-in the other one leaves when the new ones are ready, as for another revision (`group_leaving`), so nothing is interrupted and the
-region that returns gets its requests when all of the group is there.
+A group's KV stays in one region unless the desired state says that the group spans regions. So all
+of it is in one region: the first that the file names. If that region is lost, the group goes to the
+next that has room, and back when there is room for all of it again. Instances in the other region
+leave when the new ones are ready, as for another revision (`leave.py`). So nothing is interrupted,
+and a region that returns gets requests when all of the group is there.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from pdmesh.core.groups.facts import Seen, WantedGroup
 from pdmesh.core.groups.round import GroupMember, Round
 from pdmesh.core.model import Phase, Role, Stage
 
-_LOSS_S: Final = 10.0  # in which the leases of a region that is gone end
-_MIN_LOST: Final = 2  # instances: one is a crash, also if it is half of its region
+_LOSS_S: Final = 10.0  # when a region is lost, the leases in it end within this time
+_MIN_LOST: Final = 2  # instances: one alone is a crash, even if it is half of its region
 
 
 def placed(round_: Round, group: WantedGroup) -> WantedGroup:
-    """The group with the region that its instances are to be of now; None: of any."""
+    """The group with the region in which its instances should be now; None: in any."""
     return replace(group, region=None if group.spans_regions else _region_of(round_, group))
 
 
 def is_misplaced(member: GroupMember, group: WantedGroup) -> bool:
-    """Of another region or rack than its group is to be in, or with KV that goes elsewhere than its group's may."""
+    """Whether it is in another region or rack than its group, or its KV may go elsewhere."""
     seen, spans = member.seen, member.assignment.role_spec.spans_regions
     kept_in = seen.kv_region if seen.phase is not Phase.BLANK else _kept_in(seen, spans)
     return not is_in_place(member, group) or kept_in != _kept_in(seen, group.spans_regions)
 
 
 def is_in_place(member: GroupMember, group: WantedGroup) -> bool:
-    """Of the region and a rack that its group is to be in: when it leaves, there is room for another."""
+    """Whether it is in its group's region and racks: if it leaves, there is room for another."""
     is_in_region = group.region in (None, member.seen.region)
     return is_in_region and (not group.racks or member.seen.rack in group.racks)
 
@@ -52,7 +53,8 @@ def _region_of(round_: Round, group: WantedGroup) -> str:
     serving = {r for r in own if _serves(m for m in fitting if m.seen.region == r)}
     if serving and not serving.isdisjoint(group.regions[:1] or serving):
         return group.regions[0] if group.regions else max(sorted(serving), key=own.__getitem__)
-    # Those that leave are room, too: else the group would go elsewhere while they make it, and back.
+    # Those that leave are room, too: else the group would go elsewhere while they make it, and
+    # back.
     mine = [m for m in members if is_in_place(m, group) and m.instance_id not in round_.spent]
     blanks = round_.num_blanks(group.racks)
     room = blanks + Counter(m.seen.region for m in mine)
@@ -68,7 +70,7 @@ def _serves(members: Iterable[GroupMember]) -> bool:
 
 @dataclass(slots=True)
 class RegionWatch:
-    """Which instances went as their region did. `note` each round first."""
+    """Which instances were lost with their region. Call `note` first in each round."""
 
     _seen: dict[str, str] = field(default_factory=dict)  # region by instance
     _lost: dict[str, tuple[str, float]] = field(default_factory=dict)  # region and time of it
@@ -80,7 +82,7 @@ class RegionWatch:
         self._seen = {i: each.region for i, each in seen.items()}
 
     def is_losing(self, instance_id: str) -> bool:
-        """It went while at least half of its region did, so it is not what it was doing that ended it."""
+        """Whether at least half of its region was lost with it: its assignment is not to blame."""
         region = self._lost.get(instance_id, ("", 0.0))[0]
         num_lost = sum(each[0] == region for each in self._lost.values())
         num_left = list(self._seen.values()).count(region)

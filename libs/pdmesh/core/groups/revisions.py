@@ -1,8 +1,8 @@
-"""What the groups of a scenario run while the desired state asks for another revision of their service (S24).
+"""Decides what each group runs while the desired state asks for another revision (S24).
 
-The record is kept in the registry beside the desired state: which service they have proved themselves with, which one they are to
-get, and which groups have it already. So what a new version says of a service reaches a group only when its turn comes,
-and whoever leads next goes on from there.
+The record is kept in the registry beside the desired state. It says with which service the groups
+of a scenario have proved themselves, which one they should get, and which groups have it already.
+So a new service reaches a group only when its turn comes, and the next leader goes on from there.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from pdmesh.core.model import Role
 
 @dataclass(frozen=True, slots=True)
 class Upgrade:
-    """Of one scenario. Between two upgrades `target` is `settled`, and `changed` is empty."""
+    """The upgrade of one scenario.
+
+    Between two upgrades `target` is `settled`, `changed` is empty.
+    """
 
     scenario: str
     settled: Service  # what its groups go back to
     settled_version: int  # the last version of the desired state that asked for it
     target: Service  # what the desired state asks for
-    version: int  # of the desired state, which asked for the target first
-    changed: Mapping[str, Service] = field(default_factory=dict)  # groups that run something else
-    current: str = ""  # the one that is being changed, or watched since
+    version: int  # the first version of the desired state that asked for the target
+    changed: Mapping[str, Service] = field(default_factory=dict)  # groups that do not run `settled`
+    current: str = ""  # the group that is being changed, or watched since
     canary_share: float = 0.0  # above 0: only the canary group has the target, until promoted
-    back: str = ""  # why it goes back; empty: it goes on
-    outcome: str = ""  # why the last one went back
-    is_proved: bool = False  # a group of what is settled served whole, ever
+    back: str = ""  # why it rolls back; empty: it goes forward
+    outcome: str = ""  # why the last one rolled back
+    is_proved: bool = False  # a complete group once served with `settled`
 
     def service_of(self, group_id: str) -> Service:
         if is_canary(group_id):
@@ -51,7 +54,7 @@ class Upgrade:
         return self.target == self.settled and not (self.changed or self.current or self.back)
 
     def moved(self, group_id: str) -> Upgrade:
-        """With this group at the goal."""
+        """The upgrade with this group at the goal."""
         changed = {g: s for g, s in self.changed.items() if g != group_id}
         if self.goal != self.settled:
             changed[group_id] = self.goal
@@ -62,7 +65,7 @@ Upgrades = Mapping[str, Upgrade]  # by scenario
 
 
 def canary_of(scenario: str) -> str:
-    """Its canary's group: a small one of its own, beside those that serve."""
+    """The canary's group: a small one beside those that serve."""
     return f"{CANARY_PREFIX}{scenario}"
 
 
@@ -71,7 +74,7 @@ def is_canary(group_id: str) -> bool:
 
 
 def with_canaries(desired: Desired, upgrades: Upgrades) -> Desired:
-    """And the canaries' groups, each with its share of every role's instances, one at least."""
+    """The desired state with the canaries' groups. Each has its share of every role, rounded up."""
     tried = [each for _, each in sorted(upgrades.items()) if each.canary_share]
     if not tried:
         return desired
@@ -85,7 +88,10 @@ def with_canaries(desired: Desired, upgrades: Upgrades) -> Desired:
 
 
 def _canary(own: Sequence[Group], upgrade: Upgrade) -> Group:
-    """`own`: the scenario's groups. It is in their region, or in any if they differ, and in any of their racks."""
+    """`own`: the scenario's groups. The canary is in any of their racks.
+
+    It is in their region, or in any if they differ.
+    """
 
     def num(role: Role) -> int:
         return math.ceil(sum(group.num(role) for group in own) * upgrade.canary_share)
@@ -103,7 +109,7 @@ def _canary(own: Sequence[Group], upgrade: Upgrade) -> Group:
 
 
 def services(desired: Desired, upgrades: Upgrades) -> dict[str, Service]:
-    """What each group runs now, by group; what the desired state says where no upgrade says otherwise."""
+    """What each group runs now: what its upgrade says, or else the desired state."""
     found: dict[str, Service] = {}
     for group_id, group in desired.groups.items():
         upgrade = upgrades.get(group.scenario)
@@ -114,7 +120,7 @@ def services(desired: Desired, upgrades: Upgrades) -> dict[str, Service]:
 
 
 class OfCanary(Protocol):
-    """As much of an `Upgrade` as says what its canary gets; its message is one too."""
+    """What `shares` needs of an `Upgrade`; the message that carries an upgrade has it, too."""
 
     @property
     def scenario(self) -> str: ...
@@ -127,7 +133,10 @@ class OfCanary(Protocol):
 
 
 def shares(upgrades: Iterable[OfCanary]) -> dict[str, float]:
-    """Of its scenario's requests, for each canary's group. One that went back gets none while its instances leave."""
+    """The share of its scenario's requests for each canary's group.
+
+    A canary that was rolled back gets none while its instances leave.
+    """
     return {
         canary_of(each.scenario): each.canary_share
         for each in upgrades

@@ -1,4 +1,6 @@
-"""One look at the registry, and what shall stand there after it: the working set of one round of the group controller."""
+"""The working set of one round of the group controller: what the registry has, and what it should
+have.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from pdmesh.core.model import (
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """An instance that lives, with the assignment that it follows or is about to."""
+    """A living instance, with the assignment that it follows or is about to follow."""
 
     seen: Seen
     assignment: Assignment
@@ -43,7 +45,7 @@ class GroupMember:
         return self.assignment.role_spec.revision
 
     def is_stale(self, group: WantedGroup) -> bool:
-        """It serves a scenario or a revision that its group is not to serve any more: neither changes in an instance's life."""
+        """Its scenario or revision is not its group's any more: an instance keeps both for life."""
         role_spec = self.assignment.role_spec
         return (role_spec.scenario, role_spec.revision) != (group.scenario, group.revision)
 
@@ -56,18 +58,18 @@ class GroupMember:
         return self.seen.is_loaded
 
     def may_exchange(self, other: GroupMember) -> bool:
-        """KV, within a group: revision and region are the same (S24, S58)."""
+        """Whether two of one group may exchange KV: revision and region are equal (S24, S58)."""
         mine, yours = self.seen.kv_region, other.seen.kv_region
         return self.revision == other.revision and mine == yours
 
     @property
     def is_departing(self) -> bool:
-        """It drains, and not because it was told to."""
+        """It drains, though not because it was told to."""
         return self.stage < Stage.DRAIN and self.seen.phase in (Phase.DRAINING, Phase.DRAINED)
 
     @property
     def is_elsewhere(self) -> bool:
-        """It had taken another role spec before this one was written, and an incarnation takes only one."""
+        """It took another role spec before this one was written: an incarnation takes only one."""
         seen, role_spec = self.seen, self.assignment.role_spec
         told = (seen.role, seen.group_id, seen.scenario, seen.revision)
         given = (role_spec.role, role_spec.group_id, role_spec.scenario, role_spec.revision)
@@ -76,14 +78,14 @@ class GroupMember:
 
 @dataclass(slots=True)
 class _Blanks:
-    num_planned: int  # instances that had an assignment then
+    num_planned: int  # instances that had an assignment when this was found
     free: list[Seen]
     counts: dict[tuple[str, ...], Counter[str]] = field(default_factory=dict)  # by racks
 
 
 @dataclass(slots=True)
 class Round:
-    """`plan` starts as what is given to instances that live and ends as what they shall be given."""
+    """`plan` starts as the assignments of living instances; it ends as those they should get."""
 
     observed: Observed
     plan: dict[str, Assignment] = field(default_factory=dict)
@@ -91,7 +93,7 @@ class Round:
     spent: frozenset[str] = frozenset()
     _blanks: _Blanks | None = None
     _ids: dict[str, list[str]] = field(default_factory=dict)  # of instances, by group
-    _num_indexed: int = 0  # of the plan's instances, the first ones
+    _num_indexed: int = 0  # how many of the plan's instances, from the first on, are in `_ids`
 
     def __post_init__(self) -> None:
         for instance_id, assignment in sorted(self.observed.given.items()):
@@ -100,13 +102,13 @@ class Round:
                 self.plan[instance_id] = assignment
 
     def members(self, group_id: str) -> list[GroupMember]:
-        """By instance id."""
+        """The members of a group, by instance id."""
         self._index()
         seen, plan = self.observed.seen, self.plan
         return [GroupMember(seen[i], plan[i]) for i in self._ids.get(group_id, ())]
 
     def _index(self) -> None:
-        """Instances are added to the plan, at its end; none leaves it or its group within a round."""
+        """Index what is new: instances are added at the plan's end, and none leaves in a round."""
         if len(self.plan) < self._num_indexed:
             self._ids, self._num_indexed = {}, 0
         if len(self.plan) == self._num_indexed:
@@ -117,7 +119,7 @@ class Round:
         self._num_indexed = len(self.plan)
 
     def group_ids(self) -> list[str]:
-        """Of all that are wanted or have members."""
+        """All groups that are wanted or have members."""
         own = {assignment.role_spec.group_id for assignment in self.plan.values()}
         return sorted(own | self.observed.wanted.groups.keys())
 
@@ -128,19 +130,19 @@ class Round:
         )
 
     def blanks(self, racks: tuple[str, ...] = ()) -> Sequence[Seen]:
-        """Instances that may be given a role, of these racks if any are named: those that are lent may not."""
+        """Instances that may be given a role, in these racks if any are named; not lent ones."""
         free = self._all_blanks().free
         return [seen for seen in free if seen.rack in racks] if racks else free
 
     def num_blanks(self, racks: tuple[str, ...] = ()) -> Counter[str]:
-        """How many there are, by region."""
+        """How many blank instances there are, by region."""
         counts = self._all_blanks().counts
         if racks not in counts:
             counts[racks] = Counter(seen.region for seen in self.blanks(racks))
         return counts[racks]
 
     def _all_blanks(self) -> _Blanks:
-        """Found once, and again when one of them was given a role: thousands of groups may ask in vain."""
+        """Cached until one of them is given a role: thousands of groups may ask in vain."""
         if self._blanks is None or self._blanks.num_planned != len(self.plan):
             self._blanks = _Blanks(len(self.plan), self._find_blanks())
         return self._blanks
@@ -160,10 +162,13 @@ class Round:
             kept.update([i for i in able if i not in kept][-num:])
         return [seen for seen in found if seen.instance_id not in kept]
 
-    # --- who knows whom --------------------------------------------------------------------------
+    # --- peers -----------------------------------------------------------------------------------
 
     def connect_peers(self) -> None:
-        """Give everybody the instances of the other role in its group and revision that can be connected to (S25)."""
+        """Give each instance its peers (S25).
+
+        They are the instances of the other role, in its group and revision, that it can connect to.
+        """
         for group_id in self.group_ids():
             members = self.members(group_id)
             for member in members:
@@ -171,12 +176,13 @@ class Round:
                     peers = tuple(_peer(other) for other in members if _are_peers(member, other))
                     self.plan[member.instance_id] = replace(member.assignment, peers=peers)
 
-    # --- what serves, and what must ----------------------------------------------------------------
+    # --- what serves, and what must --------------------------------------------------------------
 
     def capacity(self, scenario: str, without: str = "") -> Counter[Role]:
-        """Instances that take requests of the scenario, `without` one: P counts only where a D can take its KV.
+        """Instances that take requests of the scenario, by role, leaving out `without`.
 
-        A canary counts for nothing: it may have to go at any moment.
+        A prefill counts only if a decode can take its KV. A canary never counts: it may have to go
+        at any moment.
         """
         cells: dict[tuple[str, str, str], Counter[Role]] = {}
         for instance_id, assignment in self.plan.items():
@@ -194,7 +200,7 @@ class Round:
         return total
 
     def why_not_leave(self, member: GroupMember, *, may_empty_group: bool) -> str:
-        """What its going would leave too little of, by our own doing; empty if it may go."""
+        """What there would be too little of if we let it leave; empty if it may."""
         if not member.is_ready:
             return ""
         role_spec = member.assignment.role_spec
@@ -220,7 +226,7 @@ def _are_peers(member: GroupMember, other: GroupMember) -> bool:
         return False
     if other.stage in (Stage.CONNECT, Stage.SERVE):
         return True
-    # KV of a draining prefill is still to be taken, by those that know it already.
+    # Peers that know a draining prefill already may still pull its KV.
     return other.stage is Stage.DRAIN and member.is_ready and other.seen.phase is not Phase.DRAINED
 
 
@@ -229,7 +235,7 @@ def _peer(member: GroupMember) -> Peer:
 
 
 def unverified_pairs(members: Iterable[GroupMember]) -> list[tuple[GroupMember, GroupMember]]:
-    """(decode, prefill) that are to be connected and are not yet known to be."""
+    """(decode, prefill) pairs that should be connected and are not yet known to be."""
     met = [m for m in members if m.stage in (Stage.CONNECT, Stage.SERVE) and m.is_loaded]
     return [
         (decode, prefill)

@@ -1,4 +1,4 @@
-"""The steps of groups and instances as they are told to operators: each once, in the order they were made."""
+"""Decides which steps of groups and instances are announced to operators: each once, in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_STAGE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class AnnounceStep:
-    """Announce it. `instance_id` empty: it is about the whole group."""
+    """Announce a step. `instance_id` empty: it is about the whole group."""
 
     group_id: str
     step: str
@@ -41,7 +41,10 @@ _Key = tuple[str, int]  # instance, incarnation
 
 @dataclass(slots=True)
 class StepTeller:
-    """Compares each round with the one before. The first one tells nothing: an earlier leader did."""
+    """Compares each round with the one before.
+
+    The first tells nothing: an earlier leader did that.
+    """
 
     group_id: str = ""  # of the group that is looked at now
     _phases: dict[_Key, Phase] | None = None
@@ -51,7 +54,7 @@ class StepTeller:
     _told: list[AnnounceStep] = field(default_factory=list)
 
     def begin(self, observed: Observed) -> list[AnnounceStep]:
-        """Steps that instances have made since."""
+        """Steps that instances have made since the last round."""
         steps: list[AnnounceStep] = []
         phases: dict[_Key, Phase] = {}
         for instance_id, assignment in sorted(observed.given.items()):
@@ -67,7 +70,7 @@ class StepTeller:
         return steps
 
     def lost(self, instance_id: str, assignment: Assignment) -> bool:
-        """An incarnation is gone that was not asked to leave; False if that was told before."""
+        """An incarnation is gone and was not asked to leave. False if that was told before."""
         key = (instance_id, assignment.incarnation)
         if key in self._gone:
             return False
@@ -76,7 +79,7 @@ class StepTeller:
         return True
 
     def stuck(self, instance_id: str, assignment: Assignment) -> None:
-        """It was told to become blank and does not; once for each incarnation."""
+        """Tell, once for each incarnation, that it does not become blank though it should."""
         key = (instance_id, assignment.incarnation)
         if key not in self._stuck:
             self._stuck.add(key)
@@ -94,13 +97,16 @@ class StepTeller:
         self._told.append(_step(step, assignment, instance_id, detail=detail, replaces=replaces))
 
     def tell_group(self, step: str, detail: str = "") -> None:
-        """Once, until another step of the group is told."""
+        """Tell a step of the group. It is told again only after another step of the group."""
         if self._of_group.get(self.group_id) != (step, detail):
             self._of_group[self.group_id] = (step, detail)
             self._told.append(AnnounceStep(self.group_id, step, detail=detail))
 
     def end(self, round_: Round) -> list[AnnounceStep]:
-        """What was told in this round, then the stages it moved instances to, then those that it saw the last of."""
+        """All steps of this round.
+
+        First what was told, then the stages it moved instances to, then the instances it released.
+        """
         given = round_.observed.given
         steps, self._told = self._told, []
         for instance_id, assignment in sorted(round_.plan.items()):

@@ -1,4 +1,6 @@
-"""How long instances take with a stage, when that is too long, and which of a pair that does not connect is to blame."""
+"""Decides when an instance takes too long with a stage, and which of an unconnected pair is to
+blame.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from pdmesh.core.model import Phase, Role, Stage
 
 @dataclass(frozen=True, slots=True)
 class StageLimits:
-    """Seconds. `react_s`: until an instance says anything of an assignment; `load_s`: of fetching and building an engine."""
+    """Times in seconds.
+
+    `react_s`: until an instance reacts to an assignment. `load_s`: to fetch and build an engine.
+    """
 
     react_s: float = 15.0
     load_s: float = 600.0
@@ -18,10 +23,10 @@ class StageLimits:
     serve_s: float = 15.0
     drain_s: float = 120.0
     disconnect_s: float = 5.0
-    erase_s: float = 30.0  # until one that is to be blank has begun anew
+    erase_s: float = 30.0  # until an instance that should be blank has begun anew
     gather_s: float = 60.0  # a group that lost instances while it formed waits so long for others
     max_tries: int = 3
-    cool_s: float = 60.0  # after so many failures
+    cool_s: float = 60.0  # the pause after `max_tries` failures
     avoid_s: float = 300.0  # an instance that failed is the last choice for so long
 
 
@@ -30,7 +35,10 @@ _State = tuple[int, Stage, bool]  # assignment, stage, and whether it takes requ
 
 @dataclass(slots=True)
 class StageClock:
-    """`note` each round first. Times count from when this leader saw a stage first; of one that served, from when it ceased to."""
+    """Call `note` first in each round.
+
+    Times count from when this leader first saw a stage, or from when an instance ceased to serve.
+    """
 
     limits: StageLimits = field(default_factory=StageLimits)
     _since: dict[str, tuple[_State, float]] = field(default_factory=dict)
@@ -47,7 +55,7 @@ class StageClock:
         self._avoided = {i: until for i, until in self._avoided.items() if until > now}
 
     def waited_s(self, member: GroupMember, now: float) -> float:
-        """Since it was given its stage, or became or ceased to be ready in it."""
+        """Seconds since it was given its stage, or became or ceased to be ready in it."""
         return now - self._since[member.instance_id][1]
 
     def avoid(self, instance_id: str, now: float) -> None:
@@ -57,7 +65,7 @@ class StageClock:
         return instance_id in self._avoided
 
     def why_broken(self, round_: Round, member: GroupMember, now: float) -> str:
-        """Why it must start anew as a blank one; empty if it need not."""
+        """Why it must start anew as a blank instance; empty if it need not."""
         limits, seen = self.limits, member.seen
         waited_s = self.waited_s(member, now)
         if seen.phase is Phase.FAILED:
@@ -76,11 +84,14 @@ class StageClock:
         return ""
 
     def is_erase_overdue(self, member: GroupMember, now: float) -> bool:
-        """It should have begun anew under another incarnation: it hangs, or does not heed this leader."""
+        """It should have begun anew by now: it hangs, or does not follow this leader."""
         return member.stage is Stage.BLANK and self.waited_s(member, now) > self.limits.erase_s
 
     def _why_unconnected(self, round_: Round, member: GroupMember, now: float) -> str:
-        """Of the two of a pair, the one that fails in more pairs is blamed; the others get the time to meet its substitute."""
+        """Blame the instance of a pair that fails in more pairs.
+
+        The others get time to connect to its substitute.
+        """
         pairs = unverified_pairs(round_.members(member.assignment.role_spec.group_id))
         own = [pair for pair in pairs if member in pair]
         if not own:

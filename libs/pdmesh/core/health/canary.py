@@ -1,9 +1,9 @@
-"""Which idle instances are tried next with a small request of our own, and what its failures say: else a mesh without load
-learns of a fault from its first client.
+"""Decides which idle instances are probed next with a small request, and what its failures mean.
 
-A probe goes the way of a request: a prefill, the hand-over of its KV, a decode. An instance is tried at most once a period and
-only while idle. A failure may be either side's, so each gets a strike, partners change, and a pass clears both; two strikes in a
-row are a suspicion, never a proof.
+Without probes a mesh without load learns of a fault from its first client. A probe goes the way of
+a request: a prefill, the hand-over of its KV, a decode. An instance is probed at most once a period
+and only while idle. A failure may be the fault of either side, so each gets a strike. Partners
+change, and a success clears both. Two strikes in a row are a suspicion, never a proof.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CANARY_FAILED = "CANARY_FAILED"
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One incarnation; KV goes between those of one cell only."""
+    """One incarnation of an instance; KV goes only between those of one cell."""
 
     instance_id: str
     incarnation: int
@@ -51,14 +51,14 @@ class _Record:
 
 @dataclass(slots=True)
 class CanaryRota:
-    """`next` says whom to try; `ended` what came of it. Times in seconds."""
+    """`next` says which instances to probe; `ended` takes the result. Times are in seconds."""
 
     period_s: float
     max_strikes: int = 2
     _records: dict[str, _Record] = field(default_factory=dict)
 
     def next(self, idle: Iterable[Subject], now: float) -> CanaryProbe | None:
-        """The instance that waits longest, with a partner of the other role in its cell if there is one."""
+        """The instance that waits longest, with a partner of the other role in its cell, if any."""
         subjects = sorted(idle, key=lambda s: (self._record(s, now).tried_at, s.instance_id))
         due = [s for s in subjects if now - self._record(s, now).tried_at >= self.period_s]
         if not due:
@@ -67,7 +67,7 @@ class CanaryRota:
         record = self._record(first, now)
         other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(first.role)
         partners = [s for s in subjects if s.cell == first.cell and s.role is other]
-        partners.sort(key=lambda s: s.instance_id == record.partner)  # else pairs would stay pairs
+        partners.sort(key=lambda s: s.instance_id == record.partner)  # a new partner first
         if not partners:
             record.tried_at = now
             return CanaryProbe(first, None)
@@ -78,7 +78,7 @@ class CanaryRota:
         return CanaryProbe(first, partners[0]) if is_prefill else CanaryProbe(partners[0], first)
 
     def ended(self, probe: CanaryProbe, guilty: Sequence[Subject], detail: str, now: float) -> None:
-        """`guilty`: who may be the cause of a failure; nobody, if it passed."""
+        """`guilty`: the instances that may have caused a failure; empty if the probe passed."""
         for subject in probe.subjects:
             record = self._record(subject, now)
             if subject in guilty:
@@ -98,7 +98,7 @@ class CanaryRota:
         self._records.pop(instance_id, None)
 
     def _record(self, subject: Subject, now: float) -> _Record:
-        """A new incarnation is first tried a period after it was seen."""
+        """A new incarnation is first probed a period after it was seen."""
         known = self._records.get(subject.instance_id)
         if known is None or known.incarnation != subject.incarnation:
             known = self._records[subject.instance_id] = _Record(subject.incarnation, now)

@@ -1,8 +1,10 @@
-"""Protects the fleet from its judge: which of the instances that are judged sick are really ejected (S34).
+"""Decides which of the instances that are judged sick are really ejected (S34).
 
-Of one group and role only a share is ejected at a time, and the last one by a proof alone. If much of the fleet looks sick the fault
-is in our eyes, and no other instance is ejected (panic), not even by a proof: a bad driver proves all of them sick. Those that were
-out before stay out: they were judged while most others were well, and a request that one of them gets would fail for certain.
+It protects the fleet from its judge. Of one group and role only a share is ejected at a time, and
+the only instance of them only by a proof. If much of the fleet looks sick, the fault is in our
+observation, and no further instance is ejected (panic), not even by a proof: a bad driver proves
+all of them sick. Instances that were ejected before stay out: they were judged while most others
+were well, and a request that one of them gets would fail for certain.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ class EjectionLimits:
     max_ejected_share: float = 0.34
     panic_share: float = 0.5
     min_for_panic: int = 4
-    settle_s: float = 60.0  # one that was ejected counts against the cap for so long at least
+    settle_s: float = 60.0  # an ejected instance counts against the cap for at least so long
 
 
 class Suspected(Protocol):
-    """An instance as it is judged, `since` when."""
+    """An instance as it is judged, and since when."""
 
     @property
     def instance_id(self) -> str: ...
@@ -45,7 +47,7 @@ class Suspected(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EjectionDecision:
-    """Why nothing is done about an instance, and whose ejection begins now."""
+    """Why nothing is done about an instance, and which ejections begin now."""
 
     held_back: Mapping[str, str]
     ejected: tuple[str, ...] = ()
@@ -57,7 +59,7 @@ class EjectionCap:
     _out: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)  # since when
 
     def rule(self, suspected: Collection[Suspected], now: float) -> EjectionDecision:
-        """Of the whole fleet, each time it was judged. Those that are out already stay out."""
+        """Decide for the whole fleet, each time it was judged. Ejected instances stay out."""
         sick = [each for each in suspected if each.is_ejectable]
         is_many = len(sick) > self.limits.panic_share * len(suspected)
         is_panic = len(suspected) >= self.limits.min_for_panic and is_many
@@ -78,7 +80,7 @@ class EjectionCap:
     def _over_cap(
         self, key: tuple[str, str], peers: Collection[Suspected], now: float, *, is_panic: bool
     ) -> tuple[list[str], list[str]]:
-        """Ids of the sick ones beyond what this group and role can do without, and of those that are ejected now."""
+        """Ids of the sick that this group and role cannot do without, and of those ejected now."""
         sick = {each.instance_id: each for each in peers if each.is_ejectable}
         out = {
             instance_id: at

@@ -1,8 +1,10 @@
-"""Which instance is faulty, at which level, and whether anything is done about it (S33, S34).
+"""Decides which instance is faulty, at which level, and whether anything is done about it (S33,
+S34).
 
-Suspicion is not guilt. One proof (the engine says itself that it hangs, the driver that the device is gone) decides alone;
-suspicions need two sources that agree for a while. What was decided stays until nothing speaks for it for a while.
-Then the fleet is protected from its judge: see `ejection_cap`. A level holds for one incarnation.
+A suspicion is not a proof. One proof decides alone: the instance reports that its engine hangs, or
+the driver that the device is gone. Suspicions need two sources that agree for a while. A verdict
+stays until nothing has supported it for a while. Then `ejection_cap` protects the fleet from its
+judge. A level holds for one incarnation.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ CRASH_LOOP = "CRASH_LOOP"
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """One thing that speaks against an instance. `level`: how bad it is if it is true."""
+    """One thing that speaks against an instance. `level`: how bad it is if true."""
 
     source: str
     reason: str
     level: Level
     is_proof: bool = False
-    detail: str = field(default="", compare=False)  # another number in it is no other signal
+    detail: str = field(default="", compare=False)  # a changed number makes no new signal
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class InstanceSeen:
 
 @dataclass(frozen=True, slots=True)
 class InstanceGone:
-    """Its record is gone. `is_crash`: it did not say goodbye."""
+    """Its record is gone. `is_crash`: it did not deregister."""
 
     instance_id: str
     is_crash: bool
@@ -53,7 +55,10 @@ class InstanceGone:
 
 @dataclass(frozen=True, slots=True)
 class SignalsHeard:
-    """All that `teller` holds against this incarnation now; replaces what it told before, void after `ttl_s`."""
+    """All that `teller` holds against this incarnation now.
+
+    It replaces what the teller said before, and is void after `ttl_s`.
+    """
 
     teller: str
     instance_id: str
@@ -64,14 +69,14 @@ class SignalsHeard:
 
 @dataclass(frozen=True, slots=True)
 class Healed:
-    """An operator says that it is well: what it did before counts no more. What is told of it now does."""
+    """An operator says that it is well: its past no longer counts. Present signals still do."""
 
     instance_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SignalsLost:
-    """Nothing can be heard now: no silence means anything until `SignalsRestored`."""
+    """No signal can be heard now: silence means nothing until `SignalsRestored`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ class Judged:
 class JudgePolicy(EjectionLimits):
     """Times in seconds."""
 
-    quorum: int = 2  # sources that must agree where none has a proof
+    quorum: int = 2  # sources that must agree if none has a proof
     confirm_s: float = 2.0
     clear_s: float = 10.0
     max_restarts: int = 3  # within `restart_window_s`; one more would not help either
@@ -146,7 +151,7 @@ class _Instance:
 
 @dataclass(slots=True)
 class _Past:
-    """What outlives incarnations."""
+    """What is remembered of an instance beyond one incarnation."""
 
     restarts: list[float] = field(default_factory=list)
     num_crashes: int = 0
@@ -189,7 +194,7 @@ class FaultJudge:
         return []
 
     def current(self) -> list[Judged]:
-        """What was announced last of each instance that is not well."""
+        """The last announcement about each instance that is not well."""
         found = (i.announced for _, i in sorted(self._instances.items()))
         return [j for j in found if j is not None and j.level is not Level.WELL]
 
@@ -208,7 +213,7 @@ class FaultJudge:
         if known is not None and known.seen.incarnation == event.incarnation:
             known.seen = event
             return
-        if known is not None:  # followed by another before its lease ended
+        if known is not None:  # a new incarnation came before its lease ended
             self._on_gone(InstanceGone(event.instance_id, is_crash=True), now)
         self._instances[event.instance_id] = _Instance(event, now)
 
@@ -219,7 +224,7 @@ class FaultJudge:
         past = self._past(event.instance_id, now)
         own = (s for told in instance.told.values() for s in told.signals)
         if not instance.is_ejectable and any(s.is_proof and s.level is Level.PROCESS for s in own):
-            past.restarts.append(now)  # it knew before we did, and ended itself
+            past.restarts.append(now)  # it ended itself before we judged it
         was_short = now - instance.seen_at < self.policy.stable_s
         if event.is_crash and not instance.is_ejectable:
             past.num_crashes = past.num_crashes + 1 if was_short else 1
@@ -240,7 +245,7 @@ class FaultJudge:
             instance.told.pop(event.teller, None)
 
     def _renew_all(self, now: float) -> None:
-        """What was said before the silence holds until it can have been said again."""
+        """Signals from before the silence hold until they could have been repeated."""
         for instance in self._instances.values():
             for told in instance.told.values():
                 told.until = max(told.until, now + self.policy.clear_s)
@@ -310,7 +315,7 @@ class FaultJudge:
         return found
 
     def _level(self, signals: Sequence[Signal]) -> tuple[Level, bool]:
-        """The worst level that a proof or a quorum of sources stands for; a lone suspicion is worth a look (L1)."""
+        """The worst level that a proof or a quorum supports. A lone suspicion is only L1."""
         for level in sorted(Level, reverse=True):
             if level <= Level.TRANSIENT:
                 break

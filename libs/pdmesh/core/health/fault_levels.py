@@ -1,8 +1,9 @@
-"""How bad a fault is, and the one thing that is done about each level (P/D-Serve 3.4, S34).
+"""The levels of faults, and the one action for each level (P/D-Serve 3.4, S34).
 
-Several levels heal without touching the node, so a level names the smallest thing whose replacement mends it: nothing, a
-request, a process, an instance, a node. A level says what would be right if the fault is real; whether it is real, and
-whether the fleet can bear the action, `fault_judge` decides.
+Several levels are cured without touching the node. So a level names the smallest thing whose
+replacement cures it: nothing, a request, a process, an instance, a node. A level says what would be
+right if the fault is real. `fault_judge` decides whether it is real, and whether the fleet can bear
+the action.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Final
 
 
 class Level(enum.IntEnum):
-    """L0 to L5, the worst last."""
+    """L0 to L5; the last is the worst."""
 
     WELL = 0
     TRANSIENT = 1
@@ -36,7 +37,10 @@ class FaultAction(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What a level means for an instance. `finishes_running`: its requests may go on where they are until they end."""
+    """What a level means for an instance.
+
+    `finishes_running`: its requests may go on where they are until they end.
+    """
 
     action: FaultAction
     finishes_running: bool
@@ -47,9 +51,9 @@ RESPONSES: Final[Mapping[Level, Response]] = MappingProxyType(
         Level.WELL: Response(FaultAction.IGNORE, True),  # corrected memory errors, a warm device
         Level.TRANSIENT: Response(FaultAction.RETRY, True),  # one failed pull, a lone suspicion
         Level.PROCESS: Response(FaultAction.RESTART_PROCESS, False),  # an engine that hangs
-        # restarts that do not help, a device to be reset
+        # restarts that do not help, a device that needs a reset
         Level.INSTANCE: Response(FaultAction.REPLACE_INSTANCE, True),
-        Level.NODE: Response(FaultAction.DRAIN_NODE, True),  # rows of memory used up, a fan gone
+        Level.NODE: Response(FaultAction.DRAIN_NODE, True),  # no spare memory rows left, a dead fan
         Level.LOST: Response(FaultAction.ISOLATE_NODE, False),  # a device fallen off the bus
     }
 )
@@ -58,5 +62,5 @@ EJECTS_FROM: Final = Level.PROCESS  # from this level on an instance gets no req
 
 
 def level_of(number: int) -> Level:
-    """A number that somebody else wrote; beyond the worst it is the worst."""
+    """The level of a number from outside; a number beyond the worst level is the worst."""
     return Level(min(max(number, Level.WELL), Level.LOST))

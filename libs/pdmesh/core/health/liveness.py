@@ -1,8 +1,9 @@
-"""Liveness of every process, decided from its lease and its heartbeats.
+"""Decides which processes are alive, from their leases and heartbeats.
 
-HEALTHY while heartbeats arrive, SUSPECT after one lease without any, DEAD after three or when its record vanishes.
-A late heartbeat never revives: only a record does, and never one of an incarnation that said goodbye or was
-followed by another. While the bus is away, or we were paused ourselves, silence proves nothing and nobody is judged (F18).
+A process is HEALTHY while heartbeats arrive, SUSPECT after one lease without any, and DEAD after
+three or when its record vanishes. A late heartbeat never revives a process. Only a record does, and
+never one of an incarnation that deregistered or was replaced. While the bus is away, or if we were
+paused ourselves, silence proves nothing and no process is judged (F18).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class RecordSeen:
 
 @dataclass(frozen=True, slots=True)
 class RecordVanished:
-    """The record is gone: its lease ended, or its owner said goodbye."""
+    """The record is gone: its lease ended, or its owner deregistered."""
 
     instance_id: str
     is_lease_end: bool
@@ -110,7 +111,7 @@ class HealthTracker:
                 return self._on_tick(now)
 
     def healths(self) -> dict[str, Health]:
-        """Of those that are known; the dead are forgotten."""
+        """The health of each known process; those whose record vanished are forgotten."""
         return {instance_id: i.health for instance_id, i in sorted(self._instances.items())}
 
     def check_invariants(self) -> None:
@@ -141,7 +142,7 @@ class HealthTracker:
         return changes
 
     def _revived(self, event: RecordSeen, known: _Instance, now: float) -> list[HealthChanged]:
-        """Its lease had ended while it lived on, cut off from the bus; it has registered again (F19)."""
+        """It was cut off from the bus and counted as dead; it has registered again (F19)."""
         if known.health is not Health.DEAD:
             return []
         known.heard_at = now

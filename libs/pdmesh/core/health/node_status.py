@@ -1,7 +1,8 @@
-"""What a node's agent knows of its devices, and the file in which it says so to the node's instances (S33).
+"""Turns what a node's agent knows of its devices into signals, by a file for the instances (S33).
 
-The file carries a checksum over everything it says: one that is torn, foreign or half written is no status at all, and never
-taken for a healthy one. One that is old says nothing either. What is not known is told as such, at a level that ejects nobody.
+The file has a checksum over all its content: a file that is torn, foreign or half written is no
+status at all, and is never taken for a healthy one. An old file says nothing, either. What is not
+known is reported as such, at a level that ejects no instance.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class TornStatus(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
-    """`reason` is empty while it is well."""
+    """`reason` is empty while the device is well."""
 
     device: str
     level: Level = Level.WELL
@@ -38,7 +39,10 @@ class DeviceStatus:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """`written_at` in seconds since 1970: reader and writer are on one machine. Devices in order of name."""
+    """Devices are in order of name.
+
+    `written_at` is in seconds since 1970: reader and writer are on one machine.
+    """
 
     node_id: str
     written_at: float
@@ -50,7 +54,7 @@ class NodeStatus:
 
 
 def merged(statuses: Iterable[DeviceStatus]) -> tuple[DeviceStatus, ...]:
-    """What several sources say of the devices: the worst of each."""
+    """The worst status of each device over several sources."""
     worst: dict[str, DeviceStatus] = {}
     for status in statuses:
         known = worst.get(status.device)
@@ -60,7 +64,10 @@ def merged(statuses: Iterable[DeviceStatus]) -> tuple[DeviceStatus, ...]:
 
 
 def signals_for(devices: Sequence[str], statuses: Iterable[DeviceStatus]) -> tuple[Signal, ...]:
-    """What follows for an instance on these devices. What the driver or an operator says of a device is a proof."""
+    """Signals for an instance on these devices.
+
+    What the driver or an operator says of a device is a proof.
+    """
     return tuple(
         Signal(SOURCE, s.reason, s.level, s.level >= EJECTS_FROM, f"device {s.device} {s.detail}")
         for s in statuses
@@ -69,7 +76,7 @@ def signals_for(devices: Sequence[str], statuses: Iterable[DeviceStatus]) -> tup
 
 
 def signals_from_file(text: str, devices: Sequence[str], wall_now: float) -> tuple[Signal, ...]:
-    """The same, from the node's file as an instance finds it."""
+    """The same, from the text of the node's file."""
     try:
         status = parse(text)
     except TornStatus:

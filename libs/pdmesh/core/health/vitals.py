@@ -1,7 +1,9 @@
-"""What an instance's counters say against it: it fails what it takes, refuses forever, or pulls far slower than its peers.
+"""Decides what an instance's counters say against it.
 
-Passive signals: they cost nothing and speak of real work, but each alone may be the work's fault. So all of them are
-suspicions, and rates are taken over a window from counts that only grow: a lost report does no harm.
+It may fail what it takes, refuse forever, or pull far slower than its peers. These signals are
+passive: they cost nothing and come from real work, but each alone may be the work's fault. So all
+of them are suspicions. Rates are taken over a window from counts that only grow, so a lost report
+does no harm.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ LEGS_FAIL, REFUSES_FOREVER, PULLS_SLOW = "LEGS_FAIL", "REFUSES_FOREVER", "PULLS_
 
 @dataclass(slots=True)
 class Vitals:
-    """Counts since the incarnation began; slots are those in use now. Times in seconds."""
+    """Counts since the incarnation began; slots are those in use now. Times are in seconds."""
 
     num_accepted: int = 0
     num_refused: int = 0
@@ -39,7 +41,7 @@ class VitalsPolicy:
     min_refused: int = 10
     slow_factor: float = 5.0  # times the median of its peers
     min_pulls: int = 5
-    least_slow_s: float = 0.05  # quicker pulls than that are never slow
+    least_slow_s: float = 0.05  # a quicker pull is never slow
     min_peers: int = 3
 
 
@@ -52,7 +54,7 @@ class _Course:
 
 @dataclass(slots=True)
 class VitalsBook:
-    """`heard` for each report; `signals` says what speaks against an instance now."""
+    """`heard` takes each report; `signals` says what speaks against an instance now."""
 
     policy: VitalsPolicy = field(default_factory=VitalsPolicy)
     _courses: dict[str, _Course] = field(default_factory=dict)
@@ -97,7 +99,7 @@ class VitalsBook:
         )
 
     def _refusals(self, course: _Course) -> Signal | None:
-        """Full for a whole window, and nothing ends or is computed: its slots are held by what is no longer there."""
+        """Full for a whole window, and nothing ends or is computed: dead legs hold its slots."""
         (began, first), (at, last) = course.points[0], course.points[-1]
         num_refused = last.num_refused - first.num_refused
         is_moving = (
@@ -132,7 +134,7 @@ class VitalsBook:
         return Signal("transfers", PULLS_SLOW, Level.PROCESS, detail=detail)
 
     def _pull_s(self, course: _Course) -> float | None:
-        """Mean over the window; None if there were too few to tell."""
+        """Mean time of a pull over the window; None if there were too few pulls."""
         (_, first), (_, last) = course.points[0], course.points[-1]
         num = last.num_pulls - first.num_pulls
         return (last.pull_s - first.pull_s) / num if num >= self.policy.min_pulls else None

@@ -1,8 +1,10 @@
-"""May this instance take this leg now? It starts now or it is refused; there is no queue (S40).
+"""Decides whether an instance takes a leg: it starts now or is refused, for there is no queue
+(S40).
 
-Admission is reservation: slot, KV blocks and a range of the arena are taken here, so nothing an admitted leg
-needs can be missing later (S49). A prefill holds its slot until its ticket is closed, which is what makes a
-blocked decode push back on prefill (S41); a decode until it ended and its landing range is free of late writes.
+Admission reserves a slot, KV blocks and a range of the arena. So nothing that an admitted leg needs
+can be missing later (S49). A prefill holds its slot until its ticket is closed: so blocked decodes
+push back on prefills (S41). A decode holds its slot until it has ended and no late write can reach
+its landing range.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ class Work(Enum):
 
     PREFILL = auto()  # compute a prompt and stage its KV for another instance
     DECODE = auto()  # pull staged KV and go on
-    LOCAL = auto()  # both here (fusion)
+    LOCAL = auto()  # do both here (fusion)
 
 
 class RefusalReason(Enum):
@@ -49,16 +51,17 @@ class Capacity:
     staging_bytes: int  # per rank
     landing_bytes: int
     max_retrievals: int  # decodes whose KV is still on its way
-    max_waiting: int = 0  # q: decodes beyond the slots, that take the place of one that ends (S53)
+    max_waiting: int = 0  # q: decodes beyond the slots; one takes the place of one that ends (S53)
     model_fingerprint: str = ""
     num_ranks: int = 1
-    # An engine that can preempt needs no room for the whole answer of each: reserve at most this much of it.
+    # An engine that can preempt needs no room for each whole answer: reserve at most so many
+    # tokens.
     max_reserved_output: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One leg at the door. `max_tokens` counts what it may still draw here."""
+    """One leg that asks for admission. `max_tokens` counts the tokens it may still draw here."""
 
     leg: int
     work: Work
@@ -70,7 +73,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """`range` is in the staging arena (prefill) or the landing arena (decode); None for local work."""
+    """`range` is in the staging arena (prefill) or landing arena (decode); None for local work."""
 
     leg: int
     range: ArenaRange | None
@@ -98,7 +101,10 @@ _MIN_RETRY_MS, _MAX_RETRY_MS = 1, 1000
 
 @dataclass(slots=True)
 class Admission:
-    """State of one instance's door. `admit` takes; `computed`, `ended`, `range_freed` give back, idempotently."""
+    """What one instance has reserved.
+
+    `admit` reserves; `computed`, `ended` and `range_freed` give back, and may be repeated.
+    """
 
     capacity: Capacity
     is_draining: bool = False
@@ -116,7 +122,7 @@ class Admission:
 
     @property
     def num_places(self) -> int:
-        """Legs it takes: those that run, and those that wait to take their place."""
+        """How many legs it takes: those that run, and those that wait to take their place."""
         return self.capacity.num_slots + self.capacity.max_waiting
 
     @property
@@ -140,7 +146,10 @@ class Admission:
         return self._landing.bytes_used
 
     def admit(self, ask: Ask, now: float) -> Admitted | Refused:
-        """Reserve all that the leg needs, or say why not and when to ask again. Changes nothing if refused."""
+        """Reserve all that the leg needs, or say why not and when to ask again.
+
+        Changes nothing if refused.
+        """
         assert ask.leg not in self._held
         num_blocks = self._blocks_for(ask)
         if refused := self._refuse_always(ask, num_blocks) or self._refuse_now(ask, num_blocks):
@@ -168,7 +177,10 @@ class Admission:
         self.version += 1
 
     def ended(self, leg: int, now: float) -> None:
-        """The leg computes no more: finished, failed or aborted. Its range may still be read or written."""
+        """The leg computes no more: finished, failed or aborted.
+
+        Its range may still be read or written.
+        """
         if (held := self._held.get(leg)) is None or held.has_ended:
             return
         self.computed(leg)
@@ -177,7 +189,11 @@ class Admission:
         self._close_if_free(leg, held, now)
 
     def range_freed(self, leg: int, now: float) -> None:
-        """Nobody reads the staged range any more (the ticket is closed), or no late write can reach the landing."""
+        """The range is free.
+
+        Nothing reads the staged range any more (the ticket is closed), or no late write can reach
+        the landing range.
+        """
         if (held := self._held.get(leg)) is None or held.range is None:
             return
         self._arena(held.work).free(held.range)
@@ -203,7 +219,7 @@ class Admission:
         held.num_blocks = 0
 
     def _refuse_always(self, ask: Ask, num_blocks: int) -> Refused | None:
-        """Reasons that hold for an empty instance too."""
+        """Reasons that hold even for an empty instance."""
         capacity = self.capacity
         if ask.work not in capacity.works:
             return Refused(RefusalReason.WRONG_ROLE, detail=f"no {ask.work.name.lower()} here")
@@ -237,11 +253,11 @@ class Admission:
 
     @staticmethod
     def _least_len(ask: Ask) -> int:
-        """Prompt and the fewest tokens the leg makes sense with: token 1, and for decode one more."""
+        """The prompt and the fewest useful tokens: token 1, and for a decode one more."""
         return ask.num_prompt_tokens + (2 if ask.work is Work.DECODE else 1)
 
     def _blocks_for(self, ask: Ask) -> int:
-        """KV blocks for the prompt and, where it goes on here, for its longest answer."""
+        """KV blocks for the prompt and, unless it only prefills, for its longest answer."""
         num_tokens = ask.num_prompt_tokens
         if ask.work is not Work.PREFILL:
             output = ask.max_tokens + (ask.work is Work.DECODE)
@@ -251,7 +267,7 @@ class Admission:
         return -(-num_tokens // self.capacity.block_size)
 
     def _kv_bytes(self, ask: Ask) -> int:
-        """Of the prompt, in whole blocks, as it is staged and pulled."""
+        """Bytes of the prompt's KV in whole blocks, as it is staged and pulled."""
         num_blocks = -(-ask.num_prompt_tokens // self.capacity.block_size)
         return num_blocks * self.capacity.block_bytes
 

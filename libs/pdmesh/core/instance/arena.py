@@ -1,7 +1,8 @@
-"""Who owns which bytes of an arena: first fit over a sorted free list, neighbours merged when freed.
+"""Decides which bytes of an arena a leg gets: first fit over a sorted free list.
 
-An arena is mapped once and registered with the transport once; requests only reserve ranges of it (S49).
-Ranges are aligned so that two owners never share a page or a cache line, whatever length was asked for.
+Free neighbours are merged. An arena is mapped once and registered with the transport once; requests
+only reserve ranges of it (S49). Ranges are aligned, so that two legs never share a page or a cache
+line, whatever length was asked for.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ class ArenaRange:
 
 
 class ArenaAllocator:
-    """Reserves ranges of `size` bytes. `align` is a power of two: 4096 for pages, 64 for cache lines."""
+    """Reserves ranges of `size` bytes.
+
+    `align` is a power of two: 4096 for pages, 64 for cache lines.
+    """
 
     def __init__(self, size: int, align: int = 4096) -> None:
         if align < 1 or align & (align - 1):
@@ -35,7 +39,7 @@ class ArenaAllocator:
 
     @property
     def size(self) -> int:
-        """Bytes that can be reserved: what was asked for, cut to the alignment."""
+        """Bytes that can be reserved: the size asked for, cut to the alignment."""
         return self._size
 
     @property
@@ -48,7 +52,10 @@ class ArenaAllocator:
         return len(self._reserved)
 
     def reserve(self, length: int) -> ArenaRange | None:
-        """The first free range of at least `length` bytes, or None. Its `length` is the one asked for."""
+        """The first free range of at least `length` bytes, or None.
+
+        Its `length` is the one asked for.
+        """
         if length <= 0:
             raise ValueError(f"a range has at least one byte, not {length}")
         padded = self._pad(length)
@@ -58,7 +65,7 @@ class ArenaAllocator:
         return None
 
     def free(self, r: ArenaRange) -> None:
-        """Give a reserved range back. Raises ValueError for one that is not reserved (or no longer is)."""
+        """Give a reserved range back. Raises ValueError if it is not reserved (any more)."""
         if self._reserved.get(r.offset) != r:
             raise ValueError(f"{r} is not reserved")
         del self._reserved[r.offset]

@@ -1,9 +1,11 @@
-"""Does the engine still turn? An instance whose process lives while its engine hangs would take requests and answer none.
+"""Decides whether the engine still runs.
 
-A ping goes through the engine's own loop, one at a time, whether it has work or not, and is answered between two steps. Within
-a step the engine shows that it computes, layer by layer. An engine that has neither answered nor shown anything for `slow_s` is
-suspect, after `hung_s` it is given up: its instance ends itself and is started anew. How long a step takes is no matter.
-If we were paused ourselves the wait begins anew.
+Without this, an instance whose process lives while its engine hangs would take requests and answer
+none. A ping goes through the engine's own loop, one at a time, whether it has work or not. It is
+answered between two steps. Within a step the engine shows that it computes, layer by layer. An
+engine that has neither answered nor shown anything for `slow_s` is suspect. After `hung_s` it is
+given up: its instance ends itself and is started anew. How long a step takes does not matter. If we
+were paused ourselves, the wait begins anew.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ class PingAnswered:
 
 @dataclass(frozen=True, slots=True)
 class WorkSeen:
-    """It computed something since the last tick."""
+    """The engine computed something since the last tick."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,10 @@ Effect = SendPing | DeclareHung
 
 @dataclass(slots=True)
 class EngineWatch:
-    """The only way to change state is `handle`. Times in seconds; `slow_s` is longer than a layer takes."""
+    """The only way to change state is `handle`.
+
+    Times in seconds; `slow_s` is longer than a layer takes.
+    """
 
     period_s: float
     slow_s: float
@@ -69,11 +74,11 @@ class EngineWatch:
         return [DeclareHung(silent_s)] if silent_s >= self.hung_s else []
 
     def silent_s(self, now: float) -> float:
-        """For how long a ping has been out without a sign of work."""
+        """How long a ping has been out without an answer or a sign of work."""
         return 0.0 if self._silent_since is None else max(0.0, now - self._silent_since)
 
     def signal(self, now: float) -> Signal | None:
-        """What the instance holds against itself: a suspicion, then a proof."""
+        """What the instance reports against itself: a suspicion, then a proof."""
         silent_s = self.silent_s(now)
         if silent_s < self.slow_s:
             return None

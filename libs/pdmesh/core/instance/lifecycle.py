@@ -1,9 +1,9 @@
-"""How far one incarnation of an instance is between blank and serving, by what the master assigns it (P/D-Serve 3.2, 3.3).
+"""Decides what one incarnation does between blank and serving, as assigned (P/D-Serve 3.2, 3.3).
 
-The assignment's stage says how far the instance may go; what is done is said by events; the phase follows from both. So an
-assignment that is repeated, or comes after some that were never seen, leads to the same state. An incarnation takes one role spec
-in its life: another role means to drain, to be erased, and to begin anew under another incarnation (S23), so
-that nothing of the old role can act again.
+The assignment's stage says how far the instance may go. Events say what is done. The phase follows
+from both. So an assignment that is repeated, or that comes after others were missed, leads to the
+same state. An incarnation takes one role spec in its life. For another role it drains, is erased,
+and begins anew as another incarnation (S23), so that nothing of the old role can act again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pdmesh.core.model import (
     Stage,
 )
 
-RETRY_S = (1.0, 15.0)  # a failed peer is verified again after so long; doubled up to the second
+RETRY_S = (1.0, 15.0)  # the first and the longest pause before a failed peer is verified again
 MAX_PEERS = 1024  # of one assignment; more are not verified
 
 
@@ -60,15 +60,16 @@ class _PeerState:
 class InstanceLife:
     """One incarnation. The only way to change state is `handle`.
 
-    `own_role_spec`: its settings gave the instance a role, and it is loaded: it serves at once, until assignments of that role spec
-    say otherwise. `epoch` is the highest the process has seen.
+    `own_role_spec`: its own settings gave the instance a role, and it is loaded. It serves at once,
+    until assignments of that role spec say otherwise. `epoch` is the highest that the process has
+    seen.
     """
 
     incarnation: int
     own_role_spec: InitVar[RoleSpec | None] = None
     epoch: int = 0
     assignment: Assignment | None = None
-    role_spec: RoleSpec | None = None  # what it is, or is to be; as first assigned
+    role_spec: RoleSpec | None = None  # what it is or will be, as first assigned
     failure: str = ""
     is_over: bool = False
     _is_asked_to_load: bool = False
@@ -109,7 +110,7 @@ class InstanceLife:
 
     @property
     def failed_peers(self) -> dict[PeerId, str]:
-        """With the reason of the last failure."""
+        """Failed peers with the reason of the last failure."""
         return {i: state.failure for i, state in sorted(self._peers.items()) if state.failure}
 
     def check_invariants(self) -> None:
@@ -158,11 +159,14 @@ class InstanceLife:
         return None
 
     def _is_same(self, role_spec: RoleSpec) -> bool:
-        """What is loaded stays; so whatever else a role spec says may change as long as the revision does not."""
+        """Whether an assigned role spec means what is loaded already.
+
+        All but its role, group, scenario and revision may change.
+        """
         mine = self.role_spec
         if mine is None:
             return True
-        is_own = self.assignment is None  # by its settings, which know no revision
+        is_own = self.assignment is None  # from its settings, which name no revision
         same = (mine.role, mine.group_id, mine.scenario) == (
             role_spec.role,
             role_spec.group_id,
@@ -227,7 +231,7 @@ class InstanceLife:
                 yield Verify(peer)
 
     def _wanted_peers(self) -> dict[PeerId, Peer]:
-        """KV is pulled: a decode connects to each prefill, and nobody else to anybody (S25)."""
+        """KV is pulled: a decode connects to each prefill, and no other instance connects (S25)."""
         if (
             self.assignment is None
             or self.role_spec is None
@@ -238,7 +242,10 @@ class InstanceLife:
         return {peer.id: peer for peer, _ in zip(peers, range(MAX_PEERS), strict=False)}
 
     def _open_or_close(self) -> Iterator[Effect]:
-        """Once it serves it goes on while peers come and go; whether to begin with failed ones is the master's to say."""
+        """Once it serves, it goes on while peers come and go.
+
+        The master decides whether it begins with failed peers.
+        """
         may_serve = self._stage is Stage.SERVE and (
             self._was_ready or all(state.is_settled for state in self._peers.values())
         )

@@ -1,4 +1,4 @@
-"""What happens to an instance on its way between blank and serving, and what is to be done about it. See `instance_life`."""
+"""What happens to an instance between blank and serving, and what to do; see `lifecycle.py`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Event = Assigned | Loaded | LoadFailed | PeerVerified | PeerFailed | BecameIdle 
 
 @dataclass(frozen=True, slots=True)
 class LoadEngine:
-    """Fetch, check and load what the role spec needs; requests are refused until `AdmitRequests`."""
+    """Fetch, check and load what the role spec needs; refuse requests until `AdmitRequests`."""
 
     role_spec: RoleSpec
 
@@ -70,12 +70,18 @@ class AdmitRequests:
 
 @dataclass(frozen=True, slots=True)
 class RefuseRequests:
-    """Take nothing new, finish what runs, keep staged KV until its leases end; answered by BecameIdle."""
+    """Take nothing new, finish what runs, keep staged KV until its leases end.
+
+    Answered by BecameIdle.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Erase:
-    """Stop everything and forget it; the process goes on as a blank one, under a new incarnation. Last of all."""
+    """Stop everything and forget it; the process goes on blank, as a new incarnation.
+
+    The last effect.
+    """
 
 
 class Ignored(enum.Enum):

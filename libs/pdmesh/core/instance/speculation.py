@@ -1,8 +1,10 @@
-"""How many tokens to propose per step, by the size of the batch: fewer the larger it is, and none where it would not pay (S118).
+"""Decides how many tokens to propose per step: fewer for larger batches, none if it does not pay
+(S118).
 
-A decode step of a small batch waits for memory, so that checking k proposed tokens of each sequence beside the one it draws costs next to
-nothing; in a large one each costs as much as a token drawn. With `acceptance` the chance that a proposed token is right, given that those
-before it were, a step yields 1 + a + ... + a^k tokens of a sequence.
+A decode step of a small batch waits for memory. So checking k proposed tokens of each sequence,
+beside the one it draws, costs next to nothing. In a large batch each costs as much as a token
+drawn. `acceptance` is the chance a that a proposed token is right, given that those before it were.
+Then a step yields 1 + a + ... + a^k tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -10,23 +12,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-LEAST_GAIN: Final = 1.05  # below it what acceptance varies by may cost more
+LEAST_GAIN: Final = 1.05  # a smaller gain may be lost when acceptance varies
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """`token_cost` is what checking one token costs, as a share of a step's fixed cost. `max_tokens` 0: none is ever proposed."""
+    """`token_cost` is what checking one token costs, as a share of a step's fixed cost.
+
+    `max_tokens` 0: no token is ever proposed.
+    """
 
     max_tokens: int
     acceptance: float
     token_cost: float
 
     def tokens_per_step(self, num_proposed: int) -> float:
-        """Expected, of one sequence."""
+        """Tokens of one sequence that a step is expected to yield."""
         return sum(self.acceptance**n for n in range(num_proposed + 1))
 
     def speedup(self, num_proposed: int, batch: int) -> float:
-        """Of a batch's tokens per second, against proposing none."""
+        """A batch's tokens per second, relative to proposing none."""
         alone = 1 + self.token_cost * batch
         checked = 1 + self.token_cost * batch * (1 + num_proposed)
         return self.tokens_per_step(num_proposed) * alone / checked

@@ -1,8 +1,10 @@
-"""Five-field cron expressions, and when they fire next in a time zone: minute hour day-of-month month day-of-week.
+"""Decides when a cron expression fires next in a time zone.
 
-A field is `*`, numbers, ranges `a-b` and steps `/n`, joined by commas; Sunday is 0 or 7. As in cron, a day matches if either of
-day-of-month and day-of-week does when both are restricted. A local time that the clock skips in spring fires as much later as
-the clock jumped; one that it repeats in autumn fires the first time only.
+The five fields are minute, hour, day of month, month and day of week. A field is `*`, numbers,
+ranges `a-b` and steps `/n`, joined by commas; Sunday is 0 or 7. As in cron, if both day fields are
+restricted, a day matches if one of them does. A local time that the clock skips in spring fires
+later, by as much as the clock jumped. One that the clock repeats in autumn fires only the first
+time.
 """
 
 from __future__ import annotations
@@ -19,9 +21,8 @@ _FIELDS: Final = (
     ("month", 1, 12),
     ("day of week", 0, 7),
 )
-_MAX_DAYS: Final = (
-    366 * 8 + 2
-)  # 29 February comes within eight years, and then on any weekday in 40: those never fire
+# 29 February comes within eight years; on a given weekday it may take 40 years: that never fires.
+_MAX_DAYS: Final = 366 * 8 + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Cron:
 
     @classmethod
     def parse(cls, text: str) -> Cron:
-        """Raises ValueError that names the field."""
+        """Raises ValueError, which names the field."""
         fields = text.split()
         if len(fields) != len(_FIELDS):
             raise ValueError(f"{text!r}: a schedule has five fields, not {len(fields)}")

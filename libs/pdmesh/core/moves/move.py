@@ -1,9 +1,12 @@
-"""Changes of groups as plans of single moves: what a move is, what groups look like after it, and why one must not be made.
+"""Decides what a move of instances makes of the groups, and why it must not be made.
 
-Profiling, an operator, the monitor, a schedule: whoever wants a change says so with the same `MovePlan` (S27). A plan never leads
-below one instance of a role in a group or two in a scenario (S31; one, where the scenario allows a single one), and never takes
-an instance away from others that could not carry its load: N - 1 survivors carry N/(N - 1) of what each carries now. What is not
-known is not zero: it refuses. Fusion instances count for both roles; a group of them alone has no ratio, and is lent as a whole.
+Profiling, operators, the monitor and schedules all ask for changes with the same `MovePlan` (S27).
+
+A plan never leads below one instance of a role in a group, nor below two in a scenario (S31), or
+one if the scenario allows a single one. It never takes an instance away from others that could not
+carry its load: N - 1 survivors carry N/(N - 1) of what each carries now. An unknown load is not
+zero: the move is refused. Fusion instances count for both roles. A group of only fusion instances
+has no ratio and is lent as a whole.
 """
 
 from __future__ import annotations
@@ -16,15 +19,13 @@ from typing import Final
 from pdmesh.core.model import Role
 
 TRAINING_POOL: Final = "training"
-OFF_POOL: Final = (
-    "off"  # of groups that shall not be there: nobody has borrowed them, their instances are free
-)
+OFF_POOL: Final = "off"  # of groups that are switched off: not lent, their instances are free
 MIN_PER_GROUP: Final = 1
 MIN_PER_SCENARIO: Final = 2
 
 
 class Trigger(enum.StrEnum):
-    """Who wanted a plan."""
+    """What asked for a plan."""
 
     PROFILE = "profile"
     OPERATOR = "operator"
@@ -33,7 +34,11 @@ class Trigger(enum.StrEnum):
 
 
 class MoveKind(enum.StrEnum):
-    """`role` of a Move is the one that the instance gets (ADD, CHANGE_ROLE) or has (REMOVE, MOVE); None for whole groups."""
+    """What a move does.
+
+    Its `role` is the one that the instance gets (ADD, CHANGE_ROLE) or has (REMOVE, MOVE); None for
+    whole groups.
+    """
 
     ADD = "add"  # a blank instance joins the group
     REMOVE = "remove"  # an instance is drained and becomes blank
@@ -59,9 +64,10 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class MovePlan:
-    """Moves to make one after the other. `is_forced`: an operator takes the blame for what `refusal` would say.
+    """Moves to make one after the other.
 
-    `asked_at` is in unix seconds, for plans by the clock.
+    `is_forced`: an operator overrules what `refusal` would say. `asked_at` is in unix seconds, for
+    plans of schedules.
     """
 
     scenario: str
@@ -74,9 +80,10 @@ class MovePlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """Instances that serve, and the mean share of their slots and KV that is taken (0..1); None: not known.
+    """A group's instances, and the mean share of their slots and KV that is taken.
 
-    `pool` names who has borrowed the group; empty while it serves.
+    Shares are 0..1; None: not known. `pool` names the pool that has borrowed the group; empty while
+    it serves.
     """
 
     group_id: str
@@ -95,7 +102,7 @@ class GroupShape:
 
     @property
     def size(self) -> int:
-        """Instances that its ratio is of."""
+        """The number of instances that its ratio counts."""
         return self.num_prefill + self.num_decode
 
     @property
@@ -126,7 +133,7 @@ class GroupShape:
                 return self.fusion_busy
 
     def changed(self, role: Role, by: int) -> GroupShape:
-        """With `by` more instances of a role, over which the same load spreads."""
+        """The group with `by` more instances of a role, over which the same load spreads."""
         before, after = self.num(role), self.num(role) + by
         busy = self.busy(role)
         spread = None if busy is None or after < 1 else busy * before / after
@@ -143,13 +150,13 @@ def other(role: Role) -> Role:
 
 
 def serving(groups: Groups, scenario: str) -> list[GroupShape]:
-    """The scenario's groups that nobody has borrowed, by id."""
+    """The scenario's groups that are not lent, by id."""
     found = [g for g in groups.values() if g.scenario == scenario and not g.pool]
     return sorted(found, key=lambda group: group.group_id)
 
 
 def serving_by_scenario(groups: Groups) -> dict[str, list[GroupShape]]:
-    """Of each scenario that has groups, also if all of them are lent."""
+    """The serving groups of each scenario that has groups, even if all of them are lent."""
     found: dict[str, list[GroupShape]] = {}
     for _, group in sorted(groups.items()):
         own = found.setdefault(group.scenario, [])
@@ -172,7 +179,7 @@ def applied(groups: Groups, move: Move) -> dict[str, GroupShape]:
 
 
 def inverse(move: Move, reason: str) -> Move:
-    """The move that undoes one of a single instance."""
+    """The move that undoes this one."""
     match move.kind:
         case MoveKind.ADD:
             return replace(move, kind=MoveKind.REMOVE, reason=reason)
@@ -193,7 +200,11 @@ def inverse(move: Move, reason: str) -> Move:
 def refusal(
     move: Move, groups: Groups, max_busy: float, *, is_forced: bool = False, num_blank: int = 0
 ) -> str | None:
-    """Why the move must not be made now; None if it may. Force lifts all but what would leave a group without a role."""
+    """Why the move must not be made now; None if it may.
+
+    `is_forced` lifts all reasons but those for which the move cannot be made or would leave a group
+    without a role.
+    """
     group = groups.get(move.group_id)
     if group is None:
         return f"group {move.group_id} is not there"
@@ -222,7 +233,7 @@ def _no_blank(group: GroupShape, num_blank: int) -> str | None:
 
 
 def _steps(move: Move) -> list[tuple[str, Role, int]]:
-    """(group, role, change) of a move of one instance."""
+    """(group, role, change of count) for each group that a move of one instance changes."""
     assert move.role is not None
     match move.kind:
         case MoveKind.ADD:
@@ -261,7 +272,7 @@ def _survivors_refusal(
 def _group_refusal(
     move: Move, group: GroupShape, groups: Groups, max_busy: float, *, is_forced: bool
 ) -> str | None:
-    """Of a group that is lent the scenario's others must carry the traffic."""
+    """If a group is lent, the scenario's other groups must carry the traffic."""
     if move.kind is MoveKind.RECLAIM:
         return None if group.pool else f"group {group.group_id} is not lent"
     if group.pool:

@@ -1,7 +1,8 @@
-"""Carries out plans, one move at a time per scenario, whoever asked: profile, operator, monitor and schedule never overlap (S21, S28).
+"""Decides which planned move is made next: one at a time per scenario (S21, S28).
 
-A move is checked against the groups as they are when its turn comes, not as they were when it was planned. A plan ends at its
-first move that may not be made or that failed; what it did so far stays, and whoever asked hears it.
+So plans of profiling, operators, the monitor and schedules never overlap. A move is checked against
+the groups as they are when its turn comes, not as they were when it was planned. A plan ends at its
+first move that is refused or fails. What it did so far stays, and its end is reported.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pdmesh.core.moves.move import (
     refusal,
 )
 
-MAX_PLANS: Final = 16  # that wait, per scenario
+MAX_PLANS: Final = 16  # waiting plans per scenario
 
 
 class MoveOutcome(enum.StrEnum):
@@ -45,7 +46,7 @@ class Outstanding:
 
 @dataclass(frozen=True, slots=True)
 class PlanResumed:
-    """An earlier leader left it; `groups` as they are now."""
+    """An earlier leader left this plan; `groups` are as they are now."""
 
     left: Outstanding
     groups: Groups
@@ -53,14 +54,14 @@ class PlanResumed:
 
 @dataclass(frozen=True, slots=True)
 class MoveNotBegun:
-    """What begins the move could not be written: its turn comes again."""
+    """The start of the move could not be written: its turn comes again."""
 
     scenario: str
 
 
 @dataclass(frozen=True, slots=True)
 class MoveEnded:
-    """The groups' controller made the move, or gave it up and left the group whole."""
+    """The group controller made the move, or gave it up and left the group complete."""
 
     scenario: str
     is_done: bool
@@ -69,7 +70,10 @@ class MoveEnded:
 
 @dataclass(frozen=True, slots=True)
 class MoveSeen:
-    """The move is under way still. `lacks`: the instances that its groups wait for, empty: for none that is not there."""
+    """The move is still under way.
+
+    `lacks`: the missing instances that its groups wait for; empty: none is missing.
+    """
 
     scenario: str
     lacks: str = ""
@@ -77,9 +81,9 @@ class MoveSeen:
 
 @dataclass(frozen=True, slots=True)
 class GroupsSeen:
-    """Everything that serves or is lent now; `num_blank` instances could be given a role.
+    """All groups that serve or are lent now; `num_blank` instances could be given a role.
 
-    In `held` scenarios nothing is begun: a group of theirs is out already, for another revision.
+    In `held` scenarios no move is begun: an upgrade has taken one of their groups out already.
     """
 
     groups: Groups
@@ -95,7 +99,7 @@ class StartMove:
 
 @dataclass(frozen=True, slots=True)
 class MoveMade:
-    """The groups look like it, `took_s` after it was begun."""
+    """The move was made, `took_s` after it was begun."""
 
     plan: MovePlan
     move: Move
@@ -121,14 +125,17 @@ class _Running:
     plan: MovePlan
     num_done: int = 0
     started_at: float | None = None  # of the move under way
-    gathers_since: float | None = None  # that one, for want of instances
-    touched: frozenset[str] = frozenset()  # scenarios
+    gathers_since: float | None = None  # since when that move waits for instances
+    touched: frozenset[str] = frozenset()  # scenarios that it changes
 
 
 @dataclass(slots=True)
 class PlanRunner:
-    """`move_timeout_s`: for when the word of a move's end was lost. The groups' controller ends every move itself, long before,
-    but for one that waits for instances: that ends after `gather_s`, and its groups get what comes later."""
+    """`move_timeout_s` is for when the news of a move's end was lost.
+
+    The group controller ends every move itself long before that, except one that waits for
+    instances. That ends after `gather_s`, and its groups get the instances that come later.
+    """
 
     max_busy: float = 0.85
     gather_s: float = 60.0
@@ -141,7 +148,7 @@ class PlanRunner:
 
     @property
     def gathering(self) -> frozenset[str]:
-        """Scenarios whose move waits for instances, and touches nothing that serves meanwhile."""
+        """Scenarios whose move waits for instances and meanwhile touches nothing that serves."""
         return frozenset(s for s, r in self._running.items() if r.gathers_since is not None)
 
     @property
@@ -154,7 +161,7 @@ class PlanRunner:
         }
 
     def outstanding(self) -> list[Outstanding]:
-        """What a successor has to go on with: of each scenario the plan under way, then those that wait."""
+        """What a successor must go on with: per scenario the plan under way, then waiting plans."""
         left: list[Outstanding] = []
         for scenario in sorted(self._running.keys() | self._waiting.keys()):
             if (running := self._running.get(scenario)) is not None:
@@ -164,7 +171,7 @@ class PlanRunner:
         return left
 
     def expected(self, groups: Groups) -> Groups:
-        """The groups once everything that was asked for is made: what a new plan should start from."""
+        """The groups once all plans are carried out: what a new plan should start from."""
         plans = [r.plan.moves[r.num_done :] for _, r in sorted(self._running.items())]
         plans += [plan.moves for _, waiting in sorted(self._waiting.items()) for plan in waiting]
         for move in (move for moves in plans for move in moves):

@@ -1,8 +1,10 @@
-"""Groups by the clock: added and removed, or lent to training at night, and serving again in time (S11, S21).
+"""Decides when a schedule adds, removes, lends or reclaims groups (S11, S21).
 
-An entry fires once for each time it names. What it makes is a plan like any other, so it waits for what an operator has under way
-and is refused what an operator would be refused. A master that was away at that time makes up for it if it is back within the
-entry's grace, and says that it did not if it comes later. A RECLAIM begins early, and at once if it is new by then.
+An entry fires once for each of its times. It makes a plan like any other: the plan waits for what
+an operator has under way, and is refused what an operator would be refused. A master that was away
+makes up for a missed time if it is back within the entry's grace; if it comes later, it reports
+that it did not. A RECLAIM begins early, so that groups serve in time; a new one begins at once if
+its lead has begun.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ from pdmesh.core.moves.move import (
 )
 
 MAX_ENTRIES: Final = 1000
-_MAX_AHEAD_S: Final = 86_400.0  # of the next time; a clock set back by less fires nothing twice
+_MAX_AHEAD_S: Final = 86_400.0  # a clock that is set back by less makes nothing fire twice
 _LEAD_MARGIN: Final = 1.5  # times the slowest of the last set-ups
 
 
 class What(enum.StrEnum):
     ADD = "add"  # groups of the desired state that a REMOVE took away
     REMOVE = "remove"  # their instances are free for other groups
-    LEND = "lend"  # to a pool, from which RECLAIM takes back
-    RECLAIM = "reclaim"  # so that they serve at the entry's time: it begins earlier
+    LEND = "lend"  # groups to a pool, from which RECLAIM takes them back
+    RECLAIM = "reclaim"  # groups that should serve at the entry's time: it begins earlier
 
 
 _BRINGS: Final = (What.RECLAIM, What.ADD)
@@ -43,7 +45,10 @@ _BRINGS: Final = (What.RECLAIM, What.ADD)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`num_groups` of `scenario`, at each time of `cron`. A RECLAIM is for groups that shall serve at that time."""
+    """What to do to `num_groups` of `scenario` at each time of `cron`.
+
+    A RECLAIM is for groups that should serve at that time.
+    """
 
     name: str
     scenario: str
@@ -57,7 +62,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """An entry's time has come. `late_s`: how long ago it was to begin; empty `plan`: there is nothing to do, for `reason`."""
+    """An entry's time has come.
+
+    `late_s`: how long ago it should have begun. `plan` None: there is nothing to do, because of
+    `reason`.
+    """
 
     entry: Entry
     at: float  # unix seconds of the time it fired for
@@ -68,19 +77,18 @@ class Due:
 
 @dataclass(slots=True)
 class Schedule:
-    """`fired` says for which time each entry fired last (unix seconds): keep it where a successor finds it.
+    """`fired` says for which time (unix seconds) each entry fired last.
 
-    `lead_s`: how long before its time a RECLAIM begins, until set-ups were seen that take longer. An entry that is new fires for
-    times from its first tick on.
+    Keep it where a successor finds it. `lead_s`: how long before its time a RECLAIM begins; longer
+    if set-ups were seen to take longer. A new entry fires for times from its first tick on.
     """
 
     entries: Sequence[Entry]
     lead_s: float = 300.0
     fired: dict[str, float] = field(default_factory=dict)
     _setups_s: dict[str, float] = field(default_factory=dict)  # the slowest of late, by scenario
-    _following: dict[str, tuple[float, float | None]] = field(
-        default_factory=dict
-    )  # by entry: a time, and its cron's next after it, which may take a millisecond to find
+    # By entry: a time and the cron's next time after it, which may take a millisecond to find.
+    _following: dict[str, tuple[float, float | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         names = [entry.name for entry in self.entries]
@@ -90,13 +98,13 @@ class Schedule:
             raise ValueError(f"schedule {twice!r} is there twice")
 
     def replace_entries(self, entries: Sequence[Entry]) -> None:
-        """The desired state changed; entries that stay keep what they fired for."""
+        """The desired state changed. Entries that stay keep the time for which they fired last."""
         fresh = Schedule(entries)
         self.entries, self._following = fresh.entries, {}
         self.fired = {e.name: self.fired[e.name] for e in entries if e.name in self.fired}
 
     def set_up_took(self, scenario: str, seconds: float) -> None:
-        """A group of the scenario was set up: a reclaim must begin at least so early."""
+        """The set-up of a group took so long: a reclaim must begin at least so early."""
         before = self._setups_s.get(scenario, 0.0)
         self._setups_s[scenario] = max(seconds, 0.8 * before)
 
@@ -107,9 +115,10 @@ class Schedule:
         return max(self.lead_s, _LEAD_MARGIN * self._setups_s.get(entry.scenario, 0.0))
 
     def tick(self, groups: Groups, now: float) -> list[Due]:
-        """`now` in unix seconds; entries fire as late as it is called. What brings groups comes first.
+        """Fire the entries that are due. Those that bring groups come first.
 
-        `groups`: as they will be when what was asked for before is done (`PlanRunner.expected`).
+        `now` is in unix seconds. `groups` are as they will be when earlier plans are carried out
+        (`PlanRunner.expected`).
         """
         due: list[Due] = []
         taken: set[str] = set()
@@ -123,7 +132,10 @@ class Schedule:
         return due
 
     def _note_start(self, entry: Entry, now: float) -> None:
-        """It fires for times from now on, if it is new, or fired for one that lies far ahead: by a wall clock that was wrong."""
+        """A new entry fires for times from now on.
+
+        So does one that last fired for a time far ahead, by a wall clock that was wrong.
+        """
         horizon = now + self.lead_of(entry)
         fired = self.fired.setdefault(entry.name, now)
         following = entry.cron.next_after(horizon, entry.zone) if fired > horizon else None
@@ -131,7 +143,7 @@ class Schedule:
             self.fired[entry.name] = now
 
     def _latest(self, entry: Entry, now: float) -> float | None:
-        """The last time that has come since the one it fired for: several missed ones fire once."""
+        """The last time that has come since it fired: several missed times fire once."""
         horizon = now + self.lead_of(entry)
         latest, at = None, self._next_of(entry)
         if at is not None and horizon - at > 86_400:
@@ -141,7 +153,7 @@ class Schedule:
         return latest
 
     def _next_of(self, entry: Entry) -> float | None:
-        """The first time since the one it fired for."""
+        """The first time after the one it fired for."""
         fired = self.fired[entry.name]
         known = self._following.get(entry.name)
         if known is None or known[0] != fired:
@@ -182,7 +194,10 @@ def _moves(entry: Entry, groups: Groups, taken: Iterable[str], reason: str) -> l
 
 
 def _least_busy(groups: Sequence[GroupShape], count: int) -> list[GroupShape]:
-    """Of equally busy ones the newest: what was set up last goes first. Unknown counts as busy."""
+    """The least busy groups; of equally busy ones the last by id.
+
+    An unknown load counts as busy.
+    """
 
     def load(group: GroupShape) -> float:
         roles = (r for r in (Role.PREFILL, Role.DECODE, Role.FUSION) if group.num(r))

@@ -1,4 +1,7 @@
-"""Which instances served a chat last, so that its next turn finds its KV (S94). Bounded by age and number."""
+"""Remembers which instances served a chat last, so that its next turn finds its KV (S94).
+
+Bounded by age and number.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ class ChatAffinity:
         return len(self._chats)
 
     def get(self, chat_id: str, now: float) -> tuple[str, ...]:
-        """Instance ids, empty if the chat is unknown or was silent for too long."""
+        """Instance ids; empty if the chat is unknown or was silent for too long."""
         found = self._chats.get(chat_id)
         if found is None:
             return ()

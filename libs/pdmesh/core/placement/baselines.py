@@ -1,6 +1,6 @@
-"""The policies we measure ours against, and the registry of all by name (S6, S7).
+"""The policies that ours is measured against, and the registry of all policies by name (S6, S7).
 
-They see the same fleet and index as ours and differ only in what they make of it.
+They see the same fleet and index as ours and differ only in how they use them.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def fewest_blocks_decodes(query: Query, instances: Sequence[Instance]) -> list[f
 
 @dataclass(slots=True)
 class ShortestQueue:
-    """Fewest blocks of prompt waiting, as every instance told it at the last of its reports (S7).
+    """Fewest prompt blocks that wait, as of every instance's last report (S7).
 
-    Between two reports nothing changes, so all that comes goes to the same instance.
+    Between two reports nothing changes, so all requests go to the same instance.
     """
 
     period_s: float = _REPORT_S
@@ -70,9 +70,10 @@ class ShortestQueue:
 
 
 def cache_aware(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
-    """Shortest queue if the loads differ a lot, else the longest match if it is most of the prompt, else the emptiest cache.
+    """The rule of SGLang's gateway.
 
-    The rule of SGLang's gateway.
+    It takes the shortest queue if the loads differ a lot. Else it takes the longest match if that
+    is most of the prompt, else the emptiest cache.
     """
     used = [i.used_slots() for i in instances]
     lowest, highest = min(used), max(used)
@@ -86,7 +87,10 @@ def cache_aware(query: Query, instances: Sequence[Instance], known: Known) -> li
 
 
 def block_cost(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
-    """Less cost is better: prompt blocks to compute here, with those waiting, plus active blocks, as Dynamo's KV router."""
+    """The rule of Dynamo's KV router: the least cost.
+
+    The cost is the prompt blocks to compute here, with those that wait, plus the active blocks.
+    """
     total = len(query.block_hashes)
     scores = []
     for instance in instances:
@@ -123,7 +127,7 @@ def shortest_queue() -> Policy:
 
 
 def mixed_pool() -> Policy:
-    """Any prefill for any prefix: a pool in which nobody looks at the caches (S6)."""
+    """Any prefill for any prefix: a pool whose caches are ignored (S6)."""
     return Policy("mixed_pool", constant_prefills, best_first, constant_decodes, best_first)
 
 

@@ -1,7 +1,8 @@
-"""The master's picture of all instances: who they are, how they fare, how loaded they are.
+"""The master's picture of all instances: what they are, their health and their load.
 
-Records say who is there, health says who may be used, loads say how busy. Load reports are old when they
-arrive, so what was dispatched since counts on top until a report names it (see `reservations.py`).
+Records say which instances there are, health says which may be used, load reports say how busy they
+are. A report is old when it arrives, so what was dispatched since is added until a report names it
+(see `reservations.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class InstanceUnrecorded:
 
 @dataclass(frozen=True, slots=True)
 class HealthJudged:
-    """The health-monitor's word on one incarnation."""
+    """The health-monitor's verdict on one incarnation."""
 
     instance_id: str
     incarnation: int
@@ -43,19 +44,22 @@ class FaultForgotten:
 
 @dataclass(frozen=True, slots=True)
 class IsolationSeen:
-    """All instances that are isolated now, whatever they say of themselves."""
+    """All instances that are isolated now, whatever they report."""
 
     instance_ids: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeLost:
-    """No health-monitor is there: its last suspicions would stand forever."""
+    """There is no health-monitor: its last verdicts would stand forever."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillComputed:
-    """One prompt's compute as the instance timed it, without the wait for prompts before it; 0 seconds: not timed."""
+    """One prompt's compute as the instance timed it, without the wait for earlier prompts.
+
+    0 seconds: not timed.
+    """
 
     request_id: str
     num_tokens: int
@@ -94,10 +98,9 @@ class Fleet:
     instances: dict[str, Instance] = field(default_factory=dict)
     predictor: LatencyPredictor = field(default_factory=LatencyPredictor)
     reservations: Reservations = field(default_factory=Reservations)
-    version: int = 0  # grows whenever who may be a candidate may have changed
-    _judged: dict[str, HealthJudged] = field(
-        default_factory=dict
-    )  # a verdict may precede the record
+    version: int = 0  # grows whenever the set of possible candidates may have changed
+    # A verdict may come before the record.
+    _judged: dict[str, HealthJudged] = field(default_factory=dict)
     _faults: dict[str, FaultJudged] = field(default_factory=dict)
     _isolated: frozenset[str] = frozenset()
 
@@ -125,7 +128,7 @@ class Fleet:
         self.version += 1
 
     def settle(self, now: float) -> None:
-        """Let bookings lapse that no report has named."""
+        """Drop bookings that no report has named in time."""
         self.reservations.expire(now)
 
     def check_invariants(self) -> None:

@@ -1,4 +1,6 @@
-"""One instance as placement sees it: what its record says, how it fares, and what was sent there since its last report."""
+"""One instance as placement sees it: its record, its health, its load, and what was sent there
+since.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from pdmesh.core.model import Role
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What an instance's record says. Two instances may hand KV to each other if `cell` is equal (S13)."""
+    """What an instance's record says.
+
+    Two instances may hand KV to each other if `cell` is equal (S13).
+    """
 
     instance_id: str
     incarnation: int
@@ -26,12 +31,12 @@ class Identity:
     num_kv_blocks: int
     max_model_len: int
     is_draining: bool = False
-    held_sources: tuple[HeldSource, ...] = ()  # of a decode: whom it refuses or avoids
-    is_ready: bool = True  # else it is not connected with its peers yet
+    held_sources: tuple[HeldSource, ...] = ()  # of a decode: the prefills it refuses or avoids
+    is_ready: bool = True  # False: it is not connected to its peers yet
     revision: str = ""  # of what was assigned: model, KV layout, transport
-    fetches_from_peers: bool = False  # blocks out of their host pools
+    fetches_from_peers: bool = False  # it fetches blocks from the host pools of peers
     region: str = ""
-    kv_region: str = ""  # that its KV stays in; empty: its group spans regions
+    kv_region: str = ""  # where its KV stays; empty: its group spans regions
 
     @property
     def cell(self) -> tuple[str, str]:
@@ -40,7 +45,10 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class FaultJudged:
-    """What the health-monitor holds against one incarnation. `held_back` is empty if it is to be acted on."""
+    """What the health-monitor holds against one incarnation.
+
+    `held_back` says why nothing is done about it; empty: it is acted on.
+    """
 
     instance_id: str
     incarnation: int
@@ -63,10 +71,10 @@ class Instance:
     num_kv_blocks_free: int = 0
     is_draining: bool = False
     reported_at: float | None = None
-    computed_s: float = 0.0  # of prefills, all so far, as it timed them
+    computed_s: float = 0.0  # time of all its prefills so far, as it measured them
     id: str = field(init=False)
     kind: str = field(init=False)  # instances of one kind take equally long for a prompt
-    available_at: float = 0.0  # when what is booked here is predicted to be computed (S93)
+    available_at: float = 0.0  # when what is booked here will have been computed (S93)
     backlog_s: float = 0.0
     num_backlog_blocks: int = 0  # to be computed
     num_booked: int = 0  # requests that no report shows yet
@@ -84,7 +92,7 @@ class Instance:
 
     @property
     def is_ejected(self) -> bool:
-        """It gets no requests for a fault that is acted on (S34)."""
+        """It gets no requests because of a fault that is acted on (S34)."""
         fault = self.fault
         return fault is not None and fault.level >= EJECTS_FROM and not fault.held_back
 
@@ -93,7 +101,7 @@ class Instance:
         return self.identity.role is Role.DECODE
 
     def used_slots(self) -> int:
-        """Reported ones and those dispatched since."""
+        """Reported slots and those dispatched since."""
         return self.num_slots_used + self.num_booked
 
     def free_blocks(self) -> int:
@@ -128,7 +136,7 @@ class Instance:
 
 @dataclass(slots=True)
 class Booking:
-    """A share of one request in one instance. `seconds` and `num_new_blocks` are its prefill's, 0 for decode."""
+    """One request's share of an instance. `seconds` and `num_new_blocks` are 0 for a decode."""
 
     instance: Instance
     num_blocks: int

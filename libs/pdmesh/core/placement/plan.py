@@ -1,9 +1,12 @@
-"""Where a request may go, best first: filter, score, pick (S89, S94, S107, S108).
+"""Decides where a request may go, best first: filter, score, pick (S89, S94, S107, S108).
 
-A plan names prefills and decodes of one cell (group and model fingerprint), since only those can hand KV to each other, or
-fusion instances, which need no decode. A cell that has lost one of the two roles serves with the other alone, and one in which no pair
-can exchange KV colocated, both phases on one instance, but only while no whole cell can serve the request. Cells of the region that the
-request came in by go before those of others. The ranking is advice: whether an instance takes the request is its own decision.
+A plan names prefills and decodes of one cell (group and model fingerprint), since only those can
+hand KV to each other; or it names fusion instances, which need no decode. If no whole cell can
+serve the request, an instance serves both phases (colocated): in a cell that has lost one of the
+two roles, or in which no pair can exchange KV. Cells of the region where the request came in go
+before those of others.
+
+The ranking is advice: each instance decides itself whether it takes the request.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from pdmesh.core.placement.policies import (
     Weights,
 )
 
-DEFAULT_MODEL = "default"  # names whatever model the scenario serves
+DEFAULT_MODEL = "default"  # stands for whatever model the scenario serves
 DEFAULT_SCENARIO = "default"
 MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
 SCENARIO_NOT_FOUND = "SCENARIO_NOT_FOUND"
@@ -72,7 +75,10 @@ _BY_ID: Final = attrgetter("id")
 
 @dataclass(slots=True)
 class _Cell:
-    """Instances that together can serve a query. A prompt within `safe_tokens` and `safe_blocks` fits each of them."""
+    """Instances that together can serve a query.
+
+    A prompt within `safe_tokens` and `safe_blocks` fits each of them.
+    """
 
     key: CellKey
     prefills: list[Instance] = field(default_factory=list)
@@ -90,12 +96,12 @@ class _Cell:
 
     @property
     def region(self) -> str:
-        """That its KV stays in; empty: it spans regions, or none is named."""
+        """The region in which its KV stays; empty: it spans regions, or none is named."""
         return (self.prefills or self.decodes)[0].identity.kv_region
 
     @property
     def has_room(self) -> bool:
-        """An instance of each role that it needs has a free slot."""
+        """Whether an instance of each role that it needs has a free slot."""
         has_prefill = any(i.used_slots() < i.num_slots for i in self.prefills)
         return has_prefill and (
             not self.decodes or any(i.used_slots() < i.num_slots for i in self.decodes)
@@ -106,9 +112,10 @@ class _Cell:
         return bool(self.prefills and (self.decodes or self.key[2]))
 
     def colocated(self, query: Query, exchange: KvExchange) -> _Cell:
-        """Its instances of either role, each for both phases, so that no KV moves; without prefills whose KV came wrong everywhere.
+        """Its instances of either role, each for both phases, so that no KV moves.
 
-        It has lost a role, or no pair of it had better try until the time of one is over.
+        It is for a cell that has lost a role, or whose pairs all exclude each other for now.
+        Prefills whose KV every decode refuses are left out.
         """
         cell = _Cell(self.key)
         sound = [
@@ -121,7 +128,7 @@ class _Cell:
         return cell
 
     def has_good_pair(self, exchange: KvExchange) -> bool:
-        """Some decode takes some prefill's KV without a doubt."""
+        """Whether some decode takes some prefill's KV without a doubt."""
         if self.key[2] or not exchange:
             return True
         return any(
@@ -131,7 +138,7 @@ class _Cell:
         )
 
     def narrowed(self, query: Query) -> _Cell:
-        """Without those that could not hold the query or have failed it; itself if it may have all."""
+        """The cell without instances that are excluded or cannot hold the query; itself if none."""
         if not query.excluded and query.num_prompt_tokens <= self.safe_tokens:
             any_member = (self.prefills or self.decodes)[0]
             if query.num_blocks(any_member) <= self.safe_blocks:
@@ -143,7 +150,11 @@ class _Cell:
         return cell
 
     def reconciled(self, exchange: KvExchange) -> _Cell:
-        """Without prefills that every decode refuses, and decodes that refuse every prefill; itself if no decode excludes a prefill."""
+        """The cell without prefills that every decode refuses and decodes that refuse every
+        prefill.
+
+        Itself if no decode excludes a prefill.
+        """
         if not exchange or self.key[2]:
             return self
         cell = _Cell(self.key)
@@ -162,7 +173,7 @@ class _Cell:
 
 @dataclass(slots=True)
 class Placement:
-    """Ranks with one named policy, and books what it sent where until reports tell."""
+    """Ranks with one named policy, and books what it planned until reports show it."""
 
     fleet: Fleet
     rng: random.Random
@@ -170,7 +181,7 @@ class Placement:
     weights: Weights = field(default_factory=Weights)
     max_candidates: int = 8
     chats: ChatAffinity = field(default_factory=ChatAffinity)
-    shares: Mapping[str, float] = field(default_factory=dict)  # of canaries' groups
+    shares: Mapping[str, float] = field(default_factory=dict)  # of requests, by canary's group
     _cells: dict[tuple[str, str], list[_Cell]] = field(default_factory=dict)
     _cells_version: int = -1
     _exchange: KvExchange = field(default_factory=KvExchange)
@@ -184,9 +195,10 @@ class Placement:
         peers: PeerRuns = NO_PEERS,
         num_cached: Callable[[str], int] = lambda instance_id: 0,
     ) -> Plan | NoPlan:
-        """`matches`: contiguous blocks that each instance holds of the prompt; `peers`: what host pools hold of it.
+        """The candidates of one request, or why there are none.
 
-        `num_cached` tells how many blocks of anything an instance holds.
+        `matches`: contiguous blocks of the prompt that each instance holds; `peers`: what host
+        pools hold of it; `num_cached`: how many blocks of anything an instance holds.
         """
         self.fleet.settle(now)
         cells = self._cells_for(query)
@@ -224,7 +236,7 @@ class Placement:
         return _nearest(alone, query.region) or self._why_none(query)
 
     def _by_share(self, cells: list[_Cell]) -> list[_Cell]:
-        """Groups with a share get that much of the requests, and no more while others can serve (S24)."""
+        """Groups with a share get that share of requests, and no more while others serve (S24)."""
         shared = [cell for cell in cells if cell.key[0] in self.shares]
         if not shared:
             return cells
@@ -257,7 +269,10 @@ class Placement:
     def _rank_prefills(
         self, query: Query, cells: Sequence[_Cell], known: Known
     ) -> tuple[list[Scored], _Cell]:
-        """All cells compete; the candidates are those of the winner's cell. One that all decodes avoid comes last."""
+        """All cells compete; the candidates are those of the winner's cell.
+
+        A prefill that all decodes avoid comes last.
+        """
         instances = [i for cell in cells for i in cell.prefills]
         scores = self.policy.score_prefills(query, instances, known)
         scored = [Scored(i, s) for i, s in zip(instances, scores, strict=True)]
@@ -272,7 +287,7 @@ class Placement:
         return own[: self.max_candidates], next(c for c in cells if c.key == key)
 
     def _best_fit(self, cell: _Cell, prefill: Instance) -> Fit:
-        """What the best decode of its cell is to it."""
+        """How well the best decode of its cell goes with it."""
         if cell.key[2] or not cell.decodes:
             return Fit.GOOD
         return min(self._exchange.fit(decode.id, prefill.id) for decode in cell.decodes)
@@ -280,7 +295,10 @@ class Placement:
     def _rank_decodes(
         self, query: Query, cell: _Cell, prefill: Instance, affine: Sequence[str]
     ) -> list[Scored]:
-        """For the best prefill; those it had better not hand on to come last, for the other prefills."""
+        """Decodes for the best prefill.
+
+        Those that avoid or refuse it come last, for other prefills.
+        """
         if not self._exchange:
             return self._rank_alike(query, cell.decodes, affine)
         ranked: list[Scored] = []
@@ -292,7 +310,7 @@ class Placement:
     def _rank_alike(
         self, query: Query, decodes: Sequence[Instance], affine: Sequence[str]
     ) -> list[Scored]:
-        """Those with room now, else all of them: one may have room by the time it is asked."""
+        """Decodes with room now, else all: one may have room by the time it is asked."""
         if not decodes:
             return []
         num_blocks = query.num_blocks(decodes[0])
@@ -331,7 +349,7 @@ class Placement:
 
 
 def _nearest(cells: list[_Cell], region: str) -> list[_Cell]:
-    """Those of the region, unless they are full and others are not (S58)."""
+    """The cells of the region, unless they are full and others are not (S58)."""
     if not region or len(cells) < 2:
         return cells
     near = [cell for cell in cells if cell.region in (region, "")]
@@ -360,7 +378,10 @@ def _has_model(instance: Instance, model: str) -> bool:
 
 
 def _could_hold(instance: Instance, query: Query, *, is_local: bool = False) -> bool:
-    """An empty instance could; prefill holds the prompt alone, which the model's length bounds."""
+    """Whether it could if it were empty.
+
+    A prefill holds only the prompt, bounded by the model's length.
+    """
     identity = instance.identity
     if identity.max_model_len and query.num_prompt_tokens >= identity.max_model_len:
         return False

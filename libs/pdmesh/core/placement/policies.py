@@ -1,7 +1,8 @@
-"""What placement's policies are made of, and our own: score by prefix, predicted latency and load (S93, S107, S108).
+"""Our placement policy: it scores by prefix, predicted latency and load (S93, S107, S108).
 
-A policy scores all candidates of one query at once, since latency counts relative to the slowest of them. The baselines we measure
-against live in `placement_baselines.py`; all have the same interface and are selected by name.
+Here is also what all policies are made of. A policy scores all candidates of one query at once,
+since latency counts relative to the slowest of them. The baselines are in `baselines.py`. All have
+the same interface and are selected by name.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from pdmesh.core.kv.prefix.prefix_index import NO_PEERS, PeerRuns
 from pdmesh.core.placement.instance import Instance
 from pdmesh.core.placement.predictor import LatencyPredictor
 
-# Scores this close to the best, relative to it, count as equal. At 10 % the Mooncake trace costs 2 % more mean TTFT (see
-# loadtests/results/compare-*): a score's size is mostly latency that all share, so 3 % of it is a tenth of what they differ in.
+# Scores this close to the best, relative to it, count as equal. At 10 % the Mooncake trace costs 2
+# % more mean TTFT (see loadtests/results/compare-*): a score is mostly latency that all share, so 3
+# % of it is a tenth of what they differ in.
 _TIE: Final = 0.03
 _EPSILON: Final = 1e-9
-_FULL: Final = 4.0  # a full instance will refuse: behind all that have a slot, whatever it holds
+_FULL: Final = 4.0  # puts a full instance, which will refuse, behind all that have a slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +38,14 @@ class Query:
     max_tokens: int = 1
     chat_id: str = ""
     excluded: frozenset[str] = frozenset()
-    request_id: str = ""  # its bookings settle by it; empty: they lapse
-    tails: Sequence[
-        PartialBlockName
-    ] = ()  # beginnings of blocks that it may find, of `block_size` tokens
+    request_id: str = ""  # settles its bookings; empty: they expire
+    # Names of beginnings of blocks, of `block_size` tokens, that instances may hold.
+    tails: Sequence[PartialBlockName] = ()
     block_size: int = 0
-    region: str = ""  # where it came in: instances of it are preferred
+    region: str = ""  # where it came in: instances there are preferred
 
     def num_blocks(self, instance: Instance) -> int:
-        """KV blocks that prompt and output may come to need, within the model's length."""
+        """KV blocks that prompt and output may need, within the model's length."""
         identity = instance.identity
         num_tokens = self.num_prompt_tokens + self.max_tokens
         if identity.max_model_len:
@@ -54,8 +55,11 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """alpha: prefix the instance holds itself; beta: prefix it could fetch from a peer; gamma: predicted latency;
-    load: share of its slots in use; chat: it served this chat's last turn; spread: share of its cache in use, for what it would add.
+    """The weights of the score's terms.
+
+    alpha: prefix that the instance holds itself; beta: prefix that it could fetch from a peer;
+    gamma: predicted latency; load: share of its slots in use; chat: it served this chat's last
+    turn; spread: share of its cache in use, for the blocks that the prompt would add.
     """
 
     alpha: float = 1.0
@@ -68,8 +72,12 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known about the candidates of one query. `matches`: contiguous blocks each holds, with the share
-    of one it holds the beginning of; `peers`: which of the prompt's blocks some host pool can give to an instance that fetches from peers."""
+    """What is known about the candidates of one query.
+
+    `matches`: contiguous blocks that each holds, with the share of a block that it holds the
+    beginning of. `peers`: which of the prompt's blocks host pools can give to an instance that
+    fetches from peers.
+    """
 
     matches: Mapping[str, float]
     predictor: LatencyPredictor
@@ -95,7 +103,7 @@ Pick = Callable[[Sequence[Scored], random.Random, int], list[Scored]]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How prefills and decodes are scored, and the pick of the best `n` in the order in which they are offered."""
+    """How prefills and decodes are scored and picked, in the order in which they are offered."""
 
     name: str
     score_prefills: ScorePrefills
@@ -105,12 +113,15 @@ class Policy:
 
 
 def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known) -> list[float]:
-    """alpha*local/total + beta*max(0, remote-local)/total + chat - gamma*latency/max_latency - load*used/slots
-    - spread*cached/blocks*(1-local/total).
+    """Our score, a sum of these terms:
 
-    Latency is the wait for what is booked there plus the predicted prefill of what must be computed. The remote
-    term is what peers can give beyond the instance's own prefix: else it would be the same for all and say nothing. The last
-    term sends a new prefix where it evicts nothing; once all caches are full it is the same for all.
+      alpha*local/total + beta*max(0, remote-local)/total + chat
+      - gamma*latency/max_latency - load*used/slots - spread*cached/blocks*(1-local/total)
+
+    Latency is the wait for what is booked there plus the predicted prefill of what must be
+    computed. The remote term counts what peers can give beyond the instance's own prefix; else it
+    would be the same for all and say nothing. The last term sends a new prefix where it evicts
+    nothing; once all caches are full it is the same for all.
     """
     weights, now = known.weights, known.now
     reach = known.peers.reach if known.peers.runs else None
@@ -153,9 +164,9 @@ def prefix_and_latency(query: Query, instances: Sequence[Instance], known: Known
 
 
 def free_capacity(query: Query, instances: Sequence[Instance]) -> list[float]:
-    """Share of KV that stays free, times share of slots that are free; tiny but positive when there is none.
+    """The share of KV that stays free times the share of free slots.
 
-    Decodes of one cell have blocks of one size.
+    It is tiny but positive when nothing is free. Decodes of one cell have blocks of one size.
     """
     num_blocks = query.num_blocks(instances[0])
     scores = []
@@ -169,7 +180,7 @@ def free_capacity(query: Query, instances: Sequence[Instance]) -> list[float]:
 
 
 def best_first(scored: Sequence[Scored], rng: random.Random, count: int) -> list[Scored]:
-    """By score; those within 3 % of the best in random order, so that several gateways do not herd."""
+    """By score; those within 3 % of the best in random order, so that gateways do not herd."""
     if not scored:
         return []
     best = max(s.score for s in scored)
@@ -187,7 +198,10 @@ def _score(scored: Scored) -> float:
 
 
 def weighted_random(scored: Sequence[Scored], rng: random.Random, count: int) -> list[Scored]:
-    """A random order in which each place goes to one of the rest in proportion to its score (Efraimidis, Spirakis)."""
+    """A random order: each place goes to one of the rest in proportion to its score.
+
+    The method is that of Efraimidis and Spirakis.
+    """
     draw, log = rng.random, math.log
     keyed = [(log(1.0 - draw()) / max(_EPSILON, s.score), i) for i, s in enumerate(scored)]
     return [scored[i] for _, i in heapq.nlargest(count, keyed)]
@@ -195,7 +209,7 @@ def weighted_random(scored: Sequence[Scored], rng: random.Random, count: int) ->
 
 @dataclass(slots=True)
 class InTurn:
-    """Each instance in its turn, whatever the scores."""
+    """Round robin: each instance in its turn, whatever the scores."""
 
     _turns: dict[tuple[str, ...], int] = field(default_factory=dict)
 

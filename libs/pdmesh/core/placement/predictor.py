@@ -1,9 +1,10 @@
-"""How long a prefill will take, learnt online for each kind of instance (S93, S107).
+"""Predicts how long a prefill will take, learnt online for each kind of instance (S93, S107).
 
-The formula is linear in [1, n, reuse, compute, compute^2] (thousands of tokens) and fitted by recursive least squares
-with forgetting, so that it follows an instance that grows slower. n is reuse + compute, and a workload may know one length only, so
-some directions are never excited: it forgets along what it observes alone (Kulhavy's directional forgetting), or
-the uncertainty of the others would grow without end.
+The formula is linear in [1, n, reuse, compute, compute^2] (thousands of tokens). It is fitted by
+recursive least squares with forgetting, so that it follows an instance that grows slower. n is
+reuse + compute, and a workload may have one length only, so some directions are never excited. It
+forgets only along what it observes (Kulhavy's directional forgetting); else the uncertainty of the
+other directions would grow without end.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _FEW_OBSERVED: Final = 4
 
 @dataclass(slots=True)
 class PrefillFit:
-    """One kind's formula. `error` is the mean absolute relative error of its predictions, lately (MAPE)."""
+    """One kind's formula. `error` is the recent mean absolute relative error (MAPE)."""
 
     forgetting: float = 0.98
     num_observed: int = 0
@@ -37,7 +38,7 @@ class PrefillFit:
     )
 
     def predict_s(self, num_tokens: int, num_reused: int) -> float:
-        """Never below 0.1 ms, as a linear formula may be where nothing was seen."""
+        """At least 0.1 ms, for the formula may be below zero where nothing was observed."""
         a, b, c, d, e = self._theta
         n, reuse = num_tokens * _SCALE, num_reused * _SCALE
         compute = n - reuse
@@ -45,7 +46,7 @@ class PrefillFit:
         return max(_MIN_S, seconds)
 
     def observe(self, num_tokens: int, num_reused: int, seconds: float) -> float:
-        """Learn from one prefill. Returns the relative error of what was predicted for it."""
+        """Learn from one prefill. Returns the relative error of its prediction."""
         error = abs(self.predict_s(num_tokens, num_reused) - seconds) / max(seconds, _MIN_S)
         self.num_observed += 1
         weight = max(_ERROR_WEIGHT, 1 / self.num_observed)
@@ -56,14 +57,15 @@ class PrefillFit:
         return error
 
     def _update(self, x: tuple[float, ...], seconds: float) -> None:
-        """Weighted by 1/time: a short prompt's millisecond counts as much as a long one's hundred."""
+        """Weight by 1/time: a short prompt's millisecond counts as much as a long one's hundred."""
         weight = 1.0 / max(seconds, 1e-3)
         x = tuple(v * weight for v in x)
         p, theta = self._p, self._theta
         px = [sum(row[j] * x[j] for j in range(_SIZE)) for row in p]
         spread = max(1e-12, sum(x[i] * px[i] for i in range(_SIZE)))
         residual = (seconds * weight - sum(theta[i] * x[i] for i in range(_SIZE))) / (1 + spread)
-        # Along x the spread settles at (1 - forgetting) / forgetting: below it the term turns negative, and it grows back.
+        # Along x the spread settles at (1 - forgetting) / forgetting. Below that the term turns
+        # negative, and the spread grows back.
         learnt = self.forgetting - (1 - self.forgetting) / spread
         shrink = learnt / (1 + learnt * spread)
         for i in range(_SIZE):
@@ -78,7 +80,7 @@ class PrefillFit:
 
 @dataclass(slots=True)
 class LatencyPredictor:
-    """The fits by kind of instance; bounded, the oldest kind is forgotten first."""
+    """The fits by kind of instance. Bounded: the oldest kind is forgotten first."""
 
     forgetting: float = 0.98
     _fits: dict[str, PrefillFit] = field(default_factory=dict)
@@ -92,7 +94,7 @@ class LatencyPredictor:
         return found
 
     def whole_s(self, kind: str, num_tokens: int) -> float:
-        """What a prompt takes with nothing reused; 0 while too little was seen to say."""
+        """What a prompt takes with nothing reused; 0 while too little was observed."""
         fit = self.fit(kind)
         return fit.predict_s(num_tokens, 0) if fit.num_observed >= _FEW_OBSERVED else 0.0
 

@@ -1,8 +1,10 @@
-"""What the master sent where and no report has shown yet: booked at the decision, settled by the request's id (S93).
+"""Counts what the master sent to instances and no report has shown yet (S93).
 
-A booking counts as a used slot and as KV blocks until a report names its request as admitted, wherever that was: a
-request that went to its second candidate frees the first. Its predicted time counts as a prefill's backlog until a report
-says that the prompt is computed. A time limit is only the backstop for what no report will ever name.
+A booking is made with the plan and settled by the request's id. It counts as a used slot and as KV
+blocks until a report names its request as admitted, by whichever instance: a request that went to
+its second candidate frees the first. Its predicted time counts as a prefill's backlog until a
+report says that the prompt is computed. A time limit is only the backstop for what no report will
+ever name.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from pdmesh.core.placement.instance import Booking
 if TYPE_CHECKING:
     from pdmesh.core.placement.instance import Instance
 
-ADMISSION_S = 1.0  # a request that nobody admitted by then went away, or waits and is booked anew
-BACKLOG_S = 120.0  # an admitted prompt that nobody computed by then is lost
+ADMISSION_S = 1.0  # a request not admitted by then has ended, or waits and is booked anew
+BACKLOG_S = 120.0  # an admitted prompt not computed by then is lost
 MAX_BOOKINGS = 65_536
 
 
 @dataclass(slots=True)
 class Reservations:
-    """By request id; each has at most one prefill and one decode booking."""
+    """Bookings by request id: at most one of a prefill and one of a decode each."""
 
     _prefills: dict[str, Booking] = field(default_factory=dict)
     _decodes: dict[str, Booking] = field(default_factory=dict)
@@ -34,7 +36,7 @@ class Reservations:
         return len(self._prefills) + len(self._decodes)
 
     def book(self, request_id: str, prefill: Booking, decode: Booking | None, now: float) -> None:
-        """A second plan of the same request replaces its first."""
+        """Book a plan. A second plan of the same request replaces the first."""
         self.drop(request_id)
         while len(self._order) >= MAX_BOOKINGS:
             self.drop(self._order.popleft()[1])
@@ -46,7 +48,7 @@ class Reservations:
         self._order.append((now, request_id))
 
     def admitted(self, instance: Instance, request_ids: Iterable[str], now: float) -> None:
-        """The instance's own report includes them from now on."""
+        """The instance's own reports include these requests from now on."""
         for request_id in request_ids:
             is_decode = instance.is_decode
             bookings = self._decodes if is_decode else self._prefills
@@ -62,14 +64,14 @@ class Reservations:
                 instance.add_backlog(booking, now)
 
     def computed(self, request_id: str, now: float) -> None:
-        """The prompt's compute is over; its slot is the report's to tell."""
+        """The prompt is computed. Reports tell of its slot."""
         booking = self._prefills.pop(request_id, None)
         if booking is not None:
             self._remove(booking, now)
             booking.instance.resume_backlog(now)
 
     def idle(self, instance: Instance, now: float) -> None:
-        """The instance says that it works on nothing: the report that named its last prompts as computed was lost."""
+        """The instance works on nothing: the report that its last prompts are computed was lost."""
         for request_id in [
             r for r, b in self._prefills.items() if b.instance is instance and b.is_admitted
         ]:
@@ -88,7 +90,7 @@ class Reservations:
         self._expire_backlog(now)
 
     def _expire_backlog(self, now: float) -> None:
-        """Insertion order is age: only the oldest can be over."""
+        """Insertion order is age, so only the oldest can have expired."""
         while self._prefills:
             request_id, booking = next(iter(self._prefills.items()))
             if booking.at >= now - BACKLOG_S:

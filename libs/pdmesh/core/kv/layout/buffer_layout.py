@@ -47,7 +47,7 @@ class KvShape:
 
     @property
     def token_layer_bytes(self) -> int:
-        """K and V of one token in one layer: the paper's 2 * hidden * precision, of the kv heads."""
+        """K and V of one token in one layer: the paper's 2 * hidden * precision, of kv heads."""
         return self.num_kv_heads * (2 * self.head_dim * DTYPE_BYTES[self.dtype] + self.scale_bytes)
 
     @property

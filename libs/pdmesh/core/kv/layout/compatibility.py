@@ -23,7 +23,7 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """Has either `num_heads`, of the whole model, or `num_ranks`, for opaque blocks; the other is 0."""
+    """Has `num_heads`, of the whole model, or `num_ranks`, for opaque blocks; the other is 0."""
 
     model: str  # digest of the weights, of how they are computed with, and of the engine's version
     dtype: str  # of the stored K and V

@@ -155,7 +155,10 @@ class PoolBook:
             self._enter_idle(name, entry)
 
     def touch(self, names: Sequence[bytes]) -> None:
-        """The chain was used as a whole: its head becomes the most recent, so its tail goes first."""
+        """The chain was used as a whole.
+
+        Its head becomes the most recent, so its tail goes first.
+        """
         for name in reversed(names):
             if name in self._probation:
                 self._probation.move_to_end(name)
