@@ -8,7 +8,7 @@ ENGINE ?= vllm
 PYTHON ?= python3.11
 VENV   ?= .venv
 ARGS   ?=
-# Where the public request traces lie that `compare` and `compare-mesh` play (loadtests/README.md says which); they are not in this repository.
+# Where the public request traces lie that some measurements play (loadtests/README.md says which); they are not here.
 TRACES ?= $(wildcard ../shared/traces)
 BIN    := $(VENV)/bin
 # A script that starts a container engine (`up`, `stop`), for compose-test on a machine without one.
@@ -18,9 +18,8 @@ MODEL  := .cache/models/SmolLM2-135M-Instruct
 DONE   := $(VENV)/.done
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit e2e chaos faults kill-matrix kv-faults compose-test check format fuzz \
-        load load-until-failure load-users load-chats bench-tiers bench-overhead bench-retrieval bench-handover bench-plan bench-staleness bench-kv bench-index bench-ratio bench-recovery demo-day simulate-day leak-test compare \
-        compare-mesh proto proto-check docs docs-check lock lock-images clean
+.PHONY: help up down status setup setup-sim setup-dev setup-vllm model test unit e2e chaos faults kill-matrix \
+        kv-faults compose-test check format fuzz bench proto proto-check docs docs-check lock lock-images clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-18s %s\n", $$1, $$2 }'
@@ -132,62 +131,8 @@ $(FUZZ_TARGETS:%=fuzz-%): fuzz-%: .cache/fuzz/.done
 	@.cache/fuzz/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/fuzz.txt
 	@touch $@
 
-bench-tiers: $(DONE)/vllm model ## what a KV tier is worth: time to first token by where a prompt's blocks are
-	@$(BIN)/python -m loadtests.tiers $(ARGS)
-
-bench-overhead: $(DONE)/dev ## what the mesh adds over the bare engine; ARGS goes to it
-	@$(BIN)/python -m loadtests.overhead $(ARGS)
-
-bench-retrieval: $(DONE)/dev ## time per token of running decodes, without and with KV coming in beside them (S52)
-	@$(BIN)/python -m loadtests.retrieval $(ARGS)
-
-bench-handover: $(DONE)/vllm model ## what handing KV over costs a client on vLLM; ARGS="--nixl FOLDER" beside vLLM's NixlConnector
-	@$(BIN)/python -m loadtests.handover $(ARGS)
-
-bench-recovery: $(DONE)/dev ## how an instance is replaced, step by step: killed, frozen, device faults of each level; ARGS="--repeats 3 --out FILE"
-	@$(BIN)/python -m loadtests.recovery $(ARGS)
-
-load: $(DONE)/dev ## send a workload to a mesh and write a report page; ARGS="--workload scenarios --rate 20 --out FILE" (loadtests/README.md has more)
-	@$(BIN)/python -m loadtests.replay $(if $(TRACES),--traces $(TRACES)) $(ARGS)
-
-load-until-failure: $(DONE)/dev ## users in a closed loop, more and more until one answer misses its SLO: two services, six scenarios; ARGS="--out FILE"
-	@$(BIN)/python -m loadtests.until_failure $(ARGS)
-
-load-users: $(DONE)/dev ## users from A to 4A on twelve prefills, on demand and with a queue at each; ARGS="--out FILE"
-	@$(BIN)/python -m loadtests.users $(ARGS)
-
-load-chats: $(DONE)/dev ## conversations, turn by turn, and what each turn reuses of those before; ARGS="--out FILE"
-	@$(BIN)/python -m loadtests.chats $(ARGS)
-
-bench-plan: $(DONE)/dev ## what one placement decision costs, by the number of workers
-	@$(BIN)/python -m loadtests.plan_bench $(ARGS)
-
-bench-staleness: $(DONE)/dev ## how old what the master knows of loads and KV blocks is, with 10 to 1,000 instances
-	@$(BIN)/python -m loadtests.staleness $(ARGS)
-
-leak-test: $(DONE)/dev ## 100,000 requests with random disconnects and killed instances; nothing may be left (I4)
-	@$(BIN)/python -m loadtests.leak $(ARGS)
-
-compare: $(DONE)/dev ## placement policies side by side on a virtual clock; TRACES=FOLDER for cases that play one; ARGS goes to it
-	@$(BIN)/python -m loadtests.sim.compare $(if $(TRACES),--traces $(TRACES)) $(ARGS)
-
-bench-ratio: $(DONE)/dev ## what P:D ratios carry, whether the loop finds the best, a week of faults: on a virtual clock; ARGS goes to it
-	@$(BIN)/python -m loadtests.sim.ratio --out loadtests/results/ratio-$$(date +%F) $(ARGS)
-
-demo-day: $(DONE)/dev ## a day of tides, changes of content, an upgrade and faults on a mesh of processes, in five minutes, with its figure
-	@$(BIN)/python -m loadtests.day --out loadtests/results/day-$$(date +%F) $(ARGS)
-
-simulate-day: $(DONE)/dev ## the same of two scenarios, at length and on a virtual clock; ARGS goes to it
-	@$(BIN)/python -m loadtests.sim.day --out loadtests/results/day-simulated-$$(date +%F) $(ARGS)
-
-compare-mesh: $(DONE)/dev ## placement policies on real meshes of sim instances, one after the other; TRACES=FOLDER; goes on where it was: ARGS="--out FILE"
-	@$(BIN)/python -m loadtests.mesh_compare $(if $(TRACES),--traces $(TRACES)) $(ARGS)
-
-bench-kv: $(DONE)/dev ## what moving KV costs, block by block and block-free, beside ucx_perftest; ARGS="--sizes 1,16 --rounds 3"
-	@$(BIN)/python -m loadtests.kv_bench $(ARGS)
-
-bench-index: $(DONE)/dev ## the index: match time against blocks and workers, memory per million blocks; ARGS goes to it
-	@$(BIN)/python -m loadtests.index_bench $(ARGS)
+bench: $(DONE)/dev ## measure: NAME=overhead, ... (no NAME: the list); ARGS goes to it, TRACES=FOLDER has public traces
+	@TRACES="$(TRACES)" $(BIN)/python -m loadtests $(NAME) $(ARGS)
 
 # --- generated files, committed ---
 

@@ -249,7 +249,7 @@ def _markdown(
     lines = [
         f"# Prefix match and memory of the index, {datetime.now(UTC):%Y-%m-%d}",
         "",
-        "- Command: `make bench-index` (`python -m loadtests.index_bench`)",
+        "- Command: `make bench NAME=index` (`python -m loadtests.index_bench`)",
         f"- Machine: {os.cpu_count()} cores shared with others, load average before {load:.2f}; took {took_s:.0f} s.",
         f"- Python {sys.version.split()[0]}. Medians; the ways take turns within each cell.",
         "- *random depths*: each worker holds a random length of the prompt: the masks change at nearly every block.",

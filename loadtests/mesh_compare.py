@@ -1,6 +1,6 @@
 """Placement policies side by side on a real mesh of sim instances: the same arrivals, >= 3 seeds, one table with spread.
 
-    make compare-mesh TRACES=FOLDER ARGS="--out loadtests/results/mesh-compare-2026-11-21"      # about 25 minutes
+    make bench NAME=compare-mesh TRACES=FOLDER ARGS="--out loadtests/results/mesh-compare-2026-11-21"      # about 25 minutes
     python -m loadtests.mesh_compare --traces FOLDER --cases "Mooncake, bursts" --policies default,kv_router --seeds 1
     python -m loadtests.mesh_compare --out loadtests/results/mesh-compare-2026-11-21 --max-runs 0    # write the report anew
 

@@ -1,4 +1,4 @@
-"""What one placement decision costs, in the core and through gRPC, by the number of workers (`make bench-plan`).
+"""What one placement decision costs, in the core and through gRPC, by the number of workers (`make bench NAME=plan`).
 
 python -m loadtests.plan_bench --out loadtests/results/plan-2026-11-21
 """

@@ -1,4 +1,4 @@
-"""How old the master's knowledge is: from a change at an instance to its place in the master's view (`make bench-staleness`, S100).
+"""How old the master's knowledge is: from a change at an instance to its place in the master's view (`make bench NAME=staleness`, S100).
 
 python -m loadtests.staleness --instances 10,100,1000 --rate 1000 --out loadtests/results/staleness-2026-11-21
 

@@ -22,11 +22,11 @@ _TEXT_ONLY: Final = (
 # One number, or the first and the last of several.
 REASONS: Final[Mapping[str, str]] = {
     "S56": "not there: it needs RDMA over several switches; UCX's own settings say how many paths it takes",
-    "S64": "measured: `make demo-day`, `make simulate-day` and `make bench-recovery` draw and write it from the mesh's events",
-    "S66": "measured: `make bench-ratio` (decisions with 10,000 instances), `make bench-plan` and `make bench-staleness` (1,000)",
+    "S64": "measured: `make bench NAME=day`, `make bench NAME=simulate-day` and `make bench NAME=recovery` draw and write it from the mesh's events",
+    "S66": "measured: `make bench NAME=ratio` (decisions with 10,000 instances), `make bench NAME=plan` and `make bench NAME=staleness` (1,000)",
     "S67": "not there: what a decode proposes is looked up in the prompt (S118), so there is no draft model and no state of one to hand over",
     "S75": "not there: an instance is one data-parallel rank; its host admits, counts and reports (S40, S92)",
-    "S82": "in parts: failures and upgrades are F1 to F42 and S24, priorities S44; what a prompt costs decodes beside it is measured by `make bench-retrieval`",
+    "S82": "in parts: failures and upgrades are F1 to F42 and S24, priorities S44; what a prompt costs decodes beside it is measured by `make bench NAME=retrieval`",
     "S83": "in parts: the queue is ordered by priority, tenant and deadline (S44); no memory moves between the roles of an instance, whole instances change role (S28)",
     "S84-S87": _LOADING,
     "S88": "in parts: a folder as from Hugging Face is loaded as it is (`pdmesh up --model`); slow storage was not tried",

@@ -1,4 +1,4 @@
-"""Policies side by side on the virtual clock: the same arrivals, the same seeds, one table with spread (`make compare`).
+"""Policies side by side on the virtual clock: the same arrivals, the same seeds, one table with spread (`make bench NAME=compare`).
 
 python -m loadtests.sim.compare --traces FOLDER                    # the full Mooncake trace and the cases that need none
 python -m loadtests.sim.compare --cases "cache pressure" --policies default,kv_router

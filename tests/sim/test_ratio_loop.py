@@ -154,7 +154,7 @@ def test_lending_an_upgrade_and_a_role_change_lose_no_request() -> None:
 
 @pytest.mark.req("S63")
 def test_on_one_law_and_one_slo_disaggregated_instances_carry_more_than_aggregated_ones() -> None:
-    """Small: one seed, one scene; the factor itself is measured by `make bench-ratio`."""
+    """Small: one seed, one scene; the factor itself is measured by `make bench NAME=ratio`."""
     scene = aggregated.SCENES[3]
     carried = {
         mode: aggregated.keeps(scene, shape, 12.0, 1) for mode, shape in aggregated.modes(scene)

@@ -1,4 +1,4 @@
-"""Users at 4A on the virtual clock: what the mesh of `make load-users` must show, without its noise."""
+"""Users at 4A on the virtual clock: what the mesh of `make bench NAME=users` must show, without its noise."""
 
 from __future__ import annotations
 

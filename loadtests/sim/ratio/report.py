@@ -1,4 +1,4 @@
-"""The report of `make bench-ratio`: tables with median (lowest..highest) over the seeds, and what they say of the paper's claims."""
+"""The report of `make bench NAME=ratio`: tables with median (lowest..highest) over the seeds, and what they say of the paper's claims."""
 
 from __future__ import annotations
 

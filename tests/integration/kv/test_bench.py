@@ -1,4 +1,4 @@
-"""`make bench-kv` at its smallest size: two real processes over UCX, and what it writes."""
+"""`make bench NAME=kv` at its smallest size: two real processes over UCX, and what it writes."""
 
 from __future__ import annotations
 

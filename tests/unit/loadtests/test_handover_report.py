@@ -1,4 +1,4 @@
-"""What `make bench-handover` says of its samples."""
+"""What `make bench NAME=handover` says of its samples."""
 
 from __future__ import annotations
 

@@ -71,5 +71,5 @@ def test_what_plans_change_is_told_once() -> None:
 
 
 def test_a_record_says_what_did_not_come_about() -> None:
-    day = Day("on a mesh", "make demo-day", 288.0, 10, 1, missed=["the upgrade"])
+    day = Day("on a mesh", "make bench NAME=day", 288.0, 10, 1, missed=["the upgrade"])
     assert "**Did not come about: the upgrade.**" in markdown(day)

@@ -1,0 +1,96 @@
+"""The measurements, by name: `python -m loadtests` lists them, `python -m loadtests NAME ...` runs one (make bench NAME=...).
+
+What follows the name goes to the measurement itself; `--help` shows what it takes.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from importlib.util import find_spec
+
+RESULTS = "loadtests/results"
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """`record`: it writes one unless told where; `traces`: it plays public request traces, if there are any here."""
+
+    module: str
+    about: str
+    needs_vllm: bool = False
+    record: bool = False
+    traces: bool = False
+
+
+BENCHES = {
+    "replay": Bench(
+        "replay", "send a workload to a mesh, and a page on what came back", traces=True
+    ),
+    "until-failure": Bench("until_failure", "more and more users until one answer misses its SLO"),
+    "users": Bench("users", "users from A to 4A on twelve prefills, on demand and with queues"),
+    "chats": Bench("chats", "conversations: what each turn reuses of those before"),
+    "leak": Bench("leak", "100,000 requests with disconnects and kills; nothing may be left (I4)"),
+    "overhead": Bench("overhead", "what the mesh adds over the bare engine"),
+    "tiers": Bench("tiers", "time to first token by where a prompt's blocks are", needs_vllm=True),
+    "retrieval": Bench("retrieval", "what running decodes feel of KV coming in beside them (S52)"),
+    "handover": Bench("handover", "what handing KV over costs a client on vLLM", needs_vllm=True),
+    "kv": Bench("kv_bench", "what moving KV costs, block by block and block-free"),
+    "recovery": Bench("recovery", "how long each step of replacing an instance takes"),
+    "plan": Bench("plan_bench", "what one placement decision costs, by the number of workers"),
+    "index": Bench("index_bench", "match time and memory of the index, by blocks and workers"),
+    "staleness": Bench("staleness", "how old what the master knows is, with 10 to 1,000 instances"),
+    "compare": Bench(
+        "sim.compare", "placement policies side by side on a virtual clock", traces=True
+    ),
+    "compare-mesh": Bench("mesh_compare", "the same on real meshes of sim instances", traces=True),
+    "ratio": Bench(
+        "sim.ratio", "whether formula (1) and the loop find the best ratio", record=True
+    ),
+    "day": Bench("day", "a day of tides, an upgrade and faults on a mesh, in minutes", record=True),
+    "simulate-day": Bench("sim.day", "the same of two scenarios, on a virtual clock", record=True),
+}
+_RECORDS = {"simulate-day": "day-simulated"}
+
+
+def arguments(name: str, given: Sequence[str], traces: str, today: date) -> list[str]:
+    """What the measurement gets: what was given, and before it where it writes and which traces it plays."""
+    bench, own = BENCHES[name], list[str]()
+    if bench.traces and traces:
+        own += ["--traces", traces]
+    if bench.record:
+        own += ["--out", f"{RESULTS}/{_RECORDS.get(name, name)}-{today}"]
+    return [*own, *given]
+
+
+def listing() -> str:
+    width = max(map(len, BENCHES))
+    return "\n".join(
+        f"  {name:<{width}}  {bench.about}{' (needs vLLM)' if bench.needs_vllm else ''}"
+        for name, bench in BENCHES.items()
+    )
+
+
+def main() -> int:
+    name, given = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
+    if name not in BENCHES:
+        print(f"make bench NAME=... ARGS=..., or python -m loadtests NAME ...\n{listing()}")
+        if name and name not in ("-h", "--help"):
+            print(f"there is no measurement {name!r}", file=sys.stderr)
+        return int(name not in ("", "-h", "--help")) * 2
+    if BENCHES[name].needs_vllm and find_spec("vllm") is None:
+        print(f"{name} needs vLLM and the model: make setup-vllm model", file=sys.stderr)
+        return 2
+    module = f"loadtests.{BENCHES[name].module}"
+    traces = os.environ.get("TRACES", "")
+    sys.argv = [module, *arguments(name, given, traces, datetime.now(UTC).date())]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
