@@ -1,10 +1,12 @@
-"""Whether this process leads, decided from its own lease alone.
+"""Decides whether this process leads, from its own lease alone.
 
-A leader that could not renew for two thirds of the lease stops leading by itself, before anybody else can
-start: no two lead at once, whatever the network or a pause of this process does. Epochs only grow, and
-what an older epoch decided is refused (I7). Whoever has seen an epoch says so in its record, and a leader stays above all of them.
-A store that was wiped forgets who leads, and the leader does not know it before its next renewal: a standby that knew of its lease waits
-until that is over.
+A leader that could not renew for two thirds of the lease stops leading by itself, before another
+process can start. So no two lead at once, whatever the network or a pause of this process does.
+
+Epochs only grow, and what an older epoch decided is refused (I7). A process that has seen an epoch
+says so in its record, and a leader stays above all of them. A store that was wiped forgets which
+process leads, and the leader learns that only at its next renewal. So a standby that knew of the
+lease waits until the lease is over.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FENCE_SHARE = 2 / 3
-FORGET_EPOCH_S = 10.0  # longer than any lease: whoever led before has fenced itself
+FORGET_EPOCH_S = 10.0  # longer than any lease: an earlier leader has stopped by then
 
 
 @dataclass(slots=True)
@@ -27,20 +29,23 @@ class Leadership:
         return self._is_leader and now - self._renewed_at < self.lease_s * FENCE_SHARE
 
     def won(self, revision: int, asked_at: float) -> int:
-        """The lease is ours. The new epoch is above everything seen, also if the store was wiped and counts anew."""
+        """The lease is ours.
+
+        The new epoch is above all that were seen, even if the store was wiped and counts anew.
+        """
         self.epoch = max(revision, self.epoch + 1)
         self._is_leader, self._renewed_at = True, asked_at
         return self.epoch
 
     def renewed(self, asked_at: float) -> None:
-        """Counted from when it was asked: the store's clock started no later."""
+        """Count from when the renewal was asked for: the store's clock started no earlier."""
         self._renewed_at = max(self._renewed_at, asked_at)
 
     def lost(self) -> None:
         self._is_leader = False
 
     def other_holds(self, now: float) -> None:
-        """The store says that another one holds the lease."""
+        """The store says that another process holds the lease."""
         self._other_until = now + self.lease_s
 
     def vacated(self) -> None:
@@ -48,21 +53,25 @@ class Leadership:
         self._other_until = 0.0
 
     def may_win(self, now: float) -> bool:
-        """Whether the lease may be taken where the store knows of none: not while one that it has forgotten may be valid (F21)."""
+        """Whether the lease may be taken if the store knows of none.
+
+        It may not while a lease that the store has forgotten may be valid (F21).
+        """
         return now >= self._other_until
 
     def tick(self, now: float) -> bool:
-        """True once, when the lease was not renewed in time: it is over."""
+        """True once, when the lease is over because it was not renewed in time."""
         if self._is_leader and not self.is_leader(now):
             self._is_leader = False
             return True
         return False
 
     def saw(self, epoch: int, now: float) -> bool:
-        """Another process knows of this epoch. True if the own leadership goes on under a new one, above it.
+        """Another process knows of this epoch. True if our leadership goes on with a higher one.
 
-        Nobody else leads while the lease is valid, so a higher epoch is of a store that was wiped since (F21): who knows it would
-        ignore all that is said under the lower one.
+        No other process leads while the lease is valid. So a higher epoch is from a store that was
+        wiped since (F21), and a process that knows it would ignore all that is said with a lower
+        one.
         """
         if epoch <= self.epoch:
             return False
@@ -73,10 +82,10 @@ class Leadership:
 
 @dataclass(slots=True)
 class EpochFence:
-    """Which leaders' answers count: those of the highest epoch heard (I7).
+    """Decides which leaders' answers count: those of the highest epoch heard (I7).
 
-    A store that was wiped while the masters were restarted counts from one again (F21). So an epoch of which nothing was
-    heard for longer than any lease is over, and a lower one counts.
+    A store that was wiped while the masters were restarted counts from one again (F21). So an epoch
+    that was not heard of for longer than any lease is over, and a lower one counts.
     """
 
     epoch: int = 0

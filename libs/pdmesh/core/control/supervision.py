@@ -1,8 +1,10 @@
-"""When to start a process again after it died.
+"""Decides when to start a process again after it died.
 
-The first restart is immediate, later ones wait longer each time up to a limit; a process that was ready for a while starts
-over. Time before it is ready does not count: loading a model takes minutes, and may fail at their end each time. One that keeps dying is given up, with its last exit code; one that exits with a bad setting (code 2) at
-once, since another start cannot help.
+The first restart is immediate. Later ones wait longer each time, up to a limit. After a process was
+ready for a while, its next death counts as the first. Time before it is ready does not count:
+loading a model takes minutes and may fail at the end each time. A process that keeps dying is given
+up, with its last exit code. One that exits for a bad setting (code 2) is given up at once: another
+start cannot help.
 """
 
 from __future__ import annotations
@@ -24,13 +26,12 @@ class RestartPolicy:
     base_delay_s: float = 0.25
     max_delay_s: float = 5.0
     stable_after_s: float = 10.0  # ready this long: the next death counts as the first
-    stable_unready_after_s: float = (
-        600.0  # the same for one that waits for others, as a gateway of blank instances
-    )
-    max_deaths: int = 10  # in a row, then it is given up
+    # The same for a process that waits for others, such as a gateway of blank instances.
+    stable_unready_after_s: float = 600.0
+    max_deaths: int = 10  # in a row; then it is given up
 
     def delay_s(self, deaths: int) -> float:
-        """Before the restart that follows the `deaths`-th death in a row (1 is the first)."""
+        """The delay before the restart after the `deaths`-th death in a row (1 is the first)."""
         if deaths <= 1:
             return 0.0
         return min(self.max_delay_s, self.base_delay_s * 2.0 ** min(deaths - 2, 30))
@@ -56,7 +57,7 @@ class StopAsked:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """The process ended; `code` as of the operating system, negative for a signal."""
+    """The process ended; `code` is the operating system's, negative for a signal."""
 
     name: str
     code: int
@@ -64,7 +65,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class BecameReady:
-    """The process that runs now says so of itself."""
+    """The process that runs now reports that it is ready."""
 
     name: str
 
@@ -136,12 +137,12 @@ class Supervision:
         return child.phase if child else ProcessPhase.STOPPED
 
     def deaths(self, name: str) -> int:
-        """In a row, up to now."""
+        """How many deaths in a row there were up to now."""
         child = self._children.get(name)
         return child.deaths if child else 0
 
     def is_ready(self, name: str) -> bool:
-        """Whether the process that runs now ever was."""
+        """Whether the process that runs now was ever ready."""
         child = self._children.get(name)
         return child is not None and child.ready_at is not None
 

@@ -1,12 +1,15 @@
-"""Which role a scenario is short of, from its mean E2E, the share of prefill in it, and how busy both roles are (S29, S32).
+"""Decides which role a scenario is short of (S29, S32).
 
-P/D-Serve 3.3: E2E up with the share up asks for prefills, E2E up with the share down for decodes. A change counts only if it lasts
-for several windows, and against a reference that stands until something was done or E2E fell for as long: noise adds nothing up, and
-slow growth is not absorbed. Windows with too few requests are unknown; they neither confirm nor deny. What was wrong from the
-start never rises, so a role that stays saturated while the other has room is a finding too.
+It looks at the mean E2E, the share of prefill in it, and how busy both roles are. P/D-Serve 3.3: if
+E2E rises and the share rises, prefills are short; if E2E rises and the share falls, decodes are. A
+change counts only if it lasts for several windows. It is measured against a reference that stands
+until something was done, or until E2E was lower for as long. So noise does not add up, and slow
+growth is not absorbed. Windows with too few requests are unknown: they neither confirm nor deny.
+What was wrong from the start never rises. So a role that stays saturated while the other has room
+is a finding, too.
 
-Waiting at the gateway belongs to prefill, since prefills keep no queue (S40), unless decodes are full: then prompts hold their
-slots for want of a decode (S41), and the wait is decode's doing.
+The wait at the gateway counts as prefill, since prefills keep no queue (S40). But if decodes are
+full, prompts hold their slots for want of a decode (S41), and the wait counts as decode.
 """
 
 from __future__ import annotations
@@ -19,14 +22,16 @@ from typing import Final
 from pdmesh.core.model import Role
 from pdmesh.core.moves.move import other
 
-FULL: Final = 0.95  # of a role's slots and KV: whoever comes next waits
+FULL: Final = 0.95  # of a role's slots and KV: the next request waits
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Means over the requests of a scenario that ended in one window, in seconds; `busy`: shares 0..1, None if not known.
+    """Means, in seconds, over the requests of a scenario that ended in one window.
 
-    E2E = queue + t_p + t_d. `success_share`: of those that ended, how many were answered in time; `answered_per_s`: how many were.
+    E2E = queue + t_p + t_d. `success_share`: the share of those requests that were answered in
+    time; `answered_per_s`: how many were answered per second. `prefill_busy`, `decode_busy`: shares
+    0..1; None: not known.
     """
 
     num_requests: int
@@ -56,12 +61,12 @@ class Window:
 @dataclass(frozen=True, slots=True)
 class DetectorLimits:
     min_requests: int = 20  # per window; fewer say nothing
-    num_windows: int = 3  # in a row that must agree
-    num_reference: int = 6  # windows that the reference is the mean of
+    num_windows: int = 3  # windows in a row that must agree
+    num_reference: int = 6  # windows whose mean is the reference
     e2e_rise: float = 0.15  # relative
     share_change: float = 0.08  # relative
     saturated: float = 0.85  # busy share of a role that is short
-    roomy: float = 0.70  # and of the other, which could give
+    roomy: float = 0.70  # busy share, at most, of the other role, which could give
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,10 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`short_of`: the role; None: E2E rose and neither side stands out. `reason` carries the numbers."""
+    """`short_of`: the role; None: E2E rose, and neither role stands out.
+
+    `reason` has the numbers.
+    """
 
     short_of: Role | None
     reason: str
@@ -80,7 +88,10 @@ class Finding:
 
 @dataclass(slots=True)
 class BottleneckDetector:
-    """One per scenario. Feed it each window; a finding is repeated as long as it holds, until `rebase`."""
+    """One per scenario.
+
+    Feed it each window; a finding is repeated as long as it holds, until `rebase`.
+    """
 
     limits: DetectorLimits = field(default_factory=DetectorLimits)
     reference: Reference | None = None
@@ -92,11 +103,11 @@ class BottleneckDetector:
 
     @property
     def recent(self) -> tuple[Window, ...]:
-        """The windows that a finding rests on."""
+        """The windows on which a finding rests."""
         return tuple(self._recent)
 
     def rebase(self) -> None:
-        """Something was done, or what is there shall count as normal: learn the reference anew."""
+        """Learn the reference anew: something was done, or the present state counts as normal."""
         self.reference = None
         self._learning.clear()
         self._recent.clear()
@@ -126,7 +137,7 @@ class BottleneckDetector:
             return None
         rises = [w.e2e_s / reference.e2e_s - 1 for w in self._recent]
         if max(rises) < -limits.e2e_rise:
-            self.reference = None  # better than it for as long as a finding takes
+            self.reference = None  # E2E was better for as long as a finding takes
             return None
         if min(rises) < limits.e2e_rise:
             return None

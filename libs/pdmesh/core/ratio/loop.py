@@ -1,8 +1,10 @@
-"""The loop that keeps a scenario's P:D ratio: observe, find what it is short of, plan one move, judge it, undo what did harm (S27-S32).
+"""Decides how a scenario's P:D ratio changes (S27-S32).
 
-Every step is told as a `Decided` with its inputs. After a move the loop waits until its effect can be seen, then compares: less
-success or slower answers undo it, and the same finding is left alone for a while that doubles. The detector then learns anew, so
-one change of the workload is answered once.
+It observes, finds which role is short, plans one move, judges it, and undoes it if it did harm.
+Every step is told as a `Decided` with its inputs. After a move the loop waits until its effect can
+be seen, then compares. Less success or slower answers undo the move, and the same finding is left
+alone for a while that doubles. The detector then learns anew, so one change of the workload is
+answered once.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ from pdmesh.core.ratio.planner import PlannerLimits, one_step, towards
 
 @dataclass(frozen=True, slots=True)
 class RatioLimits:
-    """Seconds and shares. `settle_s`: from a move's end until windows show nothing from before it."""
+    """Seconds and shares.
+
+    `settle_s`: from a move's end until windows show none of the time before.
+    """
 
     detector: DetectorLimits = field(default_factory=DetectorLimits)
     planner: PlannerLimits = field(default_factory=PlannerLimits)
@@ -46,11 +51,11 @@ class RatioLimits:
     judge_windows: int = 3
     max_success_drop: float = 0.02
     max_e2e_rise: float = 0.10  # of the mean, unless more is asked for than before
-    waiting: float = (
-        0.25  # share of E2E spent at the gateway: more is asked for than can be answered
-    )
-    max_pace_drop: float = 0.05  # of answers per second, where they wait
-    hold_s: float = 300.0  # a move that failed is not tried again, a good one not reversed, before; doubles each time
+    # If requests spend this share of E2E at the gateway, more come than can be answered.
+    waiting: float = 0.25
+    max_pace_drop: float = 0.05  # of answers per second, if requests wait
+    # For so long a failed move is not tried again and a good one not reversed; doubles each time.
+    hold_s: float = 300.0
     max_hold_s: float = 3600.0
 
 
@@ -59,7 +64,10 @@ class RatioLimits:
 
 @dataclass(frozen=True, slots=True)
 class WindowSeen:
-    """A window of a scenario ended. `window` is None if its numbers are not known; `rate_per_s`: requests that came."""
+    """A window of a scenario ended.
+
+    `window` is None if its numbers are not known. `rate_per_s`: requests that came.
+    """
 
     scenario: str
     window: Window | None
@@ -70,7 +78,7 @@ class WindowSeen:
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """Somebody measured what the scenario's requests take, in advance."""
+    """It was measured in advance what the scenario's requests take."""
 
     scenario: str
     profile: Profile
@@ -117,7 +125,7 @@ Effect = AskMoves | Decided
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """As it was when a move of ours was planned: means of the windows that led to it."""
+    """The state when a move of ours was planned: means of the windows that led to it."""
 
     e2e_s: float
     queue_s: float
@@ -130,7 +138,7 @@ class _Before:
 
 @dataclass(slots=True)
 class _Busy:
-    """A group's load over the last windows; it starts anew when the group's shape changes."""
+    """A group's load over the last windows. It starts anew when the group's shape changes."""
 
     shape: tuple[int, int]
     recent: deque[tuple[float | None, float | None]]
@@ -145,7 +153,7 @@ class _Busy:
 class _Scenario:
     detector: BottleneckDetector
     before: _Before | None = None  # while a move of ours is made or judged
-    plan: MovePlan | None = None  # ours, until it ended
+    plan: MovePlan | None = None  # ours, until it ends
     judge_from: float = 0.0
     judged: list[Window] = field(default_factory=list)
     held_until: float = -math.inf
@@ -153,7 +161,7 @@ class _Scenario:
     hold_s: float = 0.0
     kept_role: Role | None = None  # what the last good move was for
     busy: dict[str, _Busy] = field(default_factory=dict)  # by group
-    said: str = ""  # the last reason to leave it alone, not said again before
+    said: str = ""  # the last reason to leave it alone, not repeated before `silent_until`
     silent_until: float = -math.inf
 
 
@@ -176,7 +184,7 @@ class RatioController:
                 return self._on_ended(event, now)
 
     def keep_only(self, scenarios: Collection[str]) -> None:
-        """Those that have groups now: they bound what is remembered."""
+        """Forget all scenarios but these, which have groups now."""
         self._scenarios = {s: state for s, state in self._scenarios.items() if s in scenarios}
 
     def _state(self, scenario: str) -> _Scenario:
@@ -234,7 +242,10 @@ class RatioController:
         return self._on_finding(state, finding, event, now)
 
     def _steadied(self, state: _Scenario, event: WindowSeen) -> Groups:
-        """The scenario's groups with their load over as many windows as a finding takes: one window is noise."""
+        """The scenario's groups with their load over as many windows as a finding takes.
+
+        One window alone is noise.
+        """
         groups = dict(event.groups)
         before, state.busy = state.busy, {}
         for group in serving(groups, event.scenario):
@@ -265,7 +276,7 @@ class RatioController:
         )
         if choice.move is None:
             if not choice.is_needed:
-                state.detector.rebase()  # what is there carries it: it is the new normal
+                state.detector.rebase()  # the instances carry the load: this is the new normal
             why = f"{finding.reason}; {'; '.join(choice.reasons)}"
             return self._leave(state, f"more {role.value}s", why, event, now)
         plan = MovePlan(event.scenario, Trigger.MONITOR, (choice.move,), reason)
@@ -286,7 +297,7 @@ class RatioController:
     def _leave(
         self, state: _Scenario, kind: str, why: str, event: WindowSeen, now: float
     ) -> list[Effect]:
-        """Told once in a while, though each window says it again."""
+        """Leave it alone, and tell that once in a while, though each window finds it again."""
         if kind == state.said and now < state.silent_until:
             return []
         state.said, state.silent_until = kind, now + self.limits.hold_s
@@ -295,7 +306,7 @@ class RatioController:
     def _judge(
         self, state: _Scenario, before: _Before, event: WindowSeen, window: Window, now: float
     ) -> list[Effect]:
-        """Did it help? Unknown is no harm: a move is undone for what was seen, never for what was not."""
+        """Decide whether a move helped. It is undone only for harm that was seen."""
         if window.num_requests < self.limits.detector.min_requests:
             return []
         state.judged.append(window)
@@ -311,7 +322,7 @@ class RatioController:
             return [self._decided(event, RatioAction.KEPT, e2e)]
         self._hold(state, before.short_of, now)
         back = inverse(before.move, harm)
-        # It was like that before, so no survivor is asked for more than it carried.
+        # The groups were like that before, so no survivor has to carry more than it did.
         state.plan = MovePlan(
             event.scenario, Trigger.MONITOR, (back,), f"undo: {harm}", is_forced=True
         )
@@ -322,7 +333,8 @@ class RatioController:
         e2e_s = _mean(w.e2e_s for w in after)
         queue_s = max(before.queue_s, _mean(w.queue_s for w in after))
         if queue_s > limits.waiting * min(before.e2e_s, e2e_s):
-            # More came than was answered: the backlog grew while the move was made, and only the pace tells what it did.
+            # More came than was answered: the backlog grew while the move was made. So only the
+            # pace of answers shows its effect.
             pace = _mean(w.answered_per_s for w in after)
             if pace < before.answered_per_s * (1 - limits.max_pace_drop):
                 return f"answers fell from {before.answered_per_s:.3g} to {pace:.3g} per s"
@@ -331,13 +343,16 @@ class RatioController:
         if success < before.success_share - limits.max_success_drop:
             return f"success fell from {before.success_share:.1%} to {success:.1%}"
         if rate_per_s > before.rate_per_s * (1 + limits.max_e2e_rise):
-            return None  # more is asked for: slower answers are no verdict on the move
+            return None  # more requests come: slower answers say nothing about the move
         if e2e_s > before.e2e_s * (1 + limits.max_e2e_rise):
             return f"E2E rose from {before.e2e_s:.3g} to {e2e_s:.3g} s"
         return None
 
     def _keep(self, state: _Scenario, role: Role, now: float) -> None:
-        """The other direction waits, longer each time the two alternate: where both are near their limit, noise would swing it."""
+        """Make the other direction wait, longer each time that the two alternate.
+
+        If both roles are near their limit, noise would swing the ratio.
+        """
         is_same = role is state.kept_role
         is_calm = now > state.held_until + self.limits.max_hold_s
         if state.kept_role is None or is_same or is_calm:

@@ -1,7 +1,7 @@
-"""What a group of n_p prefills and n_d decodes can carry, and the split of a number of instances that carries most (S2, S30).
+"""Computes what n_p prefills and n_d decodes can carry, and the split that carries most (S2, S30).
 
-P/D-Serve, 2.1 and formula (1): prefill and decode are balanced where n_p b_p / T_p = n_d b_d / T_d; the least of both and of
-what arrives, over n_p + n_d, is the throughput per instance.
+P/D-Serve 2.1 and formula (1): prefill and decode are balanced if n_p b_p / T_p = n_d b_d / T_d. The
+throughput per instance is the least of both and of the arrivals, divided by n_p + n_d.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Phi:
-    """Throughput per instance (S2): min of the three rates over n_p + n_d. Rates in requests/s; inf where nothing is known."""
+    """Throughput per instance (S2): the least of the three rates over n_p + n_d.
+
+    Rates are in requests/s; inf: not known.
+    """
 
     arriving: float
     prefill: float  # n_p b_p / T_p
@@ -48,10 +51,11 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One kind of request on one kind of instance, with full batches: T_p with b_p prompts at once, T_d with b_d sequences.
+    """What one kind of request takes on one kind of instance, with full batches.
 
-    Times in seconds. T_p ends with token 1 and counts what was found cached as saved (r_pre); T_d begins there and includes xi.
-    Taken at light load they are too short: b / T is a capacity only if all b slots were taken while T was measured.
+    T_p is with b_p prompts at once, T_d with b_d sequences, both in seconds. T_p ends with token 1;
+    what was cached is saved (r_pre). T_d begins there and includes xi. Measured at light load they
+    are too short: b / T is a capacity only if all b slots were taken while T was measured.
     """
 
     t_p: float
@@ -82,12 +86,12 @@ class Profile:
         return max(phi.prefill, phi.decode) / min(phi.prefill, phi.decode) - 1
 
     def best_split(self, total: int, least: int = 1) -> Split:
-        """Most requests/s; ValueError if `total` has no room for `least` of both."""
+        """The split with most requests/s. ValueError if `total` has no room for `least` of both."""
         return max(splits(total, least), key=lambda s: (self.phi(s).value, -self.mismatch(s)))
 
 
 def splits(total: int, least: int = 1) -> Iterator[Split]:
-    """All of them, few prefills first."""
+    """All splits, the fewest prefills first."""
     if total < 2 * least:
         raise ValueError(f"{total} instances are too few for {least} of each role")
     return (Split(n, total - n) for n in range(least, total - least + 1))

@@ -1,4 +1,7 @@
-"""Which moves bring a scenario nearer to the ratio it needs (S28, S30): towards a profile's best split, or one step from a finding."""
+"""Decides which moves bring a scenario nearer to the ratio that it needs (S28, S30).
+
+They lead to a profile's best split, or are one step that answers a finding.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,23 @@ from pdmesh.core.ratio.model import Profile, Split
 
 @dataclass(frozen=True, slots=True)
 class PlannerLimits:
-    """Busy shares, 0..1: what survivors may carry at most, and below which a role is not short of anything."""
+    """Busy shares, 0..1.
+
+    `max_busy`: what survivors may carry at most. `min_need`: a role that is less busy is not short.
+    """
 
     max_busy: float = 0.85
     min_need: float = 0.6
-    min_gain: float = 0.10  # by which the giver must stay less busy than the taker is now
+    min_gain: float = 0.10  # so much less busy than the taker is now must the giver stay
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One move, or None; `reasons` say why it and why not the others, and `is_needed` whether a move would help at all."""
+    """One move, or None.
+
+    `reasons` say why this move and why not the others; `is_needed` says whether a move would help
+    at all.
+    """
 
     move: Move | None
     reasons: tuple[str, ...]
@@ -38,7 +48,7 @@ class Choice:
 
 
 def towards(profile: Profile, groups: Sequence[GroupShape], reason: str) -> tuple[Move, ...]:
-    """Role changes, group after group, that give each the profile's best split of what it has (1)."""
+    """Role changes that give each group the profile's best split of its instances (formula (1))."""
     least = groups[0].least_in_scenario if len(groups) == 1 else MIN_PER_GROUP
     moves: list[Move] = []
     for group in groups:
@@ -49,7 +59,7 @@ def towards(profile: Profile, groups: Sequence[GroupShape], reason: str) -> tupl
 
 
 def changes_to(split: Split, group: GroupShape, reason: str) -> list[Move]:
-    """Single moves from what a group has to `split`: role changes first, then blanks in or out."""
+    """Moves from what a group has to `split`: role changes, then instances added or removed."""
     more_p = split.num_prefill - group.num_prefill
     more_d = split.num_decode - group.num_decode
     moves: list[Move] = []
@@ -70,7 +80,10 @@ def one_step(
     limits: PlannerLimits,
     reason: str,
 ) -> Choice:
-    """The cheapest move that helps: change a role in place, else take a blank instance, else one of another group."""
+    """The cheapest move that helps.
+
+    It changes a role in place, else takes a blank instance, else an instance of another group.
+    """
     own = [g for g in serving(groups, scenario) if g.size]
     known = [(busy, g) for g in own if (busy := g.busy(short_of)) is not None]
     if not own or len(known) < len(own):
@@ -91,7 +104,7 @@ def one_step(
 def _candidates(
     role: Role, group: GroupShape, groups: Groups, limits: PlannerLimits, need: float
 ) -> list[tuple[Move, str | None]]:
-    """Moves that help, cheapest first, each with why it would only pass the shortage on."""
+    """Moves that help, cheapest first, each with the reason if it would only shift the shortage."""
     most = need - limits.min_gain
     changed = Move(group.group_id, MoveKind.CHANGE_ROLE, role)
     givers = [
@@ -118,6 +131,6 @@ def _passed_on(group: GroupShape, giver: Role, most: float) -> str | None:
 
 
 def _without_one(group: GroupShape, role: Role) -> float | None:
-    """How busy the others would be; None if that is not known or there are no others."""
+    """How busy the other instances would be; None if that is unknown or there are none."""
     busy, num = group.busy(role), group.num(role)
     return None if busy is None or num < 2 else busy * num / (num - 1)

@@ -1,8 +1,10 @@
-"""How busy the roles of groups are, over a window rather than at one moment: what moves are planned and checked by (S28, S29).
+"""Measures how busy the roles of groups are over a window; moves are planned and checked by it
+(S28, S29).
 
-A prefill is as busy as its engine computes; its slots say more than that, since prompts keep them until a decode has the KV
-(S41), and would refuse the very move that helps where decodes are short. A decode, or one that does both, is as busy as its slots
-or its KV are taken, whichever is more. An instance that never reported makes its role's load unknown.
+A prefill is as busy as its engine computes. Its slots would say too much, since prompts keep them
+until a decode has the KV (S41): if decodes are short, that would refuse the very move that helps. A
+decode or fusion instance is as busy as its slots or its KV are taken, whichever is more. An
+instance that never reported makes its role's load unknown.
 """
 
 from __future__ import annotations
@@ -38,17 +40,20 @@ class _Meter:
 
 @dataclass(slots=True)
 class RoleLoads:
-    """`sample` often, `close` at the end of each window. Until the first is closed, what there is of it counts."""
+    """Call `sample` often, and `close` at the end of each window.
+
+    Until the first window is closed, its samples so far count.
+    """
 
     _meters: dict[str, _Meter] = field(default_factory=dict)
     _closed: dict[str, _Meter] | None = None
     _closed_span_s: float = 0.0
     _began: float | None = None
     _now: float = 0.0
-    _by_cell: dict[tuple[str, Role], list[_Meter]] | None = None  # of those that `busy` is of
+    _by_cell: dict[tuple[str, Role], list[_Meter]] | None = None  # the meters that `busy` reads
 
     def sample(self, instances: Iterable[Instance], now: float) -> None:
-        """Look at everybody who serves."""
+        """Look at all instances that serve."""
         self._began = now if self._began is None else self._began
         self._now = now
         if self._closed is None:
@@ -68,7 +73,7 @@ class RoleLoads:
             meter.is_known &= instance.reported_at is not None and instance.num_slots > 0
 
     def close(self) -> None:
-        """The window ends with the last sample; `busy` is of it until the next one ends."""
+        """The window ends with the last sample. `busy` tells of it until the next one ends."""
         self._by_cell = None
         self._closed = {i: meter for i, meter in self._meters.items() if meter.num_samples}
         self._meters = {
@@ -79,7 +84,10 @@ class RoleLoads:
         self._began = self._now
 
     def busy(self, group_ids: Collection[str], role: Role) -> float | None:
-        """Mean over the role's instances in the groups, 0..1; None if there are none, or one's load was never heard."""
+        """Mean over the role's instances in the groups, 0..1.
+
+        None if there are none, or if one of them never reported.
+        """
         span_s = self._closed_span_s
         if self._closed is None:
             span_s = self._now - self._began if self._began is not None else 0.0
@@ -95,7 +103,7 @@ class RoleLoads:
 
 
 def _taken(instance: Instance) -> float:
-    """The larger share of slots and, but for a prefill, of KV blocks."""
+    """The share of slots that is taken, or of KV blocks if larger; for a prefill only of slots."""
     slots = instance.used_slots() / instance.num_slots if instance.num_slots else 0.0
     num_blocks = instance.identity.num_kv_blocks
     if instance.identity.role is Role.PREFILL or not num_blocks:

@@ -1,8 +1,10 @@
-"""What each scenario's requests take, and what its instances could carry: T_p, T_d, xi, TPOT, hit rate and the terms of Phi (S2, S138).
+"""Measures what each scenario's requests take and what its instances could carry (S2, S138).
 
-Means over the last requests of a scenario, weighted so that the newest counts most; the rate over a window of time. T_p is from
-a prefill's acceptance to token 1, T_d from a decode's acceptance to the last token, xi what of T_d the KV transfer took. The waits before
-either are no part of them: n b / T is a capacity only if T is how long a slot is needed. Everything is bounded.
+It has T_p, T_d, xi, TPOT, the hit rate and the terms of Phi. They are means over the last requests
+of a scenario, weighted so that the newest counts most; the rate is over a window of time. T_p is
+from a prefill's acceptance to token 1, T_d from a decode's acceptance to the last token; xi is the
+KV transfer's part of T_d. The waits before either do not count: n b / T is a capacity only if T is
+how long a slot is needed. Everything is bounded.
 """
 
 from __future__ import annotations
@@ -18,15 +20,18 @@ from pdmesh.core.placement.instance import Instance
 from pdmesh.core.ratio.model import Phi
 
 MAX_SCENARIOS: Final = 256
-_WEIGHT: Final = 0.05  # of the newest request, once twenty were seen
+_WEIGHT: Final = 0.05  # of the newest request, once there were twenty
 _WINDOW_S: Final = 30.0
 _MAX_ENDS: Final = 100_000  # in the window, per scenario: rates beyond are understated
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSample:
-    """One completed request. Times in seconds; `queue_s`: until a prefill accepted, `ttft_s`: from submission on,
-    `decode_queue_s`: from token 1 until a decode accepted."""
+    """One completed request. Times are in seconds.
+
+    `queue_s`: until a prefill accepted; `ttft_s`: from submission to token 1; `decode_queue_s`:
+    from token 1 until a decode accepted.
+    """
 
     scenario: str
     num_prompt_tokens: int
@@ -41,8 +46,11 @@ class RequestSample:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """What usable instances of one role have: n of them, n b slots. A decode takes a few requests beyond those that run (its MAX_WAITING):
-    they count in b, and their wait for a turn in T_d."""
+    """What the usable instances of one role have: n instances, n b slots.
+
+    A decode takes a few requests beyond those that run (its MAX_WAITING): they count in b, and
+    their wait counts in T_d.
+    """
 
     num_instances: int = 0
     num_slots: int = 0
@@ -50,7 +58,7 @@ class Places:
 
 @dataclass(slots=True)
 class ScenarioStats:
-    """Seconds, shares. `num` requests were answered in all. E2E is queue + T_p + decode_queue + T_d."""
+    """Seconds and shares; `num` requests were answered. E2E is queue + T_p + decode_queue + T_d."""
 
     num: int = 0
     queue: float = 0.0
@@ -65,7 +73,7 @@ class ScenarioStats:
 
     @property
     def t_p_share(self) -> float:
-        """Of T_p in E2E: what the ratio of prefills to decodes is steered by (S29)."""
+        """The share of T_p in T_p + T_d."""
         total = self.t_p + self.t_d
         return self.t_p / total if total else 0.0
 
@@ -91,7 +99,7 @@ class ScenarioStats:
         self._ends.append(now)
 
     def rate_per_s(self, now: float) -> float:
-        """I_t: requests that came, by when they were over, in the window; refused ones too."""
+        """I_t: requests per second, counted in the window when they end; refused ones, too."""
         while self._ends and self._ends[0] < now - _WINDOW_S:
             self._ends.popleft()
         return len(self._ends) / _WINDOW_S
@@ -99,7 +107,7 @@ class ScenarioStats:
 
 @dataclass(slots=True)
 class Scenarios:
-    """By name; beyond the bound the one that was silent longest is forgotten."""
+    """By name. Beyond the bound the scenario that was silent longest is forgotten."""
 
     _stats: OrderedDict[str, ScenarioStats] = field(default_factory=OrderedDict)
 
@@ -107,13 +115,13 @@ class Scenarios:
         return len(self._stats)
 
     def handle(self, request: RequestSample, now: float) -> None:
-        """One was answered."""
+        """A request was answered."""
         stats = self._of(request.scenario)
         stats.add(request)
         stats.came(now)
 
     def unanswered(self, scenario: str, now: float) -> None:
-        """One was refused, failed or given up: it came, and says nothing of how long an answer takes."""
+        """A request was refused, failed or given up: it counts as come, and tells no times."""
         if scenario in self._stats:  # a name that was never served is no scenario
             self._of(scenario).came(now)
 
@@ -130,9 +138,9 @@ class Scenarios:
         return sorted(self._stats.items())
 
     def phi(self, scenario: str, instances: Iterable[Instance], now: float) -> Phi:
-        """With the slots of the scenario's usable instances as n b."""
+        """Phi with the slots of the scenario's usable instances as n b."""
         stats = self._stats.get(scenario)
-        if stats is None:  # of a name that was never served: no look at the instances
+        if stats is None:  # the name was never served: no need to look at the instances
             return Phi(0.0, math.inf, math.inf, 0)
         prefills, decodes = places(scenario, instances).values()
         prefill = prefills.num_slots / stats.t_p if stats.t_p else math.inf
@@ -142,7 +150,7 @@ class Scenarios:
 
 
 def places(scenario: str, instances: Iterable[Instance]) -> dict[Role, Places]:
-    """Prefills', then decodes': those of the scenario that may be used."""
+    """The places of the scenario's usable prefills, then of its decodes."""
     found: dict[Role, list[int]] = {Role.PREFILL: [], Role.DECODE: []}
     for instance in instances:
         role = instance.identity.role

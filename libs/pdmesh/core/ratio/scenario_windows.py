@@ -1,6 +1,7 @@
-"""Windows of each scenario's requests: means over those that ended since the last window was closed, for the ratio to be steered by (S29).
+"""Builds the windows of each scenario's requests by which its ratio is steered (S29).
 
-Only scenarios that groups serve have one: what a client calls its scenario makes none.
+A window has means over the requests that ended since the last one was closed. Only scenarios that
+groups serve have windows: a name that a client invents makes none.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ScenarioWindows:
     _sums: dict[str, _Sums] = field(default_factory=dict)
 
     def serve(self, scenarios: Iterable[str]) -> None:
-        """Those that have groups now; what is known of others is forgotten."""
+        """These scenarios have groups now; what is known of others is forgotten."""
         known = self._sums
         self._sums = {scenario: known.get(scenario) or _Sums() for scenario in scenarios}
 
@@ -50,7 +51,10 @@ class ScenarioWindows:
         decode_busy: float | None,
         span_s: float,
     ) -> Window | None:
-        """`span_s`: how long it was. None if nothing of the scenario was answered: its times are not known then."""
+        """End the window, which lasted `span_s`.
+
+        None if no request of the scenario was answered: then its times are not known.
+        """
         sums = self._sums.get(scenario)
         if sums is None:
             return None

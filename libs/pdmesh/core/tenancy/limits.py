@@ -1,9 +1,12 @@
-"""What each tenant may take: requests and tokens by token buckets, open calls, and tokens of a day.
+"""Decides what each tenant may use: requests and tokens by token buckets, open calls, tokens of a
+day.
 
-A call pays for one request on arrival, and for its prompt and all it may answer once they are known; what it did not use
-is given back at its end. Nothing is taken by a call that is refused. With several gateways on one mesh each of them
-grants what the parts of a limit come to that it holds (`tenant_parts`), and of a day's tokens what it leased
-(`quota_leases`), so that together they never grant more.
+A call pays for one request on arrival. It pays for its prompt and its longest answer once both are
+known, and gets back at its end what it did not use. A call that is refused pays nothing.
+
+With several gateways on one mesh, each grants only the parts of a limit that it holds
+(`shared_limits`), and of a day's tokens only what it leased (`quota_leases`). So together they
+never grant more than the limit.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """`weight`: its share of calls from the waiting room; `priority`: 0 is called first; `models` empty: all of them."""
+    """`weight`: its share of calls from the waiting room. `priority`: 0 is called first.
+
+    `models`: those it may use; empty: all.
+    """
 
     name: str
     limits: TenantLimits = TenantLimits()
@@ -38,7 +44,7 @@ class Tenant:
     is_disabled: bool = False
 
 
-ANYONE = Tenant("default")  # without API keys everybody is the same tenant
+ANYONE = Tenant("default")  # without API keys all clients are one tenant
 
 
 class Limit(Enum):
@@ -50,7 +56,7 @@ class Limit(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LimitRefused:
-    """`num_lacking`: a call of so many tokens would be let in if other gateways gave theirs up."""
+    """`num_lacking`: so many tokens the call lacks that other gateways may give up."""
 
     limit: Limit
     retry_after_s: float
@@ -59,7 +65,7 @@ class LimitRefused:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """Tokens a call has paid for."""
+    """Tokens that a call has paid for."""
 
     num_tokens: int
     day: int
@@ -67,7 +73,10 @@ class Charge:
 
 @dataclass(slots=True)
 class TokenBucket:
-    """Fills with `rate` a second up to `capacity`. What costs more than a full bucket leaves it in debt."""
+    """Fills with `rate` per second up to `capacity`.
+
+    A call that costs more than a full bucket leaves it in debt.
+    """
 
     rate: float
     capacity: float
@@ -78,7 +87,7 @@ class TokenBucket:
         """Seconds until `take` may be called; 0: now."""
         self._fill(now)
         missing = min(amount, self.capacity) - self.level
-        # A rounding error of the clock's is no reason to refuse.
+        # A rounding error of the clock is no reason to refuse.
         return 0.0 if missing <= 1e-6 else missing / self.rate
 
     def take(self, amount: float, now: float) -> None:
@@ -101,7 +110,10 @@ class TokenBucket:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What goes with a part of a limit from gateway to gateway: its buckets' levels at the time `at` (None: full)."""
+    """What goes with a part of a limit from gateway to gateway.
+
+    That is the levels of its buckets at the time `at`; None: full.
+    """
 
     requests: float | None = None
     tokens: float | None = None
@@ -110,7 +122,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """`now` is monotonic and this process's own, `wall` is that of all gateways; `day` numbers the days, this one has `left_s` to go."""
+    """`now` is this process's monotonic clock, `wall` the clock of all gateways.
+
+    `day` numbers the days; this day has `left_s` to go.
+    """
 
     now: float
     wall: float
@@ -125,21 +140,24 @@ class _Account:
     num_open: int = 0
     day: int = 0
     num_today: int = 0
-    num_leased: int = 0  # of today, if limits are shared: `num_today` never exceeds it
-    num_elsewhere: int = 0  # other gateways granted so many today, as far as is known
+    num_leased: int = 0  # tokens of today, if limits are shared: `num_today` never exceeds it
+    num_elsewhere: int = 0  # tokens that other gateways granted today, as far as is known
     held: dict[int, None] = field(default_factory=dict)  # parts, if limits are shared
     came_at: float = -math.inf
 
 
 @dataclass(slots=True)
 class Tenants:
-    """`num_parts`: into how many parts limits are cut, of which only those count that are held; None: they are all ours."""
+    """`num_parts`: into how many parts limits are cut; only parts that are held count.
+
+    None: limits are not cut, and all of them are ours.
+    """
 
     num_parts: Callable[[TenantLimits], int] | None = None
     _accounts: dict[str, _Account] = field(default_factory=dict)
 
     def enter(self, tenant: Tenant, now: float) -> LimitRefused | None:
-        """One more open call, unless refused; `leave` ends it."""
+        """Open one more call, unless it is refused; `leave` ends it."""
         limits, account = tenant.limits, self._account(tenant.name)
         account.came_at = now
         share = self._share(limits, account)
@@ -162,7 +180,7 @@ class Tenants:
     def charge(
         self, tenant: Tenant, num_tokens: int, now: float, day: int, left_s: float
     ) -> Charge | LimitRefused:
-        """Pay for a call's tokens. `day` numbers the days, this one has `left_s` to go."""
+        """Pay for a call's tokens. `day` numbers the days; this day has `left_s` to go."""
         limits, account = tenant.limits, self._account(tenant.name)
         self._begin_day(account, day)
         share = self._share(limits, account)
@@ -196,8 +214,11 @@ class Tenants:
         return 0 if account is None else account.num_open
 
     def forget_but(self, names: frozenset[str]) -> None:
-        """Tenants come and go with the key file; those with open calls stay until the next time, and what was leased is
-        not granted twice to one that comes back."""
+        """Forget tenants that left the key file.
+
+        Those with open calls stay until the next time. So do those with leases, so that the same
+        tokens are not granted twice to a tenant that comes back.
+        """
         for name, account in list(self._accounts.items()):
             if name not in names and not account.num_open and not account.num_leased:
                 del self._accounts[name]
@@ -209,12 +230,12 @@ class Tenants:
         return () if account is None else account.held
 
     def idle_s(self, name: str, now: float) -> float:
-        """For how long no call has come, let in or not; 0 while one is open."""
+        """For how long no call has come, admitted or not; 0 while one is open."""
         account = self._account(name)
         return 0.0 if account.num_open else now - account.came_at
 
     def max_open(self, tenant: Tenant) -> float:
-        """How many calls our parts let in at once."""
+        """How many open calls our parts allow."""
         most, account = tenant.limits.max_concurrent, self._account(tenant.name)
         if most is None:
             return math.inf
@@ -232,7 +253,7 @@ class Tenants:
                 bucket.give(_level_now(bucket, level, part.at, len(account.held), clock.wall))
 
     def give_up(self, tenant: Tenant, index: int, clock: Clock) -> Part:
-        """What goes with it. It lets nothing in from here on."""
+        """Give a part up. Returns what goes with it. The part admits nothing from now on."""
         limits, account = tenant.limits, self._account(tenant.name)
         self._fit(account, limits, clock.now)
         going = self._one_part(account, clock)
@@ -244,13 +265,13 @@ class Tenants:
         return going
 
     def trim(self, tenant: Tenant) -> None:
-        """Drop the parts that the limits are not cut into any more."""
+        """Drop parts that no longer exist, because the limits are cut into fewer."""
         account = self._account(tenant.name)
         num = self.num_parts(tenant.limits) if self.num_parts is not None else 0
         account.held = {index: None for index in account.held if index < num}
 
     def news(self, tenant: Tenant, part: Part, clock: Clock) -> Part | None:
-        """What would go with one of our parts; None if that follows from `part`, which was told before."""
+        """What would go with one of our parts; None if that follows from `part`, told before."""
         account = self._account(tenant.name)
         self._fit(account, tenant.limits, clock.now)
         going, num = self._one_part(account, clock), len(account.held)
@@ -281,7 +302,7 @@ class Tenants:
         return account.day, account.num_leased, account.num_today
 
     def lease(self, name: str, num_tokens: int) -> None:
-        """So many tokens of today are ours to grant, with those granted."""
+        """We may grant so many tokens of today, including those that we granted already."""
         self._account(name).num_leased = num_tokens
 
     def granted_elsewhere(self, name: str, num_tokens: int) -> None:
@@ -306,7 +327,10 @@ class Tenants:
     def _fit(
         self, account: _Account, limits: TenantLimits, now: float, *, is_empty: bool = False
     ) -> None:
-        """Its buckets for these limits as our share is now: both change while it lives. `is_empty`: a new bucket is."""
+        """Fit the buckets to these limits and our present share, both of which change.
+
+        `is_empty`: a new bucket starts empty.
+        """
         share = self._share(limits, account)
         account.requests = _bucket(
             account.requests, limits.requests_per_s, 1.0, share, now, is_empty
@@ -329,7 +353,7 @@ def _bucket(
     now: float,
     is_empty: bool,
 ) -> TokenBucket | None:
-    """For `share` of `limit` every `period_s` seconds, of which it holds one such period's worth."""
+    """A bucket for `share` of `limit` every `period_s` seconds. It holds one period's worth."""
     if limit is None:
         return None
     rate, capacity = limit / period_s * share, max(1.0, limit) * share
@@ -341,7 +365,7 @@ def _bucket(
 
 
 def _level_now(bucket: TokenBucket, level: float | None, at: float, num: int, wall: float) -> float:
-    """Of one part of `num`, which had `level` at the time `at`."""
+    """The level now of one part of `num` that had `level` at the time `at`."""
     full = bucket.capacity / num
     if level is None:
         return full

@@ -1,8 +1,9 @@
-"""A tenant's tokens of a day over several gateways: each grants what it leased before, and a lease counts as used.
+"""Decides how several gateways share a tenant's tokens of a day: each grants only what it leased.
 
-All leases of a day come to no more than the quota. A lease is small, so that a gateway that dies loses little of the day: what
-it had leased and not granted. One that finds too few takes of those that nobody leased; if there are none it says in
-the ledger what it lacks, and the others give up what they have not granted. So a tenant gets all of a quota wherever calls go.
+All leases of a day together never exceed the quota. A lease counts as used, but is small: a gateway
+that dies loses only what it had leased and not granted. A gateway that needs more takes tokens that
+are not leased. If there are none, it says in the ledger what it lacks, and the others give up what
+they have not granted. So a tenant gets all of its quota, wherever its calls go.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from typing import Final
 
 _SHARES: Final = 32  # one lease is such a share of what is left of the day
 _MAX_GONE: Final = 32
-_GONE: Final = ""  # holds what gateways had that are no more, beyond the last `_MAX_GONE` of them
+_GONE: Final = ""  # holds the leases of gateways that are gone, beyond the last `_MAX_GONE`
 
 Leases = tuple["QuotaLease", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaLease:
-    """Of `allowed` tokens on `day`. The holder had granted `num_used` of them when it wrote this, and lacks `num_wanted` more."""
+    """A lease of `allowed` tokens on `day`.
+
+    When the holder wrote it, `num_used` of them were granted, and `num_wanted` more were lacking.
+    """
 
     holder: str
     day: int
@@ -38,7 +42,7 @@ def lease_of(leases: Leases, holder: str, day: int) -> QuotaLease | None:
 
 
 def with_lease(leases: Leases, mine: QuotaLease) -> Leases:
-    """One that begins to want waits longest last."""
+    """The leases with this one. A holder that begins to want more goes to the end of the line."""
     before = next((x for x in leases if x.holder == mine.holder), None)
     if before is not None and (before.num_wanted or not mine.num_wanted):
         return tuple(mine if x is before else x for x in leases)
@@ -46,18 +50,21 @@ def with_lease(leases: Leases, mine: QuotaLease) -> Leases:
 
 
 def num_free(leases: Leases, quota: int, day: int) -> int:
-    """Tokens that nobody leased."""
+    """Tokens that are not leased."""
     return max(0, quota - sum(x.allowed for x in leases if x.day == day))
 
 
 def num_used_by(leases: Iterable[QuotaLease], day: int, is_alive: Callable[[str], bool]) -> int:
-    """What one that is gone leased counts as used: nobody knows how much of it was granted."""
+    """Tokens used.
+
+    A lease of a gateway that is gone counts fully: how much it granted is unknown.
+    """
     today = (x for x in leases if x.day == day)
     return sum(x.num_used if is_alive(x.holder) else x.allowed for x in today)
 
 
 def more(leases: Leases, mine: QuotaLease, quota: int, num_needed: int) -> QuotaLease:
-    """Take what nobody leased, for calls that wait for `num_needed` tokens; and say how many are lacking then."""
+    """Lease free tokens for calls that wait for `num_needed`, and say how many are then lacking."""
     num_lacking = num_needed - mine.unused
     if num_lacking <= 0:
         return mine
@@ -71,8 +78,11 @@ def more(leases: Leases, mine: QuotaLease, quota: int, num_needed: int) -> Quota
 def given(
     leases: Leases, mine: QuotaLease, num_needed: int, is_alive: Callable[[str], bool]
 ) -> tuple[Leases, QuotaLease]:
-    """What others lack, the longest waiting first: those before us may have all that we did not grant, those behind us what
-    our own calls do not wait for."""
+    """Give others what they lack, the longest waiting first.
+
+    Those before us in line may have all that we did not grant. Those behind us may have what our
+    own calls do not wait for.
+    """
     spare = max(0, mine.unused - num_needed)
     is_lacking = num_needed > mine.unused
     for other in leases:
@@ -89,7 +99,10 @@ def given(
 
 
 def resized(leases: Leases, mine: QuotaLease, quota: int, *, is_idle: bool) -> QuotaLease:
-    """A share of what is left: more is nobody else's to grant, and lost if we die. None without calls."""
+    """Our lease, resized to a share of what is left, or to none without calls.
+
+    With more, other gateways could grant less, and more would be lost if we die.
+    """
     free = num_free(with_lease(leases, replace(mine, allowed=mine.num_used)), quota, mine.day)
     share = 0 if is_idle else free // _SHARES
     if share <= 2 * mine.unused and mine.unused <= 2 * share:
@@ -98,12 +111,13 @@ def resized(leases: Leases, mine: QuotaLease, quota: int, *, is_idle: bool) -> Q
 
 
 def tidied(leases: Leases, day: int, is_alive: Callable[[str], bool]) -> Leases:
-    """Without those of other days whose holders are gone. Most of those gone today count as one."""
+    """The leases without old ones of holders that are gone. Most of today's such are merged."""
     kept = [x for x in leases if x.day == day or is_alive(x.holder)]
     gone = [x for x in kept if not is_alive(x.holder)]
     if len(gone) <= _MAX_GONE:
         return tuple(kept)
-    # A gateway that was only cut off writes its lease again, which then counts twice: so the last ones stay.
+    # A gateway that was only cut off writes its lease again, which then counts twice. So the last
+    # ones stay.
     gone = [x for x in gone if x.holder == _GONE] + [x for x in gone if x.holder != _GONE]
     gone = gone[: len(gone) - _MAX_GONE // 2]
     total = sum(x.allowed for x in gone)

@@ -1,11 +1,16 @@
-"""One tenant's limits over several gateways: cut into parts, each of them held by one gateway at a time (S97).
+"""Decides which gateway holds which parts of a tenant's limits (S97).
 
-A ledger says who holds which part. It is written by compare-and-set, so no part is ever held twice, and a gateway grants what its
-own parts come to: together they never grant more than the limit. Each part is of use by itself (one open call, one request),
-so a limit is cut into as many parts as are of use. Parts go where calls are: a gateway takes free parts when it needs them, and
-says so in the ledger when it finds none. Then the gateways that hold more than their share hand some over. One without calls
-hands over all of its parts. Where there are fewer parts than gateways, the one that has held a part for a while hands it over.
-What is left in a part's buckets goes with it. Tokens of a day are not cut: they are leased (`quota_leases`), in the same record.
+Limits are cut into parts, and one gateway at a time holds a part. A ledger says which gateway holds
+which part. It is written by compare-and-set, so no part is ever held twice. A gateway grants only
+its own parts, so together they never grant more than the limit. Each part is of use by itself (one
+open call, one request), so a limit is cut into as many parts as are of use.
+
+Parts go where calls are. A gateway takes free parts when it needs them. If there are none, it says
+so in the ledger, and gateways that hold more than their share hand some over. A gateway without
+calls hands over all of its parts. If there are fewer parts than gateways, a part is handed on after
+a while. What is left in a part's buckets goes with it.
+
+Tokens of a day are not cut: they are leased (`quota_leases`), in the same record.
 """
 
 from __future__ import annotations
@@ -27,12 +32,12 @@ from pdmesh.core.tenancy.limits import (
 from pdmesh.core.tenancy.quota_leases import Leases, QuotaLease
 
 _MAX_PARTS: Final = 16
-_IDLE_S: Final = 5.0  # without a call: others may have all of its parts
-_HELD_S: Final = 1.0  # at least, where there are fewer parts than gateways that want one
+_IDLE_S: Final = 5.0  # after so long without a call others may have all of a gateway's parts
+_HELD_S: Final = 1.0  # a part is held for at least so long if there are fewer than gateways
 
 
 def num_parts(limits: TenantLimits) -> int:
-    """0: nothing is limited that is cut."""
+    """Into how many parts the limits are cut; 0: there is no limit that is cut."""
     if replace(limits, tokens_per_day=None) == TenantLimits():
         return 0
     found = [_MAX_PARTS]
@@ -45,7 +50,10 @@ def num_parts(limits: TenantLimits) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """`holders[i]` holds part i; empty: it is free. `wanted`: gateways that found no part, the longest waiting first."""
+    """`holders[i]` holds part i; empty: it is free.
+
+    `wanted`: gateways that found no part, the longest waiting first.
+    """
 
     holders: tuple[str, ...]
     parts: tuple[Part, ...]
@@ -66,26 +74,28 @@ class Ledger:
 class _Known:
     ledger: Ledger | None = None
     revision: int = 0
-    leaving: dict[int, Part] = field(default_factory=dict)  # ours no more, but not handed over yet
+    leaving: dict[int, Part] = field(default_factory=dict)  # given up, but not handed over yet
     since: float = 0.0  # when the last part came
     waiting: list[int] = field(default_factory=list)  # tokens of today that calls here lack
-    giving: QuotaLease | None = (
-        None  # less than the ledger says is ours: we grant no more than this
-    )
+    # Less than the ledger says is ours: we grant no more than this.
+    giving: QuotaLease | None = None
 
 
 @dataclass(slots=True)
 class TenantParts:
-    """What one gateway, `me`, knows of all ledgers, and does to them. `seen` is told whatever they hold, its own writes as well;
-    `more`, `more_tokens` and `due` say what to write at the revision known, or None."""
+    """What one gateway, `me`, knows of all ledgers, and what it writes to them.
+
+    `seen` takes whatever they hold, also what this gateway wrote. `more`, `more_tokens` and `due`
+    say what to write at the known revision, or None.
+    """
 
     me: str
     tenants: Tenants
-    alive: Collection[str] = ()  # gateways that may hold parts; we always may
+    alive: Collection[str] = ()  # other gateways that may hold parts
     _known: dict[str, _Known] = field(default_factory=dict)
 
     def is_leaving(self, tenant: Tenant) -> bool:
-        """Parts are to be handed over as soon as calls end."""
+        """Whether parts must be handed over as soon as calls end."""
         return bool(self._of(tenant).leaving)
 
     def revision(self, tenant: Tenant) -> int:
@@ -110,14 +120,14 @@ class TenantParts:
             is_held = index in self.tenants.held(tenant.name)
             if holder != self.me:
                 known.leaving.pop(index, None)
-                if is_held:  # taken from us: they thought that we had gone
+                if is_held:  # another gateway took it: we counted as gone
                     self.tenants.give_up(tenant, index, clock)
             elif not is_held and index not in known.leaving:
                 self.tenants.hold(tenant, index, ledger.parts[index], clock)
                 known.since = clock.now
 
     def wrote(self, tenant: Tenant, ledger: Ledger, revision: int, clock: Clock) -> None:
-        """The store took it: none that we wrote before it can be taken now."""
+        """The store took this write, so it can take none of our earlier writes any more."""
         known = self._of(tenant)
         known.giving = None
         if revision < known.revision and known.ledger is not None:
@@ -137,7 +147,7 @@ class TenantParts:
             known.ledger, known.revision = None, 0
 
     def more(self, tenant: Tenant, clock: Clock) -> Ledger | None:
-        """Take a part that is free, or ask for one; None if all are ours, or we have asked already."""
+        """Take free parts, or ask for one; None if all are ours, or if we have asked already."""
         self._trim(tenant)
         known, ledger = self._of(tenant), self._ledger(tenant, clock)
         free = [i for i, holder in enumerate(ledger.holders) if not self._is_alive(holder)]
@@ -158,7 +168,7 @@ class TenantParts:
 
     @contextmanager
     def waiting(self, tenant: Tenant, num_tokens: int) -> Iterator[None]:
-        """A call waits until so many may be granted here."""
+        """A call waits until so many tokens may be granted here."""
         waiting = self._of(tenant).waiting
         waiting.append(num_tokens)
         try:
@@ -167,7 +177,7 @@ class TenantParts:
             waiting.remove(num_tokens)
 
     def more_tokens(self, tenant: Tenant, clock: Clock) -> Ledger | None:
-        """Lease what calls wait for, or ask for it; None if they have it, or we have asked already."""
+        """Lease what calls wait for, or ask for it; None if it is leased or asked for already."""
         quota = tenant.limits.tokens_per_day
         if quota is None:
             return None
@@ -182,7 +192,7 @@ class TenantParts:
     def _with_lease_settled(
         self, tenant: Tenant, ledger: Ledger, clock: Clock, *, tells_use: bool, is_leaving: bool
     ) -> Ledger:
-        """Give up what others lack, and what is no use here."""
+        """Give up what others lack, and what is of no use here."""
         quota, before = tenant.limits.tokens_per_day, self._lease(tenant, clock)
         told = quota_leases.lease_of(ledger.leases, self.me, before.day)
         if quota is None or (told is None and not before.allowed):
@@ -206,7 +216,7 @@ class TenantParts:
     def _lease_seen(self, tenant: Tenant, ledger: Ledger, clock: Clock) -> None:
         known, (day, _, num_used) = self._of(tenant), self.tenants.today(tenant.name, clock.day)
         mine = quota_leases.lease_of(ledger.leases, self.me, day)
-        if mine is not None:  # if it is not there the store has lost it, or we were taken for dead
+        if mine is not None:  # None: the store lost it, or we were taken for dead
             giving = known.giving
             if giving is None or giving.day != day or mine.allowed <= giving.allowed:
                 known.giving = None
@@ -218,7 +228,7 @@ class TenantParts:
         self.tenants.granted_elsewhere(tenant.name, num)
 
     def _lease(self, tenant: Tenant, clock: Clock) -> QuotaLease:
-        """Ours as it is here, which is what `tenants` grants by."""
+        """Our lease as `tenants` has it, which grants by it."""
         day, allowed, num_used = self.tenants.today(tenant.name, clock.day)
         ledger = self._of(tenant).ledger
         told = None if ledger is None else quota_leases.lease_of(ledger.leases, self.me, day)
@@ -239,7 +249,8 @@ class TenantParts:
     ) -> Ledger | None:
         """Hand over what others need more, and say what was used; None if nothing is new.
 
-        `tells_use`: not each time, as every call would be a write. `is_leaving`: this gateway takes no more calls.
+        `tells_use`: write also what was used. Not each time, for then every call would be a write.
+        `is_leaving`: this gateway takes no more calls.
         """
         self._trim(tenant)
         known = self._of(tenant)
@@ -252,7 +263,7 @@ class TenantParts:
         ledger = replace(before, wanted=tuple(w for w in before.wanted if self._is_alive(w)))
         for index, part in known.leaving.items():
             if self.tenants.num_open(tenant.name) > self.tenants.max_open(tenant):
-                break  # calls that this part let in are still open
+                break  # calls that this part admitted are still open
             taker = min(wanted, key=ledger.holders.count, default="")
             ledger = ledger.with_part(index, taker, part)
             ledger = replace(ledger, wanted=tuple(w for w in ledger.wanted if w != taker))
@@ -276,7 +287,7 @@ class TenantParts:
         *,
         is_leaving: bool,
     ) -> None:
-        """From here on we let nothing in for these parts."""
+        """Give up the parts that others should have: they admit nothing here from now on."""
         known, held = self._of(tenant), sorted(self.tenants.held(tenant.name))
         keep = len(held)
         if is_leaving:
@@ -296,13 +307,13 @@ class TenantParts:
             known.leaving[index] = self.tenants.give_up(tenant, index, clock)
 
     def _trim(self, tenant: Tenant) -> None:
-        """The limits may be cut into fewer parts than they were: the others are no more."""
+        """Forget parts that no longer exist: the limits may be cut into fewer than before."""
         known, num = self._of(tenant), num_parts(tenant.limits)
         self.tenants.trim(tenant)
         known.leaving = {index: part for index, part in known.leaving.items() if index < num}
 
     def _ledger(self, tenant: Tenant, clock: Clock) -> Ledger:
-        """As the store has it, or a new one, with what we hold of it: the store may have lost it."""
+        """The ledger with the parts that we hold, for the store may have lost it or them."""
         known, num = self._of(tenant), num_parts(tenant.limits)
         found = Ledger.new(num) if known.ledger is None else _sized(known.ledger, num)
         for index in self.tenants.held(tenant.name):
@@ -321,7 +332,10 @@ class TenantParts:
 
 
 def _sized(ledger: Ledger, num: int) -> Ledger:
-    """For limits that are cut into another number of parts than they were: those there are stay where they are."""
+    """The ledger for limits that are cut into `num` parts.
+
+    Parts that remain stay where they are.
+    """
     more = max(0, num - len(ledger.holders))
     return replace(
         ledger,

@@ -1,8 +1,12 @@
-"""How long instances were used, and for whom: what an operator charges by (P/D-Serve 3.3; S22).
+"""Counts how long instances were used, and for which account: what operators charge by (P/D-Serve
+3.3; S22).
 
-An instance counts for its group from its assignment to its release, set-up and drain included; one that is kept for a pool counts for
-who lent it and the pool; one without a role for the pool `free`. So all accounts together are what the fleet was there for.
-Within a leadership time is the caller's clock; between two leaders it is the wall clock, and what is counted is what both of them saw.
+An instance counts for its group from its assignment to its release, set-up and drain included. An
+instance that is kept for a pool counts for the group that was lent and for the pool. One without a
+role counts for the pool `free`. So all accounts together are the whole time of the fleet.
+
+While one process leads, time is the caller's clock. Between two leaders it is the wall clock, and
+only what both of them saw is counted.
 """
 
 from __future__ import annotations
@@ -20,12 +24,15 @@ from pdmesh.core.moves.move import OFF_POOL
 
 FREE_POOL: Final = "free"
 MAX_ACCOUNTS: Final = 4096
-MAX_GAP_S: Final = 600.0  # without a leader; a wall clock that jumped charges no more than this
+MAX_GAP_S: Final = 600.0  # between leaders; a wall clock that jumped adds no more than this
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Account:
-    """`pool`: who has borrowed the instances; empty: they serve. `group_id` empty: of groups that are gone."""
+    """`pool`: the pool that has borrowed the instances; empty: they serve.
+
+    `group_id` empty: it sums groups that are gone.
+    """
 
     service: str
     scenario: str
@@ -38,7 +45,7 @@ FREE: Final = Account("", "", "", FREE_POOL)
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """So far, and instances now."""
+    """What an account used so far, and how many instances it has now."""
 
     account: Account
     instance_s: float
@@ -47,7 +54,7 @@ class Used:
 
 @dataclass(slots=True)
 class UsageBook:
-    """`look` at each change; each count holds until the next look."""
+    """Call `look` at each change; each count holds until the next look."""
 
     max_accounts: int = MAX_ACCOUNTS
     _seconds: dict[Account, float] = field(default_factory=dict)
@@ -64,7 +71,7 @@ class UsageBook:
     def resume(
         self, used: Iterable[Used], away_s: float, nums: Mapping[Account, int], now: float
     ) -> None:
-        """What an earlier leader wrote down `away_s` ago; `nums` as this one sees them first."""
+        """Go on from what an earlier leader wrote `away_s` ago; `nums` is our first look."""
         before: Counter[Account] = Counter()
         for each in used:
             self._seconds[each.account] = each.instance_s
@@ -74,7 +81,7 @@ class UsageBook:
         self.look(nums, now)
 
     def used(self, now: float) -> list[Used]:
-        """Until `now`; changes nothing."""
+        """What all accounts used until `now`; changes nothing."""
         passed_s = self._passed_s(now)
         return [
             Used(account, seconds + self._nums[account] * passed_s, self._nums[account])
@@ -95,7 +102,10 @@ class UsageBook:
         return 0.0 if self._looked_at is None else max(0.0, now - self._looked_at)
 
     def _fold(self) -> None:
-        """At the bound, groups that are gone count together, by service, scenario and pool; then all that is gone does."""
+        """At the bound, merge the accounts of groups that are gone.
+
+        First by service, scenario and pool; if that is not enough, by pool alone.
+        """
         for merge in (_of_scenario, lambda account: Account("", "", "", account.pool)):
             if len(self._seconds) <= self.max_accounts:
                 return
@@ -111,7 +121,7 @@ def _of_scenario(account: Account) -> Account:
 
 
 def accounts_of(observed: Observed, desired: Desired, adjustments: Adjustments) -> Counter[Account]:
-    """For whom each instance is there now."""
+    """How many instances each account has now."""
     nums: Counter[Account] = Counter()
     for instance_id, seen in observed.seen.items():
         given = observed.given.get(instance_id)

@@ -1,13 +1,15 @@
-"""Rolling upgrades: one group after another gets the new revision, its ratio unchanged, and proves itself before the next (S24).
+"""Decides which group gets a new revision next, and when all roll back (S24).
 
-Level-triggered: each look compares what the scenarios' groups run with what the desired state asks for, and says which record to keep
-next. So a new leader takes an upgrade up where it is; kept here are only times and what went wrong meanwhile. The rules:
+One group after another gets the revision, its ratio unchanged, and proves itself before the next
+one. Level-triggered: each look compares what the scenarios' groups run with what the desired state
+asks for, and says which record to keep next. So a new leader takes up an upgrade where it is. Only
+times, and what went wrong meanwhile, are kept here. The rules:
 
-- One group at a time, over all scenarios, and only while those that are left can carry the scenario's requests. Groups that serve
-  nothing get what the others have proved, when these are done.
-- A group counts as done when it served whole and well for a while. If it does not, all groups go back, one at a time, and the
-  desired state with them, as a new version.
-- A canary is a small group of its own beside the others. It gets a share of the requests until somebody promotes it.
+- Only one group over all scenarios changes at a time, and only while the others can carry the
+  scenario's requests. Groups that serve nothing get the revision when the others have proved it.
+- A group has proved itself when it served complete and well for a while. If it does not, all groups
+  roll back, one at a time, and so does the desired state, as a new version.
+- A canary is a small group beside the others. It gets a share of the requests until it is promoted.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ from pdmesh.core.upgrade.trial import Watches
 
 @dataclass(slots=True)
 class UpgradeController:
-    """The only way to change state is `handle`. A record that is to be kept counts from the next look on, if it was written."""
+    """The only way to change state is `handle`.
+
+    A record to keep counts from the next look on, if it was written.
+    """
 
     kv_transport: str
     reports: dict[str, UpgradeReport] = field(default_factory=dict)

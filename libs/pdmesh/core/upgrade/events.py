@@ -1,4 +1,4 @@
-"""What an upgrade is decided from, and what it says is to be done: the events and effects of `core.upgrade.controller`."""
+"""What happens to an upgrade (events) and what must be done (effects); see `controller.py`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from pdmesh.core.upgrade.revision_health import Cell, LegFailureReported, Reques
 
 @dataclass(frozen=True, slots=True)
 class GroupSeen:
-    """A group as its controller has it. `busy`: share of a role's slots, None: not known; `unwell`: instances of its
-    revision that something speaks against; `num_blank`: instances that could join it."""
+    """A group as the group controller has it.
+
+    `busy`: share of a role's slots; None: not known. `unwell`: instances of its revision that
+    something speaks against. `num_blank`: blank instances that could join it.
+    """
 
     group_id: str
     scenario: str
@@ -34,20 +37,23 @@ class GroupSeen:
 
     @property
     def is_lacking(self) -> bool:
-        """It is not whole for want of instances, and of nothing else."""
+        """It is incomplete only for want of instances."""
         return not (self.is_whole or self.failure or self.num_blank)
 
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What is asked for, and what is there. `targets`: each scenario's service; `planning`: scenarios in which plans move something,
-    of these `gathering`: those whose plan waits for instances alone."""
+    """What is asked for, and what is there.
+
+    `targets`: each scenario's service. `planning`: scenarios in which a plan is under way;
+    `gathering`: those of them whose plan only waits for instances.
+    """
 
     version: int
     targets: Mapping[str, Service]
     upgrades: Upgrades
     groups: Mapping[str, GroupSeen]
-    canary_share: float = 0.0  # that the version was applied with
+    canary_share: float = 0.0  # with which the version was applied
     limits: Mapping[str, UpgradeLimits] = field(default_factory=dict)
     floors: Mapping[tuple[str, Role], int] = field(default_factory=dict)
     planning: frozenset[str] = frozenset()
@@ -66,13 +72,13 @@ class Looked:
         return self.limits.get(scenario, UpgradeLimits())
 
     def serving(self, scenario: str) -> list[GroupSeen]:
-        """Without its canary."""
+        """The scenario's groups without its canary."""
         return self._by_scenario.get(scenario, [])
 
 
 @dataclass(frozen=True, slots=True)
 class MemberLost:
-    """An instance of this revision was lost or failed, without having been asked to leave."""
+    """An instance of this revision was lost or failed and was not asked to leave."""
 
     cell: Cell
     instance_id: str
@@ -80,7 +86,7 @@ class MemberLost:
 
 @dataclass(frozen=True, slots=True)
 class Promoted:
-    """The canary of this scenario shall become the revision of all its groups."""
+    """All groups of the scenario should get the canary's revision."""
 
     upgrade: Upgrade
 
@@ -108,7 +114,7 @@ class RestoreVersion:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Announce this step. `group_id` empty: of the whole scenario."""
+    """Announce this step. `group_id` empty: it is about the whole scenario."""
 
     scenario: str
     step: str
@@ -119,7 +125,10 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class UpgradeReport:
-    """How far an upgrade is, for people. `state`: canary, changing, watching, waiting, going back, stopped, went back."""
+    """How far an upgrade is, for people.
+
+    `state` is canary, changing, watching, waiting, going back, stopped or went back.
+    """
 
     scenario: str
     version: int

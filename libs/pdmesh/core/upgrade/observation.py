@@ -1,4 +1,4 @@
-"""One look of the upgrades at the groups, from what the group controller looked at last and what it says of it."""
+"""Builds an upgrade's look at the groups, from the group controller's last look and its reports."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from pdmesh.core.model import Role
 from pdmesh.core.upgrade.events import GroupSeen, Looked
 from pdmesh.core.upgrade.revision_health import Cell
 
-Busy = Callable[[str, Role], float | None]  # share of the slots of a role in a group that is taken
+Busy = Callable[[str, Role], float | None]  # (group, role) -> share of its slots that is taken
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the groups' controller does not know. `unwell`: instances that something speaks against, by what they run."""
+    """What the group controller does not know.
+
+    `unwell`: instances that something speaks against, by what they run.
+    """
 
     busy: Busy
     unwell: Mapping[Cell, Mapping[str, str]] = field(default_factory=dict)
     planning: frozenset[str] = frozenset()
     gathering: frozenset[str] = frozenset()
-    canary_share: float = 0.0  # that the version was applied with
+    canary_share: float = 0.0  # with which the version was applied
     lost_versions: frozenset[int] = frozenset()  # of the desired state, which cannot be restored
 
 
@@ -37,7 +40,10 @@ def look_at(
     reports: Mapping[str, GroupReport],
     around: Surroundings,
 ) -> Looked:
-    """`adjusted`: with what plans have made of it. Groups that the controller has not seen yet are not there yet."""
+    """`adjusted`: what plans have made of `asked`.
+
+    Groups that the controller has not seen are left out.
+    """
     round_ = Round(observed)
     named = with_canaries(adjusted, upgrades).groups
     groups = {

@@ -1,7 +1,9 @@
-"""Whether a group's new revision answers as well as the one before: failures and times of what each revision of each group answered.
+"""Decides whether a group's new revision answers as well as the one before.
 
-Compared is what the groups that have not changed answer meanwhile, and where nobody is left of these, what there was before the
-change. What is not known speaks against nobody: canaries, faults and losses are looked at besides (`core.upgrade.controller`).
+It counts failures and times of the answers of each revision of each group. They are compared with
+what the unchanged groups answer meanwhile; if no group is unchanged, with the answers before the
+change. What is not known speaks against no revision. `trial.py` and `step.py` look at lost and
+unwell instances, too.
 """
 
 from __future__ import annotations
@@ -18,15 +20,18 @@ Cell = tuple[str, str]  # group and revision
 MAX_CELLS: Final = 1024
 _BUCKET_S: Final = 5.0
 _NUM_BUCKETS: Final = 120  # ten minutes
-_MIN_ANSWERS: Final = 20  # of each side, before times are compared
+_MIN_ANSWERS: Final = 20  # on each side, before times are compared
 _MIN_FAILED: Final = 3
-_T_P_NOISE_S: Final = 0.05  # a mean that is worse by less is not worse
+_T_P_NOISE_S: Final = 0.05  # a mean that is larger by less counts as equal
 _TPOT_NOISE_S: Final = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class RequestAnswered:
-    """`t_p_s`: from a prefill's acceptance to token 1; `tpot_s`: of each token after it, None if there was none."""
+    """`t_p_s`: from a prefill's acceptance to token 1.
+
+    `tpot_s`: per token after it; None: no token.
+    """
 
     cell: Cell
     t_p_s: float
@@ -35,14 +40,14 @@ class RequestAnswered:
 
 @dataclass(frozen=True, slots=True)
 class LegFailureReported:
-    """An instance of the cell failed a request, whatever its client saw of it."""
+    """An instance of the cell failed a request, whether or not the client noticed."""
 
     cell: Cell
 
 
 @dataclass(slots=True)
 class Tally:
-    """Seconds."""
+    """Counts, and sums in seconds."""
 
     num: int = 0
     num_failed: int = 0
@@ -65,7 +70,10 @@ class Tally:
 
 @dataclass(slots=True)
 class Answers:
-    """Of the last ten minutes, by cell; beyond the bound the one that was silent longest is forgotten."""
+    """The answers of the last ten minutes, by cell.
+
+    Beyond the bound the cell that was silent longest is forgotten.
+    """
 
     _cells: OrderedDict[Cell, deque[tuple[float, Tally]]] = field(default_factory=OrderedDict)
 
@@ -82,7 +90,7 @@ class Answers:
                     tally.tpot_s += tpot_s
 
     def of(self, cells: Collection[Cell], since: float, until: float) -> Tally:
-        """Of buckets that began in this time: what a bucket had before `since` is not counted."""
+        """The sum over buckets that began in this time, so that nothing before `since` counts."""
         total = Tally()
         for cell in cells:
             for began, tally in self._cells.get(cell, ()):
@@ -101,7 +109,7 @@ class Answers:
 
 
 def verdict(new: Tally, old: Tally, limits: UpgradeLimits) -> str:
-    """What is wrong with the new one; empty: nothing that is known."""
+    """What is wrong with the new revision; empty: nothing that is known."""
     if new.num_failed >= _MIN_FAILED and new.failed_share > limits.max_failed_share:
         return f"{new.failed_share:.1%} of its requests failed"
     if min(new.num, old.num) >= _MIN_ANSWERS:

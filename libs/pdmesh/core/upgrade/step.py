@@ -1,4 +1,4 @@
-"""One look of an upgrade at one scenario: what its groups shall run next, and why not yet (S24)."""
+"""Decides what the groups of one scenario run next in an upgrade, and why not yet (S24)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pdmesh.core.upgrade.events import (
 from pdmesh.core.upgrade.trial import Watch, Watches
 
 MAX_BUSY: Final = 0.85  # of what is left while a group is out
-_MAX_INCIDENTS: Final = 1  # instances lost or unwell that may be by chance
+_MAX_INCIDENTS: Final = 1  # so many lost or unwell instances may be chance
 
 
 @dataclass(slots=True)
@@ -58,14 +58,17 @@ class Turn:
         return upgrade, self.told
 
     def _without_gone(self, upgrade: Upgrade) -> Upgrade:
-        """Groups that are lent or removed come back, if at all, as what has proved itself by then."""
+        """Forget groups that are lent or removed: if they come back, they run what is settled."""
         here = {g.group_id for g in self._groups()}
         changed = {g: s for g, s in upgrade.changed.items() if g in here}
         current = upgrade.current if upgrade.current in here else ""
         return replace(upgrade, changed=changed, current=current)
 
     def _noted(self, upgrade: Upgrade) -> Upgrade:
-        """That a group serves whole with what is settled: from now on it is what they go back to, also if all are lost for a while."""
+        """Note whether a complete group serves with what is settled.
+
+        From then on the groups go back to that, even if all of them are lost for a while.
+        """
         settled = self._revision(upgrade.settled)
         is_proved = any(g.is_whole and g.revision == settled for g in self._groups())
         return replace(upgrade, is_proved=upgrade.is_proved or is_proved)
@@ -80,7 +83,7 @@ class Turn:
         after = replace(after, back="", outcome="")
         if not upgrade.is_proved and not any(g.serves for g in self._groups()):
             return Upgrade(self.scenario, target, version, target, version)
-        if upgrade.current:  # it is out already
+        if upgrade.current:  # it has been taken out already
             return self._begun(after.moved(upgrade.current))
         share = 0.0 if upgrade.changed else self.look.canary_share
         return self._begun(replace(after, canary_share=share))
@@ -93,7 +96,7 @@ class Turn:
     # --- forward ---------------------------------------------------------------------------------
 
     def _try_out(self, upgrade: Upgrade) -> Upgrade:
-        """The canary serves its share until somebody says more."""
+        """The canary serves its share until an operator promotes it or rolls it back."""
         canary = canary_of(self.scenario)
         seen, watch = self.look.groups.get(canary), self._watch(canary, upgrade.target)
         share = f"{upgrade.canary_share:.1%} of the requests"
@@ -118,10 +121,10 @@ class Turn:
         if not serving:
             if upgrade.target not in upgrade.changed.values():
                 return self._begin_unserved(upgrade, left)
-            for group in left:  # they serve nothing: nobody misses them
+            for group in left:  # they serve nothing, so all may change at once
                 upgrade = upgrade.moved(group.group_id)
             return self._done(upgrade)
-        group = serving[0]  # one whose instances cannot be set up again: what they run may be why
+        group = serving[0]  # first one that cannot be set up again: its revision may be the cause
         hopeless = {g.group_id for g in serving if g.failure}
         if why := self._why_not_now(hopeless, self.look.planning) or self._why_no_room(group):
             self._say(upgrade, "waiting", f"{group.group_id}: {why}")
@@ -129,7 +132,10 @@ class Turn:
         return self._change(upgrade, group)
 
     def _begin_unserved(self, upgrade: Upgrade, left: list[GroupSeen]) -> Upgrade:
-        """No group serves now, and nothing has proved itself: what took them all down must not make it what they go back to."""
+        """No group serves now, and the target has not proved itself.
+
+        So one group begins: an outage of all groups must not make the target what they go back to.
+        """
         if not left:
             self._say(upgrade, "waiting", "all its groups are lent or not there yet")
             return upgrade
@@ -160,7 +166,7 @@ class Turn:
         return replace(upgrade, current="")
 
     def _why_bad(self, upgrade: Upgrade, seen: GroupSeen, watch: Watch, *, can_wait: bool) -> str:
-        """Why the group's new revision is not to stay; empty: nothing speaks against it so far."""
+        """Why the group's new revision must not stay; empty: nothing speaks against it so far."""
         limits = self.look.limits_of(self.scenario)
         watch.note(seen, self.now)
         if seen.failure:
@@ -208,7 +214,10 @@ class Turn:
         return self._next_back(upgrade, why_stopped)
 
     def _is_back(self, upgrade: Upgrade, seen: GroupSeen) -> bool:
-        """It has the old revision again, whole; or there have been no instances for it for so long that nobody need wait for them."""
+        """Whether the group is complete with the old revision again.
+
+        It counts, too, if it has lacked instances for so long that the others need not wait.
+        """
         if seen.revision != self._revision(upgrade.settled):
             return False
         watch = self._watch(seen.group_id, upgrade.settled)
@@ -224,7 +233,8 @@ class Turn:
                 upgrade = upgrade.moved(group.group_id)
         serving = sorted((g for g in left if g.serves), key=lambda g: g.is_whole)
         if serving:
-            # No reason to wait: those of the bad revision may never be whole again, nor those that there are no instances for.
+            # Do not wait for these: groups of the bad revision, or without instances for them, may
+            # never be complete again.
             bad = {g.group_id for g in left} | {g.group_id for g in self._groups() if g.is_lacking}
             group_id = serving[0].group_id
             why = self._why_not_now(bad, self.look.planning - self.look.gathering)
@@ -250,7 +260,10 @@ class Turn:
         )
 
     def _restore(self, upgrade: Upgrade) -> str:
-        """The version before becomes the desired state, unless somebody has changed more since; what is to be done then."""
+        """Restore the version before, unless an operator has changed more since.
+
+        Returns what the operator must do if it cannot be restored.
+        """
         if upgrade.target == upgrade.settled:
             return ""
         number, before = upgrade.version, upgrade.settled_version
@@ -272,7 +285,10 @@ class Turn:
         return after
 
     def _why_not_now(self, may_be_broken: Collection[str], planning: Collection[str]) -> str:
-        """Why no group must be changed now; empty if one may be. Those of `may_be_broken` need not be whole for it."""
+        """Why no group may be changed now; empty if one may.
+
+        Groups in `may_be_broken` need not be complete for it.
+        """
         if self.is_taken:
             return "a group of another scenario is being changed"
         if self.scenario in planning:
@@ -288,7 +304,10 @@ class Turn:
         return f"; not whole yet: {', '.join(found)}" if found else ""
 
     def _why_no_room(self, group: GroupSeen) -> str:
-        """Why the group cannot do without those of its instances, whichever they are, that no blank one can come for first."""
+        """Why the group cannot spare the instances that must leave first; empty if it can.
+
+        These are as many as there are too few blank instances for, whichever they are.
+        """
         short = max(0, group.size - group.num_blank)
         if not short:
             return ""

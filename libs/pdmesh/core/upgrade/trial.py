@@ -1,4 +1,4 @@
-"""The group that an upgrade looks at now: for how long it was whole, what went wrong with it, how it answers."""
+"""Watches the group that an upgrade changes: how long it was complete, incidents, answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pdmesh.core.upgrade.revision_health import (
     verdict,
 )
 
-_BEFORE_S: Final = 300.0  # of answers before a change, to compare with
+_BEFORE_S: Final = 300.0  # answers before a change that it is compared with
 
 
 @dataclass(slots=True)
@@ -60,14 +60,14 @@ class Watches:
                 watch.incidents[event.instance_id] = "it was lost"
 
     def forget(self, scenario: str) -> None:
-        """Whatever is watched next begins anew, though it be the same group with the same revision."""
+        """The next watch begins anew, even for the same group with the same revision."""
         self._watches.pop(scenario, None)
 
     def keep_only(self, scenarios: Iterable[str]) -> None:
         self._watches = {s: self._watches[s] for s in scenarios if s in self._watches}
 
     def watch(self, scenario: str, cell: Cell, now: float) -> Watch:
-        """The one that goes on, or a new one if another group or revision is to be watched."""
+        """The present watch, or a new one if the group or its revision is another."""
         watch = self._watches.get(scenario)
         if watch is None or watch.cell != cell:
             watch = self._watches[scenario] = Watch(cell, now, now)
