@@ -310,6 +310,48 @@ async def test_agents_that_come_and_go_leave_no_descriptor_behind() -> None:
     assert after == before
 
 
+class _BusyTransport(UcxTransport):
+    """Each hello is read just after its connection was given up."""
+
+    on_hello: Callable[[], object] = staticmethod(lambda: None)
+
+    def _on_hello(self, data: bytes) -> None:
+        self.on_hello()
+        super()._on_hello(data)
+
+
+@pytest.mark.fault("F4", "F39")
+@pytest.mark.parametrize("is_closed", [False, True], ids=["cancelled", "closed"])
+async def test_a_connection_given_up_before_its_welcome_ends_at_the_peer_too(
+    is_closed: bool,
+) -> None:
+    """Without a word the peer would keep it, and its descriptors, while both processes live."""
+    here, there = UcxTransport(), _BusyTransport()
+    await here.start(_Deaf())
+    address = await there.start(_Deaf())
+    closing: list[asyncio.Task[None]] = []
+    try:
+        await here.connect(address, 30.0)
+        (await here.connect(address, 30.0)).abort("as others end")
+        await until(lambda: there.num_connections == 1)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(10):
+            connecting = asyncio.create_task(here.connect(address, 30.0))
+            there.on_hello = connecting.cancel
+            await asyncio.wait([connecting])
+            assert connecting.cancelled()
+        if is_closed:
+            there.on_hello = lambda: closing.append(asyncio.create_task(here.close()))
+            with pytest.raises(KvTransferFailed):
+                await here.connect(address, 30.0)
+        await until(lambda: there.num_connections == (0 if is_closed else 1))
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    finally:
+        await asyncio.gather(*closing)
+        await here.close()
+        await there.close()
+
+
 def listening() -> dict[int, str]:
     """Port and address of what this process listens on."""
     own = set()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +35,7 @@ from pdmesh.kv.transport.ucx_handshake import (
 )
 from pdmesh.kv.transport.ucx_worker import (
     FRAME,
+    LENGTH,
     MESSAGE_TAG,
     UcxWorker,
     close_endpoint,
@@ -47,8 +47,7 @@ from pdmesh.kv.transport.ucx_worker import (
 
 log = structlog.get_logger(__name__)
 
-_LENGTH = struct.Struct("<I")  # before each message of a frame
-_MAX_FRAME = _LENGTH.size + MAX_MESSAGE  # without its header
+_MAX_FRAME = LENGTH.size + MAX_MESSAGE  # without its header
 _AT_ONCE = 32 << 10  # a message so long is not copied to wait for others
 MAX_CONNECTIONS = 4096  # both directions
 _FLUSH_S = 0.2  # for last words, acks above all
@@ -120,7 +119,7 @@ class UcxTransport:
                 there = parse_address(address)
                 connection = self._add(self._ucx.endpoint_to(there.worker))
                 connection.greeted = asyncio.get_running_loop().create_future()
-                connection.key_there = there.key
+                connection.there = there
                 self._say_hello(connection, there)
                 await connection.greeted
                 if connection.close_reason:
@@ -173,14 +172,14 @@ class UcxTransport:
         """Send it with the next frame to that peer, which leaves in this turn of the loop."""
         size = sum(len(part) for part in parts)
         assert 0 < size <= MAX_MESSAGE
-        length = _LENGTH.pack(size)
-        if connection.num_waiting_bytes + _LENGTH.size + size > _MAX_FRAME:
+        length = LENGTH.pack(size)
+        if connection.num_waiting_bytes + LENGTH.size + size > _MAX_FRAME:
             self.send_frame(connection)
         if size >= _AT_ONCE:
             self.send_frame(connection, length, *parts)
             return
         connection.waiting.append(b"".join((length, *parts)))
-        connection.num_waiting_bytes += _LENGTH.size + size
+        connection.num_waiting_bytes += LENGTH.size + size
         self._talking[connection] = None
         if self._ucx is not None:
             self._ucx.kick()
@@ -224,6 +223,7 @@ class UcxTransport:
         return self._send_waiting() or has_work
 
     def _on_frame(self, view: memoryview) -> None:
+        assert self._ucx is not None
         number, size = FRAME.unpack_from(view)
         if size > _MAX_FRAME:
             return  # a stranger's
@@ -233,14 +233,16 @@ class UcxTransport:
             return
         connection = self._by_number.get(number)
         if connection is None:
-            return  # late, or a stranger's
+            self._ucx.on_late(number, view[at:end])
+            return
         if size == 0:
             if not connection.is_fenced:
                 connection.lose("the peer said goodbye")
             return
-        while at + _LENGTH.size <= end and not connection.is_fenced:
-            (length,) = _LENGTH.unpack_from(view, at)
-            at += _LENGTH.size
+        # A welcome is heard even now: without it the peer could not be told goodbye.
+        while at + LENGTH.size <= end and not (connection.is_fenced and connection.peer_number):
+            (length,) = LENGTH.unpack_from(view, at)
+            at += LENGTH.size
             if not 0 < length <= end - at:
                 connection.abort("not a frame")
                 return
@@ -297,7 +299,8 @@ class UcxTransport:
         self._handler.on_connected(connection)
 
     def _on_welcome(self, connection: UcxConnection, message: memoryview) -> None:
-        number = read_welcome(bytes(message), connection.number, connection.key_there)
+        assert connection.there is not None, "a peer that connected to us has a number"
+        number = read_welcome(bytes(message), connection.number, connection.there.key)
         if number is None:
             connection.abort("no welcome")
             return
@@ -312,7 +315,7 @@ class UcxTransport:
         while self._dying:
             connection = self._dying.pop()
             self.send_frame(connection)
-            self._say_goodbye(connection)
+            self._say_goodbye(connection, self._ucx)
             endpoint, connection.endpoint = connection.endpoint, None
             close_endpoint(endpoint)
             self._draining.append(connection)
@@ -329,11 +332,15 @@ class UcxTransport:
                 self._handler.on_closed(connection, connection.close_reason)
         return has_work
 
-    def _say_goodbye(self, connection: UcxConnection) -> None:
-        """Best effort: over shared memory nothing else tells the peer, while both processes live."""
-        if connection.is_announced and self._ucx is not None:
+    def _say_goodbye(self, connection: UcxConnection, ucx: UcxWorker | None) -> None:
+        """Best effort: nothing else tells the peer, while both processes live."""
+        if ucx is None:
+            return
+        if connection.peer_number:
             frame = FRAME.pack(connection.peer_number, 0)
             self.post(connection.endpoint.tag_send, frame, MESSAGE_TAG)
+        elif connection.there is not None:
+            ucx.give_up(connection.number, connection.there)
 
 
 class _Nobody:

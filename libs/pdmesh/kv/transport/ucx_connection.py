@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pdmesh.kv.transport.base import ByteArray
+from pdmesh.kv.transport.ucx_handshake import Address
 
 
 class Owner(Protocol):
@@ -34,7 +35,7 @@ class UcxConnection:
         self.key = key
         self.number = number
         self.peer_number = 0  # not welcome yet
-        self.key_there = b""  # of the door that it knocks at
+        self.there: Address | None = None  # of the door that it knocks at
         self.greeted: asyncio.Future[None] | None = None  # of one that we opened
         self.endpoint = endpoint
         self.is_announced = False

@@ -4,6 +4,7 @@ An address has all that it takes to reach a process: UCX's own address of its wo
 the life of the transport that is meant. It travels over the mesh's control channel. A peer that connects sends a hello to the door
 (number 0); the answer goes to the number that the hello names. Both carry a keyed digest, so that nothing of what
 a stranger says, and no damaged byte, reaches UCX's parser of addresses. A stranger gets no answer.
+A welcome that comes when its connection was given up is answered with goodbye.
 """
 
 from __future__ import annotations

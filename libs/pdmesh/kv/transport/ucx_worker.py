@@ -16,13 +16,14 @@ import os
 import struct
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import structlog
 
-from pdmesh.kv.transport.ucx_handshake import DOOR, make_key, read_hello
+from pdmesh.kv.transport.ucx_handshake import DOOR, Address, make_key, read_hello, read_welcome
 from pdmesh.net.loopback import is_loopback
 
 log = structlog.get_logger(__name__)
@@ -54,6 +55,8 @@ _TURN_S = 0.002
 _CLOSE_NS = 1_000_000_000
 MAX_REFUSING = 64  # peers that are being turned away
 _REFUSE_S = 5.0
+MAX_GIVEN_UP = 256  # connections that ended before their welcome, and are remembered
+LENGTH = struct.Struct("<I")  # before each message of a frame
 FRAME = struct.Struct("<QI")  # receiver's number of the connection, bytes that follow; 0: goodbye
 
 
@@ -106,6 +109,7 @@ class UcxWorker:
         self.address: bytes = self.worker.address.tobytes()
         self.key = make_key()
         self._refusing: dict[int, Any] = {}  # endpoints of peers that are being turned away
+        self._given_up: OrderedDict[int, Address] = OrderedDict()  # by our number, oldest first
         _keep_for_good(self._context, self.worker)
         self._fd: int = self.worker.epoll_file_descriptor
         self._inbox = np.empty(inbox_bytes, np.uint8)
@@ -180,6 +184,23 @@ class UcxWorker:
         self.watch(request, lambda _: self._refused(key), goodbye)
         self._loop.call_later(_REFUSE_S, self._refused, key)
 
+    def give_up(self, number: int, there: Address) -> None:
+        """A connection of ours ended before its welcome. The peer may have made its end of it."""
+        self._given_up[number] = there
+        if len(self._given_up) > MAX_GIVEN_UP:
+            self._given_up.popitem(last=False)
+
+    def on_late(self, number: int, body: memoryview) -> None:
+        """A frame for no connection of ours: answer a welcome with goodbye."""
+        there = self._given_up.get(number)
+        if there is None or len(body) < LENGTH.size:
+            return
+        (length,) = LENGTH.unpack_from(body)
+        theirs = read_welcome(bytes(body[LENGTH.size : LENGTH.size + length]), number, there.key)
+        if theirs is not None:
+            del self._given_up[number]
+            self.turn_away(there.worker, theirs)
+
     def _refused(self, key: int) -> None:
         endpoint = self._refusing.pop(key, None)
         if endpoint is not None:
@@ -191,10 +212,15 @@ class UcxWorker:
 
     def _refuse(self, frame: memoryview) -> None:
         number, size = FRAME.unpack_from(frame)
-        if number == DOOR and size <= len(frame) - FRAME.size:
-            hello = read_hello(bytes(frame[FRAME.size : FRAME.size + size]), self.key)
-            if hello is not None:
-                self.turn_away(hello.worker, hello.number)
+        if size > len(frame) - FRAME.size:
+            return
+        body = frame[FRAME.size : FRAME.size + size]
+        if number != DOOR:
+            self.on_late(number, body)
+            return
+        hello = read_hello(bytes(body), self.key)
+        if hello is not None:
+            self.turn_away(hello.worker, hello.number)
 
     # -- frames -----------------------------------------------------------------------------------
 
