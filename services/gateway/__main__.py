@@ -1,4 +1,4 @@
-"""The gateway: clients' door to the mesh, over HTTP (OpenAI) and gRPC."""
+"""The gateway: where clients call the mesh, over HTTP (OpenAI) and gRPC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway put together from its parts, and its life from start to drain."""
+"""Puts a gateway together from its parts, and runs it from start to drain."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Gateway:
 
     @property
     def loops(self) -> Sequence[asyncio.Task[None]]:
-        """They never end while it runs: without one of them it answers nobody, or nobody hears of it."""
+        """Tasks that never end while it runs: without one of them it cannot answer or be seen."""
         return self._tasks
 
     async def start(self) -> None:
@@ -128,12 +128,12 @@ class Gateway:
 
     async def _tell_health(self) -> None:
         while True:
-            self.fleet.staleness_s()  # or the view's age would count from the last request without a master
+            self.fleet.staleness_s()  # ask often: the view's age counts from the last time
             self.grpc.set_serving(not self._not_ready())
             await asyncio.sleep(_HEALTH_S)
 
     async def stop(self) -> None:
-        """Refuse what is new, let streams end for `drain_s`, tell the rest, and close everything."""
+        """Refuse new calls, let streams end for `drain_s`, end the rest, and close everything."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.frontend.drain(self._settings.drain_s))
             tasks.create_task(self.http.stop())

@@ -1,7 +1,9 @@
-"""Readiness by evidence: a gateway is ready once a request of its own has gone through a prefill, KV and a decode.
+"""Decides when a gateway is ready: once a request of its own has gone through prefill, KV and
+decode.
 
-Addresses in the registry say that instances are there, not that this process reaches them, nor that KV gets across. What was shown once
-stands: later faults are the requests' own business, which go on elsewhere, and a busy mesh does not turn its gateways away.
+Addresses in the registry say that instances are there. They do not say that this process reaches
+them, nor that KV gets across. The proof is given once and stands. Later faults are for the requests
+to handle, which go on elsewhere; and a busy mesh must not make its gateways unready.
 """
 
 from __future__ import annotations
@@ -22,22 +24,22 @@ Path = tuple[InstanceRecord, InstanceRecord | None]  # the second is None if the
 _LOOK_S: Final = 0.1
 _AGAIN_S: Final = 0.5
 _TIMEOUT_S: Final = 10.0
-# By ways that have not failed since; then the mesh is full of others' requests, and so it works. One broken way among
-# them says nothing against the rest.
+# If so many probes are refused, on paths that have not failed since, the mesh is full of other
+# requests: so it works. One broken path says nothing against the rest.
 _MAX_REFUSALS: Final = 20
 
 
 class PathProof:
-    """`paths` are the ways a request may go now, the most different ones first."""
+    """`paths` gives the paths that a request may take now, the most different ones first."""
 
     def __init__(self, paths: Callable[[], Sequence[Path]], gateway_id: str) -> None:
         self._paths, self._gateway_id = paths, gateway_id
         self.is_given = False
 
     async def run(self) -> None:
-        """Until it is given."""
+        """Probe until the proof is given."""
         num_tries = 0
-        refusals: Counter[tuple[str, str]] = Counter()  # of each way, since it last failed
+        refusals: Counter[tuple[str, str]] = Counter()  # of each path, since it last failed
         while not self.is_given:
             paths = self._paths()
             if not paths:

@@ -1,1 +1,1 @@
-"""Who may come in, and how much each tenant may take."""
+"""Which clients may call, and how much each tenant may use."""

@@ -1,7 +1,8 @@
-"""Who may come in, and how much they may take: API keys and tenants' limits, the same for HTTP and gRPC.
+"""Decides which clients may call and how much they may use, for both HTTP and gRPC.
 
-A permit is given before the body is read, so that what is refused costs next to nothing, and is given back with the answer. Without a
-key file everybody is one tenant without limits, and a permit bounds nothing.
+It checks API keys and tenants' limits. A permit is given before the body is read, so that a refused
+call costs next to nothing. The permit is given back with the answer. Without a key file all clients
+are one tenant without limits, and a permit bounds nothing.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ class PermissionDenied(MeshError):
 
 
 class RateLimited(Overloaded):
-    """The tenant's own limit, not the mesh's."""
+    """The call is over its tenant's own limit, not the mesh's."""
 
 
 class Permit(Protocol):
-    """One call's stay. `charge` before its work, `settle` after it, `leave` at the end whatever happened."""
+    """The right to one call: `charge` before its work, `settle` after it, and always `leave`."""
 
     @property
     def tenant(self) -> Tenant: ...
@@ -95,19 +96,28 @@ ANYONES_PERMIT: Final = _Anyone()
 
 class AccessControl(Protocol):
     def check(self, authorization: str) -> None:
-        """Raises Unauthenticated or PermissionDenied: before anything is read of somebody's request. It counts as none."""
+        """Raises Unauthenticated or PermissionDenied before anything of a request is read.
+
+        It does not count as a request.
+        """
         ...
 
     async def enter(self, authorization: str) -> Permit:
-        """Raises Unauthenticated, PermissionDenied or RateLimited. `authorization`: the header, or the metadata."""
+        """Raises Unauthenticated, PermissionDenied or RateLimited.
+
+        `authorization`: the header, or the metadata.
+        """
         ...
 
     def join(self, bucket: LedgerBucket, me: str) -> None:
-        """Share the limits with all gateways that write this bucket; `me`: this life's name. Before the first call."""
+        """Share the limits with all gateways that write this bucket; call it before the first call.
+
+        `me`: the name of this life of the gateway.
+        """
         ...
 
     def share(self, gateways: Collection[str]) -> None:
-        """All that are there now, by name."""
+        """All gateways that are there now, by name."""
         ...
 
     async def run(self) -> None: ...
@@ -132,8 +142,11 @@ class OpenAccess:
 
 
 class KeyedAccess:
-    """Reads the key file again when it changes; one that became unreadable changes nothing. A gateway that is alone grants all of every limit,
-    and one that `join`s others what it holds of them."""
+    """Reads the key file again when it changes; a file that became unreadable changes nothing.
+
+    A gateway alone grants all of every limit. One that has called `join` grants what it holds of
+    them.
+    """
 
     def __init__(self, keys_file: Path) -> None:
         """Raises BadKeyFile."""
@@ -262,7 +275,7 @@ class _KeyedPermit:
             self._access.settle(self.tenant, charge, num_used)
 
     def leave(self) -> None:
-        """Idempotent. A charge that nobody settled is given back."""
+        """Idempotent. A charge that was not settled is given back."""
         if not self._has_left:
             self._has_left = True
             self.settle(0)
@@ -273,9 +286,9 @@ T = TypeVar("T")
 
 
 async def charged(permit: Permit, work: Callable[[], T]) -> T:
-    """What `work` gives, which charges the permit: done again as long as this gateway gets more of its tenant's limits.
+    """The result of `work`, which charges the permit.
 
-    Raises RateLimited.
+    It is repeated as long as this gateway gets more of the tenant's limits. Raises RateLimited.
     """
     while True:
         try:
@@ -303,7 +316,10 @@ def check_model(tenant: Tenant, model: str) -> None:
 
 
 def access_control(host: str, keys_file: Path | None, *, allow_anonymous: bool) -> AccessControl:
-    """Raises StartupError with one line: an address that others can reach needs keys, or a word that it does not."""
+    """An address that others can reach needs keys, or leave to do without.
+
+    Raises StartupError with one line.
+    """
     if keys_file is not None:
         try:
             return KeyedAccess(keys_file)

@@ -1,7 +1,8 @@
-"""Tenants' limits over all gateways of a mesh: the ledgers of `core.tenancy.shared_limits`, in a bucket that all of them write.
+"""Shares tenants' limits over all gateways of a mesh: the ledgers of `core.tenancy.shared_limits`.
 
-A call that finds a part of its limit here waits for nothing. One that does not makes the gateway ask for more, for half a second
-at most. While NATS is away every gateway goes on with the parts it holds and the tokens it leased.
+All gateways write one bucket. A call that finds a part of its limit here does not wait. For a call
+that does not, the gateway asks for more, for at most half a second. While NATS is away, every
+gateway goes on with the parts that it holds and the tokens that it leased.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ BUCKET: Final = "pdmesh-tenants"
 _DAY_S: Final = 86400
 _TICK_S: Final = 1.0
 _ASK_S: Final = 0.5  # a call waits so long for a part
-_ASK_AGAIN_S: Final = 0.25  # after no gateway gave one
-_ATTEMPTS: Final = 5  # of a write, each time with what others wrote before
-_CLOSE_S: Final = 2.0  # all tenants together: who is told to stop waits for it
+_ASK_AGAIN_S: Final = 0.25  # if no gateway gave one
+_ATTEMPTS: Final = 5  # of a write, each after what others wrote
+_CLOSE_S: Final = 2.0  # for all tenants together: the process that stops waits for it
 _MAX_GONE: Final = 1024
-_GONE_S: Final = 3.0  # a gateway that starts holds parts before others see its record
+_GONE_S: Final = 3.0  # a starting gateway may hold parts before others see its record
 _ledgers: Final = msgspec.json.Decoder(Ledger)
 _encode: Final = msgspec.json.encode
 
 
 class LedgerBucket(Protocol):
-    """`KvBucket`, or a test's."""
+    """`KvBucket`, or a test's double."""
 
     async def get(self, key: str) -> KvEntry | None: ...
 
@@ -70,14 +71,17 @@ def clock() -> Clock:
 
 
 class _Ask(NamedTuple):
-    """Of a tenant's name."""
+    """What is asked for, of which tenant."""
 
     name: str
     what: Literal["parts", "tokens"]
 
 
 class TenantLedgers:
-    """Of the gateway `me` (its id and incarnation). `known` are the tenants of the key file as it is now."""
+    """The ledgers as the gateway `me` (id and incarnation) knows them.
+
+    `known` are the tenants of the key file as it is now.
+    """
 
     def __init__(
         self,
@@ -100,26 +104,26 @@ class TenantLedgers:
         self._living: Collection[str] = ()
 
     async def more(self, tenant: Tenant) -> bool:
-        """Whether a part came. Tenants without limits have none."""
+        """Wait for a part of the limits; whether one came. Tenants without limits have no parts."""
         if self._parts.holds_all(tenant):
             return False
         return await self._more(tenant, _Ask(tenant.name, "parts"))
 
     async def more_tokens(self, tenant: Tenant, num_tokens: int) -> bool:
-        """Whether more of today's came, for a call that needs so many."""
+        """Wait for tokens of today, for a call that needs so many; whether more came."""
         with self._parts.waiting(tenant, num_tokens):
             has_more = await self._more(tenant, _Ask(tenant.name, "tokens"))
-        if not has_more:  # it waits no longer: nobody has to give up anything
+        if not has_more:  # it waits no longer: no gateway needs to give anything up
             self._mark(tenant.name)
         return has_more
 
     def left(self, tenant: Tenant) -> None:
-        """A call has ended: what waited for that can go."""
+        """A call has ended: parts that waited for that can be handed over."""
         if self._parts.is_leaving(tenant):
             self._mark(tenant.name)
 
     def share(self, gateways: Collection[str]) -> None:
-        """Those whose records are there."""
+        """These gateways have records now."""
         self._living = gateways
 
     async def run(self) -> None:
@@ -189,7 +193,7 @@ class TenantLedgers:
             del self._changed[ask], self._asking[ask]
 
     def _num(self, ask: _Ask) -> int:
-        """How much of it is here now."""
+        """How much of what is asked for is here now."""
         if ask.what == "parts":
             return len(self._tenants.held(ask.name))
         _, num_leased, _ = self._tenants.today(ask.name, clock().day)
@@ -213,7 +217,10 @@ class TenantLedgers:
             log.debug("tenants.no_ledger", reason=exc.message)
 
     async def _write(self, tenant: Tenant, ledger: Ledger | None) -> bool:
-        """False if another gateway wrote it before: then we know what. Raises Unavailable."""
+        """False if another gateway wrote before us; then its ledger was read.
+
+        Raises Unavailable.
+        """
         if ledger is None:
             return True
         key, last = self._key(tenant.name), self._parts.revision(tenant)
@@ -221,7 +228,7 @@ class TenantLedgers:
             revision = await self._bucket.put(key, _encode(ledger), last)
         except WrongRevision:
             found = await self._bucket.get(key)
-            if found is None:  # the bucket is another one
+            if found is None:  # the bucket was created anew
                 self._parts.forget()
             else:
                 self._see(tenant, found)
@@ -258,7 +265,11 @@ class TenantLedgers:
     # --- names -----------------------------------------------------------------------------------
 
     def _look_who_lives(self, tenant: Tenant) -> None:
-        """A gateway that is in the ledger without a record may not have written its record yet; but a life of ours before this one is over."""
+        """Find out which gateways of the ledger are alive.
+
+        One without a record may not have written it yet. But an earlier life of this gateway is
+        over.
+        """
         now, own = time.monotonic(), self._me.partition("/")[0] + "/"
         named = {name for name in self._parts.named(tenant) if not name.startswith(own)}
         for name in named:
@@ -272,7 +283,7 @@ class TenantLedgers:
             del self._gone_at[next(iter(self._gone_at))]
 
     def _key(self, name: str) -> str:
-        """Names may hold what keys may not."""
+        """The bucket's key for a name, which may have characters that keys may not."""
         key = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
         self._names[key] = name
         return key

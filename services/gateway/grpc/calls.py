@@ -1,4 +1,4 @@
-"""Requests of the gRPC API as call specs: validated, named, tokenized."""
+"""Turns requests of the gRPC API into call specs: validated, named, tokenized."""
 
 from __future__ import annotations
 

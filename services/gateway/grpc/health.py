@@ -1,7 +1,8 @@
-"""grpc.health.v1: whether this gateway serves, for everybody who asks, without a key.
+"""grpc.health.v1: tells any client, without a key, whether this gateway serves.
 
-So watches are bounded, and the address that has most of them makes room. A client that does not read keeps nobody else waiting:
-the package's own servicer writes under a lock, and one such client stops the next change and the server's end with it.
+Because no key is needed, watches are bounded, and the address that has most of them makes room. A
+client that does not read keeps no other waiting. In the package's own servicer it would: that
+writes under a lock, so such a client stops the next change and the server's shutdown.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class HealthServicer:
         self._services = frozenset(("", *services))
         self._max_watches = max_watches
         self._is_serving = self._is_closing = False
-        self._changed = asyncio.Event()  # of the present status; another one after it
+        self._changed = asyncio.Event()  # set when the status changes; then replaced by a new one
         self._watches: dict[_Watch, None] = {}  # oldest first
 
     @property
@@ -49,7 +50,7 @@ class HealthServicer:
             self._tell()
 
     def close(self) -> None:
-        """Not serving from now on; watches end with that."""
+        """Not serving from now on; watches end after that answer."""
         self._is_serving, self._is_closing = False, True
         self._tell()
 
@@ -94,7 +95,7 @@ class HealthServicer:
                 await changed.wait()
 
     def _knows(self, request: HealthCheckRequest) -> bool:
-        """Raises InvalidRequest. A watch holds what it was asked for as long as it lives."""
+        """Raises InvalidRequest if the name is too long, for a watch keeps its request."""
         if len(request.service) > _MAX_NAME_CHARS:
             message = f"service has at most {_MAX_NAME_CHARS} characters"
             raise InvalidRequest(message, field="service")
@@ -110,7 +111,7 @@ class HealthServicer:
         self._changed = asyncio.Event()
 
     def _make_room(self) -> None:
-        """The oldest watch of the address that has most: a flood keeps itself out and nobody else."""
+        """End the oldest watch of the address that has most: a flood only keeps itself out."""
         if len(self._watches) < self._max_watches:
             return
         ((address, _),) = Counter(w.address for w in self._watches).most_common(1)
@@ -127,6 +128,6 @@ class _Watch:
         self.address = address
 
     def end(self) -> None:
-        """It may wait for its client to read: nothing but the end of its task gets through to it."""
+        """Cancel its task: while it waits for its client to read, nothing else ends it."""
         if self._task is not None:
             self._task.cancel()

@@ -1,6 +1,6 @@
 """The mesh's own API for clients: pdmesh.v1.InferenceService, with health and reflection.
 
-The same path as HTTP: each method turns its request into a CallSpec and gives out the deltas of one call.
+It takes the same path as HTTP: each method makes a CallSpec and returns the deltas of one call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _REASONS: Final[dict[str | None, FinishReason.ValueType]] = {
 
 
 class InferenceServicer:
-    """`write_timeout_s`: a client that takes nothing for so long is cut, as at the other door (F28)."""
+    """`write_timeout_s`: a client that reads nothing for so long is cut, as over HTTP (F28)."""
 
     def __init__(self, frontend: Frontend, access: AccessControl, write_timeout_s: float) -> None:
         self._frontend = frontend
@@ -178,7 +178,7 @@ class InferenceServicer:
     async def _streamed(
         self, spec: CallSpec, permit: Permit, context: Context
     ) -> AsyncIterator[tuple[Call, TextDelta, bool]]:
-        """The same deltas, with an eye on how long each takes to be written."""
+        """The same deltas, while watching how long each takes to be written."""
         writer = _Writer(asyncio.current_task())
         self._writing[writer] = None
         try:
@@ -193,7 +193,10 @@ class InferenceServicer:
     async def _deltas(
         self, spec: CallSpec, permit: Permit, context: Context, *, is_streamed: bool
     ) -> AsyncIterator[tuple[Call, TextDelta, bool]]:
-        """The call's deltas; with its last one, True. A client that goes away cancels us, and that frees the call."""
+        """The call's deltas, the last one with True.
+
+        A client that leaves cancels this task, which frees the call.
+        """
         traceparent = _metadata(context, "traceparent")
         call = await charged(
             permit, lambda: self._frontend.open(spec, new_request_id(), permit, traceparent)
@@ -205,7 +208,7 @@ class InferenceServicer:
                 failed: MeshError | None = None
                 for taken in call.take():
                     delta, failed = taken, failed or taken.error
-                    if taken.error is not None:  # its client gets what came before that
+                    if taken.error is not None:  # its client first gets what came before
                         delta = replace(taken, is_last=False, error=None)
                     num_open -= delta.is_last
                     if delta.is_last or delta.text or delta.token_ids:
@@ -219,7 +222,10 @@ class InferenceServicer:
 
 
 class GrpcServer:
-    """The service with grpc.health.v1 and reflection. Health answers SERVING while the gateway is ready."""
+    """The service with grpc.health.v1 and reflection.
+
+    Health answers SERVING while the gateway is ready.
+    """
 
     def __init__(
         self,
@@ -246,7 +252,7 @@ class GrpcServer:
             if not method.startswith(_HEALTH):
                 access.check(_metadata(context, "authorization"))
 
-        # Who has no key shares no room with those who have.
+        # Clients without a key share no room with clients that have one.
         num_messages = max(2, max_incoming_bytes // max_bytes)
         num_keyless = max(1, num_messages // 4)
         of_all = Incoming(num_messages - num_keyless, receive_timeout_s)
@@ -291,7 +297,7 @@ class GrpcServer:
 
 
 class _Writer:
-    """One stream's handler: since when its client has not taken what was sent, and how to end it."""
+    """One stream's handler: since when its client has read nothing, and how to end it."""
 
     __slots__ = ("_task", "blocked_since", "request_id")
 

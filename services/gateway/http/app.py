@@ -1,6 +1,7 @@
-"""The OpenAI-compatible endpoint: a raw ASGI application, as a framework would cost more than all else here.
+"""The OpenAI-compatible endpoint: a raw ASGI application.
 
-A stream's writer takes all text that gathered since its last write and sends it as one chunk for each choice.
+A framework would cost more than all else here. A stream's writer takes all text that gathered since
+its last write and sends it as one chunk for each choice.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ log = structlog.get_logger(__name__)
 
 _SWEEP_S: Final = 0.5
 _MODEL_PATH: Final = "/v1/models/"
-# Each is up to 21 tokens to spell: more of them are made beside the loop, which others need.
+# Each may have up to 21 tokens to spell. More of them are made outside the event loop.
 _MAX_LOGPROBS_HERE: Final = 256
 _EVENT_STREAM: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -100,7 +101,7 @@ class HttpApp:
         except ClientDisconnected:
             pass
         except MeshError as exc:
-            await self._fail(exchange, exc.with_traceback(None))  # whose frames hold the body
+            await self._fail(exchange, exc.with_traceback(None))  # its frames would hold the body
         except Exception:
             log.exception("http.bug", path=shortened(scope["path"]), request_id=exchange.request_id)
             await self._fail(exchange, MeshError("internal error; the server's log has the cause"))
@@ -108,7 +109,7 @@ class HttpApp:
             del self._writing[exchange]
 
     async def _fail(self, exchange: HttpExchange, error: MeshError) -> None:
-        """An error response, or one error event and no [DONE] if the stream has begun."""
+        """Send an error response; if the stream has begun, one error event and no [DONE]."""
         if exchange.has_started:
             await exchange.write(error_chunk(error), is_last=True)
         else:
@@ -124,7 +125,10 @@ class HttpApp:
                 exchange.cut()
 
     def _route(self, path: str, method: str) -> Handler:
-        """`path` as it was sent: what is percent-encoded is no other path, but may be a model's name."""
+        """`path` is as it was sent.
+
+        Percent-encoding makes no other path, but may be in a model's name.
+        """
         found = self._routes.get(path)
         if found is None and path.startswith(_MODEL_PATH):
             name = unquote(path.removeprefix(_MODEL_PATH))
@@ -245,7 +249,10 @@ class HttpApp:
     async def _end_if_badly(
         self, exchange: HttpExchange, call: Call, delta: TextDelta, pending: list[bytes]
     ) -> None:
-        """Send what came before an error, of all choices, then raise it: as a status if nothing was sent yet."""
+        """Send what came before an error, of all choices, then raise the error.
+
+        It becomes a status if nothing was sent yet.
+        """
         if not delta.is_last or delta.finish_reason is not None:
             return
         if exchange.has_started and (data := b"".join(pending)):
@@ -280,7 +287,7 @@ class HttpApp:
         await exchange.json(msgspec.json.encode(found))
 
     async def _known(self, exchange: HttpExchange) -> Tenant:
-        """Whoever asks. Raises MeshError; counts as a request."""
+        """The tenant that asks. Raises MeshError; counts as a request."""
         permit = await self._access.enter(exchange.header(b"authorization"))
         permit.leave()
         return permit.tenant
@@ -300,7 +307,7 @@ def _raise_if_ended_badly(delta: TextDelta) -> None:
 
 
 def _without_a_bad_end(delta: TextDelta) -> TextDelta:
-    """What the client gets of one that ends in an error: its tokens, before the error. Chunks end in a reason."""
+    """What the client gets of a delta that ends in an error: its tokens without a finish reason."""
     is_bad = delta.is_last and delta.finish_reason is None
     return replace(delta, is_last=False, error=None) if is_bad else delta
 

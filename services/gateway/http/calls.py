@@ -1,4 +1,4 @@
-"""OpenAI requests as call specs: validated, named, tokenized."""
+"""Turns OpenAI requests into call specs: validated, named, tokenized."""
 
 from __future__ import annotations
 
@@ -86,7 +86,11 @@ async def completion_spec(
 async def tokenized(
     request: TokenizeRequest, frontend: Frontend, tenant: Tenant
 ) -> tuple[array[int], int]:
-    """The tokens of a prompt or conversation as a request with it would have them, and the model's context. Raises MeshError."""
+    """The tokens that a request with this prompt or conversation would have, and the model's
+    context.
+
+    Raises MeshError.
+    """
     model = frontend.model_name(request.model)
     check_model(tenant, model)
     if request.messages is not None:
@@ -99,7 +103,7 @@ async def tokenized(
 async def text_tokens(
     text: str, model: str, frontend: Frontend, field: str = "prompt"
 ) -> array[int]:
-    """Raises MeshError; what cannot fit the context is refused before it is encoded."""
+    """Raises MeshError. A text that cannot fit the context is refused before it is encoded."""
     tokenizer = frontend.shared.tokenizer
     context = frontend.context_length(model)
     if len(text) > context * tokenizer.max_token_chars:
@@ -118,7 +122,7 @@ async def chat_tokens(
 
 
 def check_logprobs(frontend: Frontend, model: str, num_logprobs: int | None) -> None:
-    """Refuse what the instances cannot give, rather than leave it out."""
+    """Refuse logprobs that the instances cannot give, rather than leave them out."""
     if num_logprobs is None:
         return
     record = frontend.shared.fleet.reference(model)

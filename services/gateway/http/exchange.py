@@ -1,6 +1,8 @@
-"""One HTTP request and its answer on raw ASGI: a bounded body, one place that writes, and who is still there.
+"""One HTTP request and its answer on raw ASGI: it bounds the body, writes, and notices a lost
+client.
 
-A client that does not read blocks only its own writer; `blocked_since` lets the server cut it (F28).
+A client that does not read blocks only its own writer; `blocked_since` lets the server cut it
+(F28).
 """
 
 from __future__ import annotations
@@ -49,11 +51,14 @@ class WrongMethod(InvalidRequest):
 
 
 class ClientDisconnected(Exception):
-    """Nobody is there to answer."""
+    """The client has gone: there is no answer to send."""
 
 
 class BodyRoom:
-    """Bytes of bodies on their way in, of all clients together: thousands of connections may each have begun a large one (F31)."""
+    """Bounds the bytes of incoming bodies of all clients together (F31).
+
+    Thousands of connections may each have begun a large one.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -87,7 +92,7 @@ class HttpExchange:
         return ""
 
     async def body(self, max_bytes: int, room: BodyRoom) -> bytes:
-        """Raises BodyTooLarge before reading more than that, Overloaded while `room` is full, ClientDisconnected."""
+        """Raises BodyTooLarge before reading more, Overloaded if `room` is full, ClientDisconnected."""
         announced = self.header(b"content-length")
         if announced.isdigit() and int(announced) > max_bytes:
             raise BodyTooLarge(f"the body is over {max_bytes} bytes")
@@ -141,5 +146,5 @@ class HttpExchange:
             await self.json(error_body(error), error.http_status, headers)
 
     def cut(self) -> None:
-        """Give up on a client that does not read: its writer goes on, and finds it gone."""
+        """Give up on a client that does not read: its writer goes on and finds the client gone."""
         self.connection.abort()

@@ -1,9 +1,12 @@
-"""How much a JSON body may ask of its parsers, found out before they see it (F31).
+"""Decides, before a JSON body is parsed, whether it would cost its parsers too much (F31).
 
-A parser makes an object of each value, at a tenth of a microsecond and more, and the event loop stands still meanwhile: 8 MiB of `{},`
-cost it 1.5 s. Text, however long, costs next to nothing, and so do token ids, so it is all other values that are counted: over the whole
-body, a field given twice included. What is neither text nor token ids has a length of its own, as white space and digits are read one by one.
-What is looked for here is looked for in whole pieces of the body, by the library's searches, never byte by byte.
+A parser makes an object of each value, which takes a tenth of a microsecond and more, and the event
+loop stands still meanwhile: 8 MiB of `{},` cost 1.5 s. Text, however long, costs next to nothing,
+and so do token ids. So all other values are counted, over the whole body, a field given twice
+included. What is neither text nor token ids has its own bound in bytes, for white space and digits
+are read one by one.
+
+The search here works on whole pieces of the body, with the library's searches, never byte by byte.
 """
 
 from __future__ import annotations
@@ -19,20 +22,23 @@ MAX_VALUES: Final = 32_768
 MAX_IDS: Final = 1 << 20  # token ids, in all lists of them
 MAX_OUTSIDE_BYTES: Final = 1 << 20  # of a large body: neither in strings nor in lists of token ids
 MAX_NAME_BYTES: Final = 256  # of a field in a large body
-SMALL_BYTES: Final = 65_536  # cannot hold more than what costs a few milliseconds
+SMALL_BYTES: Final = 65_536  # a body of this size costs at most a few milliseconds
 _LONG: Final = 256
 _ID_LIST: Final = re.compile(rb"\[[0-9, \n\r\t]*+\]")
 _LONG_ID_LIST: Final = re.compile(rb"\[[0-9, \n\r\t]{256,}+\]")
-# Stand for escaped ones, so that every quote that is left begins or ends a string; names that differ by them stay apart.
+# These stand for escaped characters, so that every quote that is left begins or ends a string.
+# Names that differ in them stay different.
 _BACKSLASH: Final = "\x80".encode()
 _QUOTE: Final = "\x81".encode()
 _fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def outline(body: bytes) -> bytes:
-    """What is to be looked at for the names in it: the body with long lists of token ids emptied; of a large one all such lists, and long strings.
+    """The part of the body in which to look for names.
 
-    Raises InvalidRequest if there is too much in it, with the field that holds most of the body.
+    It is the body with long lists of token ids emptied. In a large body all such lists, and long
+    strings, are emptied. Raises InvalidRequest if there is too much in the body, with the field
+    that holds most.
     """
     if len(body) <= SMALL_BYTES:
         return _LONG_ID_LIST.sub(b"[]", body)
@@ -53,7 +59,10 @@ def outline(body: bytes) -> bytes:
 
 
 def _without_ids(outside: bytes, num_strings: int, body: bytes) -> bytes:
-    """What stands between strings, with empty lists of token ids. Raises InvalidRequest if it is too much."""
+    """What is between strings, with lists of token ids emptied.
+
+    Raises InvalidRequest if too much.
+    """
     if len(outside) > MAX_OUTSIDE_BYTES and b"[" not in outside:
         raise _too_much_outside()
     if _num_lists(outside) > MAX_VALUES:

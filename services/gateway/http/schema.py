@@ -1,7 +1,9 @@
-"""The OpenAI requests we take, as typed structs: what we do not know or cannot do gets a 400 that names the field.
+"""The OpenAI requests that we take, as typed structs.
 
-Fields that OpenAI defines and we do not support are listed in `_NEUTRAL` with the values that ask for nothing; any other
-value is refused, so that no client believes a setting had an effect. Every number, string and list has a bound.
+What we do not know or cannot do gets a 400 that names the field. `_NEUTRAL` lists fields that
+OpenAI defines and we do not support, with the values that ask for nothing. Any other value is
+refused, so that no client believes that a setting had an effect. Every number, string and list has
+a bound.
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ MAX_CHOICES: Final = 64  # prompts times n
 _MAX_PARTS: Final = 256
 _MAX_PROMPTS: Final = 16
 
-# Any: these hold anything a client sends; `_check_neutral` compares them with what asks for nothing.
+# Any: these hold anything that a client sends; `_check_neutral` compares them with neutral values.
 _Anything = Any
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """Only `type` text is served; the others are known, so that what is refused is the part and not its fields."""
+    """Only `type` text is served.
+
+    The others are known so that the part is refused, not its fields.
+    """
 
     type: str
     text: str | None = None
@@ -120,14 +125,14 @@ class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """As vLLM's /tokenize: one of `prompt` and `messages`."""
+    """As in vLLM's /tokenize: one of `prompt` and `messages`."""
 
     model: str
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
 
 
-# The values of unsupported fields that ask for nothing. None is always one.
+# The values of unsupported fields that ask for nothing. None always does.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -155,7 +160,7 @@ _NEUTRAL_COMPLETION: Final = tuple(f for f in _NEUTRAL if f in CompletionRequest
 _chat_decoder: Final = msgspec.json.Decoder(ChatCompletionRequest)
 _completion_decoder: Final = msgspec.json.Decoder(CompletionRequest)
 _tokenize_decoder: Final = msgspec.json.Decoder(TokenizeRequest)
-# How msgspec's messages begin that name a field.
+# How those of msgspec's messages begin that name a field.
 _NAMES_A_FIELD: Final = {
     "Object contains unknown field `": "UNKNOWN_FIELD",
     "Object missing required field `": "MISSING_FIELD",
@@ -198,7 +203,10 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
 
 
 def messages_of(messages: list[ChatMessage]) -> list[dict[str, str | Sequence[str]]]:
-    """As a chat template takes them: role, content (text, or the texts of its parts), and the name where there is one."""
+    """The messages as a chat template takes them: role, content and, if there is one, name.
+
+    The content is text, or the texts of its parts.
+    """
     plain: list[dict[str, str | Sequence[str]]] = []
     for message in messages:
         content: str | Sequence[str] = ""
@@ -216,9 +224,9 @@ def messages_of(messages: list[ChatMessage]) -> list[dict[str, str | Sequence[st
 def prompts_of(
     prompt: str | list[_Anything], vocab_size: int, max_tokens: int
 ) -> list[str] | list[list[int]]:
-    """The prompts of a completion: text, or at most `max_tokens` token ids; one or several.
+    """The prompts of a completion, one or several: text, or at most `max_tokens` token ids each.
 
-    Lengths come first: looking at a million ids would keep everybody else waiting.
+    Lengths are checked first: to look at a million ids would keep all other requests waiting.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -269,7 +277,7 @@ def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def _refuse_duplicates(pairs: list[tuple[str, object]]) -> None:
-    """Two parsers may take different ones of two values: what a filter before us saw must be what we do."""
+    """Two parsers may use different values of two: a filter before us must see the one we use."""
     if len(dict(pairs)) == len(pairs):
         return
     seen: set[str] = set()
@@ -284,7 +292,10 @@ _find_duplicates: Final = json.JSONDecoder(object_pairs_hook=_refuse_duplicates)
 
 
 def _check_duplicates(outlined: bytes, body: bytes) -> None:
-    """msgspec takes the last of two equal keys without a word. The standard parser's hook costs 2 us for a usual body."""
+    """msgspec silently takes the last of two equal keys.
+
+    The standard parser's hook, which sees both, costs 2 us for a usual body.
+    """
     try:
         _find_duplicates(outlined.decode())
     except InvalidRequest:
@@ -294,7 +305,10 @@ def _check_duplicates(outlined: bytes, body: bytes) -> None:
 
 
 def _explain(text: str) -> InvalidRequest:
-    """msgspec's message as ours, with the path of the field. What the client sent is in the middle of it, at any length."""
+    """Turn msgspec's message into ours, with the path of the field.
+
+    What the client sent is in the middle of it, at any length.
+    """
     if len(text) > _MAX_EXPLAINED:
         text = f"{text[:_MAX_EXPLAINED]}\u2026{text[-_MAX_EXPLAINED:]}"
     what, _, where = text.rpartition(" - at `$")
@@ -313,7 +327,7 @@ def _explain(text: str) -> InvalidRequest:
 
 
 def _check_no_nul(request: object) -> None:
-    """Raises InvalidRequest with the first field that holds a NUL, which C libraries behind us take for an end."""
+    """Raises InvalidRequest with the first field that has a NUL, which ends strings in C."""
     left: list[tuple[str, object]] = [("", msgspec.to_builtins(request))]
     while left:
         where, value = left.pop()

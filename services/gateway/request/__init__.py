@@ -1,1 +1,1 @@
-"""A client's call and its choices, whatever API it came by: the shell of `core.request`."""
+"""A client's call and its choices, from either API: the shell of `core.request`."""

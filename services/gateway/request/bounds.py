@@ -1,4 +1,7 @@
-"""Bounds of what a request may ask for, at every door. Each raises InvalidRequest with the field; NaN is in no range."""
+"""Checks what a request asks for against its bounds, for both APIs.
+
+Each check raises InvalidRequest with the field; NaN is in no range.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def check_sampling(
 
 
 def check_choices(*, n: int | None, seed: int | None) -> None:
-    """Choice i draws with seed + i, which must fit 64 bits, too."""
+    """Choice i draws with seed + i, which must also fit 64 bits."""
     in_range("n", n, 1, MAX_N)
     in_range("seed", seed, -(1 << 63), (1 << 63) - 1 - MAX_N)
 

@@ -1,7 +1,8 @@
-"""A client's call, whatever door it came in by: one or more generations that yield deltas.
+"""A client's call, from either API: one or more generations that yield deltas.
 
-`Frontend.open` starts a call, `Call.changed` waits for news and `Call.take` gives all of it at once. Whoever opened a
-call closes it, and closing frees everything it still holds (F27).
+`Frontend.open` starts a call, `Call.changed` waits for news, and `Call.take` gives all of it at
+once. The API that opened a call closes it, and closing frees everything that the call still holds
+(F27).
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ _ttft_slo = metrics.counter(
     names.TTFT_SLO, "Calls by scenario, and by whether their first token came in time: met, missed"
 )
 _UNBOUNDED: Final = 1 << 31
-_BY_LABEL: Final = MappingProxyType({"by": "label"})  # clients may send any: not told apart
+_BY_LABEL: Final = MappingProxyType({"by": "label"})  # clients may send any label: not told apart
 _BY_DEFAULT: Final = MappingProxyType({"by": "default"})
-_MAX_TAKEN: Final = 16_384  # tokens whose text is made at once: some milliseconds of the loop
+_MAX_TAKEN: Final = 16_384  # tokens turned into text at once: some milliseconds of the loop
 
 
 class Call:
-    """Wakes whoever waits for news of it: at the first token and at an end at once, otherwise paced."""
+    """Wakes the task that waits for news: at once for the first token and the end, else paced."""
 
     def __init__(
         self,
@@ -68,18 +69,18 @@ class Call:
         self.span = span
         self.permit = permit
         self.num_prompt_tokens = sum(map(len, spec.prompts))
-        self.created = int(time.time())  # shown to clients; nothing decides on it
+        self.created = int(time.time())  # shown to clients; no decision depends on it
         self.started_at = time.monotonic()
         self.generations: list[Generation] = []
-        self.is_void = False  # an error is all that its client got
+        self.is_void = False  # its client got nothing but an error
         self._pacer = pacer
         self._woken_at = -math.inf
-        self._is_paced = False  # to be woken by the pacer
+        self._is_paced = False  # the pacer will wake it
         self._is_dirty = False
         self._waiter: asyncio.Future[None] | None = None
 
     def on_tokens(self) -> None:
-        """The hot path: once for each token."""
+        """The hot path: called once for each token."""
         if self._is_paced:
             return
         if time.monotonic() - self._woken_at < self._pacer.interval_s:
@@ -100,7 +101,7 @@ class Call:
             waiter.set_result(None)
 
     async def changed(self) -> None:
-        """Return when there is something to take. One waiter at a time."""
+        """Return when there is something to take. Only one task may wait."""
         if not self._is_dirty:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -111,7 +112,11 @@ class Call:
         self._woken_at = time.monotonic()
 
     def take(self) -> list[TextDelta]:
-        """What is new of each choice. If that is very much, some choices' comes at the next turn of the loop, and `changed` says so."""
+        """What is new of each choice.
+
+        If that is very much, some choices come at the loop's next turn, and `changed` tells of
+        them.
+        """
         taken: list[TextDelta] = []
         num_tokens = 0
         for generation in self.generations:
@@ -130,8 +135,11 @@ class Call:
 
     @property
     def num_used_tokens(self) -> int:
-        """What its tenant is charged: nothing if no instance took it, or if its client got an error and no token; of one that
-        fails on the way, the tokens that its client got."""
+        """The tokens that its tenant is charged.
+
+        None if no instance took the call, or if its client got an error and no token. A call that
+        fails on the way is charged for the tokens that its client got.
+        """
         if self.is_void or not any(g.timings.accepted for g in self.generations):
             return 0
         if any(g.is_failed for g in self.generations):
@@ -140,7 +148,7 @@ class Call:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of each prompt's first choice: its other choices share the prompt."""
+        """Cached tokens of each prompt's first choice: its other choices share the prompt."""
         return sum(g.core.num_cached_tokens for g in self.generations[:: self.spec.n])
 
     def cancel(self, error: MeshError | None = None) -> None:
@@ -153,7 +161,7 @@ def new_request_id() -> str:
 
 
 class Frontend:
-    """Opens and closes calls within `max_calls`; knows every one that is open, for draining."""
+    """Opens and closes calls within `max_calls`; knows all open calls, so it can drain them."""
 
     def __init__(
         self,
@@ -183,7 +191,7 @@ class Frontend:
         return self.shared.fleet.model_name(asked)
 
     def check_open(self) -> None:
-        """Raises Draining or Overloaded: refuse before the work of reading and encoding (S97)."""
+        """Raises Draining or Overloaded, before the work of reading and encoding (S97)."""
         if self.is_draining:
             raise Draining("this gateway is shutting down")
         if len(self._calls) >= self._max_calls:
@@ -198,7 +206,10 @@ class Frontend:
         *,
         is_quiet: bool = False,
     ) -> Call:
-        """Raises InvalidRequest, NoInstance, Draining or Overloaded; otherwise the call must be closed."""
+        """Start a call, which must be closed.
+
+        Raises InvalidRequest, NoInstance, Draining or Overloaded.
+        """
         self.check_open()
         spec = self._with_scenario(spec)
         budgets = [self._max_tokens(spec, len(p)) for p in spec.prompts]
@@ -227,7 +238,7 @@ class Frontend:
         return call
 
     def _with_scenario(self, spec: CallSpec) -> CallSpec:
-        """Rules look at the longest of its prompts."""
+        """The call with its scenario. Rules look at the longest of its prompts."""
         if spec.scenario:
             _scenarios.add(1, _BY_LABEL)
             return spec
@@ -240,7 +251,10 @@ class Frontend:
         return replace(spec, scenario=found)
 
     def close(self, call: Call, error: MeshError | None = None) -> None:
-        """Free what still runs and report the call, once. `error`: what the client was told, if not by us."""
+        """Free what still runs and report the call, once.
+
+        `error`: what the client was told, if the API told it.
+        """
         if self._calls.pop(call, _ABSENT) is _ABSENT:
             return
         if not self._calls:
@@ -258,7 +272,7 @@ class Frontend:
             raise PoisonRequest("instances died of this prompt a while ago")
 
     def _judge(self, call: Call) -> None:
-        """Remember a prompt that instances died of, unless one answered it after all, another choice of it included."""
+        """Remember a prompt that instances died of, unless a choice of it was answered."""
         poison = self.shared.poison
         for generation in call.generations:
             if victims := generation.core.deaths_witnessed:
@@ -270,7 +284,7 @@ class Frontend:
         _count_slo(call, self.shared.slos)
 
     async def drain(self, drain_s: float) -> None:
-        """Admit nothing more; let calls end for `drain_s`, then end the rest with an error."""
+        """Admit no more calls; let open ones end for `drain_s`, then end the rest with an error."""
         self.is_draining = True
         self._is_idle.clear()
         if self._calls:
@@ -290,14 +304,14 @@ class Frontend:
         )
 
     def context_length(self, model: str) -> int:
-        """Tokens of prompt and answer together. Raises NoInstance."""
+        """The most tokens that prompt and answer may have together. Raises NoInstance."""
         record = self.shared.fleet.reference(model)
         if record is None:
             raise NoInstance(f"no instance serves {model} now")
         return record.max_model_len or _UNBOUNDED
 
     def _max_tokens(self, spec: CallSpec, num_prompt_tokens: int) -> int:
-        """What may be produced after this prompt in the model's context."""
+        """How many tokens may be produced after this prompt within the model's context."""
         context = self.context_length(spec.model)
         if not num_prompt_tokens:
             raise InvalidRequest("the prompt is empty", field=spec.field_of_prompt)
@@ -315,7 +329,10 @@ class Frontend:
 
 
 def _count_slo(call: Call, slos: Slos) -> None:
-    """Whether the first token came in time (S9). Who left before it could be missed does not count."""
+    """Count whether the first token came in time (S9).
+
+    A call whose client left before its time was over does not count.
+    """
     first = call.generations[0]
     if not first.timings.first_token and not isinstance(first.core.outcome, Fail):
         return

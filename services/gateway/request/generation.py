@@ -1,4 +1,4 @@
-"""The shell of one choice: turns the request core's effects into commands, and what instances say into events."""
+"""The shell of one choice: turns the request core's effects into commands, and news into events."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Collaborators:
 
 
 class Generation:
-    """One choice of a call. `on_tokens` says that `take` has something, `on_end` that it will not get more."""
+    """One choice of a call. `on_tokens`: `take` has something. `on_end`: nothing more will come."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Generation:
             default_text=shared.slos.default_text(spec.scenario),
         )
         self._waiting_number: int | None = None
-        self._is_queued = False  # counted as one that no prefill has taken yet
+        self._is_queued = False  # it counts in the scenario's queue: no prefill has taken it yet
         self._events: deque[Event] = deque()
         self._is_handling = False
         self._timer: asyncio.TimerHandle | None = None
@@ -153,13 +153,19 @@ class Generation:
         return self._text.is_stopped
 
     def cancel(self, error: MeshError | None = None) -> None:
-        """Stop whatever the state and free all it holds. `error` is for the client, if it still listens."""
+        """Stop in any state and free all that it holds.
+
+        `error` is for a client that still listens.
+        """
         if not self.is_ended:
             self.error = error
             self.on_event(ClientGone())
 
     def detach(self) -> None:
-        """Nobody listens any more. Without the way back to its call the two are freed at once, not by the garbage collector."""
+        """The call no longer listens.
+
+        Without the reference to its call both are freed at once, not by the garbage collector.
+        """
         self._on_tokens = self._on_end = unheard
 
     @property
@@ -168,7 +174,7 @@ class Generation:
 
     @property
     def num_taken_tokens(self) -> int:
-        """Of those, what its client was given, or will be by whoever took it."""
+        """How many of those were taken: the client got them, or will get them."""
         return self._text.num_taken
 
     @property
@@ -202,7 +208,7 @@ class Generation:
             self._on_tokens()
 
     def on_event(self, event: Event, detail: SessionEvent | None = None) -> None:
-        """An effect may cause the next event at once; those queue up behind the one being handled."""
+        """Handle an event. Events that its effects cause at once are queued behind it."""
         if detail is not None:
             self._note_detail(event, detail)
         self._events.append(event)
@@ -232,7 +238,7 @@ class Generation:
             _APPLY[type(effect)](self, effect)
 
     def _end_by_bug(self) -> None:
-        """Whoever told us of the event, a session or the planner, serves others too: only this choice ends."""
+        """End only this choice: the session or planner that called us serves other choices, too."""
         self._events.clear()
         self.error = MeshError("internal error; the server's log has the cause")
         self.core.handle(ClientGone(), time.monotonic())
@@ -241,18 +247,18 @@ class Generation:
             self._shared.room.leave(self._waiting_number)
             self._waiting_number = None
         for key in list(self._sessions):
-            self._abort_leg(AbortLeg(key))  # releases its ticket, too
+            self._abort_leg(AbortLeg(key))  # this releases its ticket, too
         self._end(Cancelled())
 
     def _queue(self, is_queued: bool) -> None:
-        """Count in the scenario's queue, or no more."""
+        """Begin or cease to count in the scenario's queue."""
         if is_queued is not self._is_queued:
             self._is_queued = is_queued
             priority = self._spec.tenant.priority
             self._shared.room.count(self._scenario, priority, 1 if is_queued else -1)
 
     def on_slot_freed(self, instance_id: str) -> None:
-        self._waiting_number = None  # being called is leaving
+        self._waiting_number = None  # the room forgets a waiter that it calls
         self.on_event(SlotFreed(instance_id))
 
     def on_evicted(self) -> None:
@@ -260,7 +266,7 @@ class Generation:
         self.on_event(WaitRefused())
 
     def _note_detail(self, event: Event, detail: SessionEvent) -> None:
-        """What the core does not decide on but commands and traces need."""
+        """Note what commands and traces need, and the core does not."""
         if isinstance(event, LegAccepted) and self.core.is_current(event.key):
             if event.ticket is not None:
                 self._ticket = detail.accepted.ticket
@@ -285,7 +291,10 @@ class Generation:
         self._shared.planner.ask(self, effect.plan, query)
 
     def _refusal(self) -> Overloaded | None:
-        """A newcomer joins no queue that is too long for it, unless it would take somebody's place there."""
+        """Why this request should not join its queue, if that is too long; None if it may.
+
+        It may always if it would take the place of a weaker claim.
+        """
         shared, tenant = self._shared, self._spec.tenant
         if shared.room.yields_to(tenant):
             return None
@@ -306,14 +315,17 @@ class Generation:
         self._open_leg(effect.key, record, command)
 
     def _send_start(self, effect: SendStart) -> None:
-        """After the writer of token 1, which was woken just now: the client need not wait for the hand-over."""
+        """Start the decode after the writer of token 1, which was woken just now.
+
+        So the client does not wait for the hand-over.
+        """
         if effect.is_early:
             self._start_decode(effect)
         else:
             asyncio.get_running_loop().call_soon(self._start_current, effect)
 
     def _start_current(self, effect: SendStart) -> None:
-        if self.core.is_current(effect.key):  # else the client left meanwhile
+        if self.core.is_current(effect.key):  # else the client has left
             self._start_decode(effect)
 
     def _start_decode(self, effect: SendStart) -> None:
@@ -341,7 +353,7 @@ class Generation:
             self._refuse(key)
 
     def _refuse(self, key: int) -> None:
-        """The instance cannot even be asked now: as good as a rejection, and no failure of the request's."""
+        """The instance cannot be asked now: that counts as a rejection, not as a failure."""
         self.on_event(LegRejected(key, is_final=True))
 
     def _abort_leg(self, effect: AbortLeg) -> None:
@@ -383,7 +395,10 @@ class Generation:
     # --- time ------------------------------------------------------------------------------------
 
     def _arm_timer(self) -> None:
-        """One timer, moved only when it would be late: progress makes it early, and then it re-arms itself."""
+        """Keep one timer, moved only if it would be late.
+
+        Progress makes it early; then it arms itself again.
+        """
         if self.core.outcome is not None:
             if self._timer is not None:
                 self._timer.cancel()
@@ -404,7 +419,7 @@ class Generation:
         self.on_event(Tick())
 
     def _hear_engine(self) -> None:
-        """A leg that seems silent: what its instance last said of its engine."""
+        """For a leg that seems silent, pass on what its instance last said of its engine."""
         key = self.core.computing_key
         session = self._sessions.get(key) if key is not None else None
         if key is None or session is None:
@@ -412,12 +427,13 @@ class Generation:
         if (worked := session.worked) is not None:
             self.on_event(EngineWorked(key, worked.at, worked.num_tokens, worked.num_open_tokens))
         elif self.core.phase is RequestPhase.PREFILLING:
-            # An instance of an older release does not say: the request's deadline alone bounds its prefill.
+            # An instance of an older release does not say: then only the request's deadline bounds
+            # its prefill.
             self.on_event(EngineWorked(key, time.monotonic(), 0, 0))
 
 
 def unheard() -> None:
-    """Told, where nobody listens."""
+    """The callback of a generation whose call no longer listens."""
 
 
 # Any: each function takes the one effect its key names.

@@ -1,4 +1,4 @@
-"""What the request core wants of the master and of instances, as messages (protobuf)."""
+"""Turns the request core's effects into messages (protobuf) to the master and to instances."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.gateway.text.prompt import Prompt
 
 @dataclass(slots=True)
 class ChoiceIdentity:
-    """Names of one choice, as instances and the master see it."""
+    """The names of one choice, as instances and the master see it."""
 
     request_id: str
     index: int
@@ -27,7 +27,7 @@ class ChoiceIdentity:
 
 
 class LegCommands:
-    """Of one choice. `emitted` is always all it has emitted so far."""
+    """The messages of one choice. `emitted` is always all that it has emitted so far."""
 
     __slots__ = ("_identity", "_prompt", "_spec", "_stop_token_ids")
 
@@ -48,7 +48,7 @@ class LegCommands:
         emitted: Sequence[int],
         num_remaining: int,
     ) -> PlanQuery:
-        """`reference`: an instance that speaks for the model, if there is one."""
+        """`reference`: an instance that represents the model, if there is one."""
         spec, prompt = self._spec, self._prompt
         query = PlanQuery(
             request_id=self._identity.request_id,
@@ -102,7 +102,7 @@ class LegCommands:
         ticket: Ticket,
         prompt_compute_s: float,
     ) -> Command:
-        """Token 1 is the last of those replayed, unless decode is to wait for it."""
+        """Token 1 is the last replayed token, unless the decode must wait for it."""
         prompt, replayed = self._prompt, list(emitted[: effect.num_replayed])
         num_drawn = len(replayed) + effect.is_early
         first_token = 0 if effect.is_early else replayed.pop()

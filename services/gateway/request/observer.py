@@ -1,6 +1,6 @@
 """What operators see of each call: counters, histograms, one log line, one event, one trace.
 
-All of it is made when the call is closed, from times noted on the way, so that nothing here delays a token.
+All of it is made when the call is closed, from times noted before, so nothing here delays a token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from services.gateway.request.timings import Timings
 log = structlog.get_logger(__name__)
 
 _MAX_EVENTS: Final = 1024  # waiting to be published; more are dropped and counted
-# Gathered for so long: one event at a time would wake the bus and all who listen for each request, a tenth of their CPU.
+# Events are gathered for so long: one at a time would wake the bus and all listeners for each
+# request, which takes a tenth of their CPU.
 _GATHER_S: Final = 0.02
 
 _accepted = metrics.counter(names.REQUESTS_ACCEPTED, "Calls that passed validation")
@@ -40,7 +41,7 @@ _ttft = metrics.histogram(names.TIME_TO_FIRST_TOKEN, "From acceptance to the fir
 _tpot = metrics.histogram(
     names.TIME_PER_OUTPUT_TOKEN,
     "Mean time between output tokens",
-    # Those of the semantic conventions, and as many again where fast models are: 1 to 10 ms.
+    # Those of the semantic conventions, and as many again for fast models: 1 to 10 ms.
     buckets=(
         0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04,
         0.05, 0.06, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
@@ -51,7 +52,7 @@ _dropped = metrics.counter(names.GATEWAY_EVENTS_DROPPED, "RequestFinished events
 
 
 class Publisher(Protocol):
-    """`pdmesh.net.events.EventPublisher`, as far as it is used here."""
+    """What is used here of `pdmesh.net.events.EventPublisher`."""
 
     async def publish(self, subject: str, message: RequestFinished) -> None: ...
 
@@ -90,7 +91,7 @@ class Observer:
             await self.publish_rest()
 
     async def publish_rest(self) -> None:
-        """What has gathered by now."""
+        """Publish what has gathered by now."""
         events, self._events = self._events, []
         self._has_events.clear()
         if self._publisher is not None:
@@ -191,7 +192,7 @@ class Observer:
 
 
 class _Times:
-    """Durations in seconds, of the first choice unless said otherwise; 0 where it did not come to that."""
+    """Durations in seconds, of the first choice unless said otherwise; 0: it did not get so far."""
 
     __slots__ = (
         "decode_queue_s",
@@ -226,7 +227,10 @@ def _trace_id(span: Span) -> str:
 
 
 def _finish_spans(report: CallReport) -> None:
-    """Attributes of the root, and a child for each choice's planning: instances make the spans of their legs."""
+    """Set the root's attributes, and add a child for each choice's planning.
+
+    Instances make the spans of their legs.
+    """
     span = report.span
     span.set_attribute(names.ATTR_OPERATION, report.spec.operation)
     span.set_attribute(names.ATTR_PROVIDER, names.PROVIDER)

@@ -1,7 +1,8 @@
-"""Bounds how often streams are written to when their tokens come faster than anybody reads.
+"""Bounds how often streams are written to when their tokens come faster than people read.
 
-A writer that has just written is woken again only after the interval, together with all others that wait, by one
-timer. A token that comes later than that is sent at once: pacing never delays a stream slower than the interval.
+A writer that has just written is woken again only after the interval, by one timer together with
+all others that wait. A token that comes later than that is sent at once: pacing never delays a
+stream that is slower than the interval.
 """
 
 from __future__ import annotations

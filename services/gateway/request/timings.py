@@ -1,4 +1,4 @@
-"""When a choice reached each stage: what its log line, metrics, event and spans are made of."""
+"""When a choice reached each stage: the source of its log line, metrics, event and spans."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from pdmesh.core.request.events import (
 
 @dataclass(slots=True)
 class Timings:
-    """Monotonic seconds, of the first time it happened; 0 where it did not. The hand-over is the first whose KV came; until
-    then the last one that was tried. KV: the last."""
+    """Monotonic seconds of the first time that each happened; 0: it did not.
+
+    The hand-over is the first whose KV came; until then, the last that was tried. KV is the last
+    one.
+    """
 
     submitted: float = 0.0
     planned: float = 0.0
@@ -39,7 +42,7 @@ class Timings:
         match event:
             case FirstToken():
                 self.first_token = self.first_token or now
-                self.accepted = self.accepted or now  # a fast prefill says both at once
+                self.accepted = self.accepted or now  # a fast prefill reports both at once
                 if not self.kv_received:
                     self.handed_over = now
             case LegAccepted(key) if key != self._decode_key:
@@ -49,12 +52,12 @@ class Timings:
             case PlanReceived() | PlanFailed():
                 self.planned = self.planned or now
             case LegKvReceived():
-                if not self.kv_received:  # a fast decode says that it accepted and this at once
+                if not self.kv_received:  # a fast decode reports this together with its acceptance
                     began_at = now - self.kv_transfer_us / 1e6
                     self.decode_accepted = self.decode_accepted or began_at
                 self.kv_received = now
 
     @property
     def decode_queue_s(self) -> float:
-        """From token 1 until a decode took the request; 0 if there was none, or it had taken it before."""
+        """From token 1 until a decode took the request; 0 if none did or one did before it."""
         return max(0.0, self.decode_accepted - self.handed_over) if self.handed_over else 0.0

@@ -1,4 +1,4 @@
-"""The waiting room with its numbers: depth by priority, how long who waited, and who had to go."""
+"""The waiting room with its metrics: depth by priority, waiting times, evictions and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class Waiter(Protocol):
 
 
 class Waiting:
-    """`prefill_batch`: prompts that the prefills compute in lockstep, to be sent as batches of similar length; 0: they do not."""
+    """`prefill_batch`: how many prompts a prefill computes in lockstep; 0: it does not.
+
+    Such prompts are sent as batches of similar length.
+    """
 
     def __init__(self, max_waiting: int, prefill_batch: int = 0) -> None:
         window = LengthWindow(prefill_batch) if prefill_batch > 1 else None
@@ -35,14 +38,15 @@ class Waiting:
 
     @property
     def queues(self) -> Mapping[str, Mapping[int, int]]:
-        """Requests that no prefill has taken yet though one was asked, by scenario and priority; only what is not empty.
+        """Requests that prefills rejected and none has taken yet, by scenario and priority.
 
-        They count from their first rejection on, also while they ask for another plan and are not in the room.
+        They count from their first rejection on, even while they ask for another plan and are not
+        in the room. Empty queues are left out.
         """
         return self._queues
 
     def count(self, scenario: str, priority: int, change: int) -> None:
-        """One more (1) or one less (-1) in a queue."""
+        """Count one request more (1) or less (-1) in a queue."""
         queue = self._queues.setdefault(scenario, {})
         queue[priority] = queue.get(priority, 0) + change
         if not queue[priority]:
@@ -51,7 +55,7 @@ class Waiting:
                 del self._queues[scenario]
 
     def yields_to(self, tenant: Tenant) -> bool:
-        """Whether someone waits who would have to go for this tenant's next request."""
+        """Whether a waiting request would have to make room for this tenant's next request."""
         return self._room.yields_to(_claim(tenant))
 
     def join(
@@ -62,7 +66,10 @@ class Waiting:
         tenant: Tenant,
         num_tokens: int = 0,
     ) -> int | None:
-        """A number to leave with, or None if there is no room for it. `num_tokens` as in `WaitForSlot`."""
+        """The number that `leave` takes, or None if there is no room.
+
+        `num_tokens` as in `WaitForSlot`.
+        """
         now = time.monotonic()
         joined = self._room.join((waiter, now), instance_ids, until, _claim(tenant), num_tokens)
         if joined is None:
@@ -76,13 +83,13 @@ class Waiting:
         return joined.number
 
     def leave(self, number: int) -> None:
-        """It gave up waiting, or its time did."""
+        """The request gave up waiting, or its time is over."""
         left = self._room.leave(number)
         if left is not None:
             self._end(left[1], time.monotonic(), "left")
 
     def slots_freed(self, instance_id: str, num_free: int) -> None:
-        """Forward as many as can be taken at once: one instance's batch is filled before the next one's (S46)."""
+        """Forward as many as it can take: one instance's batch is filled before the next (S46)."""
         now = time.monotonic()
         for waiter, since in self._room.call(instance_id, num_free):
             self._end(since, now, "called")

@@ -1,6 +1,8 @@
-"""How much of a scenario's requests its canary gets, as the leading master last wrote it: for a gateway that ranks by itself (S24).
+"""Decides whether a scenario's canary gets the next request of a gateway that ranks by itself
+(S24).
 
-When the store is away the last word stands, as for holds (`kept_out`).
+It uses the share that the leading master wrote last. While the store is away the last value stands,
+as for holds (`out_of_service.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class CanaryShares:
             await self._watch.close()
 
     def draw(self, scenario: str) -> tuple[str, bool] | None:
-        """The canary's group and whether it shall have the next request; None: there is none that is served apart."""
+        """The canary's group, and whether it gets the next request; None: there is no canary."""
         group_id = canary_of(scenario)
         share = self._shares.get(group_id)
         return None if share is None else (group_id, self._rng.random() < share)

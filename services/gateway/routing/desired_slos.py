@@ -1,6 +1,7 @@
-"""The scenarios' SLOs as the desired state says them, as soon as it changes (S9, S44). What it does not name is as the settings say.
+"""Takes the scenarios' SLOs from the desired state as soon as it changes (S9, S44).
 
-A version that this release cannot read changes nothing, and while the store is away the last word stands.
+For scenarios that it does not name, the settings hold. A version that this release cannot read
+changes nothing. While the store is away the last version stands.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class DesiredSlos:
         self._has_latest.set()
 
     async def _read(self) -> None:
-        """Off the loop: a long file takes longer than a token may wait."""
+        """Read in a thread: a long file takes longer than a token may wait."""
         while True:
             await self._has_latest.wait()
             self._has_latest.clear()

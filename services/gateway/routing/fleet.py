@@ -1,6 +1,7 @@
-"""The instances and the master as this gateway sees them, from its own copy of the registry.
+"""The instances and the master as this gateway sees them, in its own copy of the registry.
 
-When the registry's store is away the last view goes on being used: its silence is not the instances' death (F18).
+While the registry's store is away the last view is used: its silence does not mean that the
+instances are dead (F18).
 """
 
 from __future__ import annotations
@@ -30,20 +31,24 @@ _GATEWAY: Final = "gateway"
 
 
 def pair_of(record: InstanceRecord) -> str:
-    """Only instances with an equal pair may hand KV to each other (S13): an upgrade of the same model is another (S24), and
-    KV stays in its region (S58)."""
+    """Only instances with an equal pair may hand KV to each other (S13).
+
+    Another revision of the same model is another pair (S24), and KV stays in its region (S58).
+    """
     return f"{record.group_id}/{record.model_fingerprint}/{record.revision}/{record.kv_region}"
 
 
 def gateway_name(instance_id: str, incarnation: int) -> str:
-    """One life of a gateway."""
+    """The name of one life of a gateway."""
     return f"{instance_id}/{incarnation}"
 
 
 class FleetView:
-    """`model` is what `default` means; empty: the first one seen. A model once seen keeps its name while its instances are away.
+    """`model` is what `default` means; empty: the first model seen.
 
-    `region` is this gateway's own. `gateway_id` orders those it has used alike, so that gateways that rank alone do not all begin with the same one.
+    A model once seen keeps its name while its instances are away. `region` is this gateway's own.
+    `gateway_id` orders instances that this gateway has used equally, so that gateways that rank
+    alone do not all begin with the same one.
     """
 
     def __init__(
@@ -106,12 +111,12 @@ class FleetView:
         return [r for _, r in sorted(self._records.items()) if r.service == _MASTER]
 
     def gateways(self) -> frozenset[str]:
-        """Their ids and incarnations, this one's among them once it is registered."""
+        """The names of all gateways, this one included once it is registered."""
         found = (r for r in self._records.values() if r.service == _GATEWAY)
         return frozenset(gateway_name(r.instance_id, r.incarnation) for r in found)
 
     def staleness_s(self) -> float:
-        """For how long the view may have been out of date, to the last time this was asked: ask it often."""
+        """For how long the view may have been out of date, counted between calls: call it often."""
         now = self._clock()
         if self._view.is_connected:
             self._connected_at = now
@@ -120,7 +125,7 @@ class FleetView:
     # --- models ----------------------------------------------------------------------------------
 
     def models(self) -> list[str]:
-        """Names that can be asked for; the first is the default's real name."""
+        """The names that clients may ask for; the first is the default's real name."""
         return list(self._known_models)
 
     def model_name(self, asked: str) -> str:
@@ -132,7 +137,10 @@ class FleetView:
         raise ModelNotFound(f"the model {shortened(asked)!r} does not exist", field="model")
 
     def reference(self, model: str) -> InstanceRecord | None:
-        """An instance that speaks for the model: its context length, block size and fingerprint. The last one, if all are gone."""
+        """An instance that represents the model: context length, block size and fingerprint.
+
+        The last one that was seen, if all are gone.
+        """
         for records in (self._prefills, self._fusions, self._decodes):
             for record in records:
                 if record.model == model:
@@ -140,15 +148,18 @@ class FleetView:
         return self._known_models.get(model)
 
     def has_served(self, model: str, scenario: str) -> bool:
-        """Whether somebody ever did: then it is away, and not unknown."""
+        """Whether an instance ever served it: then it is away, and not unknown."""
         return (model, scenario or DEFAULT_SCENARIO) in self._served
 
     def can_serve(self) -> bool:
-        """At least one instance: without the other role, one does both phases."""
+        """Whether there is any instance: without the other role, one does both phases."""
         return bool(self._fusions or self._prefills or self._decodes)
 
     def paths(self) -> list[tuple[InstanceRecord, InstanceRecord | None]]:
-        """The ways of a request through prefill and decode, or through one that does both; neighbours in the list share the least."""
+        """The paths of a request: through prefill and decode, or an instance that does both.
+
+        Neighbours in the list share the least.
+        """
         prefills, decodes, fusions = (
             [r for r in records if not r.is_draining]
             for records in (self._prefills, self._decodes, self._fusions)
@@ -173,7 +184,7 @@ class FleetView:
         *,
         is_local: bool = False,
     ) -> Candidate | None:
-        """None if it is not there any more or isolated, so that a late plan never reaches it or a successor."""
+        """None if it is gone or isolated, so that a late plan never reaches it or a successor."""
         record = self.record(instance_id, incarnation)
         if record is None or record.role not in _SERVING or not takes_requests(record):
             return None
@@ -192,10 +203,12 @@ class FleetView:
         excluded: Sequence[str],
         num_open: Callable[[str, int], int],
     ) -> tuple[list[Candidate], list[Candidate]]:
-        """Prefills (or fusions) and decodes of our region first, and of these with the fewest of our own open legs (S42, S58).
+        """Prefills (or fusions) and decodes, those of our region first (S42, S58).
 
-        Where nobody is there of one role, those of the other do both phases. Who is about to leave, or is judged faulty, is named where
-        the others alone can serve nothing. A canary has its share of the requests, and more where nobody else serves (S24).
+        Then those with the fewest of our own open legs come first. If there is none of one role,
+        those of the other do both phases. Instances that are about to leave, or are judged faulty,
+        are named only if the others cannot serve. A canary gets its share of the requests, and more
+        if no other group serves (S24).
         """
         scenario = (
             scenario or DEFAULT_SCENARIO

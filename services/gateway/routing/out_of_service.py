@@ -1,7 +1,9 @@
-"""Instances that the leading master or the health-monitor keeps out of service, as their boards in the registry say it.
+"""Instances that the leading master or the health-monitor keeps out of service, as their boards in
+the registry say it.
 
-A plan of the master's has heeded both. This is for a gateway that ranks by itself while no master answers (S42): what was decided
-before the master went, or is judged meanwhile, holds all the same. When the store is away the last word stands.
+The master's plans respect both. This is for a gateway that ranks by itself while no master answers
+(S42): what was decided before the master was lost, or is judged meanwhile, still holds. While the
+store is away the last state stands.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from pdmesh.v1.admin_service_pb2 import HOLD_KIND_DRAIN, HOLD_KIND_ISOLATE, Hold
 
 
 class KeptOut:
-    """Nobody is, until `watch` has heard otherwise."""
+    """No instance is out of service until `watch` has read otherwise."""
 
     def __init__(self) -> None:
         self._holds: BoardView[Hold] | None = None
@@ -29,11 +31,14 @@ class KeptOut:
                 await view.close()
 
     def is_isolated(self, instance_id: str) -> bool:
-        """It gets nothing, whatever it says of itself."""
+        """It gets no requests, whatever it reports."""
         return self._hold(instance_id) == HOLD_KIND_ISOLATE
 
     def is_last_resort(self, instance_id: str, incarnation: int) -> bool:
-        """It is to leave when others can do its work, or is judged faulty: it gets what nobody else can take."""
+        """It should leave when others can do its work, or is judged faulty.
+
+        It gets only what no other instance can take.
+        """
         return self._hold(instance_id) == HOLD_KIND_DRAIN or self._is_faulty(
             instance_id, incarnation
         )

@@ -1,4 +1,4 @@
-"""One stream of plans from one master. As a call of its own each plan costs three times as much as a message."""
+"""One stream of plans from one master: a call for each plan would cost three times as much."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stub
 
 
 class PlanStream:
-    """Opened when first used and again after it broke. One question at a time."""
+    """It is opened at its first use, and again after it broke. One question at a time."""
 
     def __init__(self, address: str) -> None:
         self._channel = rpc.channel(address)
@@ -25,7 +25,7 @@ class PlanStream:
         self._call: Any = None
 
     async def ask(self, request: PlanRequest, timeout_s: float) -> PlanResponse:
-        """Raises MeshError: what the master raised, or Unavailable."""
+        """Raises MeshError: the master's error, or Unavailable."""
         is_used = self._call is not None
         try:
             async with asyncio.timeout(timeout_s):
@@ -34,13 +34,16 @@ class PlanStream:
                 except Unavailable:
                     if not is_used:
                         raise
-                    # It broke while nobody was looking, as when the master was restarted.
+                    # It broke while it was not used, for example because the master was restarted.
                     return await self._exchange(request)
         except TimeoutError as exc:
             raise Unavailable("the master did not answer in time") from exc
 
     async def _exchange(self, request: PlanRequest) -> PlanResponse:
-        """A question that was not answered in order leaves no stream behind for the next one to be confused by."""
+        """Ask over the stream.
+
+        Close it if the answer fails: the next question needs a clean one.
+        """
         if self._call is None:
             self._call = self._stub.PlanStream()
         call, is_answered = self._call, False

@@ -1,7 +1,8 @@
-"""Where requests may go: asked of the master in batches, or ranked here while there is none (F11, F12).
+"""Finds where requests may go: asks the master in batches, or ranks here without one (F11, F12).
 
-One Plan call is in flight at a time and the next takes every query that gathered meanwhile, so a busy gateway pays
-a fraction of a call for each request. An answer of an older epoch is refused (I7).
+One Plan call is in flight at a time, and the next takes all queries that gathered meanwhile. So a
+busy gateway pays only a fraction of a call for each request. An answer of an older epoch is refused
+(I7).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _unasked = metrics.counter(
 )
 
 _MAX_BATCH: Final = 256
-_RETRY_MASTER_S: Final = 0.25  # after a failure, rank here for so long before asking again
+_RETRY_MASTER_S: Final = 0.25  # after a failure, rank here for so long, then ask again
 
 
 class Asker(Protocol):
@@ -70,8 +71,10 @@ class _Ask:
 
 
 class Planner:
-    """`num_open(instance_id, incarnation)` counts our own legs there, to rank by while there is no master; `queues` says how
-    many of ours wait, by scenario and priority."""
+    """`num_open(instance_id, incarnation)` counts our own legs there, to rank by without a master.
+
+    `queues` says how many of our requests wait, by scenario and priority.
+    """
 
     def __init__(
         self,
@@ -100,12 +103,15 @@ class Planner:
         self.num_fallbacks = 0
 
     def ask(self, asker: Asker, plan: int, query: PlanQuery) -> None:
-        """Answered by PlanReceived or PlanFailed within the timeout."""
+        """Ask for a plan; answered by PlanReceived or PlanFailed within the timeout."""
         self._asks.append(_Ask(asker, plan, query))
         self._has_asks.set()
 
     def refusal(self, scenario: str, priority: int, ttft_s: float) -> Overloaded | None:
-        """Why a new request should not even ask: those who wait are too many, or take longer than it may (S97)."""
+        """Why a new request should not even ask for a plan; None if it should (S97).
+
+        Too many requests wait, or they take longer than the new one may wait.
+        """
         own = self._queues().get(scenario, {})
         found = self._pressures.refusal(scenario, own, priority, ttft_s, time.monotonic())
         if found is None:
@@ -146,7 +152,7 @@ class Planner:
     # --- the master ------------------------------------------------------------------------------
 
     async def _ask_master(self, queries: Sequence[PlanQuery]) -> PlanResponse:
-        """Ask the leader; a standby refuses, and then the others are asked. Raises MeshError."""
+        """Ask the leader. A standby refuses; then the other masters are asked. Raises MeshError."""
         masters = sorted(
             self._fleet.masters(), key=lambda r: (not r.is_leader, r.instance_id != self._leader)
         )
@@ -237,6 +243,7 @@ def _refusal(result: PlanResult, is_away: bool) -> MeshError:
         case "SCENARIO_NOT_FOUND" if not is_away:
             return ScenarioNotFound(message, field="scenario")
         case "PROMPT_TOO_LONG":
-            # It fits the model's context, or the gateway had refused it: no instance has the memory.
+            # It fits the model's context, or the gateway would have refused it: no instance has the
+            # memory.
             return InvalidRequest(message, reason="CONTEXT_LENGTH_EXCEEDED", field="max_tokens")
     return NoInstance(message)

@@ -1,4 +1,4 @@
-"""Session events (protobuf) as the request core's facts."""
+"""Turns session events (protobuf) into the request core's events."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _STAGES: Final = {KV_STAGE_PULLING: KvStage.PULLING, KV_STAGE_ARRIVED: KvStage.A
 
 
 def from_proto(event: SessionEvent, kind: str) -> Event | None:
-    """`kind` is `event.WhichOneof("event")`. None for what the core does not decide on."""
+    """None for what the core does not need. `kind` is `event.WhichOneof("event")`."""
     key = event.key
     match kind:
         case "accepted":
@@ -98,7 +98,7 @@ def _first_token(key: int, first: FirstTokenProto) -> FirstToken:
 
 
 def _failed(key: int, failed: Failed) -> LegFailed:
-    """The instance's text is for its own log; a client gets the reason and a fixed sentence."""
+    """A client gets the reason and a fixed sentence: the instance's text is for its own log."""
     kind = errors.BY_REASON.get(failed.reason, EngineFailed)
     error = kind("the instance failed this request", reason=failed.reason or None)
     return LegFailed(key, error, failed.is_retryable)

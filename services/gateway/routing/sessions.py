@@ -1,7 +1,9 @@
-"""One Session stream to each instance this gateway uses; it carries every request between the two (ADR 0001).
+"""One Session stream to each instance that this gateway uses; it carries all their requests (ADR
+0001).
 
-The writer sends what one turn of the event loop gathered as one message. The reader hands tokens to their legs
-with a dict look-up each. When the stream breaks, every leg on it is lost at once; nothing has to time out.
+The writer sends what one turn of the event loop gathered as one message. The reader hands tokens to
+their legs with one dict look-up each. When the stream breaks, every leg on it is lost at once:
+nothing has to time out.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from services.gateway.routing.session_events import from_proto
 log = structlog.get_logger(__name__)
 
 _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
-_MAX_OUTBOX: Final = 8192  # commands; an instance that reads none of them is as good as gone
+_MAX_OUTBOX: Final = 8192  # commands; an instance that does not read them counts as lost
 _FIRST_BACKOFF_S: Final = 0.05
 _MAX_BACKOFF_S: Final = 1.0
 _BEFORE_TOKENS: Final = frozenset(
@@ -43,7 +45,7 @@ _BEFORE_TOKENS: Final = frozenset(
 
 
 class LegOwner(Protocol):
-    """Whoever sent a leg; told all that happens to it."""
+    """The sender of a leg, which is told all that happens to it."""
 
     def on_token(self, key: int, token_id: int, now: float) -> None: ...
 
@@ -57,7 +59,7 @@ SlotsFreed = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
-    """When the instance's engine was last heard to work, and how far it was."""
+    """When the instance's engine last reported work, and how far it was."""
 
     at: float
     num_signs: int
@@ -73,7 +75,7 @@ class InstanceSession:
         self.incarnation = record.incarnation
         self.load: Load | None = None
         self.worked: EngineProgress | None = (
-            None  # None: it has not said, as one of an older release
+            None  # None: it has not reported, like an instance of an older release
         )
         self._address = record.grpc_address
         self._hello = hello
@@ -93,7 +95,7 @@ class InstanceSession:
 
     @property
     def is_usable(self) -> bool:
-        """Open, or not yet tried again since it broke and due to be."""
+        """Whether it is open, or broke and is due to be tried again."""
         return self._is_open or time.monotonic() >= self._may_open_at
 
     # --- commands --------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ class InstanceSession:
                 if commands:
                     await call.write(SessionRequest(commands=commands))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            call.cancel()  # the reader sees the end and says why
+            call.cancel()  # the reader sees the end and logs why
 
     async def _read(self, call: Any) -> None:
         while True:
@@ -168,7 +170,7 @@ class InstanceSession:
             self._on_response(response)
 
     def _on_response(self, response: SessionResponse) -> None:
-        """Beginnings, then tokens, then ends: within a leg that is the order in which they happened."""
+        """Handle beginnings, then tokens, then ends: the order in which they happen in a leg."""
         ends: list[tuple[str, SessionEvent]] = []
         kind: str | None
         legs = self._legs
@@ -195,7 +197,7 @@ class InstanceSession:
     def _dispatch(self, kind: str, event: SessionEvent) -> None:
         owner = self._legs.get(event.key)
         if owner is None:
-            return  # a leg given up: its output is dropped here
+            return  # the leg was given up: its output is dropped here
         if kind == "rejected":
             rejected = event.rejected
             log.debug(
@@ -212,7 +214,7 @@ class InstanceSession:
             owner.on_event(fact, event)
 
     def _on_load(self, load: Load) -> None:
-        """Only a rise wakes waiters: an instance may reject for other reasons while slots are free."""
+        """Wake waiters only if free slots rise: an instance may reject for other reasons, too."""
         num_free_before, self.load = _num_free(self.load), load
         num_free = _num_free(load)
         if num_free > num_free_before:
@@ -233,11 +235,12 @@ class InstanceSession:
         self._outbox = []
         log.info("session.broken", instance_id=self.instance_id, reason=reason, num_legs=len(lost))
         for key, owner in lost.items():
-            # Who was never reached has not died of the request: that would make poison of an innocent prompt (F38).
+            # An instance that was never reached has not died of the request: an innocent prompt
+            # must not count as poison (F38).
             owner.on_event(LegLost(key) if was_reached else LegRejected(key, is_final=True))
 
     def _is_unreachable(self) -> bool:
-        """Connecting failed. A connection that was there and broke leaves the channel idle instead."""
+        """Whether connecting failed. A connection that broke leaves the channel idle instead."""
         if self._channel is None:
             return True
         return self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
@@ -257,7 +260,7 @@ def _num_free(load: Load | None) -> int:
 
 
 class SessionPool:
-    """Sessions by (instance, incarnation), made on first use and kept while the registry shows them."""
+    """Sessions by (instance, incarnation), made at first use, kept while the registry has them."""
 
     def __init__(self, gateway_id: str, on_slots_freed: SlotsFreed) -> None:
         self._gateway_id = gateway_id
@@ -278,7 +281,7 @@ class SessionPool:
         return found
 
     def num_open(self, instance_id: str, incarnation: int) -> int:
-        """Legs of ours on it; a broken stream counts as very busy."""
+        """The number of our legs on it; a broken stream counts as very busy."""
         found = self._sessions.get((instance_id, incarnation))
         if found is None:
             return 0
@@ -294,7 +297,7 @@ class SessionPool:
                 task.add_done_callback(self._closing.discard)
 
     def counts(self) -> tuple[int, int]:
-        """Sessions, and legs over all of them."""
+        """The numbers of sessions and of legs on them."""
         return len(self._sessions), sum(s.num_legs for s in self._sessions.values())
 
     async def close(self) -> None:

@@ -1,10 +1,12 @@
 """Turns a conversation into a prompt with the model's own template, in a sandbox.
 
-The template comes from the model directory, never from a client. It runs in jinja's immutable sandbox with the
-functions and variables Hugging Face gives it, and its output is cut off at a bound.
+The template comes from the model directory, never from a client. It runs in jinja's immutable
+sandbox with the functions and variables Hugging Face gives it, and its output is cut off at a
+bound.
 
-Some templates read a message's content as text, some as a list of parts, some as either. A template is tried once on
-both, and gets what it reads, as plain vLLM does: parts where it reads parts, else lines of one text.
+Some templates read a message's content as text, some as a list of parts, some as either. A template
+is tried once on both and then gets what it reads, as in plain vLLM: parts if it reads parts, else
+one text with a line for each part.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import jinja2.sandbox
 
 from pdmesh.errors import InvalidRequest
 
-# What a template can raise on a conversation it was not written for.
+# What a template can raise for a conversation that it was not written for.
 _TEMPLATE_FAULTS: Final = (
     jinja2.TemplateError,
     TypeError,
@@ -32,14 +34,18 @@ _TEMPLATE_FAULTS: Final = (
     AttributeError,
 )
 _TRIED_TEXTS: Final = ("pdmesh-first", "pdmesh-second")
-_TRIED_KEY: Final = "pdmesh-key"  # seen only where a part is printed as it is, and not read
+_TRIED_KEY: Final = "pdmesh-key"  # shows up only if a part is printed as it is, and not read
 
-# `role`, and `name` where the client gives one, are text; `content` is text, or the texts of its parts.
+# `role`, and `name` where the client gives one, are text; `content` is text, or the texts of its
+# parts.
 Message = Mapping[str, str | Sequence[str]]
 
 
 class ChatTemplate:
-    """`special_tokens` are the names templates use: bos_token, eos_token, ... Raises jinja2.TemplateError."""
+    """`special_tokens`: by the names that templates use, such as bos_token.
+
+    Raises jinja2.TemplateError.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], max_chars: int) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -51,7 +57,8 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now
         self._template = environment.from_string(source)
-        # As a plain dict: jinja copies it for each rendering, and its chain of maps costs ten times as much to copy.
+        # A plain dict: jinja copies it for each rendering, and its own chain of maps costs ten
+        # times as much to copy.
         self._template.globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens)
         self._max_chars = max_chars
@@ -77,7 +84,7 @@ class ChatTemplate:
         return _parts(content) if self._reads_parts else "\n".join(content)
 
     def _shows(self, content: object) -> bool:
-        """What the template makes of this content holds its texts, and not the form that it has."""
+        """Whether the template shows this content's texts rather than its raw form."""
         try:
             text = self._render([{"role": "user", "content": content}])
         except InvalidRequest:
@@ -108,7 +115,7 @@ class ChatTemplate:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %}` marks, for training, what the model said; a prompt holds it like the rest."""
+    """`{% generation %}` marks what the model said, for training; in a prompt it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 

@@ -1,7 +1,7 @@
-"""What one choice has produced, as the client's side takes it: text, token ids and log probabilities of all that is new.
+"""What one choice has produced, as its client takes it: new text, token ids and log probabilities.
 
-Tokens are only appended by who emits them; their text is made when the writer takes it, all at once, so that a busy stream
-costs one pass for many tokens.
+Emitting only appends tokens. Their text is made when the writer takes it, all at once, so that a
+busy stream costs one pass for many tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from services.gateway.text.text_stream import TextStream
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What one choice produced since it was last asked. `is_last` comes once, with a reason or an error."""
+    """What one choice produced since the last delta.
+
+    `is_last` comes once, with a finish reason or an error.
+    """
 
     index: int
     text: str
@@ -34,7 +37,7 @@ class TextDelta:
 
 
 class ChoiceText:
-    """`default_text` is the whole answer if nobody could begin another in time (S44)."""
+    """`default_text` is the whole answer if no instance could begin one in time (S44)."""
 
     __slots__ = (
         "_default_text", "_index", "_is_last_taken", "_logprobs", "_num_taken", "_text",
@@ -52,21 +55,21 @@ class ChoiceText:
 
     @property
     def has_logprobs(self) -> bool:
-        """They are asked for."""
+        """Whether log probabilities are asked for."""
         return self._logprobs is not None
 
     @property
     def is_stopped(self) -> bool:
-        """A stop string was found."""
+        """Whether a stop string was found."""
         return self._text.is_stopped
 
     def num_tokens(self, num_emitted: int) -> int:
-        """Those that count: none after a stop string."""
+        """The number of tokens that count: none after a stop string."""
         return self._text.num_tokens if self._text.is_stopped else num_emitted
 
     @property
     def num_taken(self) -> int:
-        """Those that count and were given out as deltas."""
+        """The number of tokens that count and were taken."""
         return self.num_tokens(self._num_taken)
 
     def add_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
@@ -74,7 +77,10 @@ class ChoiceText:
             self._logprobs.extend(logprobs)
 
     def take(self, emitted: Sequence[int]) -> TextDelta | None:
-        """All that is new of `emitted` and, if they are asked for, has its log probabilities. None after the last."""
+        """All that is new of `emitted`; None after the last delta.
+
+        If log probabilities are asked for, only tokens that have them.
+        """
         if self._is_last_taken:
             return None
         end = len(emitted) if self._logprobs is None else min(len(emitted), len(self._logprobs))
@@ -94,7 +100,7 @@ class ChoiceText:
         *,
         is_empty: bool,
     ) -> TextDelta:
-        """`taken` as the last delta of a choice that ended so; `error` is why, if it was cancelled.
+        """`taken` as the last delta of the choice; `error`: why, if it was cancelled.
 
         `is_empty`: nothing was emitted.
         """

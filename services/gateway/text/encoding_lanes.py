@@ -1,7 +1,9 @@
-"""Encodes text on threads: what gathered while a thread worked goes together, and long texts have a lane of their own.
+"""Encodes text on threads: what gathers while a thread works goes together; long texts have their
+lane.
 
-A hop to a thread and back costs as much as encoding a thousand characters, so texts share it. A text of a whole
-context takes a tenth of a second: it waits behind its like, never in front of a short one. What waits is bounded.
+A hop to a thread and back costs as much as encoding a thousand characters, so texts share it. A
+text as long as a context takes a tenth of a second: it waits behind others like it and never delays
+a short one. What waits is bounded.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class _Lane:
             work.add_done_callback(partial(self._on_done, batch))
 
     def _next_batch(self) -> list[_Item]:
-        """From the front of the queue, those that are still wanted, as long as they are alike."""
+        """The texts at the front of the queue that are still wanted and are encoded alike."""
         batch: list[_Item] = []
         num_chars = 0
         while self._queue:

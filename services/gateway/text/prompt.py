@@ -1,4 +1,4 @@
-"""A prompt as instances and the master take it: token bytes, and names of its KV blocks under each fingerprint."""
+"""A prompt as instances and the master take it: token bytes, and names of its blocks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ class Prompt:
 
     @property
     def digest(self) -> bytes:
-        """Names the prompt of this tenant; gives nothing of it away."""
+        """A name for this tenant's prompt that reveals nothing of it."""
         key = hmac.digest(self._secret, self._tenant.encode(), "sha256")
         return hashlib.blake2b(self.data, digest_size=16, key=key).digest()
 
     def chat_key(self, chat_id: str) -> str:
-        """Names a conversation of this tenant; tenants with equal ids have nothing in common. Empty: none."""
+        """A name for a conversation of this tenant; empty: none.
+
+        Equal ids of two tenants have different names.
+        """
         if not chat_id:
             return ""
         key = hmac.digest(self._secret, self._tenant.encode(), "sha256")
@@ -43,7 +46,7 @@ class Prompt:
         ).hexdigest()
 
     def root(self, fingerprint: str) -> bytes:
-        """What the chain of hashes begins with: prefixes are shared only under an equal one."""
+        """The root of the chain of hashes: prefixes are shared only under an equal root."""
         found = self._roots.get(fingerprint)
         if found is None:
             found = tenant_root(self._secret, self._tenant, self._salt, fingerprint)
@@ -68,7 +71,7 @@ class Prompt:
     def tails(
         self, record: InstanceRecord, stop_token_ids: Collection[int]
     ) -> list[partial_names.PartialBlockName]:
-        """Names of beginnings of blocks that earlier turns of this conversation may have left; few."""
+        """Names of the few partial blocks that earlier turns of this conversation may have left."""
         sampling = partial_names.PartialSampling(record.kv_tail_start, record.kv_tail_step)
         size = record.block_size
         if not (sampling and size and stop_token_ids):

@@ -1,8 +1,9 @@
-"""The text of one choice as its tokens arrive: what they add to the text of the prompt and of the tokens before them.
+"""Makes the text of one choice as its tokens arrive: what they add to the text before them.
 
-A token's text depends on what stands before it: SentencePiece decoders take the space away that begins a text, and a
-character may be spread over several tokens. So each step decodes a few tokens that are known already together with the new
-ones, and shows the difference. An incomplete character is never shown. How the tokens are cut into pieces changes nothing.
+A token's text depends on what is before it: SentencePiece decoders remove the space that begins a
+text, and a character may be spread over several tokens. So each step decodes a few earlier tokens
+together with the new ones and shows the difference. An incomplete character is never shown. How the
+tokens are cut into pieces changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pdmesh.core.request.stop_strings import StopText
 _INCOMPLETE: Final = "\ufffd"
 _AT_ONCE: Final = 64  # tokens that are decoded together
 _MAX_CONTEXT: Final = 8  # a character has at most four bytes
-# Tokens whose text is not whole: more of them are shown as they are, as decoding them again and again is quadratic.
+# Tokens with incomplete text: more of them are shown as they are, for decoding them again and again
+# is quadratic.
 _MAX_PENDING: Final = 64
 # The names of bytes in vocabularies: of SentencePiece, and of GPT-2's byte-level tokens.
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -31,7 +33,7 @@ _BYTE_LEVEL: Final = {chr(byte): byte for byte in _PLAIN} | {
 
 
 class Detokenizer:
-    """Decodes without special tokens, as the text of an answer shows none. Shared by all streams."""
+    """Decodes without special tokens, for an answer's text shows none. All streams share it."""
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
         self._decode = tokenizer.decode
@@ -40,7 +42,8 @@ class Detokenizer:
         self.lone_text = lru_cache(maxsize=16_384)(self._decode_lone)
         self.own_bytes = lru_cache(maxsize=16_384)(self._own_bytes)
         self._tokenizer = tokenizer
-        # What stands before a token that is decoded on its own, so that it keeps its space: any piece of plain text.
+        # Any plain text: it is put before a token that is decoded alone, so that the token keeps
+        # its space.
         any_ids = range(tokenizer.get_vocab_size())
         self._before = next((i for i in any_ids if self._decode_lone(i).isalpha()), None)
 
@@ -48,12 +51,15 @@ class Detokenizer:
         return str(self._decode(ids))
 
     def _decode_lone(self, token_id: int) -> str:
-        """Empty unless it is whole characters."""
+        """The token's text; empty unless it is whole characters."""
         text = self.decode([token_id])
         return "" if _INCOMPLETE in text else text
 
     def _own_bytes(self, token_id: int) -> bytes:
-        """Of the token itself, special or not, as it stands within a text. They need not make whole characters."""
+        """The bytes of the token itself, special or not, as they are within a text.
+
+        They need not make whole characters.
+        """
         before = [] if self._before is None else [self._before]
         known = self._decode(before, skip_special_tokens=False)
         text = str(self._decode([*before, token_id], skip_special_tokens=False))[len(known) :]
@@ -68,7 +74,7 @@ class Detokenizer:
 
 
 class TextStream:
-    """`prompt_ids`: the tokens it goes on from. `num_tokens` were used when a stop string was found."""
+    """`prompt_ids`: the tokens that it continues. `num_tokens` were used when a stop was found."""
 
     __slots__ = (
         "_context", "_decoder", "_known", "_pending", "_prompt_ids", "_shown", "_stops", "num_tokens",
@@ -80,9 +86,9 @@ class TextStream:
         self._decoder = decoder
         self._prompt_ids: Sequence[int] | None = prompt_ids  # until the first token
         self._stops = StopText(stops) if stops else None
-        self._context: list[int] = []  # the last tokens whose text is out, or is the prompt's
+        self._context: list[int] = []  # the last tokens whose text was shown, or the prompt's last
         self._shown = ""  # their text
-        self._pending: list[int] = []  # their text is not whole yet
+        self._pending: list[int] = []  # tokens whose text is incomplete
         self._known = (
             ""  # where the prompt ends in half a character: `_shown` and what that looks like
         )
@@ -93,7 +99,7 @@ class TextStream:
         return self._stops is not None and self._stops.is_stopped
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text these tokens completed."""
+        """The text that these tokens complete."""
         if self._prompt_ids is not None:
             self._begin_after(self._prompt_ids)
             self._prompt_ids = None
@@ -115,9 +121,9 @@ class TextStream:
         return "".join(parts)
 
     def finish(self) -> str:
-        """What was held back: for a stop string that did not come, or for a character that stays incomplete.
+        """What was held back for a stop string that did not come, or for an incomplete character.
 
-        Of the latter only the whole characters before it are shown.
+        The incomplete character itself is not shown.
         """
         rest = ""
         if self._pending:
@@ -144,7 +150,10 @@ class TextStream:
             self._known = self._decoder.decode(self._context + self._pending)
 
     def _add(self, token_ids: Sequence[int]) -> str:
-        """All at once, if nothing in it is incomplete or broken; else one by one, so that the pieces do not matter."""
+        """Add tokens all at once if none is incomplete or broken, else one by one.
+
+        So it does not matter how they were cut into pieces.
+        """
         special_ids = self._decoder.special_ids
         ids = [i for i in token_ids if i not in special_ids]
         text = self._decoder.decode([*self._context, *self._pending, *ids])
@@ -174,12 +183,13 @@ class TextStream:
         return added
 
     def _added(self, text: str) -> str:
-        """What `text`, of the context and all that is pending, adds to what is out."""
+        """What `text`, of the context and all pending tokens, adds to what was shown."""
         if self._known and text.startswith(self._known):
             return text[len(self._known) :]
         if text.startswith(self._shown):
             return text[len(self._shown) :]
-        # Bytes that make no character have changed how the text before them decodes: only what came after them counts.
+        # Bytes that make no character changed how the text before them decodes: only what came
+        # after them counts.
         broken = self._decoder.decode(self._context + self._pending[:-1])
         if text.startswith(broken):
             return text[len(broken) :]
@@ -188,7 +198,7 @@ class TextStream:
         return text[num_alike:]
 
     def _set_context(self, ids: list[int]) -> None:
-        """The fewest of the last tokens that have a text of their own, of whole characters."""
+        """Keep as context the fewest last tokens that have a text of whole characters."""
         if ids and (text := self._decoder.lone_text(ids[-1])):
             self._context, self._shown = ids[-1:], text
             return

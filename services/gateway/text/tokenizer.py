@@ -1,7 +1,9 @@
-"""Text to token ids and back, from a Hugging Face model directory and the `tokenizers` library alone.
+"""Text to token ids and back, from a Hugging Face model directory and the `tokenizers` library
+alone.
 
-Short text is encoded on the event loop, since a hop to a thread costs more than the work; longer text goes to
-threads, in batches (`encoding_lanes`). `text_stream` makes text of tokens as they come.
+Short text is encoded on the event loop, since a hop to a thread costs more than the work. Longer
+text goes to threads, in batches (`encoding_lanes`). `text_stream` makes text of tokens as they
+come.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class BadModelDir(MeshError):
 
 
 class Tokenizer:
-    """Token ids are uint32, below `vocab_size`; `eos_token_ids` end an answer unless it ignores them."""
+    """Token ids are below `vocab_size`; `eos_token_ids` end an answer unless they are ignored."""
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path, *, max_chars: int, num_threads: int = 1) -> Tokenizer:
-        """Raises BadModelDir with a cause a person can act on."""
+        """Raises BadModelDir with a cause that a person can act on."""
         try:
             inner = HfTokenizer.from_file(str(model_dir / "tokenizer.json"))
         except Exception as exc:  # the library raises bare Exception
@@ -96,7 +98,10 @@ class Tokenizer:
         return self._encode_all([text], add_special_tokens)[0]
 
     def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[array[int]]:
-        """As a batch, even of one: only then can the library leave out where each token stands, a quarter of its time."""
+        """Encode as a batch, even a single text.
+
+        Only then can the library leave out the offsets of tokens, which take a quarter of its time.
+        """
         found = self._inner.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [token_array(encoding.ids) for encoding in found]
 
@@ -105,18 +110,21 @@ class Tokenizer:
         return TextStream(self._decoder, prompt_ids, stops)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token's own, special or not; they need not make whole characters."""
+        """The token's own bytes, special or not; they need not make whole characters."""
         return self._decoder.own_bytes(token_id)
 
     def shown_bytes(self, token_id: int, *, is_first_of_text: bool) -> bytes:
-        """What a token that is not special adds to a text: the first one no space, where the model's decoder takes it away."""
+        """What a token that is not special adds to a text.
+
+        The first token adds no space if the model's decoder removes it.
+        """
         own = self._decoder.own_bytes(token_id)
         if is_first_of_text and own[:1] == b" ":
             return own if self._decoder.decode([token_id])[:1] == " " else own[1:]
         return own
 
     def has_text(self, token_ids: Sequence[int]) -> bool:
-        """One of them is not special."""
+        """Whether any of them is not special."""
         special_ids = self._decoder.special_ids
         return any(token_id not in special_ids for token_id in token_ids)
 
@@ -124,7 +132,7 @@ class Tokenizer:
         self._lanes.close()
 
 
-# Any: these files hold whatever their author wrote; each use checks what it takes.
+# Any: these files hold whatever their author wrote; each use checks what it reads.
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
@@ -153,9 +161,10 @@ def _template_source(model_dir: Path, config: Mapping[str, Any]) -> str:
 
 
 def _eos_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
-    """The first config that names any wins: generation_config knows chat's end, config often does not.
+    """The first config that names any wins: generation_config knows a chat's end, config often does
+    not.
 
-    Neither need name the tokenizer's own, which ends an answer beside them.
+    Neither must name the tokenizer's own end token, which also ends an answer.
     """
     for config in configs:
         value = config.get("eos_token_id")
