@@ -1,6 +1,8 @@
-"""The life of an instance process: one incarnation after the other, with a role of its own or as the master assigns.
+"""The life of an instance process: one incarnation after the other, with a role of its own or as
+the master assigns.
 
-An incarnation that is erased leaves nothing behind; the process then registers as a blank one under a new incarnation (S23).
+An incarnation that is erased leaves nothing behind; the process then registers as a blank one under
+a new incarnation (S23).
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from pdmesh.net.nats.registry import NatsRegistry
 
 
 async def serve(settings: InstanceSettings, app: App, role: Role) -> None:
-    """Until `app.stopping`, the engine's death, or replacement by another incarnation. NONE: blank at first."""
+    """Serve until `app.stopping`, the engine's death, or another incarnation replaces this one.
+
+    Role NONE: blank at first.
+    """
     failpoints.arm(settings.failpoint)
     app.add_readiness("engine", lambda: False)
     own: LoadedEngine | None = None
@@ -46,20 +51,20 @@ async def serve(settings: InstanceSettings, app: App, role: Role) -> None:
                 return
             own, epoch = None, member.epoch
             del member
-            gc.collect()  # arenas and caches, now rather than when the collector comes by
+            gc.collect()  # free arenas and caches now
             app.incarnation = new_incarnation()
     finally:
         await bus.close()
 
 
 async def _load_own(settings: InstanceSettings, app: App, role: Role) -> LoadedEngine | None:
-    """None if the process was asked to stop first: loading a model takes longer than anybody waits for that."""
+    """None if the process was asked to stop first: loading a model takes longer than a stop may."""
     work = load(settings, role_settings.own_role_spec(settings, role), app.incarnation)
     loading = asyncio.create_task(work, name="engine-start")
     await app.until_stopping(loading)
     if loading.done():
         return loading.result()
-    loading.cancel()  # once: it takes apart what it has built so far
+    loading.cancel()  # once only: it takes apart what it has built so far
     await asyncio.wait([loading])
     return None
 

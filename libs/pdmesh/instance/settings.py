@@ -1,4 +1,4 @@
-"""What `prefill` and `decode` read from the environment; each service adds its prefix and its role."""
+"""What `prefill` and `decode` read from the environment; each service adds its prefix and role."""
 
 from __future__ import annotations
 
@@ -102,11 +102,13 @@ class InstanceSettings(ServiceSettings):
     max_reserved_output: int = Field(
         0, ge=0, description="Tokens of an answer that get KV blocks up front; 0: the whole answer"
     )
-    # One pull goes through waits that are bounded apart, and a gateway calls a leg silent `STALL_S` (5 s) after the last of
-    # them ended: for its turn (TRANSFER_TIMEOUT_S, 4.5 s; KvAdvanced says that it came), for the bytes (the same, and within
-    # it TRANSFER_STALL_S, 2 s, without any), for a place in a step (no bound but the engine's own progress).
-    # So TRANSFER_STALL_S < TRANSFER_TIMEOUT_S < TRANSFER_TIMEOUT_S + PULL_GRACE_S (vLLM alone) < STALL_S: then the side that knows
-    # most speaks first. A sender keeps the bytes for TICKET_LEASE_S, which the receiver renews from its place in the queue on.
+    # One pull goes through several waits, each with a bound of its own. A gateway calls a leg
+    # silent `STALL_S` (5 s) after the last of them ended. A pull waits for its turn:
+    # TRANSFER_TIMEOUT_S, 4.5 s; KvAdvanced says that it came; for the bytes: the same, and within
+    # that TRANSFER_STALL_S, 2 s, without any; for a place in a step: no bound but the engine's own
+    # progress. So TRANSFER_STALL_S < TRANSFER_TIMEOUT_S < TRANSFER_TIMEOUT_S + PULL_GRACE_S (only
+    # vLLM) < STALL_S: then the side that knows most reports first. A sender keeps the bytes for
+    # TICKET_LEASE_S, which the receiver renews from when the pull is queued.
     ticket_lease_s: float = shared(
         10.0, gt=0, description="Staged KV is held so long unless pulled"
     )

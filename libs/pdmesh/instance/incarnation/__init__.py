@@ -1,3 +1,3 @@
-"""One incarnation of an instance: what it shall be, how it loads, what it says of itself, and its
-serving from listening to the last goodbye.
+"""One incarnation of an instance: what it should be, how it loads, what it reports of itself, and
+how it serves until it deregisters.
 """

@@ -1,8 +1,10 @@
-"""A model made ready for one role, in a folder of its own with a manifest: what is loaded is what was built (S17, S20).
+"""Builds, fetches and verifies artefacts, so that what is loaded is what was built (S17, S20).
 
-The manifest names the role, each file with its hash, and the settings of the engine that the artefact was made for.
-Prefill and decode have artefacts of their own, and an instance refuses one of the other role. `revision` follows from the files and
-from what decides the bytes of KV, so that it is equal for the two artefacts of one model, and different after an upgrade.
+An artefact is a model made ready for one role, in a folder with a manifest. The manifest names the
+role, each file with its hash, and the engine's settings for which the artefact was made. Prefill
+and decode have different artefacts, and an instance refuses one of the other role. `revision`
+follows from the files and from what decides the bytes of KV. So it is equal for the two artefacts
+of one model, and different after an upgrade.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class Artefact:
 
     @property
     def key(self) -> str:
-        """Of its files alone: two artefacts with the same ones share a copy."""
+        """A key made of its files alone: two artefacts with the same files share a copy."""
         return _digest(self.manifest.files, {})
 
     @property
@@ -94,7 +96,10 @@ def check_role(artefact: Artefact, role: Role) -> None:
 
 
 def fetch(artefact: Artefact, cache_dir: Path) -> Artefact:
-    """A copy in the cache, which one process makes once; others find it. Blocks. Raises RoleRefused: FETCH_FAILED."""
+    """A copy in the cache, which one process makes; others find it. Blocks.
+
+    Raises RoleRefused: FETCH_FAILED.
+    """
     target = cache_dir / artefact.key
     if not target.is_dir():
         try:
@@ -115,9 +120,10 @@ def fetch(artefact: Artefact, cache_dir: Path) -> Artefact:
 
 
 def fetch_again(artefact: Artefact, cache_dir: Path) -> Artefact:
-    """In place of a copy that `verify` found damaged; the damaged one is gone then. Blocks. Raises RoleRefused: FETCH_FAILED.
+    """Replace a copy that `verify` found damaged. Blocks. Raises RoleRefused: FETCH_FAILED.
 
-    Processes that share the cache do this one after the other, and a copy that another one has mended stays.
+    Processes that share the cache do this one after the other. A copy that another process has
+    replaced stays.
     """
     target = cache_dir / artefact.key
     with (cache_dir / f"{artefact.key}.lock").open("w") as lock:
@@ -132,7 +138,10 @@ def fetch_again(artefact: Artefact, cache_dir: Path) -> Artefact:
 
 
 def verify(artefact: Artefact) -> None:
-    """Every file is there and as it was built. Blocks. Raises RoleRefused: WRONG_HASH."""
+    """Check that every file is there and as it was built.
+
+    Blocks. Raises RoleRefused: WRONG_HASH.
+    """
     for entry in artefact.manifest.files:
         path = artefact.folder / entry.path
         try:
@@ -155,7 +164,7 @@ def _is_whole(artefact: Artefact) -> bool:
 
 
 def _write_through(path: Path) -> None:
-    """Before the name of its folder says that it is whole, also after a power cut."""
+    """Flush a file to disk, so that its folder's name is true even after a power cut."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -168,9 +177,10 @@ def build(
     model: str = "",
     config: dict[str, str] | None = None,
 ) -> Path:
-    """Make the artefact in `out`, which must not exist; returns its manifest's path. Raises RoleRefused, OSError.
+    """Make the artefact in `out`, which must not exist; returns its manifest's path. Raises
+    RoleRefused, OSError.
 
-    Files are linked where that is possible, else copied. `out` appears when it is whole.
+    Files are linked if possible, else copied. `out` appears when it is complete.
     """
     config = dict(sorted((config or {}).items()))
     for name in config:

@@ -1,4 +1,4 @@
-"""Between the master's assignments as they travel and as the core follows them."""
+"""Converts the master's assignments between protobuf and the core's types."""
 
 from __future__ import annotations
 

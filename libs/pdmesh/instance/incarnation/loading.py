@@ -1,4 +1,7 @@
-"""From a role spec to a loaded engine: the artefact is found, fetched and verified, the engine built; each part is timed (S20)."""
+"""Makes a loaded engine of a role spec (S20).
+
+It finds, fetches and verifies the artefact and builds the engine, and times each part.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class PartTimes:
 
 @dataclass(slots=True)
 class LoadedEngine:
-    """An engine that has started, and under which settings."""
+    """An engine that has started, with its settings."""
 
     role_spec: RoleSpec
     settings: InstanceSettings
@@ -75,7 +78,10 @@ class LoadedEngine:
 
 
 async def load(settings: InstanceSettings, role_spec: RoleSpec, incarnation: int) -> LoadedEngine:
-    """Raises EngineFailed (RoleRefused among them). Cancelled, it takes apart what it has built so far."""
+    """Raises EngineFailed, such as RoleRefused.
+
+    If cancelled, it takes apart what it has built so far.
+    """
     timings = PartTimes()
     settings, verified = await with_artefact(settings, role_spec, timings)
     wanted = role_settings.engine_settings(settings, role_spec.role, incarnation)
@@ -98,7 +104,7 @@ async def load(settings: InstanceSettings, role_spec: RoleSpec, incarnation: int
 async def with_artefact(
     settings: InstanceSettings, role_spec: RoleSpec, timings: PartTimes
 ) -> tuple[InstanceSettings, Artefact | None]:
-    """As the role spec and its artefact say, which is there and whole. Raises RoleRefused."""
+    """The settings of the role spec and its artefact, which is checked. Raises RoleRefused."""
     if not role_spec.manifest:
         return role_settings.settings_for(settings, role_spec, {}), None
     found = await asyncio.to_thread(artefact.read, Path(role_spec.manifest))
@@ -114,7 +120,10 @@ async def with_artefact(
 
 
 async def _from_cache(source: Artefact, cache_dir: Path, timings: PartTimes) -> Artefact:
-    """The copy in the cache, checked; a damaged one is fetched once more, since it would be found again by every later load."""
+    """The checked copy in the cache.
+
+    A damaged copy is fetched once more, since every later load would find it again.
+    """
     with timings.measure("fetch"):
         copy = await asyncio.to_thread(artefact.fetch, source, cache_dir)
     try:

@@ -1,7 +1,8 @@
-"""One incarnation of an instance process in the mesh: follows its assignment, and says in its record how far it is.
+"""One incarnation of an instance process: follows its assignment, and records how far it has come.
 
-What to do when is `core.instance.lifecycle`'s. This shell loads, verifies, serves, drains and erases, and tells the core what came of
-it. A failure of anything that must not end is the process's: its supervisor starts it again.
+`core.instance.lifecycle` decides what to do when. This shell loads, verifies, serves, drains and
+erases, and tells the core the results. If anything fails that must not end, the process fails: its
+supervisor starts it again.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _MAX_CHECKS: Final = 8  # of peers, at once
 
 
 class Member:
-    """`own` is the engine that the settings ask for, already loaded; None: blank, until the master assigns something."""
+    """`own`: the engine that the settings ask for, already loaded; None: blank until assigned."""
 
     def __init__(
         self,
@@ -88,11 +89,14 @@ class Member:
 
     @property
     def epoch(self) -> int:
-        """The highest that was seen."""
+        """The highest epoch that was seen."""
         return self._life.epoch
 
     async def live(self) -> bool:
-        """Until erased (True: begin anew), or asked to stop, and then drained (False). Raises what killed it."""
+        """Live until erased (True: begin anew), or until asked to stop and drained (False).
+
+        Raises what killed it.
+        """
         feed = None
         try:
             if self._own is not None:
@@ -112,7 +116,8 @@ class Member:
                 await feed.close()
             await self._leave()
 
-    # -- what the core is told ----------------------------------------------------------------------
+    # -- what the core is told
+    # ----------------------------------------------------------------------
 
     def _on_assignment(self, message: Assignment) -> None:
         try:
@@ -129,7 +134,7 @@ class Member:
 
     def _step(self, event: life.Event) -> None:
         if self._is_stopping:
-            return  # the process ends: what the master wants of it now is for its successor
+            return  # the process ends: the assignment is for its successor
         before = self._life.phase, self._life.verified_peers, self._life.failed_peers
         was_assigned = self._life.assignment
         for effect in self._life.handle(event, time.monotonic()):
@@ -155,7 +160,8 @@ class Member:
             self._serving.loaded.timings.add("connect", took_s)
             self._connecting_since = None
 
-    # -- what it asks for ---------------------------------------------------------------------------
+    # -- what it asks for
+    # ---------------------------------------------------------------------------
 
     def _carry_out(self, effect: life.Effect) -> None:
         match effect:
@@ -192,7 +198,7 @@ class Member:
         self._step(life.Loaded())
 
     async def _serve(self, loaded: LoadedEngine) -> None:
-        """Listen; nothing is admitted yet."""
+        """Listen, without admitting anything yet."""
         serving = Serving(
             loaded, self._events, self._app.service, self._record, self._presence.refresh
         )
@@ -256,7 +262,10 @@ class Member:
     # -- its tasks, and its end -------------------------------------------------------------------
 
     async def _register(self) -> None:
-        """Beats end well only when the process is asked to stop, or was replaced and will be."""
+        """Register and beat.
+
+        This ends well only if the process is asked to stop or was replaced.
+        """
         await self._presence.start(self._record)
         await self._presence.watch()
         await asyncio.Event().wait()
@@ -285,7 +294,10 @@ class Member:
     async def _until(
         self, *events: Coroutine[Any, Any, object], timeout_s: float | None = None
     ) -> int:
-        """Which of the events came first; -1: none in time. Raises what a task raised that must go on."""
+        """The index of the event that came first; -1: none in time.
+
+        Raises the error of any task that must not end.
+        """
         waiters: list[asyncio.Future[Any]] = [asyncio.ensure_future(event) for event in events]
         try:
             await asyncio.wait(
@@ -299,7 +311,7 @@ class Member:
                 waiter.cancel()
 
     async def _drain(self) -> None:
-        """The process was asked to stop: what runs gets its time."""
+        """The process was asked to stop: running requests get time to end."""
         self._is_stopping = True
         if self._serving is None:
             return
@@ -311,10 +323,10 @@ class Member:
             log.warning("instance.drain_cut", num_slots_used=host.admission.num_slots_used)
 
     async def _leave(self) -> None:
-        """Nothing of this incarnation acts after it."""
+        """End everything of this incarnation."""
         self._died.cancel()  # what ends from now on may
         if self._loading is not None and not self._loading.done():
-            self._loading.cancel()  # once: it takes apart what it has built so far
+            self._loading.cancel()  # once only: it takes apart what it has built so far
             await asyncio.wait([self._loading])
         await end(self._tasks)
         if self._pins is not None:
@@ -332,7 +344,7 @@ _NOT_READY: Final = (Phase.LOADING, Phase.FAILED)
 
 
 def _pin(loaded: LoadedEngine, pins: Sequence[Pin]) -> None:
-    """An operator's pins that are meant for this engine."""
+    """Apply the operators' pins that are meant for this engine."""
     scenario = loaded.role_spec.scenario
     loaded.engine.pin(prefixes_for(pins, loaded.info.model_fingerprint, scenario))
 

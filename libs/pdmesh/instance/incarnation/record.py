@@ -1,4 +1,4 @@
-"""The registry record of an instance: how far it is, and what its engine turned out to be."""
+"""Builds the registry record of an instance: how far it is, and what its engine can do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def record_of(
     serving: Serving | None,
     is_stopping: bool,
 ) -> InstanceRecord:
-    """`is_stopping`: the process was asked to end, whatever the master wants of it."""
+    """`is_stopping`: the process was asked to end, whatever its assignment says."""
     role_spec = life.role_spec or _NO_ROLE
     phase = Phase.DRAINING if is_stopping and serving is not None else life.phase
     record = InstanceRecord(
@@ -74,7 +74,7 @@ def _describe(record: InstanceRecord, serving: Serving) -> None:
     record.kv_tail_step = info.partial_sampling.step
     record.load_timings.CopyFrom(loaded.timings.to_proto())
     record.held_kv_sources.extend(map(held_to_proto, serving.host.held_sources()))
-    if takes_requests(record):  # an operator may drain one that the master does not
+    if takes_requests(record):  # an operator may drain it though the master does not
         record.is_draining = serving.host.admission.is_draining
 
 

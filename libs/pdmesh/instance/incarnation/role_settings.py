@@ -1,6 +1,7 @@
-"""What an instance is to be, as settings: its own environment's, changed by what the master assigned it.
+"""Decides an instance's settings: those of its environment, changed by what the master assigned.
 
-An assignment may say which model is loaded and how, never where the process listens or whom it trusts.
+An assignment may say which model is loaded and how, never where the process listens or what it
+trusts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pdmesh.kv.tiers.config import TierConfig
 S = TypeVar("S", bound=InstanceSettings)
 
 WORKS: Final = {
-    # Both phases at once (LOCAL) are asked of it only while its group has nobody of the other role.
+    # It is asked for both phases (LOCAL) only while its group has no instance of the other role.
     Role.PREFILL: frozenset({Work.PREFILL, Work.LOCAL}),
     Role.DECODE: frozenset({Work.DECODE, Work.LOCAL}),
     Role.FUSION: frozenset({Work.PREFILL, Work.DECODE, Work.LOCAL}),
@@ -40,18 +41,18 @@ OPTIONS: Final = frozenset(
 
 
 class RoleRefused(EngineFailed):
-    """What was assigned cannot be; `reason` says what is wrong with it."""
+    """What was assigned is not possible; `reason` says why."""
 
     default_reason = "BAD_ASSIGNMENT"
 
 
 def own_role_spec(settings: InstanceSettings, role: Role) -> RoleSpec:
-    """Of an instance whose settings give it a role."""
+    """The role spec of an instance whose own settings give it a role."""
     return RoleSpec(role, settings.group_id, settings.scenario, model=model_name(settings))
 
 
 def settings_for(settings: S, role_spec: RoleSpec, artefact: Mapping[str, str]) -> S:
-    """The settings under which the role spec is done; its own options come before the artefact's. Raises RoleRefused."""
+    """The settings for a role spec, whose options override the artefact's. Raises RoleRefused."""
     if role_spec.role not in WORKS:
         raise RoleRefused(f"an instance cannot be {role_spec.role.value}")
     changes: dict[str, object] = {**artefact, **dict(role_spec.options)}

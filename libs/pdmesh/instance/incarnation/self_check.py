@@ -1,8 +1,9 @@
-"""What an instance knows against itself: its engine's silence, its node's devices, and the judgement that it shall restart.
+"""Decides when an instance ends itself, and reports what it knows against itself.
 
-It tells all of it with each heartbeat. It ends itself when its engine hangs or when the fault board says so of this
-incarnation: the process is then started anew by whoever keeps it running (launcher, container runtime), with their backoff
-and their bound, and needs nobody who reaches its pid.
+That is its engine's silence, its node's devices, and the verdict that it should restart. It reports
+all of it with each heartbeat. It ends itself when its engine hangs, or when the fault board says so
+of this incarnation. Then its supervisor (launcher, container runtime) starts the process anew, with
+its own backoff and bound. So no other process needs to reach its pid.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ ReadNode = Callable[[], Sequence[Signal]]
 
 
 class SelfCheck:
-    """`say_now` sends a heartbeat at once; `node` says what the node's status file holds against this instance."""
+    """`say_now` sends a heartbeat at once; `node` reads what the node's status file says of it."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class SelfCheck:
         self._verdict: asyncio.Future[FaultReport] | None = None
 
     def describe(self, health: InstanceHealth) -> None:
-        """Fill in what a heartbeat says of this instance."""
+        """Fill in what a heartbeat says about this instance."""
         own = self._watch.signal(self._clock())
         signals = [*self._node(), *([own] if own else [])]
         health.signals.extend(map(signal_to, signals))
@@ -75,7 +76,7 @@ class SelfCheck:
         health.vitals.CopyFrom(vitals_to(vitals))
 
     async def run(self) -> None:
-        """Until the instance must end; then raises EngineFailed, after its sessions were told."""
+        """Run until the instance must end; then tell its sessions and raise EngineFailed."""
         self._verdict = asyncio.get_running_loop().create_future()
         view = self._board.watch(self._on_report)
         try:
@@ -134,7 +135,7 @@ class SelfCheck:
 def node_reader(
     file: Path, devices: Sequence[str], wall_clock: Callable[[], float] = time.time
 ) -> ReadNode:
-    """What the node's status file holds against an instance on these devices; nothing where there is no agent."""
+    """What the node's status file says against an instance on these devices; empty without one."""
 
     def read() -> Sequence[Signal]:
         try:
@@ -147,6 +148,9 @@ def node_reader(
 
 
 def device_names(setting: str, instance_id: str, environment: Mapping[str, str]) -> list[str]:
-    """Of the devices an instance computes on. One without any is its own: its node's agent may still be told of faults."""
+    """The names of the devices that an instance computes on.
+
+    An instance without devices is its own: its node's agent may still be told of faults.
+    """
     text = setting or environment.get("CUDA_VISIBLE_DEVICES", "")
     return [name.strip() for name in text.split(",") if name.strip()] or [instance_id]

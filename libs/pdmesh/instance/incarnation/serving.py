@@ -1,4 +1,4 @@
-"""A loaded engine at work: host, gRPC, and what is published of it, from listening to the last goodbye."""
+"""Serves with a loaded engine: host, gRPC and publishing, from listening to the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ _CLOSE_S: Final = 1.0  # for sessions to read their last message
 
 
 class Serving:
-    """Refuses requests until `admit`. `record` is the instance as it is registered now; `on_record`: it changed."""
+    """Refuses requests until `admit`.
+
+    `record` is the instance as it is registered now; `on_record`: it changed.
+    """
 
     def __init__(
         self,
@@ -97,14 +100,14 @@ class Serving:
         self.host.drain(True)
 
     async def erase_blocks(self) -> None:
-        """Tell whoever keeps an index that no tier of this instance holds anything."""
+        """Tell all that keep an index that no tier of this instance holds anything."""
         await self._quiesce()
         for tier in (Tier.ENGINE, Tier.HOST):
             self._blocks.add(BlocksChanged(is_cleared=True, tier=tier))
         await self._blocks.publish_rest()
 
     async def stop(self) -> None:
-        """Sessions end and the engine's memory is given back. After it nothing is published."""
+        """End all sessions and give back the engine's memory. Afterwards nothing is published."""
         await self._quiesce()
         await self._failures.publish_rest()
         self.host.close_all()

@@ -1,4 +1,4 @@
-"""Commands and events between protobuf and the engine's own types. `from_*` validates, what follows trusts."""
+"""Converts commands and events between protobuf and the engine's types; `from_*` validates."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ class Parsed:
 
 
 def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
-    """Raises InvalidRequest. Hashes are one per full block of the prompt, or none (then nothing is shared)."""
+    """Raises InvalidRequest.
+
+    Hashes are one per full block of the prompt, or none (then nothing is shared).
+    """
     prompt = prompt_from_bytes(m.prompt_token_ids)
     hashes = tuple(m.block_hashes)
     if hashes and len(hashes) != len(prompt) // capacity.block_size:
@@ -76,7 +79,7 @@ def parse(m: Prefill | Start, capacity: Capacity) -> Parsed:
 
 
 def _check_ticket(ticket: common_pb2.Ticket, num_tokens: int, capacity: Capacity) -> None:
-    """A ticket of another fingerprint is admission's business: its numbers mean nothing here."""
+    """Admission refuses a ticket of another fingerprint: its numbers mean nothing here."""
     if len(ticket.ticket_id.encode()) > MAX_TICKET_ID:
         raise InvalidRequest(f"more than {MAX_TICKET_ID} bytes", field="ticket.ticket_id")
     if ticket.model_fingerprint != capacity.model_fingerprint:

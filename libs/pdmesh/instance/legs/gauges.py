@@ -1,4 +1,4 @@
-"""What is at /metrics of the state of an instance's host, read whenever somebody scrapes."""
+"""The state of an instance's host at /metrics, read at each scrape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdmesh.telemetry import metrics, names
 
 
 class _Shown:
-    """Whose state is at /metrics: the present run's, or nobody's."""
+    """The host whose state is at /metrics: the present run's, or none."""
 
     host: InstanceHost | None = None
 

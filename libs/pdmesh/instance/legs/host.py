@@ -1,7 +1,7 @@
 """One instance: sessions on one side, an engine on the other, and the legs between them.
 
-Commands are applied at once and in order, on the event loop. A session that ends, for whatever reason, takes all its
-legs with it.
+Commands are applied at once and in order, on the event loop. When a session ends, for whatever
+reason, all its legs end.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ class HostConfig:
 
 
 class InstanceHost:
-    """`on_blocks`, `on_load` and `on_error` are told what is to be published, `on_record` that the record changed; they
-    must not block. `new_secret` is the part of a ticket's id that cannot be guessed.
+    """`on_blocks`, `on_load` and `on_error` take what must be published; `on_record`: the record
+    changed.
+
+    They must not block. `new_secret` makes the part of a ticket's id that cannot be guessed.
 
     `run` passes the engine's outputs on; everything else is called by the sessions.
     """
@@ -141,7 +143,7 @@ class InstanceHost:
         return self._sources.num_held(fault)
 
     async def wait_idle(self) -> None:
-        """Until no leg holds anything, staged KV included."""
+        """Wait until no leg holds anything, staged KV included."""
         await self._idle.wait()
 
     def check_invariants(self) -> None:
@@ -173,7 +175,10 @@ class InstanceHost:
             self.close(outbox)
 
     def apply(self, outbox: Outbox, commands: Iterable[Command]) -> None:
-        """Carry out a batch of commands. Raises InvalidRequest on what no correct gateway sends."""
+        """Carry out a batch of commands.
+
+        Raises InvalidRequest for what no correct gateway sends.
+        """
         life = self._life
         for command in commands:
             match command.WhichOneof("command"):
@@ -203,7 +208,10 @@ class InstanceHost:
     # -- the engine -------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Pass the engine's outputs on until it dies. Raises EngineFailed, after telling all sessions."""
+        """Pass the engine's outputs on until it dies.
+
+        Raises EngineFailed, after telling all sessions.
+        """
         pass_on = self._outputs.pass_on
         try:
             async for outputs in self._engine.outputs():
@@ -215,7 +223,10 @@ class InstanceHost:
             raise
 
     async def tell_progress(self) -> None:
-        """For ever: tell sessions with legs that the engine works. It may do so for long before it puts out anything."""
+        """Tell sessions with legs, for ever, that the engine works.
+
+        It may work for long before it puts out anything.
+        """
         while True:
             await asyncio.sleep(self._config.progress_every_s)
             progress = self.progress()
@@ -228,7 +239,7 @@ class InstanceHost:
                     outbox.flush()
 
     def fail_all(self, reason: str, message: str) -> None:
-        """The engine is gone or given up, and with it everything it held: every leg fails, nothing is taken any more."""
+        """The engine is lost with everything that it held: fail every leg, and take nothing more."""
         self._on_error(reason, message, "")
         for leg in self._life.table.all():
             failure = Failed(leg.number, reason, message)
@@ -240,7 +251,7 @@ class InstanceHost:
             outbox.close()
 
     def _after_changes(self) -> None:
-        """Wake the writers that have something to send, and those that wait for a free slot."""
+        """Wake writers that have something to send, and gateways that wait for a free slot."""
         admission = self.admission
         version, is_full = (
             admission.version,

@@ -1,7 +1,7 @@
-"""Where legs begin and end: admission, the engine's job, and what is given back and counted with the last word.
+"""Begins and ends legs: admission, the engine's job, and what is given back and counted at the end.
 
-A leg is refused by the admission core alone, without asking the engine (S40). A prefill's slot and range outlive its last
-word until its ticket closes (S41).
+The admission core alone refuses a leg, without asking the engine (S40). A prefill's slot and range
+are kept after its last event, until its ticket closes (S41).
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ _HOLD_ACCEPTED_S: Final = 0.05  # a decode's; a prefill's is not held, as gatewa
 
 
 class LegLife:
-    """`on_late`: a leg was ended by time, between commands and outputs. `new_secret`: of a ticket's id."""
+    """`on_late`: a leg was ended by time, between commands and outputs.
+
+    `new_secret`: of a ticket's id.
+    """
 
     def __init__(
         self,
@@ -70,7 +73,10 @@ class LegLife:
     # -- the beginning ----------------------------------------------------------------------------
 
     def begin(self, outbox: Outbox, m: Prefill | Start) -> None:
-        """Accept the leg and give it to the engine, or say why not. Raises InvalidRequest for a key in use."""
+        """Accept the leg and give it to the engine, or say why not.
+
+        Raises InvalidRequest for a key in use.
+        """
         if self.table.find(outbox, m.key) is not None:
             raise InvalidRequest("a key is never reused", field="commands")
         try:
@@ -176,22 +182,26 @@ class LegLife:
         )
 
     def join(self, leg: Leg, first_token: int) -> None:
-        """Prefill is done, so the rest of the KV is on its way."""
+        """Prefill is done: the rest of the KV is on its way."""
         self._engine.join(leg.number, first_token)
         leg.is_joined = True
         self._bound_pull(leg)
 
     def pulling(self, leg: Leg) -> None:
-        """Its turn to pull has come: gateways are told if it was waited for, as `STALL_S` began with the acceptance."""
+        """Its turn to pull has come.
+
+        Gateways are told if it had to wait, for their `STALL_S` began with the acceptance.
+        """
         leg.is_pulling = True
         self._bound_pull(leg)
         if self._clock() - leg.began_at > _HOLD_ACCEPTED_S:
             leg.outbox.add_sign(convert.kv_advanced(leg.key, KV_STAGE_PULLING))
 
     def _bound_pull(self, leg: Leg) -> None:
-        """An early decode's KV comes within the time of a pull from when prefill is done and the pull has begun, or not at all.
+        """Bound the pull of an early decode, from when prefill is done and the pull has begun.
 
-        Neither a prefill that computes still nor an engine with no place for the pull says anything about the source.
+        Before that, a prefill that still computes or an engine without a place for the pull says
+        nothing about the source.
         """
         if leg.is_joined and leg.is_pulling and not leg.has_first and leg.overdue is None:
             loop = asyncio.get_running_loop()
@@ -200,7 +210,10 @@ class LegLife:
     # -- the end ----------------------------------------------------------------------------------
 
     def abort(self, leg: Leg) -> None:
-        """The engine gives the leg's ranges back by TicketClosed or LandingFreed, perhaps later."""
+        """Abort a leg.
+
+        The engine gives its ranges back by TicketClosed or LandingFreed, maybe later.
+        """
         self._engine.abort(leg.number)
         self.forget(leg, "aborted")
         self.admission.ended(leg.number, self._clock())
@@ -231,7 +244,7 @@ class LegLife:
         self.close(leg, "failed")
 
     def close(self, leg: Leg, outcome: str) -> None:
-        """The leg's last word is said. A prefill that staged nothing has nothing to wait for."""
+        """The leg's last event was sent. A prefill that staged nothing has nothing to wait for."""
         self.forget(leg, outcome)
         now = self._clock()
         self.admission.ended(leg.number, now)
@@ -256,18 +269,18 @@ class LegLife:
 
     @staticmethod
     def in_time(leg: Leg) -> None:
-        """The KV that `_bound_pull` waits for has come, or need not come any more."""
+        """The KV that `_bound_pull` waits for has come, or is no longer needed."""
         if leg.overdue is not None:
             leg.overdue.cancel()
             leg.overdue = None
 
     def free_if_closed(self, leg: Leg) -> None:
-        """A per-layer ticket may have closed while its prefill computed: the range was kept until now."""
+        """A per-layer ticket may have closed while its prefill computed: its range was kept."""
         if leg.is_per_layer and not self.table.is_ticket_open(leg.ticket_id):
             self.admission.range_freed(leg.number, self._clock())
 
     def ended_unheard(self, number: int) -> None:
-        """It was aborted when it had ended already: no TicketClosed follows for a prefill's range."""
+        """The leg was aborted after it had ended: no TicketClosed follows for a prefill's range."""
         leg = self.table.with_ticket(number)
         if leg is not None and not leg.is_per_layer:
             self.table.close_ticket(leg.ticket_id)

@@ -1,7 +1,7 @@
-"""The legs that gateways still hear of: whose they are, and where a step's tokens go.
+"""The table of legs that gateways still hear of: their sessions, and where a step's tokens go.
 
-A leg is found by the engine's number for it, by (session, key), and by its ticket. It leaves the table with
-its last word, while the admission core may hold its slot a little longer.
+A leg is found by the engine's number for it, by (session, key), and by its ticket. It leaves the
+table with its last event, while the admission core may hold its slot a little longer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Leg:
     num_tokens: int = 0  # that it may take the engine at most: its prompt and what it may draw
     trace_id: str = ""
     ticket_id: str = ""  # of a prefill, once admitted
-    source: KvSource | None = None  # of a decode: whom its KV comes from
+    source: KvSource | None = None  # of a decode: where its KV comes from
     compute_s_per_byte: float = 0.0  # of a decode: of its KV, if it were computed; 0: not known
     is_per_layer: bool = False  # its ticket is open while it computes, and may close before it ends
     began_at: float = 0.0  # admitted, on the host's clock
@@ -41,7 +41,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Part of a token batch: to one session, the keys, and where their tokens stand in the batch."""
+    """Part of a token batch: one session, its keys, and where their tokens are in the batch."""
 
     outbox: Outbox
     keys: list[int] = field(default_factory=list)
@@ -91,7 +91,10 @@ class LegTable:
         return ticket_id in self._by_ticket
 
     def with_ticket(self, number: int) -> Leg | None:
-        """The prefill whose ticket is open, whether or not a gateway still hears of it. Few are open at once."""
+        """The prefill whose ticket is open, whether or not a gateway still hears of it.
+
+        Few are open at once.
+        """
         return next((leg for leg in self._by_ticket.values() if leg.number == number), None)
 
     def get(self, number: int) -> Leg | None:
@@ -110,7 +113,10 @@ class LegTable:
         return list(self._by_number.values())
 
     def route(self, legs: Sequence[int]) -> list[Route]:
-        """Group a batch by session. Engines pass the same `legs` object while the batch keeps its members."""
+        """Group a batch by session.
+
+        Engines pass the same `legs` object while the batch keeps its members.
+        """
         if legs is not self._routed:
             routes: dict[Outbox, Route] = {}
             for position, number in enumerate(legs):

@@ -1,7 +1,8 @@
-"""What a load report names besides numbers: requests admitted since the last one, and prompts computed, with their time.
+"""Collects what a load report names: requests admitted and prompts computed since the last report.
 
-The master settles its bookings by these ids and learns from the times. A prompt's time is counted from when it could
-begin: its own admission, or the end of the prompt before it. Bounded; what does not fit is left out and lapses at the master.
+The master settles its bookings by these ids and learns from the times of prompts. A prompt's time
+counts from when it could begin: its own admission, or the end of the prompt before it. Bounded:
+what does not fit is left out, and its booking expires at the master.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class LoadBook:
         self._name(Computed(request_id, num_tokens, num_cached_tokens, seconds))
 
     def ended(self, leg: int) -> None:
-        """Whatever became of it; says nothing if its prompt was computed."""
+        """The leg ended, in whatever way. No effect if its prompt was computed."""
         opened = self._open.pop(leg, None)
         if opened is not None:
             self._name(Computed(opened[0], opened[1], 0, _NOT_TIMED))

@@ -1,9 +1,10 @@
-"""What waits to be sent to one gateway: taken as one message by the session's writer when it is ready.
+"""Decides what goes to one gateway in one message, and when.
 
-While the writer is busy, steps pile up into one message. Tokens go at once unless a message went less than `gap_s`
-ago, so that an engine with very short steps costs no message per step; events that nobody waits for ride along with
-what comes within `gap_s`, and news of an acceptance is left out if the same message says what came of it. The pile is bounded: a gateway that does not read is cut off rather than remembered without
-end (F28).
+The session's writer takes all that waits as one message when it is ready. While it is busy, steps
+gather into one message. Tokens go at once unless a message went less than `gap_s` ago, so that an
+engine with very short steps costs no message per step. Events that are not urgent go with what
+comes within `gap_s`. An acceptance is left out if the same message says what came of it. What waits
+is bounded: a gateway that does not read is cut off rather than remembered without end (F28).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _EVENT_WEIGHT: Final = 8  # an event weighs about as much as so many tokens
 class _Unsent:
     keys: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    accepted: dict[int, float] = field(default_factory=dict)  # by key, from when on to be said
+    accepted: dict[int, float] = field(default_factory=dict)  # by key: from when it must be sent
     events: list[SessionEvent] = field(default_factory=list)
     load: Load | None = None
     progress: Progress | None = None
@@ -42,7 +43,7 @@ class _Unsent:
         return len(self.keys) + _EVENT_WEIGHT * (len(self.accepted) + len(self.events))
 
     def hold_back(self, now: float) -> dict[int, float]:
-        """Take out the acceptances that are too new to be said."""
+        """Take out the acceptances that are too new to be sent."""
         held = {key: at for key, at in self.accepted.items() if at > now}
         for key in held:
             del self.accepted[key]
@@ -67,7 +68,7 @@ class _Unsent:
 
 
 class Outbox:
-    """One session's. `on_cut` is called once if the gateway does not keep up."""
+    """One session's outbox. `on_cut` is called once if the gateway does not keep up."""
 
     def __init__(
         self, gateway_id: str, stall_s: float, clock: Callable[[], float], gap_s: float = 0.0
@@ -91,18 +92,25 @@ class Outbox:
         self._send_by(self._taken_at + self._gap_s)
 
     def add_event(self, event: SessionEvent, *, is_urgent: bool = True) -> None:
-        """`is_urgent`: somebody waits for it."""
+        """`is_urgent`: the gateway waits for it."""
         self._unsent.accepted.pop(event.key, None)
         self._unsent.events.append(event)
         self._send_by(-math.inf if is_urgent else self._clock() + self._gap_s)
 
     def add_sign(self, event: SessionEvent) -> None:
-        """As an event that nobody waits for; but the acceptance is said as well, as older gateways do not know this event."""
+        """Add an event that is not urgent, without leaving out the acceptance.
+
+        Older gateways do not know this event, so they need the acceptance.
+        """
         self._unsent.events.append(event)
         self._send_by(self._clock() + self._gap_s)
 
     def add_accepted(self, key: int, hold_s: float = 0.0) -> None:
-        """Whatever the leg does next says so too, `add_sign` apart. It is said unless that comes within `hold_s`, or in the same message."""
+        """Add an acceptance, which is sent unless the leg's next event implies it.
+
+        That event must come within `hold_s` or in the same message; events of `add_sign` imply
+        nothing.
+        """
         now = self._clock()
         self._unsent.accepted[key] = now + hold_s
         self._send_by(now + max(hold_s, self._gap_s))
@@ -112,7 +120,7 @@ class Outbox:
         self._send_by(-math.inf if is_urgent else self._clock() + self._gap_s)
 
     def set_progress(self, progress: Progress) -> None:
-        """It rides along with what comes within `gap_s`."""
+        """Set the progress, which goes with what comes within `gap_s`."""
         self._unsent.progress = progress
         self._send_by(self._clock() + self._gap_s)
 
@@ -129,7 +137,7 @@ class Outbox:
         return self.num_pending > 0
 
     def flush(self) -> None:
-        """Let the writer take what is there; cut the session if it has not for too long."""
+        """Let the writer take what is there; cut the session if it has not done so for too long."""
         if self.is_closed:
             return
         now = self._clock()

@@ -1,4 +1,4 @@
-"""What the engine puts out, passed on: to the session of its leg, to the leg's end, or to whoever publishes it.
+"""Passes the engine's outputs on: to the leg's session, to the leg's end, or to be published.
 
 Outputs come in batches, one per engine step, and leave as one message per session.
 """
@@ -109,7 +109,7 @@ class Outputs:
         leg.outbox.add_event(event, is_urgent=False)
         leg.has_first = True
         life = self._life
-        if output.kv_bytes:  # else all was here already, which says nothing of the source
+        if output.kv_bytes:  # else all was here already, which says nothing about the source
             compute_s = leg.compute_s_per_byte * output.kv_bytes
             life.sources.succeeded(leg.source, output.waited_s, compute_s, leg.request_id)
         life.in_time(leg)
@@ -141,7 +141,7 @@ class Outputs:
         instruments.tickets_closed.add(1, {names.ATTR_REASON: output.reason})
         if self._legs.get(leg.number) is leg:
             if leg.is_per_layer and not leg.has_first:
-                return  # it computes still; its slot and range are given back at its end
+                return  # it still computes; its slot and range are given back at its end
             self._life.forget(leg, "finished")
         self._life.admission.range_freed(leg.number, self._clock())
 

@@ -1,8 +1,8 @@
-"""What an instance tells the mesh on the bus: its KV blocks, its load, its failures. Facts that may be lost.
+"""Publishes an instance's KV blocks, load and failures on the bus. They may be lost.
 
-Deltas of blocks are gathered for some tens of milliseconds; a snapshot holds what was published up to its
-sequence, so that a consumer with a gap continues from it. The load goes out 15 ms
-after it changed, and every second besides: a hint for placement, never what admission decides on.
+Deltas of blocks are gathered for some tens of milliseconds. A snapshot holds what was published up
+to its sequence, so that a consumer with a gap continues from it. The load goes out 15 ms after it
+changed, and at least every second: it is a hint for placement, and admission never depends on it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from pdmesh.v1.instance_service_pb2 import Load
 
 BLOCKS_EVERY_S: Final = 0.03
 LOAD_EVERY_S: Final = 0.015  # with the way to the master, what it knows is never 20 ms old (S100)
-# The load is told again after so long though nothing changed: the last report may have been lost, or the master is new.
+# The load is told again after so long, even if nothing changed: the last report may have been lost,
+# or the master is new.
 LOAD_AGAIN_S: Final = 1.0
 MAX_ERRORS: Final = 256  # waiting to be published
 
@@ -47,7 +48,8 @@ class BlockDelta:
             self.stored.pop(block_hash, None)
             self.removed[block_hash] = None
         for block_hash in change.stored:
-            # Removals are applied first, so a block that was removed and stored again may stay in both.
+            # Removals are applied first, so a block that was removed and stored again may stay in
+            # both.
             self.stored[block_hash] = None
 
     def apply_to(self, known: dict[bytes, None]) -> None:
@@ -81,7 +83,7 @@ class KvBlocksPublisher:
             await self._publish()
 
     async def publish_rest(self) -> None:
-        """What was added since, when `run` has ended."""
+        """Publish what was added since `run` ended."""
         await self._publish()
 
     async def _publish(self) -> None:
@@ -127,7 +129,7 @@ class LoadPublisher:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOAD_AGAIN_S):
                     await self._changed.wait()
-            # Wait first: what a short request takes and gives back is one event, and not in its way.
+            # Wait first: then all that a short request takes and gives back is one event.
             await asyncio.sleep(LOAD_EVERY_S)
             self._changed.clear()
             load = self._read()
@@ -154,7 +156,10 @@ class LoadPublisher:
 
 
 class ErrorPublisher:
-    """Failures an operator may want to know of. At most `MAX_ERRORS` wait; more are dropped and counted."""
+    """Failures an operator may want to know of.
+
+    At most `MAX_ERRORS` wait; more are dropped and counted.
+    """
 
     def __init__(self, events: EventPublisher, instance_id: str, service: str) -> None:
         self._events, self._subject = events, subjects.error_reported(instance_id)
@@ -162,7 +167,7 @@ class ErrorPublisher:
         self._waiting: asyncio.Queue[ErrorReported] = asyncio.Queue(MAX_ERRORS)
 
     def report(self, reason: str, message: str, request_id: str) -> None:
-        """`request_id` is empty where it is no single request's."""
+        """`request_id` is empty if the failure is not of a single request."""
         event = ErrorReported(
             service=self._service, reason=reason, message=message, request_id=request_id
         )
@@ -176,6 +181,6 @@ class ErrorPublisher:
             await self._events.publish(self._subject, await self._waiting.get())
 
     async def publish_rest(self) -> None:
-        """What waits still, when `run` has ended: the last words of an instance say why it dies."""
+        """Publish what waits when `run` has ended: an instance's last errors say why it dies."""
         while not self._waiting.empty():
             await self._events.publish(self._subject, self._waiting.get_nowait())

@@ -1,4 +1,4 @@
-"""InstanceService over gRPC: a thin shell that reads commands into the host and writes its outboxes out."""
+"""InstanceService over gRPC: reads commands into the host and writes its outboxes."""
 
 from __future__ import annotations
 

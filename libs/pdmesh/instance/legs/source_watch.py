@@ -1,4 +1,4 @@
-"""Whom this instance pulls KV from, and what becomes known of them: the shell of `kv_sources` (F23, F24, F34)."""
+"""What becomes known of an instance's KV sources: the shell of `source_exclusions` (F23, F24, F34)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OnError = Callable[[str, str, str], None]  # reason, message, request id
 
 
 class SourceWatch:
-    """Each change is reported as an error event; `on_change`: the instance's record says otherwise now."""
+    """Each change is reported as an error event; `on_change`: the instance's record must change."""
 
     def __init__(
         self, clock: Callable[[], float], on_error: OnError, on_change: Callable[[], None]
@@ -51,7 +51,7 @@ class SourceWatch:
             self._on_change()
 
     def held(self) -> list[HeldSource]:
-        """Whom no KV is, or had better not be, pulled from now. To be asked now and then: time ends it."""
+        """Sources that are refused or avoided now. Call it now and then, for time ends that."""
         for over in self._sources.release_due(self._clock()):
             self._on_error(SOURCE_RELEASED, f"{_name(over.source)}: {over.fault}", "")
         return self._sources.held()

@@ -1,4 +1,7 @@
-"""Spans of a leg (prefill, decode, kv.transfer). Made only if the gateway's trace is sampled: they cost 20 us each."""
+"""Spans of a leg (prefill, decode, kv.transfer).
+
+They are made only if the gateway's trace is sampled, for each costs 20 us.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def start(name: str, traceparent: str, request_id: str, attempt: int) -> Span | 
 
 
 def end(span: Span | None, failure: str = "", **attributes: int) -> None:
-    """Attributes are given by their names in `names`, dots as double underscores: pdmesh__kv__bytes."""
+    """Attributes have their names of `names`, dots as double underscores: pdmesh__kv__bytes."""
     if span is None:
         return
     for name, value in attributes.items():
