@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _open_closed_streams() -> None:
-    """`pdmesh chat hi >&-`: Python has no stdout then, and nobody is to be told anything."""
+    """Open what the caller closed, as in `pdmesh chat hi >&-`: Python then has no stdout."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  # until the end
@@ -96,7 +96,8 @@ def build_parser() -> argparse.ArgumentParser:
     default = default_state_dir()
     where = f"where the mesh keeps its state and logs (default: {default})"
     parser.add_argument("--state-dir", type=Path, default=default, help=where)
-    # The same after the command and after its action: what stands there goes before what stood earlier.
+    # The same after the command and after its action: what stands there goes before what stood
+    # earlier.
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--state-dir", type=Path, default=argparse.SUPPRESS, help=where)
     _add_up(commands.add_parser("up", parents=[common], help="start a mesh on this machine"))

@@ -1,11 +1,11 @@
 """What an engine is to the mesh: it takes jobs, and yields what happened in batches, one per step.
 
 An engine never queues: the instance's admission core has reserved a slot and the bytes before a job
-arrives, so a job starts at the engine's next step. Jobs are named by the host's `leg` number. For every
-job the engine emits exactly one terminal output (`Finished`, `Failed`, or a `Prefilled` that carries a
-ticket or a finish reason) unless the host aborted it; after `abort` returns nothing more is emitted
-for that leg, save that its ranges are given back (`TicketClosed`, `LandingFreed`). An end that was emitted
-before and not read yet is still read: it says that no `TicketClosed` follows.
+arrives, so a job starts at the engine's next step. Jobs are named by the host's `leg` number. For
+every job the engine emits exactly one terminal output (`Finished`, `Failed`, or a `Prefilled` that
+carries a ticket or a finish reason) unless the host aborted it; after `abort` returns nothing more
+is emitted for that leg, save that its ranges are given back (`TicketClosed`, `LandingFreed`). An
+end that was emitted before and not read yet is still read: it says that no `TicketClosed` follows.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class FinishReason(Enum):
 class Sampling:
     """How tokens are drawn. `temperature` 0 is greedy; `num_logprobs` None means none.
 
-    A draw with a seed depends on the seed and on the token's position in the answer, not on the engine that
-    draws it: `num_drawn` tokens of the answer were drawn before this job, wherever that was.
+    A draw with a seed depends on the seed and on the token's position in the answer, not on the
+    engine that draws it: `num_drawn` tokens of the answer were drawn before this job, wherever that
+    was.
     """
 
     max_tokens: int
@@ -59,11 +60,12 @@ class TokenLogprob:
 class PrefillJob:
     """Compute a prompt, draw token 1, and stage the KV in `staging` under `ticket_id`.
 
-    `is_per_layer` (S48): the ticket is open before the prompt is computed (`TicketOpened`), and each layer is staged as it is
-    computed. Otherwise the prompt is staged whole, in time for `Prefilled`.
+    `is_per_layer` (S48): the ticket is open before the prompt is computed (`TicketOpened`), and
+    each layer is staged as it is computed. Otherwise the prompt is staged whole, in time for
+    `Prefilled`.
 
-    `staging` is None when the job is local (fusion): the engine goes on decoding it and emits `Tokens`.
-    A job that ends with its first token (max_tokens 1, or a stop token) stages nothing.
+    `staging` is None when the job is local (fusion): the engine goes on decoding it and emits
+    `Tokens`. A job that ends with its first token (max_tokens 1, or a stop token) stages nothing.
     """
 
     leg: int
@@ -81,11 +83,13 @@ class PrefillJob:
 
 @dataclass(frozen=True, slots=True)
 class DecodeJob:
-    """Pull the KV named by `ticket` into `landing`, scatter it into blocks, and go on from `first_token`.
+    """Pull the KV named by `ticket` into `landing`, scatter it into blocks, and go on from
+    `first_token`.
 
-    `sampling.max_tokens` counts the tokens after `first_token`. `deadline_s` bounds the wait for the pull's turn, and
-    the pull from its turn on; `stall_s` the sender's silence within it once prefill is done. `first_token` is None while prefill computes still: `join` will say it, no
-    turn is waited for, and the job begins to draw when it and the KV are there.
+    `sampling.max_tokens` counts the tokens after `first_token`. `deadline_s` bounds the wait for
+    the pull's turn, and the pull from its turn on; `stall_s` the sender's silence within it once
+    prefill is done. `first_token` is None while prefill computes still: `join` will say it, no turn
+    is waited for, and the job begins to draw when it and the KV are there.
     """
 
     leg: int
@@ -104,14 +108,20 @@ class DecodeJob:
 
 
 def hands_on(job: PrefillJob, max_model_len: int) -> bool:
-    """Whether the job's KV goes elsewhere. One that ends with its first token for sure stages nothing."""
+    """Whether the job's KV goes elsewhere.
+
+    One that ends with its first token for sure stages nothing.
+    """
     has_room = len(job.prompt) + 1 < max_model_len
     return job.staging is not None and job.sampling.max_tokens > 1 and has_room
 
 
 @dataclass(frozen=True, slots=True)
 class TicketOpened:
-    """The KV of a per-layer job may be pulled from now on; it comes as it is computed. Before anything else of the leg."""
+    """The KV of a per-layer job may be pulled from now on; it comes as it is computed.
+
+    Before anything else of the leg.
+    """
 
     leg: int
     ticket: Ticket
@@ -131,23 +141,31 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class KvPulling:
-    """The job's turn to pull its KV has come: the pull ends within its deadline. Not for a job that finds its KV here already."""
+    """The job's turn to pull its KV has come: the pull ends within its deadline.
+
+    Not for a job that finds its KV here already.
+    """
 
     leg: int
 
 
 @dataclass(frozen=True, slots=True)
 class KvArrived:
-    """The pull has ended well, and the job waits for a place in a step. Left out where `KvReceived` says so at once."""
+    """The pull has ended well, and the job waits for a place in a step.
+
+    Left out where `KvReceived` says so at once.
+    """
 
     leg: int
 
 
 @dataclass(frozen=True, slots=True)
 class KvReceived:
-    """The job's KV is in its blocks, verified. `num_computed_tokens` were computed here instead of pulled.
+    """The job's KV is in its blocks, verified. `num_computed_tokens` were computed here instead of
+    pulled.
 
-    For `waited_s` of `duration_s` it waited for bytes alone: prefill was done, and its turn to pull had come.
+    For `waited_s` of `duration_s` it waited for bytes alone: prefill was done, and its turn to pull
+    had come.
     """
 
     leg: int
@@ -168,9 +186,11 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """One token of each of many jobs: what `Tokens` says for each, in parallel sequences of equal length.
+    """One token of each of many jobs: what `Tokens` says for each, in parallel sequences of equal
+    length.
 
-    For engines that draw thousands of tokens per second; the same `legs` object may serve many steps.
+    For engines that draw thousands of tokens per second; the same `legs` object may serve many
+    steps.
     """
 
     legs: Sequence[int]
@@ -185,9 +205,11 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The job failed and holds nothing any more. `reason` as in errors.py; retryable means elsewhere.
+    """The job failed and holds nothing any more. `reason` as in errors.py; retryable means
+    elsewhere.
 
-    `cause`: of a KV transfer that failed, what the KV agent says of it (`core.kv.transfer.ticket.PullFailure`).
+    `cause`: of a KV transfer that failed, what the KV agent says of it
+    (`core.kv.transfer.ticket.PullFailure`).
     """
 
     leg: int
@@ -201,9 +223,10 @@ class Failed:
 class TicketClosed:
     """A staged KV was taken, released, or its lease ended: its slot and arena range are free.
 
-    Emitted exactly once for each job that was given a `staging` range, aborted ones included (then the
-    only output after `abort`), unless the job ended by `Failed` or with its first token. One that `TicketOpened`
-    told of is closed whatever the job's end, perhaps before it: decode may have taken the KV by then.
+    Emitted exactly once for each job that was given a `staging` range, aborted ones included (then
+    the only output after `abort`), unless the job ended by `Failed` or with its first token. One
+    that `TicketOpened` told of is closed whatever the job's end, perhaps before it: decode may have
+    taken the KV by then.
     """
 
     ticket_id: str
@@ -214,7 +237,8 @@ class TicketClosed:
 class LandingFreed:
     """No late write can reach the job's landing range any more; the host may reserve it again.
 
-    Emitted exactly once for each DecodeJob, aborted and failed ones included (it may then come last).
+    Emitted exactly once for each DecodeJob, aborted and failed ones included (it may then come
+    last).
     """
 
     leg: int
@@ -297,7 +321,10 @@ class Engine(Protocol):
     """An engine hosted by one instance. All methods are called on the host's event loop."""
 
     async def start(self) -> EngineInfo:
-        """Load the model and open the KV transport. Raises EngineFailed with a cause a person can act on."""
+        """Load the model and open the KV transport.
+
+        Raises EngineFailed with a cause a person can act on.
+        """
         ...
 
     async def stop(self) -> None:
@@ -309,7 +336,10 @@ class Engine(Protocol):
     def decode(self, job: DecodeJob) -> None: ...
 
     def join(self, leg: int, first_token: int) -> None:
-        """Token 1 of a decode that was started without it. Unknown legs, and those that know it, are ignored."""
+        """Token 1 of a decode that was started without it.
+
+        Unknown legs, and those that know it, are ignored.
+        """
         ...
 
     def abort(self, leg: int) -> None:
@@ -317,11 +347,17 @@ class Engine(Protocol):
         ...
 
     def release(self, ticket_id: str) -> None:
-        """Free a staged KV that nobody will pull. Answered by TicketClosed. Unknown tickets are ignored."""
+        """Free staged KV that no peer will pull; answered by TicketClosed.
+
+        Ignores unknown tickets.
+        """
         ...
 
     async def verify_peer(self, peer: KvPeer, timeout_s: float) -> None:
-        """Pull a probe over each connection that KV from the peer would take (S16). Raises KvTransferFailed, KvFormatMismatch."""
+        """Pull a probe over each connection that KV from the peer would take (S16).
+
+        Raises KvTransferFailed, KvFormatMismatch.
+        """
         ...
 
     def forget_peer(self, peer: KvPeer) -> None:
@@ -333,11 +369,17 @@ class Engine(Protocol):
         ...
 
     def outputs(self) -> AsyncIterator[list[Output]]:
-        """Batches of outputs, one per engine step, in order. Raises EngineFailed if the engine dies."""
+        """Batches of outputs, one per engine step, in order.
+
+        Raises EngineFailed if the engine dies.
+        """
         ...
 
     async def ping(self) -> None:
-        """Returns once the engine's own loop has come by, busy or idle. Never returns from one that hangs."""
+        """Returns once the engine's own loop has come by, busy or idle.
+
+        Never returns from one that hangs.
+        """
         ...
 
     def stats(self) -> EngineStats: ...

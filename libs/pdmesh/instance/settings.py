@@ -102,11 +102,12 @@ class InstanceSettings(ServiceSettings):
     max_reserved_output: int = Field(
         0, ge=0, description="Tokens of an answer that get KV blocks up front; 0: the whole answer"
     )
-    # One pull goes through several waits, each with a bound of its own. A gateway calls a leg
-    # silent `STALL_S` (5 s) after the last of them ended. A pull waits for its turn:
-    # TRANSFER_TIMEOUT_S, 4.5 s; KvAdvanced says that it came; for the bytes: the same, and within
-    # that TRANSFER_STALL_S, 2 s, without any; for a place in a step: no bound but the engine's own
-    # progress. So TRANSFER_STALL_S < TRANSFER_TIMEOUT_S < TRANSFER_TIMEOUT_S + PULL_GRACE_S (only
+    # One pull goes through three waits, each with a bound of its own. A gateway calls a leg silent
+    # `STALL_S` (5 s) after the last of them ended.
+    # - For its turn: TRANSFER_TIMEOUT_S, 4.5 s. KvAdvanced says that the turn came.
+    # - For the bytes: the same, and within it TRANSFER_STALL_S, 2 s, without any bytes.
+    # - For a place in a step: no bound but the engine's own progress.
+    # So TRANSFER_STALL_S < TRANSFER_TIMEOUT_S < TRANSFER_TIMEOUT_S + PULL_GRACE_S (only
     # vLLM) < STALL_S: then the side that knows most reports first. A sender keeps the bytes for
     # TICKET_LEASE_S, which the receiver renews from when the pull is queued.
     ticket_lease_s: float = shared(

@@ -1,4 +1,7 @@
-"""Who may change the mesh: whoever knows the admin token, or, where none is set, whoever is on this machine."""
+"""Decides which callers may change the mesh: those with the admin token.
+
+If no token is set, all callers on this machine may.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Pinned prefixes, as the leading master keeps them: checked, named under each fingerprint in use, ended when their time is over.
+"""Keeps pinned prefixes, at the leading master: checks them, names their blocks, ends them in time.
 
-A pin's tokens are turned into names of blocks here and forgotten; the bucket holds names alone. Instances follow the bucket
-themselves, so what is pinned stays so whoever leads. Every master spares the names in its copy of the index.
+Blocks are named under each fingerprint in use. A pin's tokens are turned into names of blocks here
+and forgotten: the bucket holds only names. Instances follow the bucket themselves, so what is
+pinned stays pinned, whichever master leads. Every master spares the names in its copy of the index.
 """
 
 from __future__ import annotations
@@ -72,7 +73,10 @@ class Pins:
             await self._pins.close()
 
     async def round(self) -> None:
-        """As the leader: write again what was wiped (F21), and end what is over. Raises MeshError; the next round goes on."""
+        """As the leader: write again what was wiped (F21), and end what is over.
+
+        Raises MeshError; the next round goes on.
+        """
         is_leader, epoch = self._leadership()
         if not is_leader or self._pins is None or not self._pins.is_current:
             return

@@ -1,8 +1,10 @@
-"""The instances kept out of service, as the leading master reads and writes them: by an operator's word, or for a fault.
+"""The instances that operators or faults hold out of service, as the leading master reads and
+writes them.
 
-Each write is compared with what was last seen, so that of two who change a hold one is told. Faults may take no more than a share
-of the fleet out over all time: a fault signal that is wrong everywhere must not empty it bit by bit. Whoever lifts a hold has the last
-word on the fault that it was for: the health-monitor hears of it and judges anew, and what it finds then may hold the instance again.
+Each write is compared with what was last seen, so that of two people who change a hold one is told.
+All faults together may hold no more than a share of the fleet: a fault signal that is wrong
+everywhere must not empty it bit by bit. A person who lifts a hold overrules the fault that it was
+for: the health-monitor hears of it and judges anew. What it finds then may hold the instance again.
 """
 
 from __future__ import annotations
@@ -61,7 +63,11 @@ class Holds:
         return self._view.known.get(instance_id) if self._view is not None else None
 
     async def hold(self, hold: Hold, epoch: int) -> None:
-        """`epoch` of the leadership in which it was decided. Raises InvalidRequest where an isolated one is to be drained; VersionConflict, NotLeader, Unavailable."""
+        """`epoch` of the leadership in which it was decided.
+
+        Raises InvalidRequest where an isolated one is to be drained; VersionConflict, NotLeader,
+        Unavailable.
+        """
         before = self.of(hold.instance_id)
         if before is not None and before.kind == HOLD_KIND_ISOLATE and hold.kind == HOLD_KIND_DRAIN:
             raise InvalidRequest(
@@ -71,7 +77,10 @@ class Holds:
         await self._write(hold, epoch)
 
     async def release(self, instance_id: str, kind: HoldKind.ValueType, epoch: int) -> str:
-        """The fault that is held against it now, empty: none. Raises InvalidRequest if no such hold stands; else as `hold`."""
+        """The fault that is held against it now, empty: none.
+
+        Raises InvalidRequest if no such hold stands; else as `hold`.
+        """
         hold = self.of(instance_id)
         if hold is None or hold.kind != kind:
             what = "drained" if kind == HOLD_KIND_DRAIN else "isolated"
@@ -94,7 +103,10 @@ class Holds:
             log.warning("holds.restored", instance_id=instance_id)
 
     async def hold_faulty(self, epoch: int) -> None:
-        """An instance that is to be replaced for a fault stays out until somebody heals it: its word is worth nothing."""
+        """Hold instances that must be replaced for a fault, until an operator heals them.
+
+        What they report of themselves does not count.
+        """
         instances = self._fleet.instances
         self._healed = {
             i: fault

@@ -1,7 +1,8 @@
 """`pdmesh status`: the processes, what the registry shows of them, and how busy each instance is.
 
-Three sources: the launcher's state file, the registry on NATS, and the master's and the instances' own answers. What does
-not answer is shown as such; a mesh that was started here is shown without its NATS, too, since that is when one looks.
+Three sources: the launcher's state file, the registry on NATS, and the master's and the instances'
+own answers. What does not answer is shown as such; a mesh that was started here is shown without
+its NATS, too, since that is when one looks.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ class Row:
 
 @dataclass
 class GroupRow:
-    """A group that is wanted or has assigned members. `wanted` is - if the desired state does not name it."""
+    """A group that is wanted or has assigned members.
+
+    `wanted` is - if the desired state does not name it.
+    """
 
     id: str
     scenario: str
@@ -124,13 +128,16 @@ async def _collect(options: argparse.Namespace, mesh: state.MeshState | None) ->
 
 
 def _shown(mesh: state.MeshState) -> dict[str, Any]:
-    """What goes into terminals and tickets holds no passwords."""
+    """The state without passwords, for it goes into terminals and tickets."""
     urls = {"nats_url": mesh.nats_url, "redis_url": mesh.redis_url}
     return {**asdict(mesh), **{name: without_password(url) for name, url in urls.items()}}
 
 
 async def _ask_for_groups(bus: NatsBus) -> list[GroupRow]:
-    """None are shown to who may not see them: $PDMESH_ADMIN_TOKEN is asked for where the masters have one."""
+    """The groups; none if the caller may not see them.
+
+    If the masters have an admin token, $PDMESH_ADMIN_TOKEN must have it.
+    """
     try:
         states = await call_leader(
             bus,
@@ -261,7 +268,7 @@ def _text(status: Status) -> str:
 
 
 def _processes(status: Status) -> str:
-    """As the launcher keeps them; what they say of themselves is not to be had."""
+    """The processes as the launcher keeps them, if the registry cannot be read."""
     processes = status.mesh["processes"] if status.mesh else {}
     rows = [(n, p["phase"], str(p["pid"]), p["ops_address"]) for n, p in processes.items()]
     return table(("PROCESS", "PHASE", "PID", "OPS"), rows)

@@ -60,14 +60,17 @@ def run(options: argparse.Namespace) -> int:
             return runner.run(_serve(spec, options.state_dir))
     except (MeshFailed, state.MeshRunning, PortTaken) as exc:
         raise CommandFailed(str(exc)) from None
-    except BrokenPipeError:  # whoever read what we say has gone
+    except BrokenPipeError:  # the reader of our output has gone
         raise
     except OSError as exc:  # disk full, no permission
         raise CommandFailed(f"{exc.strerror}: {exc.filename or options.state_dir}") from exc
 
 
 def _is_up_already(running: state.MeshState, spec: MeshSpec, state_dir: Path) -> int:
-    """0 if it is the mesh that was asked for. Raises CommandFailed: it is another one, or not up yet."""
+    """0 if it is the mesh that was asked for.
+
+    Raises CommandFailed: it is another one, or not up yet.
+    """
     is_ready = running.phase == "ready"
     phase = "up" if is_ready else running.phase
     found = f"a mesh is {phase} already (pid {running.pid})"
@@ -277,7 +280,10 @@ def _detach(options: argparse.Namespace) -> int:
 
 
 def _follow(launcher: subprocess.Popen[bytes], lines: IO[str], options: argparse.Namespace) -> int:
-    """Relay what the launcher says until its mesh is ready or it has given up. Raises CommandFailed if it could not say why."""
+    """Relay what the launcher says until its mesh is ready or it has given up.
+
+    Raises CommandFailed if it could not say why.
+    """
     has_said = False
     while launcher.poll() is None:
         has_said |= bool(said := lines.read())
@@ -302,7 +308,7 @@ def _follow(launcher: subprocess.Popen[bytes], lines: IO[str], options: argparse
 
 
 def _say(line: str) -> None:
-    """To whom still listens: a mesh does not end with the reader of its progress."""
+    """Print a line if anything still reads it: a mesh does not end with the reader of its progress."""
     with contextlib.suppress(OSError):
         _print_line(line)
 

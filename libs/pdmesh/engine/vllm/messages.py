@@ -1,9 +1,10 @@
 """What the instance host and vLLM's worker processes tell each other, beside vLLM's own channels.
 
-vLLM starts its workers as children of the host, and the KV agent lives in the worker. Addresses, tickets
-closed, pulls and failures travel to the host, releases to the worker, over one unix socket per rank in
-a private directory. A frame is a little-endian uint32 length and one msgpack array with a tag. The end of
-the connection is a fact for both: a worker whose host is gone exits, a host whose worker is gone fails.
+vLLM starts its workers as children of the host, and the KV agent lives in the worker. Addresses,
+tickets closed, pulls and failures travel to the host, releases to the worker, over one unix socket
+per rank in a private directory. A frame is a little-endian uint32 length and one msgpack array with
+a tag. The end of the connection is a fact for both: a worker whose host is gone exits, a host whose
+worker is gone fails.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class StageFailed(RankMessage):
 
 
 class RankTicketClosed(RankMessage):
-    """Worker: nobody reads or writes the ticket's staging range any more."""
+    """Worker: nothing reads or writes the ticket's staging range any more."""
 
     rank: int
     ticket_id: str
@@ -78,7 +79,10 @@ class Pulling(RankMessage):
 
 
 class Arrived(RankMessage):
-    """Worker: the pulled KV is in its blocks; the leg waits for a place in a step. Before Received, within a step too."""
+    """Worker: the pulled KV is in its blocks; the leg waits for a place in a step.
+
+    Before Received, within a step too.
+    """
 
     rank: int
     leg: int
@@ -113,13 +117,16 @@ class RankLandingFreed(RankMessage):
 
 
 class Release(RankMessage):
-    """Host: nobody will pull this ticket."""
+    """Host: no peer will pull this ticket."""
 
     ticket_id: str
 
 
 class FetchToPool(RankMessage):
-    """Host: pin what of a prompt's blocks can be had from the tiers in time. Answered by Fetched."""
+    """Host: pin what of a prompt's blocks can be had from the tiers in time.
+
+    Answered by Fetched.
+    """
 
     leg: int
     names: list[bytes]
@@ -175,7 +182,10 @@ class TierNews(RankMessage):
 
 
 class Open(RankMessage):
-    """Host: a per-layer prefill is about to run; its ticket is to be pulled from now on. Answered by Opened."""
+    """Host: a per-layer prefill is about to run; its ticket is to be pulled from now on.
+
+    Answered by Opened.
+    """
 
     ticket_id: str
     attempt: int
@@ -194,7 +204,10 @@ class Join(RankMessage):
 
 
 class ProbePeer(RankMessage):
-    """Host: pull a probe from those of the peer's ranks that KV would come from. Answered by Probed."""
+    """Host: pull a probe from those of the peer's ranks that KV would come from.
+
+    Answered by Probed.
+    """
 
     check_id: int
     instance_id: str
@@ -213,14 +226,17 @@ class Probed(RankMessage):
 
 
 class Connections(RankMessage):
-    """Worker: how many KV connections it has now, whoever opened them."""
+    """Worker: how many KV connections it has now, opened by either side."""
 
     rank: int
     num_open: int
 
 
 class Working(RankMessage):
-    """Worker: it computes. Sent within a step and at its beginning, a few times a second at most."""
+    """Worker: it computes.
+
+    Sent within a step and at its beginning, a few times a second at most.
+    """
 
     rank: int
     num_signs: int  # layers and steps begun, since the start

@@ -239,7 +239,7 @@ class InstanceHost:
                     outbox.flush()
 
     def fail_all(self, reason: str, message: str) -> None:
-        """The engine is lost with everything that it held: fail every leg, and take nothing more."""
+        """The engine is lost with everything that it held: fail every leg, take nothing more."""
         self._on_error(reason, message, "")
         for leg in self._life.table.all():
             failure = Failed(leg.number, reason, message)

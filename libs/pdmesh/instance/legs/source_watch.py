@@ -1,4 +1,4 @@
-"""What becomes known of an instance's KV sources: the shell of `source_exclusions` (F23, F24, F34)."""
+"""What is known of an instance's KV sources: the shell of `source_exclusions` (F23, F24, F34)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The transfer agent of one rank: stages KV for others to pull, and pulls from others, on one event loop.
+"""The transfer agent of one rank: stages KV for others to pull, and pulls from others.
 
-One connection per peer carries all pulls at once, told apart by pull id. A prompt of at most 64 KiB costs three messages: PULL,
-META with the bytes, ACK; a longer one adds one META and one payload per further part of a few MiB. Sending is in
-`agent_sender`, receiving in `agent_receiver`; here is the door, and what the two share.
+It runs on one event loop. One connection per peer carries all pulls at once, told apart by pull id.
+A prompt of at most 64 KiB costs three messages: PULL, META with the bytes, and ACK. A longer one
+adds one META and one payload per further part of a few MiB. `sender.py` sends and `receiver.py`
+receives; here are the public methods, and what the two share.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _CLOSE_S = 2.0
 
 
 class KvAgent:
-    """See the module. All methods on the loop of `start`; `on_event` is called on it too."""
+    """Call all methods on the loop of `start`; `on_event` is called on it, too."""
 
     def __init__(
         self,
@@ -137,21 +138,27 @@ class KvAgent:
         *,
         chunk_bytes: int | None = None,
     ) -> None:
-        """Serve pulls of a prompt whose layers are yet to come: each waits until its bytes are `ready`.
+        """Serve pulls of a prompt whose layers are yet to come: each waits until its bytes are
+        `ready`.
 
-        Without `chunk_bytes` it is cut so that little is left to move after the last layer. Until all are, the caller writes the range, and must end the ticket: by the last layer or by `release`.
-        Raises ValueError if the ticket is open already, the range is too short or the layout is not ours.
+        Without `chunk_bytes` it is cut so that little is left to move after the last layer. Until
+        all layers are ready, the caller writes the range. It must end the ticket: by the last layer
+        or by `release`. Raises ValueError if the ticket is open already, the range is too short or
+        the layout is not ours.
         """
         is_tapered = not chunk_bytes
         chunk_bytes = chunk_bytes or layout.layer_chunk_bytes
         self._sender.open(ticket_id, attempt, r, layout, lease_s, chunk_bytes, is_tapered)
 
     def completes_part(self, ticket_id: str, num_layers: int) -> bool:
-        """Thread-safe: whether `ready` of these layers lets a whole pull go on. Readers of other parts can wait for that."""
+        """Thread-safe: whether `ready` of these layers lets a pull of everything go on.
+
+        Pulls of other parts can wait for that.
+        """
         return self._sender.completes_part(ticket_id, num_layers)
 
     def ready(self, ticket_id: str, num_layers: int) -> None:
-        """The layers below `num_layers` are in place. After the last one the lease begins. No news of others."""
+        """The layers below `num_layers` are in place. After the last one the lease begins."""
         self._sender.ready(ticket_id, num_layers)
         self._ticker.keep_going()
 
@@ -170,7 +177,10 @@ class KvAgent:
         self.ready(ticket_id, layout.num_layers)
 
     def release(self, ticket_id: str) -> None:
-        """Nobody will pull it and nobody writes it. TicketClosed follows, at once or when the last send ended."""
+        """No peer should pull it any more, and nothing writes it.
+
+        TicketClosed follows, at once or when the last send has ended.
+        """
         self._sender.handle(tx.Released(ticket_id))
 
     # -- receiving --------------------------------------------------------------------------------
@@ -180,7 +190,7 @@ class KvAgent:
         return self._landing.view(r)
 
     async def connect(self, address: str, deadline_s: float = 5.0) -> KvConnection:
-        """Ours to a peer, opened if there is none. Raises KvTransferFailed."""
+        """Our connection to a peer, opened if there is none. Raises KvTransferFailed."""
         if self._is_closed:
             raise KvTransferFailed("the KV agent is closing", reason=PullFailure.CLOSING)
         connection = await self._pool.get(address, deadline_s)
@@ -188,9 +198,10 @@ class KvAgent:
         return connection
 
     async def keep(self, ticket: Ticket, for_s: float) -> None:
-        """Renew a ticket's lease while it waits here for its turn: until its pull, `let_go`, or `for_s` from now.
+        """Renew a ticket's lease while it waits here for its turn.
 
-        Opens the connection, so that the pull finds it. Raises KvTransferFailed.
+        It is renewed until its pull, until `let_go`, or for `for_s`. Opens the connection, so that
+        the pull finds it. Raises KvTransferFailed.
         """
         check_ticket(ticket)
         connection = await self.connect(self._address(ticket, None))
@@ -198,7 +209,7 @@ class KvAgent:
         self._ticker.keep_going()
 
     def let_go(self, ticket_id: str) -> None:
-        """Renew it no longer."""
+        """Stop renewing a ticket's lease."""
         self._receiver.let_go(ticket_id)
 
     async def pull(
@@ -216,13 +227,18 @@ class KvAgent:
         stall_s: float = math.inf,
         on_silent: Callable[[], None] = lambda: None,
     ) -> PullResult:
-        """Pull a ticket's blocks from `first_block` on into the start of `landing`, and verify them.
+        """Pull a ticket's blocks from `first_block` on into the start of `landing`, and verify
+        them.
 
-        The bytes lie there as in the sender's buffer, each layer without its first blocks; `heads` = (first, number) picks
-        some of a layout that tells heads apart. `num_takers` ranks of this instance pull the ticket from there for the same `leg`. `on_range` is told of verified bytes while others are on their way. Afterwards the landing range is the caller's
-        again. The sender may be silent for `stall_s`, if it has all of the bytes; `on_silent` is called when it has been for a
-        while, and the link is free for others. Raises KvTransferFailed; then, and when cancelled, the range is the
-        agent's until it says AgentLandingFreed.
+        The bytes lie there as in the sender's buffer, each layer without its first blocks. `heads`
+        = (first, number) picks some heads of a layout that tells heads apart. `num_takers` ranks of
+        this instance pull the ticket from that rank for the same `leg`. `on_range` takes verified
+        bytes while others are on their way.
+
+        A sender that has all bytes may be silent for `stall_s`. `on_silent` is called when it has
+        been silent for a while, and the link is free for others. Afterwards the landing range is
+        the caller's again. Raises KvTransferFailed; then, and if cancelled, the range is the
+        agent's until AgentLandingFreed.
         """
         started, identity = time.monotonic(), self._identity
         try:
@@ -245,7 +261,7 @@ class KvAgent:
         return await self._run(order, address, started, deadline_s, stall_s)
 
     def expect(self, ticket_id: str, stall_s: float) -> None:
-        """The ticket's sender has all bytes by now: pulls of it that hear nothing for `stall_s` fail."""
+        """The ticket's sender has all bytes by now: its pulls fail if nothing comes for `stall_s`."""
         self._receiver.expect(ticket_id, stall_s)
 
     async def fetch(
@@ -259,10 +275,12 @@ class KvAgent:
         on_freed: Callable[[], None],
         source: str = "",
     ) -> Sequence[bytes]:
-        """Fetch the blocks that a peer's pool holds of the beginning of `names`; returns their checksums, all verified.
+        """Fetch the blocks that a peer's pool holds of the beginning of `names`; returns their
+        checksums, all verified.
 
-        Block i goes to `targets[i]`. `on_freed` is called once, when no late write can reach the targets: before the return, or
-        after the failure. `source` is the peer's instance id. Raises KvTransferFailed.
+        Block i goes to `targets[i]`. `on_freed` is called once, when no late write can reach the
+        targets: before the return, or after the failure. `source` is the peer's instance id. Raises
+        KvTransferFailed.
         """
         started = time.monotonic()
         try:
@@ -284,9 +302,11 @@ class KvAgent:
     async def probe(
         self, address: str, incarnation: int, *, deadline_s: float, source: str = ""
     ) -> float:
-        """Verify the connection to a peer by a nonce that comes back as KV would (S16); seconds it took.
+        """Verify the connection to a peer by a nonce that comes back as KV would (S16); seconds it
+        took.
 
-        Raises KvTransferFailed: with `KV_REFUSED_WRONG_INCARNATION` or `KV_REFUSED_WRONG_MODEL` if it is not who is meant.
+        Raises KvTransferFailed: with `KV_REFUSED_WRONG_INCARNATION` or `KV_REFUSED_WRONG_MODEL` if
+        it is not who is meant.
         """
         probe = KvProbe(incarnation, self._fingerprint_hash, source)
         result = await self._run(probe.order, address, time.monotonic(), deadline_s)
@@ -322,7 +342,7 @@ class KvAgent:
         return await self._receiver.pull(order, connection, started, deadline, stall_s)
 
     def give_back(self, landing: ArenaRange) -> None:
-        """AgentLandingFreed for a pull that never began, or whose result found nobody to take it."""
+        """AgentLandingFreed for a pull that never began, or whose result was not taken."""
         self._on_event(AgentLandingFreed(landing.offset))
 
     # -- both -------------------------------------------------------------------------------------

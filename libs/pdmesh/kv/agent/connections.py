@@ -1,4 +1,5 @@
-"""One connection per peer, opened when first needed, shared by all pulls, dropped when least recently used.
+"""One connection per peer, opened when first needed, shared by all pulls, dropped when least
+recently used.
 
 `ConnectionPool` has those we opened, by address; `Peers` all that are open, by key.
 """
@@ -18,7 +19,10 @@ _CONNECT_S = 5.0
 
 
 class ConnectionPool:
-    """Outgoing connections by address, at most `max_peers`. One whose key is `in_use` is never dropped for another."""
+    """Outgoing connections by address, at most `max_peers`.
+
+    A connection whose key is `in_use` is never dropped for another.
+    """
 
     def __init__(
         self,
@@ -41,14 +45,18 @@ class ConnectionPool:
         return len(self._open)
 
     def find(self, address: str) -> KvConnection | None:
-        """One that is open."""
+        """The open connection to an address, if there is one."""
         connection = self._open.get(address)
         if connection is not None:
             self._open.move_to_end(address)
         return connection
 
     async def get(self, address: str, timeout_s: float) -> KvConnection:
-        """One that is open, or a new one. Raises KvTransferFailed: KV_CONNECT_FAILED, KV_PEER_LOST, or KV_TRANSFER_TIMEOUT if others still try."""
+        """The open connection to an address, or a new one.
+
+        Raises KvTransferFailed: KV_CONNECT_FAILED, KV_PEER_LOST, or KV_TRANSFER_TIMEOUT, with which
+        another caller's attempt may go on.
+        """
         if (connection := self.find(address)) is not None:
             return connection
         task = self._opening.get(address)
@@ -67,7 +75,8 @@ class ConnectionPool:
             self._wanted[address] -= 1
             self._wanted += Counter()  # drop zeros
         if self._open.get(address) is not connection:
-            # Its end was told before we ran again, and is not told twice: a pull on it would never end.
+            # Its end was told before we ran again, and is not told twice: a pull on it would never
+            # end.
             raise KvTransferFailed("the KV connection ended at once", reason=PullFailure.PEER_LOST)
         return connection
 
@@ -134,7 +143,7 @@ class ConnectionPool:
 
 
 class Peers:
-    """Every open connection, whoever opened it, and what was said on them."""
+    """Every open connection, from either side, and counts of the messages sent on them."""
 
     def __init__(
         self, pool: ConnectionPool, on_change: Callable[[int], None] = lambda _: None
@@ -167,7 +176,7 @@ class Peers:
         return self._by_key.get(key)
 
     def tell(self, key: int, message: wire.Message) -> None:
-        """Nothing happens if the peer is gone: its end is told, or will be."""
+        """Send a message. Nothing happens if the peer is gone: its end is told elsewhere."""
         connection = self._by_key.get(key)
         if connection is not None:
             self._num_sent[type(message)] += 1

@@ -1,7 +1,8 @@
 """The probe that tells a connection that moves KV from one that merely opens (P/D-Serve 3.2, S16).
 
-The receiver sends a nonce, the sender answers with bytes that follow from it, on the lane and by the code that KV takes. They also
-follow from the sender's incarnation and the KV's fingerprint, so that nobody else's answer passes for its own.
+The receiver sends a nonce, and the sender answers with bytes that follow from it, by the lane and
+the code that KV takes. They also follow from the sender's incarnation and the KV's fingerprint, so
+that no other process's answer passes for its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The receiving half of a KV agent: pulls of tickets into the landing arena, and fetches of blocks into a pool.
+"""The receiving half of a KV agent: pulls of tickets into the landing arena, and fetches of blocks
+into a pool.
 
-When a pull ends, and when its bytes are safe, is `core.kv.transfer.receiver`'s; this shell posts receives, compares checksums, hands
-verified parts on, renews leases, and asks nothing of a source in quarantine.
+`core.kv.transfer.receiver` decides when a pull ends and when its bytes are safe. This shell posts
+receives, compares checksums, hands verified parts on, renews leases, and asks nothing of a source
+in quarantine.
 """
 
 from __future__ import annotations
@@ -135,7 +137,7 @@ class ReceiverHalf:
         self._quarantine.check_invariants()
         assert len(self._pulls) == len(self._book)
 
-    # -- the engine's door ------------------------------------------------------------------------
+    # -- for the engine ---------------------------------------------------------------------------
 
     def check_askable(self, source: str) -> None:
         """Raises KvTransferFailed if nothing may be asked of `source` now."""
@@ -171,7 +173,7 @@ class ReceiverHalf:
             if done.cancelled():
                 self.handle(rx.CallerLeft(pull_id))
             elif done.exception() is None:
-                order.on_freed()  # complete, and nobody there to take it
+                order.on_freed()  # complete, but the caller no longer wants it
             raise
         took = time.monotonic() - started
         checksums = [digest for part in pull.parts for digest in part.checksums]
@@ -185,7 +187,10 @@ class ReceiverHalf:
         connect: Callable[[], Coroutine[None, None, KvConnection]],
         stall_s: float,
     ) -> KvConnection:
-        """Open the connection for a pull: silence of the sender that has all bytes counts here too. Raises KvTransferFailed."""
+        """Open the connection for a pull: silence of the sender that has all bytes counts here too.
+
+        Raises KvTransferFailed.
+        """
         ticket_id = order.ticket.ticket_id if order.ticket else ""
         stall_s = self._stall_s(order, stall_s)
         silent = asyncio.get_running_loop().call_later(SILENT_S, order.on_silent)
@@ -281,7 +286,10 @@ class ReceiverHalf:
     # -- effects ----------------------------------------------------------------------------------
 
     def handle(self, event: rx.ReceiverEvent) -> None:
-        """Tell the book, and do what it says. A part that was checked at once is news of its own."""
+        """Tell the book, and do what it says.
+
+        A part that was checked at once is news of its own.
+        """
         events = [event]
         for event in events:  # grows meanwhile
             for effect in self._book.handle(event, time.monotonic()):

@@ -1,6 +1,8 @@
-"""The sending half of a KV agent: tickets over the staging arena, and blocks of a pool, served part by part.
+"""The sending half of a KV agent: tickets over the staging arena, and blocks of a pool, served part
+by part.
 
-Who may read what, and when bytes are free, is `core.kv.transfer.sender`'s; this shell hashes, announces and sends.
+`core.kv.transfer.sender` decides which peer may read what, and when bytes are free. This shell
+hashes, announces and sends.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ class SenderHalf:
         self._book.check_invariants()
         assert len(self._staged) == len(self._book)
 
-    # -- the engine's door ------------------------------------------------------------------------
+    # -- for the engine ---------------------------------------------------------------------------
 
     def open(
         self,
@@ -114,7 +116,10 @@ class SenderHalf:
         self._staged[ticket_id] = StagedRange(data, layout, parts if layout.total_bytes else ())
 
     def completes_part(self, ticket_id: str, num_layers: int) -> bool:
-        """From any thread: whether a part of a whole pull ends with these layers. True too of a ticket that is not known yet."""
+        """From any thread: whether a part of a pull of everything ends with these layers.
+
+        True also for a ticket that is not known yet.
+        """
         staged = self._staged.get(ticket_id)
         return not isinstance(staged, StagedRange) or staged.completes_part(num_layers)
 
@@ -146,7 +151,7 @@ class SenderHalf:
         staged.hashing.add_done_callback(self._hashing.discard)
 
     async def _hash_aside(self, ticket_id: str, staged: StagedRange) -> None:
-        """Part by part, so that the first are on the wire while the last are hashed."""
+        """Hash part by part, so that the first parts are on the wire while the last are hashed."""
         while staged.num_to_hash and self._staged.get(ticket_id) is staged:
             await asyncio.to_thread(staged.hash_next)
             if self._staged.get(ticket_id) is staged:
@@ -154,7 +159,10 @@ class SenderHalf:
         staged.hashing = None
 
     def _hashing_died(self, ticket_id: str, staged: StagedRange, error: BaseException) -> None:
-        """Whoever waits for its layers is told at once; the range is free when its engine is done with it."""
+        """Refuse all pulls that wait for its layers.
+
+        The range is free when the engine is done with it.
+        """
         log.error("kv.hashing.died", ticket=shown_ticket_id(ticket_id), exc_info=error)
         staged.hashing, staged.has_failed = None, True
         if self._staged.get(ticket_id) is staged:
@@ -211,7 +219,7 @@ class SenderHalf:
         self._lend(peer, message, ticket_id, LentBlocks(pinned, self._blocks.close))
 
     def on_probe(self, peer: int, message: wire.Probe) -> None:
-        """Answer with bytes that nobody else can make of the nonce, sent as blocks of a pool are."""
+        """Answer with bytes that no other process makes of the nonce, sent as blocks of a pool are."""
         if (refusal := self._refusal(message)) is not None:
             self._peers.tell(peer, wire.PullRefusal(message.pull_id, refusal))
             return
@@ -222,13 +230,16 @@ class SenderHalf:
             self._lend(peer, message, ticket_id, pinned)
 
     def _name_loan(self, kind: str, peer: int, message: wire.Fetch | wire.Probe) -> str:
-        """The same for a message that comes twice, and for no other peer to guess: it never leaves this process."""
+        """A ticket id that is the same if a message comes twice, and that no other peer can guess.
+
+        It never leaves this process.
+        """
         return f"{kind}/{peer}/{message.pull_id}/{self._loan_secret}"
 
     def _lend(
         self, peer: int, message: wire.Fetch | wire.Probe, ticket_id: str, pinned: LentBlocks
     ) -> None:
-        """Under a ticket of its own that nobody else knows."""
+        """Lend blocks with a ticket that only this process knows."""
         views = pinned.blocks.views
         layout = KvLayout(1, len(views), views[0].size)
         chunk_bytes = min(CHUNK_BYTES, MAX_SPANS * layout.block_bytes)  # a block is a range of META
@@ -252,7 +263,10 @@ class SenderHalf:
     # -- effects ----------------------------------------------------------------------------------
 
     def handle(self, event: tx.SenderEvent) -> None:
-        """Tell the book, and do what it says. Parts that were sent by being copied are news of their own."""
+        """Tell the book, and do what it says.
+
+        Parts that were sent by being copied are news of their own.
+        """
         events = [event]
         for event in events:  # grows meanwhile
             for effect in self._book.handle(event, time.monotonic()):
@@ -316,7 +330,10 @@ class SenderHalf:
         self._peers.tell(effect.peer, meta)
 
     def _send_late(self, effect: tx.SendPart) -> None:
-        """After a test's delay. The part counts as being sent meanwhile, so its ticket is still there with its peer."""
+        """After a test's delay.
+
+        The part counts as being sent meanwhile, so its ticket is still there with its peer.
+        """
         del self._late[_late_key(effect)]
         if self._peers.get(effect.peer) is not None and self._send_now(effect):
             self.handle(tx.PartSent(effect.peer, effect.pull_id))

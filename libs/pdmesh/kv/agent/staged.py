@@ -16,7 +16,10 @@ Piece = tuple[ByteArray, bytes]  # bytes and their checksum
 
 @dataclass(slots=True, eq=False)
 class StagedRange:
-    """A prompt's bytes in the arena. Checksums of a whole pull's parts are made as their layers get ready."""
+    """A prompt's bytes in the arena.
+
+    Checksums of a whole pull's parts are made as their layers get ready.
+    """
 
     data: ByteArray
     layout: KvLayout
@@ -24,7 +27,7 @@ class StagedRange:
     checksums: list[bytes] = field(default_factory=list)
     num_written: int = 0  # layers
     hashing: asyncio.Task[None] | None = None
-    has_failed: bool = False  # its checksums could not be made: nobody is served
+    has_failed: bool = False  # its checksums could not be made: no pull is served
 
     @property
     def num_to_hash(self) -> int:
@@ -40,7 +43,10 @@ class StagedRange:
         return self.parts[len(self.checksums)].first_layer
 
     def completes_part(self, num_layers: int) -> bool:
-        """Whether one of them ends with these layers. So near the end each layer counts as one: it may end a part of another pull."""
+        """Whether one of them ends with these layers.
+
+        So near the end each layer counts as one: it may end a part of another pull.
+        """
         is_near_end = num_layers * 8 > self.layout.num_layers * 7
         return is_near_end or any(part.end_layer == num_layers for part in self.parts)
 

@@ -1,7 +1,9 @@
-"""A KvAgent on a thread and loop of its own, for hosts whose loop is busy or that have none (an engine's worker).
+"""A KvAgent on a thread and loop of its own, for hosts whose loop is busy or that have none (an
+engine's worker).
 
-Calls may come from any thread. Results are `concurrent.futures.Future`s: wait for them, or `asyncio.wrap_future`
-them; cancelling one cancels the pull. Events are called back on the agent's thread and must only hand over.
+Calls may come from any thread. Results are `concurrent.futures.Future`s: wait for them, or
+`asyncio.wrap_future` them; cancelling one cancels the pull. Events are called back on the agent's
+thread and must only hand over.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ T = TypeVar("T")
 class AgentThread:
     """`make_agent` runs on the new thread, so that all of UCX is used there alone.
 
-    `die` is told if the thread ends although nobody closed it.
+    `die` is called if the thread ends without having been closed.
     """
 
     def __init__(
@@ -48,7 +50,10 @@ class AgentThread:
         self._handed: set[_HandedPull[Any]] = set()  # whose futures are not done
 
     def start(self, timeout_s: float = 30.0) -> str:
-        """Blocks until the agent listens; returns its address. Raises KvTransferFailed or TimeoutError."""
+        """Blocks until the agent listens; returns its address.
+
+        Raises KvTransferFailed or TimeoutError.
+        """
         self._thread.start()
         return self._started.result(timeout_s)
 
@@ -68,14 +73,20 @@ class AgentThread:
         *,
         chunk_bytes: int | None = None,
     ) -> Future[None]:
-        """As `KvAgent.open`; the future has its ValueError. A pull that comes later finds the ticket."""
+        """As `KvAgent.open`; the future has its ValueError.
+
+        A pull that comes later finds the ticket.
+        """
         agent = self._running()
         return self._post(
             lambda: agent.open(ticket_id, attempt, r, layout, lease_s, chunk_bytes=chunk_bytes)
         )
 
     def ready(self, ticket_id: str, num_layers: int) -> None:
-        """As `KvAgent.ready`, in the order of the calls. The thread is woken for layers that complete a part, not for each."""
+        """As `KvAgent.ready`, in the order of the calls.
+
+        The thread is woken for layers that complete a part, not for each.
+        """
         agent = self._running()
         if agent.completes_part(ticket_id, num_layers):
             agent.post(lambda: agent.ready(ticket_id, num_layers))
@@ -90,7 +101,10 @@ class AgentThread:
         *,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> Future[None]:
-        """As `KvAgent.stage`; the future has its ValueError. A pull that comes later finds the ticket."""
+        """As `KvAgent.stage`; the future has its ValueError.
+
+        A pull that comes later finds the ticket.
+        """
         agent = self._running()
         return self._post(
             lambda: agent.stage(ticket_id, attempt, r, layout, lease_s, chunk_bytes=chunk_bytes)
@@ -130,7 +144,10 @@ class AgentThread:
         stall_s: float = math.inf,
         on_silent: Callable[[], None] = lambda: None,
     ) -> Future[PullResult]:
-        """As `KvAgent.pull`, errors included. Cancelling the future cancels the pull, and LandingFreed follows, however early or late."""
+        """As `KvAgent.pull`, errors included.
+
+        Cancelling the future cancels the pull, and LandingFreed follows, however early or late.
+        """
         agent = self._made()
 
         async def pull() -> PullResult:
@@ -175,7 +192,7 @@ class AgentThread:
                 source=source,
             )
 
-        # One that is complete has said so itself, whether or not anybody takes its result.
+        # A complete fetch has called `on_freed` itself, whether or not its result is taken.
         return self._hand_over(fetch, on_freed, is_freed_by_result=True)
 
     def probe(
@@ -282,10 +299,11 @@ class AgentThread:
 
 
 class _HandedPull(Generic[T]):
-    """A pull asked for by another thread. Its landing range is the caller's with the result, or else given back.
+    """A pull asked for by another thread. Its landing range is the caller's with the result, or
+    else given back.
 
-    A task that is cancelled before its first step runs none of its code, and one that is done cannot be cancelled: in
-    both cases the agent itself says nothing.
+    A task that is cancelled before its first step runs none of its code, and one that is done
+    cannot be cancelled: in both cases the agent itself says nothing.
     """
 
     def __init__(

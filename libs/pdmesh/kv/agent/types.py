@@ -19,7 +19,7 @@ class AgentIdentity:
 
 @dataclass(frozen=True, slots=True)
 class AgentTicketClosed:
-    """Nobody reads the ticket's staging range any more. Once per opened ticket."""
+    """Nothing reads the ticket's staging range any more. Once per opened ticket."""
 
     ticket_id: str
     reason: str  # taken, released, expired, failed
@@ -27,7 +27,10 @@ class AgentTicketClosed:
 
 @dataclass(frozen=True, slots=True)
 class AgentLandingFreed:
-    """No late write can reach the landing range at `offset`. Once per pull that raised or was cancelled."""
+    """No late write can reach the landing range at `offset`.
+
+    Once per pull that raised or was cancelled.
+    """
 
     offset: int
 
@@ -49,7 +52,8 @@ class SourceReleased:
 
 AgentEvent = AgentTicketClosed | AgentLandingFreed | SourceQuarantined | SourceReleased
 
-# Verified bytes that lie at `offset` of the landing range: in order, without gaps, in whole blocks. Must not raise.
+# Verified bytes that lie at `offset` of the landing range: in order, without gaps, in whole blocks.
+# Must not raise.
 OnRange = Callable[[int, ByteArray], None]
 
 
@@ -98,7 +102,10 @@ class AgentHooks:
 
 @dataclass(frozen=True, slots=True)
 class PinnedBlocks:
-    """Blocks of a pool that stay where they are until they are closed. All views have the same length."""
+    """Blocks of a pool that stay where they are until they are closed.
+
+    All views have the same length.
+    """
 
     views: Sequence[ByteArray]
     checksums: Sequence[bytes] = ()  # xxh3_128 digests, or none
@@ -112,5 +119,5 @@ class BlockSource(Protocol):
         ...
 
     def close(self, pinned: PinnedBlocks) -> None:
-        """Nobody reads the views any more. Once per `open` that returned views."""
+        """Nothing reads the views any more. Once per `open` that returned views."""
         ...

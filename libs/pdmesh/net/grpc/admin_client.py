@@ -36,7 +36,10 @@ async def call_leader(
     within_s: float = _CALL_S,
     mesh_token: str | None = None,
 ) -> T:
-    """Ask whoever leads until he answers, and nobody else: the token is for no other eyes. Raises his refusal; Unavailable if none leads in time."""
+    """Ask the leading master until it answers, and no other process: only it may see the token.
+
+    Raises the master's refusal, or Unavailable if none leads in time.
+    """
     deadline = asyncio.get_running_loop().time() + within_s
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     why: MeshError = Unavailable("no master says that it leads")
@@ -54,7 +57,10 @@ async def call_leader(
 
 
 async def _leader(bus: NatsBus) -> str:
-    """The address of the leading master by its record; of two that say so, of the later epoch. Empty: none does."""
+    """The address of the master whose record says that it leads; empty: there is none.
+
+    If two say so, the one with the later epoch.
+    """
     view = await NatsRegistry(bus, _LEASE_S).watch()
     try:
         leaders = [

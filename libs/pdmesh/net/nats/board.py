@@ -1,4 +1,5 @@
-"""What one service judges, where everybody can read it: a JetStream bucket with one message in JSON per instance.
+"""What one service judges, where everybody can read it: a JetStream bucket with one message in JSON
+per instance.
 
 Entries outlive their writer: the last ones stand until another one writes.
 """
@@ -60,7 +61,8 @@ class Board(Generic[M]):
 class BoardView(Generic[M]):
     """Hands out every entry there is, then each new one; all of them again after an outage.
 
-    If the bucket was wiped, what stood in it stays in `known`, and is `missing` until somebody writes it again.
+    If the bucket was wiped, what stood in it stays in `known`, and is `missing` until somebody
+    writes it again.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class BoardView(Generic[M]):
         return self._revisions.get(key, 0)
 
     def wrote(self, key: str, message: M | None, revision: int) -> None:
-        """Whoever writes what he follows shows it at once."""
+        """A process that follows this board and writes to it shows its own write at once."""
         self._revisions[key] = revision
         self.missing.discard(key)
         if message is not None:
@@ -147,5 +149,8 @@ def pin_board(bus: NatsBus) -> Board[Pin]:
 
 
 def hold_board(bus: NatsBus) -> Board[Hold]:
-    """The leading master's list of instances kept out of service. No heartbeat, incarnation or restart lifts a hold."""
+    """The leading master's list of instances kept out of service.
+
+    No heartbeat, incarnation or restart lifts a hold.
+    """
     return Board(KvBucket(bus, "pdmesh-holds"), Hold)

@@ -33,7 +33,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseAtRanks:
-    """Effect: tell every rank that nobody will pull this ticket."""
+    """Effect: tell every rank that no peer will pull this ticket."""
 
     ticket_id: str
 

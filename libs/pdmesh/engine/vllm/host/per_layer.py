@@ -1,7 +1,9 @@
-"""Prefills of one vLLM engine whose KV is handed on per layer: their tickets live beside them, not after them.
+"""Prefills of one vLLM engine whose KV is handed on per layer: their tickets live beside them, not
+after them.
 
-A ticket is announced when every rank has opened it, and may be closed, its KV taken, before the prompt's token 1 is read here. The
-host hears `TicketClosed` once for each that it was told of or that it aborted, whatever came of the job.
+A ticket is announced when every rank has opened it, and may be closed, its KV taken, before the
+prompt's token 1 is read here. The host hears `TicketClosed` once for each that it was told of or
+that it aborted, whatever came of the job.
 """
 
 from __future__ import annotations
@@ -127,7 +129,7 @@ class PerLayerPrefills:
         return [TicketOpened(streaming.job.leg, streaming.ticket)]
 
     def _end(self, streaming: _Streaming) -> list[Effect]:
-        """Nobody wants the KV; each rank closes the ticket unless it has."""
+        """The KV is no longer wanted: each rank closes the ticket unless it has already."""
         streaming.is_over = True
         self._forget_if_done(streaming)
         is_closed = len(streaming.ended) == self._num_ranks
