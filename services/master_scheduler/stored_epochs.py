@@ -1,6 +1,8 @@
-"""The epochs of leaders by what they have written: a leader below them could write over none of it (I7).
+"""The epochs of leaders by what they have written: a leader below them could write over none of it
+(I7).
 
-They outlive all processes: after a restart of the whole mesh nobody else remembers an epoch above the store's revisions (F21).
+They outlive all processes: after a restart of the whole mesh, nothing else remembers an epoch above
+the store's revisions (F21).
 """
 
 from __future__ import annotations

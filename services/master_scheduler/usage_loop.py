@@ -81,7 +81,11 @@ class UsageLoop:
             await self._save()
 
     def message(self) -> pb.UsageBook:
-        """As of now. Raises Unavailable while this leader has not read what the one before counted, InvalidRequest if nobody counts."""
+        """The usage as of now.
+
+        Raises Unavailable until this leader has read its predecessor's counts, InvalidRequest if
+        usage is not counted.
+        """
         if self._groups.desired is None:
             raise InvalidRequest("nothing is counted before a desired state was applied")
         if self._book is None or not self._leadership()[0]:

@@ -1,4 +1,5 @@
-"""Keeps the fleet core true to the world: records, verdicts and fault reports of the health-monitor, load reports.
+"""Keeps the fleet core true to the world: records, verdicts and fault reports of the
+health-monitor, load reports.
 
 Everything is told again after an outage, so nothing here needs to remember what it missed.
 """
@@ -167,7 +168,7 @@ class FleetFeed:
                 )
 
     async def _mind_the_judge(self) -> None:
-        """Without a health-monitor nobody would ever clear a suspicion."""
+        """Notice a lost health-monitor: without one, no suspicion would ever be cleared."""
         while True:
             now = self._clock()
             is_there = any(r.service == _JUDGE for r in self._view.records.values())

@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def collect(options: argparse.Namespace) -> Status:
-    """Raises CommandFailed if there is no mesh, or nothing is known of it but a NATS that does not answer."""
+    """Raises CommandFailed if there is no mesh, or if all that is known is a NATS that is silent."""
     mesh = None if options.nats_url is not None else state.read(options.state_dir)
     if mesh is None and options.nats_url is None:
         raise no_mesh(options.state_dir)

@@ -153,7 +153,10 @@ def _check_processor(options: argparse.Namespace, desired: Desired) -> None:
 
 
 def _keys_file(options: argparse.Namespace) -> Path | None:
-    """Checked before anything starts: a gateway would refuse it only after the instances have loaded the model."""
+    """Check it before anything starts.
+
+    A gateway would refuse it only after the instances have loaded the model.
+    """
     if options.keys is not None:
         keys: Path = options.keys
         try:
@@ -308,7 +311,7 @@ def _follow(launcher: subprocess.Popen[bytes], lines: IO[str], options: argparse
 
 
 def _say(line: str) -> None:
-    """Print a line if anything still reads it: a mesh does not end with the reader of its progress."""
+    """Print a line if it is still read: a mesh does not end with the reader of its progress."""
     with contextlib.suppress(OSError):
         _print_line(line)
 

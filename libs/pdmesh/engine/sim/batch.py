@@ -1,7 +1,7 @@
 """The running decode batch: every sequence draws one token per step, all at once in numpy.
 
-One column per sequence in a matrix of 64-bit words, kept dense: whoever leaves is replaced by the last
-column. A step costs some tens of microseconds for the whole batch, whatever its size.
+One column per sequence in a matrix of 64-bit words, kept dense: whoever leaves is replaced by the
+last column. A step costs some tens of microseconds for the whole batch, whatever its size.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class DecodeBatch:
         return leg in self._column_of
 
     def step(self) -> BatchStep:
-        """Draw one token for each sequence. Whoever finished stays until `leave`."""
+        """Draw one token for each sequence. A finished sequence stays until `leave`."""
         count = len(self._legs)
         columns = self._columns[:, :count]
         tokens = self._model.draw(

@@ -1,8 +1,10 @@
-"""Keeps a PrefixIndex true to what the instances hold: deltas by NATS, and snapshots wherever deltas are missing.
+"""Keeps a PrefixIndex true to what the instances hold: deltas by NATS, and snapshots wherever
+deltas are missing.
 
-Only instances that the registry knows, under the incarnation it knows, are listened to. Besides gaps, one instance in turn is
-asked for a snapshot every so often, since the loss of the last delta of all shows by nothing else. An instance that cannot
-be asked waits its turn without a place among the fetches in flight, so that it delays nobody else's.
+Only instances that the registry knows, under the incarnation it knows, are listened to. Besides
+gaps, one instance in turn is asked for a snapshot every so often, since the loss of the last delta
+of all shows by nothing else. An instance that cannot be asked waits its turn without a place among
+the fetches in flight, so that it delays no other.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Follower(Protocol):
 
 
 class IndexFeed:
-    """Owns `index`: nobody else may change it."""
+    """Owns `index`: nothing else may change it."""
 
     def __init__(
         self,
@@ -99,7 +101,8 @@ class IndexFeed:
         return not self._repairs
 
     def age_s(self) -> float:
-        """For how long the instance known worst has been without deltas that were missed; 0 if nothing is missing (S100).
+        """For how long the instance known worst has been without deltas that were missed; 0 if
+        nothing is missing (S100).
 
         A routine comparison with a snapshot is no doubt, and does not count.
         """
@@ -174,7 +177,7 @@ class IndexFeed:
         self._pass_on_forgotten()
 
     def _on_gap(self) -> None:
-        """The bus lost events, nobody knows whose."""
+        """The bus lost events of unknown instances."""
         self.resync_all()
 
     def _on_record(self, change: RecordChanged) -> None:
@@ -249,7 +252,8 @@ class IndexFeed:
         if outcome is not DeltaOutcome.STALE and self._follower is not None:
             self._follower.on_replaced(instance_id)
         self._pass_on_forgotten()
-        # A stale one is older than deltas that came meanwhile: those are complete, unless a hole says otherwise.
+        # A stale one is older than deltas that came meanwhile: those are complete, unless a hole
+        # says otherwise.
         return self.index.is_whole(instance_id)
 
     async def _resync(self) -> None:
@@ -269,5 +273,5 @@ def _host_part(event: KvBlocks) -> TierDelta | None:
 
 
 def _has_blocks(record: InstanceRecord) -> bool:
-    """One that is loading still has a role, and nobody there to ask."""
+    """Whether it can be asked: an instance that still loads has a role, but no address."""
     return record.role in _ROLES and bool(record.grpc_address)

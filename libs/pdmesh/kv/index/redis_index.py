@@ -1,7 +1,9 @@
-"""The block index in Redis: shared truth between index processes, and what a restarted one starts from.
+"""The block index in Redis: shared truth between index processes, and what a restarted one starts
+from.
 
-Everything here may be wiped at any time; the epoch key tells (F14, F15). Calls end within about a quarter of a second and raise
-Unavailable, never redis-py's own errors, whose defaults would retry for a minute.
+Everything here may be wiped at any time; the epoch key tells (F14, F15). Calls end within about a
+quarter of a second and raise Unavailable, never redis-py's own errors, whose defaults would retry
+for a minute.
 """
 
 from __future__ import annotations
@@ -85,7 +87,10 @@ class RedisIndex:
         return None
 
     async def apply(self, delta: IndexDelta, model_fingerprint: str) -> None:
-        """Add a delta to what the store has of this incarnation, in one transaction. Not for cleared ones."""
+        """Add a delta to what the store has of this incarnation, in one transaction.
+
+        Not for cleared ones.
+        """
         assert not delta.clears
         async with self._answering(), self._redis.pipeline(transaction=True) as pipe:
             for tier, part in zip(TIERS, (delta, delta.host), strict=True):
@@ -106,7 +111,7 @@ class RedisIndex:
             if before is not None and before.decode() != fingerprint:
                 await self.remove(instance_id)
             version = keys.instance_version(instance_id)
-            # The fingerprint stays: whoever removes a half-written instance needs it to find the blocks.
+            # The fingerprint stays: it is needed to find the blocks of a half-written instance.
             await self._redis.hdel(version, "incarnation", "sequence")
             await self._redis.hset(version, mapping={"fingerprint": fingerprint})
             await self._redis.sadd(keys.INSTANCES, instance_id)
@@ -114,7 +119,8 @@ class RedisIndex:
                 owner, held = _Owner(instance_id, fingerprint, tier), instance.held_in(tier)
                 for chunk in _chunks(await self._known_blocks(owner) - held):
                     await self._move(owner, chunk, ())
-                # All of them, not only the new: after a wipe the reverse key may be back before the blocks.
+                # All of them, not only the new: after a wipe the reverse key may be back before the
+                # blocks.
                 for chunk in _chunks(held):
                     await self._move(owner, (), chunk)
             async with self._redis.pipeline(transaction=True) as pipe:

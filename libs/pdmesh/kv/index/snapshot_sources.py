@@ -108,7 +108,8 @@ async def _gather(parts: Any) -> Snapshot:
     except grpc.aio.AioRpcError as exc:
         raise Unavailable(f"snapshot: {exc.code().name}") from exc
     except asyncio.CancelledError as exc:
-        # The channel was closed under the call, as that of an instance that has left: nobody cancelled the caller.
+        # The channel was closed under the call, as for an instance that has left: the caller was
+        # not cancelled.
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise

@@ -1,7 +1,10 @@
-"""Threads for calls that a disk may never return from: so many of them, so many calls waiting, and nobody waits for the threads.
+"""Threads for calls that a disk may never return from.
 
-They are daemons, since an interpreter that ends joins any other thread, `ThreadPoolExecutor`'s too, and a hanging disk would
-hold the process. What a call raises is its caller's; no thread ends with it.
+Threads and waiting calls are bounded, and nothing waits for the threads to end.
+
+They are daemons, since an interpreter that ends joins any other thread, `ThreadPoolExecutor`'s too,
+and a hanging disk would hold the process. What a call raises is its caller's; no thread ends with
+it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
-"""KV blocks as files in a directory that instances share: a shared file system in production, any folder here (S105).
+"""KV blocks as files in a directory that instances share: a shared file system in production, any
+folder here (S105).
 
-The name is the path, `<root>/<identity>/<owner>/<two hex digits>/<name>.kv`, so there is no map to lose. A block is written
-under a temporary name and renamed, so that a name exists whole or not at all whenever a writer dies; anything else
-(a torn disk, a flipped bit) fails the checksums when read, and the file is removed. Files go least recently used
-first when the quota is reached; the modification time is the time of the last use, and a time in the future keeps a file,
-as long as those that are kept leave a quarter of the quota to the others.
+The name is the path, `<root>/<identity>/<owner>/<two hex digits>/<name>.kv`, so there is no map to
+lose. A block is written under a temporary name and renamed, so that a name exists whole or not at
+all whenever a writer dies; anything else (a torn disk, a flipped bit) fails the checksums when
+read, and the file is removed. Files go least recently used first when the quota is reached; the
+modification time is the time of the last use, and a time in the future keeps a file, as long as
+those that are kept leave a quarter of the quota to the others.
 
-All processes that write to the directory share the quota: the bytes in use are counted in one small file that they share, under a
-lock. A writer that dies may leave it too high by a block; the count is made anew when the quota seems to be reached. A
-disk that is full before the quota is (others use it too) is a reason to evict once, and only then a fault.
+All processes that write to the directory share the quota: the bytes in use are counted in one small
+file that they share, under a lock. A writer that dies may leave it too high by a block; the count
+is made anew when the quota seems to be reached. A disk that is full before the quota is (others use
+it too) is a reason to evict once, and only then a fault.
 
 Methods block on I/O and may be called from any thread. OSError means that the disk is at fault.
 """
@@ -50,7 +53,7 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FILE_MODE: Final = 0o600  # KV tells what was asked
 _FOLDER_MODE: Final = 0o700
 LOW_WATER: Final = 0.9  # of the quota, that eviction goes down to
-KEPT_SHARE: Final = 0.75  # of the quota, for files that are kept, whoever keeps them
+KEPT_SHARE: Final = 0.75  # of the quota, for files that any instance keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,8 @@ class FileStore:
         owner: bytes,
         is_given_up: threading.Event | None = None,
     ) -> int:
-        """Mask of the positions that have a file, up to the first that has none, or until it is given up.
+        """Mask of the positions that have a file, up to the first that has none, or until it is
+        given up.
 
         Not a promise that the file is good.
         """
@@ -141,9 +145,11 @@ class FileStore:
         return mask
 
     def get(self, name: bytes, owner: bytes, out: ByteArray) -> bytes | None:
-        """Read the block into `out`, verify it there, and return its checksum. None if there is no such file.
+        """Read the block into `out`, verify it there, and return its checksum. None if there is no
+        such file.
 
-        Raises BadBlockFile if the file is not good; it is counted and removed. `out` may then hold anything.
+        Raises BadBlockFile if the file is not good; it is counted and removed. `out` may then hold
+        anything.
         """
         path = self._path(name, owner)
         try:
@@ -173,7 +179,8 @@ class FileStore:
     ) -> bool:
         """Store a block. False if it is there already, or the quota is reached and nothing may go.
 
-        `position` in its prompt: of blocks written together, the tail counts as older and goes first.
+        `position` in its prompt: of blocks written together, the tail counts as older and goes
+        first.
         """
         path = self._path(name, owner)
         size = HEADER_BYTES + data.size
@@ -215,7 +222,7 @@ class FileStore:
             raise
 
     def keep(self, name: bytes, owner: bytes, until: float) -> bool:
-        """Do not evict the block before `until`, whoever evicts. False if there is none."""
+        """Let no instance evict the block before `until`. False if there is no such block."""
         try:
             os.utime(self._path(name, owner), (until, until))
         except FileNotFoundError:
@@ -232,7 +239,10 @@ class FileStore:
         yield from self._scan(self._folder)
 
     def recover(self) -> int:
-        """Count what is there and remove what writers that died left behind. Returns the bytes in use."""
+        """Count what is there and remove what writers that died left behind.
+
+        Returns the bytes in use.
+        """
         _make_folder(self._root)
         before = self._read_count()
         total = 0
@@ -244,7 +254,8 @@ class FileStore:
                     total += max(num_bytes, HEADER_BYTES + self._block_bytes)
             elif path.suffix == _SUFFIX:
                 total += num_bytes
-        # What others added meanwhile may have been seen or not: it is counted, rather twice than not.
+        # What others added meanwhile may have been seen or not: it is counted, rather twice than
+        # not.
         with self._counted() as count:
             count.removed = before.added - total
         if self._bytes_used is None:  # the disk has no room for the count
@@ -277,7 +288,8 @@ class FileStore:
     def _evict_of_what_is_there(self, size: int) -> bool:
         """The disk is full, whatever the quota says. Returns whether something went.
 
-        Once, until a block could be written again: where others take what gets free, the store would be emptied for nothing.
+        Once, until a block could be written again: where others take what gets free, the store
+        would be emptied for nothing.
         """
         if self._evicted_in_vain:
             return False
@@ -288,7 +300,8 @@ class FileStore:
         return self.num_evicted > before
 
     def _evict(self, target_of: Callable[[int], int]) -> None:
-        """Down to `target_of(bytes in use)`: files of owners beyond their share first, then the least recently used.
+        """Down to `target_of(bytes in use)`: files of owners beyond their share first, then the
+        least recently used.
 
         One process of all that share the directory evicts at a time; the lock goes with its holder.
         """
@@ -327,7 +340,10 @@ class FileStore:
         yield from self._kept_too_many(kept)
 
     def _kept_too_many(self, kept: list[StoredFile]) -> Iterator[StoredFile]:
-        """Those whose time is furthest ahead first: it was set by a clock that was wrong, or for a pin that nobody may remember."""
+        """Kept files beyond the share, those whose time is furthest ahead first.
+
+        A clock that was wrong set that time, or it was for a pin that may be forgotten.
+        """
         num_bytes = sum(stored.num_bytes for stored in kept)
         for stored in reversed(kept):
             if num_bytes <= KEPT_SHARE * self._quota:
@@ -336,7 +352,10 @@ class FileStore:
             yield stored
 
     def _touch(self, path: Path) -> None:
-        """The file was used. On a disk that cannot be written the order of eviction does not matter."""
+        """The file was used.
+
+        On a disk that cannot be written the order of eviction does not matter.
+        """
         now = self._clock()
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < now:  # not one that is kept
@@ -415,7 +434,7 @@ class FileStore:
 
 
 def _nobody() -> None:
-    """Nobody wants to know."""
+    """The default of `on_step`: does nothing."""
 
 
 def _make_folder(folder: Path) -> None:

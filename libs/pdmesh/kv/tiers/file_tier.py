@@ -1,7 +1,9 @@
-"""The file store behind a few threads: reads and writes never run on an event loop or an engine's thread.
+"""The file store behind a few threads: reads and writes never run on an event loop or an engine's
+thread.
 
-Bounded on all sides: so many threads, so many blocks waiting to be read or written (more are dropped and counted). A disk that
-fails or hangs is left alone for a while and tried again (`core.kv.tiers.disk_health`); the tier then serves nothing or takes nothing.
+Bounded on all sides: so many threads, so many blocks waiting to be read or written (more are
+dropped and counted). A disk that fails or hangs is left alone for a while and tried again
+(`core.kv.tiers.disk_health`); the tier then serves nothing or takes nothing.
 """
 
 from __future__ import annotations
@@ -75,7 +77,10 @@ class FileTier:
         return self._writer.num_open
 
     def watch(self) -> None:
-        """Notice a call that hangs, and let go of all that wait behind it. To be called often; cheap."""
+        """Notice a call that hangs, and let go of all that wait behind it.
+
+        To be called often; cheap.
+        """
         reading, writing = self._readers.waits_since(), self._writer.waits_since()
         with self._health_lock:
             is_news = self._health.watch(reading, writing, self._clock())
@@ -91,7 +96,10 @@ class FileTier:
     # -- reading ----------------------------------------------------------------------------------
 
     async def contains(self, names: Sequence[bytes], owner: bytes) -> int:
-        """Mask of positions; 0 while the disk is off or fails. When cancelled, nothing more is looked up."""
+        """Mask of positions; 0 while the disk is off or fails.
+
+        When cancelled, nothing more is looked up.
+        """
         is_given_up = threading.Event()
         try:
             found = await self._read(lambda: self._store.contains(names, owner, is_given_up))
@@ -100,9 +108,11 @@ class FileTier:
         return found or 0
 
     async def get(self, name: bytes, owner: bytes, out: ByteArray) -> bytes | None:
-        """Fill `out` with the block, verified; its checksum. None: not there, bad (and removed), or the disk failed.
+        """Fill `out` with the block, verified; its checksum. None: not there, bad (and removed), or
+        the disk failed.
 
-        Goes on to its end in its thread when cancelled; `out` must stay what it is until then, so shield it.
+        Goes on to its end in its thread when cancelled; `out` must stay what it is until then, so
+        shield it.
         """
         try:
             checksum = await self._read(lambda: self._store.get(name, owner, out))
@@ -126,7 +136,10 @@ class FileTier:
             return None
 
     def _judged(self, work: Callable[[], T]) -> T:
-        """Of a read, on its thread: whether anybody still waits for it or not, it says how the disk is."""
+        """Run a read on its thread.
+
+        Even if no load waits for it any more, it shows the disk's health.
+        """
         try:
             result = work()
         except OSError as error:
@@ -166,7 +179,10 @@ class FileTier:
         written.add_done_callback(lambda done: self._written(block, done))
 
     def keep(self, names: Sequence[bytes], owners: Sequence[bytes], until: Sequence[float]) -> None:
-        """Have these blocks stay until then, each, of the wall clock, in the background. Those without a file are left out."""
+        """Have these blocks stay until then, each, of the wall clock, in the background.
+
+        Those without a file are left out.
+        """
 
         def work() -> None:
             try:
@@ -185,7 +201,10 @@ class FileTier:
         return self._writer.flush(timeout_s)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what waits, as far as the time and the disk allow, and let go of the threads. Idempotent."""
+        """Write what waits, as far as the time and the disk allow, and let go of the threads.
+
+        Idempotent.
+        """
         ends = time.monotonic() + timeout_s
         while not self._writer.flush(min(0.1, timeout_s)) and time.monotonic() < ends:
             self.watch()

@@ -1,7 +1,9 @@
-"""Which peers' host pools hold a prompt's blocks, as the kv-cache-index knows it: a hint, in bounded time.
+"""Which peers' host pools hold a prompt's blocks, as the kv-cache-index knows it: a hint, in
+bounded time.
 
-Who the instances are is read from the registry now and then, not followed: every instance following all others would cost the
-square of their number. A peer that is newer than the last reading is simply not asked yet.
+Who the instances are is read from the registry now and then, not followed: every instance following
+all others would cost the square of their number. A peer that is newer than the last reading is
+simply not asked yet.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ MAX_HOLDINGS: Final = 4  # the longest ones
 
 
 class HolderDirectory:
-    """While `run` has not read the registry, nobody holds anything."""
+    """Until `run` has read the registry, no instance holds anything."""
 
     def __init__(self, instance_id: str) -> None:
         self._instance_id = instance_id

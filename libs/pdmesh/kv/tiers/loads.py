@@ -1,6 +1,8 @@
-"""Blocks on their way into the host pool, from files and from peers: requests that want the same ones share a load.
+"""Blocks on their way into the host pool, from files and from peers: requests that want the same
+ones share a load.
 
-A load goes on whoever stops waiting for it, and serves the next request. What it brings stays pinned while anybody waits.
+A load goes on when a request stops waiting for it, and serves the next one. What it brings stays
+pinned while any request waits.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ MAX_LOADING: Final = 1024  # blocks under way at once; beyond it requests comput
 class BlockLoad:
     """Blocks on their way into the pool, and the requests that wait for them.
 
-    What has arrived stays pinned while anybody waits, or other loads would push it out again.
+    What has arrived stays pinned while any request waits, or other loads would evict it again.
     """
 
     names: tuple[bytes, ...]
@@ -116,7 +118,8 @@ class Loads:
         if data is None:
             return  # the engine saved it meanwhile, or there is no room
         started = self._clock()
-        # Cancelled at the end only, and then the slot stays reserved: a thread may still write to it.
+        # Cancelled at the end only, and then the slot stays reserved: a thread may still write to
+        # it.
         checksum = await self._files.get(name, owner, data)
         if checksum is None:
             self._pool.abandon(name)

@@ -51,7 +51,7 @@ class TierReport:
     num_pinned: int | None = (
         None  # blocks of pinned prefixes in the host pool; None: as many as before
     )
-    num_leased: int | None = None  # blocks of the host pool that somebody reads; None: as before
+    num_leased: int | None = None  # blocks of the host pool that are being read; None: as before
 
     @property
     def is_empty(self) -> bool:

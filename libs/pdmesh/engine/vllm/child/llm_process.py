@@ -1,7 +1,8 @@
-"""vLLM's AsyncLLM from its first thread to its last process: built beside the loop, and ended for sure.
+"""vLLM's AsyncLLM from its first thread to its last process: built beside the loop, and ended for
+sure.
 
-A start that is given up has a thread that cannot be cancelled and children that nobody knows yet; both are gone when `stop`
-returns, or it has waited for as long as it may.
+A start that is given up has a thread that cannot be cancelled and children not known yet; both are
+gone when `stop` returns, or it has waited for as long as it may.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class LlmProcess:
         return llm
 
     async def is_alive(self) -> bool:
-        """Asked of vLLM's engine process, which answers between two steps. True before the start and after the end."""
+        """Asked of vLLM's engine process, which answers between two steps.
+
+        True before the start and after the end.
+        """
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if self._llm is None:
@@ -66,9 +70,11 @@ class LlmProcess:
         self._llm = None
 
     async def _end_build(self, building: asyncio.Future[AsyncLLM]) -> AsyncLLM | None:
-        """vLLM was still starting: its processes would go on, and the thread that waits for them too.
+        """vLLM was still starting: its processes would go on, and the thread that waits for them
+        too.
 
-        The process may live on, so no process may be started behind our back: wait for the thread, for a bounded time.
+        The process may live on, so no process may be started behind our back: wait for the thread,
+        for a bounded time.
         """
         until = time.monotonic() + BUILD_STOP_S
         while not building.done() and time.monotonic() < until:

@@ -17,7 +17,7 @@ def make_private_dir(parent: Path | None = None) -> Path:
     """A new directory with mode 0700. Removes those of ours whose process is gone."""
     parent = parent or Path(tempfile.gettempdir())
     for left in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # somebody else's, or removed meanwhile
+        with contextlib.suppress(OSError):  # another user's, or removed meanwhile
             if left.stat().st_uid == os.getuid() and not _is_owned(left):
                 shutil.rmtree(left, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))

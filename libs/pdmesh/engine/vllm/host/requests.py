@@ -1,7 +1,8 @@
-"""The legs' requests in vLLM: each is begun once the tiers have what they can, read by a task of its own, and aborted on demand.
+"""The legs' requests in vLLM: each is begun once the tiers have what they can, read by a task of
+its own, and aborted on demand.
 
-What the outputs mean is `Jobs`'s to decide. A request that vLLM did not take ends alone; one whose task dies after that
-ends the engine, since nobody knows what has become of it.
+What the outputs mean is `Jobs`'s to decide. A request that vLLM did not take ends alone; one whose
+task dies after that ends the engine, since it is unknown what has become of it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class RequestEvents:
-    """Whom the requests tell. `refused`: vLLM never took it, and why. `ended` is the last word about a leg."""
+    """Whom the requests tell.
+
+    `refused`: vLLM never took it, and why. `ended` is the last word about a leg.
+    """
 
     drawn: Callable[[Drawn], None]
     refused: Callable[[int, str], None]

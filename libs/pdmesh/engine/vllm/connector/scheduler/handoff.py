@@ -1,9 +1,10 @@
 """Which blocks a step must gather or receive for the mesh: the scheduler's half of the hand-off.
 
-Decided from what the scheduler tells, step by step; the worker half carries the plan out in the same step.
-A prompt's blocks are gathered in the step that computes its last token, so that they may go back to
-the prefix cache at once; those of one that is handed on per layer in each step that fills some (S48). A request that ends before its turn is named in the plan too, so that whoever
-reserved bytes for it learns that nobody will touch them.
+Decided from what the scheduler tells, step by step; the worker half carries the plan out in the
+same step. A prompt's blocks are gathered in the step that computes its last token, so that they may
+go back to the prefix cache at once. The blocks of a prompt that is handed on per layer are gathered
+in each step that fills some (S48). A request that ends before its turn is named in the plan, too.
+So the side that reserved bytes for it learns that nothing will touch them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class StorePart:
-    """Gather the blocks that a step fills, each layer as soon as it is computed. `is_last`: then the layer is ready."""
+    """Gather the blocks that a step fills, each layer as soon as it is computed.
+
+    `is_last`: then the layer is ready.
+    """
 
     store: Store  # without its blocks
     num_blocks: int  # of the whole prompt
@@ -46,7 +50,8 @@ class StorePart:
 class KvLoad:
     """Pull a ticket's KV into blocks. The first `num_local_blocks` are in the prefix cache already.
 
-    `timeout_s` bounds the wait for its turn, and the pull from its turn on. What passes before a step begins the load counts for neither.
+    `timeout_s` bounds the wait for its turn, and the pull from its turn on. What passes before a
+    step begins the load counts for neither.
     """
 
     key: str  # the engine's own name of the request
@@ -167,7 +172,10 @@ class HandoffPlanner:
         self._plan = StepPlan()
 
     def add(self, key: str, params: Mapping[str, Any], num_prompt_tokens: int) -> None:
-        """A request arrived. Requests that are not the mesh's to move have no "pdmesh" in `params`."""
+        """A request arrived.
+
+        Requests that are not the mesh's to move have no "pdmesh" in `params`.
+        """
         match params.get("pdmesh"):
             case "store":
                 self._stores[key] = _store(params, num_prompt_tokens)
@@ -181,9 +189,11 @@ class HandoffPlanner:
         self._unjoined.discard(key)
 
     def num_external_tokens(self, key: str, num_local_tokens: int) -> int | None:
-        """How many tokens after the locally cached ones will be pulled; 0 if none or already pulled.
+        """How many tokens after the locally cached ones will be pulled; 0 if none or already
+        pulled.
 
-        None: ask again. With nothing to pull the request would be computed at once, and token 1 is not known.
+        None: ask again. With nothing to pull the request would be computed at once, and token 1 is
+        not known.
         """
         load = self._loads.get(key)
         num_external = max(0, load.num_tokens - num_local_tokens) if load else 0

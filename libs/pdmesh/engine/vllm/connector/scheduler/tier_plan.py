@@ -1,8 +1,10 @@
-"""Which blocks a step takes from the host pool, and which it puts there: the scheduler's half of the tiers.
+"""Which blocks a step takes from the host pool, and which it puts there: the scheduler's half of
+the tiers.
 
-A prompt comes with a lease: blocks of its chain that every rank holds pinned in its pool. What of it the engine lacks is
-loaded at the start of the step that begins the prompt. Every block that a step completes is saved at its end, since
-vLLM tells nobody when it evicts one. Decided from what the scheduler says; the ranks carry it out.
+A prompt comes with a lease: blocks of its chain that every rank holds pinned in its pool. What of
+it the engine lacks is loaded at the start of the step that begins the prompt. Every block that a
+step completes is saved at its end, since vLLM does not tell when it evicts one. This decides from
+what the scheduler says; the ranks carry it out.
 """
 
 from __future__ import annotations
@@ -77,9 +79,11 @@ class TierPlanner:
         *,
         is_pulled: bool = False,
     ) -> None:
-        """A request arrived. `offer` is (leg, first, count) of its lease. Without a salt it has no names.
+        """A request arrived. `offer` is (leg, first, count) of its lease. Without a salt it has no
+        names.
 
-        Of a prompt that is pulled from a prefill only the answer is saved: the prefill's pool has the rest.
+        Of a prompt that is pulled from a prefill only the answer is saved: the prefill's pool has
+        the rest.
         """
         if offer is not None:
             self._offers[key] = _Offer(*offer)
@@ -104,7 +108,10 @@ class TierPlanner:
         return (offer.first + offer.count - num_local) * self._block_size
 
     def allocated(self, key: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """The request has its blocks; the load follows in the same step. Asked again later, there is no lease."""
+        """The request has its blocks; the load follows in the same step.
+
+        Asked again later, there is no lease.
+        """
         offer = self._offers.pop(key, None)
         if offer is None:
             return

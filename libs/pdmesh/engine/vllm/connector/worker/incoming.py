@@ -1,9 +1,11 @@
-"""One rank's KV on its way in: pulls, and scatters what lands into the blocks that vLLM holds for the waiting request.
+"""One rank's KV on its way in: pulls, and scatters what lands into the blocks that vLLM holds for
+the waiting request.
 
-vLLM keeps those blocks until it has been told that the load is over, also if the request was aborted; so ranges are scattered
-as they land, on the agent's thread, and never into blocks that are somebody else's. Pulls take turns (S53);
-one whose prompt is computed still does not, and is over only when token 1 is known as well. A sender of another number
-of ranks is pulled from in pieces, which take no turns: only the lease at a rank's like is kept while it waits.
+vLLM keeps those blocks until it has been told that the load is over, also if the request was
+aborted; so ranges are scattered as they land, on the agent's thread, and never into blocks of
+another request. Pulls take turns (S53); one whose prompt is computed still does not, and is over
+only when token 1 is known as well. A sender of another number of ranks is pulled from in pieces,
+which take no turns: only the lease at a rank's like is kept while it waits.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class _Pulling:
     waits_since: float = math.inf  # for bytes alone: its turn has come, and prefill is done
     came_at: float = 0.0
     is_cancelled: bool = False
-    is_over: bool = False  # its blocks may be somebody else's
+    is_over: bool = False  # its blocks may belong to another request
     scattering: threading.Lock = field(default_factory=threading.Lock)  # and over `is_over`
 
 
@@ -63,7 +65,10 @@ class _Arrived:
 
 
 class IncomingKv:
-    """`send` tells the host. `pull`, `cancel`, `take_results` and `entered` are called by the step's thread."""
+    """`send` tells the host.
+
+    `pull`, `cancel`, `take_results` and `entered` are called by the step's thread.
+    """
 
     def __init__(
         self,
@@ -104,7 +109,7 @@ class IncomingKv:
                 self._agent.keep(load.ticket, load.timeout_s)
 
     def cancel(self, load: KvLoad) -> None:
-        """Nobody waits for it any more; `take_results` says when its blocks may go."""
+        """The load is no longer wanted; `take_results` says when its blocks may go."""
         self._arrived.pop(load.leg, None)
         self._first_tokens.pop(load.leg, None)
         pulling = self._pulling.get(load.key)
@@ -178,7 +183,7 @@ class IncomingKv:
     # -- inside -----------------------------------------------------------------------------------
 
     def _acknowledge(self, load: KvLoad) -> None:
-        """All blocks are cached here: nothing lands, nobody waits, and there may be no further step."""
+        """All blocks are cached here: nothing lands or waits, and there may be no further step."""
         pull = self._pull(load)
         pull.start(lambda: self._clear(pull))
 

@@ -1,8 +1,10 @@
-"""One rank's KV on its way out: gathers prompts into the staging arena and keeps their tickets in the agent.
+"""One rank's KV on its way out: gathers prompts into the staging arena and keeps their tickets in
+the agent.
 
-A whole prompt is gathered after the step that completes it. One that is handed on per layer has its ticket open before it is
-computed, and each layer's blocks are gathered within the forward, as soon as the layer's attention has run (S48).
-Steps run on vLLM's thread, orders come on the control socket's, tickets close on the agent's.
+A whole prompt is gathered after the step that completes it. One that is handed on per layer has its
+ticket open before it is computed, and each layer's blocks are gathered within the forward, as soon
+as the layer's attention has run (S48). Steps run on vLLM's thread, orders come on the control
+socket's, tickets close on the agent's.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ MAX_REMEMBERED = 1024  # tickets ended before their turn; more are left to their
 
 
 class Outgoing:
-    """`send` tells the host. A ticket is `RankTicketClosed` exactly once, when nobody touches its range any more."""
+    """`send` tells the host.
+
+    A ticket is `RankTicketClosed` exactly once, when nothing touches its range any more.
+    """
 
     def __init__(
         self,
@@ -118,7 +123,10 @@ class Outgoing:
     # -- inside -----------------------------------------------------------------------------------
 
     def _open(self, store: Store, num_blocks: int) -> None:
-        """By whoever comes first, the host's order or the step; a ticket that was closed is not opened again."""
+        """Open a ticket: by the host's order or in the step, whichever comes first.
+
+        A ticket that was closed is not opened again.
+        """
         with self._lock:
             if store.ticket_id in self._begun:
                 return

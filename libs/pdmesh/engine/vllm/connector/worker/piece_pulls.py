@@ -1,8 +1,9 @@
 """One prompt's KV pulled from several ranks of its sender, as one pull (S57).
 
-With as many ranks here as there it is one piece: the whole ticket, from the rank's like. Else each piece is some
-heads of one source rank, lands in a part of the landing range of its own, and the pull is over when the last has ended, whatever
-became of it: only then does nobody write into the range.
+With as many ranks here as there it is one piece: the whole ticket, from the rank's like. Else each
+piece is some heads of one source rank, lands in a part of the landing range of its own, and the
+pull is over when the last has ended, whatever became of it: only then nothing writes into the range
+any more.
 """
 
 from __future__ import annotations
@@ -55,9 +56,11 @@ class Share:
         return tuple(sorted({piece.source_rank for piece in found}))
 
     def pieces(self, ticket: Ticket, landing: ArenaRange, num_bytes: int) -> tuple[PiecePull, ...]:
-        """What is pulled for a prompt of which this rank takes `num_bytes`, from where and to where.
+        """What is pulled for a prompt of which this rank takes `num_bytes`, from where and to
+        where.
 
-        Raises ValueError for a number of ranks that the heads do not divide over: no such ticket comes here (`kv_format`).
+        Raises ValueError for a number of ranks that the heads do not divide over: no such ticket
+        comes here (`kv_format`).
         """
         if self.is_like(ticket):
             count = max(1, self.num_heads // self.num_ranks)
@@ -97,7 +100,10 @@ def pull_pieces(
     on_silent: Callable[[], None] = lambda: None,
     on_range: Callable[[PiecePull, int, ByteArray], None] | None = None,
 ) -> TogetherPull:
-    """All at once, the prompt's blocks from `first_block` on. `on_range` as in `KvAgent.pull`, offsets within the piece."""
+    """All at once, the prompt's blocks from `first_block` on.
+
+    `on_range` as in `KvAgent.pull`, offsets within the piece.
+    """
 
     def pull(piece: PiecePull) -> Future[PullResult]:
         landed = None if on_range is None else partial(on_range, piece)
@@ -138,7 +144,10 @@ class TogetherPull:
             pull.cancel()
 
     def error(self) -> BaseException | None:
-        """The first failure that is no cancellation; else a cancellation; None if all bytes came. After the end only."""
+        """The first failure that is no cancellation; else a cancellation; None if all bytes came.
+
+        After the end only.
+        """
         errors = [e for piece, pull in self._pulls if (e := self._error(piece, pull)) is not None]
         told = [e for e in errors if not isinstance(e, CancelledError)]
         return next(iter(told or errors), None)
@@ -170,7 +179,10 @@ class TogetherPull:
 
 
 class Landings:
-    """The landing ranges that may still be written into. A leg is clear when the last piece of its range is; said once."""
+    """The landing ranges that may still be written into.
+
+    A leg is clear when the last piece of its range is; said once.
+    """
 
     def __init__(self, on_clear: Callable[[int], None]) -> None:
         self._on_clear = on_clear
@@ -187,7 +199,7 @@ class Landings:
                     self._num_open[leg] = self._num_open.get(leg, 0) + 1
 
     def clear(self, offset: int) -> None:
-        """Whoever learns it first."""
+        """Nothing can write there any more. Only the first call for an offset counts."""
         with self._lock:
             leg = self._leg_at.pop(offset, None)
             if leg is None:

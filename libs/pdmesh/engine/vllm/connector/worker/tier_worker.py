@@ -1,7 +1,9 @@
-"""One rank's tiers: leases for prompts on their way, and the copies between its pool and vLLM's blocks.
+"""One rank's tiers: leases for prompts on their way, and the copies between its pool and vLLM's
+blocks.
 
-Fetches run on a thread and loop of their own; vLLM's blocks are touched by the step's thread alone. A lease is pinned until a
-step has loaded it or its plan says that nobody will, so a slot never changes under a load.
+Fetches run on a thread and loop of their own; vLLM's blocks are touched by the step's thread alone.
+A lease is pinned until a step has loaded it or its plan says that none will, so a slot never
+changes under a load.
 """
 
 from __future__ import annotations
@@ -98,7 +100,8 @@ class TierWorker:
 
         self.stack.peers = AgentPeers(fetch, self._config.timeout_s, self._rank, self._num_ranks)
 
-    # -- a step, on vLLM's thread -------------------------------------------------------------------
+    # -- a step, on vLLM's thread
+    # -------------------------------------------------------------------
 
     def begin(self) -> None:
         """The step begins: what passes until `save` is the model's time."""
@@ -115,7 +118,8 @@ class TierWorker:
 
     def _load(self, load: TierLoad, lease: BlockLease | None) -> None:
         if lease is None:
-            # Cannot happen while the host submits after `Fetched` and forgets only what it did not submit.
+            # Cannot happen while the host submits after `Fetched` and forgets only what it did not
+            # submit.
             self._failed_blocks.update(load.block_ids)
             return
         if load.block_ids:
@@ -157,7 +161,8 @@ class TierWorker:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    # -- the host's messages, on any thread -----------------------------------------------------------
+    # -- the host's messages, on any thread
+    # -----------------------------------------------------------
 
     def handle(self, message: TierOrder) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -179,7 +184,7 @@ class TierWorker:
                 self.stack.pin(kept)
 
     def _told(self, leg: int, holdings: Sequence[PeerHolding]) -> None:
-        """The host knows who holds the leg's blocks, or nobody waits for that any more."""
+        """The host has told which peers hold the leg's blocks, or that is no longer waited for."""
         holders = self._holders.get(leg)
         if holders is not None and not holders.done():
             holders.set_result(holdings)
@@ -208,7 +213,8 @@ class TierWorker:
             self._leases[ask.leg] = lease
         self._send(Fetched(self._rank, ask.leg, lease.first, lease.end))
 
-    # -- life ---------------------------------------------------------------------------------------
+    # -- life
+    # ---------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Give what is written the time to be, within bounds. Idempotent."""
@@ -243,7 +249,10 @@ class TierWorker:
 
 
 def news_of(report: TierReport, rank: int) -> list[TierNews]:
-    """The report in messages of bounded size. The first rank speaks for all, save for what failed."""
+    """The report in messages of bounded size.
+
+    The first rank speaks for all, save for what failed.
+    """
     faults = [(f.tier.value, f.reason, f.message) for f in report.faults]
     if rank:
         return [TierNews(rank, [], {}, {}, [], [], faults)] if faults else []
