@@ -17,6 +17,7 @@ from pdmesh.httpd.bounds import Bounds
 from pdmesh.httpd.server import HttpServer, listen
 from pdmesh.lifecycle import StartupError
 from pdmesh.net.registry import RecordChanged, RegistryView
+from pdmesh.net.tasks import end
 from pdmesh.telemetry import metrics, names
 from services.gateway.access.access_control import AccessControl, OpenAccess
 from services.gateway.grpc.service import GrpcServer
@@ -138,9 +139,7 @@ class Gateway:
             tasks.create_task(self.frontend.drain(self._settings.drain_s))
             tasks.create_task(self.http.stop())
             tasks.create_task(self.grpc.stop(self._settings.drain_s + 1))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
         await self._access.close()
         await self.observer.publish_rest()
         await self.sessions.close()

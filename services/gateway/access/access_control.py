@@ -29,6 +29,7 @@ from pdmesh.core.tenancy.shared_limits import num_parts
 from pdmesh.errors import MeshError, Overloaded
 from pdmesh.lifecycle import StartupError
 from pdmesh.net.loopback import is_loopback
+from pdmesh.net.tasks import together
 from pdmesh.telemetry import metrics, names
 from services.gateway.access.tenant_ledgers import LedgerBucket, TenantLedgers
 
@@ -188,10 +189,10 @@ class KeyedAccess:
             self._ledgers.share(gateways)
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._follow_keys())
-            if self._ledgers is not None:
-                tasks.create_task(self._ledgers.run())
+        works = [self._follow_keys()]
+        if self._ledgers is not None:
+            works.append(self._ledgers.run())
+        await together(*works)
 
     async def close(self) -> None:
         if self._ledgers is not None:

@@ -32,7 +32,7 @@ from pdmesh.net.nats.kv_bucket import (
     KvWatch,
     WrongRevision,
 )
-from pdmesh.net.tasks import end
+from pdmesh.net.tasks import end, together
 
 log = structlog.get_logger(__name__)
 
@@ -151,9 +151,10 @@ class TenantLedgers:
         await end(list(self._asking.values()))
         names = [name for name, tenant in self._known().items() if self._has_any(tenant)]
         try:
-            async with asyncio.timeout(_CLOSE_S), asyncio.TaskGroup() as tasks:
-                for name in names:
-                    tasks.create_task(self._settle(name, tells_use=True, is_leaving=True))
+            async with asyncio.timeout(_CLOSE_S):
+                await together(
+                    *(self._settle(name, tells_use=True, is_leaving=True) for name in names)
+                )
         except TimeoutError:
             log.warning("tenants.not_given_back", reason="NATS does not answer")
 

@@ -185,7 +185,8 @@ async def test_two_gateways_at_half_load_do_not_run_to_the_same_prefills(
     assert told.mean_rejections < 0.7
     assert told.share_of_at_most(3) > 0.95
     if has_master:
-        assert len(told.prompts) == NUM_PREFILLS
+        # Three or four prompts for each: by chance one or two prefills may get none.
+        assert len(told.prompts) >= NUM_PREFILLS - 2
         assert max(told.prompts.values()) < 2.5 * told.prompts.total() / NUM_PREFILLS
 
 

@@ -21,7 +21,7 @@ from services.gateway.access.access_control import (
 )
 from services.gateway.access.tenant_ledgers import tenant_bucket
 from tests.support.sites.servers import TestServer
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.req("S97")
 
@@ -50,8 +50,9 @@ class Fleet:
 
     async def kill(self, name: str) -> KeyedAccess:
         access, loop = self.accesses.pop(name), self.loops.pop(name)
-        loop.cancel()
-        await asyncio.gather(loop, return_exceptions=True)
+        async with asyncio.timeout(PATIENCE_S):
+            loop.cancel()
+            await asyncio.gather(loop, return_exceptions=True)
         self.tell()
         return access
 
