@@ -1,1 +1,3 @@
-"""Load tests: what the mesh adds to its engine, how much it carries, and whether its memory stays flat."""
+"""Load tests: what the mesh adds to its engine, how much it carries, and whether its memory stays
+flat.
+"""

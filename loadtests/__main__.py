@@ -1,4 +1,5 @@
-"""The measurements, by name: `python -m loadtests` lists them, `python -m loadtests NAME ...` runs one (make bench NAME=...).
+"""The measurements, by name: `python -m loadtests` lists them, `python -m loadtests NAME ...` runs
+one (make bench NAME=...).
 
 What follows the name goes to the measurement itself; `--help` shows what it takes.
 """
@@ -18,7 +19,9 @@ RESULTS = "loadtests/results"
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """`record`: it writes one unless told where; `traces`: it plays public request traces, if there are any here."""
+    """`record`: it writes one unless told where; `traces`: it plays public request traces, if there
+    are any here.
+    """
 
     module: str
     about: str
@@ -58,7 +61,9 @@ _RECORDS = {"simulate-day": "day-simulated"}
 
 
 def arguments(name: str, given: Sequence[str], traces: str, today: date) -> list[str]:
-    """What the measurement gets: what was given, and before it where it writes and which traces it plays."""
+    """What the measurement gets: what was given, and before it where it writes and which traces it
+    plays.
+    """
     bench, own = BENCHES[name], list[str]()
     if bench.traces and traces:
         own += ["--traces", traces]

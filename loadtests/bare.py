@@ -1,6 +1,8 @@
-"""The engine without the mesh: the same object an instance hosts, driven directly, one request at a time.
+"""The engine without the mesh: the same object an instance hosts, driven directly, one request at a
+time.
 
-It runs in a process of its own, as it does in an instance. What it takes is what the mesh cannot be blamed for.
+It runs in a process of its own, as it does in an instance. What it takes is what the mesh cannot be
+blamed for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A server that does nothing but answer: the ceiling of the generator, and the floor of what HTTP costs here.
+"""A server that does nothing but answer: the ceiling of the generator, and the floor of what HTTP
+costs here.
 
-It gives every request the same answer: a plain JSON document, or a stream of one event per token, each
-written by itself as a server that streams would. The number of tokens comes from the request.
+It gives every request the same answer: a plain JSON document, or a stream of one event per token,
+each written by itself as a server that streams would. The number of tokens comes from the request.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""What a conversation reuses of its earlier turns: whole blocks alone, or the block it goes on in too (S103, S104).
+"""What a conversation reuses of its earlier turns: whole blocks alone, or the block it goes on in
+too (S103, S104).
 
     python -m loadtests.chats --out loadtests/results/chats-2026-11-21
 
-Conversations over a mesh of sim instances, turn by turn through the OpenAI endpoint, as users have them: most of each prompt is what
-was said before. Reused tokens are those that the API reports as cached. Counts, not times: a busy machine changes nothing.
+Conversations over a mesh of sim instances, turn by turn through the OpenAI endpoint, as users have
+them: most of each prompt is what was said before. Reused tokens are those that the API reports as
+cached. Counts, not times: a busy machine changes nothing.
 """
 
 from __future__ import annotations
@@ -155,9 +157,11 @@ def _markdown(rows: Sequence[Row], num_chats: int, num_turns: int) -> str:
     ]
     return (
         "# What conversations reuse\n\n"
-        f"- `python -m loadtests.chats`: {num_chats} conversations of {num_turns} turns, one after another, blocks of 64 tokens,"
+        f"- `python -m loadtests.chats`: {num_chats} conversations of {num_turns} turns, one "
+        "after another, blocks of 64 tokens,"
         f" answers of {_ANSWER_TOKENS}.\n"
-        "- Tokens per turn after the first. With prefill and decode apart, prefill has the earlier prompts and not the answers.\n"
+        "- Tokens per turn after the first. With prefill and decode apart, prefill has the "
+        "earlier prompts and not the answers.\n"
         f"- {describe_machine()}\n\n" + table(head, body) + "\n"
     )
 

@@ -1,9 +1,9 @@
 """A closed-loop load generator for the OpenAI endpoints that costs less than what it measures.
 
-Each connection is an `asyncio.Protocol` on a kept-alive TCP_NODELAY socket that sends its next request
-the moment an answer ends. Answers are not parsed but searched: the end by HTTP framing, events by
-counting, tokens by the `usage` the server reports. What it can carry at most is measured in the same run,
-against `loadtests.canned`.
+Each connection is an `asyncio.Protocol` on a kept-alive TCP_NODELAY socket that sends its next
+request the moment an answer ends. Answers are not parsed but searched: the end by HTTP framing,
+events by counting, tokens by the `usage` the server reports. What it can carry at most is measured
+in the same run, against `loadtests.canned`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class LoadSpec:
     warmup_s: float
     duration_s: float
     max_requests: int | None = None  # the window ends early after this many answers
-    # Mean pause of a connection between an answer and its next request, half of it to one and a half times, at random:
-    # with equal ones the requests could fall in step with the timers of what is measured, and all meet the same one.
+    # Mean pause of a connection between an answer and its next request, half of it to one and a
+    # half times, at random: with equal ones the requests could fall in step with the timers of what
+    # is measured, and all meet the same one.
     think_s: float = 0.0
 
     def to_json(self) -> str:
@@ -152,7 +153,10 @@ def http_request(host: str, port: int, path: str, body: bytes) -> bytes:
 
 
 class _Connection(asyncio.Protocol):
-    """One socket: a request, its answer, the next request. `closed` is set when the socket is gone."""
+    """One socket: a request, its answer, the next request.
+
+    `closed` is set when the socket is gone.
+    """
 
     def __init__(self, run: _Run) -> None:
         self._run = run
@@ -281,7 +285,9 @@ class _Connection(asyncio.Protocol):
 async def run_load(
     spec: LoadSpec, on_window: Callable[[bool], None] = lambda is_open: None
 ) -> LoadResult:
-    """Drive the load: warm up, open the window, close it; `on_window` is told when it opens and closes."""
+    """Drive the load: warm up, open the window, close it; `on_window` is told when it opens and
+    closes.
+    """
     run = _Run(spec)
     connections: dict[int, _Connection] = {}
     tasks = [

@@ -1,11 +1,14 @@
-"""A day of a scenario in five minutes, on a mesh of real processes: tides, two changes of content, an upgrade, three faults (S64).
+"""A day of a scenario in five minutes, on a mesh of real processes: tides, two changes of content,
+an upgrade, three faults (S64).
 
     python -m loadtests.day --out loadtests/results/day-DATE
 
-Blank sim instances become three groups of 1P:2D, whose engines take the time that SmolLM2 takes on a CPU. One group is lent to training at night;
-longer prompts, and later longer answers, have to change the ratio; a new release comes to all groups; a prefill and a decode are killed, and a
-device fails. Clients send at their own times, whatever becomes of it. What was to come about and did not is said in the record, and by exit code 1.
-`loadtests.sim.day` plays a longer day on a virtual clock.
+Blank sim instances become three groups of 1P:2D, whose engines take the time that SmolLM2 takes on
+a CPU. One group is lent to training at night; longer prompts, and later longer answers, have to
+change the ratio; a new release comes to all groups; a prefill and a decode are killed, and a device
+fails. Clients send at their own times, whatever becomes of it. What was to come about and did not
+is said in the record, and by exit code 1. `loadtests.sim.day` plays a longer day on a virtual
+clock.
 """
 
 from __future__ import annotations
@@ -128,7 +131,8 @@ class DayOnMesh:
         answered = [a for a in self.answers if a.is_answered]
         num_failed = len(self.answers) - len(answered)
         return Day(
-            f"on a mesh of {len(self._mesh.names)} processes (sim engine, times of SmolLM2 on a CPU)",
+            f"on a mesh of {len(self._mesh.names)} processes (sim engine, times of SmolLM2 on a "
+            "CPU)",
             shlex.join(["python", "-m", "loadtests.day", *sys.argv[1:]]),
             SPEED,
             len(self.answers),
@@ -147,7 +151,10 @@ class DayOnMesh:
         alone = [v for v in self._victims if v not in watch.replaced | watch.held]
         late = [a.lag_s for a in self.answers if a.lag_s > _MAX_LAG_S]
         came_about = {
-            f"every request answered: {num_failed} were not (HTTP {statuses}, 0: cut or no answer)": not num_failed,
+            (
+                f"every request answered: {num_failed} were not (HTTP {statuses}, 0: cut or no "
+                "answer)"
+            ): not num_failed,
             "a group lent at the beginning and at the end of the day": watch.num_lent >= 2,
             "a lent group back in the morning": watch.num_back > 0,
             "more prefills for longer prompts": any(p > 0 for p, _ in watch.moves),
@@ -155,7 +162,10 @@ class DayOnMesh:
             f"the upgrade (its steps: {steps})": "done" in watch.upgraded,
             f"a substitute for {', '.join(alone)}": not alone,
             "all groups whole at the end": self._is_whole,
-            f"an open loop: {len(late)} requests left up to {max(late, default=0):.1f} s late, for want of CPU": not late,
+            (
+                f"an open loop: {len(late)} requests left up to {max(late, default=0):.1f} s "
+                "late, for want of CPU"
+            ): not late,
         }
         return (what for what, is_so in came_about.items() if not is_so)
 

@@ -1,6 +1,8 @@
-"""One day of a mesh as a document and as a page like P/D-Serve's figures 12c and 13b: traffic, instances, T_p share, E2E, actions (S64).
+"""One day of a mesh as a document and as a page like P/D-Serve's figures 12c and 13b: traffic,
+instances, T_p share, E2E, actions (S64).
 
-Whoever runs a day, simulated or on a mesh, writes this document; the page and its table are drawn from nothing else.
+Whoever runs a day, simulated or on a mesh, writes this document; the page and its table are drawn
+from nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ _COLOURS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One line of the event log. `at_s`: seconds of the day; `kind`: a key of the figure's colours."""
+    """One line of the event log.
+
+    `at_s`: seconds of the day; `kind`: a key of the figure's colours.
+    """
 
     at_s: float
     kind: str
@@ -35,7 +40,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A scenario in one window. `groups`: prefills, decodes and the pool that borrowed it; None: nothing ended."""
+    """A scenario in one window.
+
+    `groups`: prefills, decodes and the pool that borrowed it; None: nothing ended.
+    """
 
     at_s: float
     scenario: str
@@ -49,7 +57,10 @@ class Point:
 
 @dataclass(slots=True)
 class Day:
-    """`source`: "simulated", or the mesh it ran on. `speed`: seconds of the day in one second of the run."""
+    """`source`: "simulated", or the mesh it ran on.
+
+    `speed`: seconds of the day in one second of the run.
+    """
 
     source: str
     command: str
@@ -77,8 +88,10 @@ def markdown(day: Day) -> str:
         f"`{day.command}`",
         "",
         (
-            f"{day.num_requests:,} requests in 24 h at {day.speed:g} times the pace: {served:,} answered, {day.num_failed} failed,"
-            f" {day.num_late} later than their SLO; {day.num_migrated} went on elsewhere when an instance died."
+            f"{day.num_requests:,} requests in 24 h at {day.speed:g} times the pace: {served:,} "
+            f"answered, {day.num_failed} failed,"
+            f" {day.num_late} later than their SLO; {day.num_migrated} went on elsewhere when an "
+            "instance died."
         ),
         "",
         *(f"**Did not come about: {each}.**" for each in day.missed),

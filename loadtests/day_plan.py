@@ -1,6 +1,8 @@
-"""What happens in the compressed day on a mesh, and when: traffic, changes of content, tides, faults, an upgrade.
+"""What happens in the compressed day on a mesh, and when: traffic, changes of content, tides,
+faults, an upgrade.
 
-The day is as long as the mesh needs to do all of it: its own times (leases, windows, soak, cron's minutes) do not shrink with it.
+The day is as long as the mesh needs to do all of it: its own times (leases, windows, soak, cron's
+minutes) do not shrink with it.
 """
 
 from __future__ import annotations
@@ -84,7 +86,9 @@ def rate(at_s: float) -> float:
 
 
 def lengths(at_s: float) -> Lengths:
-    """Prompts become three times as long; later they are as before, and answers are 3.5 times as long."""
+    """Prompts become three times as long; later they are as before, and answers are 3.5 times as
+    long.
+    """
     if at_s < NEW_PROMPTS_AT:
         return Lengths(300, 20)
     return Lengths(900, 20) if at_s < NEW_OUTPUTS_AT else Lengths(300, 70)

@@ -1,4 +1,6 @@
-"""What a mesh says of itself in the course of a day: its events, and how its groups look each second."""
+"""What a mesh says of itself in the course of a day: its events, and how its groups look each
+second.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ class _Window:
 
 @dataclass(slots=True)
 class Watch:
-    """`began`: of the run, on the monotonic clock. What is told before counts as at its beginning."""
+    """`began`: of the run, on the monotonic clock.
+
+    What is told before counts as at its beginning.
+    """
 
     actions: list[Action] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
@@ -61,7 +66,9 @@ class Watch:
         self.actions.append(Action(at_s, kind, SCENARIO, text))
 
     def close_window(self, states: pb.ListGroupStatesResponse, num_asked: int) -> None:
-        """A point of the day, with the groups as they are; `num_asked`: requests that were sent meanwhile."""
+        """A point of the day, with the groups as they are; `num_asked`: requests that were sent
+        meanwhile.
+        """
         window, self._window = self._window, _Window()
         num = window.num
         total = num + window.num_failed

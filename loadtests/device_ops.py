@@ -1,8 +1,10 @@
-"""Gather and RecvScatter against the copy bandwidth of where they run: `python -m loadtests.device_ops [--host]`.
+"""Gather and RecvScatter against the copy bandwidth of where they run:
+`python -m loadtests.device_ops [--host]`.
 
-On a GPU: one launch over all layers against a copy within the device, then the whole way into a page-locked arena against
-a plain copy of as many bytes, with the time that the calling thread was held. With --host: numpy on one thread
-against memcpy. Best of several rounds, one line of CSV each; without a GPU the former says so and ends with code 2.
+On a GPU: one launch over all layers against a copy within the device, then the whole way into a
+page-locked arena against a plain copy of as many bytes, with the time that the calling thread was
+held. With --host: numpy on one thread against memcpy. Best of several rounds, one line of CSV each;
+without a GPU the former says so and ends with code 2.
 """
 
 from __future__ import annotations

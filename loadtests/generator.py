@@ -18,7 +18,9 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A window's load, the CPU seconds of each process in it, `generator` among them, and of all others."""
+    """A window's load, the CPU seconds of each process in it, `generator` among them, and of all
+    others.
+    """
 
     load: LoadResult
     cpu_s: Mapping[str, float]
@@ -34,7 +36,10 @@ class Measured:
 
 
 def measure(spec: LoadSpec, watched: ProcessSet, num_generators: int = 1) -> Measured:
-    """Run `spec`, its concurrency split over `num_generators` processes. Raises RuntimeError if one fails."""
+    """Run `spec`, its concurrency split over `num_generators` processes.
+
+    Raises RuntimeError if one fails.
+    """
     count = min(num_generators, spec.concurrency)
     shares = [spec.concurrency // count + (i < spec.concurrency % count) for i in range(count)]
     running = [_start(replace(spec, concurrency=share)) for share in shares]
@@ -98,7 +103,9 @@ def canned_server() -> Iterator[int]:
 
 @contextmanager
 def passthrough(upstream: int) -> Iterator[int]:
-    """The simplest gateway in its own process, before the server at port `upstream`; yields its port."""
+    """The simplest gateway in its own process, before the server at port `upstream`; yields its
+    port.
+    """
     with _serving("loadtests.passthrough", str(upstream)) as port:
         yield port
 

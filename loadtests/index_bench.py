@@ -1,10 +1,12 @@
-"""What the unified hash map costs: match time against blocks and workers, memory, and how fast deltas go in.
+"""What the unified hash map costs: match time against blocks and workers, memory, and how fast
+deltas go in.
 
     python -m loadtests.index_bench [--quick]
 
-Three ways to answer "who holds how much of this prompt" are timed in turn within the same second, on the same blocks:
-a set per worker that is walked (O(B*W)), one map of block -> set of workers (the paper's Algorithm 2), and pdmesh's map of
-bitmasks. All three must give the same answer. Memory is the growth of a fresh process that holds a million blocks.
+Three ways to answer "who holds how much of this prompt" are timed in turn within the same second,
+on the same blocks: a set per worker that is walked (O(B*W)), one map of block -> set of workers
+(the paper's Algorithm 2), and pdmesh's map of bitmasks. All three must give the same answer. Memory
+is the growth of a fresh process that holds a million blocks.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ class PerWorker:
 
 
 class SetPerBlock:
-    """Block -> set of workers, and each worker's blocks, without which its removal would cost the whole map."""
+    """Block -> set of workers, and each worker's blocks, without which its removal would cost the
+    whole map.
+    """
 
     def __init__(self) -> None:
         self.holders: dict[bytes, set[str]] = {}
@@ -181,7 +185,9 @@ def _match_rows(num_workers: int, lengths: Sequence[int]) -> Iterator[MatchRow]:
 
 
 def _timed(ways: dict[str, Match], asked: Sequence[bytes]) -> dict[str, list[float]]:
-    """Repetitions of all ways in turn, so that each sees the same neighbours; at least three each."""
+    """Repetitions of all ways in turn, so that each sees the same neighbours; at least three
+    each.
+    """
     times: dict[str, list[float]] = {name: [] for name in ways}
     gc.disable()
     until = time.perf_counter() + _BUDGET_S * len(ways)
@@ -203,7 +209,9 @@ def _in_a_fresh_process(way: str, holders: int, num_workers: int, num_blocks: in
 
 
 def measure_memory(way: str, holders: int, num_workers: int, num_blocks: int) -> MemoryRow:
-    """Holders are neighbours on a ring of workers, as those that served the same conversations; called in a child."""
+    """Holders are neighbours on a ring of workers, as those that served the same conversations;
+    called in a child.
+    """
     index = _WAYS[way]()
     names = [f"worker-{i}" for i in range(num_workers)]
     sequences = [0] * num_workers
@@ -250,9 +258,15 @@ def _markdown(
         f"# Prefix match and memory of the index, {datetime.now(UTC):%Y-%m-%d}",
         "",
         "- Command: `make bench NAME=index` (`python -m loadtests.index_bench`)",
-        f"- Machine: {os.cpu_count()} cores shared with others, load average before {load:.2f}; took {took_s:.0f} s.",
+        (
+            f"- Machine: {os.cpu_count()} cores shared with others, load average before "
+            f"{load:.2f}; took {took_s:.0f} s."
+        ),
         f"- Python {sys.version.split()[0]}. Medians; the ways take turns within each cell.",
-        "- *random depths*: each worker holds a random length of the prompt: the masks change at nearly every block.",
+        (
+            "- *random depths*: each worker holds a random length of the prompt: the masks change "
+            "at nearly every block."
+        ),
         "- *all hold all*: one mask, and the longest answer there is: as many entries as workers.",
         "",
     ]
@@ -271,11 +285,15 @@ def _markdown(
     lines += [
         "## Memory and changes",
         "",
-        "| way | blocks | holders of each | workers | bytes per block | bytes per entry | entries applied/s | entries removed/s |",
+        (
+            "| way | blocks | holders of each | workers | bytes per block | bytes per entry | "
+            "entries applied/s | entries removed/s |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r.way} | {r.num_blocks:,} | {r.holders_per_block} | {r.num_workers:,} | {r.bytes_per_block:.0f}"
+        f"| {r.way} | {r.num_blocks:,} | {r.holders_per_block} | {r.num_workers:,} | "
+        f"{r.bytes_per_block:.0f}"
         f" | {r.bytes_per_entry:.0f} | {r.entries_per_s:,.0f} | {r.removed_per_s:,.0f} |"
         for r in memory
     ]
@@ -285,7 +303,9 @@ def _markdown(
 def _flatness(
     at: Mapping[tuple[str, str, int, int], float], num_blocks: int, workers: Sequence[int]
 ) -> list[str]:
-    """Flat in the workers is the walk over the blocks; the answer has an entry for each worker, and grows with them."""
+    """Flat in the workers is the walk over the blocks; the answer has an entry for each worker, and
+    grows with them.
+    """
     few, many = min(workers), max(workers)
 
     def slowdown(way: str, spread: str) -> float:
@@ -305,12 +325,16 @@ def _flatness(
         "## Flat in the workers (S99)",
         "",
         (
-            f"- {num_blocks:,} blocks that all hold, {few:,} to {many:,} workers, less what one block takes, which is the answer: {ours:.1f} times as long "
+            f"- {num_blocks:,} blocks that all hold, {few:,} to {many:,} workers, less what one "
+            f"block takes, which is the answer: {ours:.1f} times as long "
             f"(bar: {_MOST_SLOWDOWN:.0f}): {verdict}. {others[0].upper()}{others[1:]}.\n"
-            f"- Not flat: the answer. It names {many:,} workers in {answer_us:.0f} us, which is nearly all that a match of up to 16 blocks takes.\n"
-            f"- Not flat: random depths, {depths:.1f} times as long. There the mask changes up to once per worker, each change costs an operation on "
+            f"- Not flat: the answer. It names {many:,} workers in {answer_us:.0f} us, which is "
+            "nearly all that a match of up to 16 blocks takes.\n"
+            f"- Not flat: random depths, {depths:.1f} times as long. There the mask changes up to "
+            "once per worker, each change costs an operation on "
             f"{2 * many:,} bits, and the blocks' masks are no longer one object.\n"
-            f"- The ways take turns, so a match finds the processor's caches as the walk before it left them: with {many:,} workers, full of sets."
+            "- The ways take turns, so a match finds the processor's caches as the walk before "
+            f"it left them: with {many:,} workers, full of sets."
         ),
     ]
 

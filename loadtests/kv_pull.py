@@ -1,10 +1,12 @@
-"""What one pull costs: latency, CPU on both sides and pulls per second, between two processes over UCX.
+"""What one pull costs: latency, CPU on both sides and pulls per second, between two processes over
+UCX.
 
     python -m loadtests.kv_pull            # 4 KiB, 64 KiB, 1 MiB, 16 MiB, 64 MiB; one and 32 at a time
     python -m loadtests.kv_pull together   # 2 and 4 pulls of 16 MiB at once and one after the other, on tcp and shm (S52)
 
-The sender stages the same bytes under one ticket per pull, so staging's checksum is in its CPU; gather and scatter
-are not. A single memcpy of the same size runs in the same minute, as the yardstick of the machine's present mood.
+The sender stages the same bytes under one ticket per pull, so staging's checksum is in its CPU;
+gather and scatter are not. A single memcpy of the same size runs in the same minute, as the
+yardstick of the machine's present mood.
 """
 
 from __future__ import annotations
@@ -145,7 +147,8 @@ async def running() -> AsyncIterator[Bench]:
 async def main() -> None:
     async with running() as bench:
         print(
-            "| bytes | at once | p50 | p99 | pulls/s | GB/s | CPU/pull here | CPU/pull there | memcpy |"
+            "| bytes | at once | p50 | p99 | pulls/s | GB/s | CPU/pull here | CPU/pull there | "
+            "memcpy |"
         )
         print("|---|---|---|---|---|---|---|---|---|")
         for size, count in CASES:
@@ -154,7 +157,9 @@ async def main() -> None:
 
 
 async def together(transport: str) -> None:
-    """What is asked for at the same time: when is the mean pull done, all at once and one after the other?"""
+    """What is asked for at the same time: when is the mean pull done, all at once and one after the
+    other?
+    """
     size = _TOGETHER_BYTES
     ways = [(count, width) for count in _TOGETHER for width in (1, count)]
     ends_ms: dict[tuple[int, int], list[list[float]]] = {way: [] for way in ways}
@@ -171,7 +176,8 @@ async def together(transport: str) -> None:
         serial = [statistics.fmean(ends) for ends in ends_ms[count, 1]]
         ratios = [mean / one for mean, one in zip(means, serial, strict=True)]
         print(
-            f"| {transport} | {count} | {'all at once' if width > 1 else 'one by one'} | {_median(means, 2)} "
+            f"| {transport} | {count} | {'all at once' if width > 1 else 'one by one'} | "
+            f"{_median(means, 2)} "
             f"| {_median(lasts, 2)} | {_median(ratios, 2)} |",
             flush=True,
         )
@@ -185,7 +191,8 @@ def _median(values: Sequence[float], digits: int) -> str:
 def compare_together() -> None:
     """A process for each transport: UCX reads its settings once."""
     print(
-        f"{_TOGETHER_BYTES >> 20} MiB each, {_TOGETHER_ROUNDS} rounds, median [lowest-highest] in ms"
+        f"{_TOGETHER_BYTES >> 20} MiB each, {_TOGETHER_ROUNDS} rounds, median [lowest-highest] in "
+        "ms"
     )
     print("| transport | pulls | how | mean is done after | last | mean / mean one by one |")
     print("|---|---|---|---|---|---|", flush=True)

@@ -1,11 +1,13 @@
-"""Leak test: many requests with random disconnects and killed instances, and then everything must be back to zero (I4).
+"""Leak test: many requests with random disconnects and killed instances, and then everything must
+be back to zero (I4).
 
     python -m loadtests.leak --requests 100000 --out loadtests/results/leak-DATE
 
-Two gateways (one hands KV on whole, one per layer), two prefills, two decodes on the sim engine, as real processes, with host
-pools and a file store too small for the prompts. A part of the clients go away at random moments by FIN or RST; prefill-1 and
-decode-1 are killed again and again. prefill-0 and decode-0 live through all of it: whatever a request leaves behind piles up in
-them and in the gateways, or outside of the processes: shared memory, keys in Redis, consumers at NATS.
+Two gateways (one hands KV on whole, one per layer), two prefills, two decodes on the sim engine, as
+real processes, with host pools and a file store too small for the prompts. A part of the clients go
+away at random moments by FIN or RST; prefill-1 and decode-1 are killed again and again. prefill-0
+and decode-0 live through all of it: whatever a request leaves behind piles up in them and in the
+gateways, or outside of the processes: shared memory, keys in Redis, consumers at NATS.
 """
 
 from __future__ import annotations
@@ -141,7 +143,9 @@ def bodies(rng: random.Random, count: int = 1000) -> list[bytes]:
 
 
 class Clients:
-    """`run` sends `count` requests over `concurrency` connections at a time, each on one of its own or a kept one."""
+    """`run` sends `count` requests over `concurrency` connections at a time, each on one of its own
+    or a kept one.
+    """
 
     def __init__(self, url: str, report: Report, seed: int) -> None:
         parts = urlsplit(url)
@@ -263,7 +267,9 @@ def held(mesh: Mesh, processes: Sequence[str] = _PROCESSES) -> dict[str, dict[st
 
 
 async def _outside(mesh: Mesh, mapped: Iterable[str]) -> dict[str, int]:
-    """What the mesh has outside of its processes; `mapped` is shared memory of those that are gone."""
+    """What the mesh has outside of its processes; `mapped` is shared memory of those that are
+    gone.
+    """
     of_living = {name: shared_memory(mesh.pid(name)) for name in _PROCESSES}
     kept = still_there(set(mapped).difference(*of_living.values()))
     lasting = await lasting_keys(mesh.redis_url, _INSTANCES)
@@ -343,7 +349,9 @@ def _beside(before: Mapping[str, T], after: Mapping[str, T]) -> dict[str, tuple[
 async def _until_as_before(
     mesh: Mesh, mapped: set[str], before: Mapping[str, int]
 ) -> dict[str, int]:
-    """What is outside, as soon as it is no more than before: NATS drops a killed process's consumer after 5 s without it."""
+    """What is outside, as soon as it is no more than before: NATS drops a killed process's consumer
+    after 5 s without it.
+    """
     end = time.monotonic() + _QUIESCE_S
     while True:
         now = await _outside(mesh, mapped)
@@ -374,8 +382,10 @@ async def _main(arguments: argparse.Namespace) -> int:
     print(text)
     if arguments.out:
         about = (
-            f"{arguments.concurrency} clients of two gateways (whole model, layer by layer), two prefills and two decodes on sim; every {arguments.kill_every_s:.0f} s "
-            f"prefill-1 or decode-1 is killed in turns. Host pools of 8 MiB, a file store of 12 MiB, prompts of 17 MiB. What the processes hold, and what "
+            f"{arguments.concurrency} clients of two gateways (whole model, layer by layer), two "
+            f"prefills and two decodes on sim; every {arguments.kill_every_s:.0f} s "
+            "prefill-1 or decode-1 is killed in turns. Host pools of 8 MiB, a file store of 12 "
+            "MiB, prompts of 17 MiB. What the processes hold, and what "
             f"is outside of them, is read when nothing is under way any more (I4)."
         )
         found = {**asdict(report), "leaks": report.leaks}
@@ -401,8 +411,14 @@ def as_markdown(report: Report) -> str:
     ]
     return "\n\n".join(
         [
-            f"{report.num_requests:,} requests in {report.duration_s:.0f} s, {report.num_kills} kills: {outcomes}.",
-            f"**Leaks: {'; '.join(report.leaks) or 'none'}.** Everything was given back {report.seconds_until_idle:.2f} s after the last answer.",
+            (
+                f"{report.num_requests:,} requests in {report.duration_s:.0f} s, "
+                f"{report.num_kills} kills: {outcomes}."
+            ),
+            (
+                f"**Leaks: {'; '.join(report.leaks) or 'none'}.** Everything was given back "
+                f"{report.seconds_until_idle:.2f} s after the last answer."
+            ),
             table(
                 [
                     "survivor",
@@ -417,7 +433,10 @@ def as_markdown(report: Report) -> str:
                 ["outside of the processes", "before", "after"],
                 [[what, str(b), str(a)] for what, (b, a) in report.outside.items()],
             ),
-            f"Blocks that prefill-0's tiers moved: {', '.join(f'{n:,} {what}' for what, n in sorted(report.tiers.items()))}.",
+            (
+                "Blocks that prefill-0's tiers moved: "
+                f"{', '.join(f'{n:,} {what}' for what, n in sorted(report.tiers.items()))}."
+            ),
         ]
     )
 

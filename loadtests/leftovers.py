@@ -1,4 +1,5 @@
-"""What processes may leave behind outside of themselves: shared memory, keys that never expire, consumers of streams.
+"""What processes may leave behind outside of themselves: shared memory, keys that never expire,
+consumers of streams.
 
 Only what this mesh's own processes map, write or open is looked at: others run on the machine, too.
 """
@@ -47,7 +48,8 @@ def still_there(names: Iterable[str]) -> set[str]:
 async def lasting_keys(redis_url: str, instance_ids: Iterable[str]) -> dict[str, int]:
     """Redis keys without an expiry, by kind: those of the index for these instances, and any other.
 
-    A block's key belongs to them if one of them is in it; `block of nobody` is what no removal would find again.
+    A block's key belongs to them if one of them is in it; `block of nobody` is what no removal
+    would find again.
     """
     known = set(instance_ids)
     owned = {

@@ -1,7 +1,10 @@
-"""Does each process's memory stay flat while many requests pass? A leak shows as a slope after warm-up.
+"""Does each process's memory stay flat while many requests pass?
 
-Plain and streamed answers alternate in slices; resident memory is read between slices, when nothing runs.
-Allocators keep pages, so a process grows at first: the slope is fitted to the slices after warm-up.
+A leak shows as a slope after warm-up.
+
+Plain and streamed answers alternate in slices; resident memory is read between slices, when nothing
+runs. Allocators keep pages, so a process grows at first: the slope is fitted to the slices after
+warm-up.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from loadtests.processes import ProcessSet
 from pdmesh.launcher.mesh import Mesh
 from pdmesh.launcher.spec import EngineKind, MeshSpec
 
-# As many requests as the widest scenario sends find room, so that no number shows admission's refusals.
+# As many requests as the widest scenario sends find room, so that no number shows admission's
+# refusals.
 _NUM_SLOTS: Final = 256
 _SIM_SETTINGS: Final = {
     "SIM_LAW": "zero",

@@ -1,14 +1,17 @@
-"""Placement policies side by side on a real mesh of sim instances: the same arrivals, >= 3 seeds, one table with spread.
+"""Placement policies side by side on a real mesh of sim instances: the same arrivals, >= 3 seeds,
+one table with spread.
 
     make bench NAME=compare-mesh TRACES=FOLDER ARGS="--out loadtests/results/mesh-compare-2026-11-21"      # about 25 minutes
     python -m loadtests.mesh_compare --traces FOLDER --cases "Mooncake, bursts" --policies default,kv_router --seeds 1
     python -m loadtests.mesh_compare --out loadtests/results/mesh-compare-2026-11-21 --max-runs 0    # write the report anew
 
-One run after the other, each on a mesh of its own, seed by seed, so that all policies meet the same minutes of the machine. Each run is a
-line in OUT.jsonl as soon as it is over, and is not repeated: an interrupted comparison goes on where it was.
+One run after the other, each on a mesh of its own, seed by seed, so that all policies meet the same
+minutes of the machine. Each run is a line in OUT.jsonl as soon as it is over, and is not repeated:
+an interrupted comparison goes on where it was.
 
-Beside each policy stands its twin: the same arrivals, policy and shape on the virtual clock, where nothing costs CPU. What the mesh is
-slower by is its own work and whatever else the machine did; where that is more than policies differ by, the table says nothing of them.
+Beside each policy stands its twin: the same arrivals, policy and shape on the virtual clock, where
+nothing costs CPU. What the mesh is slower by is its own work and whatever else the machine did;
+where that is more than policies differ by, the table says nothing of them.
 """
 
 from __future__ import annotations
@@ -43,18 +46,22 @@ _MESH: Final = "--prefill 8 --decode 2 --ttft-slo-s 0.5 --tpot-slo-s 0.5"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`arguments` is what loadtests.replay is told; it is played by these policies alone, if it names any. `least_reuse`: the factor on
-    the reuse length that is asked of one of RTP-LLM's workloads (S131); 0: it is none of them."""
+    """`arguments` is what loadtests.replay is told; it is played by these policies alone, if it
+    names any. `least_reuse`: the factor on the reuse length that is asked of one of RTP-LLM's
+    workloads (S131); 0: it is none of them.
+    """
 
     arguments: str
     policies: tuple[str, ...] = ()
     least_reuse: float = 0.0
 
 
-# Eight prefills at half to three quarters of what they can compute, with caches that the prompts overflow: with less load every
-# policy is within any SLO, with more none is. Mooncake's prompts are 280 tokens here on average: 120 ms by the law, and some of
-# CPU. Its answers have 2 to 20 tokens, so their time per token is mostly the hand-over and a step of 40 ms: its bound is there to
-# notice what hangs. The other two are RTP-LLM's workloads (S131), beside what they are with its scheduling off.
+# Eight prefills at half to three quarters of what they can compute, with caches that the prompts
+# overflow: with less load every policy is within any SLO, with more none is. Mooncake's prompts are
+# 280 tokens here on average: 120 ms by the law, and some of CPU. Its answers have 2 to 20 tokens,
+# so their time per token is mostly the hand-over and a step of 40 ms: its bound is there to notice
+# what hangs. The other two are RTP-LLM's workloads (S131), beside what they are with its scheduling
+# off.
 CASES: Final = {
     "short chats": Case(
         f"--workload short-chats --first 720 --rate 40 --prefill-blocks 52 {_MESH}",
@@ -67,7 +74,8 @@ CASES: Final = {
         least_reuse=1.0,
     ),
     "Mooncake, jittered": Case(
-        f"--workload mooncake --jitter --first 800 --time 0.05 --lengths 0.02 --prefill-blocks 256 {_MESH}"
+        "--workload mooncake --jitter --first 800 --time 0.05 --lengths 0.02 --prefill-blocks "
+        f"256 {_MESH}"
     ),
     "Mooncake, bursts": Case(
         f"--workload mooncake --first 800 --time 0.06 --lengths 0.02 --prefill-blocks 256 {_MESH}"
@@ -204,8 +212,10 @@ def main() -> None:
             options.out,
             "loadtests.mesh_compare",
             "Placement policies on a real mesh",
-            "Sim engines, real processes and KV transfer; clients, mesh and servers share the cores. Median (lowest..highest) over the seeds,"
-            " which spread the trace's 3 s ticks anew where it is jittered, and else move ties alone. Twin: the same on the virtual clock,"
+            "Sim engines, real processes and KV transfer; clients, mesh and servers share the "
+            "cores. Median (lowest..highest) over the seeds,"
+            " which spread the trace's 3 s ticks anew where it is jittered, and else move ties "
+            "alone. Twin: the same on the virtual clock,"
             " where nothing costs CPU.",
             text,
             runs=[asdict(run) for run in runs],

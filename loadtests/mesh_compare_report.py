@@ -1,4 +1,6 @@
-"""What `loadtests.mesh_compare` measured, as a page: a table for each case, who is best at what, and RTP-LLM's two ratios (S131)."""
+"""What `loadtests.mesh_compare` measured, as a page: a table for each case, who is best at what,
+and RTP-LLM's two ratios (S131).
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,22 @@ EVEN_OFF: Final = "round_robin"
 _MOST_P95: Final = 0.70  # of ours over scheduling off
 
 ABOUT_OFF: Final = (
-    f"Scheduling off: RTP-LLM (8.1) names its baseline only by what it lacks, and what its scheduling adds is a Master that knows caches and"
-    f" load. So any prefill gets any prompt, whatever it holds and however busy it is: that is our `{OFF}`, at random, and S131's baseline."
-    f" `{EVEN_OFF}` is as blind, but spreads evenly what chance does not: the kindest reading there is."
+    "Scheduling off: RTP-LLM (8.1) names its baseline only by what it lacks, and what its "
+    "scheduling adds is a Master that knows caches and"
+    " load. So any prefill gets any prompt, whatever it holds and however busy it is: that is "
+    f"our `{OFF}`, at random, and S131's baseline."
+    f" `{EVEN_OFF}` is as blind, but spreads evenly what chance does not: the kindest reading "
+    "there is."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One policy under one seed. `load_max_over_mean`: prompts admitted, over the prefills; `mesh_cores`: CPU of all its processes;
-    `reused_tokens`: of an answered prompt; twin: the same run on the virtual clock."""
+    """One policy under one seed.
+
+    `load_max_over_mean`: prompts admitted, over the prefills; `mesh_cores`: CPU of all its
+    processes; `reused_tokens`: of an answered prompt; twin: the same run on the virtual clock.
+    """
 
     case: str
     policy: str
@@ -87,8 +95,11 @@ _JUDGED: Final[tuple[tuple[Measure[Run], Measure[Run]], ...]] = (
 
 
 def page(runs: Sequence[Run], least_reuse: Mapping[str, float]) -> str:
-    """Markdown: median (lowest..highest) over the seeds, case by case. `least_reuse`: cases that are RTP-LLM's workloads, with the factor
-    on the reuse length that is asked of them."""
+    """Markdown: median (lowest..highest) over the seeds, case by case.
+
+    `least_reuse`: cases that are RTP-LLM's workloads, with the factor on the reuse length that is
+    asked of them.
+    """
     parts = []
     if any(run.case in least_reuse for run in runs):
         parts.append(ABOUT_OFF)
@@ -115,7 +126,10 @@ def _judged(by_policy: Mapping[str, Sequence[Run]]) -> str:
         ours, theirs = (twin.of(by_policy[policy]).median for policy in (OURS, rival))
         numbers = f"{format(ours, twin.form)} against {format(theirs, twin.form)} ({twin.name})"
         if twin.is_better(ours, theirs):
-            return f" On the virtual clock ours is better, {numbers}: what reverses it is no decision of placement's."
+            return (
+                f" On the virtual clock ours is better, {numbers}: what reverses it is no "
+                "decision of placement's."
+            )
         if twin.is_better(theirs, ours):
             return (
                 f" So it is on the virtual clock, {numbers}: it comes from where placement sends."
@@ -138,8 +152,14 @@ def _against_off(by_policy: Mapping[str, Sequence[Run]], least_reuse: float) -> 
             line += f"; bar {_MOST_P95:.2f}: {_met(p95.median <= _MOST_P95)}"
         lines.append(f"{line}.")
         reuse = Spread.of([ours.reused_tokens / max(1.0, o.reused_tokens) for ours, o in pairs])
-        tokens = [Spread.of([run.reused_tokens for run in side]).median for side in zip(*pairs, strict=True)]  # fmt: skip
-        line = f"- Reuse length: {tokens[0]:.0f} tokens of a prompt against {tokens[1]:.0f} of `{off}`, {reuse.text('.1f')} times"
+        tokens = [
+            Spread.of([run.reused_tokens for run in side]).median
+            for side in zip(*pairs, strict=True)
+        ]
+        line = (
+            f"- Reuse length: {tokens[0]:.0f} tokens of a prompt against {tokens[1]:.0f} of "
+            f"`{off}`, {reuse.text('.1f')} times"
+        )
         if off == OFF and least_reuse > 1:
             line += f"; bar {least_reuse:.0f}: {_met(reuse.median >= least_reuse)}"
         lines.append(f"{line}.")

@@ -3,8 +3,9 @@
     python -m loadtests.overhead [--rounds 3] [--gateways K] [--fusion] [--quick] [--engine vllm]
     python -m loadtests.overhead --memory 100000
 
-Each round measures the bare engine, the simplest gateway there is and every scenario through the mesh in the same
-minutes, so that all see the same neighbours; the tables give the median of the rounds and their spread.
+Each round measures the bare engine, the simplest gateway there is and every scenario through the
+mesh in the same minutes, so that all see the same neighbours; the tables give the median of the
+rounds and their spread.
 """
 
 from __future__ import annotations
@@ -103,7 +104,10 @@ def _mesh_options(options: argparse.Namespace) -> MeshOptions:
 
 
 def _describe(prompts: tuple[str, ...], num_tokens: int) -> str:
-    return f"{len(prompts)} chat prompts of about {num_tokens} tokens in turn, known to prefill's cache"
+    return (
+        f"{len(prompts)} chat prompts of about {num_tokens} tokens in turn, known to prefill's "
+        "cache"
+    )
 
 
 def _measure_all(
@@ -134,7 +138,10 @@ def _measure_all(
 
 
 def ask_once(mesh: RunningMesh, prompt: str) -> int:
-    """One request before all others; returns how many tokens its prompt has. Raises if it is not answered."""
+    """One request before all others; returns how many tokens its prompt has.
+
+    Raises if it is not answered.
+    """
     body = chat_body(prompt, 1, is_stream=False).encode()
     url = f"http://{mesh.host}:{mesh.port}{CHAT_PATH}"
     request = urllib.request.Request(url, body, {"content-type": "application/json"})

@@ -1,9 +1,10 @@
-"""The simplest gateway there is, aiohttp passing bytes to one server and back: the measure of a machine's hour.
+"""The simplest gateway there is, aiohttp passing bytes to one server and back: the measure of a
+machine's hour.
 
     python -m loadtests.passthrough UPSTREAM_PORT
 
-The table of peers (PEERS 8) has this program, too, measured on a like machine. So its rate and its TTFT beside ours, in
-the same minutes, say how fast this machine was just then.
+The table of peers (PEERS 8) has this program, too, measured on a like machine. So its rate and its
+TTFT beside ours, in the same minutes, say how fast this machine was just then.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Waits for a quiet machine before a measurement, and repeats one that others disturbed, for a bounded time.
+"""Waits for a quiet machine before a measurement, and repeats one that others disturbed, for a
+bounded time.
 
-Neighbours make every number worse and none better, so a disturbed window is dropped and counted, not averaged in.
+Neighbours make every number worse and none better, so a disturbed window is dropped and counted,
+not averaged in.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _LOOK_S = 0.5
 
 @dataclass(slots=True)
 class Patience:
-    """`left_s` is what may still be spent on waiting and repeating; 0 measures once, whatever goes on."""
+    """`left_s` is what may still be spent on waiting and repeating; 0 measures once, whatever goes
+    on.
+    """
 
     left_s: float
     num_dropped: int = 0

@@ -1,13 +1,17 @@
-"""Throughput per instance, Phi (S2), as the master's own metrics predict it for another split, against what a mesh of that split carries.
+"""Throughput per instance, Phi (S2), as the master's own metrics predict it for another split,
+against what a mesh of that split carries.
 
     python -m loadtests.phi_mesh --out loadtests/results/phi-mesh-2026-11-21      # about 2 minutes, on a quiet machine
 
-Each workload meets two real meshes of sim instances, one after the other. At the first the master's T_p, T_d, b_p and b_d are read from its
-/metrics while the mesh is full; formula (1) with the n_p and n_d of the second says what that one will carry; measured is what it
-answers. No law is asked: it only sets how long instances take, long enough that what the mesh itself costs is small beside it.
+Each workload meets two real meshes of sim instances, one after the other. At the first the master's
+T_p, T_d, b_p and b_d are read from its /metrics while the mesh is full; formula (1) with the n_p
+and n_d of the second says what that one will carry; measured is what it answers. No law is asked:
+it only sets how long instances take, long enough that what the mesh itself costs is small beside
+it.
 
-Twice as many users as there are slots ask without a pause, so that both meshes are full; the role that binds is the same in both, since
-b / T is a capacity only where all slots are taken. Beside the prediction stands what the second mesh's own metrics say of itself.
+Twice as many users as there are slots ask without a pause, so that both meshes are full; the role
+that binds is the same in both, since b / T is a capacity only where all slots are taken. Beside the
+prediction stands what the second mesh's own metrics say of itself.
 """
 
 from __future__ import annotations
@@ -46,7 +50,9 @@ _WARM_SHARE: Final = 0.35  # of a run: until batches, caches and means are those
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Tokens of a request, slots of an instance. `profiled` tells what is to be expected of `predicted`.
+    """Tokens of a request, slots of an instance.
+
+    `profiled` tells what is to be expected of `predicted`.
 
     Answers are up to a quarter longer or shorter, so that those of a batch do not all end at once.
     """
@@ -64,7 +70,8 @@ class Workload:
 WORKLOADS: Final = (
     Workload("documents", 1000, 256, 8, 2, 16, profiled=Split(1, 1), predicted=Split(3, 1)),
     Workload("long answers", 128, 64, 64, 2, 8, profiled=Split(1, 1), predicted=Split(1, 3)),
-    Workload("chats over a long prefix", 1500, 1280, 40, 2, 4, profiled=Split(1, 1), predicted=Split(1, 2)),
+    Workload("chats over a long prefix", 1500, 1280, 40, 2, 4, profiled=Split(1, 1),
+        predicted=Split(1, 2)),
 )  # fmt: skip
 
 
@@ -80,7 +87,10 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One full mesh. `profile`: means of what the master exported; `phi`: answers/s per instance."""
+    """One full mesh.
+
+    `profile`: means of what the master exported; `phi`: answers/s per instance.
+    """
 
     profile: Profile
     phi: float
@@ -90,7 +100,10 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Rates in requests/s per instance, times in seconds. `of_itself`: by the predicted mesh's own metrics."""
+    """Rates in requests/s per instance, times in seconds.
+
+    `of_itself`: by the predicted mesh's own metrics.
+    """
 
     workload: str
     seed: int
@@ -184,7 +197,9 @@ def _page(ops_address: str) -> str:
 
 
 def scenario_metrics(page: str, scenario: str) -> dict[str, float]:
-    """What a master exports of a scenario, by name without `pdmesh_scenario_` and unit; what it says by role or term has that after a /."""
+    """What a master exports of a scenario, by name without `pdmesh_scenario_` and unit; what it
+    says by role or term has that after a /.
+    """
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -296,9 +311,12 @@ def main() -> None:
         write(
             options.out,
             "loadtests.phi_mesh",
-            "Phi on real meshes: predicted from the master's metrics of one split, measured on another",
-            f"Real processes and KV transfer, sim engines at the law `{options.law}`; clients, mesh and servers share the cores. Requests/s per"
-            " instance. T_p, b_p, T_d and b_d are what the master of the profiled mesh exported while it was full; b_d with the few requests"
+            "Phi on real meshes: predicted from the master's metrics of one split, measured on "
+            "another",
+            f"Real processes and KV transfer, sim engines at the law `{options.law}`; clients, "
+            "mesh and servers share the cores. Requests/s per"
+            " instance. T_p, b_p, T_d and b_d are what the master of the profiled mesh exported "
+            "while it was full; b_d with the few requests"
             " that a decode takes beyond those that run.",
             f"{text}\n\n{verdict}",
             checks=[asdict(c) for c in checks],

@@ -1,4 +1,5 @@
-"""What one placement decision costs, in the core and through gRPC, by the number of workers (`make bench NAME=plan`).
+"""What one placement decision costs, in the core and through gRPC, by the number of workers
+(`make bench NAME=plan`).
 
 python -m loadtests.plan_bench --out loadtests/results/plan-2026-11-21
 """
@@ -76,7 +77,10 @@ def prompt(number: int) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Times in milliseconds, over `num` decisions. `cpu_ms`: of the deciding process, for one decision, gRPC included where it is used."""
+    """Times in milliseconds, over `num` decisions.
+
+    `cpu_ms`: of the deciding process, for one decision, gRPC included where it is used.
+    """
 
     how: str
     num_workers: int
@@ -89,7 +93,10 @@ class Cost:
 
 
 def in_process(num_workers: int, count: int) -> Cost:
-    """Match and plan, with the reports that settle what was booked. CPU time: what else the machine does is not its cost."""
+    """Match and plan, with the reports that settle what was booked.
+
+    CPU time: what else the machine does is not its cost.
+    """
     placement, index = build(num_workers)
     calm_the_collector()  # as in a service
     prompts = [prompt(i) for i in range(_PREFIXES)]
@@ -164,7 +171,10 @@ def _serve(num_workers: int, pipe: Connection) -> None:
 
 @contextmanager
 def master(num_workers: int) -> Iterator[tuple[int, ProcessSet]]:
-    """A master's gRPC face over a fleet that nobody reports to, in its own process: bookings lapse. Yields its port and what it costs."""
+    """A master's gRPC face over a fleet that nobody reports to, in its own process: bookings lapse.
+
+    Yields its port and what it costs.
+    """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(num_workers, there), daemon=True)
@@ -234,7 +244,10 @@ def main() -> None:
         "|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {c.how} | {c.num_workers} | {c.batch} | {c.per_s:,.0f} | {c.p50_ms:.3f} | {c.p99_ms:.3f} | {c.cpu_ms:.3f} |"
+        (
+            f"| {c.how} | {c.num_workers} | {c.batch} | {c.per_s:,.0f} | {c.p50_ms:.3f} | "
+            f"{c.p99_ms:.3f} | {c.cpu_ms:.3f} |"
+        )
         for c in costs
     ]
     text = "\n".join(lines)
@@ -244,8 +257,10 @@ def main() -> None:
             options.out,
             "loadtests.plan_bench",
             "The cost of a placement decision",
-            f"{NUM_BLOCKS} blocks of prompt, half of the workers prefills. The core's times are of its thread's CPU; a message's through gRPC are of the"
-            " clock, for all its queries, while client and master share the machine. CPU: the master's, for one query.",
+            f"{NUM_BLOCKS} blocks of prompt, half of the workers prefills. The core's times are "
+            "of its thread's CPU; a message's through gRPC are of the"
+            " clock, for all its queries, while client and master share the machine. CPU: the "
+            "master's, for one query.",
             text,
             costs=[asdict(cost) for cost in costs],
         )

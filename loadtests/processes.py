@@ -40,7 +40,9 @@ def _cost(family: list[psutil.Process]) -> Cost:
 
 
 def machine_busy_s() -> float:
-    """CPU seconds all cores together have spent on anything since boot, those stolen by the host included."""
+    """CPU seconds all cores together have spent on anything since boot, those stolen by the host
+    included.
+    """
     times = psutil.cpu_times()
     return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
 

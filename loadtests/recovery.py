@@ -1,10 +1,12 @@
-"""How a mesh replaces an instance, step by step: killed, frozen, or with a device fault of each level (S33-S36).
+"""How a mesh replaces an instance, step by step: killed, frozen, or with a device fault of each
+level (S33-S36).
 
     python -m loadtests.recovery --out loadtests/results/recovery-DATE
 
-A real mesh of blank sim instances under a desired state of 2P:2D, clients that stream all the time, a fault at one prefill or decode, and what
-the mesh's own events say of it: noticed, judged, taken out, a blank instance assigned, loaded, connected, serving, the first request done.
-What clients saw meanwhile is compared with one sim model's answers. The mesh is whole again before the next fault.
+A real mesh of blank sim instances under a desired state of 2P:2D, clients that stream all the time,
+a fault at one prefill or decode, and what the mesh's own events say of it: noticed, judged, taken
+out, a blank instance assigned, loaded, connected, serving, the first request done. What clients saw
+meanwhile is compared with one sim model's answers. The mesh is whole again before the next fault.
 """
 
 from __future__ import annotations
@@ -79,7 +81,10 @@ class Case:
 
 @dataclass(slots=True)
 class Repair:
-    """One fault. Seconds from it to each step that was made; `gap_s`: the longest silence of a client meanwhile."""
+    """One fault.
+
+    Seconds from it to each step that was made; `gap_s`: the longest silence of a client meanwhile.
+    """
 
     fault: str
     role: str
@@ -156,7 +161,9 @@ class Bench:
         return self._mesh.state_dir / "devices" / f"{instance_id}.json"
 
     async def until_whole(self) -> None:
-        """The group is complete, nobody is leaving or held, and enough are blank for the next fault."""
+        """The group is complete, nobody is leaving or held, and enough are blank for the next
+        fault.
+        """
         deadline = time.monotonic() + _REPAIR_S
         while not await self._is_whole():
             if time.monotonic() > deadline:

@@ -1,6 +1,8 @@
-"""Everything a mesh says of its faults and repairs, in the order in which it is heard, and the timeline of one repair out of it.
+"""Everything a mesh says of its faults and repairs, in the order in which it is heard, and the
+timeline of one repair out of it.
 
-Times are of this process's monotonic clock when an event arrives: some milliseconds after it happened, and no clock is compared with another.
+Times are of this process's monotonic clock when an event arrives: some milliseconds after it
+happened, and no clock is compared with another.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from pdmesh.net.registry import RecordChanged
 
 # What is measured of a repair, in its order.
 STEPS: Final = (
-    "noticed", "judged", "taken out", "assigned", "loaded", "connected", "serving", "ready", "first request",
+    "noticed", "judged", "taken out", "assigned", "loaded", "connected", "serving", "ready",
+    "first request",
 )  # fmt: skip
 _TAKEN_OUT: Final = frozenset({"lost", "held", "failed", "draining"})
 _LEASE_S: Final = 3.0  # only to watch
@@ -53,7 +56,9 @@ class EventLog:
         self._incarnations: dict[str, int] = {}
 
     def timeline(self, began: float, victim: str) -> dict[str, float]:
-        """Seconds from the fault to each step that was made so far, if nothing else is being repaired."""
+        """Seconds from the fault to each step that was made so far, if nothing else is being
+        repaired.
+        """
         found: dict[str, Entry | None] = {
             "noticed": self._first(began, lambda e: e.instance_id == victim and _is_word(e)),
             "judged": self._first(began, lambda e: e.instance_id == victim and _is_verdict(e)),

@@ -5,8 +5,9 @@
     python -m loadtests.replay --workload services --rate 12             # two services, a group for each of their six scenarios
     python -m loadtests.replay --workload chats --url http://127.0.0.1:8000
 
-Without --url it starts a mesh of its own: --prefill and --decode instances of --engine, sim ones at --law. `azure` composes three scenarios
-(code, conversation, and Mooncake's) on one clock; none of the traces has a scenario field of its own.
+Without --url it starts a mesh of its own: --prefill and --decode instances of --engine, sim ones at
+--law. `azure` composes three scenarios (code, conversation, and Mooncake's) on one clock; none of
+the traces has a scenario field of its own.
 """
 
 from __future__ import annotations
@@ -231,7 +232,9 @@ def _rejections(mesh: Mesh) -> dict[str, float]:
 
 
 def by_rejections(page: str) -> dict[str, float]:
-    """Calls by how many prefills refused them, from the cumulated buckets of the gateway's histogram."""
+    """Calls by how many prefills refused them, from the cumulated buckets of the gateway's
+    histogram.
+    """
     found: dict[str, float] = {}
     before, lowest = 0.0, 0
     for bound, value in _REJECTIONS.findall(page):

@@ -1,4 +1,6 @@
-"""A run of overhead.py as Markdown: the bars first, then what was measured, then peers for the eye."""
+"""A run of overhead.py as Markdown: the bars first, then what was measured, then peers for
+the eye.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ _ABOUT_PEERS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A promise and what each round measured for it. It is met if the median of the rounds is within `limit`."""
+    """A promise and what each round measured for it.
+
+    It is met if the median of the rounds is within `limit`.
+    """
 
     name: str
     wanted: str
@@ -59,7 +64,10 @@ def low_load(run: Run) -> Scenario:
 
 
 def added_ttft_ms(run: Run, scenario: Scenario, quantile: int = 0) -> list[float]:
-    """Mesh minus bare engine of each round: p50, p90 or p99 (0, 1, 2). Empty if it was not measured."""
+    """Mesh minus bare engine of each round: p50, p90 or p99 (0, 1, 2).
+
+    Empty if it was not measured.
+    """
     alone = run.cells(scenario.name)
     if len(alone) != len(run.bare):
         return []
@@ -107,7 +115,9 @@ def bars(run: Run) -> list[Bar]:
 
 
 def _best(run: Run, kind: Kind) -> list[float]:
-    """Requests/s at that of the high concurrencies which has the best median, because nobody tunes it per round."""
+    """Requests/s at that of the high concurrencies which has the best median, because nobody tunes
+    it per round.
+    """
     rates = [
         [cell.requests_per_s for cell in cells]
         for c in _BEST_CONCURRENCIES
@@ -152,11 +162,15 @@ def _how(run: Run) -> str:
 
 
 def _beside_passthrough(run: Run) -> list[str]:
-    """A machine's hour slows both alike, so that the ratio can be held against that of another day."""
+    """A machine's hour slows both alike, so that the ratio can be held against that of
+    another day.
+    """
     compared: tuple[tuple[str, Scenario, Callable[[Cell], float], str, float], ...] = (
-        ("requests/s, 1 token x 64", Scenario(Kind.ONE_TOKEN, 64), lambda c: c.requests_per_s, ",.0f", DYNAMO_REQUESTS),
+        ("requests/s, 1 token x 64", Scenario(Kind.ONE_TOKEN, 64), lambda c: c.requests_per_s,
+            ",.0f", DYNAMO_REQUESTS),
         ("TTFT p50, ms, one stream", ONE_STREAM, lambda c: c.ttft_ms[0], ".2f", DYNAMO_TTFT),
-        ("tokens/s, 64 x 128", Scenario(Kind.STREAM, 64), lambda c: c.tokens_per_s, ",.0f", DYNAMO_TOKENS),
+        ("tokens/s, 64 x 128", Scenario(Kind.STREAM, 64), lambda c: c.tokens_per_s, ",.0f",
+            DYNAMO_TOKENS),
     )  # fmt: skip
     rows = []
     for name, scenario, value, form, dynamo in compared:
@@ -168,10 +182,18 @@ def _beside_passthrough(run: Run) -> list[str]:
             rows.append((name, *spreads, f"{dynamo:.2f}"))
     if not rows:
         return []
-    head = ("", "aiohttp passthrough", "pdmesh", "pdmesh / passthrough", "Dynamo P/D / passthrough, measured elsewhere")  # fmt: skip
+    head = (
+        "",
+        "aiohttp passthrough",
+        "pdmesh",
+        "pdmesh / passthrough",
+        "Dynamo P/D / passthrough, measured elsewhere",
+    )
     about = (
-        "The passthrough (`loadtests/passthrough.py`) has canned answers behind it and passes bytes on: no tokenizer, no"
-        " placement, no prefill, no decode. It was measured in the same minutes, and in those of the peers' table, too."
+        "The passthrough (`loadtests/passthrough.py`) has canned answers behind it and passes "
+        "bytes on: no tokenizer, no"
+        " placement, no prefill, no decode. It was measured in the same minutes, and in those of "
+        "the peers' table, too."
     )
     return ["## Beside the simplest gateway, in the same minutes", about, table(head, rows)]
 
@@ -199,8 +221,10 @@ def _bare(run: Run) -> list[str]:
 
 def _throughput(run: Run) -> str:
     head = (
-        "answer x connections", "requests/s", "tokens/s", "TTFT p50 / p99 ms", "latency p50 / p99 ms",
-        "mesh CPU-s per 1k requests", "per 1M tokens", "35-60 ms", "tokens per event", "cores taken by others", "errors",
+        "answer x connections", "requests/s", "tokens/s", "TTFT p50 / p99 ms",
+        "latency p50 / p99 ms",
+        "mesh CPU-s per 1k requests", "per 1M tokens", "35-60 ms", "tokens per event",
+        "cores taken by others", "errors",
     )  # fmt: skip
     return table(head, [_throughput_row(run.cells(name)) for name in run.scenarios()])
 
@@ -225,7 +249,9 @@ def _throughput_row(cells: list[Cell]) -> tuple[str, ...]:
 
 
 def _tokens_per_event(cells: list[Cell]) -> str:
-    """How many tokens one event of a stream carried; each stream also has four events without any."""
+    """How many tokens one event of a stream carried; each stream also has four events without
+    any.
+    """
     events = sum(cell.num_events - 4 * cell.num_requests for cell in cells)
     tokens = sum(round(cell.tokens_per_s * cell.window_s) for cell in cells)
     return f"{tokens / events:.1f}" if events > 0 else ""
@@ -287,7 +313,8 @@ def _peers(run: Run) -> list[str]:
          p.tokens_per_s, p.cpu_s_per_1m_tokens)
         for p in PEERS
     ]  # fmt: skip
-    head = ("", "requests/s (all cores / one core)", "CPU-s per 1k requests", "one connection p50/p99 ms",
+    head = ("", "requests/s (all cores / one core)", "CPU-s per 1k requests",
+        "one connection p50/p99 ms",
             "stream TTFT ms", "tokens/s at 64 x 128", "CPU-s per 1M tokens")  # fmt: skip
     return [
         "## Beside the peers",

@@ -1,4 +1,6 @@
-"""What measurements found, written as JSON and Markdown: the machine, medians with their spread, and the rounds of overhead.py."""
+"""What measurements found, written as JSON and Markdown: the machine, medians with their spread,
+and the rounds of overhead.py.
+"""
 
 from __future__ import annotations
 
@@ -119,10 +121,16 @@ def quantile(ordered: Sequence[float], q: float) -> float:
 
 
 def write(out: Path, module: str, title: str, about: str, text: str, **found: object) -> None:
-    """OUT.json: what was `found`, with the command, machine, versions and conditions. OUT.md: `text` under its title and what it is `about`."""
+    """OUT.json: what was `found`, with the command, machine, versions and conditions.
+
+    OUT.md: `text` under its title and what it is `about`.
+    """
     command, machine = shlex.join(["python", "-m", module, *sys.argv[1:]]), describe_machine()
     versions = describe_versions()
-    conditions = f"{_BEGAN}, commit {versions['pdmesh commit'] or 'unknown'}, load average before {_LOAD_BEFORE:.1f}"
+    conditions = (
+        f"{_BEGAN}, commit {versions['pdmesh commit'] or 'unknown'}, load average before "
+        f"{_LOAD_BEFORE:.1f}"
+    )
     data = {
         "command": command,
         "machine": machine,
@@ -190,7 +198,9 @@ def spread_table(
     columns: Sequence[tuple[str, Callable[[T], float], str]],
     rows: Iterable[tuple[Sequence[object], Sequence[T]]],
 ) -> str:
-    """Markdown: after the cells of `first`, each column (name, value, format) as median (lowest..highest) over a row's runs."""
+    """Markdown: after the cells of `first`, each column (name, value, format) as median
+    (lowest..highest) over a row's runs.
+    """
     names = [*first, *(name for name, _, _ in columns)]
     lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
     for cells, runs in rows:

@@ -1,11 +1,15 @@
-"""Do retrievals slow running decodes? Time between tokens of long streams at one decode, with and without KV coming in beside them (S52).
+"""Do retrievals slow running decodes?
+
+Time between tokens of long streams at one decode, with and without KV coming in beside them (S52).
 
     python -m loadtests.retrieval --out loadtests/results/retrieval-DATE
 
-One prefill, one decode on the sim engine, steps of 20 ms (the demo law), KV as heavy as a small model's (8 layers of 2 KiB per token).
-The streams draw all the time. Beside them is nothing, or clients that ask for one token after long prompts, which prefill answers by
-itself, or the same clients that ask for two, so that the decode retrieves each prompt's KV and does little else for it. The last two
-compute the same: what tells them apart is the hand-over. Rounds alternate, so that all see the same machine.
+One prefill, one decode on the sim engine, steps of 20 ms (the demo law), KV as heavy as a small
+model's (8 layers of 2 KiB per token). The streams draw all the time. Beside them is nothing, or
+clients that ask for one token after long prompts, which prefill answers by itself, or the same
+clients that ask for two, so that the decode retrieves each prompt's KV and does little else for it.
+The last two compute the same: what tells them apart is the hand-over. Rounds alternate, so that all
+see the same machine.
 """
 
 from __future__ import annotations
@@ -122,8 +126,10 @@ async def _main(arguments: argparse.Namespace) -> int:
     print(text)
     if arguments.out:
         about = (
-            f"Time between two tokens of {_NUM_STREAMS} long streams at one decode, in turns of {arguments.duration_s:.0f} s: alone; beside {_NUM_OTHERS} clients "
-            f"that keep prompts of {_PROMPT_TOKENS} tokens coming and ask for one token each, which prefill answers; and beside the same who ask for two, so that the "
+            f"Time between two tokens of {_NUM_STREAMS} long streams at one decode, in turns of "
+            f"{arguments.duration_s:.0f} s: alone; beside {_NUM_OTHERS} clients "
+            f"that keep prompts of {_PROMPT_TOKENS} tokens coming and ask for one token each, "
+            "which prefill answers; and beside the same who ask for two, so that the "
             "decode pulls. Median over the rounds (lowest..highest), ratios of neighbours."
         )
         write(

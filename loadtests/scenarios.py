@@ -15,8 +15,10 @@ STREAM_TOKENS: Final = 128
 HANDOVER_TOKENS: Final = 8
 _WORDS: Final = (
     "time year people way day man thing woman life child world school state family student group "
-    "country problem hand part place case week company system program question work government number "
-    "night point home water room mother area money story fact month lot right study book eye job word"
+    "country problem hand part place case week company system program question work government "
+    "number "
+    "night point home water room mother area money story fact month lot right study book eye job "
+    "word"
 )
 
 
@@ -77,11 +79,13 @@ class Scenario:
         )
 
 
-# Low load: what an answer leaves behind (events, logs, freed KV) is done before the next request comes.
+# Low load: what an answer leaves behind (events, logs, freed KV) is done before the next request
+# comes.
 LOW_LOAD: Final = Scenario(Kind.STREAM, 1, think_s=0.01)
 # A real model on a laptop takes seconds for 128 tokens: short answers, to see enough first tokens.
 LOW_LOAD_REAL: Final = Scenario(Kind.SHORT_STREAM, 1, think_s=0.01)
-# As peers are measured: the next request follows at once, and meets what the last one left in the caches.
+# As peers are measured: the next request follows at once, and meets what the last one left in the
+# caches.
 ONE_STREAM: Final = Scenario(Kind.STREAM, 1)
 SCENARIOS_REAL: Final = (
     LOW_LOAD_REAL,

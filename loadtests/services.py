@@ -1,4 +1,6 @@
-"""Two services with three scenarios each, and a mesh with a group for every scenario: one prefill, one decode (S4)."""
+"""Two services with three scenarios each, and a mesh with a group for every scenario: one prefill,
+one decode (S4).
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""How old the master's knowledge is: from a change at an instance to its place in the master's view (`make bench NAME=staleness`, S100).
+"""How old the master's knowledge is: from a change at an instance to its place in the master's view
+(`make bench NAME=staleness`, S100).
 
-python -m loadtests.staleness --instances 10,100,1000 --rate 1000 --out loadtests/results/staleness-2026-11-21
+python -m loadtests.staleness --instances 10,100,1000 --rate 1000 --out
+loadtests/results/staleness-2026-11-21
 
-Instances are publishers alone, all in one process; the bus is a real NATS, and what listens are the master's own feeds. Every change
-carries the time at which it was made.
+Instances are publishers alone, all in one process; the bus is a real NATS, and what listens are the
+master's own feeds. Every change carries the time at which it was made.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ _LATE_S: Final = 2.0  # for the last changes to be heard
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """Milliseconds from a change to the master's view of it; `num_lost` changes of blocks never got there. CPU: seconds a second."""
+    """Milliseconds from a change to the master's view of it; `num_lost` changes of blocks never got
+    there. CPU: seconds a second.
+    """
 
     num_instances: int
     changes_per_s: float
@@ -61,7 +65,7 @@ class Staleness:
     master_cpu: float
 
 
-# --- the instances ---------------------------------------------------------------------------------
+# --- the instances --------------------------------------------------------------------------------
 
 
 class _Instance:
@@ -117,7 +121,7 @@ def _name(number: int) -> str:
     return f"prefill-{number}"
 
 
-# --- the master ------------------------------------------------------------------------------------
+# --- the master -----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -239,7 +243,7 @@ def _spread(ordered: list[float]) -> tuple[float, float, float]:
     return quantile(ordered, 0.5), quantile(ordered, 0.99), ordered[-1]
 
 
-# --- the report ------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------
 
 
 def table(found: list[Staleness]) -> str:
@@ -259,8 +263,10 @@ def table(found: list[Staleness]) -> str:
         load = f"{s.load_p50_ms:.1f} / {s.load_p99_ms:.1f} / {s.load_max_ms:.1f}"
         blocks = f"{s.blocks_p50_ms:.1f} / {s.blocks_p99_ms:.1f} / {s.blocks_max_ms:.1f}"
         lines.append(
-            f"| {s.num_instances:,} | {s.changes_per_s:,.0f} | {s.events_per_s:,.0f} | {load} | {_verdict(s.load_p99_ms, LOAD_BAR_MS)}"
-            f" | {blocks} | {_verdict(s.blocks_p99_ms, BLOCKS_BAR_MS)} | {s.num_lost} | {100 * s.master_cpu:.0f} % |"
+            f"| {s.num_instances:,} | {s.changes_per_s:,.0f} | {s.events_per_s:,.0f} | {load} | "
+            f"{_verdict(s.load_p99_ms, LOAD_BAR_MS)}"
+            f" | {blocks} | {_verdict(s.blocks_p99_ms, BLOCKS_BAR_MS)} | {s.num_lost} | "
+            f"{100 * s.master_cpu:.0f} % |"
         )
     return "\n".join(lines)
 
@@ -289,8 +295,10 @@ def main() -> None:
     print(text)
     if options.out:
         about = (
-            "From a change at an instance (a slot taken, a block stored) to the master's view of it, over a real NATS. The paper polls loads every 20 ms and"
-            " cache keys every 50; ours are pushed, so these are the bars. All instances share one process and one connection, the master's feeds are"
+            "From a change at an instance (a slot taken, a block stored) to the master's view of "
+            "it, over a real NATS. The paper polls loads every 20 ms and"
+            " cache keys every 50; ours are pushed, so these are the bars. All instances share "
+            "one process and one connection, the master's feeds are"
             " another, and both share two cores."
         )
         rows = [asdict(s) for s in found]

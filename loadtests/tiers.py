@@ -1,10 +1,12 @@
-"""What a KV tier is worth: time to first token with a prompt's blocks in each tier, beside computing them; and memory speed.
+"""What a KV tier is worth: time to first token with a prompt's blocks in each tier, beside
+computing them; and memory speed.
 
     python -m loadtests.tiers                  needs vLLM and the prepared model (make model)
 
-One vLLM engine after another, in this process's children, prompts one at a time. A round computes three prompts, asks again
-while the engine holds them, pushes them out with other prompts, and asks once more. The files are read from the page cache
-unless it says cold, where the kernel was told to drop them first.
+One vLLM engine after another, in this process's children, prompts one at a time. A round computes
+three prompts, asks again while the engine holds them, pushes them out with other prompts, and asks
+once more. The files are read from the page cache unless it says cold, where the kernel was told to
+drop them first.
 """
 
 from __future__ import annotations
@@ -160,7 +162,9 @@ def _drop_from_page_cache(folder: Path) -> None:
 
 
 def measure_memory(results: Results, folder: Path, rounds: int = 5) -> None:
-    """The copies of the pool and the store with blocks of SmolLM2's size (30 layers of 96 KiB), beside a plain memcpy."""
+    """The copies of the pool and the store with blocks of SmolLM2's size (30 layers of 96 KiB),
+    beside a plain memcpy.
+    """
     num_layers, layer_bytes, count = 30, 98304, 24
     block_bytes = num_layers * layer_bytes
     caches = [
@@ -235,7 +239,8 @@ def as_markdown(results: Results, command: str) -> str:
         [
             f"# KV tiers, {results.taken_at[:10]}",
             (
-                f"`{command}` on {results.machine}. SmolLM2-135M in fp32 on vLLM's CPU build, blocks of"
+                f"`{command}` on {results.machine}. SmolLM2-135M in fp32 on vLLM's CPU build, "
+                "blocks of"
                 f" {BLOCK_SIZE} tokens (2.8 MiB). Median (least-most) of the rounds."
             ),
             "## Time to first token, ms, by where the prompt's blocks were",

@@ -1,8 +1,8 @@
 """Workloads sent to a real mesh over HTTP: open loop at their own times, or users in a closed loop.
 
-Each request is a streamed completion of token ids, so that its length and what it shares with others are exactly the
-workload's. An open loop never waits for answers: what is late is late. `loadtests.replay --ceiling` says what the
-generator itself can carry, against canned answers.
+Each request is a streamed completion of token ids, so that its length and what it shares with
+others are exactly the workload's. An open loop never waits for answers: what is late is late.
+`loadtests.replay --ceiling` says what the generator itself can carry, against canned answers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _GIVE_UP_S: Final = 120.0
 
 @dataclass(slots=True)
 class Answer:
-    """What one request got. Times in seconds since it was sent; inf if it never got there. `status` 0: no answer."""
+    """What one request got.
+
+    Times in seconds since it was sent; inf if it never got there. `status` 0: no answer.
+    """
 
     arrival: Arrival
     sent_at: float  # since the run began
@@ -82,7 +85,10 @@ class Target:
                 **({"scenario": arrival.scenario} if self.names_scenario else {}),
             }
         ).encode()
-        head = f"POST {_PATH} HTTP/1.1\r\nhost: {self.host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST {_PATH} HTTP/1.1\r\nhost: {self.host}\r\ncontent-type: "
+            f"application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
         return head.encode() + body
 
 

@@ -1,4 +1,6 @@
-"""One page of plots of a run: latencies with their percentiles, goodput, what was refused, hits, and who had the load."""
+"""One page of plots of a run: latencies with their percentiles, goodput, what was refused, hits,
+and who had the load.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def draw(run: Run, found: Sequence[Part], slo: Slo, path: Path) -> None:
     _named(tries, run.rejections, "calls, by how many prefills refused them first")
     ceiling = f" of {run.ceiling_per_s:.0f} it can" if run.ceiling_per_s else ""
     figure.suptitle(
-        f"{whole.num_requests} requests; the generator sent {run.peak_per_s}/s at most{ceiling}, {run.late_ms:.0f} ms late at most"
+        f"{whole.num_requests} requests; the generator sent {run.peak_per_s}/s at most{ceiling}, "
+        f"{run.late_ms:.0f} ms late at most"
     )
     figure.tight_layout()
     figure.savefig(path, dpi=100)

@@ -24,7 +24,10 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """All requests, or one scenario's. Quantiles p50, p90, p95, p99. Goodput: requests/s within the SLO."""
+    """All requests, or one scenario's.
+
+    Quantiles p50, p90, p95, p99. Goodput: requests/s within the SLO.
+    """
 
     name: str
     num_requests: int
@@ -74,13 +77,17 @@ def parts(answers: Sequence[Answer], slo: Slo) -> list[Part]:
 
 def table(found: Sequence[Part]) -> str:
     lines = [
-        "| scenario | requests | refused | failed | TTFT p50/p95/p99 ms | TPOT p50/p95 ms | E2E p50/p95 ms | goodput/s | in SLO % | hit % |",
+        (
+            "| scenario | requests | refused | failed | TTFT p50/p95/p99 ms | TPOT p50/p95 ms | "
+            "E2E p50/p95 ms | goodput/s | in SLO % | hit % |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for p in found:
         ttft, tpot, e2e = p.ttft_ms, p.tpot_ms, p.e2e_ms
         lines.append(
-            f"| {p.name} | {p.num_requests} | {p.num_refused} | {p.num_failed} | {ttft[0]:.0f}/{ttft[2]:.0f}/{ttft[3]:.0f} |"
+            f"| {p.name} | {p.num_requests} | {p.num_refused} | {p.num_failed} | "
+            f"{ttft[0]:.0f}/{ttft[2]:.0f}/{ttft[3]:.0f} |"
             f" {tpot[0]:.1f}/{tpot[2]:.1f} | {e2e[0]:.0f}/{e2e[2]:.0f} | {p.goodput_per_s:.2f} |"
             f" {p.within_slo_percent:.1f} | {p.hit_percent:.1f} |"
         )
@@ -89,8 +96,9 @@ def table(found: Sequence[Part]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`admitted`: prompts or streams by instance; `rejections`: calls by the most prefills that refused each, from the gateway's histogram;
-    `prediction_errors`: the master's mean relative error of prefill times, by kind of instance. Empty for a mesh that is not ours.
+    """`admitted`: prompts or streams by instance; `rejections`: calls by the most prefills that
+    refused each, from the gateway's histogram; `prediction_errors`: the master's mean relative
+    error of prefill times, by kind of instance. Empty for a mesh that is not ours.
 
     `ceiling_per_s`: what the generator alone can send; 0: not measured.
     """
@@ -121,7 +129,10 @@ def write(run: Run, slo: Slo, out: Path | None) -> None:
         table(found),
         "",
         f"- statuses (0: no answer) {statuses}",
-        f"- the generator sent {run.peak_per_s} requests in its busiest second{ceiling}; it was {run.late_ms:.0f} ms late at most",
+        (
+            f"- the generator sent {run.peak_per_s} requests in its busiest second{ceiling}; it "
+            f"was {run.late_ms:.0f} ms late at most"
+        ),
     ]
     if run.admitted:
         lines += [
@@ -140,7 +151,8 @@ def write(run: Run, slo: Slo, out: Path | None) -> None:
         out,
         "loadtests.replay",
         "Real load, open loop",
-        f"In the SLO: first token within {slo.ttft_s:g} s and {slo.tpot_s:g} s a token. Clients, mesh and servers share the cores.",
+        f"In the SLO: first token within {slo.ttft_s:g} s and {slo.tpot_s:g} s a token. Clients, "
+        "mesh and servers share the cores.",
         text,
         slo=asdict(slo),
         statuses=statuses,

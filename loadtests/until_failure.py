@@ -1,10 +1,13 @@
-"""Users in a closed loop, more and more of them until one of their requests fails its SLO, by scenario (S65).
+"""Users in a closed loop, more and more of them until one of their requests fails its SLO, by
+scenario (S65).
 
     python -m loadtests.until_failure --out loadtests/results/until-failure-2026-11-22
 
-Six scenarios of two services, each with a group of its own (one prefill, one decode) on one mesh, so that what one carries says nothing
-of the others (S4). All ramp at once: a level lasts --duration-s; a scenario whose requests all kept their SLO gets half as many users
-again, one that failed stays at its last good number. The last good rate is given beside what its profile promises (normalised: 1).
+Six scenarios of two services, each with a group of its own (one prefill, one decode) on one mesh,
+so that what one carries says nothing of the others (S4). All ramp at once: a level lasts
+--duration-s; a scenario whose requests all kept their SLO gets half as many users again, one that
+failed stays at its last good number. The last good rate is given beside what its profile promises
+(normalised: 1).
 """
 
 from __future__ import annotations
@@ -40,7 +43,10 @@ _THINK_S: Final = 0.05  # at most, and half of it on average
 
 @dataclass(slots=True)
 class Ramp:
-    """One scenario's users, level by level. `best` is the last number whose requests all kept their SLO."""
+    """One scenario's users, level by level.
+
+    `best` is the last number whose requests all kept their SLO.
+    """
 
     users: int
     best: int = 0
@@ -61,7 +67,10 @@ class Ramp:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What one scenario did at one number of users. `per_s`: users over the mean time of a turn, since a level is short."""
+    """What one scenario did at one number of users.
+
+    `per_s`: users over the mean time of a turn, since a level is short.
+    """
 
     scenario: str
     service: str
@@ -147,7 +156,10 @@ def promised_per_s(law: str, scenario: Scenario) -> float:
 
 def table(law: str, scenarios: Sequence[Scenario], levels: Sequence[Level]) -> str:
     lines = [
-        "| service | scenario | SLO s | users, last good | requests/s | of the promised | TTFT p95 ms | E2E p95 ms | users, first failing | success % there |",
+        (
+            "| service | scenario | SLO s | users, last good | requests/s | of the promised | "
+            "TTFT p95 ms | E2E p95 ms | users, first failing | success % there |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for scenario in scenarios:
@@ -158,7 +170,8 @@ def table(law: str, scenarios: Sequence[Scenario], levels: Sequence[Level]) -> s
         share = best.per_s / promised_per_s(law, scenario)
         ending = f"{failed.num_users} | {100 * failed.success:.1f}" if failed else "none | -"
         lines.append(
-            f"| {scenario.service} | {scenario.name} | {scenario.slo_s} | {best.num_users} | {best.per_s:.1f} | {share:.2f} |"
+            f"| {scenario.service} | {scenario.name} | {scenario.slo_s} | {best.num_users} | "
+            f"{best.per_s:.1f} | {share:.2f} |"
             f" {best.ttft_ms_p95:.0f} | {best.e2e_ms_p95:.0f} | {ending} |"
         )
     return "\n".join(lines)
@@ -209,7 +222,8 @@ def main() -> None:
             options.out,
             "loadtests.until_failure",
             "Users until the first failure, by scenario",
-            f"Real processes, real KV transfer, sim engines at the law `{options.law}`; clients, mesh and servers share the cores.",
+            f"Real processes, real KV transfer, sim engines at the law `{options.law}`; clients, "
+            "mesh and servers share the cores.",
             text,
             levels=[asdict(level) for level in levels],
         )

@@ -1,10 +1,13 @@
-"""Users from A to 4A on a mesh of sim instances: on-demand forwarding against queues at the workers (S7, S45, S62, S65).
+"""Users from A to 4A on a mesh of sim instances: on-demand forwarding against queues at the workers
+(S7, S45, S62, S65).
 
     python -m loadtests.users --out loadtests/results/users-2026-11-22
 
-On demand: prefills that accept or refuse, and a waiting room at the gateway. The baseline: the same prefills with a long queue each,
-and the shortest one chosen by reports 100 ms old; they count what is left to compute of each prompt, which the paper's did not. Same prompts, same SLO
-(`users_plan.py`). Below the mesh's own table stands the twin of its last row on a virtual clock, and what the queues would do if they were reported at once.
+On demand: prefills that accept or refuse, and a waiting room at the gateway. The baseline: the same
+prefills with a long queue each, and the shortest one chosen by reports 100 ms old; they count what
+is left to compute of each prompt, which the paper's did not. Same prompts, same SLO
+(`users_plan.py`). Below the mesh's own table stands the twin of its last row on a virtual clock,
+and what the queues would do if they were reported at once.
 """
 
 from __future__ import annotations
@@ -134,7 +137,8 @@ def main() -> None:
     twins, errors = _simulated(max(users), options)
     offs = ", ".join(f"{p.variant} {e:.0f} ms" for p, e in zip(twins, errors, strict=True))
     text = (
-        f"{table(points)}\n\n{bars(points)}\n\n{max(users)} users on a virtual clock (simulated):\n\n{table(twins)}\n\n"
+        f"{table(points)}\n\n{bars(points)}\n\n{max(users)} users on a virtual clock "
+        f"(simulated):\n\n{table(twins)}\n\n"
         f"TTFT as it was expected when a request was placed is off by (mean, absolute; S7): {offs}."
     )
     print(text)
@@ -144,9 +148,12 @@ def main() -> None:
             options.out,
             "loadtests.users",
             "Users from A to 4A",
-            f"{NUM_PREFILL} prefills, {NUM_DECODE} decodes, sim at the law `{LAW.name}`; real processes, real KV transfer. Prompts of {NUM_TOKENS}"
-            f" tokens, of which the first {prefixes} are shared with others, answers of {NUM_OUTPUT}. Alone, with its prefix found, a prompt takes"
-            f" {1e3 * MEAN_PREFILL_S:.0f} ms on average, so n_p b_p / T_p is {CAPACITY_PER_S:.1f} requests/s. Success: first token within {options.slo_s} s.",
+            f"{NUM_PREFILL} prefills, {NUM_DECODE} decodes, sim at the law `{LAW.name}`; real "
+            f"processes, real KV transfer. Prompts of {NUM_TOKENS}"
+            f" tokens, of which the first {prefixes} are shared with others, answers of "
+            f"{NUM_OUTPUT}. Alone, with its prefix found, a prompt takes"
+            f" {1e3 * MEAN_PREFILL_S:.0f} ms on average, so n_p b_p / T_p is {CAPACITY_PER_S:.1f} "
+            f"requests/s. Success: first token within {options.slo_s} s.",
             text,
             capacity_per_s=CAPACITY_PER_S,
             points=[asdict(each) for each in points],

@@ -1,8 +1,10 @@
-"""What users A to 4A ask, and of what mesh (S7, S45, S62): prompts that hit prefixes of different length, and two ways to wait.
+"""What users A to 4A ask, and of what mesh (S7, S45, S62): prompts that hit prefixes of different
+length, and two ways to wait.
 
-As where P/D-Serve shows why queues fail (section 2.2.2): prompts of one scenario, equally long, of which a prefill computes more or less by
-the prefix it holds, and reports of queues every 100 ms. A first token counts within 0.5 s, three times what a prompt takes on an idle
-prefill, whoever forwards (S9: an SLO for each scenario).
+As where P/D-Serve shows why queues fail (section 2.2.2): prompts of one scenario, equally long, of
+which a prefill computes more or less by the prefix it holds, and reports of queues every 100 ms. A
+first token counts within 0.5 s, three times what a prompt takes on an idle prefill, whoever
+forwards (S9: an SLO for each scenario).
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ NUM_TOKENS: Final = 768
 PREFIX_TOKENS: Final = (320, 384, 448)  # half of a prompt on average
 NUM_OUTPUT: Final = 2
 
-# Of a prompt whose prefix the prefill holds, computed alone. With b_p prompts at once the engine takes b_p times as long for each.
+# Of a prompt whose prefix the prefill holds, computed alone. With b_p prompts at once the engine
+# takes b_p times as long for each.
 MEAN_PREFILL_S: Final = statistics.mean(
     LAW.prefill_s(NUM_TOKENS - prefix, prefix) for prefix in PREFIX_TOKENS
 )
@@ -37,7 +40,9 @@ CAPACITY_PER_S: Final = NUM_PREFILL * PREFILL_SLOTS / (PREFILL_SLOTS * MEAN_PREF
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to wait: a placement policy by its name, and how many prompts a prefill takes at once."""
+    """One way to wait: a placement policy by its name, and how many prompts a prefill takes at
+    once.
+    """
 
     name: str
     policy: str

@@ -1,4 +1,6 @@
-"""What users A to 4A got: a point for each number of them, the bars it is measured by, and the figure."""
+"""What users A to 4A got: a point for each number of them, the bars it is measured by, and the
+figure.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _EDGE = 0.1  # of a run: its beginning and its end are not counted
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """`success_percent`: first token within the SLO, of `num_requests` sent within the window; `accepted_per_s`: answered within it."""
+    """`success_percent`: first token within the SLO, of `num_requests` sent within the window;
+    `accepted_per_s`: answered within it.
+    """
 
     variant: str
     num_users: int
@@ -56,11 +60,15 @@ def point(
 
 def table(points: Sequence[Point]) -> str:
     lines = [
-        "| variant | users | success % | answered/s | refused % | hit % | TTFT p50 ms | p95 | p99 | requests |",
+        (
+            "| variant | users | success % | answered/s | refused % | hit % | TTFT p50 ms | p95 | "
+            "p99 | requests |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {p.variant} | {p.num_users} | {p.success_percent:.1f} | {p.accepted_per_s:.1f} | {p.refused_percent:.1f} | {p.hit_percent:.0f} |"
+        f"| {p.variant} | {p.num_users} | {p.success_percent:.1f} | {p.accepted_per_s:.1f} | "
+        f"{p.refused_percent:.1f} | {p.hit_percent:.0f} |"
         f" {p.ttft_ms_p50:.0f} | {p.ttft_ms_p95:.0f} | {p.ttft_ms_p99:.0f} | {p.num_requests} |"
         for p in points
     ]
@@ -85,7 +93,10 @@ def bars(points: Sequence[Point]) -> str:
             queues.success_percent < 70,
         ),
         (
-            f"answered on demand {ours.accepted_per_s:.1f} requests/s, {share:.2f} of n_p b_p / T_p",
+            (
+                f"answered on demand {ours.accepted_per_s:.1f} requests/s, {share:.2f} of n_p b_p "
+                "/ T_p"
+            ),
             "within 0.10 of 1",
             abs(share - 1) <= 0.10,
         ),

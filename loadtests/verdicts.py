@@ -33,7 +33,10 @@ def verdicts(
     measures: Sequence[Measure[R]],
     remark: Callable[[Measure[R], str], str] = lambda measure, rival: "",
 ) -> str:
-    """A line for each measure: ours and the best of the others, by medians over the seeds. `remark` may add to it where ours is not best."""
+    """A line for each measure: ours and the best of the others, by medians over the seeds.
+
+    `remark` may add to it where ours is not best.
+    """
     if OURS not in by_policy or len(by_policy) < 2:
         return ""
     return "\n".join(_verdict(by_policy, measure, remark) for measure in measures)
@@ -49,7 +52,10 @@ def _verdict(
     sign = -1 if measure.is_more_better else 1
     rival = min(spreads, key=lambda policy: sign * spreads[policy].median)
     best = spreads[rival]
-    numbers = f"{format(ours.median, measure.form)} against {format(best.median, measure.form)} of `{rival}`"
+    numbers = (
+        f"{format(ours.median, measure.form)} against {format(best.median, measure.form)} of "
+        f"`{rival}`"
+    )
     if format(ours.median, measure.form) == format(best.median, measure.form):
         return f"- {measure.name}: equal, {numbers}."
     if measure.is_better(ours.median, best.median):

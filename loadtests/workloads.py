@@ -1,7 +1,8 @@
 """Requests to send: when, how long, and which blocks of the prompt they share with others.
 
-One form for traces and for generated load, so that the simulator and the generator of real load take the same. Sharing
-is told by the names of a prompt's blocks: equal leading names are a shared prefix.
+One form for traces and for generated load, so that the simulator and the generator of real load
+take the same. Sharing is told by the names of a prompt's blocks: equal leading names are a shared
+prefix.
 """
 
 from __future__ import annotations
@@ -40,14 +41,18 @@ def trace_file(folder: Path | None, name: str) -> Path:
     """The file of a public trace; ends the program with what to do where it is not there."""
     if folder is None or not (folder / name).exists():
         raise SystemExit(
-            f"{name} is not {'there' if folder is None else f'in {folder}'}: say with --traces FOLDER (make: TRACES=FOLDER) where it is;"
+            f"{name} is not {'there' if folder is None else f'in {folder}'}: say with --traces "
+            "FOLDER (make: TRACES=FOLDER) where it is;"
             " loadtests/README.md says where to get it"
         )
     return folder / name
 
 
 def mooncake(path: Path, block_size: int = 64, *, jitter_seed: int | None = None) -> list[Arrival]:
-    """The Mooncake trace. `jitter_seed` spreads each tick's arrivals over its 3 s; None leaves the bursts as they are."""
+    """The Mooncake trace.
+
+    `jitter_seed` spreads each tick's arrivals over its 3 s; None leaves the bursts as they are.
+    """
     rng = random.Random(jitter_seed)
     arrivals = []
     with path.open() as lines:
@@ -68,7 +73,9 @@ def mooncake(path: Path, block_size: int = 64, *, jitter_seed: int | None = None
 
 
 def _split(ids: Sequence[int], num_tokens: int, block_size: int) -> tuple[bytes, ...]:
-    """Each traced block as blocks of `block_size`; the partial last one of the prompt has no name."""
+    """Each traced block as blocks of `block_size`; the partial last one of the prompt has no
+    name.
+    """
     per_id = _TRACE_BLOCK // block_size
     names = (block_name(i, part) for i in ids for part in range(per_id))
     return tuple(name for name, _ in zip(names, range(num_tokens // block_size), strict=False))
@@ -97,7 +104,9 @@ def prefixed_scenarios(
     block_size: int = 64,
     num_templates: int = 1,
 ) -> list[Arrival]:
-    """`num_requests` of each scenario in random order; each starts with one of its scenario's templates, the rest is its own."""
+    """`num_requests` of each scenario in random order; each starts with one of its scenario's
+    templates, the rest is its own.
+    """
     order = [s for s in range(num_scenarios) for _ in range(num_requests)]
     rng.shuffle(order)
     arrivals, now = [], 0.0
@@ -119,7 +128,9 @@ def prefixed_scenarios(
 def short_chats(
     rng: random.Random, *, num_scenarios: int, num_requests: int, rate_per_s: float
 ) -> list[Arrival]:
-    """Lengths of RTP-LLM's first workload (S131): 300 to 1,000 in, 340 on average, 7 out; a shared head and a tail of its own."""
+    """Lengths of RTP-LLM's first workload (S131): 300 to 1,000 in, 340 on average, 7 out; a shared
+    head and a tail of its own.
+    """
     arrivals = prefixed_scenarios(
         rng,
         num_scenarios=num_scenarios,
@@ -163,7 +174,10 @@ def chats(
     think_s: float,
     block_size: int = 64,
 ) -> list[Arrival]:
-    """Conversations: each turn's prompt is the one before, an answer and a question longer. All begin with the same 2 blocks."""
+    """Conversations: each turn's prompt is the one before, an answer and a question longer.
+
+    All begin with the same 2 blocks.
+    """
     arrivals, start = [], 0.0
     for chat in range(num_chats):
         start += rng.expovariate(rate_per_s)
@@ -193,7 +207,10 @@ def poisson(arrivals: Iterable[Arrival], rate_per_s: float, rng: random.Random) 
 def scaled(
     arrivals: Iterable[Arrival], *, time: float = 1.0, lengths: float = 1.0, block_size: int = 64
 ) -> list[Arrival]:
-    """Times and lengths times a factor. Sharing keeps its pattern: the first blocks of what was shared stay shared."""
+    """Times and lengths times a factor.
+
+    Sharing keeps its pattern: the first blocks of what was shared stay shared.
+    """
     out = []
     for arrival in arrivals:
         num_tokens = max(1, round(arrival.num_prompt_tokens * lengths))

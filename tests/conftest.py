@@ -1,8 +1,10 @@
-"""Every mesh and every server of a test asks for one mesh token, and every call from a test shows it.
+"""Every mesh and every server of a test asks for one mesh token, and every call from a test shows
+it.
 
 Property tests search at random on a developer's machine; CI runs the same examples every time.
 
-No example has a deadline, and none is drawn too slowly: on a busy machine that would measure the neighbours.
+No example has a deadline, and none is drawn too slowly: on a busy machine that would measure the
+neighbours.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from hypothesis import HealthCheck, settings
 import pdmesh  # noqa: F401  before a test module imports grpc: see pdmesh.grpc_environment
 from pdmesh.net.grpc import rpc
 
-# structlog's own default draws every local variable of every frame: a second of an event loop's time per traceback.
+# structlog's own default draws every local variable of every frame: a second of an event loop's
+# time per traceback.
 structlog.configure(
     processors=[
         structlog.processors.add_log_level,

@@ -1,4 +1,6 @@
-"""Writes docs/configuration.md: every setting of every service, from the Settings classes themselves."""
+"""Writes docs/configuration.md: every setting of every service, from the Settings classes
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from services.health_monitor.settings import NodeSettings
 _Fact = tuple[str, str, str]  # a setting's name, default and help
 
 SERVICES: Final = (
-    "gateway", "master_scheduler", "prefill", "decode", "instance", "kv_cache_index", "health_monitor",
+    "gateway", "master_scheduler", "prefill", "decode", "instance", "kv_cache_index",
+    "health_monitor",
     "node_agent",
 )  # fmt: skip
 INSTANCES: Final = ("prefill", "decode", "instance")

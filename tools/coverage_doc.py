@@ -1,7 +1,7 @@
 """Writes docs/coverage.md: which tests prove which requirement (S) and which fault (F).
 
-Read from the tests' source, not by running them, so that the table is the same whether vLLM is installed or not.
-A number that no test proves has to say why in tools/not_proved.py.
+Read from the tests' source, not by running them, so that the table is the same whether vLLM is
+installed or not. A number that no test proves has to say why in tools/not_proved.py.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def tests_in(source: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def needs_in(source: str) -> dict[str, str]:
-    """What a machine must have for a test of this file to run there, by the test's name; those that run anywhere are left out."""
+    """What a machine must have for a test of this file to run there, by the test's name; those that
+    run anywhere are left out.
+    """
     module = ast.parse(source)
     of_module: list[str] = []
     found: dict[str, str] = {}

@@ -1,4 +1,6 @@
-"""What hand-written pages promise, checked: `python -m tools.docs_check`. Numbers have a line, and files that are named exist.
+"""What hand-written pages promise, checked: `python -m tools.docs_check`.
+
+Numbers have a line, and files that are named exist.
 
 `make check` runs it.
 """

@@ -1,4 +1,5 @@
-"""docs/kill-matrix.md from what the last run of the kill matrix measured, or of the faults of KV: the other table stays as it is.
+"""docs/kill-matrix.md from what the last run of the kill matrix measured, or of the faults of KV:
+the other table stays as it is.
 
 Usage: python -m tools.kill_matrix_doc RESULTS_DIR docs/kill-matrix.md
 """
@@ -81,7 +82,8 @@ def _worst(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _kv_line(row: dict[str, Any]) -> str:
     cells = (
-        row["fault"], row["what"], row["peace_s"] or "-", row["took_s"], row["bound_s"], row["allowed_s"],
+        row["fault"], row["what"], row["peace_s"] or "-", row["took_s"], row["bound_s"],
+        row["allowed_s"],
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |\n"
 

@@ -1,4 +1,6 @@
-"""What keeps the tree readable, checked: `python -m tools.rooms`. Folders of at most 15 files, each saying what it is for; names once.
+"""What keeps the tree readable, checked: `python -m tools.rooms`.
+
+Folders of at most 15 files, each saying what it is for; names once.
 
 `make check` runs it. Circles between rooms are import-linter's business (pyproject.toml).
 """

@@ -1,4 +1,6 @@
-"""Writes docs/telemetry.md: every name in pdmesh/telemetry/names.py, what it means, and who uses it."""
+"""Writes docs/telemetry.md: every name in pdmesh/telemetry/names.py, what it means, and who uses
+it.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,10 @@ def meanings(source: str) -> Iterator[tuple[str, str]]:
 
 
 def meaning_of(constant: Constant, helps: Collection[str]) -> str:
-    """The help of its instruments, or the comment beside it. Raises ValueError if it has two texts."""
+    """The help of its instruments, or the comment beside it.
+
+    Raises ValueError if it has two texts.
+    """
     texts = [*helps, *([constant.comment] if constant.comment else [])]
     if len(texts) > 1:
         raise ValueError(f"{constant.constant} is explained more than once: {texts}")

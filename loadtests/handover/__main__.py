@@ -1,11 +1,13 @@
-"""What handing a prompt's KV over costs a client on vLLM, at several lengths of prompt, beside one engine and beside vLLM's NixlConnector.
+"""What handing a prompt's KV over costs a client on vLLM, at several lengths of prompt, beside one
+engine and beside vLLM's NixlConnector.
 
     python -m loadtests.handover [--rounds 5] [--nixl FOLDER] [--out loadtests/results/handover-DATE]
     python -m loadtests.handover --again loadtests/results/handover-DATE.json      # the page anew, from what was measured
 
-One request at a time, prompts never seen before, greedy. Every round asks each way once at each length, in an order drawn anew, so that all
-see the same machine; ratios are of two answers of the same round. FOLDER holds nixl, made by
-`pip install --no-deps --target FOLDER nixl==1.5.1 nixl-cu12==1.5.1 nvidia-cuda-runtime-cu12`.
+One request at a time, prompts never seen before, greedy. Every round asks each way once at each
+length, in an order drawn anew, so that all see the same machine; ratios are of two answers of the
+same round. FOLDER holds nixl, made by `pip install --no-deps --target FOLDER nixl==1.5.1
+nixl-cu12==1.5.1 nvidia-cuda-runtime-cu12`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def measure(ways: dict[str, Ask], lengths: Sequence[int], rounds: int) -> list[S
         for length in lengths:
             progress.step(f"round {number}, {length} tokens")
             for name in rng.sample(sorted(ways), len(ways)):
-                # Of its own for each way, since one that knows it would not compute; the same of all in what is compared.
+                # Of its own for each way, since one that knows it would not compute; the same of
+                # all in what is compared.
                 prompt = [rng.randrange(*_WORDS) for _ in range(length)]
                 timing = ways[name](prompt, _NUM_TOKENS)
                 if number:  # the first round connects, and grows what is grown once

@@ -1,6 +1,8 @@
-"""One mesh for all of ours: a prefill and a decode that hand over whole or per layer, and one fusion instance that keeps its KV.
+"""One mesh for all of ours: a prefill and a decode that hand over whole or per layer, and one
+fusion instance that keeps its KV.
 
-Which way a request goes is its gateway (whole or per layer) and its scenario (`local` is the fusion instance's).
+Which way a request goes is its gateway (whole or per layer) and its scenario (`local` is the fusion
+instance's).
 """
 
 from __future__ import annotations

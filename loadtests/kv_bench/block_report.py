@@ -1,4 +1,6 @@
-"""What blocks.py found, as Markdown: bars, and per transport what a block costs by itself and what is reached of the wire."""
+"""What blocks.py found, as Markdown: bars, and per transport what a block costs by itself and what
+is reached of the wire.
+"""
 
 from __future__ import annotations
 
@@ -88,8 +90,10 @@ def _spread(values: Sequence[float]) -> Spread:
 
 def markdown(figures: BlockFigures, command: str) -> str:
     about = (
-        f"{SWEEP_BYTES >> 20} MiB of {NUM_LAYERS} layers in blocks of each size, in random order, from cache to cache. Medians over rounds, lowest and "
-        "highest in brackets; ratios and differences are of measurements of the same round. Utilisation is the share of the rate of the payload alone. "
+        f"{SWEEP_BYTES >> 20} MiB of {NUM_LAYERS} layers in blocks of each size, in random order, "
+        "from cache to cache. Medians over rounds, lowest and "
+        "highest in brackets; ratios and differences are of measurements of the same round. "
+        "Utilisation is the share of the rate of the payload alone. "
         "Block-free includes xxh3 checksums on both sides, the others none."
     )
     lines = [*head("KV transfer by size of block", command, figures.num_rounds), about, ""]
@@ -183,7 +187,8 @@ def _smollm2(figures: BlockFigures) -> Iterator[str]:
     yield f"## SmolLM2, {TOKENS} tokens in blocks of {BLOCK_TOKENS}"
     yield ""
     yield (
-        f"{SMOLLM2.num_bytes / 2**20:.1f} MiB: {paging.num_layers} layers, K and V of a layer's block together {paging.block_bytes >> 10} KiB, "
+        f"{SMOLLM2.num_bytes / 2**20:.1f} MiB: {paging.num_layers} layers, K and V of a layer's "
+        f"block together {paging.block_bytes >> 10} KiB, "
         f"{SMOLLM2.num_blocks} of them, as vLLM's cache has them on a CPU."
     )
     yield ""

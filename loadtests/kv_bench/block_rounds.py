@@ -1,4 +1,6 @@
-"""The measurement of blocks.py: in each round every transport, prompt and mode once, on one pair of processes per transport."""
+"""The measurement of blocks.py: in each round every transport, prompt and mode once, on one pair of
+processes per transport.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""What a transfer block by block costs, by the size of a block; writes `loadtests/results/kv-blocks-<date>.{csv,md}` (S59, S60).
+"""What a transfer block by block costs, by the size of a block; writes
+`loadtests/results/kv-blocks-<date>.{csv,md}` (S59, S60).
 
-The same bytes are moved in blocks of each size on one pair of processes: one by one, each after the ack of the one before; 32 in
-flight; and block-free, as `python -m loadtests.kv_bench` has them. Beside them the KV of SmolLM2 in blocks of 16 tokens as vLLM has
-them, K and V of a layer together. What moves once on one connection is the wire's rate; utilisation is the share of it that is reached.
+The same bytes are moved in blocks of each size on one pair of processes: one by one, each after the
+ack of the one before; 32 in flight; and block-free, as `python -m loadtests.kv_bench` has them.
+Beside them the KV of SmolLM2 in blocks of 16 tokens as vLLM has them, K and V of a layer together.
+What moves once on one connection is the wire's rate; utilisation is the share of it that is
+reached.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""What is moved: a prompt's KV in randomly scattered blocks of every layer, as a paged cache holds it.
+"""What is moved: a prompt's KV in randomly scattered blocks of every layer, as a paged cache holds
+it.
 
-The shape, unless another is named, is that of an 8B model with grouped-query attention in 16-bit: 16 tokens' K or V of one layer
-are one block of 32 KiB, a token is 128 KiB. The law of computation is that model's prefill on one device: so many tokens a second, and never
-less than it takes to read the weights.
+The shape, unless another is named, is that of an 8B model with grouped-query attention in 16-bit:
+16 tokens' K or V of one layer are one block of 32 KiB, a token is 128 KiB. The law of computation
+is that model's prefill on one device: so many tokens a second, and never less than it takes to read
+the weights.
 """
 
 from __future__ import annotations
@@ -102,7 +104,10 @@ def layer_compute_s(num_bytes: int) -> float:
 
 
 class PagedCache:
-    """One side's blocks. A prompt of any size takes random ones out of half as many again as the largest needs."""
+    """One side's blocks.
+
+    A prompt of any size takes random ones out of half as many again as the largest needs.
+    """
 
     def __init__(self, largest: int, seed: int, paging: Paging = DEFAULT_PAGING) -> None:
         self.paging = paging

@@ -1,4 +1,5 @@
-"""How large a part of a pull should be: `python -m loadtests.kv_bench.chunks [ROUNDS]` prints medians (lowest) in ms.
+"""How large a part of a pull should be: `python -m loadtests.kv_bench.chunks [ROUNDS]` prints
+medians (lowest) in ms.
 
 `core.kv.layout.buffer_layout` holds what was chosen from it.
 """

@@ -1,4 +1,6 @@
-"""From rows to what is said about them: medians with spread, and ratios of two modes taken within the same round."""
+"""From rows to what is said about them: medians with spread, and ratios of two modes taken within
+the same round.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ class Figures:
         column: str = "total_ms",
         of_column: str = "",
     ) -> Spread | None:
-        """`mode` over the best of `of_modes` that the same round measured; `of_column`: theirs, if it is another one."""
+        """`mode` over the best of `of_modes` that the same round measured; `of_column`: theirs, if
+        it is another one.
+        """
         ours = self.per_round(transport, num_bytes, mode, column)
         of_column = of_column or column
         others = [self.per_round(transport, num_bytes, other, of_column) for other in of_modes]
@@ -85,7 +89,8 @@ class Figures:
     def perftest_rate(self, transport: str, num_bytes: int, wait: str) -> Spread | None:
         """Our payload's rate as a share of perftest's, which waits by `wait`: poll or sleep.
 
-        perftest never writes what it sends: its source is one page of zeros, in the cache. So is that of WIRE_EMPTY.
+        perftest never writes what it sends: its source is one page of zeros, in the cache. So is
+        that of WIRE_EMPTY.
         """
         slower = self.ratio(transport, num_bytes, cases.WIRE_EMPTY, (f"perftest_{wait}",))
         return slower and Spread(1 / slower.median, 1 / slower.high, 1 / slower.low)

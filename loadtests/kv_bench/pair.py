@@ -1,4 +1,6 @@
-"""Two worker processes over one kind of UCX transport, and what one command to both of them took."""
+"""Two worker processes over one kind of UCX transport, and what one command to both of them
+took.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ TRANSPORTS: Final[Mapping[str, Mapping[str, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One transfer, or the mean of a command's repeats. `visible_ms` counts from the end of the computation."""
+    """One transfer, or the mean of a command's repeats.
+
+    `visible_ms` counts from the end of the computation.
+    """
 
     total_ms: float
     visible_ms: float
@@ -33,7 +38,8 @@ class Sample:
     scatter_ms: float
     cpu_sender_ms: float
     cpu_receiver_ms: float
-    # Of one block, where each waits for the ack of the one before: median, 99th percentile, standard deviation.
+    # Of one block, where each waits for the ack of the one before: median, 99th percentile,
+    # standard deviation.
     block_ms: float | None = None
     block_p99_ms: float | None = None
     block_deviation_ms: float | None = None

@@ -1,12 +1,15 @@
-"""nixl in an interpreter of its own: each line `kind bytes` on standard input is one transfer, as vLLM's NixlConnector reads.
+"""nixl in an interpreter of its own: each line `kind bytes` on standard input is one transfer, as
+vLLM's NixlConnector reads.
 
     PYTHON peer_nixl.py LARGEST BLOCK_BYTES          # starts its source as a second process
 
-Answers each line with milliseconds. `contiguous` is one descriptor. `blocks` are random ones of a cache half as large again as the
-largest prompt, on both sides, as ours are; the caches are registered and all their blocks prepared beforehand, and making the request of a
-transfer is part of its time. For those two the target knows by itself that there is something to read. For `told` it learns that from the
-source, by the library's own notification, and time counts from when the source has the blocks. `checked` adds what ours always does: an
-xxh3_128 of each part of 4 MiB comes with the notification, and the target compares it; parts overlap.
+Answers each line with milliseconds. `contiguous` is one descriptor. `blocks` are random ones of a
+cache half as large again as the largest prompt, on both sides, as ours are; the caches are
+registered and all their blocks prepared beforehand, and making the request of a transfer is part of
+its time. For those two the target knows by itself that there is something to read. For `told` it
+learns that from the source, by the library's own notification, and time counts from when the source
+has the blocks. `checked` adds what ours always does: an xxh3_128 of each part of 4 MiB comes with
+the notification, and the target compares it; parts overlap.
 """
 
 from __future__ import annotations
@@ -195,7 +198,8 @@ def main(answer: Any, largest: int, block: int) -> None:
 
 
 if __name__ == "__main__":
-    # The library logs to standard output: answers go to a copy of it, its own words to standard error.
+    # The library logs to standard output: answers go to a copy of it, its own words to standard
+    # error.
     stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     run = source if sys.argv[3:] == ["source"] else main

@@ -1,4 +1,6 @@
-"""Other transfer libraries beside ours, each in processes of its own: an interpreter that has it, or ours with a folder that has."""
+"""Other transfer libraries beside ours, each in processes of its own: an interpreter that has it,
+or ours with a folder that has.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,16 @@ KINDS_OF: Final[Mapping[str, tuple[str, ...]]] = {
     "nixl": ("contiguous", "blocks", "told", "checked"),
     "mooncake": ("contiguous", "blocks"),
 }
-# Where each takes its transport from: Mooncake has a tcp of its own and nothing for one machine's memory.
+# Where each takes its transport from: Mooncake has a tcp of its own and nothing for one machine's
+# memory.
 TRANSPORTS_OF: Final[Mapping[str, tuple[str, ...]]] = {"nixl": ("tcp", "shm"), "mooncake": ("tcp",)}
 _POLLING: Final = ("nixl",)
 
 
 def interpreter_of(where: Path) -> tuple[str, dict[str, str]]:
-    """The program that runs a peer's script, and its environment: `where` itself, or ours with a folder of packages."""
+    """The program that runs a peer's script, and its environment: `where` itself, or ours with a
+    folder of packages.
+    """
     if not where.is_dir():
         return str(where), {}
     where = where.resolve()
@@ -36,7 +41,8 @@ def interpreter_of(where: Path) -> tuple[str, dict[str, str]]:
 class Peer:
     """One library's two processes over one transport. `is_there` is False if they did not start.
 
-    Those that poll without end, as nixl's progress threads do, are stopped while others are measured: they would take a core.
+    Those that poll without end, as nixl's progress threads do, are stopped while others are
+    measured: they would take a core.
     """
 
     def __init__(self, name: str, where: Path, transport: str, largest: int) -> None:

@@ -1,4 +1,6 @@
-"""One picture of a run: time against size, the split at the middle size, the wire, and what prefill does not hide."""
+"""One picture of a run: time against size, the split at the middle size, the wire, and what prefill
+does not hide.
+"""
 
 from __future__ import annotations
 

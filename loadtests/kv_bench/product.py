@@ -1,8 +1,9 @@
-"""Block-free transfer as the product does it: agents on threads of their own, gather on the engine's, scatter on the agent's.
+"""Block-free transfer as the product does it: agents on threads of their own, gather on the
+engine's, scatter on the agent's.
 
-`whole` is the paper's picture in slow motion: gather, one range on the wire, scatter, one after the other. `chunked` is
-what a whole-model hand-over does: the wire begins when all is staged, and scatter follows it chunk by chunk. With
-`layers` each layer is announced as soon as it is gathered.
+`whole` is the paper's picture in slow motion: gather, one range on the wire, scatter, one after the
+other. `chunked` is what a whole-model hand-over does: the wire begins when all is staged, and
+scatter follows it chunk by chunk. With `layers` each layer is announced as soon as it is gathered.
 """
 
 from __future__ import annotations
@@ -137,7 +138,9 @@ class Sender:
         staging: ArenaRange,
         ids: BlockIds,
     ) -> Times:
-        """With computation, decode was chosen when the request was accepted: it pulls before there is anything."""
+        """With computation, decode was chosen when the request was accepted: it pulls before there
+        is anything.
+        """
         ticket_id = f"t{command.serial}"
         views = np.split(self.agent.staging(staging), layout.num_layers)
         times = Times(started=time.monotonic())

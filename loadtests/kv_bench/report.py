@@ -1,4 +1,6 @@
-"""The Markdown of a run: which bars are met, times, the split into gather, wire and scatter, and the peers."""
+"""The Markdown of a run: which bars are met, times, the split into gather, wire and scatter, and
+the peers.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,13 @@ _PEERS = {
 def markdown(figures: Figures, command: str) -> str:
     num_rounds = len({r.round for r in figures.rows})
     about = (
-        "Medians over rounds, lowest and highest in brackets; ratios are of two measurements of the same round. "
+        "Medians over rounds, lowest and highest in brackets; ratios are of two measurements of "
+        "the same round. "
         f"{cases.NUM_LAYERS} layers, blocks of {cases.BLOCK_BYTES >> 10} KiB in random order, "
-        f"prefill at {cases.TOKENS_PER_S:.0f} tokens/s of {cases.TOKEN_BYTES >> 10} KiB, at least {cases.WEIGHTS_S * 1e3:.0f} ms. "
-        "Ours includes xxh3 checksums on both sides; the baselines have none, and of the peers those that are called checked."
+        f"prefill at {cases.TOKENS_PER_S:.0f} tokens/s of {cases.TOKEN_BYTES >> 10} KiB, at least "
+        f"{cases.WEIGHTS_S * 1e3:.0f} ms. "
+        "Ours includes xxh3 checksums on both sides; the baselines have none, and of the peers "
+        "those that are called checked."
     )
     lines = [*head("KV transfer", command, num_rounds), about, "", *_bars(figures)]
     for transport in figures.transports:
@@ -111,7 +116,10 @@ def _times(figures: Figures, transport: str) -> Iterator[str]:
 def _split(figures: Figures, transport: str) -> Iterator[str]:
     yield f"## {transport}: where the time goes"
     yield ""
-    yield "Busy milliseconds of gather / wire / scatter (their sum exceeds the total where they overlap); CPU of sender + receiver."
+    yield (
+        "Busy milliseconds of gather / wire / scatter (their sum exceeds the total where they "
+        "overlap); CPU of sender + receiver."
+    )
     yield ""
     yield from table_head(["", *map(_mib, figures.sizes)])
     for mode in _SPLIT_MODES:

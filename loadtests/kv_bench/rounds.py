@@ -1,4 +1,6 @@
-"""The measurement: in each round every mode, size, transport, yardstick and peer once, so that ratios share their minute."""
+"""The measurement: in each round every mode, size, transport, yardstick and peer once, so that
+ratios share their minute.
+"""
 
 from __future__ import annotations
 

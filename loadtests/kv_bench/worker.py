@@ -1,4 +1,6 @@
-"""One of the two processes: does what its standard input says, line by line, and answers each line with one of its own."""
+"""One of the two processes: does what its standard input says, line by line, and answers each line
+with one of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """What the machine and the library can do without us: raw memcpy, and UCX's own `ucx_perftest`.
 
-`ucx_perftest` is the one that comes with the libucx we load, with the same UCX_* settings and error handling on, one message
-after the other without an agent. It runs both polling (its default) and sleeping until there is work, as we do.
-It never writes what it sends (1.4 MiB resident with a buffer of 256 MiB): its source is the kernel's page of zeros.
+`ucx_perftest` is the one that comes with the libucx we load, with the same UCX_* settings and error
+handling on, one message after the other without an agent. It runs both polling (its default) and
+sleeping until there is work, as we do. It never writes what it sends (1.4 MiB resident with a
+buffer of 256 MiB): its source is the kernel's page of zeros.
 """
 
 from __future__ import annotations

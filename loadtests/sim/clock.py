@@ -1,4 +1,7 @@
-"""Virtual time: a heap of what happens when. Equal times happen in the order in which they were planned."""
+"""Virtual time: a heap of what happens when.
+
+Equal times happen in the order in which they were planned.
+"""
 
 from __future__ import annotations
 

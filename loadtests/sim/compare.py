@@ -1,7 +1,9 @@
-"""Policies side by side on the virtual clock: the same arrivals, the same seeds, one table with spread (`make bench NAME=compare`).
+"""Policies side by side on the virtual clock: the same arrivals, the same seeds, one table with
+spread (`make bench NAME=compare`).
 
-python -m loadtests.sim.compare --traces FOLDER                    # the full Mooncake trace and the cases that need none
-python -m loadtests.sim.compare --cases "cache pressure" --policies default,kv_router
+python -m loadtests.sim.compare --traces FOLDER                    # the full Mooncake trace and the
+cases that need none python -m loadtests.sim.compare --cases "cache pressure" --policies
+default,kv_router
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from pdmesh.core.placement.policies import Weights
 from pdmesh.engine.laws import MOCKER, SMOLLM2_CPU
 
 TRACE: Final = "mooncake_conversation_trace.jsonl"
-# What Dynamo's own replay of the same trace with the same workers and blocks gave with its KV router.
+# What Dynamo's own replay of the same trace with the same workers and blocks gave with its KV
+# router.
 PEER_REUSE: Final = {
     "4 x 16384": 13.1,
     "8 x 16384": 20.2,
@@ -125,7 +128,10 @@ BY_NAME: Final = {case.name: case for case in CASES}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One case under one policy and seed. `reuse_percent`: prompt blocks found in the cache where the prompt was computed."""
+    """One case under one policy and seed.
+
+    `reuse_percent`: prompt blocks found in the cache where the prompt was computed.
+    """
 
     case: str
     policy: str
@@ -211,7 +217,10 @@ def _price(
     other = mean if measure is reuse else reuse
     ours, theirs = (other.of(by_policy[policy]).median for policy in (OURS, rival))
     how = "pays with" if other.is_better(ours, theirs) else "has, too,"
-    return f" It {how} {other.name} {format(theirs, other.form)} where ours has {format(ours, other.form)}."
+    return (
+        f" It {how} {other.name} {format(theirs, other.form)} where ours has "
+        f"{format(ours, other.form)}."
+    )
 
 
 _JUDGED: Final[tuple[Measure[Outcome], ...]] = (
@@ -233,7 +242,10 @@ _COLUMNS: Final = (
     ("load_max_over_mean", ".2f"),
     ("num_idle", ".0f"),
 )
-_HEAD: Final = "| policy | reuse % | tokens | TTFT mean ms | p50 | p95 | p99 | E2E s | rejections | error % | max/mean | idle |"
+_HEAD: Final = (
+    "| policy | reuse % | tokens | TTFT mean ms | p50 | p95 | p99 | E2E s | rejections | error % "
+    "| max/mean | idle |"
+)
 _RULE: Final = "|---|" + "---|" * len(_COLUMNS)
 
 
@@ -269,7 +281,8 @@ def main() -> None:
     ]
     if not has_traces:
         print(
-            f"only cases that play no trace: --traces FOLDER (make: TRACES=FOLDER) says where {TRACE} is",
+            "only cases that play no trace: --traces FOLDER (make: TRACES=FOLDER) says where "
+            f"{TRACE} is",
             file=sys.stderr,
         )
     jobs = [
@@ -299,8 +312,10 @@ def _write(out: Path, outcomes: Sequence[Outcome], text: str) -> None:
         out,
         "loadtests.sim.compare",
         f"Placement policies on a virtual clock, {at}",
-        "Simulated: the mesh's own cores (placement, index, admission, request, waiting room) and laws; median (lowest..highest) over"
-        " the seeds. The Mooncake arrivals are as they are, in bursts at 3 s ticks, unless jittered within the tick; seeds then move"
+        "Simulated: the mesh's own cores (placement, index, admission, request, waiting room) and "
+        "laws; median (lowest..highest) over"
+        " the seeds. The Mooncake arrivals are as they are, in bursts at 3 s ticks, unless "
+        "jittered within the tick; seeds then move"
         f" only the policy's own ties.\n\nWeights: {asdict(Weights())}",
         text,
         at=at,

@@ -1,8 +1,10 @@
-"""The control plane on the virtual clock: the ratio loop, schedules, upgrades and substitution, over a live mesh.
+"""The control plane on the virtual clock: the ratio loop, schedules, upgrades and substitution,
+over a live mesh.
 
-Ratio, plans, schedules and upgrades are the master's own cores, joined by calls: what a shell adds is I/O alone. What differs is how one
-group changes: that is the simulated mesh's own (the master's is `core/groups/controller`).
-Everything that was decided or done is in `log`, in order, and `samples` holds one row per window: figures are drawn from these two.
+Ratio, plans, schedules and upgrades are the master's own cores, joined by calls: what a shell adds
+is I/O alone. What differs is how one group changes: that is the simulated mesh's own (the master's
+is `core/groups/controller`). Everything that was decided or done is in `log`, in order, and
+`samples` holds one row per window: figures are drawn from these two.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ class Sample:
 class Control:
     """Call `start`, then run the mesh's clock.
 
-    Schedules see unix seconds: `wall` at the clock's start, and `speed` of them in each of its seconds.
+    Schedules see unix seconds: `wall` at the clock's start, and `speed` of them in each of its
+    seconds.
     """
 
     mesh: LiveMesh
@@ -116,7 +119,7 @@ class Control:
         self.mesh.clock.after(_TICK_S, self._tick)
         self.mesh.clock.after(self.window_s, self._window)
 
-    # --- what people do ----------------------------------------------------------------------------
+    # --- what people do ---------------------------------------------------------------------------
 
     def profile(self, scenario: str, profile: Profile) -> None:
         self._ratio(Profiled(scenario, profile, self.mesh.states()))
@@ -143,7 +146,7 @@ class Control:
         self.mesh.clock.after(self.mesh.detect_s, lambda: self._lost.append(lost))
         self.mesh.clock.after(repaired_after_s, self._repaired)
 
-    # --- the loop ----------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         now, states = self.mesh.clock.now, self.mesh.states()
@@ -182,7 +185,9 @@ class Control:
             mesh.clock.after(self.window_s, self._window)
 
     def _is_disturbed(self, scenario: str) -> bool:
-        """An upgrade or a loss says nothing about the ratio, and a plan under way is judged by itself."""
+        """An upgrade or a loss says nothing about the ratio, and a plan under way is judged by
+        itself.
+        """
         is_upgrading = scenario in self.upgrades and bool(self.upgrades[scenario].current)
         is_short = any(group.scenario == scenario for group, _, _ in self._lost)
         return is_upgrading or is_short or bool(self.mesh.num_loading(scenario))
@@ -201,7 +206,7 @@ class Control:
     def _repaired(self) -> None:
         self.mesh.num_blank += 1
 
-    # --- effects -----------------------------------------------------------------------------------
+    # --- effects ----------------------------------------------------------------------------------
 
     def _ratio(self, event: RatioEvent) -> None:
         for effect in self.ratio.handle(event, self.mesh.clock.now):

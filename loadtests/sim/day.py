@@ -1,4 +1,5 @@
-"""A day of two scenarios in a few minutes, on the virtual clock: tides, two changes of content, an upgrade, three faults (S64).
+"""A day of two scenarios in a few minutes, on the virtual clock: tides, two changes of content, an
+upgrade, three faults (S64).
 
 python -m loadtests.sim.day --out loadtests/results/day-2026-11-21
 """
@@ -159,7 +160,8 @@ def main() -> None:
     for action in day.actions:
         print(f"{clock(action.at_s)}  {action.kind:12} {action.scenario:6} {action.text}")
     print(
-        f"simulated: {day.num_requests:,} requests, {day.num_failed} failed, {day.num_late} late, {day.num_migrated} went on elsewhere"
+        f"simulated: {day.num_requests:,} requests, {day.num_failed} failed, {day.num_late} late, "
+        f"{day.num_migrated} went on elsewhere"
     )
     if options.out:
         day.write(options.out)

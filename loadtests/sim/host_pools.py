@@ -1,7 +1,9 @@
-"""Host pools of the workers on the virtual clock: what a worker loads from its own or a peer's instead of computing it.
+"""Host pools of the workers on the virtual clock: what a worker loads from its own or a peer's
+instead of computing it.
 
-Which source serves which blocks is `core.kv.tiers.load_plan`' decision, as in the mesh; a load takes what its costs say. A pool keeps copies of
-what its worker computed or loaded, and forgets the least recently used.
+Which source serves which blocks is `core.kv.tiers.load_plan`' decision, as in the mesh; a load
+takes what its costs say. A pool keeps copies of what its worker computed or loaded, and forgets the
+least recently used.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ class _Pool:
 
 @dataclass(slots=True)
 class HostPools:
-    """`num_blocks` per worker; 0: there are none. `recompute_block_s` is what a load is weighed against."""
+    """`num_blocks` per worker; 0: there are none.
+
+    `recompute_block_s` is what a load is weighed against.
+    """
 
     num_blocks: int
     recompute_block_s: float

@@ -1,7 +1,9 @@
-"""A mesh of groups on the virtual clock that can change while it serves: instances join, drain, change role, die.
+"""A mesh of groups on the virtual clock that can change while it serves: instances join, drain,
+change role, die.
 
-Instances take as long as their real ones for what matters here: a drain lasts until the last slot is free, a set-up lasts
-`load_s`. A killed instance breaks its requests' legs at once; the request core then does what it does in a gateway.
+Instances take as long as their real ones for what matters here: a drain lasts until the last slot
+is free, a set-up lasts `load_s`. A killed instance breaks its requests' legs at once; the request
+core then does what it does in a gateway.
 """
 
 from __future__ import annotations
@@ -63,7 +65,10 @@ class _Sums:
 
 @dataclass(slots=True)
 class Totals:
-    """Over the whole run. `num_failed` were refused or broke off; `num_late` were answered after their SLO."""
+    """Over the whole run.
+
+    `num_failed` were refused or broke off; `num_late` were answered after their SLO.
+    """
 
     num: int = 0
     num_failed: int = 0
@@ -72,7 +77,10 @@ class Totals:
 
 
 class LiveMesh(VirtualMesh):
-    """`e2e_slo_s` per scenario says which answers are in time; without one all are. `num_blank` instances wait for a role."""
+    """`e2e_slo_s` per scenario says which answers are in time; without one all are.
+
+    `num_blank` instances wait for a role.
+    """
 
     def __init__(
         self,
@@ -103,7 +111,7 @@ class LiveMesh(VirtualMesh):
         self._lent: dict[str, dict[Role, int]] = {}  # what a group had when it was lent
         self._lives: dict[int, tuple[_Life, str]] = {}  # legs under way: whose, and where
 
-    # --- what may be asked of it -------------------------------------------------------------------
+    # --- what may be asked of it ------------------------------------------------------------------
 
     def set_up(self, group_id: str, scenario: str, num_prefill: int, num_decode: int) -> Group:
         """A group that serves at once: how a run begins."""
@@ -181,7 +189,7 @@ class LiveMesh(VirtualMesh):
         self.num_blank -= 1
         self._load(group, role, done)
 
-    # --- what is seen of it ------------------------------------------------------------------------
+    # --- what is seen of it -----------------------------------------------------------------------
 
     def states(self) -> dict[str, GroupShape]:
         """Groups with how busy they were in this window and, while it is young, the one before."""
@@ -229,7 +237,7 @@ class LiveMesh(VirtualMesh):
         self._busy_s = {}
         self._window_began = self.clock.now
 
-    # --- of VirtualMesh ----------------------------------------------------------------------------
+    # --- of VirtualMesh ---------------------------------------------------------------------------
 
     def scenario_of(self, arrival: Arrival) -> str:
         return arrival.scenario
@@ -307,7 +315,7 @@ class LiveMesh(VirtualMesh):
             self._drained(name)
         super()._slot_freed(worker)
 
-    # --- instances ---------------------------------------------------------------------------------
+    # --- instances --------------------------------------------------------------------------------
 
     def _arrive(self, arrival: Arrival, arrivals: Iterator[Arrival]) -> None:
         self._sums.setdefault(arrival.scenario, _Sums()).num_arrived += 1
@@ -372,7 +380,9 @@ class LiveMesh(VirtualMesh):
         told()
 
     def _drain_all(self, group: Group, drained: Callable[[], None]) -> None:
-        """All of a group; prefills and decodes together, since what prefills have begun needs decodes."""
+        """All of a group; prefills and decodes together, since what prefills have begun needs
+        decodes.
+        """
         left = set(group.members)
         if not left:
             drained()
@@ -427,7 +437,7 @@ class LiveMesh(VirtualMesh):
         self.fleet.handle(InstanceUnrecorded(name), self.clock.now)
         self.index.remove_instance(name)
 
-    # --- how busy ----------------------------------------------------------------------------------
+    # --- how busy ---------------------------------------------------------------------------------
 
     def _sample(self) -> None:
         for group in self.groups.values():

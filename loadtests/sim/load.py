@@ -1,4 +1,6 @@
-"""Load for live meshes: requests that come at a rate which changes with time, and users who wait for their answers."""
+"""Load for live meshes: requests that come at a rate which changes with time, and users who wait
+for their answers.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Gateway, master and instances on one virtual clock, each as its own core.
 
-What the network would add is a constant per hop; load reports and cache deltas reach the master as late as they do in the mesh.
-The gateway's side of a request is `core.request.machine`, its waiting room `core.request.waiting_room`, the master's `core.placement.plan` over
+What the network would add is a constant per hop; load reports and cache deltas reach the master as
+late as they do in the mesh. The gateway's side of a request is `core.request.machine`, its waiting
+room `core.request.waiting_room`, the master's `core.placement.plan` over
 `core.kv.prefix.prefix_index`, an instance's door `core.instance.admission`.
 """
 
@@ -226,7 +227,9 @@ class VirtualMesh:
         """For those who watch: a request was answered or refused."""
 
     def placed(self, served: Served, plan: Plan) -> None:
-        """For those who watch: the master has ranked candidates for a request, maybe not for the first time."""
+        """For those who watch: the master has ranked candidates for a request, maybe not for the
+        first time.
+        """
 
     def scenario_of(self, arrival: Arrival) -> str:
         """Whose instances a request may have: here all serve everything."""

@@ -1,10 +1,12 @@
-"""Throughput per instance, Phi (S2), as formula (1) predicts it from a profile, against what the mesh carries on the virtual clock.
+"""Throughput per instance, Phi (S2), as formula (1) predicts it from a profile, against what the
+mesh carries on the virtual clock.
 
     python -m loadtests.sim.phi_check --out loadtests/results/phi-2026-11-21
 
-Each workload comes at half again the predicted rate, so that the mesh is full; measured is what it completes in the middle of the run.
-The profile is taken in advance from the engine's law, with the share of prompts found cached (r_pre) that the run had. Beside it is the
-error (MAPE) of the prefill times that the master predicted meanwhile, after the first 200.
+Each workload comes at half again the predicted rate, so that the mesh is full; measured is what it
+completes in the middle of the run. The profile is taken in advance from the engine's law, with the
+share of prompts found cached (r_pre) that the run had. Beside it is the error (MAPE) of the prefill
+times that the master predicted meanwhile, after the first 200.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ WORKLOADS: Final = (
     Workload(
         "long answers, decode binds",
         MeshShape(
-            SMOLLM2_CPU, num_prefill=4, num_decode=2, num_blocks=2048, prefill_slots=2, decode_slots=16
+            SMOLLM2_CPU, num_prefill=4, num_decode=2, num_blocks=2048, prefill_slots=2,
+            decode_slots=16
         ),
         num_tokens=320,
         num_output=200,
@@ -86,7 +89,9 @@ class Checked:
 
 
 def check(workload: Workload, seed: int, rate_per_s: float = 0.0) -> Checked:
-    """The rate and the share found cached depend on each other: a first run without a rate finds both."""
+    """The rate and the share found cached depend on each other: a first run without a rate finds
+    both.
+    """
     shape = workload.shape
     arrivals = _arrivals(workload, seed, rate_per_s or 1.0)
     mesh = VirtualMesh(shape, "default", seed, Weights())
@@ -133,7 +138,9 @@ def _arrivals(workload: Workload, seed: int, rate_per_s: float) -> list[Arrival]
 
 
 def _while_full(served: Sequence[Served]) -> tuple[list[Served], float]:
-    """(completed from a third of the arrivals' time to its end, how long that is): the mesh is full, its caches warm."""
+    """(completed from a third of the arrivals' time to its end, how long that is): the mesh is
+    full, its caches warm.
+    """
     until = served[-1].arrival.at_s
     since = until / 3
     return [s for s in served if since <= s.arrival.at_s + s.e2e_s <= until], until - since
@@ -173,7 +180,8 @@ def main() -> None:
             options.out,
             "loadtests.sim.phi_check",
             "Phi, predicted and measured",
-            "Simulated: the mesh's own cores and the laws `smollm2-cpu` and `mocker`. Requests/s per instance; median (lowest..highest)"
+            "Simulated: the mesh's own cores and the laws `smollm2-cpu` and `mocker`. Requests/s "
+            "per instance; median (lowest..highest)"
             " over the seeds. The bar is 15 % (S2).",
             text,
             clock="virtual",

@@ -1,4 +1,6 @@
-"""One page of plots for a comparison: a row per case, reuse and TTFT by policy, spread over the seeds as bars."""
+"""One page of plots for a comparison: a row per case, reuse and TTFT by policy, spread over the
+seeds as bars.
+"""
 
 from __future__ import annotations
 

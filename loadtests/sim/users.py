@@ -1,7 +1,8 @@
-"""Users in a closed loop on the virtual clock: the twin of `loadtests.users`, and what its queues would do with other reports.
+"""Users in a closed loop on the virtual clock: the twin of `loadtests.users`, and what its queues
+would do with other reports.
 
-Gateway and network are a constant per hop here, and the cores are the services' own: so what differs between two variants is how
-they wait, and nothing else.
+Gateway and network are a constant per hop here, and the cores are the services' own: so what
+differs between two variants is how they wait, and nothing else.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ _TOKEN_S: Final = MEAN_PREFILL_S / (NUM_TOKENS - statistics.mean(PREFIX_TOKENS))
 
 
 class UsersMesh(VirtualMesh):
-    """`num_users` who ask, read the answer or the refusal, think and ask again, until `until`. Times in seconds."""
+    """`num_users` who ask, read the answer or the refusal, think and ask again, until `until`.
+
+    Times in seconds.
+    """
 
     def __init__(
         self,
@@ -50,7 +54,9 @@ class UsersMesh(VirtualMesh):
         report_s: float | None = None,
         seed: int = 1,
     ) -> None:
-        """`report_s`: the time between two reports of the queues, in place of the policy's own 100 ms."""
+        """`report_s`: the time between two reports of the queues, in place of the policy's own 100
+        ms.
+        """
         shape = MeshShape(
             LAW,
             num_prefill=NUM_PREFILL,
@@ -78,7 +84,9 @@ class UsersMesh(VirtualMesh):
         self.clock.after(self._think(), self._ask)
 
     def placed(self, served: Served, plan: Plan) -> None:
-        """What was known of its first token when it was first placed: by the reports of queues, or by what is booked."""
+        """What was known of its first token when it was first placed: by the reports of queues, or
+        by what is booked.
+        """
         best = plan.prefills[0]
         due = self.fleet.instances[best.instance_id].available_at
         if self._is_told_by_reports:
@@ -86,7 +94,9 @@ class UsersMesh(VirtualMesh):
         self._expected.setdefault(id(served), (served, due))
 
     def estimate_error_s(self, since: float) -> float:
-        """Mean distance of first tokens from when they were expected (S7), of all answered that were asked for from `since` on."""
+        """Mean distance of first tokens from when they were expected (S7), of all answered that
+        were asked for from `since` on.
+        """
         return statistics.mean(
             abs(served.arrival.at_s + served.ttft_s - due)
             for served, due in self._expected.values()
@@ -105,7 +115,9 @@ class UsersMesh(VirtualMesh):
 
 
 def _by_report_s(best: RankedInstance, arrival: Arrival) -> float:
-    """Time to token 1 behind the tokens that the queue's last report told of; they are the policy's score."""
+    """Time to token 1 behind the tokens that the queue's last report told of; they are the policy's
+    score.
+    """
     num_before = -best.score * BLOCK_SIZE
     return (num_before + arrival.num_prompt_tokens - best.num_matched_tokens) * _TOKEN_S
 

@@ -1,9 +1,11 @@
-"""Prompts of similar length in one batch, or in order: what is computed for nothing, and who waits for it (S90, S91).
+"""Prompts of similar length in one batch, or in order: what is computed for nothing, and who waits
+for it (S90, S91).
 
     python -m loadtests.sim.windows --traces FOLDER --out loadtests/results/windows-2026-11-21
 
-On the virtual clock, at rates from a queue now and then to more than is carried; lengths of the Mooncake trace at a fiftieth, prompts that share
-nothing. Prefills take four prompts at once; they pad them to the longest, or compute each for itself.
+On the virtual clock, at rates from a queue now and then to more than is carried; lengths of the
+Mooncake trace at a fiftieth, prompts that share nothing. Prefills take four prompts at once; they
+pad them to the longest, or compute each for itself.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _RATES: Final = {PADDED_CPU: (22.0, 26.0, 32.0), SMOLLM2_CPU: (26.0, 32.0)}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`waste_percent`: tokens that padding adds, to those asked for; it costs time where the law pads."""
+    """`waste_percent`: tokens that padding adds, to those asked for; it costs time where the law
+    pads.
+    """
 
     law: str
     rate_per_s: float
@@ -125,7 +129,8 @@ def main() -> None:
             options.out,
             "loadtests.sim.windows",
             "Prompts of similar length in one batch",
-            f"Simulated: {options.first} prompts with the lengths of the Mooncake trace at {_LENGTHS}, nothing shared, Poisson; 4 prefills of"
+            f"Simulated: {options.first} prompts with the lengths of the Mooncake trace at "
+            f"{_LENGTHS}, nothing shared, Poisson; 4 prefills of"
             f" {DP_SIZE} prompts at once. Median (lowest..highest) over the seeds.",
             text,
             clock="virtual: what the network and Python cost is not in these numbers",

@@ -1,7 +1,9 @@
-"""One instance on the virtual clock: its door is the admission core, its cache the block pool, its time the law.
+"""One instance on the virtual clock: its door is the admission core, its cache the block pool, its
+time the law.
 
-Steps are those of the sim engine: a chunk of the prompts in order of arrival, plus one token for each running sequence.
-While no prompt is computed, the decode steps up to the next end are added up in closed form.
+Steps are those of the sim engine: a chunk of the prompts in order of arrival, plus one token for
+each running sequence. While no prompt is computed, the decode steps up to the next end are added up
+in closed form.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from pdmesh.engine.sim.block_pool import BlockPool
 
 @dataclass(slots=True)
 class Job:
-    """One leg here. `on_first` hears when the prompt is computed, `on_end` when all `num_output` tokens are drawn."""
+    """One leg here.
+
+    `on_first` hears when the prompt is computed, `on_end` when all `num_output` tokens are drawn.
+    """
 
     leg: int
     request_id: str
@@ -50,7 +55,10 @@ class Job:
 
 @dataclass(slots=True)
 class Worker:
-    """`work` is what it is asked to do: PREFILL, DECODE or LOCAL (both). Times in seconds of the clock."""
+    """`work` is what it is asked to do: PREFILL, DECODE or LOCAL (both).
+
+    Times in seconds of the clock.
+    """
 
     instance_id: str
     work: Work
@@ -116,7 +124,9 @@ class Worker:
         self._enter(job)
 
     def _keep(self, job: Job, num_blocks: int) -> None:
-        """The first blocks of its prompt can be found from now on, and a copy of them is in the host pool."""
+        """The first blocks of its prompt can be found from now on, and a copy of them is in the
+        host pool.
+        """
         hashes = job.hashes[:num_blocks]
         for block, block_hash in zip(job.blocks, hashes, strict=False):
             self.pool.store(block, block_hash)
@@ -244,7 +254,9 @@ class Worker:
             self._num_context = 0
 
     def _keep_answer(self, job: Job) -> None:
-        """The answer's full blocks stay in the cache as they do in an engine, though this trace asks for them by other names."""
+        """The answer's full blocks stay in the cache as they do in an engine, though this trace
+        asks for them by other names.
+        """
         total = (job.num_prompt + job.num_output) // self.block_size
         new = max(0, total - len(job.blocks))
         job.blocks += self.pool.allocate(min(new, self.pool.num_free))

@@ -1,8 +1,10 @@
-"""The control plane is cut off, frozen, killed or wiped while requests come and streams run; no client notices.
+"""The control plane is cut off, frozen, killed or wiped while requests come and streams run; no
+client notices.
 
-Two prefills and two decodes on the sim engine, two masters, and a link for each process that is to be cut off. Steady
-requests and long streams go on through every fault; each ends with exactly the text of one sim model. One mesh takes all blows:
-what one fault leaves behind, the next test finds. The bounds are what each fault may cost, and SLACK_S for a loaded two-core machine.
+Two prefills and two decodes on the sim engine, two masters, and a link for each process that is to
+be cut off. Steady requests and long streams go on through every fault; each ends with exactly the
+text of one sim model. One mesh takes all blows: what one fault leaves behind, the next test finds.
+The bounds are what each fault may cost, and SLACK_S for a loaded two-core machine.
 """
 
 from __future__ import annotations
@@ -111,7 +113,8 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 class Traffic:
     """Four long streams, and a short request after the other, for as long as the block runs.
 
-    At its end all must have the reference's text; `longest_gap_s` says how long any client waited for anything.
+    At its end all must have the reference's text; `longest_gap_s` says how long any client waited
+    for anything.
     """
 
     def __init__(self, world: World) -> None:
@@ -415,7 +418,9 @@ async def test_a_wiped_jetstream_store_is_filled_again_and_nobody_restarts(world
 async def test_without_nats_gateways_serve_from_the_last_view_for_so_long_then_refuse(
     world: World,
 ) -> None:
-    """The masters fence themselves: the gateway ranks alone, until its view is older than STALE_S; then 503, and back."""
+    """The masters fence themselves: the gateway ranks alone, until its view is older than STALE_S;
+    then 503, and back.
+    """
     await settled(world)
     try:
         async with Traffic(world) as traffic:

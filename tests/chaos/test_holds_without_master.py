@@ -1,4 +1,6 @@
-"""No master leads: what it had decided about single instances holds at gateways that rank by themselves (S42, S10)."""
+"""No master leads: what it had decided about single instances holds at gateways that rank by
+themselves (S42, S10).
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Any one process dies, is asked to stop, or freezes while 32 streams run; every stream still ends well.
+"""Any one process dies, is asked to stop, or freezes while 32 streams run; every stream still ends
+well.
 
-Two prefills and two decodes on the sim engine. Every stream must end with exactly the text a single sim
-model gives, or with one clear error (only where the process that held the client's connection was hit);
-nothing may leak, and a new request works within 5 s of the restart. The bounds measured here are
-written to `docs/kill-matrix.md` by `make kill-matrix`.
+Two prefills and two decodes on the sim engine. Every stream must end with exactly the text a single
+sim model gives, or with one clear error (only where the process that held the client's connection
+was hit); nothing may leak, and a new request works within 5 s of the restart. The bounds measured
+here are written to `docs/kill-matrix.md` by `make kill-matrix`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Case:
         return f"{self.victim}-{self.signal.name}"
 
 
-# What we promise (docs/kill-matrix.md has what was measured); a loaded two-core machine adds up to a second to each, hence SLACK_S.
+# What we promise (docs/kill-matrix.md has what was measured); a loaded two-core machine adds up to
+# a second to each, hence SLACK_S.
 SLACK_S = 1.5
 CASES = [
     Case("prefill-0", KILL, 3.0),

@@ -1,8 +1,10 @@
-"""A prefill or a decode dies, or freezes, at a chosen moment of a KV hand-over; every client still gets its text, within the fault's bound.
+"""A prefill or a decode dies, or freezes, at a chosen moment of a KV hand-over; every client still
+gets its text, within the fault's bound.
 
-Two prefills and two decodes on the sim engine, with KV heavy enough to travel in several ranges. One mesh for each way of handing
-KV over takes its cases one after the other: a round of streams in peace, then one prefill or decode starts again with a failpoint
-armed, and rounds of the same streams go on until it is met.
+Two prefills and two decodes on the sim engine, with KV heavy enough to travel in several ranges.
+One mesh for each way of handing KV over takes its cases one after the other: a round of streams in
+peace, then one prefill or decode starts again with a failpoint armed, and rounds of the same
+streams go on until it is met.
 """
 
 from __future__ import annotations
@@ -94,7 +96,9 @@ async def site(
 async def test_a_prefill_killed_when_all_is_sent_and_not_acknowledged_is_not_replaced(
     site: Site,
 ) -> None:
-    """It dies of the acknowledgement's arrival, before it is acted upon: to everybody else, of having got none."""
+    """It dies of the acknowledgement's arrival, before it is acted upon: to everybody else, of
+    having got none.
+    """
     mesh, streams = site.mesh, site.streams
     others = ("prefill-1", "decode-0", "decode-1")
     peace_s = max([await streams.longest_gap_s(1, MAX_TOKENS) for _ in range(NUM_STREAMS)])

@@ -1,7 +1,8 @@
-"""Links between prefill and decode that are slow, or cut in the middle of a message, as a mesh of processes sees them.
+"""Links between prefill and decode that are slow, or cut in the middle of a message, as a mesh of
+processes sees them.
 
-Two prefills and two decodes on the sim engine; what prefill-0 sends is at fault. KV is heavy enough to travel in many parts,
-each of which a slow link delays.
+Two prefills and two decodes on the sim engine; what prefill-0 sends is at fault. KV is heavy enough
+to travel in many parts, each of which a slow link delays.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ pytestmark = pytest.mark.timeout(180)
 NUM_STREAMS, MAX_TOKENS, NUM_LAYERS = 8, 8, 16
 FEW_STREAMS = 3  # beside which computing a prompt takes a fraction of what a slow link does
 FAULT_S = 3.0  # what it may cost a client, beyond what the same streams take in peace
-MAX_ROUNDS = 16  # until a slow link is known: three slow pulls one after the other, once computing can be predicted
+# until a slow link is known: three slow pulls one after the other, once computing can be predicted
+MAX_ROUNDS = 16
 TOKEN_BYTES = 512
 PARAMS = SimParams(num_layers=NUM_LAYERS, token_bytes=TOKEN_BYTES)
 KV = {
@@ -118,7 +120,9 @@ async def test_a_slow_link_slows_its_own_requests_until_it_is_avoided(tmp_path: 
 async def test_where_the_only_link_is_slow_no_kv_moves_until_it_may_be_better(
     tmp_path: Path,
 ) -> None:
-    """One prefill, one decode: once the link is known each of them serves requests alone, and nobody waits for KV."""
+    """One prefill, one decode: once the link is known each of them serves requests alone, and
+    nobody waits for KV.
+    """
     reference = fleet.Reference.load(tmp_path / "model", PARAMS)
     spec = one_pair({"prefill-0": {"PDMESH_PREFILL_FAILPOINT": "prefill.link=slow"}})
     async with Mesh(spec, tmp_path / "mesh") as mesh, Watch(mesh).on() as watch:
@@ -149,7 +153,10 @@ async def test_a_link_cut_within_a_part_costs_no_client_anything(tmp_path: Path,
 async def test_where_the_only_link_is_dead_a_decode_computes_the_prompt_itself(
     tmp_path: Path, mode: str
 ) -> None:
-    """One prefill, one decode, and nothing that the decode asks for arrives. The first requests find out; the next ones do not try."""
+    """One prefill, one decode, and nothing that the decode asks for arrives.
+
+    The first requests find out; the next ones do not try.
+    """
     reference = fleet.Reference.load(tmp_path / "model", PARAMS)
     spec = one_pair({}, PDMESH_KV_TRANSFER=mode)
     async with Mesh(spec, tmp_path / "mesh") as mesh, Watch(mesh).on() as watch:

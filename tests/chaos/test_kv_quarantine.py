@@ -1,8 +1,9 @@
-"""KV that keeps arriving wrong, or not at all, between some instances of a mesh: clients get their text, and the mesh learns.
+"""KV that keeps arriving wrong, or not at all, between some instances of a mesh: clients get their
+text, and the mesh learns.
 
-Two prefills and two decodes on the sim engine, as processes: a round in peace, then the one at fault starts again with a failpoint.
-The quarantine is told in the decode's record and as an event, both the master and a gateway without a master go by it, and nobody
-loses an instance that is well.
+Two prefills and two decodes on the sim engine, as processes: a round in peace, then the one at
+fault starts again with a failpoint. The quarantine is told in the decode's record and as an event,
+both the master and a gateway without a master go by it, and nobody loses an instance that is well.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ async def watched_mesh(spec: MeshSpec, directory: Path, seed: int) -> AsyncItera
 async def test_a_prefill_that_corrupts_kv_is_chosen_no_more_until_it_is_another(
     tmp_path: Path,
 ) -> None:
-    """The first bytes of whatever prefill-0 sends are flipped after their checksum was made, as failing memory does."""
+    """The first bytes of whatever prefill-0 sends are flipped after their checksum was made, as
+    failing memory does.
+    """
     async with watched_mesh(fleet.two_by_two(), tmp_path, 34) as asked:
         watch, mesh = asked.watch, asked.watch.mesh
         peace_s = await asked.peace_s(12)
@@ -118,7 +121,9 @@ async def test_a_prefill_that_corrupts_kv_is_chosen_no_more_until_it_is_another(
 async def test_a_pair_that_cannot_exchange_is_avoided_as_a_pair(
     tmp_path: Path, mode: str, lost: str
 ) -> None:
-    """What decode-0 asks of prefill-0 is lost, or what comes back, though both hear everybody else: a cut link, seen from the mesh."""
+    """What decode-0 asks of prefill-0 is lost, or what comes back, though both hear everybody else:
+    a cut link, seen from the mesh.
+    """
     ways = ["asking", "hearing"] if lost == "both ways" else [lost]
     failpoint = ",".join(f"decode.{way}[prefill-0]=drop" for way in ways)
     spec = fleet.two_by_two(PDMESH_KV_TRANSFER=mode, PDMESH_DECODE_TRANSFER_TIMEOUT_S=str(PULL_S))

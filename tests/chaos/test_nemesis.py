@@ -1,7 +1,9 @@
-"""Everything at once: random faults and random orders of an operator while clients ask, and the invariants after each step (F42).
+"""Everything at once: random faults and random orders of an operator while clients ask, and the
+invariants after each step (F42).
 
-`make chaos` runs it for two minutes, `CHAOS_S=600 make chaos` is its nightly form, `CHAOS_SEED=7` repeats a plan. The plan is printed as
-it goes; a failure prints the seed, all that was done up to then, what was violated, and where the logs are.
+`make chaos` runs it for two minutes, `CHAOS_S=600 make chaos` is its nightly form, `CHAOS_SEED=7`
+repeats a plan. The plan is printed as it goes; a failure prints the seed, all that was done up to
+then, what was violated, and where the logs are.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ pytestmark = [
 
 
 class Journal:
-    """What was done and seen, with seconds since the beginning: printed at once, and again with a failure."""
+    """What was done and seen, with seconds since the beginning: printed at once, and again with a
+    failure.
+    """
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -149,7 +153,10 @@ class Run:
         self.num_requests += len(asked)
         self.num_errors += errors.total()
         self._journal(
-            f"step {step.number}: {len(asked)} requests, not answered whole: {dict(errors) or 0}, longest gap {gap_s:.2f} s"
+            (
+                f"step {step.number}: {len(asked)} requests, not answered whole: "
+                f"{dict(errors) or 0}, longest gap {gap_s:.2f} s"
+            )
             + (f"; started anew: {', '.join(replaced)}" if replaced else "")
         )
 
@@ -177,8 +184,10 @@ async def test_whatever_happens_every_invariant_holds(tmp_path: Path) -> None:
                 if found:
                     pytest.fail(_report(found, journal, tmp_path), pytrace=False)
         journal(
-            f"{step.number - 1} steps, {run.num_requests} requests, {run.num_errors} not answered whole; "
-            f"{witness.num_pairs} pairs and {witness.num_leaders_asked} times both masters looked at"
+            f"{step.number - 1} steps, {run.num_requests} requests, {run.num_errors} not answered "
+            "whole; "
+            f"{witness.num_pairs} pairs and {witness.num_leaders_asked} times both masters looked "
+            "at"
         )
 
 

@@ -1,8 +1,11 @@
-"""A region is lost: all its instances, its gateway and its master at once (S58). The other one takes its scenarios, and gives them back.
+"""A region is lost: all its instances, its gateway and its master at once (S58).
 
-`chat` has a group in each region; `notes` has one, at home in eu, with us to fall back to. Clients are of a region and ask its gateway; the
-load balancer before them, played here, sends them to the other one when theirs refuses the connection. Bounds are RECOVERED_S, and that
-what fails was in flight at the lost gateway.
+The other one takes its scenarios, and gives them back.
+
+`chat` has a group in each region; `notes` has one, at home in eu, with us to fall back to. Clients
+are of a region and ask its gateway; the load balancer before them, played here, sends them to the
+other one when theirs refuses the connection. Bounds are RECOVERED_S, and that what fails was in
+flight at the lost gateway.
 """
 
 from __future__ import annotations
@@ -75,7 +78,9 @@ class Asked:
 
 @dataclass
 class Clients:
-    """Of both regions, for both scenarios, each one request after the other until the block is left."""
+    """Of both regions, for both scenarios, each one request after the other until the block is
+    left.
+    """
 
     mesh: Mesh
     asked: list[Asked] = field(default_factory=list)
@@ -124,7 +129,9 @@ class Clients:
         return [a for a in self.asked if not a.outcome.is_complete]
 
     async def until_answered_in(self, region: str) -> float:
-        """Seconds until each scenario's clients of `region` had an answer to what they asked from now on."""
+        """Seconds until each scenario's clients of `region` had an answer to what they asked from
+        now on.
+        """
         mark = time.monotonic()
         wanted = set(SCENARIOS)
 
@@ -202,9 +209,11 @@ async def test_the_other_region_takes_all_scenarios_and_gives_them_back(tmp_path
             _check_homes(_since(returned_at, served_by), {"chat": None, "notes": LOST})
             assert len(clients.failed()) == num_failed  # nobody noticed the return
             took = [a.outcome.ended_at - a.begun_at for a in clients.since(return_began)]
-        print(f"region lost: {num_cut} of {num_in_flight} requests in flight there failed and {num_failed - num_cut} that its"
+        print(f"region lost: {num_cut} of {num_in_flight} requests in flight there failed and "
+            f"{num_failed - num_cut} that its"
               " gateway took while it died, new ones of eu and us were"
-              f" answered after {answered_s} s, all groups are whole after {recovered_s:.1f} s; of {len(took)} asked from its return on none failed, the longest"
+              f" answered after {answered_s} s, all groups are whole after {recovered_s:.1f} s; "
+              f"of {len(took)} asked from its return on none failed, the longest"
               f" took {max(took):.1f} s")  # fmt: skip
         assert recovered_s < RECOVERED_S
         for asked in clients.asked:

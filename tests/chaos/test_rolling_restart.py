@@ -1,4 +1,6 @@
-"""Every process is stopped in order and started again, one after the other, while clients ask: nobody notices (F41)."""
+"""Every process is stopped in order and started again, one after the other, while clients ask:
+nobody notices (F41).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tests.support.waiting import until
 
 STEP_S = 15.0  # each process, until it is ready again
 SLACK_S = 5.0  # for a loaded machine of two cores
-# A connection that the kernel had given to a gateway's listener before it closed is reset, or told to go elsewhere.
+# A connection that the kernel had given to a gateway's listener before it closed is reset, or told
+# to go elsewhere.
 MAX_UNLUCKY = 2
 
 

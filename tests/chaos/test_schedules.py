@@ -1,4 +1,6 @@
-"""Schedules in a mesh of processes, by the real clock: minutes long, since cron knows none shorter (S11, S21)."""
+"""Schedules in a mesh of processes, by the real clock: minutes long, since cron knows none shorter
+(S11, S21).
+"""
 
 from __future__ import annotations
 

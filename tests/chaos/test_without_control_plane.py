@@ -1,4 +1,6 @@
-"""The whole control plane is dead for a minute, and an instance dies in it: serving goes on as if nobody had noticed (S10)."""
+"""The whole control plane is dead for a minute, and an instance dies in it: serving goes on as if
+nobody had noticed (S10).
+"""
 
 from __future__ import annotations
 

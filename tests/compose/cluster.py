@@ -1,4 +1,6 @@
-"""The dev cluster of docker-compose.yml under a project name and host ports of its own, driven by the docker CLI."""
+"""The dev cluster of docker-compose.yml under a project name and host ports of its own, driven by
+the docker CLI.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def has_compose() -> bool:
 
 @contextmanager
 def engine(script: Path | None) -> Iterator[bool]:
-    """An engine for as long as the block runs: the one that answers, or what `script` starts, which is stopped again.
+    """An engine for as long as the block runs: the one that answers, or what `script` starts, which
+    is stopped again.
 
     Yields False where none can be had. `script up` and `script stop` must do what their names say.
     """

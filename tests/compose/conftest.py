@@ -18,7 +18,8 @@ def cluster() -> Iterator[Cluster]:
         if not is_there:
             refuse = pytest.fail if os.environ.get("CI") else pytest.skip
             refuse(
-                "no docker engine with compose answers, and COMPOSE_ENGINE names no script that starts one"
+                "no docker engine with compose answers, and COMPOSE_ENGINE names no script that "
+                "starts one"
             )
         with Cluster() as running:
             yield running

@@ -1,4 +1,6 @@
-"""The dev cluster as a user starts it: all six services in containers, asked through the gateway's two ports."""
+"""The dev cluster as a user starts it: all six services in containers, asked through the gateway's
+two ports.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ SERVICES = [
 
 
 def ask(cluster: Cluster) -> str:
-    """By the official client, streamed. Its own retries are off: the mesh must answer the first time."""
+    """By the official client, streamed.
+
+    Its own retries are off: the mesh must answer the first time.
+    """
     with OpenAI(
         base_url=f"http://127.0.0.1:{cluster.http_port}/v1",
         api_key="unused",
@@ -49,7 +54,10 @@ def ask_grpc(cluster: Cluster) -> str:
 
 def kv_bytes_taken(cluster: Cluster, service: str) -> float:
     """What a decode has pulled since it started, by its own metrics."""
-    script = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9100/metrics').read().decode())"
+    script = (
+        "import urllib.request as r; "
+        "print(r.urlopen('http://127.0.0.1:9100/metrics').read().decode())"
+    )
     lines = cluster.execute(service, "python", "-c", script).stdout.splitlines()
     return sum(
         float(x.split()[-1]) for x in lines if x.startswith("pdmesh_kv_transfer_bytes_total")
@@ -58,7 +66,9 @@ def kv_bytes_taken(cluster: Cluster, service: str) -> float:
 
 @pytest.fixture(scope="module")
 def answer(cluster: Cluster) -> str:
-    """What the mesh says while it is whole; the sim engine's answer is a function of the prompt and its KV."""
+    """What the mesh says while it is whole; the sim engine's answer is a function of the prompt and
+    its KV.
+    """
     return ask(cluster)
 
 

@@ -1,4 +1,6 @@
-"""The real side of a contract: a NATS server of the test's own, which can be taken away and brought back."""
+"""The real side of a contract: a NATS server of the test's own, which can be taken away and brought
+back.
+"""
 
 from __future__ import annotations
 

@@ -97,7 +97,9 @@ async def test_a_leader_of_an_earlier_epoch_is_refused(world: World) -> None:
 
 
 async def test_a_decision_on_an_old_view_is_not_written(world: World) -> None:
-    """Two writers of one epoch cannot be, but a removed assignment bears none: the revision tells."""
+    """Two writers of one epoch cannot be, but a removed assignment bears none: the revision
+    tells.
+    """
     first = await (await world.party()).book()
     second = await (await world.party()).book()
     await first.write(assignment())

@@ -123,7 +123,9 @@ async def test_nothing_arrives_after_unsubscribe(world: World) -> None:
 
 @pytest.mark.fault("F18")
 async def test_an_outage_loses_events_tells_the_gap_and_replays_nothing(world: World) -> None:
-    """What was published while the server was away must not appear when it is back, minutes late."""
+    """What was published while the server was away must not appear when it is back, minutes
+    late.
+    """
     bus, inbox = await world.bus(), Inbox()
     await bus.subscribe("mesh.v1.health.instance.*", inbox.take, on_gap=inbox.gap)
     await bus.publish("mesh.v1.health.instance.p0", b"before")

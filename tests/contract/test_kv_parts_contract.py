@@ -1,4 +1,6 @@
-"""Pulls in parts, of prompts whose layers are still to come, and fetches of blocks: over the memory transport and UCX alike."""
+"""Pulls in parts, of prompts whose layers are still to come, and fetches of blocks: over the memory
+transport and UCX alike.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Probes of a connection, and its end when the peer leaves: over the memory transport and UCX alike."""
+"""Probes of a connection, and its end when the peer leaves: over the memory transport and UCX
+alike.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def transport(request: pytest.FixtureRequest) -> MakeTransport:
 
 
 def test_a_probe_is_of_one_nonce_one_incarnation_and_one_format() -> None:
-    """Else a recording of an earlier answer, or another instance at the same address, would pass."""
+    """Else a recording of an earlier answer, or another instance at the same address, would
+    pass.
+    """
     answers = [
         probe_bytes(bytes(16), 7, 1),
         probe_bytes(bytes(15) + b"\1", 7, 1),

@@ -291,7 +291,9 @@ async def test_nothing_at_the_address_fails_within_the_deadline(transport: MakeT
 
 
 async def test_an_agent_that_has_just_started_has_no_connection(transport: MakeTransport) -> None:
-    """Though it may have connected to itself, so that its first peer does not pay for what the first connection costs."""
+    """Though it may have connected to itself, so that its first peer does not pay for what the
+    first connection costs.
+    """
     async with kv_pair(transport) as pair:
         assert pair.sender_transport.num_connections == 0  # type: ignore[attr-defined]
         assert pair.sender.stats().num_peers == 0
@@ -324,7 +326,9 @@ async def test_a_strided_payload_is_refused(transport: MakeTransport) -> None:
 async def test_a_peer_that_dies_between_greeting_and_answer_is_no_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The connecting side was greeted and has not run again when the end comes: nobody would ever tell it."""
+    """The connecting side was greeted and has not run again when the end comes: nobody would ever
+    tell it.
+    """
     settle = ucx._settle
 
     def settle_and_die(future: asyncio.Future[None] | None, refusal: str) -> None:

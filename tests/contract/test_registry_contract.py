@@ -125,7 +125,8 @@ async def test_a_record_that_is_not_renewed_vanishes_by_itself(world: World) -> 
     seen: list[RecordChanged] = []
     lease = await owner.register(record())
     await until(lambda: "prefill-0" in view.records)
-    # It lives on for longer than a lease while renewed. The first judgement needs a settled connection.
+    # It lives on for longer than a lease while renewed. The first judgement needs a settled
+    # connection.
     with pytest.raises(AssertionError):
         await until(lambda: "prefill-0" not in view.records, within_s=2 * LEASE_S)
     view.on_change(seen.append)

@@ -1,7 +1,7 @@
 """The prompts of the equality test, and the comparison, for whatever can generate.
 
-Anything that turns prompt ids and `Sampling` into token ids can be compared with plain vLLM: two engines
-in memory, or the whole mesh behind `/v1/completions`.
+Anything that turns prompt ids and `Sampling` into token ids can be compared with plain vLLM: two
+engines in memory, or the whole mesh behind `/v1/completions`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Case:
 
 
 def cases(block_size: int, seed: int = 7) -> list[Case]:
-    """All the lengths at which blocks end, a few long prompts, shared prefixes, and many short ones."""
+    """All the lengths at which blocks end, a few long prompts, shared prefixes, and many short
+    ones.
+    """
     rng = random.Random(seed)
     edges = [1, 2, 3] + [k * block_size + d for k in (1, 2, 3, 4) for d in (-1, 0, 1)]
     edges += [8 * block_size + d for d in (-1, 0, 1)] + [600]

@@ -46,7 +46,9 @@ class Plain:
         return tokens
 
     def decided(self, asked: Sequence[Case]) -> tuple[list[Case], list[list[int]]]:
-        """The first of those asked, each up to its first near-tie, and what was drawn: a batch's shape may decide a near-tie."""
+        """The first of those asked, each up to its first near-tie, and what was drawn: a batch's
+        shape may decide a near-tie.
+        """
         answers = self._answers()
         todo, drawn = [], []
         for case, tokens, margins in zip(

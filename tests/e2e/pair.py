@@ -1,7 +1,8 @@
-"""One prefill and one decode engine on vLLM, driven as an instance host drives them, without the services.
+"""One prefill and one decode engine on vLLM, driven as an instance host drives them, without the
+services.
 
-The engines' workers are processes of their own, and the KV moves between those. What is here of a host is
-the least: ranges from the arenas, sessions in memory, and a check that all is given back.
+The engines' workers are processes of their own, and the KV moves between those. What is here of a
+host is the least: ranges from the arenas, sessions in memory, and a check that all is given back.
 """
 
 from __future__ import annotations
@@ -208,7 +209,9 @@ class Pair:
         return first
 
     async def generate_per_layer(self, prompt: Sequence[int], sampling: Sampling) -> list[int]:
-        """As a gateway that chooses decode at Accepted; a prompt of one token to draw has no ticket to choose it for."""
+        """As a gateway that chooses decode at Accepted; a prompt of one token to draw has no ticket
+        to choose it for.
+        """
         if sampling.max_tokens == 1:
             return await self.generate(prompt, sampling)
         prefill = await self.start_prefill(prompt, sampling, is_per_layer=True)

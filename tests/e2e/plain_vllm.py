@@ -1,7 +1,9 @@
-"""Plain vLLM without the mesh: reads cases from one JSON file, writes the tokens drawn to another, and how clearly each was drawn.
+"""Plain vLLM without the mesh: reads cases from one JSON file, writes the tokens drawn to another,
+and how clearly each was drawn.
 
-A process of its own, with vLLM's engine inside it: no connector, no events, no code of ours but the cases and which core a rank computes on.
-Arguments: model directory, dtype, block size, file of cases, file of tokens, further engine arguments as JSON.
+A process of its own, with vLLM's engine inside it: no connector, no events, no code of ours but the
+cases and which core a rank computes on. Arguments: model directory, dtype, block size, file of
+cases, file of tokens, further engine arguments as JSON.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An instance with a real gRPC Session and scripted behaviour instead of an engine.
 
-Its next token is a function of all tokens before it, so a lost, doubled or foreign token shows in the text, and a
-migrated stream must read like an unbroken one.
+Its next token is a function of all tokens before it, so a lost, doubled or foreign token shows in
+the text, and a migrated stream must read like an unbroken one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""A mesh of pure instances and a registry under a group controller: what every order of events may be tried on.
+"""A mesh of pure instances and a registry under a group controller: what every order of events may
+be tried on.
 
-Instances are real `InstanceLife`s; loading, connecting and idling take as long as the test lets them. The registry holds records
-and assignments, each write compared with what its writer saw, as JetStream does.
+Instances are real `InstanceLife`s; loading, connecting and idling take as long as the test lets
+them. The registry holds records and assignments, each write compared with what its writer saw, as
+JetStream does.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ KV = "kv/1"
 SOAK_S = 5.0
 UPGRADE = UpgradeLimits(soak_s=SOAK_S, group_timeout_s=300.0)
 LIMITS = StageLimits(
-    react_s=20, load_s=40, connect_s=20, serve_s=20, drain_s=40, disconnect_s=5, gather_s=30, cool_s=30
+    react_s=20, load_s=40, connect_s=20, serve_s=20, drain_s=40, disconnect_s=5, gather_s=30,
+    cool_s=30
 )  # fmt: skip
 
 
@@ -100,7 +103,7 @@ class World:
         for i in range(self.num):
             self.start(f"i-{i}")
 
-    # --- what happens to processes -------------------------------------------------------------------
+    # --- what happens to processes ----------------------------------------------------------------
 
     def start(self, instance_id: str, own: RoleSpec | None = None) -> None:
         self.incarnations += 1
@@ -168,7 +171,7 @@ class World:
             process.todo.append(effect)
         process.life.check_invariants()
 
-    # --- the leader ----------------------------------------------------------------------------------
+    # --- the leader -------------------------------------------------------------------------------
 
     def observe(self) -> Observed:
         return Observed(
@@ -182,7 +185,9 @@ class World:
         )
 
     def round(self, num_written: int | None = None) -> list[GiveAssignment | ForgetAssignment]:
-        """One round; of its writes only the first `num_written` arrive (the leader died, or the store went away)."""
+        """One round; of its writes only the first `num_written` arrive (the leader died, or the
+        store went away).
+        """
         observed = self.observe()
         effects = self.controller.handle(observed, self.now)
         self.steps += [e for e in effects if isinstance(e, AnnounceStep)]
@@ -249,7 +254,7 @@ class World:
         self.version += 1
         self.versions[self.version] = desired
 
-    # --- what a test wants ---------------------------------------------------------------------------
+    # --- what a test wants ------------------------------------------------------------------------
 
     def settle(self, max_s: float = 3000.0, quiet_s: float = 45.0) -> None:
         """No more faults: everybody does what is to be done until the leader has nothing to say."""
@@ -261,7 +266,10 @@ class World:
             num_quiet = num_quiet + 1 if is_quiet and not is_cooling else 0
 
     def work_round(self) -> bool:
-        """A second: the leader says what it has to say, everybody does all of it. True if nothing was to be done."""
+        """A second: the leader says what it has to say, everybody does all of it.
+
+        True if nothing was to be done.
+        """
         self.now += 1
         is_quiet = not self.round()
         for instance_id in list(self.processes):
@@ -302,6 +310,7 @@ class World:
             lines.append(
                 f"{instance_id}#{process.life.incarnation} {process.life.phase.name} "
                 f"{given.stage.name if given else '-'} {role_spec.group_id if role_spec else ''} "
-                f"{role_spec.role.value if role_spec else ''} {role_spec.revision if role_spec else ''}"
+                f"{role_spec.role.value if role_spec else ''} "
+                f"{role_spec.revision if role_spec else ''}"
             )
         return "\n".join(lines)

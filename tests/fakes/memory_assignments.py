@@ -13,7 +13,10 @@ from pdmesh.v1.groups_pb2 import Assignment
 
 @dataclass
 class MemoryAssignmentStore:
-    """What all parties of a test share. Changes are told when the loop next runs, as a network would."""
+    """What all parties of a test share.
+
+    Changes are told when the loop next runs, as a network would.
+    """
 
     values: dict[str, tuple[int, Assignment | None]] = field(default_factory=dict)
     books: list[MemoryAssignmentBook] = field(default_factory=list)

@@ -1,4 +1,7 @@
-"""A Bus in one process, with a server that can be taken away. The contract tests hold it equal to NatsBus."""
+"""A Bus in one process, with a server that can be taken away.
+
+The contract tests hold it equal to NatsBus.
+"""
 
 from __future__ import annotations
 

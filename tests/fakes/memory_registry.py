@@ -1,4 +1,7 @@
-"""A Registry in one process, with leases on the loop's clock. The contract tests hold it equal to NatsRegistry."""
+"""A Registry in one process, with leases on the loop's clock.
+
+The contract tests hold it equal to NatsRegistry.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from pdmesh.v1.common_pb2 import InstanceRecord
 
 @dataclass
 class MemoryStore:
-    """What all registries of a test share. While `is_up` is False nothing is written and nobody expires."""
+    """What all registries of a test share.
+
+    While `is_up` is False nothing is written and nobody expires.
+    """
 
     records: dict[str, InstanceRecord] = field(default_factory=dict)
     views: list[MemoryView] = field(default_factory=list)

@@ -1,4 +1,6 @@
-"""Instance hosts on the sim engine in this process, behind real gRPC, and a client that speaks Session to them."""
+"""Instance hosts on the sim engine in this process, behind real gRPC, and a client that speaks
+Session to them.
+"""
 
 from __future__ import annotations
 
@@ -336,7 +338,10 @@ _REASONS = {
 async def generate(
     prefill: TestSession, decode: TestSession, prompt: Sequence[int], sampling: Sampling
 ) -> tuple[list[int], FinishReason]:
-    """One request over a pair, as a gateway does it; asks again while refused. Asserts that it ends well."""
+    """One request over a pair, as a gateway does it; asks again while refused.
+
+    Asserts that it ends well.
+    """
     while True:
         leg = await prefill.prefill(prompt, sampling)
         if await leg.until("accepted", "rejected") == pb.Accepted():

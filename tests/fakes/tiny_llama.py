@@ -1,4 +1,5 @@
-"""A Llama of random weights whose heads divide over ranks: SmolLM2's nine query and three KV heads do not.
+"""A Llama of random weights whose heads divide over ranks: SmolLM2's nine query and three KV heads
+do not.
 
 Weights are drawn wide, so that what it draws depends on the whole prompt and zeroed KV shows.
 """
@@ -14,7 +15,8 @@ VOCABULARY_SIZE = 40_960  # the prompts of tests/e2e/cases.py are within it
 def write_tiny_llama(directory: Path, seed: int = 0, kv_seed: int | None = None) -> Path:
     """About 50 MB. The same weights for the same seed, whatever the machine.
 
-    `kv_seed`: with other projections of K and V, all else equal, as a fine-tune or a merged adapter has them.
+    `kv_seed`: with other projections of K and V, all else equal, as a fine-tune or a merged adapter
+    has them.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,4 +1,7 @@
-"""`make fuzz`: atheris drives one of `targets`. It is not among the development packages; arguments after the target's name are libFuzzer's."""
+"""`make fuzz`: atheris drives one of `targets`.
+
+It is not among the development packages; arguments after the target's name are libFuzzer's.
+"""
 
 from __future__ import annotations
 

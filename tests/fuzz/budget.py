@@ -1,4 +1,6 @@
-"""How much work an input may cost: so many times what an honest one of the longest length does, on this machine and under this instrumentation."""
+"""How much work an input may cost: so many times what an honest one of the longest length does, on
+this machine and under this instrumentation.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ _TRIES: Final = 4
 
 
 class Budget:
-    """Feeds, and fails if an input costs more each time it is tried. CPU time of this thread: what else runs does not count."""
+    """Feeds, and fails if an input costs more each time it is tried.
+
+    CPU time of this thread: what else runs does not count.
+    """
 
     def __init__(self, feed: Callable[[bytes], None], honest: bytes, most: int = MOST) -> None:
         self._feed = feed

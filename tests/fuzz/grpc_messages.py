@@ -1,7 +1,9 @@
-"""Any bytes that a gRPC call may carry, against the parser of the public API and of instances, and what validates what it parsed.
+"""Any bytes that a gRPC call may carry, against the parser of the public API and of instances, and
+what validates what it parsed.
 
-`feed` raises only if a promise is broken: bytes are a message or InvalidRequest; a message is a request or a MeshError, which is short; and what is
-taken keeps within the bounds that the API states.
+`feed` raises only if a promise is broken: bytes are a message or InvalidRequest; a message is a
+request or a MeshError, which is short; and what is taken keeps within the bounds that the API
+states.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Any bytes that a connection may carry, in any pieces, against the gateway's HTTP framing.
 
-`feed` raises only if a promise is broken: nothing but whole responses comes back, no more of them than requests and one refusal, the
-application sees no header that could be taken for two, and a connection that ends leaves nothing behind.
+`feed` raises only if a promise is broken: nothing but whole responses comes back, no more of them
+than requests and one refusal, the application sees no header that could be taken for two, and a
+connection that ends leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -23,7 +24,19 @@ _MAX_HEADER_BYTES: Final = 1024
 _MOST_SAID: Final = 512  # bytes of a response
 _SHORTEST: Final = len(b"GET / HTTP/1.1\n\n")
 _STATUS: Final = re.compile(rb"HTTP/1\.1 (\d{3}) ")
-_STATUSES: Final = {b"100", b"200", b"400", b"408", b"411", b"413", b"414", b"417", b"431", b"501", b"505"}  # fmt: skip
+_STATUSES: Final = {
+    b"100",
+    b"200",
+    b"400",
+    b"408",
+    b"411",
+    b"413",
+    b"414",
+    b"417",
+    b"431",
+    b"501",
+    b"505",
+}
 _HEAD: Final = 1  # bytes of an input before those of the connection: how large its pieces are
 
 Message = dict[str, Any]
@@ -56,7 +69,9 @@ class _App:
 
 
 class _Transport(asyncio.Transport):
-    """Takes everything; an end of it reaches the protocol at the loop's next turn, as a socket's does."""
+    """Takes everything; an end of it reaches the protocol at the loop's next turn, as a socket's
+    does.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__({"peername": ("127.0.0.66", 1), "sockname": ("127.0.0.1", 2)})
@@ -105,7 +120,9 @@ async def _feed(pieces: list[bytes]) -> None:
     found: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: found.append(context))
     app, state = _App(), ServerState()
-    config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False)  # fmt: skip
+    config = uvicorn.Config(
+        app, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False
+    )
     config.load()
     logging.disable()  # of what is refused
     bounds = Bounds(_MAX_HEADER_BYTES, 60.0, 10, 10)
@@ -173,7 +190,11 @@ def feed(data: bytes) -> None:
 
 def honest() -> bytes:
     body = b"a" * (MAX_LEN - 200)
-    return b"\xff" + b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body  # fmt: skip
+    return (
+        b"\xff"
+        + b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        + body
+    )
 
 
 def seeds() -> dict[str, bytes]:

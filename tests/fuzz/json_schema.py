@@ -1,7 +1,7 @@
 """Any body that a client may send, against the OpenAI schema.
 
-`feed` raises only if a promise is broken: a body is a request or InvalidRequest, what is said of it is short, and what is taken is what the
-standard parser sees in it.
+`feed` raises only if a promise is broken: a body is a request or InvalidRequest, what is said of it
+is short, and what is taken is what the standard parser sees in it.
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ def honest() -> bytes:
 
 def seeds() -> dict[str, bytes]:
     chat = {
-        "model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "max_tokens": 3,
-        "temperature": 0.5, "top_p": 1, "n": 2, "seed": -1, "stop": ["a"], "stream": True, "logprobs": True,
+        "model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+        "max_tokens": 3,
+        "temperature": 0.5, "top_p": 1, "n": 2, "seed": -1, "stop": ["a"], "stream": True,
+        "logprobs": True,
         "stream_options": {"include_usage": True}, "top_logprobs": 2, "metadata": {"k": "v"},
     }  # fmt: skip
     completion = {

@@ -1,6 +1,7 @@
 """Any bytes a peer may send, against the KV wire and an agent that hears them.
 
-`feed_parser` and `feed_agent` raise only if a promise is broken. Hypothesis calls them in `make test`; with coverage as the guide:
+`feed_parser` and `feed_agent` raise only if a promise is broken. Hypothesis calls them in
+`make test`; with coverage as the guide:
 
     make fuzz-kv_wire                 # atheris, from tests/fuzz/corpus/kv_wire; FUZZ_S=600 for ten minutes
     python -m tests.fuzz.kv_wire      # write the corpus anew: one of each message
@@ -135,7 +136,9 @@ async def _feed(messages: list[bytes]) -> None:
 
 
 def feed_agent(data: bytes) -> None:
-    """A sequence of messages, each behind its length: no exception, no broken invariant, nothing left behind."""
+    """A sequence of messages, each behind its length: no exception, no broken invariant, nothing
+    left behind.
+    """
     messages: list[bytes] = []
     while len(data) >= LENGTH:
         size = int.from_bytes(data[:LENGTH], "little")

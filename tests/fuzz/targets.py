@@ -1,7 +1,9 @@
-"""The targets of `make fuzz`: each is a module with what it feeds, an honest input of the longest length, and a seed corpus.
+"""The targets of `make fuzz`: each is a module with what it feeds, an honest input of the longest
+length, and a seed corpus.
 
-make fuzz                                  # all of them, a minute each; FUZZ_S=600 for ten minutes, FUZZ_TARGETS="json yaml" for some
-python -m tests.fuzz.targets TARGET...     # write the corpus of these anew (kv_wire has its own: python -m tests.fuzz.kv_wire)
+make fuzz                                  # all of them, a minute each; FUZZ_S=600 for ten minutes,
+FUZZ_TARGETS="json yaml" for some python -m tests.fuzz.targets TARGET...     # write the corpus of
+these anew (kv_wire has its own: python -m tests.fuzz.kv_wire)
 """
 
 from __future__ import annotations

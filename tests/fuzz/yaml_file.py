@@ -1,7 +1,7 @@
 """Any text that an operator may send, against the reader of the desired state.
 
-`feed` raises only if a promise is broken: a text is a desired state or InvalidRequest, which names a line and is short; what is read has no
-problem left, and the same text is read the same again.
+`feed` raises only if a promise is broken: a text is a desired state or InvalidRequest, which names
+a line and is short; what is read has no problem left, and the same text is read the same again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A real NATS server of a test's own, and a connection to it; the transports that KV takes; and failpoints that end with their test."""
+"""A real NATS server of a test's own, and a connection to it; the transports that KV takes; and
+failpoints that end with their test.
+"""
 
 from __future__ import annotations
 

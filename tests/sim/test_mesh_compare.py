@@ -1,4 +1,6 @@
-"""Policies on real meshes: what is played tells them apart, and a run that was kept is not played again."""
+"""Policies on real meshes: what is played tells them apart, and a run that was kept is not played
+again.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def ran(policy: str, **numbers: float) -> Run:
 @pytest.mark.req("S131")
 @pytest.mark.parametrize("case", ["short chats", "long prompts"])
 def test_scheduling_halves_what_is_computed_twice_and_shortens_the_wait(case: str) -> None:
-    """On the virtual clock, where nothing disturbs: else the real meshes of the same cases could show nothing."""
+    """On the virtual clock, where nothing disturbs: else the real meshes of the same cases could
+    show nothing.
+    """
     ours, off = (mesh_compare.twin_of(options(case, p)) for p in (OURS, OFF))
     assert ours.hit_percent >= 2 * off.hit_percent
     assert ours.ttft_ms_mean <= 0.75 * off.ttft_ms_mean
@@ -47,8 +51,10 @@ def test_an_interrupted_comparison_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_the_page_says_what_scheduling_is_worth_and_who_is_best() -> None:
     runs = [
-        ran(OURS, ttft_ms_p95=180.0, reused_tokens=138.0, goodput_per_s=9.0, twin_within_slo_percent=98.0),
-        ran(OFF, ttft_ms_p95=300.0, reused_tokens=46.0, goodput_per_s=9.5, twin_within_slo_percent=97.0),
+        ran(OURS, ttft_ms_p95=180.0, reused_tokens=138.0, goodput_per_s=9.0,
+            twin_within_slo_percent=98.0),
+        ran(OFF, ttft_ms_p95=300.0, reused_tokens=46.0, goodput_per_s=9.5,
+            twin_within_slo_percent=97.0),
         ran(EVEN_OFF, ttft_ms_p95=225.0, reused_tokens=46.0, goodput_per_s=8.0),
     ]  # fmt: skip
     text = page(runs, {"short chats": 2.0})

@@ -1,4 +1,6 @@
-"""The ratio loop over the mesh's own cores on a virtual clock: formula, findings, convergence, calm, and changes without a loss."""
+"""The ratio loop over the mesh's own cores on a virtual clock: formula, findings, convergence,
+calm, and changes without a loss.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def test_two_faults_in_one_group_at_a_time_without_a_spare_fail_no_request() -> 
 
 @pytest.mark.req("S11", "S21", "S24")
 def test_lending_an_upgrade_and_a_role_change_lose_no_request() -> None:
-    """Three groups at a third of what they carry; one is lent and comes back, all are upgraded, and an operator changes one."""
+    """Three groups at a third of what they carry; one is lent and comes back, all are upgraded, and
+    an operator changes one.
+    """
     mesh = LiveMesh(loop.SHAPE, 3, load_s=20.0)
     for number in range(3):
         mesh.set_up(f"chat-{number}", "chat", 3, 4)

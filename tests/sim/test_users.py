@@ -1,4 +1,6 @@
-"""Users at 4A on the virtual clock: what the mesh of `make bench NAME=users` must show, without its noise."""
+"""Users at 4A on the virtual clock: what the mesh of `make bench NAME=users` must show, without its
+noise.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_on_demand_keeps_the_slo_of_99_percent_and_accepts_what_formula_2_says()
 
 @pytest.mark.req("S7", "S62")
 def test_queues_lose_a_third_by_reports_of_100_ms_and_next_to_none_by_reports_of_no_age() -> None:
-    """The same queues: what comes between two reports all goes to the prefill that was shortest at the first."""
+    """The same queues: what comes between two reports all goes to the prefill that was shortest at
+    the first.
+    """
     old, old_error_s = play(QUEUES)
     fresh, fresh_error_s = play(QUEUES, report_s=0.0)
     assert old.success_percent < 70

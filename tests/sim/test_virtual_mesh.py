@@ -1,4 +1,6 @@
-"""The mesh on a virtual clock: nothing is lost, the laws hold, policies differ as the papers say."""
+"""The mesh on a virtual clock: nothing is lost, the laws hold, policies differ as the papers
+say.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_every_request_is_answered_and_everything_given_back(
 @pytest.mark.req("S6", "S108")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_ours_finds_more_of_the_prefixes_than_those_that_do_not_look(seed: int) -> None:
-    """Three caches hold four prefixes each where six are in use: whoever looks computes less, and so is sooner done."""
+    """Three caches hold four prefixes each where six are in use: whoever looks computes less, and
+    so is sooner done.
+    """
     shape = MeshShape(SMOLLM2_CPU, num_fusion=3, num_blocks=48)
     reuse, slow = {}, {}
     for policy in ("default", "round_robin", "mixed_pool"):
@@ -76,7 +80,9 @@ def test_ours_finds_more_of_the_prefixes_than_those_that_do_not_look(seed: int) 
 @pytest.mark.req("S45", "S46")
 @pytest.mark.parametrize("seed", [1, 2])
 def test_under_four_times_its_load_a_mesh_accepts_what_formula_2_says(seed: int) -> None:
-    """n_p b_p / T_p, within 10 %: so the places of prefills are full, for every one of them counts in it."""
+    """n_p b_p / T_p, within 10 %: so the places of prefills are full, for every one of them counts
+    in it.
+    """
     shape = MeshShape(PER_TOKEN, num_prefill=4, num_decode=2, prefill_slots=4, ttft_slo_s=2.0)
     until_s, full_per_s = 30.0, 4 / 0.1  # four prompts of 100 ms at once
     rng = random.Random(seed)
@@ -145,7 +151,9 @@ SLO_S = 4.5  # of the short ones
 
 
 def four_prompts() -> list[Arrival]:
-    """8,000 tokens (of them a known prefix of 100), then three of 2,000 that share their first 1,000, 10 ms apart."""
+    """8,000 tokens (of them a known prefix of 100), then three of 2,000 that share their first
+    1,000, 10 ms apart.
+    """
     long = [block_name(1, i) for i in range(160)]
     shorts = [
         [*(block_name(2, i) for i in range(20)), *(block_name(10 + n, i) for i in range(20))]
@@ -171,7 +179,10 @@ def test_on_demand_forwarding_puts_the_three_short_prompts_on_one_instance(seed:
 @pytest.mark.req("S7", "S8")
 @pytest.mark.parametrize("policy", ["round_robin", "least_connections", "shortest_queue"])
 def test_local_queues_put_a_short_prompt_behind_the_long_one(policy: str) -> None:
-    """The same instances with a queue each: whoever was sent there waits there. Reports are 100 ms old."""
+    """The same instances with a queue each: whoever was sent there waits there.
+
+    Reports are 100 ms old.
+    """
     queued = replace(PAIR, prefill_slots=8, chunk_tokens=8000)
     missed = 0
     for seed in range(5):
@@ -203,7 +214,9 @@ def test_poisson_arrivals_have_the_rate_that_was_asked_for() -> None:
 @pytest.mark.req("S2", "S93")
 @pytest.mark.parametrize("which", [0, 1])
 def test_phi_from_a_profile_is_what_a_full_mesh_carries(which: int) -> None:
-    """Within 15 %, once where prefill binds and once where decode does; and the master predicts prefills within 20 %."""
+    """Within 15 %, once where prefill binds and once where decode does; and the master predicts
+    prefills within 20 %.
+    """
     workload = replace(phi_check.WORKLOADS[which], num_requests=1000, num_scenarios=20)
     found = phi_check.check(workload, seed=1)
     assert found.bottleneck == ("prefill", "decode")[which]

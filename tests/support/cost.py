@@ -1,6 +1,7 @@
 """What a call costs beside what another one costs, here and now: a bound that holds on any machine.
 
-It is this thread's CPU time, so that neighbours are not counted, and the least of a few rounds in which both are measured in turn.
+It is this thread's CPU time, so that neighbours are not counted, and the least of a few rounds in
+which both are measured in turn.
 """
 
 from __future__ import annotations

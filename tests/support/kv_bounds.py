@@ -1,7 +1,9 @@
-"""What a fault of KV costs a client: its longest silence, beside the longest of the same streams in peace in the same mesh.
+"""What a fault of KV costs a client: its longest silence, beside the longest of the same streams in
+peace in the same mesh.
 
-The bound of a fault is what it may cost beyond peace. `make kv-faults` writes what was measured to docs/kill-matrix.md, and it alone
-judges what has no peace beside it: that is a time, and `make test` is green on a slow machine, too.
+The bound of a fault is what it may cost beyond peace. `make kv-faults` writes what was measured to
+docs/kill-matrix.md, and it alone judges what has no peace beside it: that is a time, and
+`make test` is green on a slow machine, too.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-# The only allowance for the machine: beside a fault a process starts again on one of two shared cores, so what takes t in peace
-# may take t longer, and a second where t is less than that.
+# The only allowance for the machine: beside a fault a process starts again on one of two shared
+# cores, so what takes t in peace may take t longer, and a second where t is less than that.
 NOISE_S: Final = 1.0
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One row of the table. `peace_s` is 0 where `took_s` is no client's silence, but the time until something was done."""
+    """One row of the table.
+
+    `peace_s` is 0 where `took_s` is no client's silence, but the time until something was done.
+    """
 
     fault: str
     what: str
@@ -34,7 +39,9 @@ class Measured:
 
 
 def judge(fault: str, what: str, *, peace_s: float = 0.0, took_s: float, bound_s: float) -> None:
-    """Fails if it took longer than the bound allows; recorded either way, where the make target asks for it."""
+    """Fails if it took longer than the bound allows; recorded either way, where the make target
+    asks for it.
+    """
     is_asked_for = bool(os.environ.get("KILL_MATRIX_DIR"))
     if not peace_s and not is_asked_for:
         return

@@ -1,4 +1,5 @@
-"""What the sim model answers, computed in one place without a mesh: tests compare the mesh with this.
+"""What the sim model answers, computed in one place without a mesh: tests compare the mesh with
+this.
 
 Written in plain integers, token by token, and shares only the weights and the draw with the engine.
 """

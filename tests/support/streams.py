@@ -39,7 +39,9 @@ class StreamOutcome:
         return max(b - a for a, b in itertools.pairwise(marks))
 
     def fault_in_ending(self) -> str:
-        """Empty if it ended as promised: whole text, or exactly one clear error, or a cut connection."""
+        """Empty if it ended as promised: whole text, or exactly one clear error, or a cut
+        connection.
+        """
         endings = [self.is_complete, self.error is not None, self.was_cut]
         if sum(endings) != 1:
             return f"ended in {sum(endings)} ways: {self}"

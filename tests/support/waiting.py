@@ -1,4 +1,7 @@
-"""Wait for a condition instead of sleeping. Patience costs nothing where the condition comes true."""
+"""Wait for a condition instead of sleeping.
+
+Patience costs nothing where the condition comes true.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-# Where how long it takes is not the point: on a busy machine a process takes half a minute to start.
+# Where how long it takes is not the point: on a busy machine a process takes half a minute to
+# start.
 PATIENCE_S: Final = 120.0
 
 

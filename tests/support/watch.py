@@ -1,4 +1,6 @@
-"""What an operator of a mesh sees of it on NATS: errors, ends of requests, and who holds whom in quarantine."""
+"""What an operator of a mesh sees of it on NATS: errors, ends of requests, and who holds whom in
+quarantine.
+"""
 
 from __future__ import annotations
 

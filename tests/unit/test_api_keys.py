@@ -67,7 +67,10 @@ def test_a_key_ends_when_it_expires_or_is_revoked() -> None:
         "", "[]", '{"keys": 1}', '{"surprise": 1}', '{"tenants": {"A b": {}}}',
         '{"tenants": {"a": {"weight": 0}}}', '{"tenants": {"a": {"requests_per_s": -1}}}',
         '{"keys": [{"key_id": "1", "tenant": "a", "sha256": "00", "created_at": 1}]}',
-        '{"tenants": {"a": {}}, "keys": [{"key_id": "1", "tenant": "a", "sha256": "0", "created_at": 1}]}',
+        (
+            '{"tenants": {"a": {}}, "keys": [{"key_id": "1", "tenant": "a", "sha256": "0", '
+            '"created_at": 1}]}'
+        ),
     ],
 )  # fmt: skip
 def test_a_file_that_is_wrong_is_refused_with_its_name(tmp_path: Path, content: str) -> None:

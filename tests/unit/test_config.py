@@ -101,7 +101,9 @@ def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_address_that_cannot_be_read_is_a_line_without_its_password(
     monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
-    """Found: NATS's client raised in the midst of the start, and the log said what the password begins with."""
+    """Found: NATS's client raised in the midst of the start, and the log said what the password
+    begins with.
+    """
     monkeypatch.setenv("PDMESH_NATS_URL", url)
     with pytest.raises(BadSetting, match=r"^PDMESH_NATS_URL: not an address") as raised:
         Settings.load()

@@ -1,4 +1,6 @@
-"""What a caller sent may be in an error's text, never at any length: it goes out over HTTP, gRPC, logs and events."""
+"""What a caller sent may be in an error's text, never at any length: it goes out over HTTP, gRPC,
+logs and events.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""gRPC reads its environment when it is imported, and says nothing if what was set came too late."""
+"""gRPC reads its environment when it is imported, and says nothing if what was set came too
+late.
+"""
 
 from __future__ import annotations
 

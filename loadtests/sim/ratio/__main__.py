@@ -1,8 +1,10 @@
-"""Everything that can be said of the ratio without a machine: one command, one report with its spread over seeds.
+"""Everything that can be said of the ratio without a machine: one command, one report with its
+spread over seeds.
 
-python -m loadtests.sim.ratio --out loadtests/results/ratio-2026-11-21     # all, some ten minutes on two cores
-python -m loadtests.sim.ratio --only sweep,paper --seeds 1                 # parts of it
-python -m loadtests.sim.ratio --only faults --keep FILE.json --out OUT     # a part anew, the others as they were
+python -m loadtests.sim.ratio --out loadtests/results/ratio-2026-11-21     # all, some ten minutes
+on two cores python -m loadtests.sim.ratio --only sweep,paper --seeds 1                 # parts of
+it python -m loadtests.sim.ratio --only faults --keep FILE.json --out OUT     # a part anew, the
+others as they were
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Disaggregated against aggregated serving on as many instances: the highest rate at which 99 % keep both SLOs (S63).
+"""Disaggregated against aggregated serving on as many instances: the highest rate at which 99 %
+keep both SLOs (S63).
 
-The factor depends on the law, the lengths and the SLOs; the paper's 6.7 is of its own hardware and first version. Aggregated
-instances run chunked prefill; of the chunk sizes tried, the best counts.
+The factor depends on the law, the lengths and the SLOs; the paper's 6.7 is of its own hardware and
+first version. Aggregated instances run chunked prefill; of the chunk sizes tried, the best counts.
 """
 
 from __future__ import annotations

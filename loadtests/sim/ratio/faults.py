@@ -1,9 +1,10 @@
 """A week of 10,000 devices at the paper's rate of faults, 1 to 2 per week and 400 devices (S38).
 
-First the week of all machines, without requests: devices fail by chance, each takes its instance with it, a spare machine loads and stands
-in, and the broken one is a spare when it is repaired. That says which groups lack what, and when. Then requests, in every one of these
-times, with the request core's own migration; and in groups that lack nothing, as a sample of the rest of the week, in which nothing
-ever happens but chance. The week's share of success is of both, weighted by time.
+First the week of all machines, without requests: devices fail by chance, each takes its instance
+with it, a spare machine loads and stands in, and the broken one is a spare when it is repaired.
+That says which groups lack what, and when. Then requests, in every one of these times, with the
+request core's own migration; and in groups that lack nothing, as a sample of the rest of the week,
+in which nothing ever happens but chance. The week's share of success is of both, weighted by time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from loadtests.sim.control import Control, count
@@ -48,7 +50,10 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """The time of a group around one loss, or several that overlap. Times of losses count from its beginning."""
+    """The time of a group around one loss, or several that overlap.
+
+    Times of losses count from its beginning.
+    """
 
     group: int
     began_s: float
@@ -151,7 +156,10 @@ def _episodes(group: int, losses: Sequence[Loss]) -> Iterator[Episode]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Requests of one group for a while: how many failed, came late or went on elsewhere. `per_week_and_400` 0: without a fault."""
+    """Requests of one group for a while: how many failed, came late or went on elsewhere.
+
+    `per_week_and_400` 0: without a fault.
+    """
 
     per_week_and_400: float
     length_s: float
@@ -164,7 +172,10 @@ class Outcome:
 
 
 def play(per_week_and_400: float, episode: Episode, seed: int) -> Outcome:
-    """A group of 3:5 at 60 % of what it can. Of a role that loses one it is the busiest, with all its requests (SIGKILL)."""
+    """A group of 3:5 at 60 % of what it can.
+
+    Of a role that loses one it is the busiest, with all its requests (SIGKILL).
+    """
     rng = random.Random(seed)
     mesh = LiveMesh(SHAPE, seed, load_s=LOAD_S, e2e_slo_s={"chat": E2E_SLO_S})
     mesh.set_up("chat-0", "chat", *SPLIT)
@@ -174,7 +185,7 @@ def play(per_week_and_400: float, episode: Episode, seed: int) -> Outcome:
     for loss in episode.losses:
         mesh.clock.at(
             loss.at_s,
-            lambda loss=loss: control.kill("chat-0", loss.role, loss.spare_after_s),  # type: ignore[misc]
+            partial(control.kill, "chat-0", loss.role, loss.spare_after_s),
         )
     mesh.play(poisson(rng, length_s, RATE_PER_S, lambda _: RATE_PER_S, lambda _: BALANCED, "chat"))
     mesh.clock.run()
@@ -201,7 +212,9 @@ def quiet(seed: int) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Week:
-    """Shares of requests answered at all and in time, over the week; `in_time_around`: in the times around faults alone."""
+    """Shares of requests answered at all and in time, over the week; `in_time_around`: in the times
+    around faults alone.
+    """
 
     per_week_and_400: float
     num_faults: int

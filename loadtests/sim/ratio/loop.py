@@ -1,4 +1,6 @@
-"""The ratio loop on a live mesh: what it finds, how soon, where it stops, and that noise moves nothing (S28, S29, S32)."""
+"""The ratio loop on a live mesh: what it finds, how soon, where it stops, and that noise moves
+nothing (S28, S29, S32).
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The workload changed at 300 s: how many windows until the loop planned, and what it wanted."""
+    """The workload changed at 300 s: how many windows until the loop planned, and what it
+    wanted.
+    """
 
     what: str
     seed: int
@@ -92,7 +96,10 @@ def calm(seed: int) -> Calm:
 
 @dataclass(frozen=True, slots=True)
 class Convergence:
-    """From a wrong split, without a profile. `distance`: role changes from where it ended to the formula's best."""
+    """From a wrong split, without a profile.
+
+    `distance`: role changes from where it ended to the formula's best.
+    """
 
     start: str
     seed: int

@@ -1,4 +1,6 @@
-"""The report of `make bench NAME=ratio`: tables with median (lowest..highest) over the seeds, and what they say of the paper's claims."""
+"""The report of `make bench NAME=ratio`: tables with median (lowest..highest) over the seeds, and
+what they say of the paper's claims.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def markdown(results: Results) -> str:
     ]
     lines = [
         (
-            "Simulated, but for the CPU times of the last table: the mesh's own cores on a virtual clock, with the laws in"
+            "Simulated, but for the CPU times of the last table: the mesh's own cores on a "
+            "virtual clock, with the laws in"
             " `libs/pdmesh/engine/laws.py`. Median (lowest..highest) over the seeds."
         ),
     ]
@@ -67,7 +70,10 @@ def _sweep(results: Results) -> list[str]:
     lines = [
         f"## Every integer ratio of {sweep.TOTAL} instances (S2, S30, S61)",
         "",
-        "Users in a closed loop, more until one answer is later than three times what a request takes with full batches (S65).",
+        (
+            "Users in a closed loop, more until one answer is later than three times what a "
+            "request takes with full batches (S65)."
+        ),
     ]
     for workload in sweep.WORKLOADS:
         own = [b for b in found if b.workload == workload.name]
@@ -90,9 +96,12 @@ def _sweep(results: Results) -> list[str]:
         lines += [
             "",
             (
-                f"Formula (1) chooses **{chosen}**, the best of all runs is **{top}**; the chosen one carries"
-                f" {carried[chosen] / carried[top]:.1%} of it. The best carries {min(others):.0%} to {max(others):.0%} more than the"
-                f" others, {MODEST:.0%} or more over {sum(m >= MODEST for m in others)} of {len(others)}. The formula is off by"
+                f"Formula (1) chooses **{chosen}**, the best of all runs is **{top}**; the chosen "
+                "one carries"
+                f" {carried[chosen] / carried[top]:.1%} of it. The best carries {min(others):.0%} "
+                f"to {max(others):.0%} more than the"
+                f" others, {MODEST:.0%} or more over {sum(m >= MODEST for m in others)} of "
+                f"{len(others)}. The formula is off by"
                 f" {statistics.mean(errors):.1%} on average, {max(errors):.1%} at most."
             ),
             "",
@@ -103,10 +112,14 @@ def _sweep(results: Results) -> list[str]:
 
 # P/D-Serve, 4.2 and figures 12a, 12b, 13a.
 _MISMATCHED: Final = (
-    '**What counts as mismatched.** P/D-Serve says that under the optimum ratio the throughput "overcomes the others by at least 60%"'
-    " (4.2, figure 13a) and does not list the others; the ratios that its text and figures 12a and 12b name are 1:N and N:1, instances of"
-    " one role alone increased, which it calls the P/D mismatch. The sentence under each table above says both: the gain over 1:N and N:1"
-    " of the same total, and over each other ratio. A ratio next to the optimum carries nearly as much where both roles are near their"
+    "**What counts as mismatched.** P/D-Serve says that under the optimum ratio the throughput "
+    '"overcomes the others by at least 60%"'
+    " (4.2, figure 13a) and does not list the others; the ratios that its text and figures 12a "
+    "and 12b name are 1:N and N:1, instances of"
+    " one role alone increased, which it calls the P/D mismatch. The sentence under each table "
+    "above says both: the gain over 1:N and N:1"
+    " of the same total, and over each other ratio. A ratio next to the optimum carries nearly as "
+    "much where both roles are near their"
     " limit, so that 60 % over every other ratio cannot hold for every workload."
 )
 
@@ -130,7 +143,10 @@ def _sweep_row(split: Split, runs: Sequence[sweep.Best], share: float) -> str:
     shares = [b.t_p_s / b.e2e_s for b in runs if b.e2e_s]
     t_p = f"{statistics.median(shares):.1%}" if shares else "-"
     users = statistics.median(b.num_users for b in runs)
-    return f"| {split} | {per_s} | {runs[0].formula_per_s:.2f} | {share:.0%} | {users:.0f} | {e2e_s:.1f} | {t_p} |"
+    return (
+        f"| {split} | {per_s} | {runs[0].formula_per_s:.2f} | {share:.0%} | {users:.0f} | "
+        f"{e2e_s:.1f} | {t_p} |"
+    )
 
 
 def _paper(results: Results) -> list[str]:
@@ -185,7 +201,10 @@ def _convergence(results: Results) -> list[str]:
     lines = [
         "## Without a profile, from every split (S32)",
         "",
-        "An hour at 85 % of what the best split carries; single role changes, each judged before the next.",
+        (
+            "An hour at 85 % of what the best split carries; single role changes, each judged "
+            "before the next."
+        ),
         "",
         "| start | ends at | best by (1) | moves | undone | last move at s | within one |",
         "|---|---|---|---|---|---|---|",
@@ -198,7 +217,8 @@ def _convergence(results: Results) -> list[str]:
         last = Spread.of([c.last_move_s for c in own]).text(".0f")
         undone, near = sum(c.num_undone for c in own), sum(c.distance <= 1 for c in own)
         lines.append(
-            f"| {start} | {ends} | {own[0].best} | {moves} | {undone} | {last} | {near} of {len(own)} |"
+            f"| {start} | {ends} | {own[0].best} | {moves} | {undone} | {last} | {near} of "
+            f"{len(own)} |"
         )
     return lines
 
@@ -209,8 +229,10 @@ def _aggregated(results: Results) -> list[str]:
         f"## Disaggregated against aggregated, {aggregated.TOTAL} instances each (S63)",
         "",
         (
-            f"Highest rate at which 99 % of {aggregated.NUM_REQUESTS} requests have TTFT within {aggregated.TTFT_S:.0f} s and the mean"
-            " time per token of the scene. Law `mocker`. The paper's 6.7 compares with its own earlier system; this is the factor of"
+            f"Highest rate at which 99 % of {aggregated.NUM_REQUESTS} requests have TTFT within "
+            f"{aggregated.TTFT_S:.0f} s and the mean"
+            " time per token of the scene. Law `mocker`. The paper's 6.7 compares with its own "
+            "earlier system; this is the factor of"
             " this law, these lengths and these SLOs, against the best of three chunk sizes."
         ),
         "",
@@ -245,23 +267,32 @@ def _faults(results: Results) -> list[str]:
         f"## A week of {faults.NUM_DEVICES:,} devices (S38)",
         "",
         (
-            f"{faults.NUM_DEVICES // faults.DEVICES_PER_INSTANCE:,} machines of {faults.DEVICES_PER_INSTANCE} devices: {faults.NUM_GROUPS}"
-            f" groups of {faults.SPLIT[0]}:{faults.SPLIT[1]} at 60 % of what they carry, and {faults.NUM_SPARES} spares. Devices fail by"
-            " chance all week long, at both ends of the paper's rate; each takes its machine with it (SIGKILL of its group's busiest"
-            f" instance of that role, with all its requests). A spare loads for {faults.LOAD_S:.0f} s, the broken machine is one after"
+            f"{faults.NUM_DEVICES // faults.DEVICES_PER_INSTANCE:,} machines of "
+            f"{faults.DEVICES_PER_INSTANCE} devices: {faults.NUM_GROUPS}"
+            f" groups of {faults.SPLIT[0]}:{faults.SPLIT[1]} at 60 % of what they carry, and "
+            f"{faults.NUM_SPARES} spares. Devices fail by"
+            " chance all week long, at both ends of the paper's rate; each takes its machine with "
+            "it (SIGKILL of its group's busiest"
+            " instance of that role, with all its requests). A spare loads for "
+            f"{faults.LOAD_S:.0f} s, the broken machine is one after"
             f" {faults.REPAIR_S / 3600:.0f} h. Faults that overlap in a group are played together."
         ),
         "",
         (
-            "Requests of a whole week (some four hundred million) cannot be played one by one. Played is, request by request, all of the"
-            f" week's time in which any group lacks an instance, from {faults._BEFORE_S:.0f} s before; and of groups that lack nothing"
-            f" {num_quiet:,} requests, of which {num_bad} failed or were late: with 95 % confidence less than"
+            "Requests of a whole week (some four hundred million) cannot be played one by one. "
+            "Played is, request by request, all of the"
+            f" week's time in which any group lacks an instance, from {faults._BEFORE_S:.0f} s "
+            "before; and of groups that lack nothing"
+            f" {num_quiet:,} requests, of which {num_bad} failed or were late: with 95 % "
+            "confidence less than"
             f" {_upper_bound(num_bad, num_quiet):.4%}. The week is both, weighted by time."
         ),
         "",
         (
-            "| faults per week and 400 | faults | group-time around them | requests played there | went on elsewhere | failed | late | answered"
-            f" within {faults.E2E_SLO_S:.0f} s around faults | answered in the week | within {faults.E2E_SLO_S:.0f} s in the week |"
+            "| faults per week and 400 | faults | group-time around them | requests played there "
+            "| went on elsewhere | failed | late | answered"
+            f" within {faults.E2E_SLO_S:.0f} s around faults | answered in the week | within "
+            f"{faults.E2E_SLO_S:.0f} s in the week |"
         ),
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -272,7 +303,8 @@ def _faults(results: Results) -> list[str]:
         sums = [sum(o.num_requests for o in around), sum(o.num_migrated for o in around)]
         bad = [sum(o.num_failed for o in around), sum(o.num_late for o in around)]
         lines.append(
-            f"| {rate:g} | {week.num_faults} | {week.time_around:.3%} | {sums[0]:,} | {sums[1]:,} | {bad[0]} | {bad[1]} |"
+            f"| {rate:g} | {week.num_faults} | {week.time_around:.3%} | {sums[0]:,} | {sums[1]:,} "
+            f"| {bad[0]} | {bad[1]} |"
             f" {week.in_time_around:.3%} | {week.answered:.5%} | {week.in_time:.5%} |"
         )
     stood_in = [seconds for o in outcomes for seconds in o.stood_in_after_s]
@@ -280,7 +312,8 @@ def _faults(results: Results) -> list[str]:
     lines += [
         "",
         (
-            f"A substitute served after {Spread.of(stood_in).text('.0f')} s. Of {_NUM_WEEKS} weeks at {faults.RATES[-1]:g} faults, without"
+            f"A substitute served after {Spread.of(stood_in).text('.0f')} s. Of {_NUM_WEEKS} "
+            f"weeks at {faults.RATES[-1]:g} faults, without"
             f" requests, {num_waited} had a group that had to wait for a repair."
         ),
     ]
@@ -288,7 +321,9 @@ def _faults(results: Results) -> list[str]:
 
 
 def _upper_bound(num_bad: int, num: int) -> float:
-    """Of the share of bad ones, with 95 % confidence: by Wilson, which for none bad is close to 3 / num."""
+    """Of the share of bad ones, with 95 % confidence: by Wilson, which for none bad is close to 3 /
+    num.
+    """
     z = 1.645
     share, spread = num_bad / num, z * z / num
     middle = share + spread / 2
@@ -300,7 +335,8 @@ def _scale(results: Results) -> list[str]:
         "## CPU time of decisions (S66)",
         "",
         (
-            "Measured, not simulated: the cores with that many instances in groups of 4:6, on the machine above; the share of one core"
+            "Measured, not simulated: the cores with that many instances in groups of 4:6, on the "
+            "machine above; the share of one core"
             " if it happens as often as said."
         ),
         "",
@@ -311,6 +347,7 @@ def _scale(results: Results) -> list[str]:
         often = f"{cost.per_s:,.4g}"
         share = f"{cost.seconds * cost.per_s:.2%}"
         lines.append(
-            f"| {cost.what} | {cost.num_instances:,} | {1e6 * cost.seconds:,.1f} us | {often} | {share} |"
+            f"| {cost.what} | {cost.num_instances:,} | {1e6 * cost.seconds:,.1f} us | {often} | "
+            f"{share} |"
         )
     return lines

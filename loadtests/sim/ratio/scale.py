@@ -1,4 +1,6 @@
-"""What the control plane's decisions cost with 10,000 instances: real CPU time of the cores, nothing simulated but the mesh (S66)."""
+"""What the control plane's decisions cost with 10,000 instances: real CPU time of the cores,
+nothing simulated but the mesh (S66).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _REPEATS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """CPU seconds of one round over all, or of one decision; the best of several, as the machine is shared."""
+    """CPU seconds of one round over all, or of one decision; the best of several, as the machine is
+    shared.
+    """
 
     what: str
     num_instances: int

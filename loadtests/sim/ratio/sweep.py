@@ -1,4 +1,6 @@
-"""Throughput of every integer ratio of a total, as P/D-Serve measures it (S61, S65): users in a closed loop, more until one answer is late."""
+"""Throughput of every integer ratio of a total, as P/D-Serve measures it (S61, S65): users in a
+closed loop, more until one answer is late.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ WORKLOADS: Final = (
 )
 
 
-# One prefill carries 0.6 of the unit and one decode 0.7, as in the paper's scenario: here in requests/s.
+# One prefill carries 0.6 of the unit and one decode 0.7, as in the paper's scenario: here in
+# requests/s.
 _PAPER_LAW: Final = Law("paper", prefill_token_s=1 / 600, step_fixed_s=1 / (0.7 * 20))
 _PAPER: Final = Lengths(1000, 21, spread=0.0)
 PAPER: Final = Workload("P 0.6, D 0.7", _PAPER, _PAPER_LAW, 1, 1)
@@ -102,7 +105,9 @@ class ClosedLoop(VirtualMesh):
             self.submit(self._num_asked, Arrival(self.clock.now, num_prompt, num_output))
 
     def per_s(self) -> float:
-        """Answers/s while all users asked: without the first ones, and the last who had nobody behind them."""
+        """Answers/s while all users asked: without the first ones, and the last who had nobody
+        behind them.
+        """
         first, last = self._num_users, len(self.ends) - self._num_users
         if last <= first + 1:
             first = 0
@@ -111,7 +116,10 @@ class ClosedLoop(VirtualMesh):
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Most answers/s of a split with none late, and the users that took. `e2e_s`, `t_p_s`: means there."""
+    """Most answers/s of a split with none late, and the users that took.
+
+    `e2e_s`, `t_p_s`: means there.
+    """
 
     workload: str
     split: Split
@@ -124,7 +132,9 @@ class Best:
 
 
 def best(workload: Workload, split: Split, seed: int) -> Best:
-    """More users until an answer is late; throughput stops growing long before where one role is the bottleneck."""
+    """More users until an answer is late; throughput stops growing long before where one role is
+    the bottleneck.
+    """
     slo_s = workload.slo_s()
     formula = workload.profile().phi(split).value * split.total
     found = Best(workload.name, split, seed, 0.0, 0, 0.0, 0.0, formula)

@@ -8,7 +8,10 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """The process ends, and is started again. `armed`: the failpoint that its next life begins with, once."""
+    """The process ends, and is started again.
+
+    `armed`: the failpoint that its next life begins with, once.
+    """
 
     target: str
     name: Literal["SIGKILL", "SIGTERM"]
@@ -31,7 +34,9 @@ class Freeze:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """nats or valkey is killed and comes back after so many seconds; `is_wiped`: with an empty store."""
+    """nats or valkey is killed and comes back after so many seconds; `is_wiped`: with an empty
+    store.
+    """
 
     target: str
     for_s: float

@@ -1,6 +1,7 @@
 """The mesh that the nemesis plays with, and how each of its actions is carried out there.
 
-NATS and Valkey are ours, so that they can be lost and wiped; some processes reach theirs through a link that can be cut.
+NATS and Valkey are ours, so that they can be lost and wiped; some processes reach theirs through a
+link that can be cut.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Arena:
         return self.texts[max(self.texts)]
 
     def follow(self, desired: DesiredVersion) -> None:
-        """What the mesh went back to by itself, since a release lost instances as it was watched: a fault is no better reason to it."""
+        """What the mesh went back to by itself, since a release lost instances as it was watched: a
+        fault is no better reason to it.
+        """
         if desired.author == _MESH and desired.version not in self.texts:
             self.say(f"the mesh went back, version {desired.version}: {desired.reason}")
             self.texts[desired.version] = desired.text
@@ -109,7 +112,9 @@ class Arena:
                 await self._order(action)
 
     async def release_automatic_holds(self) -> None:
-        """What the operator of a real mesh does when the hardware is mended: the mesh lets nobody back by itself."""
+        """What the operator of a real mesh does when the hardware is mended: the mesh lets nobody
+        back by itself.
+        """
         for hold in (await self.operator.groups()).holds:
             if hold.instance_id not in self.held:
                 self.say(f"the operator lets {hold.instance_id} back ({hold.reason})")
@@ -161,7 +166,9 @@ class Arena:
     # --- an operator's orders --------------------------------------------------------------------
 
     async def _order(self, action: Apply | Rollback | Hold | Release) -> None:
-        """An order whose answer was lost is given again: that it was carried out already is no error then."""
+        """An order whose answer was lost is given again: that it was carried out already is no
+        error then.
+        """
         try:
             match action:
                 case Apply(_, text):

@@ -1,4 +1,5 @@
-"""What must hold when a step's faults are over: each check says which invariant it proves (I1 to I9 of the fault matrix).
+"""What must hold when a step's faults are over: each check says which invariant it proves (I1 to I9
+of the fault matrix).
 
 Here the mesh is looked at whole, at rest; `witness` holds what is seen at any moment (I3, I7).
 """
@@ -43,10 +44,12 @@ AGAIN_S: Final = 5.0  # until a new request works (I8)
 FILE_SLACK: Final = 48
 CONSUMER_SLACK: Final = 12  # instances with a role watch more than blank ones
 _CANARY_TOKENS: Final = 4
-# Documented in docs/api.md for a request that instances or gateways failed; `internal` would be a bug.
+# Documented in docs/api.md for a request that instances or gateways failed; `internal` would be a
+# bug.
 ERRORS: Final = frozenset(
     {
-        "overloaded", "ttft_unreachable", "queue_full", "no_instance", "draining", "upstream_failed", "engine_failed",
+        "overloaded", "ttft_unreachable", "queue_full", "no_instance", "draining",
+        "upstream_failed", "engine_failed",
         "engine_died", "kv_transfer_failed", "kv_transfer_timeout", "poison_request",
     }
 )  # fmt: skip
@@ -85,7 +88,11 @@ async def within(seconds: float, condition: Callable[[], Awaitable[str]]) -> str
 def judge_requests(
     asked: Iterable[Asked], step: Step, num_lost: int, reference: fleet.Reference
 ) -> list[Violation]:
-    """I1 and I2. `num_lost`: instances that were hit or died in this step, of which the first alone must cost no request."""
+    """I1 and I2.
+
+    `num_lost`: instances that were hit or died in this step, of which the first alone must cost no
+    request.
+    """
     gateways = [fault for fault in step.faults if fault.target in GATEWAYS]
     frozen_s = sum(f.for_s for f in gateways if isinstance(f, Freeze))
     gap_s = GAP_S * max(1, num_lost) + frozen_s + SLACK_S
@@ -156,7 +163,9 @@ def scan_logs(directory: Path, books: Books, secrets: Iterable[str]) -> list[Vio
 
 
 async def settled(arena: Arena) -> str:
-    """What still differs from the desired state; empty: every group serves with exactly what it shall have (I8)."""
+    """What still differs from the desired state; empty: every group serves with exactly what it
+    shall have (I8).
+    """
     try:
         states = await arena.operator.groups()
         desired = await arena.operator.desired()
@@ -183,7 +192,9 @@ def _named(counts: Counter[Role]) -> str:
 
 
 async def nothing_held(arena: Arena, records: Mapping[str, InstanceRecord]) -> str:
-    """I4: slots, tickets, arenas, pulls, waiting rooms, legs and KV blocks are free when nobody asks."""
+    """I4: slots, tickets, arenas, pulls, waiting rooms, legs and KV blocks are free when nobody
+    asks.
+    """
     with contextlib.suppress(URLError, ValueError, OSError):
         rest = await asyncio.to_thread(held, arena.mesh, [*INSTANCES, *GATEWAYS])
         serving = [r for r in records.values() if r.phase == INSTANCE_PHASE_READY]
@@ -227,7 +238,10 @@ async def too_many_consumers(arena: Arena, books: Books) -> str:
 def count_requests(
     arena: Arena, books: Books, asked: Sequence[Asked], step: Step
 ) -> list[Violation]:
-    """I6: what clients asked is what gateways accepted, and what those ended. Who gave up may have been too quick to be accepted."""
+    """I6: what clients asked is what gateways accepted, and what those ended.
+
+    Who gave up may have been too quick to be accepted.
+    """
     before, now = books.requests, _ended(arena)
     found = [
         Violation("I6", f"{name} accepted {accepted:g} and ended {now[arena.mesh.pid(name)]:g}")
@@ -268,7 +282,10 @@ def count_deaths(
 
 
 async def asks_again(arena: Arena, prompt: str, reference: fleet.Reference) -> list[Violation]:
-    """I8: a new request works at once. I5: what one tenant asked, the other does not find cached."""
+    """I8: a new request works at once.
+
+    I5: what one tenant asked, the other does not find cached.
+    """
     found: list[Violation] = []
     expected = reference.text(reference.tokenizer.encode(prompt).ids, _CANARY_TOKENS)
     async with httpx.AsyncClient(base_url=arena.mesh.http_url, timeout=20) as client:
@@ -298,7 +315,10 @@ async def asks_again(arena: Arena, prompt: str, reference: fleet.Reference) -> l
 
 
 async def _ask(client: httpx.AsyncClient, headers: dict[str, str], prompt: str) -> tuple[str, int]:
-    """What it says, and how many tokens of the prompt were cached. Raises HTTPStatusError where it is refused."""
+    """What it says, and how many tokens of the prompt were cached.
+
+    Raises HTTPStatusError where it is refused.
+    """
     body = {
         "model": "default",
         "prompt": prompt,

@@ -1,6 +1,8 @@
-"""Watches a mesh from outside, all the time, and remembers what must never be: two leaders, an old epoch's write, a wrong pair.
+"""Watches a mesh from outside, all the time, and remembers what must never be: two leaders, an old
+epoch's write, a wrong pair.
 
-What it sees comes from the registry, the bucket of assignments, and the events; while NATS is away it sees nothing and says nothing.
+What it sees comes from the registry, the bucket of assignments, and the events; while NATS is away
+it sees nothing and says nothing.
 """
 
 from __future__ import annotations
@@ -130,7 +132,8 @@ class Witness:
             other = self._view.records.get(peer.instance_id)
             if other is None or other.incarnation != peer.incarnation:
                 continue
-            # An incarnation is blank before it has a role, never after: of a blank one the news is still to come.
+            # An incarnation is blank before it has a role, never after: of a blank one the news is
+            # still to come.
             if other.role != ROLE_NONE:
                 self._check_pair(record, other, "connected")
 
@@ -164,7 +167,9 @@ class Witness:
                 self._say("I3", f"{entry.key} and {peer.instance_id} are assigned as peers")
 
     async def _ask_leaders(self) -> None:
-        """Two masters lead if one plans, then the other, then the first again in the same epoch (F12, F13)."""
+        """Two masters lead if one plans, then the other, then the first again in the same epoch
+        (F12, F13).
+        """
         async with contextlib.AsyncExitStack() as stack:
             channels: dict[str, tuple[str, grpc.aio.Channel]] = {}
             while True:
@@ -184,7 +189,9 @@ class Witness:
     # --- who serves ------------------------------------------------------------------------------
 
     async def _on_finished(self, message: Message) -> None:
-        """Whoever took part was READY while the request ran; a prefill and a decode that met are of one revision and group."""
+        """Whoever took part was READY while the request ran; a prefill and a decode that met are of
+        one revision and group.
+        """
         event = decode_event(message, RequestFinished)
         since = time.monotonic() - event.e2e_ms / 1e3 - _MARGIN_S
         if since < self._blind_since + _MARGIN_S:
@@ -195,7 +202,8 @@ class Witness:
                 phases = sorted({record.phase for record in records})
                 self._say(
                     "S19",
-                    f"{event.request_id} went to {instance_id}, whose phases were {phases} meanwhile",
+                    f"{event.request_id} went to {instance_id}, whose phases were {phases} "
+                    "meanwhile",
                 )
         if event.outcome != "completed" or event.num_migrations or not event.decode_id:
             return
@@ -207,7 +215,8 @@ class Witness:
         if not cells[0] & cells[1]:
             self._say(
                 "I3",
-                f"{event.request_id}: {event.prefill_id} {cells[0]} and {event.decode_id} {cells[1]}",
+                f"{event.request_id}: {event.prefill_id} {cells[0]} and {event.decode_id} "
+                f"{cells[1]}",
             )
 
     def _say(self, invariant: str, what: str) -> None:

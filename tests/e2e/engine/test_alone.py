@@ -1,4 +1,6 @@
-"""vLLM by itself: either role does both phases when the other is gone, and an engine process that hangs answers no ping."""
+"""vLLM by itself: either role does both phases when the other is gone, and an engine process that
+hangs answers no ping.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ async def test_an_engine_process_that_hangs_answers_no_ping_and_one_that_works_d
 async def test_a_worker_shows_each_layer_that_it_computes_and_nothing_while_it_is_frozen(
     pair: Pair,
 ) -> None:
-    """A ping is not answered within a step, which may take long; the layers of it are what tells it from a hang."""
+    """A ping is not answered within a step, which may take long; the layers of it are what tells it
+    from a hang.
+    """
     engine = pair.prefill.engine
     prompt = tuple(random.Random(5).randrange(100, 40_000) for _ in range(1500))
     before = engine.stats()

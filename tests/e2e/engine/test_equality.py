@@ -1,4 +1,5 @@
-"""Prefill on one vLLM, decode on another, against one plain vLLM: greedy outputs are identical in fp32.
+"""Prefill on one vLLM, decode on another, against one plain vLLM: greedy outputs are identical in
+fp32.
 
 The comparison itself is shown to see wrong KV: with the KV zeroed on arrival it must fail.
 """

@@ -1,4 +1,6 @@
-"""KV handed on per layer between two vLLMs: the same outputs, and what happens when it is given up (S48)."""
+"""KV handed on per layer between two vLLMs: the same outputs, and what happens when it is given up
+(S48).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ pytestmark = [
 async def test_outputs_equal_those_of_plain_vllm_and_decode_computes_no_prompt(
     pair: Pair, reference: Reference
 ) -> None:
-    """Lengths around block boundaries, token 1 as the last of a full block among them, and shared prefixes."""
+    """Lengths around block boundaries, token 1 as the last of a full block among them, and shared
+    prefixes.
+    """
     run = Pair(pair.prefill, pair.decode, salt="per-layer")
     before = dict(pair.decode.engine.stats().extra)
     got = await generate_all(run.generate_per_layer, reference.cases, num_concurrent=12)

@@ -1,6 +1,8 @@
-"""KV kept as fp8: handed over at a byte per number with the same outputs, and not to an engine that keeps it otherwise.
+"""KV kept as fp8: handed over at a byte per number with the same outputs, and not to an engine that
+keeps it otherwise.
 
-The requests run one by one at both, since fp8 rounds away what the order of a batch's sums leaves equal in fp32 alone.
+The requests run one by one at both, since fp8 rounds away what the order of a batch's sums leaves
+equal in fp32 alone.
 """
 
 from __future__ import annotations

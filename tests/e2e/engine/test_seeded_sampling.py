@@ -1,7 +1,8 @@
 """A seeded draw depends on the seed and on the token's position, not on the engine that draws it.
 
-At temperature 2 nearly every draw is another token than the likeliest, so an answer shows which noise each of its
-tokens was drawn with. Plain vLLM's answers, whose generators run on from the first token to the last, are the measure.
+At temperature 2 nearly every draw is another token than the likeliest, so an answer shows which
+noise each of its tokens was drawn with. Plain vLLM's answers, whose generators run on from the
+first token to the last, are the measure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Tokens that a decode looks up and checks are those it would have drawn, and the KV it was handed is as good for it."""
+"""Tokens that a decode looks up and checks are those it would have drawn, and the KV it was handed
+is as good for it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""vLLM with a cache of a dozen blocks over the tiers: evicted KV is loaded, and every output equals plain vLLM's.
+"""vLLM with a cache of a dozen blocks over the tiers: evicted KV is loaded, and every output equals
+plain vLLM's.
 
 The comparison is shown to see wrong KV: with the KV zeroed on its way from the pool it must fail.
 """
@@ -66,7 +67,9 @@ def long_prompts(reference: Reference) -> tuple[list[Case], list[list[int]]]:
 
 
 def num_blocks(todo: list[Case]) -> int:
-    """Full blocks of all prompts together that need not be computed again, shared ones counted each time."""
+    """Full blocks of all prompts together that need not be computed again, shared ones counted each
+    time.
+    """
     return sum((len(case.prompt) - 1) // BLOCK_SIZE for case in todo)
 
 
@@ -275,7 +278,9 @@ async def small(model_dir: Path) -> AsyncIterator[Host]:
 async def test_a_local_job_is_served_and_so_is_its_answer(
     pair: Pair, reference: Reference, small: Host
 ) -> None:
-    """Fusion: turn 2 of a chat finds the KV of turn 1's answer too, though all of it was evicted."""
+    """Fusion: turn 2 of a chat finds the KV of turn 1's answer too, though all of it was
+    evicted.
+    """
     fillers = [c.prompt for c in reference.cases if len(c.prompt) > 8 * BLOCK_SIZE]
     prompt = next(c for c in reference.cases if len(c.prompt) > 2 * BLOCK_SIZE).prompt
     run = Pair(small, pair.decode, salt="tiers")
@@ -295,7 +300,9 @@ async def test_a_local_job_is_served_and_so_is_its_answer(
 async def test_staged_blocks_are_the_engines_again_before_anybody_pulls(
     pair: Pair, small: Host
 ) -> None:
-    """Prompts of twice the cache wait in the staging arena, and the next one is computed as if there were none."""
+    """Prompts of twice the cache wait in the staging arena, and the next one is computed as if
+    there were none.
+    """
     rng, run = random.Random(49), Pair(small, pair.decode, salt="nobody pulls")
     prompts = [tuple(rng.choices(VOCABULARY, k=8 * BLOCK_SIZE)) for _ in range(5)]
     assert 2 * small.info.num_kv_blocks < 5 * 8

@@ -1,4 +1,6 @@
-"""Blank vLLM processes: what is prefill in one run is decode in the next, and the text is that of plain vLLM (S23)."""
+"""Blank vLLM processes: what is prefill in one run is decode in the next, and the text is that of
+plain vLLM (S23).
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ def command_of(pid: str) -> bytes:
 async def test_a_load_that_is_no_longer_wanted_ends_and_leaves_no_process(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    """Taken back while vLLM starts its processes: by the master, and then by whoever stops the instance."""
+    """Taken back while vLLM starts its processes: by the master, and then by whoever stops the
+    instance.
+    """
     async with instance_site(tmp_path) as site:
         book = await NatsAssignments(site.bus).book()
         options = {"dtype": DTYPE, "block_size": str(BLOCK_SIZE)}

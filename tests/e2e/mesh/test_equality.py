@@ -1,6 +1,7 @@
 """The real model through the whole mesh, as a client sees it, against one plain vLLM.
 
-The mesh is what `pdmesh up` starts: six services, prefill and decode in their own processes, KV over UCX.
+The mesh is what `pdmesh up` starts: six services, prefill and decode in their own processes, KV
+over UCX.
 """
 
 from __future__ import annotations
@@ -115,7 +116,9 @@ async def test_a_newcomer_gets_paris(mesh: Mesh) -> None:
 
 
 async def test_every_token_comes_with_its_log_probability(mesh: Mesh) -> None:
-    """Token 1 is drawn at prefill and the others at decode: neither is left out, and greedy draws the likeliest."""
+    """Token 1 is drawn at prefill and the others at decode: neither is left out, and greedy draws
+    the likeliest.
+    """
     async with openai.AsyncOpenAI(
         base_url=f"{mesh.http_url}/v1", api_key="none", timeout=120
     ) as client:

@@ -1,4 +1,5 @@
-"""Two tensor-parallel ranks at each side on real vLLM: rank i pulls from rank i, and a lost rank takes its engine along.
+"""Two tensor-parallel ranks at each side on real vLLM: rank i pulls from rank i, and a lost rank
+takes its engine along.
 
 SmolLM2's heads do not divide by two, so the model here is a small Llama of random weights.
 """
@@ -106,7 +107,9 @@ async def test_two_ranks_hand_over_to_two_ranks_and_nothing_is_computed_twice(
 
 @pytest.mark.req("S57")
 async def test_each_rank_moves_its_own_shard_and_the_slowest_sets_the_time(ranks: Pair) -> None:
-    """Rank 1 of prefill stands still: what is asked of it waits, what already runs at decode does not."""
+    """Rank 1 of prefill stands still: what is asked of it waits, what already runs at decode does
+    not.
+    """
     sampling = Sampling(max_tokens=4)
     prompt, other = (
         random.Random(seed).choices(VOCABULARY, k=length) for seed, length in ((9, 300), (10, 70))

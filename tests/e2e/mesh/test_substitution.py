@@ -1,4 +1,6 @@
-"""A vLLM prefill dies under load and one blank vLLM instance takes its place: text unchanged, nobody else touched (S35; issue D 4.4)."""
+"""A vLLM prefill dies under load and one blank vLLM instance takes its place: text unchanged,
+nobody else touched (S35; issue D 4.4).
+"""
 
 from __future__ import annotations
 

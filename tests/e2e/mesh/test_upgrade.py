@@ -1,4 +1,6 @@
-"""Two groups of vLLM get another revision one after the other, under load: text unchanged, no request fails (S24)."""
+"""Two groups of vLLM get another revision one after the other, under load: text unchanged, no
+request fails (S24).
+"""
 
 from __future__ import annotations
 

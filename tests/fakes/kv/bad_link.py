@@ -1,9 +1,10 @@
-"""A network link between two processes that a test can slow down, make long or lossy, cut at a given byte, or make lie.
+"""A network link between two processes that a test can slow down, make long or lossy, cut at a
+given byte, or make lie.
 
-Each process lives in a network namespace of its own with one device, a TUN whose other end is here: every IP packet
-between the two passes through `_relay`, so that no `tc netem` is needed, which many kernels lack. A flipped bit gets a correct
-TCP checksum, so that neither kernel sees it. Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN) and /dev/net/tun; `why_not()` says what is
-missing.
+Each process lives in a network namespace of its own with one device, a TUN whose other end is here:
+every IP packet between the two passes through `_relay`, so that no `tc netem` is needed, which many
+kernels lack. A flipped bit gets a correct TCP checksum, so that neither kernel sees it. Needs root
+(CAP_NET_ADMIN, CAP_SYS_ADMIN) and /dev/net/tun; `why_not()` says what is missing.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def why_not() -> str:
 
 
 class BadLink:
-    """Perfect until told otherwise. `num_bytes` counts what went from the sender to the receiver, headers included."""
+    """Perfect until told otherwise.
+
+    `num_bytes` counts what went from the sender to the receiver, headers included.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = 0

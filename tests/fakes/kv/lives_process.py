@@ -1,4 +1,5 @@
-"""A process whose KV transport lives many short lives, as an instance's does that is given role after role.
+"""A process whose KV transport lives many short lives, as an instance's does that is given role
+after role.
 
 Writes each life's address to stdout. Ends with 0 after the last.
 """

@@ -1,4 +1,7 @@
-"""A KvBucket in one process: revisions, markers of what was removed, outages, and being wiped. Watches are told at once."""
+"""A KvBucket in one process: revisions, markers of what was removed, outages, and being wiped.
+
+Watches are told at once.
+"""
 
 from __future__ import annotations
 

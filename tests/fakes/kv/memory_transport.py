@@ -1,7 +1,8 @@
 """`KvTransport` between agents of one process: the UCX adapter's promises, without UCX.
 
-Messages and payloads are handed over from the loop, in order per lane. A test may freeze a transport
-(nothing of it is delivered or taken) or cut it off (its connections close), as a signal does to a process.
+Messages and payloads are handed over from the loop, in order per lane. A test may freeze a
+transport (nothing of it is delivered or taken) or cut it off (its connections close), as a signal
+does to a process.
 """
 
 from __future__ import annotations

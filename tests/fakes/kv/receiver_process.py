@@ -1,9 +1,11 @@
-"""A decode's KV agent as a process of its own, for tests that kill or freeze it, or put a bad link before it.
+"""A decode's KV agent as a process of its own, for tests that kill or freeze it, or put a bad link
+before it.
 
     python -m tests.fakes.kv.receiver_process <num_blocks> <block_bytes> <lease_s> [<host>]
 
-Prints `ready`, then for each `pull <address> <ticket> <deadline_s> [<stall_s>]` line: `part <bytes verified so far>` lines, and
-`pulled <ticket> <ok, wrong bytes or reason> <seconds>`; `freed` whenever a landing range is given back.
+Prints `ready`, then for each `pull <address> <ticket> <deadline_s> [<stall_s>]` line:
+`part <bytes verified so far>` lines, and `pulled <ticket> <ok, wrong bytes or reason> <seconds>`;
+`freed` whenever a landing range is given back.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python -m tests.fakes.kv.sender_process <num_blocks> <block_bytes> <lease_s> [<host> [<chunk_bytes>]]
 
-Prints its address, then `closed <ticket> <reason>` for each ticket; stages tickets t0, t1, ... as `stage <n>` lines come.
+Prints its address, then `closed <ticket> <reason>` for each ticket; stages tickets t0, t1, ... as
+`stage <n>` lines come.
 """
 
 from __future__ import annotations

@@ -130,7 +130,9 @@ def rig(
     quota: int = 1 << 30,
     lookup_s: float = 30.0,
 ) -> Rig:
-    """Computing a block is dear here, and lookups may take their time, so that plans load whatever can be had."""
+    """Computing a block is dear here, and lookups may take their time, so that plans load whatever
+    can be had.
+    """
     pool = HostPool(num_slots * SLOT_BYTES, BLOCK_BYTES)
     identity = identity_of("model", 0, 1)
     store = SlowStore(folder, identity, BLOCK_BYTES, quota, time.time)

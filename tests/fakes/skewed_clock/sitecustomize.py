@@ -1,4 +1,6 @@
-"""On the PYTHONPATH of a process, this shifts its wall clock by as many seconds as the file SKEW_FILE says at that moment."""
+"""On the PYTHONPATH of a process, this shifts its wall clock by as many seconds as the file
+SKEW_FILE says at that moment.
+"""
 
 from __future__ import annotations
 

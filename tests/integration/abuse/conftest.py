@@ -36,7 +36,9 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="package")
 async def the_loop_is_not_held(mesh: Mesh) -> AsyncIterator[None]:
-    """Whatever a test does to the gateway: nothing holds its loop for ten times as long as the longest honest request does."""
+    """Whatever a test does to the gateway: nothing holds its loop for ten times as long as the
+    longest honest request does.
+    """
     gauge(mesh, "pdmesh_process_loop_held")  # forget what was before
     yield
     held_s = gauge(mesh, "pdmesh_process_loop_held")
@@ -44,6 +46,7 @@ async def the_loop_is_not_held(mesh: Mesh) -> AsyncIterator[None]:
     while held_s > 10 * max(honest_s) and len(honest_s) < 3:
         honest_s.append(await longest_honest_hold_s(mesh))
     print(
-        f"the loop was held for {held_s * 1e3:.1f} ms, by an honest request {max(honest_s) * 1e3:.1f}"
+        f"the loop was held for {held_s * 1e3:.1f} ms, by an honest request "
+        f"{max(honest_s) * 1e3:.1f}"
     )
     assert held_s <= 10 * max(honest_s)

@@ -1,6 +1,8 @@
-"""A real gateway process under abuse through the door for clients: each attack is bounded in time and memory, and an honest client goes on being served.
+"""A real gateway process under abuse through the door for clients: each attack is bounded in time
+and memory, and an honest client goes on being served.
 
-The honest client has an address and a process of its own. What it may lose is bounded against what it had just before.
+The honest client has an address and a process of its own. What it may lose is bounded against what
+it had just before.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ async def test_a_header_bomb_is_refused_before_it_has_arrived(mesh: Mesh) -> Non
 
     async def attacked() -> None:
         ended = await asyncio.gather(*(attack(mesh, b) for b in bombs for _ in range(20)))
-        # The answer to a client that goes on sending may be lost with the connection; a status, if any, is 431.
+        # The answer to a client that goes on sending may be lost with the connection; a status, if
+        # any, is 431.
         assert {e.status for e in ended} <= {431, 0}
 
     await twice_as_long_at_most(mesh, attacked)
@@ -95,7 +98,8 @@ async def test_one_address_cannot_take_all_connections(mesh: Mesh) -> None:
         nonlocal num_refused
         ended = await asyncio.gather(*(attack(mesh, HEAD) for _ in range(1500)))
         refused = sum(e.status == 0 for e in ended)
-        # Cut ones make room for later ones while this goes on: never more than the cap within one timeout.
+        # Cut ones make room for later ones while this goes on: never more than the cap within one
+        # timeout.
         assert refused >= 1500 - 3 * PER_IP
         num_refused += refused
 
@@ -106,7 +110,9 @@ async def test_one_address_cannot_take_all_connections(mesh: Mesh) -> None:
 
 @pytest.mark.fault("F28")
 async def test_clients_that_do_not_read_cost_little_and_are_cut(mesh: Mesh) -> None:
-    """Four ask for 8 choices of 3,000 tokens, some 3 MB of events; four for 20,000 answers on one connection. None reads anything."""
+    """Four ask for 8 choices of 3,000 tokens, some 3 MB of events; four for 20,000 answers on one
+    connection. None reads anything.
+    """
     body = (
         b'{"model":"default","prompt":"x","max_tokens":3000,"n":8,"ignore_eos":true,"stream":true}'
     )
@@ -131,7 +137,8 @@ async def test_clients_that_do_not_read_cost_little_and_are_cut(mesh: Mesh) -> N
             grown = max(grown, rss(mesh) - memory)
             return not num_kept(port_of(mesh))
 
-        # To decode what fills the buffers, WRITE_S to cut it, WRITE_S until the kernel drops the rest.
+        # To decode what fills the buffers, WRITE_S to cut it, WRITE_S until the kernel drops the
+        # rest.
         took_s = await until(are_gone, within_s=100)
     print(f"gone after {took_s:.1f} s, {grown / MIB / len(deaf):.2f} MiB each")
     assert grown <= MIB * len(deaf) + 10 * MIB
@@ -141,7 +148,8 @@ async def test_clients_that_do_not_read_cost_little_and_are_cut(mesh: Mesh) -> N
 
 
 def num_kept(port: int) -> int:
-    """Sockets of the server's to the attacker that the kernel still keeps, closed ones with unread data among them.
+    """Sockets of the server's to the attacker that the kernel still keeps, closed ones with unread
+    data among them.
 
     One in TIME_WAIT holds nothing and stays for a minute, those of the tests before as well.
     """
@@ -169,7 +177,8 @@ BAD_BODIES: dict[str, tuple[bytes, int]] = {
     "escaped NUL": (b'{"model":"default","prompt":"a\\u0000b","max_tokens":3}', 400),
     "UTF-16": ('{"model":"default","prompt":"x"}'.encode("utf-16"), 400),
     "deep": (b'{"model":"default","prompt":' + DEEP + b"}", 400),
-    "deep in a neutral field": (b'{"model":"default","prompt":"x","logit_bias":' + DEEP + b"}", 400),
+    "deep in a neutral field": (b'{"model":"default","prompt":"x","logit_bias":' + DEEP + b"}",
+        400),
     "NaN": (b'{"model":"default","prompt":"x","temperature":NaN}', 400),
     "Infinity": (b'{"model":"default","prompt":"x","temperature":-Infinity}', 400),
     "huge number": (b'{"model":"default","prompt":"x","seed":' + b"9" * 100_000 + b"}", 400),
@@ -179,7 +188,8 @@ BAD_BODIES: dict[str, tuple[bytes, int]] = {
     "huge max_tokens": (b'{"model":"default","prompt":"x","max_tokens":2000000000}', 400),
     "wrong type": (b'{"model":"default","prompt":{"a":1}}', 400),
     "true as a number": (b'{"model":"default","prompt":"x","max_tokens":true}', 400),
-    "huge stop list": (b'{"model":"default","prompt":"x","stop":[' + b'"a",' * 100_000 + b'"a"]}', 400),
+    "huge stop list": (b'{"model":"default","prompt":"x","stop":[' + b'"a",' * 100_000 + b'"a"]}',
+        400),
     "long stop": (b'{"model":"default","prompt":"x","stop":"' + b"a" * 100_000 + b'"}', 400),
     "huge logit_bias": (b'{"model":"default","prompt":"x","logit_bias":{' + b",".join(b'"%d":1' % i for i in range(50_000)) + b"}}", 400),
     "objects without end": (b'{"model":"default","prompt":"x","logit_bias":[' + b"{}," * (FULL // 3) + b"{}]}", 400),
@@ -220,7 +230,9 @@ async def test_what_is_malformed_gets_its_status_and_stops_nobody(mesh: Mesh) ->
 async def test_what_is_malformed_holds_the_loop_no_longer_than_ten_honest_ones(
     mesh: Mesh, case: str
 ) -> None:
-    """Both are measured in the same seconds; what another process did to one round is not in the next."""
+    """Both are measured in the same seconds; what another process did to one round is not in the
+    next.
+    """
     body, _ = BAD_BODIES[case]
     honest = honest_body(len(body))
     honest_s, bad_s = [], []
@@ -235,7 +247,9 @@ async def test_what_is_malformed_holds_the_loop_no_longer_than_ten_honest_ones(
 
 @pytest.mark.fault("F29", "F31")
 async def test_large_bodies_on_their_way_in_are_bounded_together(mesh: Mesh) -> None:
-    """Sixty clients send 6 MiB of a body each and then no more: those beyond the bound are told to come back, the others cut in time."""
+    """Sixty clients send 6 MiB of a body each and then no more: those beyond the bound are told to
+    come back, the others cut in time.
+    """
     begun = HEAD + b"content-length: %d\r\n\r\n" % (7 * MIB) + b"[" * (6 * MIB)
     memory, grown = rss(mesh), 0
 
@@ -276,7 +290,9 @@ async def test_what_is_no_http_ends_the_connection(mesh: Mesh) -> None:
 
 @pytest.mark.fault("F32")
 async def test_streams_hold_whole_characters_whatever_the_tokens_split(mesh: Mesh) -> None:
-    """The sim's tokens are bytes and parts of characters at random; each event on its own is valid UTF-8 and shows none broken."""
+    """The sim's tokens are bytes and parts of characters at random; each event on its own is valid
+    UTF-8 and shows none broken.
+    """
     async with httpx.AsyncClient(base_url=mesh.http_url, timeout=PATIENCE_S) as client:
 
         async def check(number: int) -> int:

@@ -1,7 +1,7 @@
 """What a client may send on the gRPC ports of the mesh, in frames that no library would send.
 
-Real processes; what is measured is memory, and that each serves afterwards as before. gRPC answers pings and settings as
-long as they come: what is bounded is what it keeps of them.
+Real processes; what is measured is memory, and that each serves afterwards as before. gRPC answers
+pings and settings as long as they come: what is bounded is what it keeps of them.
 """
 
 from __future__ import annotations
@@ -62,10 +62,12 @@ FLOODS: dict[str, tuple[bytes, bytes]] = {
     "empty continuations": (HELLO + call(1, METHOD, flags=0), frame(CONTINUATION, stream=1) * 500),
     "calls taken back": (
         HELLO,
-        b"".join(call(s, METHOD) + frame(RST_STREAM, b"\0\0\0\x08", stream=s) for s in range(1, 1001, 2)),
+        b"".join(call(s, METHOD) + frame(RST_STREAM, b"\0\0\0\x08", stream=s) for s in range(1,
+            1001, 2)),
     ),
     "calls without end": (HELLO, b"".join(call(s, METHOD) for s in range(1, 1001, 2))),
-    "a call that does not exist": (HELLO + call(1, b"/a.B/" + b"c" * 8000), frame(DATA, b"x" * 16000, stream=1)),
+    "a call that does not exist": (HELLO + call(1, b"/a.B/" + b"c" * 8000),
+        frame(DATA, b"x" * 16000, stream=1)),
     "nonsense": (HELLO, frame(HEADERS, b"\xff" * 1000, flags=4, stream=1)),
 }  # fmt: skip
 
@@ -108,7 +110,9 @@ async def test_a_connection_that_never_says_hello_is_cut(mesh: Mesh) -> None:
 async def test_messages_without_their_end_are_bounded_together_and_given_up(
     mesh: Mesh, method: bytes
 ) -> None:
-    """40 calls with all but the end of 7 MiB took 280 MiB of one connection, for as long as it stayed."""
+    """40 calls with all but the end of 7 MiB took 280 MiB of one connection, for as long as it
+    stayed.
+    """
     halves = [Halves(method, 40, 7 * MIB) for _ in range(3)]
     port = grpc_ports(mesh)["gateway-0"]
     async with served_meanwhile(mesh), MemoryWatch(mesh, ["gateway-0"]) as memory:

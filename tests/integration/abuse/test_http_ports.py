@@ -1,6 +1,8 @@
-"""Every byte before, within and after head, body and trailers, on every HTTP port of the mesh: for clients and for operators.
+"""Every byte before, within and after head, body and trailers, on every HTTP port of the mesh: for
+clients and for operators.
 
-Real processes; what is measured is bytes that were taken, memory, CPU beside that of honest requests, and that the server ends it.
+Real processes; what is measured is bytes that were taken, memory, CPU beside that of honest
+requests, and that the server ends it.
 """
 
 from __future__ import annotations
@@ -77,7 +79,10 @@ async def test_nothing_that_has_no_end_is_taken(mesh: Mesh, case: str) -> None:
 async def test_a_flood_costs_no_more_cpu_than_ten_honest_requests_for_each_connection(
     mesh: Mesh,
 ) -> None:
-    """An honest one has a head as long as it may be. What a process does anyway in that time is taken off."""
+    """An honest one has a head as long as it may be.
+
+    What a process does anyway in that time is taken off.
+    """
     honest = GET + b"connection: close\r\n" + b"a: b\r\n" * 2000 + b"\r\n"
 
     async def spent(process: str, port: int, num: int, first: bytes, unit: bytes) -> float:
@@ -152,12 +157,16 @@ async def test_every_port_holds_a_head_to_the_rfc(mesh: Mesh) -> None:
 
 @pytest.mark.fault("F29")
 async def test_whoever_fills_a_port_for_operators_does_not_silence_the_process(mesh: Mesh) -> None:
-    """300 half heads stayed for ever. A supervisor that gets no answer kills the process, so that a full port lets it in."""
+    """300 half heads stayed for ever.
+
+    A supervisor that gets no answer kills the process, so that a full port lets it in.
+    """
     ops = {n: p for n, (_, p) in http_ports(mesh).items() if n != "public"}
     for name, port in ops.items():
         held = [asyncio.create_task(attack(mesh, GET, port=port)) for _ in range(300)]
         while not all(task.done() for task in held):
-            # One may be dropped in a burst of newcomers; the supervisor asks again, and so does this.
+            # One may be dropped in a burst of newcomers; the supervisor asks again, and so does
+            # this.
             await until(lambda port=port: probe.is_live(f"127.0.0.1:{port}"))
             await asyncio.sleep(0.05)
         assert {task.result().status for task in held} <= {0, 408}, name

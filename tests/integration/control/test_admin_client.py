@@ -22,7 +22,9 @@ TOKEN = "of-the-operators-only"
 
 
 class Master:
-    """Answers ListGroupStates with its epoch, or refuses if it is 0, and keeps the tokens it was shown."""
+    """Answers ListGroupStates with its epoch, or refuses if it is 0, and keeps the tokens it was
+    shown.
+    """
 
     def __init__(self, epoch: int) -> None:
         self.epoch, self.tokens = epoch, list[str]()
@@ -47,7 +49,8 @@ async def registered(bus: NatsBus, name: str, master: Master, epoch: int) -> Asy
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     record = InstanceRecord(
-        instance_id=name, incarnation=1, service="master-scheduler", grpc_address=f"127.0.0.1:{port}",
+        instance_id=name, incarnation=1, service="master-scheduler",
+        grpc_address=f"127.0.0.1:{port}",
         is_leader=epoch > 0, epoch=epoch,
     )  # fmt: skip
     lease = await NatsRegistry(bus, 30.0).register(record)

@@ -1,4 +1,6 @@
-"""Blank instance processes that become what assignments in a real NATS say: set up, serve, drain, and blank again."""
+"""Blank instance processes that become what assignments in a real NATS say: set up, serve, drain,
+and blank again.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ async def test_the_same_process_is_a_prefill_in_one_run_and_a_decode_in_the_next
 async def test_a_drain_cuts_nothing_and_what_follows_it_erases_all(
     site: Site, master: Master
 ) -> None:
-    """A request that runs, and KV that waits for its decode: both end well before the instance is drained."""
+    """A request that runs, and KV that waits for its decode: both end well before the instance is
+    drained.
+    """
     p, d = await asyncio.gather(blank(site, "p"), blank(site, "d"))
     await master.assign("p", ROLE_PREFILL, engine_options=OPTIONS)
     await master.assign("d", ROLE_DECODE, engine_options={**OPTIONS, "sim_law": "demo"})
@@ -147,7 +151,9 @@ async def test_a_drain_cuts_nothing_and_what_follows_it_erases_all(
 
 @pytest.mark.fault("F5", "F12", "F13")
 async def test_what_is_meant_for_another_time_is_not_followed(site: Site, master: Master) -> None:
-    """A former leader's word, a later word to an earlier incarnation, and one for a role that it does not have."""
+    """A former leader's word, a later word to an earlier incarnation, and one for a role that it
+    does not have.
+    """
     p = await blank(site, "p")
     master.epoch = 5
     await master.assign("p", ROLE_PREFILL, incarnation=p.record.incarnation + 1)
@@ -329,7 +335,9 @@ def held(process: Process) -> tuple[int, int]:
 
 @pytest.mark.req("S22", "S36")
 async def test_lives_leave_nothing_behind_in_the_process(site: Site, master: Master) -> None:
-    """A host pool, arenas, sockets and threads of five lives: the fifth holds no more than the second did."""
+    """A host pool, arenas, sockets and threads of five lives: the fifth holds no more than the
+    second did.
+    """
     process = await blank(site, "i-0", KV_HOST_POOL_BYTES=str(32 << 20))
     left: list[tuple[int, int]] = []
     for n in range(5):

@@ -1,4 +1,6 @@
-"""A group that grows, changes an instance's role and shrinks while clients stream from it: nobody notices (S22, S25, S26)."""
+"""A group that grows, changes an instance's role and shrinks while clients stream from it: nobody
+notices (S22, S25, S26).
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ async def master(mesh: Mesh) -> AsyncIterator[Master]:
 
 
 async def join(master: Master, name: str, role: Role.ValueType) -> None:
-    """Blank to READY, with the peers of the other role in both directions; those that serve learn of it last."""
+    """Blank to READY, with the peers of the other role in both directions; those that serve learn
+    of it last.
+    """
     others = [r for r in master.view.records.values() if r.phase == INSTANCE_PHASE_READY]
     others = [r for r in others if r.role in (ROLE_PREFILL, ROLE_DECODE) and r.role != role]
     await master.assign(name, role, **GROUP)

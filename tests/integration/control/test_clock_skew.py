@@ -1,4 +1,6 @@
-"""Machines disagree by two hours on what time it is, and then their clocks jump: nothing that serves looks at them (F26)."""
+"""Machines disagree by two hours on what time it is, and then their clocks jump: nothing that
+serves looks at them (F26).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The health-monitor's judgements of faults, with a real NATS: from what is said to the board that all read."""
+"""The health-monitor's judgements of faults, with a real NATS: from what is said to the board that
+all read.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ async def site(bus: NatsBus) -> AsyncIterator[Site]:
 
 @pytest.mark.req("S36", "S74")
 async def test_a_hold_that_is_lifted_lets_the_restarts_before_it_be_forgotten(site: Site) -> None:
-    """The fault used to stand for ten minutes, and the leader to hold the instance again at once."""
+    """The fault used to stand for ten minutes, and the leader to hold the instance again at
+    once.
+    """
     for n in range(1, 4):
         await site.until_level("decode-0", 2, HANGS)
         await site.leases["decode-0"].release()

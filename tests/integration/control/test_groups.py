@@ -1,4 +1,6 @@
-"""Blank instances as real processes under a desired state: they become groups, change, heal, and clients notice nothing."""
+"""Blank instances as real processes under a desired state: they become groups, change, heal, and
+clients notice nothing.
+"""
 
 from __future__ import annotations
 

@@ -213,7 +213,8 @@ async def test_what_gateways_say_of_requests_becomes_the_scenarios_numbers(
     usage = Usage(num_prompt_tokens=100, num_cached_tokens=50, num_completion_tokens=11)
     for outcome in ("failed", "completed"):
         event = RequestFinished(
-            scenario="default", outcome=outcome, usage=usage, queue_ms=100, ttft_ms=300, e2e_ms=1400,
+            scenario="default", outcome=outcome, usage=usage, queue_ms=100, ttft_ms=300,
+            e2e_ms=1400,
             kv_transfer_ms=100,
         )  # fmt: skip
         await publisher.publish(subjects.request_finished("gateway-0"), event)
@@ -276,7 +277,9 @@ async def test_a_leader_goes_on_above_the_epochs_that_instances_remember(
 async def test_a_leader_begins_above_the_epochs_of_what_is_stored(
     server: servers.TestServer, bus: NatsBus
 ) -> None:
-    """The whole mesh was restarted, after the store's revisions had fallen behind its epochs once."""
+    """The whole mesh was restarted, after the store's revisions had fallen behind its epochs
+    once.
+    """
     book = await NatsAssignments(bus).book()
     await book.write(Assignment(instance_id="i-0", incarnation=1, epoch=7000))
     running = Running()
@@ -313,7 +316,9 @@ async def test_groups_are_announced_and_listed(
 async def test_a_silent_instance_is_suspected_by_the_monitor_and_left_out_by_the_master(
     leader: Running, bus: NatsBus
 ) -> None:
-    """Their leases are renewed, but nobody beats for them: the event loop of the instances hangs."""
+    """Their leases are renewed, but nobody beats for them: the event loop of the instances
+    hangs.
+    """
     view = await NatsRegistry(bus, LEASE_S).watch()
     monitor = HealthMonitor(
         bus, view, EventPublisher(bus, "hm", 1), health_board(bus), lease_s=LEASE_S, forget_s=60.0

@@ -125,7 +125,9 @@ async def test_a_standby_takes_over_with_a_higher_epoch(server: servers.TestServ
 async def test_a_leader_that_stops_hands_over_before_its_lease_ends(
     server: servers.TestServer,
 ) -> None:
-    """The lease outlasts the test's patience: only the hand-over can make the standby lead within that."""
+    """The lease outlasts the test's patience: only the hand-over can make the standby lead within
+    that.
+    """
     await server.start()
     a, b = [
         Candidate(await NatsBus.connect(server.url, n), n, lease_s=4 * PATIENCE_S)
@@ -142,7 +144,9 @@ async def test_a_leader_that_stops_hands_over_before_its_lease_ends(
 async def test_a_leader_without_its_store_fences_itself_before_its_lease_ends(
     server: servers.TestServer,
 ) -> None:
-    """`core.control.leadership` says when, and its test; here, that it does so although nobody answers, and tells its master."""
+    """`core.control.leadership` says when, and its test; here, that it does so although nobody
+    answers, and tells its master.
+    """
     await server.start()
     a = Candidate(await NatsBus.connect(server.url, "a"), "a")
     await until(lambda: a.election.is_leader)
@@ -161,7 +165,9 @@ async def test_a_leader_without_its_store_fences_itself_before_its_lease_ends(
 async def test_a_wiped_store_makes_no_second_leader_while_the_first_may_lead(
     server: servers.TestServer,
 ) -> None:
-    """Found by the nemesis: the standby won at once, and each raised its epoch above the other's until the first noticed."""
+    """Found by the nemesis: the standby won at once, and each raised its epoch above the other's
+    until the first noticed.
+    """
     await server.start()
     a = Candidate(await NatsBus.connect(server.url, "a"), "a", lease_s=4.0)
     await until(lambda: a.election.is_leader)
@@ -189,7 +195,9 @@ async def test_a_wiped_store_makes_no_second_leader_while_the_first_may_lead(
 def test_a_process_that_is_stopped_while_its_server_is_away_says_goodbye_without_an_error(
     tmp_path: Path,
 ) -> None:
-    """Found by the nemesis: on uvloop, as services run, closing failed over what waited to be sent, and the process exited with code 1."""
+    """Found by the nemesis: on uvloop, as services run, closing failed over what waited to be sent,
+    and the process exited with code 1.
+    """
     server = servers.nats(tmp_path)
 
     async def stop_without_server() -> None:

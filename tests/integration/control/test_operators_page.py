@@ -1,4 +1,6 @@
-"""An operator in a browser: looks at a mesh under load and changes a ratio by hand, and no request fails (S21, S27, S28)."""
+"""An operator in a browser: looks at a mesh under load and changes a ratio by hand, and no request
+fails (S21, S27, S28).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A pinned prefix outlives any flood of other prompts, as an operator's command makes it, and ends when he says or its time is over."""
+"""A pinned prefix outlives any flood of other prompts, as an operator's command makes it, and ends
+when he says or its time is over.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ OTHER = "Answer as a keeper of the town's archive would: " + "deeds, maps, wills
 
 def spec() -> MeshSpec:
     return MeshSpec(
-        engine="sim", num_prefill=1, num_decode=1, http_port=0, grpc_port=0, env=SMALL, start_timeout_s=180
+        engine="sim", num_prefill=1, num_decode=1, http_port=0, grpc_port=0, env=SMALL,
+        start_timeout_s=180
     )  # fmt: skip
 
 

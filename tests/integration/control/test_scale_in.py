@@ -1,4 +1,6 @@
-"""A whole group leaves under load: in order, without a failed request, with nothing left behind, and charged to the second (S22)."""
+"""A whole group leaves under load: in order, without a failed request, with nothing left behind,
+and charged to the second (S22).
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ async def test_a_group_leaves_in_order_and_is_charged_until_it_is_released(tmp_p
             await until(lambda: len(outcomes) > 10, within_s=CHANGE_S)
             epoch = (await usage(bus)).epoch
             mesh.kill(operator.steps[0].header.publisher_id)  # a successor goes on counting
-            # Of the time between the two it charges what both saw, so the group must not leave before.
+            # Of the time between the two it charges what both saw, so the group must not leave
+            # before.
             await until(lambda: counts_after(bus, epoch), within_s=CHANGE_S)
             await operator.apply(GROUPS.format(count=1))
             await until(lambda: len(times(operator, "released")) == 2, within_s=CHANGE_S)

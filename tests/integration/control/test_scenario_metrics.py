@@ -1,4 +1,6 @@
-"""What the master exports of a scenario is what the requests' own events say, worked out by hand."""
+"""What the master exports of a scenario is what the requests' own events say, worked out by
+hand.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Upgrades of a real mesh under load: no request fails, a canary waits for its word, what is bad goes back by itself (S24)."""
+"""Upgrades of a real mesh under load: no request fails, a canary waits for its word, what is bad
+goes back by itself (S24).
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Watcher(Operator):
         self.pairs.add((event.prefill_id, event.decode_id))
 
     async def until_running(self, revisions: Callable[[set[str]], bool]) -> set[str]:
-        """Both groups serve, nothing is under way, and the revisions of all members are as wanted."""
+        """Both groups serve, nothing is under way, and the revisions of all members are as
+        wanted.
+        """
         found: set[str] = set()
 
         async def is_so() -> bool:

@@ -1,4 +1,6 @@
-"""Queues flow to the master and back, and a gateway refuses by itself who would wait in vain (S97)."""
+"""Queues flow to the master and back, and a gateway refuses by itself who would wait in vain
+(S97).
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,10 @@ async def fill(
 async def test_who_could_not_be_served_in_time_is_refused_before_the_master_is_asked(
     tmp_path: Path,
 ) -> None:
-    """Ten wait, two a second begin. A long prompt may wait longer, and joins them; a short one is told to come back."""
+    """Ten wait, two a second begin.
+
+    A long prompt may wait longer, and joins them; a short one is told to come back.
+    """
     async with pressed(tmp_path, prefills_per_s=2.0, ttft_s=3.0, ttft_s_per_1k_tokens=100.0) as (
         mesh,
         master,

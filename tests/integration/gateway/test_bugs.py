@@ -32,7 +32,9 @@ async def test_a_request_that_trips_over_a_bug_fails_alone(
     client: openai.AsyncOpenAI,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The planner's loop hands plans to all requests: one that raises there must not end it for the others."""
+    """The planner's loop hands plans to all requests: one that raises there must not end it for the
+    others.
+    """
     break_first_send(mesh, monkeypatch)
     with pytest.raises(openai.InternalServerError) as caught:
         await client.completions.create(model="tiny", prompt="abc", max_tokens=4)

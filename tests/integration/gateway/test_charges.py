@@ -1,4 +1,6 @@
-"""What a tenant is charged for a call that fails: the tokens that its client got, and nothing where it got an error alone."""
+"""What a tenant is charged for a call that fails: the tokens that its client got, and nothing where
+it got an error alone.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Ledger(OpenAccess):
 async def one_fusion(
     directory: Path, ledger: Ledger
 ) -> AsyncIterator[tuple[GatewayMesh, FakeInstance]]:
-    """Nothing is retried, and after its first chunk a stream is not written to for long: the rest is in its last delta."""
+    """Nothing is retried, and after its first chunk a stream is not written to for long: the rest
+    is in its last delta.
+    """
     async with gateway_mesh(
         directory, 0, 0, num_fusions=1, access=ledger, max_migrations=0, chunk_interval_ms=600_000.0
     ) as mesh:

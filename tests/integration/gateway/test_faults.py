@@ -1,4 +1,6 @@
-"""What goes wrong behind the gateway, and what the client sees of it: nothing, or one clear error."""
+"""What goes wrong behind the gateway, and what the client sees of it: nothing, or one clear
+error.
+"""
 
 from __future__ import annotations
 
@@ -319,8 +321,11 @@ def leave(writer: asyncio.StreamWriter, how: str) -> None:
 async def test_a_client_that_leaves_frees_everything(
     left_mesh: GatewayMesh, stage: str, how: str, padding: int
 ) -> None:
-    """A large body makes the server stop reading, and then it could miss that the client goes. One that closes its sending half has
-    gone too: that cannot be told from a client that died, and its connection is closed."""
+    """A large body makes the server stop reading, and then it could miss that the client goes.
+
+    One that closes its sending half has gone too: that cannot be told from a client that died, and
+    its connection is closed.
+    """
     mesh = left_mesh
     prefill, decode = mesh.instances["prefill-0"], mesh.instances["decode-0"]
     prefill.is_holding = stage == "prefill"

@@ -1,4 +1,6 @@
-"""grpc.health.v1, which asks for no key: what strangers do with it stays without effect on others."""
+"""grpc.health.v1, which asks for no key: what strangers do with it stays without effect on
+others.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def watch(stream: int) -> bytes:
 
 @asynccontextmanager
 async def stranger(port: int, sent: bytes) -> AsyncIterator[None]:
-    """Lets the server write no byte of an answer, and answers its pings, or it would be cut. It has begun to be answered."""
+    """Lets the server write no byte of an answer, and answers its pings, or it would be cut.
+
+    It has begun to be answered.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(STRANGER, 0))
     writer.write(HELLO + NO_WINDOW + sent)
     is_answered = asyncio.Event()
@@ -75,7 +80,9 @@ async def next_status(stream: Any) -> int:
 
 @pytest.mark.fault("F28", "F30")
 async def test_a_watcher_that_reads_nothing_delays_no_change_and_no_stop(mesh: GatewayMesh) -> None:
-    """The package's own servicer writes under a lock: the gateway's health stood still then, and its stop never ended."""
+    """The package's own servicer writes under a lock: the gateway's health stood still then, and
+    its stop never ended.
+    """
     server = mesh.gateway.grpc
     async with (
         stranger(server.port, watch(1)),

@@ -1,6 +1,8 @@
-"""Several gateways and one set of prefills, without coordination: they do not all run to the same one (S42, S43, S46).
+"""Several gateways and one set of prefills, without coordination: they do not all run to the same
+one (S42, S43, S46).
 
-Two gateways, sixteen prefills with one slot each. What a request costs is how many of them refused it.
+Two gateways, sixteen prefills with one slot each. What a request costs is how many of them refused
+it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from tests.fakes.memory_registry import MemoryView
 
 NUM_PREFILLS = 16
 PREFILL_S = 0.4  # at least
-# A prefill takes so many times what a request costs this machine beside it: sixteen prefills, not the one process, are the bottleneck.
+# A prefill takes so many times what a request costs this machine beside it: sixteen prefills, not
+# the one process, are the bottleneck.
 COSTS_PER_PREFILL = 40
 MOST_S = 4.0  # a gateway gives up an instance that shows no work for 5 s
 NUM_EACH = 6  # requests of a user
@@ -131,7 +134,9 @@ async def two_gateways(
 
 
 async def cost_of_a_request(mesh: GatewayMesh) -> float:
-    """Its median, by prefills that take no time: what this machine, as busy as it is now, adds to a prefill."""
+    """Its median, by prefills that take no time: what this machine, as busy as it is now, adds to a
+    prefill.
+    """
     url, costs = f"http://127.0.0.1:{mesh.gateway.http.port}/v1/completions", []
     async with httpx.AsyncClient(timeout=60) as client:
         for number in range(9):
@@ -167,8 +172,10 @@ async def drive(mesh: GatewayMesh, gateways: list[Gateway], num_users: int) -> T
     )
     assert told.rejections.total() == num_users * NUM_EACH
     print(
-        f"{num_users} users: {told.rejections.total()} requests, {told.mean_rejections:.2f} rejections each,"
-        f" histogram {dict(sorted(told.rejections.items()))}, busiest prefill {max(told.prompts.values())},"
+        f"{num_users} users: {told.rejections.total()} requests, {told.mean_rejections:.2f} "
+        "rejections each,"
+        f" histogram {dict(sorted(told.rejections.items()))}, busiest prefill "
+        f"{max(told.prompts.values())},"
         f" {told.requests_per_s:.1f} a second"
     )
     return told
@@ -179,7 +186,10 @@ async def drive(mesh: GatewayMesh, gateways: list[Gateway], num_users: int) -> T
 async def test_two_gateways_at_half_load_do_not_run_to_the_same_prefills(
     tmp_path: Path, has_master: bool
 ) -> None:
-    """Eight prompts for sixteen slots. Gateways that ranked alike would meet refusals at every prefill the other one uses."""
+    """Eight prompts for sixteen slots.
+
+    Gateways that ranked alike would meet refusals at every prefill the other one uses.
+    """
     async with two_gateways(tmp_path, has_master=has_master) as (mesh, gateways):
         told = await drive(mesh, gateways, num_users=8)
     assert told.mean_rejections < 0.7
@@ -195,9 +205,11 @@ async def test_two_gateways_at_half_load_do_not_run_to_the_same_prefills(
 async def test_two_gateways_under_twice_the_load_keep_every_prefill_busy(
     tmp_path: Path, has_master: bool
 ) -> None:
-    """Who waits is called when a slot comes free, by both gateways at once: one of the two is refused, and waits again.
+    """Who waits is called when a slot comes free, by both gateways at once: one of the two is
+    refused, and waits again.
 
-    What they carry is compared with what they do in peace, with one prompt for every two slots."""
+    What they carry is compared with what they do in peace, with one prompt for every two slots.
+    """
     async with two_gateways(tmp_path, has_master=has_master) as (mesh, gateways):
         peace = await drive(mesh, gateways, num_users=NUM_PREFILLS // 2)
         told = await drive(mesh, gateways, num_users=2 * NUM_PREFILLS)

@@ -1,4 +1,6 @@
-"""The gateway's part of a per-layer hand-over: which decode, when, and what is undone when something fails (S48, S51)."""
+"""The gateway's part of a per-layer hand-over: which decode, when, and what is undone when
+something fails (S48, S51).
+"""
 
 from __future__ import annotations
 

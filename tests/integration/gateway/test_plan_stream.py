@@ -1,4 +1,6 @@
-"""The stream of plans: answers belong to their questions, whatever happened to the master in between."""
+"""The stream of plans: answers belong to their questions, whatever happened to the master in
+between.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,10 @@ def leader_at(port: int) -> InstanceRecord:
 
 @pytest.mark.fault("F12", "F13")
 async def test_a_plan_of_an_older_epoch_has_no_effect(tmp_path: Path) -> None:
-    """The zombie says that nothing serves the model. Who has heard its successor ranks by itself instead (I7)."""
+    """The zombie says that nothing serves the model.
+
+    Who has heard its successor ranks by itself instead (I7).
+    """
     master = RefusingMaster("MODEL_NOT_FOUND")
     async with (
         gateway_mesh(tmp_path) as mesh,
@@ -185,7 +190,9 @@ class ForeseeingMaster(FakeMaster):
 async def test_a_plan_whose_instances_the_gateway_does_not_know_yet_fails_no_request(
     tmp_path: Path,
 ) -> None:
-    """Found by the nemesis: a new prefill's record reached the master some milliseconds before the gateway, and a request got a 503."""
+    """Found by the nemesis: a new prefill's record reached the master some milliseconds before the
+    gateway, and a request got a 503.
+    """
     async with (
         gateway_mesh(tmp_path) as mesh,
         serving(ForeseeingMaster()) as port,

@@ -1,4 +1,6 @@
-"""A tenant's limits over several gateways on one NATS: never more than the limit, never nothing for good."""
+"""A tenant's limits over several gateways on one NATS: never more than the limit, never nothing for
+good.
+"""
 
 from __future__ import annotations
 

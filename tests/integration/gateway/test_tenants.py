@@ -175,7 +175,9 @@ async def test_tokenizing_counts_as_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.fault("F39")
 async def test_a_key_is_good_for_its_models_only(tmp_path: Path) -> None:
-    async with keyed(tmp_path, acme=TenantEntry(models=["other"]), off=TenantEntry(is_disabled=True)) as k:  # fmt: skip
+    async with keyed(
+        tmp_path, acme=TenantEntry(models=["other"]), off=TenantEntry(is_disabled=True)
+    ) as k:
         refused = await k.ask("acme")
         assert refused.status_code == 403
         assert refused.json()["error"]["param"] == "model"

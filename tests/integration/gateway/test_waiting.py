@@ -49,7 +49,9 @@ def room(mesh: GatewayMesh) -> int:
 
 @pytest.mark.req("S44")
 async def test_a_flood_of_one_tenant_does_not_keep_another_waiting(tmp_path: Path) -> None:
-    """Forty wait of one tenant, then two of another: those go with the first slots, though they came last."""
+    """Forty wait of one tenant, then two of another: those go with the first slots, though they
+    came last.
+    """
     access, tokens = keys(tmp_path, flood=TenantEntry(), quiet=TenantEntry())
     async with (
         gateway_mesh(tmp_path, access=access, ttft_s=30.0, retry_s=25.0, max_waiting=40) as mesh,
@@ -108,7 +110,9 @@ async def test_a_more_urgent_tenant_is_called_first(tmp_path: Path) -> None:
 
 @pytest.mark.req("S90", "S91")
 async def test_those_who_wait_go_in_batches_of_similar_length(tmp_path: Path) -> None:
-    """Room for one is no room for a batch of two; then the two long ones go, though a short one came between."""
+    """Room for one is no room for a batch of two; then the two long ones go, though a short one
+    came between.
+    """
     async with (
         gateway_mesh(tmp_path, ttft_s=30.0, retry_s=25.0, prefill_batch=2) as mesh,
         httpx.AsyncClient(base_url=mesh.url) as client,
@@ -133,7 +137,9 @@ async def test_those_who_wait_go_in_batches_of_similar_length(tmp_path: Path) ->
 
 @pytest.mark.req("S44", "S9")
 async def test_requests_end_at_their_deadlines_and_in_their_order(tmp_path: Path) -> None:
-    """Sixty wait for nothing, of two scenarios and two lengths; each ends at its own time, and never reaches an instance later."""
+    """Sixty wait for nothing, of two scenarios and two lengths; each ends at its own time, and
+    never reaches an instance later.
+    """
     scenarios = {"quick": {"ttft_s": 1.0, "ttft_s_per_1k_tokens": 4.0}, "slow": {"ttft_s": 6.0}}
     async with (
         gateway_mesh(tmp_path, scenarios=scenarios, retry_s=500.0) as mesh,

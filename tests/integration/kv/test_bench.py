@@ -35,7 +35,9 @@ def test_the_bench_moves_the_right_bytes_in_every_mode_and_writes_them_down(tmp_
 
 @pytest.mark.req("S59", "S60")
 def test_larger_blocks_use_more_of_the_wire_and_no_blocks_least_time(tmp_path: Path) -> None:
-    """All of one round: blocks of 4 and of 512 KiB lie a factor of ten or more apart, SmolLM2 far below its bar."""
+    """All of one round: blocks of 4 and of 512 KiB lie a factor of ten or more apart, SmolLM2 far
+    below its bar.
+    """
     arguments = ["--rounds", "1", "--transports", "tcp"]
     table = run("loadtests.kv_bench.blocks", arguments, tmp_path)
     ms = {

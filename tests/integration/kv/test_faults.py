@@ -1,7 +1,8 @@
-"""KV between two processes that die, freeze, or have a bad network between them: what each side does, and what makes it do so.
+"""KV between two processes that die, freeze, or have a bad network between them: what each side
+does, and what makes it do so.
 
-What ends a pull is told by its outcome: its deadline, its stall, or the loss of its peer (F2-F6, F23-F25, F34). How long that takes
-is measured in tests/chaos.
+What ends a pull is told by its outcome: its deadline, its stall, or the loss of its peer (F2-F6,
+F23-F25, F34). How long that takes is measured in tests/chaos.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ class Agent:
 async def agent(
     role: str, *arguments: object, link: BadLink | None = None, beside: Agent | None = None
 ) -> AsyncIterator[Agent]:
-    """With a link, the process waits in its own namespace until its end of the link is there; `beside` is one in whose it runs."""
+    """With a link, the process waits in its own namespace until its end of the link is there;
+    `beside` is one in whose it runs.
+    """
     own_ip = SENDER_IP if role == "sender" else RECEIVER_IP
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/libs"}
     command = [sys.executable, "-m", f"tests.fakes.kv.{role}_process", *map(str, arguments)]
@@ -190,7 +193,8 @@ async def test_a_receiver_frozen_in_mid_pull_loses_its_lease_and_reads_no_more()
         await sender.hear("closed t0 expired")
         receiver.signal(signal.SIGCONT)
         _, _, outcome, _ = await receiver.hear("pulled")
-        # The sender's last word and the end of its connection wait side by side for a receiver that wakes.
+        # The sender's last word and the end of its connection wait side by side for a receiver that
+        # wakes.
         assert outcome in {"KV_REFUSED_LEASE_ENDED", "KV_PEER_LOST"}
         await receiver.hear("freed")
 
@@ -222,8 +226,11 @@ class _Silent:
 
 @pytest.mark.fault("F4")
 async def test_dropping_connections_to_a_frozen_peer_does_not_hold_the_loop() -> None:
-    """With messages and payloads on their way that the peer will never take. The least disturbed of a few rounds counts, of a peer that
-    is frozen and of one that is well; a close that waits for its peer takes a second in each round."""
+    """With messages and payloads on their way that the peer will never take.
+
+    The least disturbed of a few rounds counts, of a peer that is frozen and of one that is well; a
+    close that waits for its peer takes a second in each round.
+    """
     held_s: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(5):
         for is_frozen in (False, True):
@@ -269,7 +276,10 @@ needs_link = pytest.mark.skipif(bool(why_not()), reason=f"a bad link {why_not()}
 @pytest.mark.fault("F23", "F25")
 @pytest.mark.parametrize("at", [100, 200, 2_000, 300_000, 1_500_000, 3_500_000])
 async def test_a_link_that_falls_silent_at_any_byte_ends_in_time_on_both_sides(at: int) -> None:
-    """From the handshake, in which UCX connects both ways, to the last part. Neither side sees more than silence."""
+    """From the handshake, in which UCX connects both ways, to the last part.
+
+    Neither side sees more than silence.
+    """
     lease_s = deadline_s = 5.0
     async with bad_link() as link, pair(MEDIUM, lease_s, link) as (sender, receiver, address):
         link.cut_at = link.num_bytes + at
@@ -352,7 +362,9 @@ async def test_a_slow_link_keeps_its_lease_and_takes_the_time_it_takes() -> None
 @needs_link
 @pytest.mark.fault("F24")
 async def test_a_slow_long_and_lossy_link_makes_progress_and_holds_up_no_other_pull() -> None:
-    """4 Mbit/s, 50 ms each way and every twentieth packet lost; another decode has a good link to the same prefill."""
+    """4 Mbit/s, 50 ms each way and every twentieth packet lost; another decode has a good link to
+    the same prefill.
+    """
     num_near = 3  # of some ten milliseconds each, while the slow one takes seconds
     near_arguments = (MEDIUM.num_blocks, MEDIUM.block_bytes, 10.0, SENDER_IP)
     async with (

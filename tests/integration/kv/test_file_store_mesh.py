@@ -1,4 +1,6 @@
-"""S105 through a whole mesh: what the file store acknowledged outlives its writer's SIGKILL, and is loaded, not computed, by the next."""
+"""S105 through a whole mesh: what the file store acknowledged outlives its writer's SIGKILL, and is
+loaded, not computed, by the next.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def spec(store: Path) -> MeshSpec:
         http_port=0,
         grpc_port=0,
         env={
-            "PDMESH_SIM_LAW": "smollm2-cpu",  # computing takes long enough for a busy disk to be waited for
+            # computing takes long enough for a busy disk to be waited for
+            "PDMESH_SIM_LAW": "smollm2-cpu",
             "PDMESH_KV_FILE_STORE_DIR": str(store),
             "PDMESH_KV_TIER_TIMEOUT_S": "20",
         },
@@ -94,7 +97,8 @@ async def test_what_was_stored_is_loaded_after_a_kill_and_nothing_of_it_is_compu
             text, num_cached = await ask(client, prompt)
             assert text == reference.text(prompt, MAX_TOKENS)
             num_loaded += num_cached == NUM_BLOCKS * BLOCK_TOKENS
-        # A machine that stands still for longer than computing takes has a prompt computed: right, and not what is shown here.
+        # A machine that stands still for longer than computing takes has a prompt computed: right,
+        # and not what is shown here.
         assert num_loaded >= len(whole) - 2
         await until(lambda: counted(mesh, "served") >= num_loaded * NUM_BLOCKS)
 

@@ -1,4 +1,6 @@
-"""Which peers' host pools an instance asks: those that the index names, of its own region alone unless its group spans them (S58, S77)."""
+"""Which peers' host pools an instance asks: those that the index names, of its own region alone
+unless its group spans them (S58, S77).
+"""
 
 from __future__ import annotations
 

@@ -315,7 +315,10 @@ async def test_a_restarted_index_starts_from_redis_and_forgets_who_died_meanwhil
 async def test_a_restarted_index_over_a_wiped_store_is_rebuilt_from_the_workers(
     bus: NatsBus, valkey: servers.TestServer, store: RedisIndex, worker: Worker
 ) -> None:
-    """The worst: nothing is left but the workers. What they publish meanwhile is not lost either."""
+    """The worst: nothing is left but the workers.
+
+    What they publish meanwhile is not lost either.
+    """
     async with index(bus, valkey) as parts:
         await worker.store(chain(1000), host=chain(500, start=1000))
         await until(lambda: parts.index.num_blocks == 1500)

@@ -1,4 +1,6 @@
-"""One process, several lives of its KV transport (ADR 0016, ADR 0024): peers that connect as one ends, or to one that is over."""
+"""One process, several lives of its KV transport (ADR 0016, ADR 0024): peers that connect as one
+ends, or to one that is over.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ async def come_and_go(peer: UcxTransport, address: str) -> None:
 @pytest.mark.req("S23", "S36")
 @pytest.mark.fault("F37", "F42")
 async def test_a_transport_may_end_in_any_moment_in_which_peers_connect() -> None:
-    """Found by the nemesis: an instance was erased as its peers connected, and died by signal 11 in UCX."""
+    """Found by the nemesis: an instance was erased as its peers connected, and died by signal 11 in
+    UCX.
+    """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.fakes.kv.lives_process", str(NUM_LIVES), "1",
         stdout=PIPE, cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/libs"},
@@ -104,7 +108,9 @@ async def test_between_two_lives_peers_are_turned_away_at_once() -> None:
 
 @pytest.mark.fault("F5")
 async def test_a_number_of_an_earlier_lifes_connection_is_never_used_again() -> None:
-    """Tags of payloads follow from it: a late byte of an earlier life must find no receive of a later one."""
+    """Tags of payloads follow from it: a late byte of an earlier life must find no receive of a
+    later one.
+    """
     keys = []
     async with life() as (_, address):
         for _ in range(3):

@@ -169,8 +169,9 @@ async def test_a_frozen_sender_fails_the_pull_at_its_deadline_and_never_writes_a
 
 @pytest.mark.fault("F25")
 async def test_a_connection_that_ends_while_bytes_are_awaited_fails_its_pulls_at_once() -> None:
-    """They were announced, the receives are posted, and the endpoint ends by itself: ucxx only noted those to be cancelled,
-    so that the connection never ended here, and its pulls, slots and landing ranges were held for good.
+    """They were announced, the receives are posted, and the endpoint ends by itself: ucxx only
+    noted those to be cancelled, so that the connection never ended here, and its pulls, slots and
+    landing ranges were held for good.
     """
     layout, freed = KvLayout(8, 16, 8192, FINGERPRINT), list[AgentEvent]()
     size = layout.total_bytes
@@ -225,7 +226,9 @@ async def test_a_sender_that_thaws_serves_the_next_pull() -> None:
 async def test_over_shared_memory_parts_are_read_in_place_and_a_frozen_sender_holds_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The receiver reads the sender's arena itself, so a sender that is frozen before its META costs one bounded pull."""
+    """The receiver reads the sender's arena itself, so a sender that is frozen before its META
+    costs one bounded pull.
+    """
     monkeypatch.setenv("UCX_TLS", "tcp,sm")
     events: list[AgentEvent] = []
     async with sender(LARGE) as prefill, receiver(events) as decode:
@@ -390,13 +393,17 @@ async def test_an_agent_on_any_loopback_address_listens_on_loopback_alone(host: 
 
 @pytest.mark.fault("F39")
 async def test_garbage_and_half_open_connections_cost_nothing_that_lasts() -> None:
-    """At the only port there is, UCX's own. Its connection manager, which a listener needs, spun for minutes and leaked descriptors."""
+    """At the only port there is, UCX's own.
+
+    Its connection manager, which a listener needs, spun for minutes and leaked descriptors.
+    """
     async with receiver([]) as agent:
         await agent.connect(agent.address)
         await asyncio.sleep(0.2)
         before = len(os.listdir("/proc/self/fd"))
         there = parse_address(agent.address).worker
-        # Other tests leave workers that nobody uses: they look at their ports when they are used again.
+        # Other tests leave workers that nobody uses: they look at their ports when they are used
+        # again.
         ports = [port for port in listening() if port.to_bytes(2, "big") in there]
         assert ports
         for port in ports:
@@ -476,7 +483,9 @@ async def test_an_agent_on_its_own_thread_serves_a_busy_loop() -> None:
 
 
 def test_the_agent_runs_on_uvloop_and_leaves_it_turning() -> None:
-    """uvloop's clock stands still within a callback, so that no time budget may be taken from it."""
+    """uvloop's clock stands still within a callback, so that no time budget may be taken from
+    it.
+    """
     uvloop = pytest.importorskip("uvloop")
 
     async def main() -> int:

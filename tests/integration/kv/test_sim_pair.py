@@ -1,4 +1,6 @@
-"""Prefill and decode hosts on the sim engine, in one process, over real gRPC; KV over memory or UCX."""
+"""Prefill and decode hosts on the sim engine, in one process, over real gRPC; KV over memory or
+UCX.
+"""
 
 from __future__ import annotations
 
@@ -192,7 +194,9 @@ async def test_a_full_instance_refuses_with_a_reason_and_a_hint_follows() -> Non
 
 @pytest.mark.req("S40")
 async def test_refusals_do_not_wait_while_the_engine_is_in_a_long_step() -> None:
-    """Its door answers by itself: a prompt that computes for as long as the test lasts delays no refusal. The least disturbed half counts."""
+    """Its door answers by itself: a prompt that computes for as long as the test lasts delays no
+    refusal. The least disturbed half counts.
+    """
     async with pair(num_slots=1, sim_law="smollm2-cpu") as (_, _, to_p, _):
         long = await to_p.prefill(prompt_of(2000), Sampling(max_tokens=5, ignore_eos=True))
         await long.until("accepted")
@@ -404,7 +408,9 @@ async def test_kv_events_tell_what_the_cache_holds_without_gaps() -> None:
 
 @pytest.mark.fault("F23", "F24")
 async def test_a_frozen_sender_holds_up_no_pull_from_a_healthy_one() -> None:
-    """Its pull has the only turn there is, and more of its own wait before those from the healthy one come."""
+    """Its pull has the only turn there is, and more of its own wait before those from the healthy
+    one come.
+    """
     made: list[MemoryTransport] = []
 
     def make() -> MemoryTransport:

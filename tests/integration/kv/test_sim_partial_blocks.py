@@ -1,6 +1,8 @@
-"""Turns of a conversation that go on within a block: on one engine over real gRPC, and through a mesh of processes (S103, S104).
+"""Turns of a conversation that go on within a block: on one engine over real gRPC, and through a
+mesh of processes (S103, S104).
 
-The sim model's tokens depend on every byte of KV, so a right answer says that the reused part of a block was right.
+The sim model's tokens depend on every byte of KV, so a right answer says that the reused part of a
+block was right.
 """
 
 from __future__ import annotations
@@ -168,7 +170,10 @@ async def test_wrong_bytes_below_the_watermark_change_the_answer() -> None:
 
 @pytest.mark.req("S103")
 async def test_the_master_sends_a_turn_to_the_prefill_that_holds_the_tail(tmp_path: Path) -> None:
-    """Chats shorter than a block: only names of beginnings say who has them. Times of so short prompts are noise."""
+    """Chats shorter than a block: only names of beginnings say who has them.
+
+    Times of so short prompts are noise.
+    """
     spec = fleet.two_by_two(PDMESH_MASTER_SCHEDULER_LATENCY_WEIGHT="0")
     async with Mesh(spec, tmp_path / "mesh") as mesh, httpx.AsyncClient(timeout=30) as client:
 

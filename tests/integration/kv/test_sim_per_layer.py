@@ -1,4 +1,6 @@
-"""KV handed on layer by layer while prefill computes: sim engines over real gRPC, KV over memory or UCX (S48, S51)."""
+"""KV handed on layer by layer while prefill computes: sim engines over real gRPC, KV over memory or
+UCX (S48, S51).
+"""
 
 from __future__ import annotations
 
@@ -144,7 +146,9 @@ async def test_one_token_answers_have_no_ticket() -> None:
 
 
 async def test_the_kv_is_at_decode_before_prefill_has_its_token() -> None:
-    """The transfer hides behind the computation: what is left at token 1 is the last layer, not the prompt."""
+    """The transfer hides behind the computation: what is left at token 1 is the last layer, not the
+    prompt.
+    """
     async with pair(sim_law="demo") as (_, d, to_p, to_d):
         legs = Legs(to_p, to_d)
         await legs.accept(prompt_of(512), Sampling(max_tokens=4))
@@ -255,8 +259,10 @@ async def test_kv_zeroed_on_arrival_changes_the_output() -> None:
 
 @pytest.mark.req("S52", "S53")
 async def test_kv_comes_while_the_batch_is_full_and_takes_the_place_of_one_that_ends() -> None:
-    """Of three requests at a decode with one slot two wait with their KV, and the fourth is refused. Who waited has its first token
-    exactly one iteration after the last token of whom it follows."""
+    """Of three requests at a decode with one slot two wait with their KV, and the fourth is
+    refused. Who waited has its first token exactly one iteration after the last token of whom it
+    follows.
+    """
     async with pair(num_slots=1, max_waiting=2, max_pulls=1, sim_law="demo") as (p, d, to_p, to_d):
         iterations = drawing_iterations(d)
         legs = []
@@ -286,7 +292,10 @@ async def test_kv_comes_while_the_batch_is_full_and_takes_the_place_of_one_that_
 async def test_a_running_sequence_draws_while_a_long_prompts_kv_is_read(
     is_given_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading back 16 MiB takes the sim as long as half a step. Who gives up meanwhile leaves nothing: `pair` checks."""
+    """Reading back 16 MiB takes the sim as long as half a step.
+
+    Who gives up meanwhile leaves nothing: `pair` checks.
+    """
     monkeypatch.setattr(retrieval, "_QUICK_BYTES", 0)
     sampling = Sampling(max_tokens=200, ignore_eos=True)
     may_read = threading.Event()

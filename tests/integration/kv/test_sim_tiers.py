@@ -1,6 +1,8 @@
-"""The sim engine with a tiny cache over the tiers: what was evicted is loaded, and answers stay what they were.
+"""The sim engine with a tiny cache over the tiers: what was evicted is loaded, and answers stay
+what they were.
 
-The sim draws tokens from the bytes in its memory, so a wrong byte anywhere on the way changes the answer.
+The sim draws tokens from the bytes in its memory, so a wrong byte anywhere on the way changes the
+answer.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ PROMPTS = [prompt_of(400, seed) for seed in range(8)]  # 6 full blocks each: two
 async def tiered(
     name: str, works: frozenset[Work], make: Any, **changes: Any
 ) -> AsyncIterator[SimInstance]:
-    """For which computing is so dear that it waits for any tier, however slow this machine is just now."""
+    """For which computing is so dear that it waits for any tier, however slow this machine is just
+    now.
+    """
     async with sim_instance(name, works, make, **TINY, **changes) as instance:
         stack_of(instance).costs.recompute_block_s = 10.0
         yield instance
@@ -129,7 +133,9 @@ async def test_prefill_hands_on_kv_that_came_from_a_tier() -> None:
 
 
 class Directory:
-    """Says of every chain that `peer` holds what its pool holds, or whatever a test claims it holds."""
+    """Says of every chain that `peer` holds what its pool holds, or whatever a test claims it
+    holds.
+    """
 
     def __init__(self) -> None:
         self.peer: SimInstance | None = None
@@ -197,7 +203,9 @@ async def test_a_peer_that_restarted_or_is_gone_costs_a_bounded_wait(tmp_path: P
 @pytest.mark.req("S77")
 @pytest.mark.fault("F34")
 async def test_answers_stay_right_while_the_tiers_rot(tmp_path: Path) -> None:
-    """Every other file and every third block in memory has a flipped bit: counted, recomputed, never used."""
+    """Every other file and every third block in memory has a flipped bit: counted, recomputed,
+    never used.
+    """
     tiers = TierConfig(4 << 20, str(tmp_path), 1 << 30, timeout_s=20.0)
     async with (
         tiered("fusion-0", FUSION, MemoryTransport, tiers=tiers) as i,

@@ -1,4 +1,6 @@
-"""An engine that is slow works: its queue is waited for, whatever the first token's target (S9), and nothing is declared dead."""
+"""An engine that is slow works: its queue is waited for, whatever the first token's target (S9),
+and nothing is declared dead.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ LENGTHS = (3900, 3900, 3300, 20)
 async def test_a_short_prompt_behind_long_ones_waits_for_them_and_nothing_is_declared_dead(
     tmp_path: Path,
 ) -> None:
-    """One prefill computes 11,120 tokens in order of arrival, for longer than target and stall together. Whoever guesses
-    how long twenty tokens may take calls it silent, and sends the same work to the next instance."""
+    """One prefill computes 11,120 tokens in order of arrival, for longer than target and stall
+    together. Whoever guesses how long twenty tokens may take calls it silent, and sends the same
+    work to the next instance.
+    """
     spec = fleet.one_by_one(
         PDMESH_SIM_LAW="smollm2-cpu",
         PDMESH_GATEWAY_TTFT_S="0.5",

@@ -1,4 +1,6 @@
-"""The file tier on a real disk that is small, then full of others' bytes, then not, then read-only: a tmpfs of 1 MB in a mount namespace of its own."""
+"""The file tier on a real disk that is small, then full of others' bytes, then not, then read-only:
+a tmpfs of 1 MB in a mount namespace of its own.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def _can_mount() -> bool:
 def test_a_disk_that_fills_up_and_one_that_turns_read_only(tmp_path: Path) -> None:
     if not _can_mount():
         pytest.skip("no mount namespaces here")
-    script = f"mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec {sys.executable} -m {__name__} {tmp_path}"
+    script = (
+        f"mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec {sys.executable} -m {__name__} "
+        f"{tmp_path}"
+    )
     done = subprocess.run(
         [*_ENTER, "sh", "-c", script], capture_output=True, check=False, timeout=60
     )

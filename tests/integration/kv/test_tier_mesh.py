@@ -1,4 +1,6 @@
-"""Processes: two prefills with host pools, and the kv-cache-index that tells one what the other holds."""
+"""Processes: two prefills with host pools, and the kv-cache-index that tells one what the other
+holds.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ __all__ = ["site"]  # a fixture
 
 NUM_TOKENS, NUM_BLOCKS = 1500, 23  # of 64 tokens, the last one not full
 SAMPLING = Sampling(max_tokens=4)
-# Computing takes as long as on a real engine, so that fetching pays; 4 MB are 500 blocks of the sim.
+# Computing takes as long as on a real engine, so that fetching pays; 4 MB are 500 blocks of the
+# sim.
 PREFILL = {"KV_HOST_POOL_BYTES": str(4 << 20), "SIM_LAW": "smollm2-cpu", "KV_TIER_TIMEOUT_S": "10"}
 
 
@@ -64,7 +67,9 @@ async def test_one_prefill_is_served_by_anothers_pool_until_that_one_is_gone(sit
     seeds = itertools.count(1)
 
     async def is_fetched() -> bool:
-        """The index hears of the blocks some tens of milliseconds later, and the first connection takes its time."""
+        """The index hears of the blocks some tens of milliseconds later, and the first connection
+        takes its time.
+        """
         prompt = prompt_of(next(seeds))
         assert (await prefilled(first, prompt)).num_cached_tokens == 0
         return (await prefilled(second, prompt)).num_cached_tokens == 64 * NUM_BLOCKS

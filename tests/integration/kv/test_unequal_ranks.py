@@ -1,4 +1,6 @@
-"""Prefill and decode of different numbers of ranks over UCX: each rank has an agent, each piece its own connection."""
+"""Prefill and decode of different numbers of ranks over UCX: each rank has an agent, each piece its
+own connection.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ ARENA_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Kind:
-    """How numbers are stored. `scale_bytes` lie behind those of K and those of V, of each token and head, as in vLLM's int8_per_token_head."""
+    """How numbers are stored.
+
+    `scale_bytes` lie behind those of K and those of V, of each token and head, as in vLLM's
+    int8_per_token_head.
+    """
 
     dtype: str = "bfloat16"
     scales: str = UNSCALED
@@ -61,7 +67,9 @@ INT8 = Kind("int8", BESIDE, 4)  # an fp32 each
 
 @dataclass
 class Rank:
-    """Flash attention's cache of one rank: [2, blocks, tokens, heads, head size]; and its KV agent."""
+    """Flash attention's cache of one rank: [2, blocks, tokens, heads, head size]; and its KV
+    agent.
+    """
 
     instance_id: str
     rank: int
@@ -243,7 +251,9 @@ def test_int8_and_the_scales_beside_it_arrive_bit_for_bit(num_ranks: int) -> Non
     ids=["another dtype", "other scales", "another place for the scales"],
 )
 def test_int8_is_refused_by_who_would_read_it_otherwise(other: Kind) -> None:
-    """At the handshake, and by a pull for all that: the bytes would fit, or nearly, and be wrong."""
+    """At the handshake, and by a pull for all that: the bytes would fit, or nearly, and be
+    wrong.
+    """
     with instances(4, 1, 1, INT8, other) as ((source,), (target,)):
         ids = list(range(NUM_USED))
         source.stage(ids)
@@ -272,7 +282,9 @@ def outcome(pull: TogetherPull) -> KvTransferFailed | None:
 def test_a_rank_waits_for_all_its_sources_and_fails_with_any(
     num_sources: int, is_one_lost: bool
 ) -> None:
-    """The decode's worker half: its landing range is clear once, and only when nothing can write there."""
+    """The decode's worker half: its landing range is clear once, and only when nothing can write
+    there.
+    """
     num_heads = 8
     rng = np.random.default_rng(5)
     shape = (NUM_LAYERS, 2, NUM_USED, TOKENS, num_heads, HEAD_DIM)

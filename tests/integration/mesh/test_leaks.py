@@ -1,4 +1,6 @@
-"""A small run of the leak test that `make bench NAME=leak` runs with 100,000 requests, and that it sees what is left."""
+"""A small run of the leak test that `make bench NAME=leak` runs with 100,000 requests, and that it
+sees what is left.
+"""
 
 from __future__ import annotations
 

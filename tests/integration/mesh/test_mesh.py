@@ -1,4 +1,6 @@
-"""`pdmesh up` and its companions on a real sim mesh: start, look, kill, stop; no orphans whatever happens."""
+"""`pdmesh up` and its companions on a real sim mesh: start, look, kill, stop; no orphans whatever
+happens.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +166,9 @@ def test_a_killed_launcher_takes_the_whole_mesh_with_it(pdmesh: Pdmesh) -> None:
 
 @pytest.mark.req("S74")
 def test_a_launcher_whose_reader_has_gone_goes_on_keeping_its_mesh(pdmesh: Pdmesh) -> None:
-    """`pdmesh up | head`, or a terminal that was closed: nothing can be printed any more, and a decode dies."""
+    """`pdmesh up | head`, or a terminal that was closed: nothing can be printed any more, and a
+    decode dies.
+    """
     launcher = pdmesh.up(stdout=subprocess.PIPE)
     mesh = pdmesh.until_ready(launcher)
     assert launcher.stdout is not None

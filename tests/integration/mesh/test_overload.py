@@ -1,4 +1,6 @@
-"""Four times as many users as a decode has KV memory for: who is taken is answered whole, the others are told when to come back (F36)."""
+"""Four times as many users as a decode has KV memory for: who is taken is answered whole, the
+others are told when to come back (F36).
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,10 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
 @pytest.mark.fault("F36")
 @pytest.mark.req("S44", "S95")
 async def test_four_times_the_kv_memory_ends_in_answers_and_429s_in_time(mesh: Mesh) -> None:
-    """Four times as many users get as many answers as those alone for whom there is room, or nearly: both are counted here, one after the
-    other. And no client waits for its refusal until it is its own deadline that ends it."""
+    """Four times as many users get as many answers as those alone for whom there is room, or
+    nearly: both are counted here, one after the other. And no client waits for its refusal until it
+    is its own deadline that ends it.
+    """
     reference = fleet.Reference.load(mesh.state_dir / "reference")
     memory = {name: rss_bytes(mesh, name) for name in PROCESSES}
     async with httpx.AsyncClient(timeout=HANGS_AFTER_S) as client:
@@ -84,7 +88,8 @@ async def test_four_times_the_kv_memory_ends_in_answers_and_429s_in_time(mesh: M
     waits = [o.ended_at - o.started_at for o in refused]
     assert refused, "there was room for all: the test proves nothing"
     print(
-        f"{done_per_s:.2f} a second answered, {peace_per_s:.2f} of as many users as there is room for; {len(refused)} refused"
+        f"{done_per_s:.2f} a second answered, {peace_per_s:.2f} of as many users as there is room "
+        f"for; {len(refused)} refused"
         f" after {statistics.median(waits):.3f} s ({min(waits):.3f} to {max(waits):.3f})"
     )
     assert done_per_s >= 0.4 * peace_per_s, "what was taken keeps the decode busy"

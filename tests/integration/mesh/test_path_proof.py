@@ -1,4 +1,6 @@
-"""A gateway is ready when a request of its own has gone through prefill, KV and decode, and not because addresses are registered."""
+"""A gateway is ready when a request of its own has gone through prefill, KV and decode, and not
+because addresses are registered.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ async def test_one_that_was_ready_stays_so_whatever_happens_to_the_way(site: Sit
 async def test_behind_a_proxy_a_mesh_is_ready_and_answers(
     site: Site, monkeypatch: pytest.MonkeyPatch, roles: tuple[str, ...]
 ) -> None:
-    """Found by a user: gRPC heeds http_proxy, so the mesh said that it was ready, and every request got a 503."""
+    """Found by a user: gRPC heeds http_proxy, so the mesh said that it was ready, and every request
+    got a 503.
+    """
     for name in (
         "http_proxy",
         "HTTP_PROXY",

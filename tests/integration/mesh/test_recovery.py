@@ -1,4 +1,7 @@
-"""A mesh that loses what it serves with: a hung engine, a whole role, everything. Clients see whole texts, or the default one."""
+"""A mesh that loses what it serves with: a hung engine, a whole role, everything.
+
+Clients see whole texts, or the default one.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +116,9 @@ async def test_when_a_whole_role_is_killed_the_other_serves_alone_until_it_is_ba
 async def test_an_engine_that_hangs_in_a_live_process_is_noticed_and_started_anew(
     tmp_path: Path, client: httpx.AsyncClient, reference: fleet.Reference
 ) -> None:
-    """The process beats and answers probes, as vLLM's host does while its engine process is stuck."""
+    """The process beats and answers probes, as vLLM's host does while its engine process is
+    stuck.
+    """
     hung = {
         "PDMESH_DECODE_FAILPOINT": "engine.step=hang@40",
         "PDMESH_ENGINE_SLOW_S": "2.0",
@@ -156,7 +161,10 @@ async def test_with_everything_gone_clients_get_the_scenarios_text(
 async def test_a_device_fault_reaches_the_instance_by_file_and_bus_and_its_level_decides(
     tmp_path: Path, client: httpx.AsyncClient, reference: fleet.Reference
 ) -> None:
-    """Level 3: no requests until it is healed. Level 2: the instance starts itself anew. Nobody else is touched."""
+    """Level 3: no requests until it is healed.
+
+    Level 2: the instance starts itself anew. Nobody else is touched.
+    """
     spec = replace(fleet.two_by_two(), node_agent=True)
     async with Mesh(spec, tmp_path) as mesh:
         pids = {name: mesh.pid(name) for name in fleet.INSTANCES}

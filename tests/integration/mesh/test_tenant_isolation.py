@@ -1,4 +1,6 @@
-"""What one tenant can learn of another's prompts through the whole mesh: nothing, by count or by clock (F40)."""
+"""What one tenant can learn of another's prompts through the whole mesh: nothing, by count or by
+clock (F40).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ MIN_AUC = 0.7  # 4 sigma from a guess with so many of each
 
 
 def auc(hits: Sequence[float], misses: Sequence[float]) -> float:
-    """How well "it was fast" tells hits from misses: 0.5 is a guess, 1.0 is certain (Mann-Whitney)."""
+    """How well "it was fast" tells hits from misses: 0.5 is a guess, 1.0 is certain
+    (Mann-Whitney).
+    """
     ranked = sorted([(t, True) for t in hits] + [(t, False) for t in misses])
     rank_sum = sum(rank for rank, (_, is_hit) in enumerate(ranked, start=1) if is_hit)
     u = rank_sum - len(hits) * (len(hits) + 1) / 2
@@ -52,7 +56,10 @@ class Asker:
 @pytest.mark.req("S80", "S126")
 @pytest.mark.fault("F40")
 async def test_two_hundred_probes_tell_nothing_of_another_tenants_prompts(tmp_path: Path) -> None:
-    """B guesses A's prompts exactly, and asks for as many that nobody ever sent. The control: A's own second time is seen."""
+    """B guesses A's prompts exactly, and asks for as many that nobody ever sent.
+
+    The control: A's own second time is seen.
+    """
     rng = random.Random(40)
     prompts = [[rng.randrange(40, 120) for _ in range(NUM_TOKENS)] for _ in range(2 * NUM_PROBES)]
     known, unknown = prompts[:NUM_PROBES], prompts[NUM_PROBES:]

@@ -1,4 +1,6 @@
-"""The generator of real load, against canned answers: it sends what the workload says, when it says."""
+"""The generator of real load, against canned answers: it sends what the workload says, when it
+says.
+"""
 
 from __future__ import annotations
 

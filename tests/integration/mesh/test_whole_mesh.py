@@ -1,4 +1,6 @@
-"""Requests through all six services as real processes, on the sim engine: what clients and operators see of them."""
+"""Requests through all six services as real processes, on the sim engine: what clients and
+operators see of them.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ async def test_fusion_answers_as_the_disaggregated_mesh_does(
 async def test_a_repeated_prompt_is_served_from_the_prefill_that_holds_its_blocks(
     mesh: Mesh,
 ) -> None:
-    """The index learns of stored blocks from events, so it may take a moment; then every repeat hits."""
+    """The index learns of stored blocks from events, so it may take a moment; then every repeat
+    hits.
+    """
     ai = openai.AsyncOpenAI(base_url=f"{mesh.http_url}/v1", api_key="none")
     prompt = prompt_of(500)
 
@@ -258,7 +262,9 @@ async def test_operators_see_a_finished_request_as_readable_json(
 async def test_no_prompt_or_answer_reaches_a_log_an_event_or_a_span(
     mesh: Mesh, client: httpx.AsyncClient, collector: OtlpCollector
 ) -> None:
-    """I9: a canary in a prompt, in a bad request and in an aborted one is found nowhere but at the client."""
+    """I9: a canary in a prompt, in a bad request and in an aborted one is found nowhere but at the
+    client.
+    """
     bus = await NatsBus.connect(mesh.nats_url, "test-canary")
     events: list[Message] = []
 

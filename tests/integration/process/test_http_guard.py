@@ -24,7 +24,9 @@ Message = MutableMapping[str, Any]
 
 
 class Echo:
-    """Answers with what it was told; `/early` answers before it reads, `/slow` when it is let, `/large` at length."""
+    """Answers with what it was told; `/early` answers before it reads, `/slow` when it is let,
+    `/large` at length.
+    """
 
     def __init__(self) -> None:
         self.num_begun = self.num_gone = 0
@@ -72,7 +74,9 @@ class Site:
         answer = b""
 
         async def read() -> None:
-            """Beside the sending: an answer that nobody reads for a second is dropped with its connection."""
+            """Beside the sending: an answer that nobody reads for a second is dropped with its
+            connection.
+            """
             nonlocal answer
             with suppress(ConnectionError):
                 while data := await reader.read(65536):
@@ -202,7 +206,9 @@ async def test_an_answer_to_a_whole_request_keeps_the_connection() -> None:
 
 @pytest.mark.parametrize("part", [b"\r\n", b"\n"])
 async def test_empty_lines_keep_no_idle_connection(part: bytes) -> None:
-    """Each was taken for the beginning of a request, which stopped the clock of an idle connection."""
+    """Each was taken for the beginning of a request, which stopped the clock of an idle
+    connection.
+    """
     async with serving(receive_timeout_s=600.0) as site:
         reader, writer = await site.open()
         writer.write(GET % b"x")

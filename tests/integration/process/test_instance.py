@@ -1,4 +1,6 @@
-"""Prefill and decode as processes, registered in a real NATS: how they start, drain, die and say goodbye."""
+"""Prefill and decode as processes, registered in a real NATS: how they start, drain, die and say
+goodbye.
+"""
 
 from __future__ import annotations
 

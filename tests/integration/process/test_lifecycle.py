@@ -145,7 +145,9 @@ def test_log_lines_are_json_with_the_ids_of_the_request(
 def test_a_full_disk_takes_the_log_lines_and_nothing_else(
     tmp_path: Path, processes: list[Process]
 ) -> None:
-    """Each line raised into the code that logged it: requests broke off, and SIGTERM did not end the process."""
+    """Each line raised into the code that logged it: requests broke off, and SIGTERM did not end
+    the process.
+    """
     (tmp_path / "log").symlink_to("/dev/full")
     processes.append(process := Process(tmp_path))
     (tmp_path / "gate").touch()
@@ -156,7 +158,10 @@ def test_a_full_disk_takes_the_log_lines_and_nothing_else(
 def test_an_ops_file_that_cannot_be_written_is_written_later(
     tmp_path: Path, processes: list[Process]
 ) -> None:
-    """As on a full disk. It took the service down, and after ten such deaths its launcher gave it up for good."""
+    """As on a full disk.
+
+    It took the service down, and after ten such deaths its launcher gave it up for good.
+    """
     (blocked := tmp_path / "run").touch()
     file = blocked / "ops"
     processes.append(process := Process(tmp_path, PDMESH_KV_CACHE_INDEX_OPS_FILE=str(file)))

@@ -1,4 +1,6 @@
-"""Every port that a mesh listens on is in a table of docs/security.md, at that address, and asks strangers for what the table says."""
+"""Every port that a mesh listens on is in a table of docs/security.md, at that address, and asks
+strangers for what the table says.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,9 @@ def mesh_spec(directory: Path, **options: Any) -> MeshSpec:
 
 
 async def check_ports(mesh: Mesh) -> list[Found]:
-    """Blank instances listen for KV from when they load; then every row of the table is met, and nothing else."""
+    """Blank instances listen for KV from when they load; then every row of the table is met, and
+    nothing else.
+    """
     named = named_ports(mesh.spec)
     found: list[Found] = []
 
@@ -142,7 +146,9 @@ async def test_a_mesh_listens_where_the_table_says_and_nowhere_else(tmp_path: Pa
 async def test_on_another_address_only_gateways_listen_and_strangers_get_nowhere(
     tmp_path: Path,
 ) -> None:
-    """Found with `pdmesh up --host ADDRESS --keys FILE`: all listened there, and an instance served whoever came."""
+    """Found with `pdmesh up --host ADDRESS --keys FILE`: all listened there, and an instance served
+    whoever came.
+    """
     keys = api_keys.KeyFile()
     key = api_keys.issue(keys, "acme")
     api_keys.save(tmp_path / "keys.json", keys)

@@ -1,4 +1,6 @@
-"""An instance that watches its own engine: a step of any length is work, and standing still is not (S33)."""
+"""An instance that watches its own engine: a step of any length is work, and standing still is not
+(S33).
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,10 @@ def canary_to(instance: SimInstance, timeout_s: float) -> Canary:
 
 
 async def test_a_canary_that_waits_behind_real_work_holds_nothing_against_the_instance() -> None:
-    """It was idle when it was chosen. Eight tokens behind two hundred on a slow engine are late, not lost."""
+    """It was idle when it was chosen.
+
+    Eight tokens behind two hundred on a slow engine are late, not lost.
+    """
     async with sim_instance("f", FUSION, MemoryTransport, sim_law="slow-cpu") as f:
         async with TestSession(f) as to_f:
             leg = await to_f.prefill(prompt_of(200), Sampling(max_tokens=1), is_local=True)

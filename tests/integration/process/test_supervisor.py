@@ -24,8 +24,14 @@ from pdmesh.launcher.supervisor import Notice, Supervisor
 from tests.support.sites.processes import is_alive
 from tests.support.waiting import until
 
-OBEDIENT = "import signal, sys; signal.signal(15, lambda *_: sys.exit(0)); print('up', flush=True)\nwhile True: signal.pause()"
-STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True)\nwhile True: signal.pause()"
+OBEDIENT = (
+    "import signal, sys; signal.signal(15, lambda *_: sys.exit(0)); print('up', "
+    "flush=True)\nwhile True: signal.pause()"
+)
+STUBBORN = (
+    "import signal; signal.signal(15, signal.SIG_IGN); print('up', flush=True)\nwhile True: "
+    "signal.pause()"
+)
 
 
 def program(name: str, source: str) -> ProcessSpec:
@@ -60,7 +66,9 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Supervised]:
 
 
 async def test_whoever_cannot_be_told_keeps_nothing_from_being_restarted(tmp_path: Path) -> None:
-    """Found with a launcher whose terminal had gone: a killed decode stayed dead, and stopping it was a KeyError."""
+    """Found with a launcher whose terminal had gone: a killed decode stayed dead, and stopping it
+    was a KeyError.
+    """
     problems: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
 
@@ -138,7 +146,9 @@ async def test_a_frozen_process_can_be_stopped(mesh: Supervised) -> None:
 
 
 async def test_children_of_a_dead_process_die_before_it_is_restarted(mesh: Supervised) -> None:
-    """An engine runs in processes of its own; the one of the dead service would keep its memory and its port."""
+    """An engine runs in processes of its own; the one of the dead service would keep its memory and
+    its port.
+    """
     source = (
         "import subprocess; print('child', subprocess.Popen(['sleep', '600']).pid, flush=True)\n"
     )

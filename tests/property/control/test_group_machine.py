@@ -1,8 +1,9 @@
 """The group controller under any order of reports, losses, changes of mind and changes of leader.
 
-After every round: no group is given more than it wants, P and D of different revisions or groups never meet, no prefill takes requests
-of a group that cannot serve, nothing of ours goes below what a scenario must keep. When the faults stop, every group is what it
-shall be and nothing is left over.
+After every round: no group is given more than it wants, P and D of different revisions or groups
+never meet, no prefill takes requests of a group that cannot serve, nothing of ours goes below what
+a scenario must keep. When the faults stop, every group is what it shall be and nothing is left
+over.
 """
 
 from __future__ import annotations
@@ -44,9 +45,12 @@ STATES = (
     Desired(services=_service("2"), groups={"a": Group("default", 2, 2)}),
     Desired(services=_service("1"), scenarios=SINGLE, groups={"a": Group("default", 3, 1)}),
     Desired(services=_service("1"), scenarios=OTHER, groups={"a": Group("other", 2, 2)}),
-    Desired(services=_service("1"), scenarios=OTHER, groups={"a": Group("other", 1, 1), "b": Group("default", 2, 2)}),
-    Desired(services=_service("1"), groups={"a": Group("default", 2, 1), "b": Group("default", 1, 2)}),
-    Desired(services=_service("2"), groups={"b": Group("default", 1, 1), "c": Group("default", 1, 1)}),
+    Desired(services=_service("1"), scenarios=OTHER,
+        groups={"a": Group("other", 1, 1), "b": Group("default", 2, 2)}),
+    Desired(services=_service("1"),
+        groups={"a": Group("default", 2, 1), "b": Group("default", 1, 2)}),
+    Desired(services=_service("2"),
+        groups={"b": Group("default", 1, 1), "c": Group("default", 1, 1)}),
     Desired(services=_service("2"), groups={"c": Group("default", 0, 0, fusion=2)}),
     Desired(),
 )  # fmt: skip
@@ -137,7 +141,7 @@ class GroupMachine(RuleBasedStateMachine):
         held = self.world.isolated if is_isolated else self.world.drained
         (held.add if is_on else held.discard)(instance_id)
 
-    # --- what must be true -------------------------------------------------------------------------
+    # --- what must be true ------------------------------------------------------------------------
 
     def _check_writes(
         self,
@@ -173,7 +177,9 @@ class GroupMachine(RuleBasedStateMachine):
         self._check_peers(after)
 
     def _check_entrance(self, turn: Round, instance_id: str) -> None:
-        """It may serve: each pair with one that stays is verified, and a prefill finds a decode that serves already (S19)."""
+        """It may serve: each pair with one that stays is verified, and a prefill finds a decode
+        that serves already (S19).
+        """
         given, seen = turn.plan[instance_id], turn.observed.seen[instance_id]
         group = turn.observed.wanted.groups[given.role_spec.group_id]
         here = replace(group, region=None if group.spans_regions else seen.region)
@@ -187,7 +193,9 @@ class GroupMachine(RuleBasedStateMachine):
             assert all(m.seen.id in seen.verified for m in others if m.role is Role.PREFILL)
 
     def _check_floors(self, turn: Round, drained: list[str]) -> None:
-        """What is left of a role without those that we drain is no less than its floor, if it was no less before."""
+        """What is left of a role without those that we drain is no less than its floor, if it was
+        no less before.
+        """
         left = Round(turn.observed)
         left.plan = {i: given for i, given in turn.plan.items() if i not in drained}
         for scenario in ("default", "other"):

@@ -1,4 +1,6 @@
-"""One instance against any order of assignments, repeated, late and from former leaders, and of what becomes of its work."""
+"""One instance against any order of assignments, repeated, late and from former leaders, and of
+what becomes of its work.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ PEERS = [
 
 
 class InstanceLifeMachine(RuleBasedStateMachine):
-    """The model: a world in which effects become work, and work may end in any order, or after it is wanted no more."""
+    """The model: a world in which effects become work, and work may end in any order, or after it
+    is wanted no more.
+    """
 
     @initialize(own=st.sampled_from([None, *ROLE_SPECS]))
     def begin(self, own: RoleSpec | None) -> None:
@@ -81,7 +85,7 @@ class InstanceLifeMachine(RuleBasedStateMachine):
             case life.Erase():
                 self.is_erased, self.is_admitting, self.num_running = True, False, 0
 
-    # -- the master, or several ---------------------------------------------------------------------
+    # -- the master, or several --------------------------------------------------------------------
 
     @rule(
         incarnation=st.sampled_from([INCARNATION, INCARNATION, INCARNATION, 8]),
@@ -117,7 +121,7 @@ class InstanceLifeMachine(RuleBasedStateMachine):
         self.highest, self.last_stage = (epoch, number), stage
         assert self.step(life.Assigned(given)) == ([life.Ignored.OVER] if self.is_erased else [])
 
-    # -- its work ------------------------------------------------------------------------------------
+    # -- its work ----------------------------------------------------------------------------------
 
     @precondition(lambda self: self.is_loading and not self.is_erased)
     @rule(works=st.booleans())
@@ -160,7 +164,7 @@ class InstanceLifeMachine(RuleBasedStateMachine):
         self.now += seconds
         self.step(Tick())
 
-    # -- always --------------------------------------------------------------------------------------
+    # -- always ------------------------------------------------------------------------------------
 
     @invariant()
     def it_is_what_it_says(self) -> None:

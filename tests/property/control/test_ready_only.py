@@ -1,4 +1,6 @@
-"""No request reaches an instance that is not READY: neither by the master's plan nor by a gateway's own ranking (S19)."""
+"""No request reaches an instance that is not READY: neither by the master's plan nor by a gateway's
+own ranking (S19).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The group controller over two regions that are lost and return, in any order of everything else (S58).
+"""The group controller over two regions that are lost and return, in any order of everything else
+(S58).
 
-At all times a group's KV stays in one region unless it spans them, and nobody is given a role outside the regions its group names. When
-the faults stop, each group is whole, in one region, and that is its home if it has one.
+At all times a group's KV stays in one region unless it spans them, and nobody is given a role
+outside the regions its group names. When the faults stop, each group is whole, in one region, and
+that is its home if it has one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Rolling upgrades over the real group controller and pure instances: one group at a time, all new or all old in the end (S24)."""
+"""Rolling upgrades over the real group controller and pure instances: one group at a time, all new
+or all old in the end (S24).
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def told(world: World) -> list[str]:
 
 
 def check_one_at_a_time(world: World) -> None:
-    """At most one group has members of two revisions, and no group more than its ratio of either."""
+    """At most one group has members of two revisions, and no group more than its ratio of
+    either.
+    """
     turn = Round(world.observe())
     mixed = []
     for group_id, group in turn.observed.wanted.groups.items():
@@ -97,7 +101,9 @@ def check_one_at_a_time(world: World) -> None:
 def play(
     world: World, seconds: int, *, sick: str = "", fails: Callable[[str], bool] = lambda _: False
 ) -> None:
-    """Everybody works; instances of the revision `sick` fail their requests, those for which `fails` says so cannot load."""
+    """Everybody works; instances of the revision `sick` fail their requests, those for which
+    `fails` says so cannot load.
+    """
     for _ in range(seconds):
         world.now += 1
         world.round()
@@ -190,7 +196,9 @@ def test_a_way_back_waits_for_a_plan_that_moves_something_and_for_none_that_only
 
 @pytest.mark.req("S24")
 def test_groups_that_the_bad_revision_has_broken_go_back_too() -> None:
-    """It proved itself in two groups, and then nothing of it can be loaded again: what they lost stays lost until they go back."""
+    """It proved itself in two groups, and then nothing of it can be loaded again: what they lost
+    stays lost until they go back.
+    """
     world = settled()
     world.apply(released("2"))
     while "changing c" not in told(world):
@@ -248,7 +256,9 @@ def test_a_canary_goes_back_if_it_is_sick_or_an_operator_says_so(is_sick: bool) 
 @pytest.mark.req("S24")
 @pytest.mark.parametrize("is_sick", [True, False])
 def test_a_canary_that_goes_back_gets_no_requests_while_it_leaves(is_sick: bool) -> None:
-    """It is ready until it has heard that it is to leave: as one group among the others it would get more than its share was."""
+    """It is ready until it has heard that it is to leave: as one group among the others it would
+    get more than its share was.
+    """
     world = settled()
     world.apply(released("2"), canary_share=0.1)
     canary = canary_of("chat")
@@ -317,7 +327,9 @@ def test_a_service_of_which_nothing_serves_yet_changes_at_once() -> None:
 
 @pytest.mark.req("S24")
 def test_a_loss_of_all_instances_does_not_spare_a_revision_its_proof() -> None:
-    """They go while the first group waits for its turn (a power cut), and come back: one group tries it, and the rest stay."""
+    """They go while the first group waits for its turn (a power cut), and come back: one group
+    tries it, and the rest stay.
+    """
     world = settled(num_spare=0)
     world.busy = None
     world.apply(released("2"))
@@ -334,7 +346,9 @@ def test_a_loss_of_all_instances_does_not_spare_a_revision_its_proof() -> None:
 
 @pytest.mark.req("S24")
 def test_a_version_that_is_applied_while_nothing_serves_has_to_prove_itself_too() -> None:
-    """A power cut, and somebody who thinks that another release mends it: there is a revision that served, and they go back to it."""
+    """A power cut, and somebody who thinks that another release mends it: there is a revision that
+    served, and they go back to it.
+    """
     world = settled(num_spare=0)
     for instance_id in sorted(world.processes):
         world.kill(instance_id)
@@ -362,7 +376,9 @@ def test_a_version_that_is_applied_while_all_groups_are_lent_waits_for_one_to_pr
 
 @pytest.mark.req("S24")
 def test_a_revision_that_cannot_be_set_up_again_does_not_keep_its_successor_out() -> None:
-    """Its files are gone, and one group has lost an instance: that group is not whole until it gets what can be loaded."""
+    """Its files are gone, and one group has lost an instance: that group is not whole until it gets
+    what can be loaded.
+    """
     world = settled(num_spare=0)
     victim = world.ready("b", Role.DECODE)[0]
     world.kill(victim)
@@ -377,7 +393,9 @@ def test_a_revision_that_cannot_be_set_up_again_does_not_keep_its_successor_out(
 @pytest.mark.req("S24")
 @pytest.mark.fault("F1")
 def test_a_way_back_for_which_instances_lack_ends_all_the_same_and_says_what_lacks() -> None:
-    """Hardware goes while a bad revision is left: the group that cannot be whole keeps nobody on the bad one."""
+    """Hardware goes while a bad revision is left: the group that cannot be whole keeps nobody on
+    the bad one.
+    """
     world = settled(2, num_spare=0)
     world.apply(released("2", 2))
     while "changing b" not in told(world):
@@ -403,7 +421,9 @@ def test_a_way_back_for_which_instances_lack_ends_all_the_same_and_says_what_lac
 def test_a_bad_revision_can_be_left_without_spares_by_a_smaller_group_of_a_scenario_that_allows_it() -> (
     None
 ):
-    """The way out where no hardware will come: an operator says that one of a role is enough for a while."""
+    """The way out where no hardware will come: an operator says that one of a role is enough for a
+    while.
+    """
     world = settled(2, num_spare=0)
     world.apply(released("2", 2))
     while "turned_back b" not in told(world):
@@ -438,7 +458,9 @@ def test_a_version_before_that_is_not_kept_any_more_is_named() -> None:
 
 @pytest.mark.req("S24")
 def test_what_somebody_changed_besides_is_not_taken_back() -> None:
-    """Groups go back by themselves; the desired state is left to people if more than one version asked for something."""
+    """Groups go back by themselves; the desired state is left to people if more than one version
+    asked for something.
+    """
     world = settled()
     world.apply(released("2"))
     while "changing a" not in told(world):
@@ -517,7 +539,10 @@ def test_whatever_happens_it_ends_in_all_new_or_all_old(
     kills: set[int],
     canary: float,
 ) -> None:
-    """Leaders change and instances die meanwhile; those come back blank. A sick revision ends nowhere, and a well one everywhere."""
+    """Leaders change and instances die meanwhile; those come back blank.
+
+    A sick revision ends nowhere, and a well one everywhere.
+    """
     world = settled(num_groups, num_spare)
     world.apply(released("2", num_groups), canary_share=canary)
     order = random.Random(seed)

@@ -1,4 +1,5 @@
-"""What the master makes of load reports does not depend on the order in which they came, nor on how often (F22).
+"""What the master makes of load reports does not depend on the order in which they came, nor on how
+often (F22).
 
 Blocks are in test_prefix_index.py; records and verdicts come from a store that numbers its writes.
 """
@@ -161,7 +162,9 @@ def test_lost_reports_are_made_good_by_the_next_one(told: list[Report], rng: ran
 
 
 def messages_after(messages: Sequence[Message]) -> Sequence[Message]:
-    """The last report of each instance once more, under the next number, as LoadPublisher repeats it."""
+    """The last report of each instance once more, under the next number, as LoadPublisher repeats
+    it.
+    """
     again = []
     for message in messages[-len(NAMES) :]:
         event = InstanceLoad.FromString(message.data)

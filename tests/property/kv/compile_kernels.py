@@ -1,4 +1,7 @@
-"""Compiles the device kernels for a GPU that need not be there; prints the size of each program. For test_device_ops."""
+"""Compiles the device kernels for a GPU that need not be there; prints the size of each program.
+
+For test_device_ops.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,9 @@ def chain(family: int, length: int) -> list[bytes]:
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """Prompts come, find their prefix, store their blocks and leave; a mirror follows the events alone."""
+    """Prompts come, find their prefix, store their blocks and leave; a mirror follows the events
+    alone.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -200,7 +200,9 @@ def test_what_was_gathered_scatters_back(
 def test_parts_of_a_buffer_scatter_as_the_whole_does(
     num_layers: int, num_words: int, first: int, cuts: set[int], used: int, is_run: bool
 ) -> None:
-    """Whatever whole blocks a part begins and ends with, in consecutive blocks of the cache and in others."""
+    """Whatever whole blocks a part begins and ends with, in consecutive blocks of the cache and in
+    others.
+    """
     block_bytes, rng = num_words * 8, np.random.default_rng(first)
     ids = list(range(first, first + used)) if is_run else rng.permutation(31)[:used].tolist()
     whole = [np.zeros((31, block_bytes), np.uint8) for _ in range(num_layers)]

@@ -1,4 +1,6 @@
-"""The device operators' arithmetic, program by program on arrays; and the kernels themselves where Triton is."""
+"""The device operators' arithmetic, program by program on arrays; and the kernels themselves where
+Triton is.
+"""
 
 from __future__ import annotations
 
@@ -212,7 +214,10 @@ class OneStream:
 def test_device_caches_move_layers_parts_and_heads(
     scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever fits the scratch buffer at once. Streams are stood in for: only a GPU shows what overlaps."""
+    """Whatever fits the scratch buffer at once.
+
+    Streams are stood in for: only a GPU shows what overlaps.
+    """
     import torch
 
     from pdmesh.engine.vllm.connector.worker.caches import PagedCaches

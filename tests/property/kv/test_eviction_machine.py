@@ -1,4 +1,6 @@
-"""A pool of blocks under any order of events: what is in use stays, and the least recently used goes first."""
+"""A pool of blocks under any order of events: what is in use stays, and the least recently used
+goes first.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ owners = st.sampled_from([b"a", b"b"])
 
 
 class PoolBookMachine(RuleBasedStateMachine):
-    """`memory` has what a shell would write; a pinned block must be found there, whatever else happens."""
+    """`memory` has what a shell would write; a pinned block must be found there, whatever else
+    happens.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +130,9 @@ def used(book: PoolBook, name: bytes) -> None:
 
 @pytest.mark.req("S78", "S96")
 def test_the_order_of_eviction() -> None:
-    """Free slots, then what was never asked for again by age, then what was; never what is pinned or kept."""
+    """Free slots, then what was never asked for again by age, then what was; never what is pinned
+    or kept.
+    """
     book = PoolBook(6, keep_after=3)
     a, b, c, d, e, f = stored(book, *range(6))
     used(book, a)
@@ -149,7 +155,9 @@ def test_the_order_of_eviction() -> None:
 
 @pytest.mark.req("S96")
 def test_a_system_prompt_stays_however_many_other_prompts_come() -> None:
-    """Each of the others is asked for again, too, which least recently used alone would let push it out."""
+    """Each of the others is asked for again, too, which least recently used alone would let push it
+    out.
+    """
     book = PoolBook(16, keep_after=4)
     system = stored(book, 1, 2)
     for name in system * 4:

@@ -1,4 +1,6 @@
-"""A copy of the index while the bus loses, repeats and reorders, and while workers and the copy itself restart (S101)."""
+"""A copy of the index while the bus loses, repeats and reorders, and while workers and the copy
+itself restart (S101).
+"""
 
 from __future__ import annotations
 

@@ -83,7 +83,9 @@ def test_a_damaged_message_is_a_message_or_the_typed_error(
 @settings(deadline=None, max_examples=40)
 @given(messages)
 def test_no_message_with_one_bit_changed_is_believed(message: wire.Message) -> None:
-    """But for inline bytes: each range of them has a checksum in META, and the source is to blame for them."""
+    """But for inline bytes: each range of them has a checksum in META, and the source is to blame
+    for them.
+    """
     raw = bytearray(encoded(message))
     inline = message.inline if isinstance(message, wire.Meta) else None
     for bit in range(8 * (len(raw) - len(inline or b""))):

@@ -1,4 +1,6 @@
-"""Full and partial blocks under any order of requests: nobody's tokens are ever overwritten by somebody else."""
+"""Full and partial blocks under any order of requests: nobody's tokens are ever overwritten by
+somebody else.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Conversation:
 
 
 class TailMachine(RuleBasedStateMachine):
-    """Prompts come, claim what is held of them, write the rest into `memory` some time later, keep it and leave."""
+    """Prompts come, claim what is held of them, write the rest into `memory` some time later, keep
+    it and leave.
+    """
 
     sampling = PartialSampling(start=4, step=2)
 
@@ -77,7 +81,8 @@ class TailMachine(RuleBasedStateMachine):
         hashes = block_hashes(ROOT, one.tokens, SIZE)
         for block, name in zip(one.blocks, hashes, strict=False):
             self.pool.store(block, name)
-        # As the sim engine does it: full blocks that can have no names but their own are not asked about.
+        # As the sim engine does it: full blocks that can have no names but their own are not asked
+        # about.
         first = 0 if self.sampling.start < SIZE else len(one.tokens) // SIZE
         for index, block in enumerate(one.blocks[first:], first):
             data = tokens_to_bytes(one.tokens[index * SIZE : (index + 1) * SIZE])

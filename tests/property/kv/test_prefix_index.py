@@ -1,4 +1,6 @@
-"""The index against brute force: any order of deltas, lost and repeated ones, snapshots, restarts."""
+"""The index against brute force: any order of deltas, lost and repeated ones, snapshots,
+restarts.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Prefill and decode with different numbers of ranks: what moves is what slicing the whole model's KV would give.
+"""Prefill and decode with different numbers of ranks: what moves is what slicing the whole model's
+KV would give.
 
-On real tensors in the layouts of vLLM's GPU kernels; the bytes of a layer travel as [head][block][K or V][token][content].
+On real tensors in the layouts of vLLM's GPU kernels; the bytes of a layer travel as [head][block][K
+or V][token][content].
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Sender and receiver together over a network that delays, repeats, reorders and loses, in any interleaving.
+"""Sender and receiver together over a network that delays, repeats, reorders and loses, in any
+interleaving.
 
-The model is the truth about bytes: an engine that has not said otherwise writes its ticket's range, a part that has been
-announced and not sent reads it, and a posted receive that has not completed may still write its landing range. Each
-side learns of a lost connection in its own time; what it believes before that must be safe anyway. Either side may
-crash and come back: the sender under its next incarnation, the receiver without any memory of its pulls.
+The model is the truth about bytes: an engine that has not said otherwise writes its ticket's range,
+a part that has been announced and not sent reads it, and a posted receive that has not completed
+may still write its landing range. Each side learns of a lost connection in its own time; what it
+believes before that must be safe anyway. Either side may crash and come back: the sender under its
+next incarnation, the receiver without any memory of its pulls.
 """
 
 from __future__ import annotations
@@ -234,7 +236,9 @@ class TransferMachine(RuleBasedStateMachine):
     def things_take_their_course(
         self, data: st.DataObject, num_steps: int, is_intact: bool
     ) -> None:
-        """As they do when nothing goes wrong: single rules alone rarely get to the end of a pull."""
+        """As they do when nothing goes wrong: single rules alone rarely get to the end of a
+        pull.
+        """
         self.go_on(data.draw(st.sampled_from(self.links)), num_steps, is_intact)
 
     @rule(
@@ -536,7 +540,9 @@ class TransferMachine(RuleBasedStateMachine):
             ), "nobody would ever close it"
 
     def teardown(self) -> None:
-        """Whatever happened: once the engines have ended what they write, time alone brings everything back."""
+        """Whatever happened: once the engines have ended what they write, time alone brings
+        everything back.
+        """
         for part in sorted(self.checking):
             self.checking.remove(part)
             self.at_receiver(rx.PartChecked(*part, True))

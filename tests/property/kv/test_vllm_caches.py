@@ -1,4 +1,6 @@
-"""vLLM's caches on real tensors in the layouts of its kernels, CPU and GPU alike: gathered and scattered by head or whole."""
+"""vLLM's caches on real tensors in the layouts of its kernels, CPU and GPU alike: gathered and
+scattered by head or whole.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class Rank:
         axes, order = layout
         counts = {"k": 2, "b": NUM_BLOCKS, "h": num_heads, "n": TOKENS}
         kind = getattr(torch, dtype)
-        # int8 is scaled per token and head, in fp32 behind the numbers of K and of V: they travel along.
+        # int8 is scaled per token and head, in fp32 behind the numbers of K and of V: they travel
+        # along.
         self.content = HEAD_DIM + (SCALE_BYTES // 2 if dtype == "int8" else 0)
         counts["c"] = self.content if "k" in axes else 2 * self.content
         self.axes, self.item = axes, kind.itemsize

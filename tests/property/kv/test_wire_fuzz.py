@@ -1,4 +1,6 @@
-"""The fuzz targets of `tests/fuzz`, with random and with half-right input; `make fuzz` goes on from here for as long as one likes."""
+"""The fuzz targets of `tests/fuzz`, with random and with half-right input; `make fuzz` goes on from
+here for as long as one likes.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,9 @@ def test_those_with_the_fewest_open_legs_come_first_whatever_opened_and_closed(
 
 @pytest.mark.req("S42")
 def test_gateways_that_rank_alone_do_not_all_begin_with_the_same_one() -> None:
-    """Each order is its gateway's own, and stays the same: two hundred gateways begin with all of them."""
+    """Each order is its gateway's own, and stays the same: two hundred gateways begin with all of
+    them.
+    """
     firsts = Counter[str]()
     for number in range(200):
         gateway = fleet(f"gateway-{number}")

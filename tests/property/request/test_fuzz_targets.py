@@ -1,4 +1,6 @@
-"""The targets of `make fuzz` (the KV wire has test_kv_fuzz.py): their seeds, and what differs from them by a few bytes, keep every promise."""
+"""The targets of `make fuzz` (the KV wire has test_kv_fuzz.py): their seeds, and what differs from
+them by a few bytes, keep every promise.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Any order of events, late and repeated ones included: the request ends once, and nothing is lost, doubled or leaked."""
+"""Any order of events, late and repeated ones included: the request ends once, and nothing is lost,
+doubled or leaked.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,8 @@ class Leg:
     key: int
     to: Candidate
     is_decode: bool
-    num_known: int  # tokens after the prompt that it knows; the next one it draws is token number `num_known`
+    # tokens after the prompt that it knows; the next one it draws is token number `num_known`
+    num_known: int
     num_left: int
     is_open: bool = True  # sent, and neither ended, aborted nor lost
     has_first: bool = False
@@ -196,7 +199,9 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), num_steps=st.integers(1, 6))
     def all_goes_well_for_a_while(self, data: st.DataObject, num_steps: int) -> None:
-        """What random rules alone would seldom reach: the usual order of events, some way into it."""
+        """What random rules alone would seldom reach: the usual order of events, some way
+        into it.
+        """
         for _ in range(num_steps):
             self.take_usual_step(data)
 
@@ -360,7 +365,9 @@ class RequestMachine(RuleBasedStateMachine):
 
     @rule(instance=st.sampled_from([*PREFILLS, *DECODES, FUSION]))
     def an_instance_dies(self, instance: Candidate) -> None:
-        """Its sessions break: every leg on it that the gateway still knows is lost, tickets with it."""
+        """Its sessions break: every leg on it that the gateway still knows is lost, tickets with
+        it.
+        """
         self.kill(instance)
 
     @precondition(lambda self: bool(self.legs))

@@ -1,4 +1,6 @@
-"""Whatever gateways come, go and die: together they grant no more than a limit, and each that is asked gets a part of it."""
+"""Whatever gateways come, go and die: together they grant no more than a limit, and each that is
+asked gets a part of it.
+"""
 
 from __future__ import annotations
 
@@ -198,7 +200,9 @@ class PartsMachine(RuleBasedStateMachine):
 
     @rule()
     def everybody_asks(self) -> None:
-        """A fair use stays possible: within seconds each gateway gets in, unless calls that are open take it all."""
+        """A fair use stays possible: within seconds each gateway gets in, unless calls that are
+        open take it all.
+        """
         if any(g.charges for g in self.gateways):
             return
         for gateway in self.gateways:
@@ -404,7 +408,9 @@ def test_a_quota_is_granted_to_the_last_token_wherever_calls_go(
     routing: list[int],
     is_limited_otherwise: bool,
 ) -> None:
-    """One that leaves gives back what it did not grant; one that dies takes it along, and no more than that."""
+    """One that leaves gives back what it did not grant; one that dies takes it along, and no more
+    than that.
+    """
     limits = TenantLimits(tokens_per_day=quota, max_concurrent=9 if is_limited_otherwise else None)
     tenant, store = Tenant("acme", limits), Store()
     fleet = Fleet(tenant, [Gateway(f"g{i}", tenant, store) for i in range(3)])

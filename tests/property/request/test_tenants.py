@@ -1,4 +1,6 @@
-"""Whatever the order of calls: no tenant gets more than its limits, none pays for what it did not use, and all of it comes back."""
+"""Whatever the order of calls: no tenant gets more than its limits, none pays for what it did not
+use, and all of it comes back.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the abuse suite attacks with, and what it measures: memory and CPU of a process, and how long it held its loop."""
+"""What the abuse suite attacks with, and what it measures: memory and CPU of a process, and how
+long it held its loop.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,10 @@ async def served_meanwhile(mesh: Mesh) -> AsyncIterator[None]:
 
 
 async def twice_as_long_at_most(mesh: Mesh, attacked: Callable[[], Awaitable[None]]) -> None:
-    """What is bounded is what the attack costs an honest client, and no neighbour's load: so the least disturbed of a few rounds counts, of
-    peace and of attack alike, and both are measured in the same seconds."""
+    """What is bounded is what the attack costs an honest client, and no neighbour's load: so the
+    least disturbed of a few rounds counts, of peace and of attack alike, and both are measured in
+    the same seconds.
+    """
     calm_s, attacked_s = [], []
     for _ in range(ROUNDS):
         calm_s.append(await ttft_in_peace(mesh))
@@ -65,7 +69,8 @@ async def twice_as_long_at_most(mesh: Mesh, attacked: Callable[[], Awaitable[Non
         assert report.failures == []
         attacked_s.append(report.percentile(0.5))
         print(
-            f"honest TTFT {calm_s[-1] * 1e3:.1f} -> {attacked_s[-1] * 1e3:.1f} ms over {len(report.ttft_s)}"
+            f"honest TTFT {calm_s[-1] * 1e3:.1f} -> {attacked_s[-1] * 1e3:.1f} ms over "
+            f"{len(report.ttft_s)}"
         )
         if min(attacked_s) <= 2 * max(calm_s):
             return
@@ -176,8 +181,11 @@ async def flood(
     is_deaf: bool = False,
     patience_s: float = PATIENCE_S,
 ) -> Flooded:
-    """Send `first`, then `unit` again and again as fast as the server takes it. The own kernel keeps next to nothing. Deaf: it
-    reads no answer until all is sent, or nothing more is taken for a while."""
+    """Send `first`, then `unit` again and again as fast as the server takes it.
+
+    The own kernel keeps next to nothing. Deaf: it reads no answer until all is sent, or nothing
+    more is taken for a while.
+    """
     loop = asyncio.get_running_loop()
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
@@ -229,7 +237,9 @@ def http_ports(mesh: Mesh) -> dict[str, tuple[str, int]]:
 
 
 def grpc_ports(mesh: Mesh) -> dict[str, int]:
-    """Every gRPC port of the mesh by its process; gRPC's listeners alone are of the newer family."""
+    """Every gRPC port of the mesh by its process; gRPC's listeners alone are of the newer
+    family.
+    """
     found = {}
     for process in mesh.names:
         for connection in psutil.Process(mesh.pid(process)).net_connections("tcp6"):

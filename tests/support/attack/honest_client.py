@@ -1,7 +1,9 @@
-"""An honest client in a process of its own, so that what it measures is the server and not the attack beside it.
+"""An honest client in a process of its own, so that what it measures is the server and not the
+attack beside it.
 
-`python -m tests.support.attack.honest_client HOST PORT SOURCE` asks for a first token every 5 ms over one connection from the address SOURCE, and now
-and then for a second one too, until its standard input closes; then it prints one JSON object: seconds until each first token, and failures.
+`python -m tests.support.attack.honest_client HOST PORT SOURCE` asks for a first token every 5 ms
+over one connection from the address SOURCE, and now and then for a second one too, until its
+standard input closes; then it prints one JSON object: seconds until each first token, and failures.
 """
 
 from __future__ import annotations

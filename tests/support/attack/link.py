@@ -1,4 +1,6 @@
-"""A TCP link from one process to its server that a test can cut or slow down, while everybody else's stays as it is."""
+"""A TCP link from one process to its server that a test can cut or slow down, while everybody
+else's stays as it is.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ _CHUNK = 65_536
 class Link:
     """`async with Link(server.url) as link:` and give the process `link.url`.
 
-    Cut, it passes nothing and tells nobody, as a partition does: connections stay open, new ones are taken and get no
-    answer, and what was sent meanwhile arrives late, once it is healed. `delay_s` is added to each chunk, both ways.
+    Cut, it passes nothing and tells nobody, as a partition does: connections stay open, new ones
+    are taken and get no answer, and what was sent meanwhile arrives late, once it is healed.
+    `delay_s` is added to each chunk, both ways.
     """
 
     def __init__(self, url: str) -> None:

@@ -58,7 +58,9 @@ def half_message(num_bytes: int) -> bytes:
 
 
 class Halves:
-    """Calls whose messages are sent but for their end, on one connection, as fast as the server lets them."""
+    """Calls whose messages are sent but for their end, on one connection, as fast as the server
+    lets them.
+    """
 
     def __init__(self, path: bytes, num_calls: int, num_bytes: int) -> None:
         self.num_sent = 0

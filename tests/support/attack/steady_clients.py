@@ -31,7 +31,10 @@ class Asked:
 
 
 class Clients:
-    """`async with Clients(...)`: they ask until the block is left, except while they are paused. `keys`: of their tenants."""
+    """`async with Clients(...)`: they ask until the block is left, except while they are paused.
+
+    `keys`: of their tenants.
+    """
 
     def __init__(
         self, url: str, seed: int, keys: Sequence[str] = (), *, give_up_share: float = 0.0

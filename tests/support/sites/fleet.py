@@ -1,4 +1,6 @@
-"""A whole sim mesh for tests: what it should answer, and what must be back to zero after a request (I4, I6)."""
+"""A whole sim mesh for tests: what it should answer, and what must be back to zero after a request
+(I4, I6).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from tests.support.waiting import until
 
 INSTANCES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
-# Room for all streams on one instance of each role, so that a fault is what a test sees, not a full house.
+# Room for all streams on one instance of each role, so that a fault is what a test sees, not a full
+# house.
 _ENV = {"PDMESH_PREFILL_NUM_SLOTS": "48", "PDMESH_DECODE_NUM_SLOTS": "48"}
 
 
@@ -73,7 +76,10 @@ class Reference:
         return cls(Tokenizer.from_file(str(directory / "tokenizer.json")), params)
 
     def text(self, prompt: list[int], max_tokens: int) -> str:
-        """Greedy, to `max_tokens`, end-of-text ignored. Half a character at the end is never shown."""
+        """Greedy, to `max_tokens`, end-of-text ignored.
+
+        Half a character at the end is never shown.
+        """
         sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
         tokens, _ = sim_reference(prompt, sampling, self.params)
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True)).rstrip("\ufffd")
@@ -81,7 +87,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Streams:
-    """Streams of prompts that share nothing, of these lengths, each of which must end with its text."""
+    """Streams of prompts that share nothing, of these lengths, each of which must end with its
+    text.
+    """
 
     client: httpx.AsyncClient
     mesh: Mesh

@@ -38,7 +38,10 @@ OPTIONS = {"sim_law": "zero", "num_slots": "4"}
 
 @dataclass
 class Master:
-    """Writes assignments, and waits for the records to follow. One stage at a time, as the real one does."""
+    """Writes assignments, and waits for the records to follow.
+
+    One stage at a time, as the real one does.
+    """
 
     view: RegistryView
     book: AssignmentBook

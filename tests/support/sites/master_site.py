@@ -121,8 +121,10 @@ class Site:
     def add(self, name: str, role: Role.ValueType = ROLE_NONE, group_id: str = "") -> None:
         phase = INSTANCE_PHASE_BLANK if role == ROLE_NONE else INSTANCE_PHASE_READY
         record = InstanceRecord(
-            instance_id=name, incarnation=7, service="instance", role=role, phase=phase, group_id=group_id,
-            scenario="default", model="m", num_slots=8, num_kv_blocks=100, block_size=64, max_model_len=4096,
+            instance_id=name, incarnation=7, service="instance", role=role, phase=phase,
+            group_id=group_id,
+            scenario="default", model="m", num_slots=8, num_kv_blocks=100, block_size=64,
+            max_model_len=4096,
         )  # fmt: skip
         self.registry.records[name] = record
         if identity := identity_from(record):

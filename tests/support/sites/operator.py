@@ -1,4 +1,6 @@
-"""An operator of a mesh: asks the leading master, and remembers every step of a group or an upgrade that was told."""
+"""An operator of a mesh: asks the leading master, and remembers every step of a group or an upgrade
+that was told.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ CHANGE_S = 60.0  # on a slow and busy machine
 
 
 class Operator:
-    """`within_s`: for so long it looks for a master that leads. Its calls raise what `call_leader` raises.
+    """`within_s`: for so long it looks for a master that leads.
+
+    Its calls raise what `call_leader` raises.
 
     `mesh_token`: of that mesh; None: the one that this process uses.
     """

@@ -14,7 +14,10 @@ from pdmesh.embedded.servers import NatsServer, Server, ValkeyServer
 
 
 class TestServer:
-    """One server process. `start` after `kill` brings it back on the same address with the same directory."""
+    """One server process.
+
+    `start` after `kill` brings it back on the same address with the same directory.
+    """
 
     __test__ = False
 

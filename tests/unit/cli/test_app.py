@@ -124,9 +124,12 @@ def test_without_a_mesh_each_command_says_so_in_one_line(
 @pytest.mark.parametrize(
     "words",
     [
-        ["up"], ["down"], ["status"], ["chat", "hi"], ["events"], ["groups"], ["diff", "f"], ["apply", "f"],
-        ["rollback"], ["promote"], ["drain", "i"], ["undrain", "i"], ["isolate", "i"], ["heal", "i"], ["ratio"],
-        ["keys", "list"], ["keys", "add", "acme"], ["keys", "revoke", "id"], ["pins", "list"], ["pins", "remove", "x"],
+        ["up"], ["down"], ["status"], ["chat", "hi"], ["events"], ["groups"], ["diff", "f"],
+        ["apply", "f"],
+        ["rollback"], ["promote"], ["drain", "i"], ["undrain", "i"], ["isolate", "i"],
+        ["heal", "i"], ["ratio"],
+        ["keys", "list"], ["keys", "add", "acme"], ["keys", "revoke", "id"], ["pins", "list"],
+        ["pins", "remove", "x"],
         ["pins", "add", "x", "--text", "-"], ["artefact", "verify", "f"],
         ["artefact", "build", "d", "--role", "prefill", "--out", "o"],
     ],
@@ -258,7 +261,9 @@ def test_a_mesh_whose_nats_is_gone_is_shown_all_the_same(
 def test_a_mesh_elsewhere_is_not_shown_as_the_one_that_runs_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It said "mesh: ready", with exit code 0 if the other NATS answered, and named the processes of this one."""
+    """It said "mesh: ready", with exit code 0 if the other NATS answered, and named the processes
+    of this one.
+    """
     monkeypatch.setattr(connect, "_CONNECT_S", 0.2)
     monkeypatch.setattr(connect, "be_quiet", lambda: None)  # other tests read logs
     mesh = state.MeshState(

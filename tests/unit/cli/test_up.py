@@ -122,7 +122,8 @@ def test_the_mesh_of_other_options_is_not_the_one_that_was_asked_for(tmp_path: P
         return up._spec(app.build_parser().parse_args(["up", "--engine", "sim", *asked]))
 
     running = state.MeshState(
-        7, "ready", "sim", "sim", "http://127.0.0.1:8000", "127.0.0.1:8001", "nats://x", "unix:///x",
+        7, "ready", "sim", "sim", "http://127.0.0.1:8000", "127.0.0.1:8001", "nats://x",
+        "unix:///x",
         asked=asked_of(spec("--nats-url", "nats://me:quiet@x:1")),
     )  # fmt: skip
     assert "quiet" not in str(running.asked)

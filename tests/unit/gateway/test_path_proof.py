@@ -109,7 +109,9 @@ async def test_a_mesh_that_is_full_of_others_requests_works(
 async def test_a_way_that_fails_takes_back_its_own_refusals_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One broken instance in a mesh that is full kept each gateway that was started from getting ready."""
+    """One broken instance in a mesh that is full kept each gateway that was started from getting
+    ready.
+    """
     full, broken = CanaryRefused(), CanaryFailed("UNAVAILABLE")
     most = path_proof._MAX_REFUSALS
     ways = Ways(full, *[full, full] * 5, broken, *[full, broken] * (most - 6))

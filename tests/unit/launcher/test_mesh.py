@@ -151,7 +151,8 @@ async def _fail() -> None:
         ("Killed", "Killed"),
         ('{"event": "service.failed", "reason": "no model"}', "no model"),
         ('{"event": "service.stopped"}', "service.stopped"),
-        ('{"event": "service.crashed", "exception": "Traceback:\\n  x\\nOSError: full"}', "OSError: full"),
+        ('{"event": "service.crashed", "exception": "Traceback:\\n  x\\nOSError: full"}',
+            "OSError: full"),
     ],
 )  # fmt: skip
 def test_the_last_line_of_a_log_says_why_its_process_died(

@@ -11,9 +11,12 @@ WAYS = {"local": 20.0, "whole": 60.0, "per_layer": 30.0, "nixl": 40.0}
 
 
 def run(rounds: int = 2, **gaps_ms: float) -> Run:
-    """Token 1 after 100 ms in every way, 40 ms later with NixlConnector's; a slower round has the same ratios."""
+    """Token 1 after 100 ms in every way, 40 ms later with NixlConnector's; a slower round has the
+    same ratios.
+    """
     samples = [
-        Sample(number, 128, way, Timing((140.0 if way == "nixl" else 100.0) * number, gap * number, 10.0, (1, 2, 3)))
+        Sample(number, 128, way,
+            Timing((140.0 if way == "nixl" else 100.0) * number, gap * number, 10.0, (1, 2, 3)))
         for number in range(1, rounds + 1)
         for way, gap in (WAYS | gaps_ms).items()
     ]  # fmt: skip

@@ -1,4 +1,6 @@
-"""The sweep over sizes of block: what a block's control cost, its utilisation and its bars are read off."""
+"""The sweep over sizes of block: what a block's control cost, its utilisation and its bars are read
+off.
+"""
 
 from __future__ import annotations
 

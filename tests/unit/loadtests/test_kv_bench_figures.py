@@ -21,7 +21,9 @@ def row(number: int, mode: str, total_ms: float, num_bytes: int = 16 * MIB, **mo
 
 
 def test_a_ratio_is_taken_within_a_round() -> None:
-    """The machine was twice as slow in round 2: the ratio is one half in both, that of medians is not."""
+    """The machine was twice as slow in round 2: the ratio is one half in both, that of medians is
+    not.
+    """
     rows = [row(1, cases.CHUNKED, 5), row(1, cases.BLOCKS_ACKED, 10)]
     rows += [row(2, cases.CHUNKED, 20), row(2, cases.BLOCKS_ACKED, 40)]
     assert Figures(rows).ratio("tcp", 16 * MIB, cases.CHUNKED, [cases.BLOCKS_ACKED]) == Spread(

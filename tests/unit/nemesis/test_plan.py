@@ -1,4 +1,6 @@
-"""The nemesis's plan: a seed repeats it, every kind of fault comes, and no step goes beyond what the mesh promises to survive."""
+"""The nemesis's plan: a seed repeats it, every kind of fault comes, and no step goes beyond what
+the mesh promises to survive.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ async def test_each_step_is_the_first_event_that_tells_of_it(clock: list[float])
     await log.on_health(said(HealthChanged(header=HEADER, instance_id="v", to_health="dead")))
     clock[0] = 110.0  # all before is of an earlier fault
     for handler, message in (
-        (log.on_node, NodeReported(header=HEADER, devices=[NodeReported.DeviceStatus(device="v", level=3)])),
+        (log.on_node,
+            NodeReported(header=HEADER, devices=[NodeReported.DeviceStatus(device="v", level=3)])),
         (log.on_fault, FaultReport(header=HEADER, instance_id="other", level=5)),
         (log.on_fault, FaultReport(header=HEADER, instance_id="v", level=3)),
     ):  # fmt: skip

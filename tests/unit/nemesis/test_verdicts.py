@@ -16,7 +16,8 @@ def test_the_rival_is_the_best_of_the_others() -> None:
 def test_what_is_not_best_says_whether_seeds_could_have_made_it_and_what_else_is_known() -> None:
     text = verdicts(RUNS, [TTFT], lambda measure, rival: f" {measure.name} of {rival}!")
     assert text == (
-        "- TTFT, ms: **not best**, 10 against 2 of `b`, beyond the spread of the seeds. TTFT, ms of b!"
+        "- TTFT, ms: **not best**, 10 against 2 of `b`, beyond the spread of the seeds. TTFT, ms "
+        "of b!"
     )
     close = {"default": [9.0, 10.0, 11.0], "a": [7.0, 9.4, 9.5]}
     assert "within the spread" in verdicts(close, [TTFT])

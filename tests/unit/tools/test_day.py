@@ -1,4 +1,6 @@
-"""The compressed day: its plan fits the mesh's own rules, and its record says what did not come about."""
+"""The compressed day: its plan fits the mesh's own rules, and its record says what did not come
+about.
+"""
 
 from __future__ import annotations
 

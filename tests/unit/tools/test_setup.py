@@ -35,7 +35,8 @@ def script(path: Path, text: str) -> Path:
     ("pip_says", "told"),
     [
         ("Failed to establish a new connection: NewConnectionError", "set PIP_INDEX_URL"),
-        ("OSError: [Errno 28] No space left on device", "the disk is full; base needs about 1500 MB"),
+        ("OSError: [Errno 28] No space left on device",
+            "the disk is full; base needs about 1500 MB"),
         ("THESE PACKAGES DO NOT MATCH THE HASHES", "a package differs from the pinned one"),
         ("ERROR: No matching distribution found for x", "No matching distribution found for x"),
     ],
@@ -75,7 +76,9 @@ HASH = "sha256:6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
 
 @pytest.fixture
 def asked_of_pip(tmp_path: Path) -> Path:
-    """A virtual environment whose pip notes what it is asked, and fails offline; the disk has room, and libnuma is there."""
+    """A virtual environment whose pip notes what it is asked, and fails offline; the disk has room,
+    and libnuma is there.
+    """
     script(
         tmp_path / "venv/bin/python",
         f"""case "$*" in *ctypes*) exit 0;; esac
@@ -91,7 +94,8 @@ def test_torch_comes_by_its_hash_from_one_folder_or_one_index(asked_of_pip: Path
     path = f"{asked_of_pip / 'bin'}:{os.environ['PATH']}"
     done = run(
         _ROOT / "requirements/install.sh", asked_of_pip / "venv", "vllm",
-        PATH=path, PIP_EXTRA_INDEX_URL="https://elsewhere/simple", PIP_INDEX_URL="https://mirror/simple",
+        PATH=path, PIP_EXTRA_INDEX_URL="https://elsewhere/simple",
+        PIP_INDEX_URL="https://mirror/simple",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     local, index, *others = (asked_of_pip / "asked").read_text().splitlines()

@@ -46,7 +46,9 @@ def test_epochs_grow_although_the_store_was_wiped_and_counts_anew() -> None:
 
 @pytest.mark.fault("F21")
 def test_a_leader_goes_on_above_what_instances_remember_of_a_wiped_store() -> None:
-    """The store was wiped and the master restarted before an instance's record was there to tell it of the old epochs."""
+    """The store was wiped and the master restarted before an instance's record was there to tell it
+    of the old epochs.
+    """
     state = Leadership(lease_s=3.0)
     assert state.won(revision=1, asked_at=0.0) == 1
     assert state.saw(5000, now=0.5)
@@ -58,7 +60,9 @@ def test_a_leader_goes_on_above_what_instances_remember_of_a_wiped_store() -> No
 
 @pytest.mark.fault("F21")
 def test_a_standby_does_not_take_a_lease_that_a_wiped_store_has_forgotten() -> None:
-    """Its leader notices at its next renewal only: until then both would lead, each above the other's epoch again and again."""
+    """Its leader notices at its next renewal only: until then both would lead, each above the
+    other's epoch again and again.
+    """
     state = Leadership(lease_s=3.0)
     assert state.may_win(0.0), "nobody was ever heard of"
     state.other_holds(now=1.0)
@@ -89,7 +93,9 @@ def test_an_older_epoch_is_refused_while_a_newer_one_is_heard() -> None:
 
 @pytest.mark.fault("F21")
 def test_a_store_that_counts_from_one_again_does_not_shut_its_masters_out_for_ever() -> None:
-    """NATS lost its store and the masters were restarted: no process is left that knows the high epoch."""
+    """NATS lost its store and the masters were restarted: no process is left that knows the high
+    epoch.
+    """
     fence = EpochFence()
     assert fence.admit(90_000, now=0.0)
     assert not fence.admit(1, now=3.0)
@@ -109,7 +115,9 @@ class SlowBucket(MemoryBucket):
 
 @pytest.mark.fault("F11")
 async def test_a_leader_that_stops_in_the_middle_of_a_renewal_gives_its_lease_up() -> None:
-    """Its own renewal made the revision that it knew an old one: the standby waited for all of the lease."""
+    """Its own renewal made the revision that it knew an old one: the standby waited for all of the
+    lease.
+    """
     server: Any = SimpleNamespace(client=SimpleNamespace(jetstream=lambda **_: None))
     election = LeaderElection(server, "master", "a", 1, 30.0, lambda *_: None)
     bucket = SlowBucket()

@@ -67,7 +67,9 @@ def test_a_process_that_was_ready_for_a_while_starts_over_with_an_immediate_rest
 
 
 def test_a_process_that_takes_long_to_die_before_it_is_ready_is_in_a_crash_loop() -> None:
-    """Found with a model that fails 12 s into its loading: 200 deaths, 201 starts, and no delay between them."""
+    """Found with a model that fails 12 s into its loading: 200 deaths, 201 starts, and no delay
+    between them.
+    """
     supervision, policy, now = started(), RestartPolicy(), 0.0
     for deaths in range(1, policy.max_deaths):
         now += 12.0

@@ -1,4 +1,6 @@
-"""Adjustments: what plans have changed of the desired state, for as long as it asks for the same."""
+"""Adjustments: what plans have changed of the desired state, for as long as it asks for the
+same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Groups set up, changed, drained and repaired, one scenario a test; the property test tries every order."""
+"""Groups set up, changed, drained and repaired, one scenario a test; the property test tries every
+order.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ def test_a_pair_that_cannot_be_verified_is_named_and_its_instance_replaced() -> 
         world.round()
         for instance_id in list(world.processes):
             world.hear(instance_id)
-            world.work(instance_id, fails=world.processes[instance_id].life.phase is Phase.CONNECTING
+            world.work(instance_id,
+                fails=world.processes[instance_id].life.phase is Phase.CONNECTING
                        and instance_id == bad)  # fmt: skip
             world.tell(instance_id)
     failed = [s for s in world.steps if s.step == "failed"]
@@ -124,7 +127,9 @@ def test_a_lost_instance_is_replaced_by_exactly_one_and_nobody_else_is_touched()
 
 @pytest.mark.req("S15", "S35")
 def test_an_assignment_that_kills_whoever_takes_it_is_a_set_up_that_fails() -> None:
-    """An engine that dies of its model takes the process with it; without an end, every blank instance would die of it in turn."""
+    """An engine that dies of its model takes the process with it; without an end, every blank
+    instance would die of it in turn.
+    """
     world = World(TWO_BY_TWO, num=6)
     num_deaths = 0
     for _ in range(40):  # less than the group cools down for
@@ -336,7 +341,9 @@ def scenarios_of(world: World) -> set[str]:
 @pytest.mark.req("S4")
 @pytest.mark.parametrize("num", [4, 8])
 def test_a_group_that_is_to_serve_another_scenario_serves_it_with_other_instances(num: int) -> None:
-    """An instance keeps its scenario for life; it used to be taken for a member of the group as it is now."""
+    """An instance keeps its scenario for life; it used to be taken for a member of the group as it
+    is now.
+    """
     world = World(of_scenario("chat"), num=num)
     world.settle()
     assert scenarios_of(world) == {"chat"}
@@ -363,7 +370,9 @@ def test_a_member_of_another_scenario_is_known_as_one_when_assignments_are_lost(
 
 @pytest.mark.req("S24")
 def test_without_spare_instances_one_group_of_a_scenario_at_a_time_makes_room() -> None:
-    """Three groups, and not one blank instance: the first one's leave, and the others carry its traffic until its place is taken."""
+    """Three groups, and not one blank instance: the first one's leave, and the others carry its
+    traffic until its place is taken.
+    """
     world = World(released("1", (2, 2), (2, 2), (2, 2)), num=12)
     world.settle()
     (old,) = {a.role_spec.revision for a in world.given.values()}
@@ -389,7 +398,9 @@ def test_without_spare_instances_one_group_of_a_scenario_at_a_time_makes_room() 
 def test_an_old_revision_leaves_only_if_that_makes_enough_room(
     num_spare: int, is_changed: bool
 ) -> None:
-    """Eight new ones are needed and four of the old ones may go: with three blank instances they would go for nothing."""
+    """Eight new ones are needed and four of the old ones may go: with three blank instances they
+    would go for nothing.
+    """
     world = World(released("1", (4, 4)), num=8 + num_spare)
     world.settle()
     (old,) = {a.role_spec.revision for a in world.given.values()}

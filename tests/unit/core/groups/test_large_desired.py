@@ -1,4 +1,6 @@
-"""A large desired state: it is read beside the loop, and nobody looks at all groups for each scenario."""
+"""A large desired state: it is read beside the loop, and nobody looks at all groups for each
+scenario.
+"""
 
 from __future__ import annotations
 

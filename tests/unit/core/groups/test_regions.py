@@ -1,4 +1,6 @@
-"""Regions (S58): where groups are, where they go when a region is lost and when it returns, and where requests go."""
+"""Regions (S58): where groups are, where they go when a region is lost and when it returns, and
+where requests go.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,9 @@ def test_a_group_that_may_be_anywhere_is_in_one_region_and_stays_while_it_serves
 
 
 def test_a_lost_region_takes_no_failed_set_ups_with_it() -> None:
-    """Its leases end one after the other: the group first takes spares of the region, whose leases end, too."""
+    """Its leases end one after the other: the group first takes spares of the region, whose leases
+    end, too.
+    """
     world = world_of(ANYWHERE, eu=12, us=4)
     world.settle()
     assert regions(world) == {"eu"}
@@ -135,8 +139,13 @@ def test_a_lost_region_takes_no_failed_set_ups_with_it() -> None:
 
 
 def test_one_crash_in_a_region_of_two_is_no_lost_region() -> None:
-    """What it was given kills each that takes it: a set-up that fails, not a region that is gone."""
-    text = "scenarios: {default: {allow_single: true}}\ngroups:\n  chat: {prefill: 1, decode: 1, region: eu}\nregions: [eu]\n"
+    """What it was given kills each that takes it: a set-up that fails, not a region that is
+    gone.
+    """
+    text = (
+        "scenarios: {default: {allow_single: true}}\ngroups:\n  chat: {prefill: 1, decode: 1, "
+        "region: eu}\nregions: [eu]\n"
+    )
     world = world_of(text, eu=2)
     world.round()
     for _ in range(LIMITS.max_tries):
@@ -164,7 +173,9 @@ def test_a_group_changes_its_region_without_a_gap() -> None:
 @pytest.mark.req("S13")
 @pytest.mark.parametrize("num_rounds", [3, 20])  # only its decodes are ready; all of it serves
 def test_a_group_that_spanned_regions_makes_room_in_the_one_it_is_to_be_in(num_rounds: int) -> None:
-    """Its instances are there already, but their KV may leave the region: others have to take their places."""
+    """Its instances are there already, but their KV may leave the region: others have to take their
+    places.
+    """
     world = world_of(SINGLE + HOME_AND_FAILOVER, eu=5, us=5)
     world.settle()
     world.apply(read(SINGLE + SPANNING.replace("prefill: 2, decode: 2", "prefill: 3, decode: 3")))
@@ -280,7 +291,9 @@ def test_what_is_wrong_with_a_place_is_said(group: str, message: str) -> None:
 
 @pytest.mark.req("S11")
 def test_what_is_kept_for_a_lent_group_is_of_its_region() -> None:
-    """So another group of eu cannot take it, and eu's groups find their failover when eu is lost."""
+    """So another group of eu cannot take it, and eu's groups find their failover when eu is
+    lost.
+    """
     text = HOME_AND_FAILOVER + "  night: {prefill: 2, decode: 2, region: eu, failover: [us]}\n"
     desired = read(text)
     world = world_of(text, eu=8, us=4)
@@ -314,7 +327,7 @@ def test_a_ratio_takes_instances_from_its_own_region_alone() -> None:
     assert refusal(asked, {"a": short, "b": idle}, 0.9) == "group a is in another region"
 
 
-# --- requests --------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def identity(region: str, role: Role, kv_region: str | None = None) -> Identity:

@@ -1,4 +1,6 @@
-"""Suspicion is not guilt: proofs, quorums, hysteresis, the cap, panic, and what outlives an incarnation (S33, S34)."""
+"""Suspicion is not guilt: proofs, quorums, hysteresis, the cap, panic, and what outlives an
+incarnation (S33, S34).
+"""
 
 from __future__ import annotations
 
@@ -226,7 +228,9 @@ def test_if_most_look_sick_nothing_is_done(judge: FaultJudge) -> None:
 
 
 def test_those_that_were_out_before_most_looked_sick_stay_out(judge: FaultJudge) -> None:
-    """They were given requests back, which fail for certain: their fault was proven while the others were well."""
+    """They were given requests back, which fail for certain: their fault was proven while the
+    others were well.
+    """
     for group in range(5):
         judge.handle(InstanceSeen(f"d{group}", 1, f"g{group}", "decode"), 0.0)
     tell(judge, "d0", LOST)

@@ -1,4 +1,6 @@
-"""The node's status: worst of all sources, one file that is whole or nothing, and what follows for an instance (S33)."""
+"""The node's status: worst of all sources, one file that is whole or nothing, and what follows for
+an instance (S33).
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,12 @@ def test_a_file_that_is_not_whole_is_no_status(at: int, how: str) -> None:
     assert (signal.reason, signal.level) == (STATUS_TORN, Level.TRANSIENT)
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda c: st.lists(c) | st.dictionaries(st.text(), c)))  # fmt: skip
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda c: st.lists(c) | st.dictionaries(st.text(), c),
+    )
+)
 def test_no_json_is_a_status_by_chance(value: object) -> None:
     with pytest.raises(TornStatus):
         parse(json.dumps(value))
@@ -112,7 +119,9 @@ def test_a_device_file_that_cannot_be_read_is_unknown_and_never_well(tmp_path: P
 
 
 class FakeNvml(SimpleNamespace):
-    """pynvml's functions over a table of devices; a number instead of an answer is the error it raises."""
+    """pynvml's functions over a table of devices; a number instead of an answer is the error it
+    raises.
+    """
 
     class NVMLError(Exception):
         def __init__(self, value: int) -> None:

@@ -1,4 +1,6 @@
-"""Tokens are proposed where checking them is nearly free, and not where it costs as much as drawing them."""
+"""Tokens are proposed where checking them is nearly free, and not where it costs as much as drawing
+them.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ def test_the_schedule_covers_every_batch_and_proposes_less_the_larger_it_is(
 
 
 def decode_s(law: Law, batch: int, num_proposed: int, acceptance: float) -> float:
-    """Virtual seconds per token of a full batch. A proposed token is computed as one of a prompt is, beside the one that is drawn."""
+    """Virtual seconds per token of a full batch.
+
+    A proposed token is computed as one of a prompt is, beside the one that is drawn.
+    """
     rng, drawn, seconds = random.Random(batch), 0, 0.0
     for _ in range(400):
         seconds += law.step_s(batch, batch * 100) + batch * num_proposed * law.prefill_token_s

@@ -1,4 +1,6 @@
-"""Schedules on virtual time: what a cron expression means, that each time fires once, and that lent groups are back in time."""
+"""Schedules on virtual time: what a cron expression means, that each time fires once, and that lent
+groups are back in time.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,7 @@ def test_the_next_time_is_later_and_matches(
     assert (when.minute, when.hour, when.isoweekday() % 7) == (minute, hour, weekday)
 
 
-# --- entries ---------------------------------------------------------------------------------------
+# --- entries --------------------------------------------------------------------------------------
 
 
 def entry(what: What, cron: str, count: int = 2, name: str = "") -> Entry:
@@ -153,7 +155,9 @@ def test_a_cron_is_asked_for_its_next_time_once_not_at_every_tick() -> None:
 
 
 def test_lent_groups_serve_again_at_the_time_that_was_asked_for() -> None:
-    """Set-ups take ten minutes: the reclaim begins a quarter of an hour before, as the slowest of late with a margin says."""
+    """Set-ups take ten minutes: the reclaim begins a quarter of an hour before, as the slowest of
+    late with a margin says.
+    """
     night = [entry(What.LEND, "0 22 * * *"), entry(What.RECLAIM, "0 7 * * *")]
     schedule = Schedule(night)
     schedule.tick(GROUPS, MIDNIGHT + 8 * 3600)
@@ -197,7 +201,9 @@ def test_a_master_that_was_away_makes_up_for_it_within_the_grace_and_says_so_bey
 
 
 def test_a_clock_that_was_years_ahead_for_a_moment_stops_no_schedule() -> None:
-    """A machine without a battery boots, or a time server lies: what fired then would be in the way until that year."""
+    """A machine without a battery boots, or a time server lies: what fired then would be in the way
+    until that year.
+    """
     schedule = Schedule([entry(What.LEND, "0 8 * * *")])
     schedule.tick(GROUPS, MIDNIGHT)
     schedule.tick(GROUPS, MIDNIGHT + 3650 * DAY)
@@ -229,7 +235,9 @@ def test_an_entry_that_came_with_a_change_of_the_file_does_not_fire_for_the_past
 
 @pytest.mark.req("S21")
 def test_a_reclaim_that_comes_within_its_lead_time_begins_at_once_and_once() -> None:
-    """It is 06:56, and the groups are to be back at 7: the lead is five minutes, and there are four."""
+    """It is 06:56, and the groups are to be back at 7: the lead is five minutes, and there are
+    four.
+    """
     lent = {i: replace(group, pool=TRAINING_POOL) for i, group in GROUPS.items()}
     schedule = Schedule([entry(What.LEND, "0 8 * * *")])
     schedule.tick(lent, MIDNIGHT)

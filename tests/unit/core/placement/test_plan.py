@@ -33,7 +33,8 @@ from pdmesh.core.placement.policies import Query, Weights
 
 def identity(name: str, role: Role, **changes: object) -> Identity:
     values: dict[str, object] = {
-        "incarnation": 1, "group_id": "g0", "scenario": "default", "model": "m", "model_fingerprint": "f",
+        "incarnation": 1, "group_id": "g0", "scenario": "default", "model": "m",
+        "model_fingerprint": "f",
         "block_size": 64, "num_slots": 8, "num_kv_blocks": 1000, "max_model_len": 8192,
     }  # fmt: skip
     return Identity(instance_id=name, role=role, **(values | changes))  # type: ignore[arg-type]
@@ -79,7 +80,9 @@ def test_the_prefill_that_holds_the_prefix_comes_first() -> None:
 
 @pytest.mark.req("S107")
 def test_the_score_is_formula_2_with_the_wait_and_the_load() -> None:
-    """latency: fixed by what the predictor was taught: 1 ms per computed token; prefill-0 must wait 320 ms more."""
+    """latency: fixed by what the predictor was taught: 1 ms per computed token; prefill-0 must wait
+    320 ms more.
+    """
     placement = make(*pair(fetches_from_peers=True))
     fit = placement.fleet.predictor.fit("f/prefill")
     for num_tokens in range(64, 4096, 64):
@@ -109,7 +112,9 @@ def test_the_remote_term_favours_no_one_who_has_the_prefix_already() -> None:
 
 @pytest.mark.req("S77", "S107")
 def test_what_a_peer_can_give_decides_for_the_idle_instance() -> None:
-    """The holder has 300 ms of work before this; to compute what it holds would take 576 ms elsewhere, to fetch it nothing."""
+    """The holder has 300 ms of work before this; to compute what it holds would take 576 ms
+    elsewhere, to fetch it nothing.
+    """
 
     def first(fetches: bool, peers: PeerRuns) -> str:
         placement = make(*pair(fetches_from_peers=fetches))
@@ -374,7 +379,9 @@ def test_a_prefill_that_every_decode_refuses_is_no_candidate_and_one_they_avoid_
 
 @pytest.mark.fault("F23", "F24", "F34")
 def test_where_no_pair_can_exchange_kv_each_request_stays_on_one_instance() -> None:
-    """Those whose link is slow or cut compute both phases; a prefill whose KV came wrong everywhere computes nothing."""
+    """Those whose link is slow or cut compute both phases; a prefill whose KV came wrong everywhere
+    computes nothing.
+    """
     avoided = held(SourceFault.UNREACHABLE, "prefill-0", "prefill-1")
     plan = planned(quarrelling(decode_0=avoided, decode_1=avoided), QUERY)
     assert sorted(c.instance_id for c in plan.prefills) == [
@@ -400,7 +407,9 @@ def test_where_no_pair_can_exchange_kv_each_request_stays_on_one_instance() -> N
 @pytest.mark.req("S4")
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_no_request_of_one_scenario_is_planned_on_a_group_of_another(policy: str) -> None:
-    """Six scenarios of two services with two groups each; whatever they share of their prompts, and though one is full."""
+    """Six scenarios of two services with two groups each; whatever they share of their prompts, and
+    though one is full.
+    """
     names = [f"{service}-{n}" for service in ("assistant", "coder") for n in range(3)]
     members = [
         identity(f"{name}-{group}-{role.value}", role, scenario=name, group_id=f"{name}-{group}")

@@ -49,7 +49,9 @@ def test_it_follows_an_instance_that_became_half_as_fast() -> None:
 
 
 def test_the_same_prompt_for_ever_does_not_make_it_forget_how_to_be_certain() -> None:
-    """One length only: four of five directions are never excited, and forgetting alone would blow them up."""
+    """One length only: four of five directions are never excited, and forgetting alone would blow
+    them up.
+    """
     fit = PrefillFit()
     for _ in range(20_000):
         fit.observe(640, 0, 0.1)

@@ -38,7 +38,8 @@ def learnt(window: Window = CALM) -> BottleneckDetector:
         (replace(CALM, t_d_s=3.0), D),  # outputs half as long again
         (replace(CALM, t_p_s=1.2), P),  # longer prompts
         (replace(CALM, queue_s=1.0), P),  # no prefill is idle: requests wait at the gateway
-        (replace(CALM, queue_s=1.0, t_d_s=2.5, decode_busy=0.99), D),  # prompts hold slots for want of a decode
+        # prompts hold slots for want of a decode
+        (replace(CALM, queue_s=1.0, t_d_s=2.5, decode_busy=0.99), D),
         (replace(CALM, t_p_s=0.65, t_d_s=2.6), None),  # everything is slower
     ],
 )  # fmt: skip
@@ -83,7 +84,10 @@ def test_a_window_with_few_requests_neither_confirms_nor_denies() -> None:
 
 
 def test_what_got_better_for_good_becomes_the_reference() -> None:
-    """Night: short queues. The morning's answers are slow against the night's, not against yesterday's evening."""
+    """Night: short queues.
+
+    The morning's answers are slow against the night's, not against yesterday's evening.
+    """
     detector = learnt(replace(CALM, t_d_s=4.0))
     limits = detector.limits
     assert feed(detector, [CALM] * (limits.num_windows + limits.num_reference)) == []

@@ -1,4 +1,6 @@
-"""The ratio loop: three triggers, one kind of plan; single moves; what does harm is undone; every decision has its inputs."""
+"""The ratio loop: three triggers, one kind of plan; single moves; what does harm is undone; every
+decision has its inputs.
+"""
 
 from __future__ import annotations
 
@@ -228,7 +230,7 @@ def test_a_profile_leads_to_its_best_split_group_by_group() -> None:
     assert [m.group_id for m in loop.moves] == ["g0"] * 3 + ["g1"] * 3
 
 
-# --- the planner -----------------------------------------------------------------------------------
+# --- the planner ----------------------------------------------------------------------------------
 
 
 def test_a_blank_instance_is_taken_where_the_other_role_has_no_room() -> None:
@@ -255,7 +257,9 @@ def test_else_one_of_another_group_of_the_same_model_is_moved() -> None:
 
 def test_a_role_change_that_would_only_turn_the_bottleneck_round_is_no_candidate() -> None:
     """2 decodes at 60 % leave one at 120 %: the shortage would be theirs."""
-    choice = one_step(P, "chat", {"g0": replace(GROUP, num_decode=2, prefill_busy=0.9)}, 0, PlannerLimits(), "")  # fmt: skip
+    choice = one_step(
+        P, "chat", {"g0": replace(GROUP, num_decode=2, prefill_busy=0.9)}, 0, PlannerLimits(), ""
+    )
     assert choice.move is None
 
 
@@ -274,7 +278,7 @@ def test_changes_lead_from_what_is_there_to_what_is_wanted(split: Split) -> None
     )
 
 
-# --- the runner ------------------------------------------------------------------------------------
+# --- the runner -----------------------------------------------------------------------------------
 
 
 def asked(role: Role, count: int = 1, scenario: str = "chat") -> PlanAsked:

@@ -1,4 +1,6 @@
-"""The performance model: the paper's numbers, and the best integer split found by formula is the best of all."""
+"""The performance model: the paper's numbers, and the best integer split found by formula is the
+best of all.
+"""
 
 from __future__ import annotations
 

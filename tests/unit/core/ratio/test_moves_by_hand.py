@@ -1,4 +1,6 @@
-"""A ratio that an operator or a profile changes: the same plan of checked single moves as the monitor's, and what was decided is shown."""
+"""A ratio that an operator or a profile changes: the same plan of checked single moves as the
+monitor's, and what was decided is shown.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,10 @@ def test_decisions_are_told_with_their_numbers_and_moves() -> None:
     decided.decided_at.FromSeconds(3600)
     assert decisions_text([decided]).splitlines() == [
         "01:00:00 chat: planned: more prefills",
-        "         E2E 1.25 s, T_p/E2E 42.0%; chat 2P:1D, prefills 90% busy, decodes of unknown load",
+        (
+            "         E2E 1.25 s, T_p/E2E 42.0%; chat 2P:1D, prefills 90% busy, decodes of "
+            "unknown load"
+        ),
         "         chat: change_role prefill",
     ]
     assert decisions_text([]) == "nothing was decided yet (by this leader)"

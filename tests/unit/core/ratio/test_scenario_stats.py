@@ -51,7 +51,9 @@ def test_the_terms_of_phi_are_those_of_the_formula() -> None:
 
 @pytest.mark.req("S2")
 def test_who_waits_for_a_decode_makes_no_decode_slower() -> None:
-    """Twenty requests for two decode slots: nineteen more seconds of waiting say nothing of how many a slot carries."""
+    """Twenty requests for two decode slots: nineteen more seconds of waiting say nothing of how
+    many a slot carries.
+    """
     scenarios = Scenarios()
     scenarios.handle(replace(REQUEST, decode_queue_s=19.0, e2e_s=20.8), now=0.0)
     ((_, stats),) = scenarios.items()
@@ -61,7 +63,9 @@ def test_who_waits_for_a_decode_makes_no_decode_slower() -> None:
 
 @pytest.mark.req("S2")
 def test_refused_requests_came_too() -> None:
-    """I_t is what arrives: under overload Phi is bounded by the instances, not by what they happened to answer."""
+    """I_t is what arrives: under overload Phi is bounded by the instances, not by what they
+    happened to answer.
+    """
     scenarios = Scenarios()
     scenarios.unanswered("chat", now=0.0)
     assert not scenarios.items(), "a name nobody serves is no scenario"

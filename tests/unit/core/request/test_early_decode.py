@@ -1,4 +1,6 @@
-"""A request whose KV is handed on per layer: the decode chosen at Accepted, in each phase in which something goes wrong."""
+"""A request whose KV is handed on per layer: the decode chosen at Accepted, in each phase in which
+something goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ LIMITS = RequestLimits(ttft_s=10, stall_s=5, answer_s=3)
 
 
 class Life:
-    """A request of 100 prompt tokens that p0 has accepted per layer at time 0, so that it is offered to d0."""
+    """A request of 100 prompt tokens that p0 has accepted per layer at time 0, so that it is
+    offered to d0.
+    """
 
     def __init__(self) -> None:
         keys = itertools.count(1)
@@ -166,7 +170,9 @@ def test_when_all_decodes_refuse_the_kv_is_handed_on_whole() -> None:
 
 @pytest.mark.fault("F6", "F11")
 def test_the_only_decodes_are_not_planned_again_once_they_cannot_be_reached() -> None:
-    """Before the master knows that they are dead, each plan would name them again, until no migration is left."""
+    """Before the master knows that they are dead, each plan would name them again, until no
+    migration is left.
+    """
     life = Life()
     life.say(LegRejected(DECODE, is_final=True))
     life.say(LegRejected(NEXT, is_final=True))
@@ -247,7 +253,9 @@ def test_a_decode_that_does_not_answer_is_given_up_and_prefill_goes_on() -> None
 
 @pytest.mark.fault("F4")
 def test_a_prefill_whose_engine_hangs_is_left_with_its_decode() -> None:
-    """Its process answers keepalives, so the session stays: only the silence of its engine tells."""
+    """Its process answers keepalives, so the session stays: only the silence of its engine
+    tells.
+    """
     life = Life()
     life.say(LegAccepted(DECODE))
     life.say(EngineWorked(PREFILL, 4.0, 512, 100))

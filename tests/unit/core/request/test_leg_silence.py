@@ -1,4 +1,6 @@
-"""When an accepted leg is held for dead: its engine stands still, or has computed past it, but never for being slow."""
+"""When an accepted leg is held for dead: its engine stands still, or has computed past it, but
+never for being slow.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def accepted(stall_s: float, ttft_s: float = 10.0) -> Driven:
 
 
 def test_a_short_prompt_waits_for_the_long_ones_that_were_admitted_before_it() -> None:
-    """Of 3,900, 3,900, 3,300 and 20 tokens the last takes 278 s on a slow engine; its own would take half a second."""
+    """Of 3,900, 3,900, 3,300 and 20 tokens the last takes 278 s on a slow engine; its own would
+    take half a second.
+    """
     driven = accepted(ttft_s=0.5, stall_s=5.0)
     to_compute = 3900 + 3900 + 3300 + 20
     while driven.now < to_compute / SLOW:
@@ -68,7 +72,9 @@ def test_an_engine_that_stands_still_is_left_after_the_stall_whatever_the_target
 
 
 def test_a_leg_that_is_computed_past_is_left() -> None:
-    """The engine works on, but has forgotten this leg: twice what all open legs could take is done, and no token of it."""
+    """The engine works on, but has forgotten this leg: twice what all open legs could take is done,
+    and no token of it.
+    """
     driven = accepted(stall_s=5.0)
     num_open = 1000
     for num_tokens in (100, 1100, 2100):
@@ -132,7 +138,9 @@ def handed_on(stall_s: float) -> tuple[Driven, int]:
 
 
 def test_a_decode_that_waits_for_its_turn_to_pull_is_not_silent() -> None:
-    """4.4 s in the queue, 4.4 s of its own pull, 4.4 s until a step has a place for it, and an engine that is idle."""
+    """4.4 s in the queue, 4.4 s of its own pull, 4.4 s until a step has a place for it, and an
+    engine that is idle.
+    """
     driven, key = handed_on(stall_s=5.0)
     for event in (
         KvAdvanced(key, KvStage.PULLING),

@@ -71,7 +71,9 @@ def test_more_than_half_of_the_waste_of_a_mixed_queue_is_saved() -> None:
 def test_nobody_begins_much_later_than_in_order(
     lengths: list[int], dp_size: int, max_passed: int, newcomers: int
 ) -> None:
-    """Whatever comes behind: one who has k before it goes with batch k / dp_size + max_passed + 1 at the latest."""
+    """Whatever comes behind: one who has k before it goes with batch k / dp_size + max_passed + 1
+    at the latest.
+    """
     window = LengthWindow(dp_size, max_passed)
     queue, num_known = places(*lengths), len(lengths)
     rounds = 0
@@ -104,7 +106,9 @@ def test_the_waiting_room_calls_a_batch_when_a_prefill_has_room_for_one() -> Non
 
 @pytest.mark.req("S90")
 def test_how_often_somebody_was_passed_over_is_known_though_tenants_take_turns() -> None:
-    """Two tenants flood with short prompts; each batch of one must not begin the other's count anew."""
+    """Two tenants flood with short prompts; each batch of one must not begin the other's count
+    anew.
+    """
     room: WaitingRoom[str] = WaitingRoom(64, window=LengthWindow(2, max_passed=3))
     room.join("long", ["p"], 0.0, Claim("one"), 9000)
     called: list[str] = []

@@ -26,7 +26,9 @@ def test_two_deaths_make_a_poison_for_ten_minutes() -> None:
 
 @pytest.mark.fault("F38")
 def test_one_death_that_many_saw_is_one() -> None:
-    """Two choices of a call, or two clients with one prompt, on the decode that died; a restart of it is another death."""
+    """Two choices of a call, or two clients with one prompt, on the decode that died; a restart of
+    it is another death.
+    """
     book = PoisonBook()
     for now in range(5):
         book.add(b"x", [("d0", 1)], float(now))

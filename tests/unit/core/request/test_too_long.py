@@ -1,4 +1,6 @@
-"""An instance that a request would not fit is asked no more; the others are, and a stream is not ended for it."""
+"""An instance that a request would not fit is asked no more; the others are, and a stream is not
+ended for it.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def test_a_prompt_that_fits_no_instance_is_the_clients_error_at_once() -> None:
 
 @pytest.mark.fault("F7")
 def test_where_the_others_take_nothing_now_it_waits_instead_of_asking_again_and_again() -> None:
-    """They drain, or are gone and still registered: each plan names them, and each answer comes at once."""
+    """They drain, or are gone and still registered: each plan names them, and each answer comes at
+    once.
+    """
     driven = Driven()
     driven.offer()
     too_long(driven)

@@ -1,4 +1,6 @@
-"""Limits that change while gateways hold parts of them: the key file is read again while they run."""
+"""Limits that change while gateways hold parts of them: the key file is read again while they
+run.
+"""
 
 from __future__ import annotations
 

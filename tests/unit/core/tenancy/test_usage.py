@@ -1,4 +1,6 @@
-"""For how long instances were used, and for whom: no second is lost or charged twice, whoever leads (S22)."""
+"""For how long instances were used, and for whom: no second is lost or charged twice, whoever leads
+(S22).
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ def test_an_instance_counts_for_its_group_from_assignment_to_release_and_for_a_p
 
 
 class Site:
-    """As much of a GroupLoop as the usage loop looks at, over a world of pure instances and a bucket in memory."""
+    """As much of a GroupLoop as the usage loop looks at, over a world of pure instances and a
+    bucket in memory.
+    """
 
     def __init__(self) -> None:
         self.world, self.bucket = World(read(FILE), num=8), MemoryBucket()

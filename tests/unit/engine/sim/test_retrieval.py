@@ -1,4 +1,6 @@
-"""The sim engine's pulls without a transport: what is under way, what waits, and what is said of either."""
+"""The sim engine's pulls without a transport: what is under way, what waits, and what is said of
+either.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,10 @@ async def half() -> AsyncIterator[Half]:
 async def test_several_whose_time_in_the_queue_is_over_at_once_leave_and_none_of_them_begins(
     half: Half,
 ) -> None:
-    """The end of the long one makes room for the short one, whose time is over too. Nothing of this is the source's fault."""
+    """The end of the long one makes room for the short one, whose time is over too.
+
+    Nothing of this is the source's fault.
+    """
     for leg, num_mib, deadline_s in ((1, 40, LONG_S), (2, 40, 0.0), (3, 10, 0.0), (4, 10, LONG_S)):
         half.begin(leg, num_mib, deadline_s)
     await until(lambda: len(half.failed) == 2 and len(half.agent.pulled) == 2)

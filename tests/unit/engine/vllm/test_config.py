@@ -136,7 +136,9 @@ async def test_outputs_of_an_aborted_leg_are_dropped_but_its_ranges_are_not() ->
 
 @pytest.mark.fault("F27")
 async def test_the_end_of_a_prefill_is_read_though_it_was_aborted_meanwhile() -> None:
-    """No TicketClosed follows it, so the host gives the staging range back when it reads the end."""
+    """No TicketClosed follows it, so the host gives the staging range back when it reads the
+    end.
+    """
     ends: list[Output] = [
         Prefilled(1, 7, None, 0, FinishReason.LENGTH),
         Failed(1, "KV_TRANSFER_FAILED", "the staged KV ended"),

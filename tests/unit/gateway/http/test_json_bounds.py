@@ -1,4 +1,6 @@
-"""Bodies that would hold the event loop are refused before they are parsed, and long text is not (F31)."""
+"""Bodies that would hold the event loop are refused before they are parsed, and long text is not
+(F31).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ BOMBS = {
     "strings": (filled(HEAD + b'"stop":[', b'"",', b'""]}'), "stop"),
     "numbers": (filled(HEAD + b'"logit_bias":[', b"-1,", b"1]}"), "logit_bias"),
     "ids": (filled(b'{"model":"m","prompt":[', b"1,", b"1]}"), "prompt"),
-    "ids in lists": (filled(b'{"model":"m","prompt":[', b"[%b1]," % (b"1," * 9999), b"[]]}"), "prompt"),
+    "ids in lists": (filled(b'{"model":"m","prompt":[', b"[%b1]," % (b"1," * 9999), b"[]]}"),
+        "prompt"),
     "behind escapes": (filled(b'{"user":"\\\\\\"\\\\","n":[', b"[],", b"[]]}"), "n"),
     "names": (filled(b"{", b'"a":1,', b'"a":1}'), "a"),
     "no json": (filled(b"", b"[", b""), None),

@@ -1,4 +1,6 @@
-"""Log probabilities spell each token with its own bytes, hold the one that was drawn, and say where it stands."""
+"""Log probabilities spell each token with its own bytes, hold the one that was drawn, and say where
+it stands.
+"""
 
 from __future__ import annotations
 

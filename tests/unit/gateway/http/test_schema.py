@@ -50,7 +50,8 @@ def refused(parse: Any, body: bytes) -> InvalidRequest:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "extra": 1}]}, "messages[0].extra"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
@@ -140,7 +141,8 @@ NUL = "a\0b"
     [
         ({"model": NUL}, "model"),
         ({"messages": [{"role": "user", "content": NUL}]}, "messages[0].content"),
-        ({"messages": [*USER, {"role": "user", "content": [{"type": "text", "text": NUL}]}]}, "messages[1].content[0].text"),
+        ({"messages": [*USER, {"role": "user", "content": [{"type": "text", "text": NUL}]}]},
+            "messages[1].content[0].text"),
         ({"messages": [{"role": "user", "content": "x", "name": NUL}]}, "messages[0].name"),
         ({"stop": NUL}, "stop"),
         ({"stop": ["a", NUL]}, "stop[1]"),
@@ -166,7 +168,10 @@ def test_no_string_of_a_completion_holds_a_nul() -> None:
     for prompt, field in ((NUL, "prompt"), (["x", NUL], "prompt[1]")):
         body = json.dumps({"model": "m", "prompt": prompt}).encode()
         assert refused(parse_completion, body).field == field
-        assert refused(parse_tokenize, json.dumps({"model": "m", "prompt": NUL}).encode()).field == "prompt"  # fmt: skip
+        assert (
+            refused(parse_tokenize, json.dumps({"model": "m", "prompt": NUL}).encode()).field
+            == "prompt"
+        )
     spelt = "a backslash and \\u0000"
     body = json.dumps({"model": "m", "prompt": spelt}).encode()
     assert parse_completion(body).prompt == spelt, "the name of it is not it"

@@ -1,4 +1,6 @@
-"""A stream whose tokens come fast is written to at most once in an interval; a slow one is never delayed."""
+"""A stream whose tokens come fast is written to at most once in an interval; a slow one is never
+delayed.
+"""
 
 from __future__ import annotations
 

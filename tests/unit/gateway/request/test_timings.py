@@ -57,7 +57,9 @@ def test_a_decode_that_had_accepted_before_token_1_kept_nobody_waiting() -> None
 
 
 def test_a_second_prefill_is_not_taken_for_a_decode() -> None:
-    """The first prefill died with its KV before a decode accepted it; the wait for one begins anew with the next token."""
+    """The first prefill died with its KV before a decode accepted it; the wait for one begins anew
+    with the next token.
+    """
     again = FirstToken(PREFILL_2, 8, None, TICKET, 0)
     timings = noted(
         (1.0, LegAccepted(PREFILL)),

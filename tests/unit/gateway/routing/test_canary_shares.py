@@ -1,4 +1,6 @@
-"""A gateway that ranks by itself gives a canary the share of the requests that the master last wrote (S24)."""
+"""A gateway that ranks by itself gives a canary the share of the requests that the master last
+wrote (S24).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ BOTH = (ROLE_PREFILL, ROLE_DECODE)
 
 
 class Site:
-    """Two pairs of group `a`, and those of the canary that a test asks for; a gateway's fleet that follows the record of upgrades."""
+    """Two pairs of group `a`, and those of the canary that a test asks for; a gateway's fleet that
+    follows the record of upgrades.
+    """
 
     def __init__(self, canary: tuple[Role.ValueType, ...] = BOTH) -> None:
         self.bucket, self.registry = MemoryBucket(), MemoryStore()

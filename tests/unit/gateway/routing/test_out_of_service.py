@@ -1,4 +1,6 @@
-"""A gateway that ranks by itself heeds holds and faults as the boards in the registry say them (S42)."""
+"""A gateway that ranks by itself heeds holds and faults as the boards in the registry say them
+(S42).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ pytestmark = pytest.mark.req("S42", "S36")
 
 
 class Site:
-    """Two prefills and two decodes of incarnation 1, and a gateway's fleet that follows both boards."""
+    """Two prefills and two decodes of incarnation 1, and a gateway's fleet that follows both
+    boards.
+    """
 
     def __init__(self) -> None:
         self.holds = Board(_bucket(holds := MemoryBucket()), Hold)

@@ -1,4 +1,6 @@
-"""Text from tokens as they come: what they add to the prompt's, whole characters only, and nothing lost at the end."""
+"""Text from tokens as they come: what they add to the prompt's, whole characters only, and nothing
+lost at the end.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +164,9 @@ def test_any_chunking_gives_the_same_text_and_never_half_a_character(seed: int) 
 def test_whole_characters_before_an_incomplete_one_are_shown_at_the_end(
     stops: tuple[str, ...],
 ) -> None:
-    """A stream cut by max_tokens in the middle of a character, whose first half came with a space."""
+    """A stream cut by max_tokens in the middle of a character, whose first half came with a
+    space.
+    """
     size = BYTE_LEVEL.get_vocab_size()
     half = next(i for i in range(size) if BYTE_LEVEL.decode([i]) == " caf\ufffd")
     stream = stream_after("byte level", (), stops)

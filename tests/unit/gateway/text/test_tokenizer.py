@@ -141,7 +141,10 @@ def test_a_template_that_refuses_to_be_tried_gets_text() -> None:
     [
         "{% if tools is not none or documents is not none %}tools!{% endif %}x",
         "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}",
-        "{{ messages[0]['content'] | tojson(separators=(',', ':'), sort_keys=true) | replace('\"', '') }}",
+        (
+            "{{ messages[0]['content'] | tojson(separators=(',', ':'), sort_keys=true) | "
+            "replace('\"', '') }}"
+        ),
     ],
 )
 def test_a_template_finds_what_transformers_gives_it(source: str) -> None:

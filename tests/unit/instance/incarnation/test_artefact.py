@@ -151,7 +151,9 @@ def cached_settings(cache: Path) -> Settings:
 async def test_a_damaged_copy_in_the_cache_is_fetched_once_more(
     damage: Callable[[Path], None], model_dir: Path, tmp_path: Path
 ) -> None:
-    """A copy that a power cut left half-written has the name of a whole one: no later load would get past it."""
+    """A copy that a power cut left half-written has the name of a whole one: no later load would
+    get past it.
+    """
     path = artefact.build(model_dir, "prefill", tmp_path / "p")
     copy = artefact.fetch(artefact.read(path), tmp_path / "cache")
     damage(copy.folder)

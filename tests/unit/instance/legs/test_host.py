@@ -1,4 +1,6 @@
-"""What an instance's host makes of its engine's outputs when a gateway gives a leg up at the same time."""
+"""What an instance's host makes of its engine's outputs when a gateway gives a leg up at the same
+time.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ from pdmesh.v1 import instance_service_pb2 as pb
 
 
 class EndedEngine:
-    """Its job has ended by itself, and the host has not read that yet: there is nothing left to abort."""
+    """Its job has ended by itself, and the host has not read that yet: there is nothing left to
+    abort.
+    """
 
     def __init__(self, end: Output) -> None:
         self._end = end
@@ -102,7 +106,9 @@ def prefill(key: int, max_tokens: int = 1) -> pb.Command:
     ],
 )
 async def test_a_client_that_leaves_as_its_prefill_ends_costs_no_slot(end: Output) -> None:
-    """The end waits to be read when the abort comes; neither says a word about the staging range after that."""
+    """The end waits to be read when the abort comes; neither says a word about the staging range
+    after that.
+    """
     host = InstanceHost(cast(Engine, EndedEngine(end)), Admission(capacity()), time.monotonic)
     outbox = host.open("gateway-0")
     host.apply(outbox, [prefill(5)])
@@ -129,7 +135,9 @@ def make_host(engine: EndedEngine, **changes: Callable[[], str]) -> InstanceHost
 
 @pytest.mark.fault("F39")
 def test_who_holds_a_ticket_can_guess_no_other() -> None:
-    """A ticket is all that it takes to pull a prompt's KV: its id has 128 bits that no other one has."""
+    """A ticket is all that it takes to pull a prompt's KV: its id has 128 bits that no other one
+    has.
+    """
     engine = EndedEngine(Failed(1, "", ""))
     tickets = tickets_of(make_host(engine), engine, 16)
     assert len(tickets) == 16

@@ -1,4 +1,6 @@
-"""What bounds an early decode's pull at the host of its instance: nothing before its turn, and then a pull's time."""
+"""What bounds an early decode's pull at the host of its instance: nothing before its turn, and then
+a pull's time.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,9 @@ async def running() -> AsyncIterator[Site]:
 
 
 async def test_an_early_pull_has_its_time_from_its_turn_on_and_none_once_it_has_arrived() -> None:
-    """Of three that were joined one after the other, the first has no turn yet and the second all of its KV."""
+    """Of three that were joined one after the other, the first has no turn yet and the second all
+    of its KV.
+    """
     async with running() as site:
         for key in (1, 2, 3):
             site.start(key, is_early=True)

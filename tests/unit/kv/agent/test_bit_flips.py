@@ -1,4 +1,6 @@
-"""Every bit of every control message of a pull, changed on the way: no request ever gets another's KV (F34)."""
+"""Every bit of every control message of a pull, changed on the way: no request ever gets another's
+KV (F34).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ DATA = {name: pattern(SIZE, seed) for seed, name in enumerate(("t", "u"))}
 
 @dataclass
 class Flip:
-    """Changes one bit of the message that is sent as number `message`, of both directions together."""
+    """Changes one bit of the message that is sent as number `message`, of both directions
+    together.
+    """
 
     message: int
     bit: int
@@ -89,7 +93,9 @@ async def test_no_bit_changed_on_the_way_gives_a_request_the_kv_of_another() -> 
 
 @pytest.mark.fault("F34")
 async def test_a_sound_answer_to_another_pull_is_refused() -> None:
-    """As a sender gives that mixed two pulls up: seal and checksums are right, and the bytes another's."""
+    """As a sender gives that mixed two pulls up: seal and checksums are right, and the bytes
+    another's.
+    """
     async with kv_pair(MemoryTransport) as pair:
         await _pull_both(pair, Flip(-1, 0))
         assert isinstance(pair.sender_transport, MemoryTransport)

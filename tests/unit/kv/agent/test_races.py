@@ -1,4 +1,6 @@
-"""Pulls that are given up, or lose their peer, in the moment when nobody looks: no landing range may be lost (S49)."""
+"""Pulls that are given up, or lose their peer, in the moment when nobody looks: no landing range
+may be lost (S49).
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class DyingPeerTransport(MemoryTransport):
 
 @pytest.mark.fault("F2")
 async def test_a_peer_that_dies_as_the_connection_opens_fails_the_pull_at_once() -> None:
-    """Its end is told before the puller, who waited for the connection, runs again: nothing would ever end the pull."""
+    """Its end is told before the puller, who waited for the connection, runs again: nothing would
+    ever end the pull.
+    """
     async with kv_pair(DyingPeerTransport) as pair:
         pair.stage(LAYOUT, lease_s=30)
         ticket = ticket_for(pair.address, LAYOUT)
@@ -177,7 +181,9 @@ BAD_TICKETS = {
 
 @pytest.mark.parametrize("field", BAD_TICKETS)
 async def test_a_ticket_that_cannot_be_asked_for_gives_the_landing_back(field: str) -> None:
-    """The caller's range is the agent's until it says otherwise, whatever is wrong: it must say so."""
+    """The caller's range is the agent's until it says otherwise, whatever is wrong: it must
+    say so.
+    """
     async with kv_pair(MemoryTransport) as pair:
         ticket = dataclasses.replace(ticket_for(pair.address, LAYOUT), **BAD_TICKETS[field])  # type: ignore[arg-type]
         with pytest.raises(KvTransferFailed, match=field) as caught:
@@ -392,7 +398,9 @@ class SlowToConnect(MemoryTransport):
 async def test_that_prefill_is_done_counts_for_an_early_pull_that_still_connects(
     opens: bool,
 ) -> None:
-    """From then on silence is a fault, wherever the pull is: here the peer is cut off as it is connected to."""
+    """From then on silence is a fault, wherever the pull is: here the peer is cut off as it is
+    connected to.
+    """
     async with kv_pair(SlowToConnect) as pair:
         transport = pair.receiver_transport
         assert isinstance(transport, SlowToConnect)
@@ -412,7 +420,9 @@ async def test_that_prefill_is_done_counts_for_an_early_pull_that_still_connects
 
 
 async def test_that_prefill_is_done_counts_for_a_pull_that_begins_after_it() -> None:
-    """Both were posted to the agent's loop, the pull as a task whose first step comes after the news."""
+    """Both were posted to the agent's loop, the pull as a task whose first step comes after the
+    news.
+    """
     async with kv_pair(MemoryTransport) as pair:
         pair.sender.open("t", 1, ArenaRange(4096, LAYOUT.total_bytes), LAYOUT, 30.0)
         ticket = ticket_for(pair.address, LAYOUT)

@@ -1,4 +1,6 @@
-"""The file store: what is acknowledged is there whole, or found bad and removed; never half, never somebody else's."""
+"""The file store: what is acknowledged is there whole, or found bad and removed; never half, never
+somebody else's.
+"""
 
 from __future__ import annotations
 
@@ -231,7 +233,9 @@ def test_kept_blocks_stay_whoever_evicts(make: Make, clock: Clock) -> None:
 @pytest.mark.req("S96")
 @pytest.mark.parametrize("writes_ahead", [False, True])
 def test_what_is_kept_never_fills_the_store(make: Make, clock: Clock, writes_ahead: bool) -> None:
-    """By pins of several models, by pins that were removed while nobody was there to hear it, or by a clock that ran a year ahead."""
+    """By pins of several models, by pins that were removed while nobody was there to hear it, or by
+    a clock that ran a year ahead.
+    """
     store = make(quota=8 * FILE)
     true_time = clock.now
     clock.now += 365 * 86_400 if writes_ahead else 0

@@ -1,4 +1,6 @@
-"""A disk that does not answer at all: no request waits for it, nothing gathers behind it, and no process is held by it (F33)."""
+"""A disk that does not answer at all: no request waits for it, nothing gathers behind it, and no
+process is held by it (F33).
+"""
 
 from __future__ import annotations
 
@@ -193,7 +195,9 @@ async def test_what_takes_long_and_gets_on_does_not_hang(tmp_path: Path) -> None
 
 @pytest.mark.fault("F33")
 def test_a_process_ends_while_its_disk_hangs(tmp_path: Path) -> None:
-    """Its block is a pipe that nobody writes to: opening it takes for ever, as on a file server that is gone."""
+    """Its block is a pipe that nobody writes to: opening it takes for ever, as on a file server
+    that is gone.
+    """
     script = textwrap.dedent(
         f"""
         import asyncio, os

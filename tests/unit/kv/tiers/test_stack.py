@@ -1,4 +1,6 @@
-"""The tiers together: a block that is in one of them is served from there, whole, in bounded time, or not at all."""
+"""The tiers together: a block that is in one of them is served from there, whole, in bounded time,
+or not at all.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,10 @@ async def test_the_host_pool_serves_what_it_holds(tmp_path: Path) -> None:
 
 @pytest.mark.req("S77")
 async def test_a_lease_covers_what_the_engine_may_have_evicted_meanwhile(tmp_path: Path) -> None:
-    """The engine said that it holds three blocks. Its news may be old; what the pool has of them is pinned at no cost."""
+    """The engine said that it holds three blocks.
+
+    Its news may be old; what the pool has of them is pinned at no cost.
+    """
     async with running(tmp_path) as r:
         await written(r, CHAIN)
         fill(r.pool, CHAIN[1:3])
@@ -101,7 +106,9 @@ async def test_the_file_store_serves_and_promotes_to_the_pool(tmp_path: Path) ->
 
 @pytest.mark.req("S78", "S105")
 async def test_a_pinned_block_has_a_file_that_lives_as_long_as_the_pin(tmp_path: Path) -> None:
-    """Whether it was pinned before it was stored or after; and it is a file like any other once it is not."""
+    """Whether it was pinned before it was stored or after; and it is a file like any other once it
+    is not.
+    """
 
     def until_of(r: Rig, name: bytes) -> float:
         (found,) = [stored for stored in r.store.scan() if stored.name == name]
@@ -364,7 +371,9 @@ async def test_reports_are_increments_and_net_changes(tmp_path: Path) -> None:
 
 @pytest.mark.req("S96")
 async def test_the_files_of_a_prompt_that_many_ask_for_are_kept_too(tmp_path: Path) -> None:
-    """They are read once and then served from memory: by their last use alone they would be the first to go."""
+    """They are read once and then served from memory: by their last use alone they would be the
+    first to go.
+    """
     async with running(tmp_path, num_slots=32) as r:
         fill(r.pool, CHAIN)
         r.stack.stored(CHAIN)
@@ -385,7 +394,9 @@ async def test_the_files_of_a_prompt_that_many_ask_for_are_kept_too(tmp_path: Pa
 async def test_thousands_of_requests_with_random_aborts_leave_nothing_pinned(
     tmp_path: Path, num_requests: int
 ) -> None:
-    """Prompts share prefixes, the pool holds a tenth of the blocks, and a third of the requests go away."""
+    """Prompts share prefixes, the pool holds a tenth of the blocks, and a third of the requests go
+    away.
+    """
     rng = random.Random(5)
     prompts = [names_of(*(100 * family + n for n in range(12))) for family in range(12)]
     peer = FakePeer(prompts[0] + prompts[1][:5])
@@ -419,7 +430,9 @@ async def test_thousands_of_requests_with_random_aborts_leave_nothing_pinned(
 
 
 async def test_a_question_about_peers_that_was_cancelled_cancels_nobody(tmp_path: Path) -> None:
-    """As when the channel to the index is closed under it: the request would never be heard of again."""
+    """As when the channel to the index is closed under it: the request would never be heard of
+    again.
+    """
 
     async def find(*_: object) -> Any:
         raise asyncio.CancelledError

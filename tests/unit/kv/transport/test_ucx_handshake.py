@@ -1,4 +1,6 @@
-"""Addresses and the two messages that open a connection: what is changed in any bit, or was made with another key, is nothing."""
+"""Addresses and the two messages that open a connection: what is changed in any bit, or was made
+with another key, is nothing.
+"""
 
 from __future__ import annotations
 

@@ -33,8 +33,10 @@ def test_with_a_token_everybody_must_know_it() -> None:
 @pytest.mark.parametrize(
     ("peer", "expected"),
     [
-        ("ipv4:127.0.0.1:1", True), ("ipv4:127.8.0.9:1", True), ("ipv6:[::1]:1", True), ("ipv6:%5B::1%5D:1", True),
-        ("unix:/run/x", True), ("unix:", True), ("ipv4:192.168.0.1:1", False), ("ipv6:[fe80::1]:1", False),
+        ("ipv4:127.0.0.1:1", True), ("ipv4:127.8.0.9:1", True), ("ipv6:[::1]:1", True),
+        ("ipv6:%5B::1%5D:1", True),
+        ("unix:/run/x", True), ("unix:", True), ("ipv4:192.168.0.1:1", False),
+        ("ipv6:[fe80::1]:1", False),
         ("ipv4:1270.0.1:1", False), ("dns:localhost:1", False), ("", False),
     ],
 )  # fmt: skip

@@ -1,4 +1,6 @@
-"""The shell of the group controller: when it may decide, what it puts back, and whom it keeps out."""
+"""The shell of the group controller: when it may decide, what it puts back, and whom it keeps
+out.
+"""
 
 from __future__ import annotations
 
@@ -204,7 +206,9 @@ async def test_only_instances_can_be_held(site: Site) -> None:
 
 
 async def test_faults_hold_at_most_a_fifth_of_the_instances_over_time(site: Site) -> None:
-    """A sensor that is wrong everywhere, one instance after the other, never trips a rule that looks at one moment."""
+    """A sensor that is wrong everywhere, one instance after the other, never trips a rule that
+    looks at one moment.
+    """
     for i in range(10):
         site.add(f"p-{i}", ROLE_PREFILL, "chat")
     await site.apply(CHAT)

@@ -1,4 +1,6 @@
-"""Plans made true: a schedule lends a group at night and takes it back, one move at a time, over the real controller."""
+"""Plans made true: a schedule lends a group at night and takes it back, one move at a time, over
+the real controller.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ DESIRED = Desired(
 
 
 class Site:
-    """As much of a GroupLoop and a DesiredStore as the plan loop uses, over a world of pure instances."""
+    """As much of a GroupLoop and a DesiredStore as the plan loop uses, over a world of pure
+    instances.
+    """
 
     def __init__(self, desired: Desired, num: int) -> None:
         self.desired, self.stored = desired, Adjustments()
@@ -75,7 +79,8 @@ class Site:
     def new_loop(self) -> PlanLoop:
         site: Any = self
         return PlanLoop(
-            self.fleet, site, site, self.windows, lambda: (True, self.world.epoch), lambda: self.world.now, lambda: self.wall
+            self.fleet, site, site, self.windows, lambda: (True, self.world.epoch),
+            lambda: self.world.now, lambda: self.wall
         )  # fmt: skip
 
     def elect(self) -> None:
@@ -358,7 +363,10 @@ async def test_a_move_that_could_not_be_written_is_tried_again() -> None:
 async def test_groups_are_added_and_removed_by_the_clock_within_a_second_and_one_at_a_time() -> (
     None
 ):
-    """Removed in the evening: another scenario's group takes the instances. Added at eight, as it says, and not before."""
+    """Removed in the evening: another scenario's group takes the instances.
+
+    Added at eight, as it says, and not before.
+    """
     text = """
     scenarios: {chat: {}, batch: {}}
     groups:
@@ -408,7 +416,9 @@ def lent(site: Site) -> list[str]:
 @pytest.mark.fault("F12")
 @pytest.mark.req("S11", "S21")
 async def test_a_new_leader_goes_on_with_what_a_schedule_asked_of_the_old_one() -> None:
-    """It fired once and will not again: what was left of its plan stands beside what it fired for."""
+    """It fired once and will not again: what was left of its plan stands beside what it fired
+    for.
+    """
     site = Site(LEND_TWO, num=12)
     site.settle()
     await site.loop.round()
@@ -492,7 +502,10 @@ async def test_longer_prompts_turn_a_decode_into_a_prefill_where_that_is_wanted(
 async def test_a_window_in_which_an_instance_was_lost_says_nothing_of_the_ratio(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also if another stands in before the window ends. Each decision is logged with the groups' loads and the moves."""
+    """Also if another stands in before the window ends.
+
+    Each decision is logged with the groups' loads and the moves.
+    """
     scenarios = {"chat": Scenario(has_auto_ratio=True)}
     site = Site(Desired(scenarios=scenarios, groups={"a": Group("chat", 3, 3)}), num=7)
     site.settle()
@@ -535,7 +548,9 @@ async def test_a_window_in_which_an_instance_was_lost_says_nothing_of_the_ratio(
 
 @pytest.mark.req("S29", "S41")
 async def test_short_decodes_get_a_prefill_though_prompts_hold_all_of_its_slots() -> None:
-    """Prompts keep their slots until a decode has their KV: by slots no prefill could be spared, by what they compute one can."""
+    """Prompts keep their slots until a decode has their KV: by slots no prefill could be spared, by
+    what they compute one can.
+    """
     scenarios = {"chat": Scenario(has_auto_ratio=True)}
     site = Site(Desired(scenarios=scenarios, groups={"a": Group("chat", 3, 3)}), num=6)
     site.settle()

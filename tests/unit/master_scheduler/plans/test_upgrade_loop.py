@@ -1,4 +1,6 @@
-"""The shell of upgrades: records kept before they are acted on, the version before restored, canaries applied and promoted."""
+"""The shell of upgrades: records kept before they are acted on, the version before restored,
+canaries applied and promoted.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ async def site() -> AsyncIterator[Site]:
 async def test_a_new_version_reaches_no_group_before_its_turn_and_survives_the_leader(
     site: Site,
 ) -> None:
-    """There is no blank instance to come first, and the two may not leave: it waits, under any leader."""
+    """There is no blank instance to come first, and the two may not leave: it waits, under any
+    leader.
+    """
     await site.apply(text("2"))
     for epoch in (1, 2):
         if epoch == 2:
@@ -98,7 +102,9 @@ async def test_the_version_before_is_applied_again_unless_somebody_was_faster(si
 async def test_a_version_that_cannot_be_restored_is_asked_for_once(
     site: Site, is_kept: bool
 ) -> None:
-    """The bucket was wiped and holds the current version alone; or an earlier release took what this one cannot read."""
+    """The bucket was wiped and holds the current version alone; or an earlier release took what
+    this one cannot read.
+    """
     await site.ask("ApplyDesired", pb.ApplyDesiredRequest(text=text("2"), canary_share=0.1))
     if is_kept:
         unreadable = text("1") + "of_a_later_release: 1\n"
@@ -122,7 +128,9 @@ async def test_a_version_that_cannot_be_restored_is_asked_for_once(
 @pytest.mark.req("S24")
 @pytest.mark.fault("F12")
 async def test_a_record_that_another_leader_wrote_meanwhile_is_not_overwritten(site: Site) -> None:
-    """Two leaders overlap for a moment: what was decided from the record before is decided anew, not written over the later one."""
+    """Two leaders overlap for a moment: what was decided from the record before is decided anew,
+    not written over the later one.
+    """
     await site.apply(text("2"))
     await site.loop.round()
     late = site.desired_bucket.watches[-1]
@@ -169,7 +177,9 @@ async def test_a_canary_is_refused_where_it_would_try_nothing_out(site: Site) ->
 async def test_a_canary_that_is_being_turned_back_is_not_promoted(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operator's word comes while the store writes that it is bad: the later write must not take that back."""
+    """The operator's word comes while the store writes that it is bad: the later write must not
+    take that back.
+    """
     await site.ask("ApplyDesired", pb.ApplyDesiredRequest(text=text("2"), canary_share=0.1))
     for _ in range(3):
         await site.loop.round()

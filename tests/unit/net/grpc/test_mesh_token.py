@@ -1,4 +1,6 @@
-"""The mesh's token on inner calls: shown by every channel, asked for by every server, before anything else is looked at."""
+"""The mesh's token on inner calls: shown by every channel, asked for by every server, before
+anything else is looked at.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,9 @@ async def test_where_the_mesh_has_none_nobody_is_asked() -> None:
 async def test_a_proxy_of_the_environment_is_not_asked_the_way_to_a_neighbour(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Found by a user behind a company proxy: a mesh that said it was ready and answered every request with 503."""
+    """Found by a user behind a company proxy: a mesh that said it was ready and answered every
+    request with 503.
+    """
     for variable in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(variable, "http://127.0.0.1:1")  # nobody listens there
     for variable in ("no_proxy", "no_grpc_proxy"):

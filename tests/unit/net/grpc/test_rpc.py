@@ -12,7 +12,9 @@ from tests.support.attack.raw_http2 import HELLO
 
 @pytest.mark.req("S23")
 async def test_a_server_that_is_given_up_while_it_starts_listens_no_more() -> None:
-    """Found by the nemesis: the group was changed while an instance loaded for it, whose server then could not be stopped any more."""
+    """Found by the nemesis: the group was changed while an instance loaded for it, whose server
+    then could not be stopped any more.
+    """
     server = rpc.server()
     port = server.add_insecure_port("127.0.0.1:0")
     starting = asyncio.create_task(rpc.start(server))

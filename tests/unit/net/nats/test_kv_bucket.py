@@ -69,7 +69,9 @@ class Server(QuietServer):
 @pytest.mark.fault("F20")
 @pytest.mark.parametrize("num_bad", [1, 2, 1000])
 async def test_an_entry_whose_callback_raises_is_handed_out_again_a_few_times(num_bad: int) -> None:
-    """It was lost: the view lacked it until the key was written anew, and was never loaded if it was the last."""
+    """It was lost: the view lacked it until the key was written anew, and was never loaded if it
+    was the last.
+    """
     server: Any = Server()
     loaded, taken = asyncio.Event(), []
 
@@ -90,7 +92,9 @@ async def test_an_entry_whose_callback_raises_is_handed_out_again_a_few_times(nu
 
 @pytest.mark.fault("F20")
 async def test_a_watch_survives_a_bug_of_whom_it_tells() -> None:
-    """Were it to end, the process would go on for ever with the view it had: nobody waits for the task."""
+    """Were it to end, the process would go on for ever with the view it had: nobody waits for the
+    task.
+    """
     loaded = asyncio.Event()
     num_resets = 0
 

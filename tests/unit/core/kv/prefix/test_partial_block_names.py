@@ -1,4 +1,6 @@
-"""Sampled prefix hashing: where beginnings of a block are named, and where a conversation's earlier turns ended."""
+"""Sampled prefix hashing: where beginnings of a block are named, and where a conversation's earlier
+turns ended.
+"""
 
 from __future__ import annotations
 

@@ -160,7 +160,9 @@ def test_the_slowdown_is_seen_in_an_index_that_has_one(other: Callable[[], Index
 
 
 def _slowdown(make: Callable[[], Index]) -> float:
-    """How much longer a match of 512 blocks takes with 1,000 instances than with 10: the best times of each, measured in turn."""
+    """How much longer a match of 512 blocks takes with 1,000 instances than with 10: the best times
+    of each, measured in turn.
+    """
     prompt = chain(512)
     indexes: dict[int, Index] = {10: make(), 1000: make()}
     for num_instances, index in indexes.items():

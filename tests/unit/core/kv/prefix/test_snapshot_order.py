@@ -9,7 +9,9 @@ from pdmesh.core.kv.prefix.snapshot_order import Repairs
 
 @pytest.mark.fault("F20")
 def test_instances_that_do_not_answer_delay_the_others_by_their_turns_only() -> None:
-    """Four that were unreachable used to keep all the places, and nobody else's hole was ever filled."""
+    """Four that were unreachable used to keep all the places, and nobody else's hole was ever
+    filled.
+    """
     repairs, now = Repairs(), 0.0
     for name in ("dead-0", "dead-1", "dead-2", "dead-3", "well"):
         repairs.want(name, now)

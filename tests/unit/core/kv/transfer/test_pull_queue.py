@@ -45,7 +45,9 @@ def test_long_ones_go_few_at_a_time_and_short_ones_together() -> None:
 
 @pytest.mark.fault("F23", "F24")
 def test_what_waits_for_one_source_holds_up_no_other() -> None:
-    """However much of a slow source is under way or waits, another begins at once and has its share of the number."""
+    """However much of a slow source is under way or waits, another begins at once and has its share
+    of the number.
+    """
     queue: PullQueue[str] = PullQueue(max_active=4, max_bytes=100)
     assert add(queue, "slow", 300, "slow") == ["slow"]
     for n in range(5):
@@ -116,7 +118,9 @@ class _Watched:
 def test_every_pull_begins_once_and_in_the_order_of_its_source(
     steps: list[tuple[int, int, str]],
 ) -> None:
-    """Also if one of the sources never sends anything: what it holds up is only what waits for it."""
+    """Also if one of the sources never sends anything: what it holds up is only what waits
+    for it.
+    """
     watched = _Watched()
     queue = watched.queue
     for number, (choice, num_bytes, source) in enumerate(steps):

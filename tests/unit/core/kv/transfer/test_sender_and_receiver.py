@@ -297,7 +297,10 @@ def test_a_ticket_for_two_takers_waits_for_both() -> None:
 
 @pytest.mark.req("S57")
 def test_what_a_rank_of_a_failed_decode_took_does_not_count_for_the_next_decode() -> None:
-    """A decode of two ranks fails when one of them has its part. The next one's ranks must both get theirs."""
+    """A decode of two ranks fails when one of them has its part.
+
+    The next one's ranks must both get theirs.
+    """
     book = book_with_ticket()
     for peer, decode in ((1, 5), (3, 6), (4, 6)):
         book.handle(ask(peer=peer, num_takers=2, decode=decode), now=1.0)
@@ -449,8 +452,10 @@ def test_a_pull_given_up_before_its_first_part_is_let_go_with_the_answer() -> No
 
 @pytest.mark.fault("F25", "F27")
 def test_a_pull_given_up_long_before_its_deadline_does_not_wait_for_it() -> None:
-    """Found by the nemesis: what asked for the KV was lost on its way, the client left, and slot and landing stayed taken for minutes,
-    since a pull that waits for prefill may take as long as its request."""
+    """Found by the nemesis: what asked for the KV was lost on its way, the client left, and slot
+    and landing stayed taken for minutes, since a pull that waits for prefill may take as long as
+    its request.
+    """
     book = requested(deadline=600.0)
     assert book.handle(rx.CallerLeft(1), now=1.0) == [rx.SendAck(1, False)]
     assert book.handle(rx.Tick(), now=1.1) == []

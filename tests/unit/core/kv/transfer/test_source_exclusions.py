@@ -1,4 +1,6 @@
-"""Who should exchange KV with whom: what one decode finds out, and what is made of what all decodes say."""
+"""Who should exchange KV with whom: what one decode finds out, and what is made of what all decodes
+say.
+"""
 
 from __future__ import annotations
 

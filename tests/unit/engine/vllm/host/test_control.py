@@ -85,7 +85,9 @@ async def test_a_worker_notices_that_its_host_is_gone(tmp_path: Path) -> None:
 
 @pytest.mark.req("S14")
 async def test_ranks_that_greet_in_any_order_are_listed_by_rank(tmp_path: Path) -> None:
-    """Their addresses become the record's, one per device in the order of the devices; a greeting may be repeated."""
+    """Their addresses become the record's, one per device in the order of the devices; a greeting
+    may be repeated.
+    """
     server = ControlServer(lambda _: None, lambda _: None)
     await server.listen(tmp_path / "c.sock")
     hellos = [

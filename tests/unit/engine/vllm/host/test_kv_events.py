@@ -76,7 +76,10 @@ def test_clearing_starts_the_view_again() -> None:
 
 
 def test_after_a_gap_nothing_is_believed_but_what_comes() -> None:
-    """The lost batch removed block 0: nobody would ever say so again. It is still known as a parent."""
+    """The lost batch removed block 0: nobody would ever say so again.
+
+    It is still known as a parent.
+    """
     view = names()
     view.handle(0, [stored(0, 1)])
     assert view.handle(2, [stored(1, 2)]) == BlocksChanged((NAMES[1],), (), is_cleared=True)

@@ -1,4 +1,6 @@
-"""Per-layer hand-overs of one vLLM engine: what the host hears of prefills, and token 1 put in its place."""
+"""Per-layer hand-overs of one vLLM engine: what the host hears of prefills, and token 1 put in its
+place.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +142,7 @@ def test_a_request_that_vllm_refuses_is_failed_and_its_ticket_closed() -> None:
     assert core.is_idle
 
 
-# --- the scheduler's half ---------------------------------------------------------------------------
+# --- the scheduler's half -------------------------------------------------------------------------
 
 BLOCKS = [10, 11, 12, 13]
 

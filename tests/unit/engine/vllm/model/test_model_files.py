@@ -1,4 +1,6 @@
-"""What names a model: the content of its files, hashed once, and never taken from where others may write."""
+"""What names a model: the content of its files, hashed once, and never taken from where others may
+write.
+"""
 
 from __future__ import annotations
 
@@ -95,8 +97,10 @@ def test_a_model_is_known_by_what_its_config_says_and_by_all_its_bytes(model_dir
 @pytest.mark.parametrize(
     "name",
     [
-        "model-00002.safetensors", "pytorch_model.bin", "model.gguf", "consolidated.00.pth", "model.pt",
-        "model.safetensors.index.json", "quantize_config.json", "hf_quant_config.json", "adapter_config.json",
+        "model-00002.safetensors", "pytorch_model.bin", "model.gguf", "consolidated.00.pth",
+        "model.pt",
+        "model.safetensors.index.json", "quantize_config.json", "hf_quant_config.json",
+        "adapter_config.json",
         "params.json", "config_of_next_year.json",
     ],
 )  # fmt: skip
@@ -110,7 +114,8 @@ def test_every_file_that_may_decide_kv_is_part_of_the_name(model_dir: Path, name
 @pytest.mark.parametrize(
     "name",
     [
-        "README.md", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "vocab.json",
+        "README.md", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+        "vocab.json",
         "chat_template.jinja", "special_tokens_map.json", ".gitattributes", "pdmesh-manifest.json",
     ],
 )  # fmt: skip
@@ -140,7 +145,7 @@ def test_files_that_an_artefact_verified_are_not_read_again(model_dir: Path) -> 
     assert found.digest == name_of(model_dir)
 
 
-# -- hashed once ------------------------------------------------------------------------------------
+# -- hashed once -----------------------------------------------------------------------------------
 
 
 def forge(path: Path) -> None:
@@ -293,7 +298,7 @@ def test_hashing_ends_when_the_engine_is_no_longer_wanted(model_dir: Path, cache
         ours.of(model_dir, [WEIGHTS])
 
 
-# -- while the model is loaded ----------------------------------------------------------------------
+# -- while the model is loaded ---------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -100,7 +100,9 @@ def test_after_a_pull_nothing_of_the_prompt_is_computed() -> None:
 
 
 def test_a_request_preempted_after_its_pull_computes_its_own_kv() -> None:
-    """The ticket is taken; the tokens are known, so vLLM recomputes them like any preempted request's."""
+    """The ticket is taken; the tokens are known, so vLLM recomputes them like any preempted
+    request's.
+    """
     core = loading()
     core.allocated("b", BLOCKS, 9)
     core.scheduled("b", 9, 1, lambda: BLOCKS)

@@ -1,4 +1,6 @@
-"""Probes between the ranks of two vLLM instances: the host's half, the worker's, and the agents' threads below them."""
+"""Probes between the ranks of two vLLM instances: the host's half, the worker's, and the agents'
+threads below them.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,10 @@ async def test_with_other_ranks_those_are_met_whose_heads_are_needed() -> None:
 
 @pytest.mark.req("S55", "S57")
 async def test_connections_grow_with_the_ranks_and_not_with_their_square() -> None:
-    """Two prefills and two decodes of two ranks: 8, where everybody with everybody were 16. Pulls open no others."""
+    """Two prefills and two decodes of two ranks: 8, where everybody with everybody were 16.
+
+    Pulls open no others.
+    """
     layout = KvLayout(2, 4, 1024, FINGERPRINT, num_heads=2)
     with contextlib.ExitStack() as stack:
         prefills = [stack.enter_context(ranks(2, INCARNATION)) for _ in range(2)]

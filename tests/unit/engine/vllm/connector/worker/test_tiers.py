@@ -1,4 +1,6 @@
-"""The vLLM engine's tiers without vLLM: what the scheduler's half plans, the ranks' half carries out."""
+"""The vLLM engine's tiers without vLLM: what the scheduler's half plans, the ranks' half carries
+out.
+"""
 
 from __future__ import annotations
 
@@ -209,7 +211,9 @@ def rank(expected_deaths: list[str]) -> Iterator[Rank]:
 def test_a_part_of_the_tiers_that_dies_ends_the_worker(
     rank: Rank, what: str, expected_deaths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its host would wait for each fetch, and hear of no disk and no block any more, and call it well."""
+    """Its host would wait for each fetch, and hear of no disk and no block any more, and call it
+    well.
+    """
 
     def broken(*_: object) -> None:
         raise ValueError(f"a bug in {what}")
@@ -233,8 +237,10 @@ def test_what_a_step_saved_a_later_step_loads_into_other_blocks(rank: Rank) -> N
 
 @pytest.mark.req("S77")
 def test_computing_is_timed_from_the_step_s_beginning_whenever_vllm_says_load(rank: Rank) -> None:
-    """vLLM calls for loads after the forward in steps that load nothing. Timed from there, computing seemed to take
-    0.4 ms a block, so that no load was worth its while and all that the tiers held was computed again.
+    """vLLM calls for loads after the forward in steps that load nothing.
+
+    Timed from there, computing seemed to take 0.4 ms a block, so that no load was worth its while
+    and all that the tiers held was computed again.
     """
     costs = rank.worker.stack.costs
     costs.weight = 1.0

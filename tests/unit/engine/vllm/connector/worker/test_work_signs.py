@@ -1,4 +1,6 @@
-"""What vLLM's worker says of itself within a step: often enough to be told from one that hangs, and no oftener."""
+"""What vLLM's worker says of itself within a step: often enough to be told from one that hangs, and
+no oftener.
+"""
 
 from __future__ import annotations
 

@@ -146,7 +146,9 @@ def load(n: int, *, is_early: bool = False, block_ids: tuple[int, ...] = (5, 6))
 
 
 def test_a_ticket_taken_without_bytes_frees_its_landing_though_vllm_runs_no_step() -> None:
-    """All blocks were cached and the answer was one token: vLLM may be idle by the time the ack has gone out."""
+    """All blocks were cached and the answer was one token: vLLM may be idle by the time the ack has
+    gone out.
+    """
     rank = Rank()
     rank.incoming.pull(load(3, block_ids=()))
     rank.agent.pulls["t3"].set_result(PullResult(0, 0.0))
@@ -210,7 +212,9 @@ def test_one_whose_turn_does_not_come_fails_without_a_word_against_its_source() 
 
 @pytest.mark.fault("F23", "F24")
 def test_several_whose_time_is_over_at_once_all_leave_and_none_of_them_begins() -> None:
-    """The end of the first makes room for the second: pulled and given up, it would land in bytes that are another's by then."""
+    """The end of the first makes room for the second: pulled and given up, it would land in bytes
+    that are another's by then.
+    """
     rank = Rank(max_pulls=8)
     for n, num_bytes, timeout_s in ((1, 40, 1e9), (2, 40, 0.0), (3, 10, 0.0), (4, 10, 1e9)):
         waiting = replace(load(n), timeout_s=timeout_s)
